@@ -1,0 +1,311 @@
+"""The configuration: dotted keys in OpenRLHF's words, one dataclass per group, a docstring under each field.
+
+No torch here. `config/load.py` reads TOML and dotted overrides into these classes; `config/check.py` holds the
+rules that span several fields.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Data:
+    prompt_dataset: str = ""
+    """JSONL file of training prompts, one object a line. Relative paths start at the TOML file's directory."""
+    input_key: str = "input"
+    """Column with the prompt text."""
+    output_key: str = "output"
+    """Column with the answer text; `slurm-rlhf sft` trains on it."""
+    label_key: str = "label"
+    """Column handed to the reward function as `labels` (None where a row lacks it)."""
+    input_template: str = ""
+    """Format string around the prompt, with one `{}`; empty: the prompt as it is."""
+    apply_chat_template: bool = False
+    """Wrap the prompt as a user's message in the tokenizer's chat template."""
+    max_len: int = 2048
+    """Longest prompt plus response in tokens. Prompts longer than max_len - rollout.max_new_tokens are dropped."""
+    max_samples: int = 0
+    """Use only the first rows of the file; 0: all."""
+    shuffle: bool = True
+    """Visit prompts in an order drawn anew in each episode from train.seed."""
+
+
+@dataclass(slots=True)
+class Actor:
+    model_name_or_path: str = ""
+    """Directory of a Hugging Face model with its tokenizer: the policy to train."""
+    num_nodes: int = 1
+    """Nodes of this role."""
+    num_gpus_per_node: int = 1
+    """Accelerator slots of this role on each of its nodes; without GPUs a slot is a process."""
+    learning_rate: float = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_scheduler: str = "constant"
+    """constant, linear or cosine (both after warm-up, down to lr_min_ratio)."""
+    lr_warmup_ratio: float = 0.0
+    """Share of all optimizer steps over which the learning rate rises from zero."""
+    lr_min_ratio: float = 0.1
+    """Where linear and cosine schedules end, as a share of the peak."""
+    adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """AdamW's betas."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    max_norm: float = 1.0
+    """Gradients are clipped to this global L2 norm; 0: not clipped."""
+    eps_clip: float = 0.2
+    """PPO's clip range of the probability ratio."""
+    eps_clip_low_high: list[float] = field(default_factory=list)
+    """Two values: separate clip ranges below and above one (clip-higher). Empty: eps_clip for both."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus."""
+    gradient_checkpointing_enable: bool = False
+    """Recompute activations in the backward pass."""
+
+
+@dataclass(slots=True)
+class Critic:
+    model_name_or_path: str = ""
+    """Directory the value model starts from; empty: the actor's."""
+    num_nodes: int = 1
+    """Nodes of this role."""
+    num_gpus_per_node: int = 1
+    """Accelerator slots of this role on each of its nodes."""
+    learning_rate: float = 9e-6
+    """Peak learning rate of AdamW; schedule, betas and clipping as the actor's."""
+    value_clip: float = 0.5
+    """Clip range of the value update; 0: not clipped."""
+    freezing_steps: int = 0
+    """The actor is not trained during the first steps, the critic is."""
+
+
+@dataclass(slots=True)
+class Ref:
+    num_nodes: int = 1
+    """Nodes of this role. The reference starts only when algo.kl.init_coef is not zero."""
+    num_gpus_per_node: int = 1
+    """Accelerator slots of this role on each of its nodes."""
+
+
+@dataclass(slots=True)
+class Reward:
+    remote_url: str = ""
+    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF."""
+    clip_range: list[float] = field(default_factory=lambda: [-10.0, 10.0])
+    """Rewards are clipped to these two values before they reach the advantages."""
+    shuffle: bool = False
+    """Control experiment: permute the rewards over the batch, so that there is nothing to learn."""
+
+
+@dataclass(slots=True)
+class Rollout:
+    batch_size: int = 128
+    """Prompts per training step."""
+    n_samples_per_prompt: int = 1
+    """Responses per prompt."""
+    max_new_tokens: int = 1024
+    """Longest response in tokens."""
+    temperature: float = 1.0
+    """Sampling temperature; log-probs and entropy are taken at the same temperature."""
+    top_p: float = 1.0
+    """Nucleus sampling."""
+    top_k: int = -1
+    """Sample among the k likeliest tokens; -1: all."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end a response."""
+
+
+@dataclass(slots=True)
+class Vllm:
+    num_engines: int = 1
+    """vLLM engines. An engine lives on one node."""
+    tensor_parallel_size: int = 1
+    """Accelerator slots of one engine."""
+    num_nodes: int = 0
+    """Nodes the engines are spread over; 0: as few as hold them."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory for weights and KV cache."""
+    cpu_kvcache_gib: float = 1.0
+    """KV cache of one engine rank where there is no GPU, in GiB."""
+    max_num_seqs: int = 256
+    """Sequences an engine works on at once."""
+    enable_prefix_caching: bool = True
+    """Share the KV cache of common prompt prefixes. The cache is dropped at every weight update."""
+    enforce_eager: bool = False
+    """No CUDA graphs. Always on where there is no GPU."""
+    dtype: str = "auto"
+    """The engine's precision: auto (= ds.param_dtype), fp32, bf16 or fp16."""
+
+
+@dataclass(slots=True)
+class Ds:
+    zero_stage: int = 2
+    """DeepSpeed ZeRO stage of actor and critic."""
+    param_dtype: str = "bf16"
+    """bf16 (with fp32 master weights) or fp32."""
+    attn_implementation: str = "sdpa"
+    """Hugging Face attention implementation."""
+
+
+@dataclass(slots=True)
+class Advantage:
+    estimator: str = "gae"
+    """How advantages are estimated."""
+    gamma: float = 1.0
+    """Discount per token."""
+    lambd: float = 0.95
+    """GAE's lambda."""
+    no_whitening: bool = False
+    """Leave advantages as they are instead of giving the batch mean 0 and standard deviation 1."""
+
+
+@dataclass(slots=True)
+class Kl:
+    init_coef: float = 0.01
+    """Weight of the KL penalty in the reward; 0: no reference model is started."""
+    estimator: str = "k1"
+    """k1, k2 or k3 (Schulman, Approximating KL Divergence, 2020)."""
+    target: float = 0.0
+    """KL per response that the adaptive controller aims at; 0: the coefficient stays fixed."""
+    horizon: int = 10000
+    """Samples over which the adaptive controller corrects the coefficient."""
+
+
+@dataclass(slots=True)
+class Algo:
+    advantage: Advantage = field(default_factory=Advantage)
+    kl: Kl = field(default_factory=Kl)
+
+
+@dataclass(slots=True)
+class Train:
+    batch_size: int = 128
+    """Responses per optimizer step, over all ranks."""
+    max_epochs: int = 1
+    """Passes over the experience of a step."""
+    num_episodes: int = 1
+    """Passes over the prompt data set."""
+    max_steps: int = 0
+    """Stop after this many training steps; 0: when the episodes are over."""
+    max_tokens_per_gpu: int = 16384
+    """Token budget of a micro-batch; a longer single sequence is a micro-batch of its own."""
+    logprob_chunk_tokens: int = 2048
+    """Logits over the vocabulary exist for this many tokens at a time."""
+    seed: int = 42
+    """Every random choice of a run derives from it."""
+    full_determinism: bool = False
+    """Bitwise equal metrics from run to run and over a resume: fixed prompt-to-engine assignment and order."""
+    threads_per_rank: int = 0
+    """CPU threads of a process; 0: the CPUs of the node divided by the busiest phase's processes."""
+
+
+@dataclass(slots=True)
+class Eval:
+    dataset: str = ""
+    """JSONL file of evaluation prompts; empty: no evaluation."""
+    steps: int = 0
+    """Evaluate every so many steps; 0: before the first and after the last only."""
+    temperature: float = 0.0
+    """0: greedy."""
+    n_samples_per_prompt: int = 1
+    """Responses per evaluation prompt."""
+    max_samples: int = 0
+    """Use only the first rows of the file; 0: all."""
+
+
+@dataclass(slots=True)
+class Ckpt:
+    save_steps: int = 0
+    """Checkpoint every so many steps; 0: only at the end and when told to stop."""
+    max_num: int = 3
+    """Checkpoints kept."""
+
+
+@dataclass(slots=True)
+class Sync:
+    backend: str = "auto"
+    """auto, gloo or nccl."""
+    bucket_mb: int = 64
+    """Bytes of weights in flight at a time, in MiB."""
+    interface: str = ""
+    """Network interface of the weight transfer; empty: the one that reaches the peers."""
+
+
+@dataclass(slots=True)
+class Logger:
+    tensorboard: bool = True
+    """Write TensorBoard events."""
+    progress: str = "auto"
+    """auto (rich on a terminal, plain lines elsewhere), rich, plain or none."""
+
+
+@dataclass(slots=True)
+class Timeout:
+    """The one table of time-outs, in seconds."""
+
+    connect: float = 60.0
+    """From the start of a role's process to its first message."""
+    start: float = 1800.0
+    """Loading the model, starting the engine."""
+    generate: float = 3600.0
+    """Silence of an engine that has requests: no finished response within this time."""
+    forward: float = 1800.0
+    """Log-probs and values of one batch."""
+    train_step: float = 3600.0
+    """One optimizer step."""
+    collective: float = 1800.0
+    """Any collective inside a role (training groups)."""
+    sync: float = 600.0
+    """One weight update, and every operation of its groups."""
+    checkpoint: float = 3600.0
+    """Saving or loading one role's state."""
+    reward: float = 600.0
+    """One call of the reward function."""
+    heartbeat_interval: float = 1.0
+    """Between a rank's heartbeats."""
+    heartbeat: float = 20.0
+    """Silence after which a rank is lost."""
+    shutdown: float = 8.0
+    """From the request to leave to SIGTERM, and again to SIGKILL (half each)."""
+
+
+@dataclass(slots=True)
+class Sft:
+    """`slurm-rlhf sft` only."""
+
+    dataset: str = ""
+    """JSONL file with data.input_key and data.output_key."""
+    output_dir: str = ""
+    """Where the trained model goes."""
+    learning_rate: float = 1e-3
+    """Peak learning rate of AdamW, cosine schedule."""
+    batch_size: int = 64
+    """Examples per optimizer step, over all ranks."""
+    max_epochs: int = 1
+    """Passes over the data."""
+    max_steps: int = 0
+    """Stop after this many optimizer steps; 0: when the epochs are over."""
+
+
+@dataclass(slots=True)
+class Config:
+    run_dir: str = ""
+    """Where everything of the run goes; empty: runs/<name of the TOML file>."""
+    resume: str = "auto"
+    """auto (go on from the newest checkpoint in run_dir, start anew if there is none), never, or a checkpoint directory."""
+    data: Data = field(default_factory=Data)
+    actor: Actor = field(default_factory=Actor)
+    critic: Critic = field(default_factory=Critic)
+    ref: Ref = field(default_factory=Ref)
+    reward: Reward = field(default_factory=Reward)
+    rollout: Rollout = field(default_factory=Rollout)
+    vllm: Vllm = field(default_factory=Vllm)
+    ds: Ds = field(default_factory=Ds)
+    algo: Algo = field(default_factory=Algo)
+    train: Train = field(default_factory=Train)
+    eval: Eval = field(default_factory=Eval)
+    ckpt: Ckpt = field(default_factory=Ckpt)
+    sync: Sync = field(default_factory=Sync)
+    logger: Logger = field(default_factory=Logger)
+    timeout: Timeout = field(default_factory=Timeout)
+    sft: Sft = field(default_factory=Sft)

@@ -1,0 +1,90 @@
+"""One exception tree. Every message says what happened, where, why, and how to fix it.
+
+SlurmRlhfError                  anything this package raises on purpose
+├── UserError                   the user can fix it: printed without a traceback, exit code 2
+│   ├── ConfigError             unknown key, wrong type, sizes that do not divide
+│   ├── DataError               a data file, with its name and line
+│   ├── ModelError              a model directory that cannot be used
+│   ├── RewardError             the user's reward function
+│   ├── PlacementError          roles that do not fit the nodes, an allocation that is too small
+│   └── CheckpointError         a checkpoint that is missing, partial or of another run
+└── RunError                    the run broke: printed with the role that broke it, exit code 1
+    ├── RoleDied                a role's process ended or fell silent
+    ├── CallTimeout             a call passed its deadline
+    ├── RemoteError             a role's handler raised; carries the remote traceback for the log
+    ├── WireError               a frame that does not decode, a peer that is not ours
+    └── SyncError               weights that did not arrive, or arrived different
+"""
+
+from __future__ import annotations
+
+
+class SlurmRlhfError(Exception):
+    """Root of the tree."""
+
+    exit_code = 1
+
+
+class UserError(SlurmRlhfError):
+    """Something the user can fix; the message alone must be enough to do so."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A configuration that cannot be run."""
+
+
+class DataError(UserError):
+    """A data file that cannot be read; names the file and the line."""
+
+
+class ModelError(UserError):
+    """A model directory that cannot be used; names what is missing in it."""
+
+
+class RewardError(UserError):
+    """The user's reward function failed or answered something that is not a reward."""
+
+
+class PlacementError(UserError):
+    """The roles do not fit the nodes; says what would fit."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint that cannot be used; names the one that can, if there is one."""
+
+
+class RunError(SlurmRlhfError):
+    """The run broke while it was running."""
+
+
+class RoleDied(RunError):
+    """A process of a role ended, or was not heard from within its deadline."""
+
+
+class CallTimeout(RunError):
+    """A call to a role did not return within the deadline of the table."""
+
+
+class RemoteError(RunError):
+    """A role's handler raised.
+
+    `user_error` is True when the remote exception was a `UserError`, so that the conductor reports it as one.
+    `remote_traceback` belongs into the log, never on the user's terminal.
+    """
+
+    def __init__(self, message: str, *, remote_traceback: str = "", user_error: bool = False) -> None:
+        super().__init__(message)
+        self.remote_traceback = remote_traceback
+        self.user_error = user_error
+        if user_error:
+            self.exit_code = UserError.exit_code
+
+
+class WireError(RunError):
+    """A message that does not decode, or that came from nobody we know."""
+
+
+class SyncError(RunError):
+    """Weights did not arrive, or arrived different from what was sent."""

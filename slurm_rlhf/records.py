@@ -1,0 +1,168 @@
+"""What travels between roles: Prompt -> Trajectory -> Experience.
+
+Arrays are numpy and live on the host: the conductor, which handles all of them, imports no torch.
+Shapes: P prompt tokens, R response tokens, N sequences, T = sum(P + R), A = sum(R) over a batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+I32 = NDArray[np.int32]
+F32 = NDArray[np.float32]
+Bool = NDArray[np.bool_]
+
+
+@dataclass(slots=True)
+class Prompt:
+    """One row of a prompt data set."""
+
+    index: int  # position of the row in its file, the same in every run
+    text: str
+    token_ids: I32  # [P]
+    label: Any = None  # the column `data.label_key`, handed to the reward function
+    row: dict[str, Any] = field(default_factory=dict)  # the row's other columns
+
+
+@dataclass(slots=True)
+class Sampling:
+    """How responses are sampled; the fields have vLLM's meaning."""
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1: all
+    max_new_tokens: int = 1024
+    stop: list[str] = field(default_factory=list)
+    skip_special_tokens: bool = True  # of `Trajectory.text` only
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class VersionSpan:
+    """Response tokens [start, end) were sampled by policy `version`."""
+
+    start: int
+    end: int
+    version: int
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One sampled response."""
+
+    prompt: int  # Prompt.index
+    sample: int  # 0 .. n-1
+    prompt_ids: I32  # [P]
+    response_ids: I32  # [R], with the end-of-sequence token if it was sampled
+    rollout_logprobs: F32  # [R], of the sampling distribution (after temperature, top-p, top-k)
+    action_mask: Bool  # [R], True where the policy chose the token (False: inserted by a tool)
+    finish_reason: str  # "stop" or "length"
+    text: str
+    versions: list[VersionSpan]
+    engine: int = 0  # which engine sampled it
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "prompt": self.prompt,
+            "sample": self.sample,
+            "prompt_ids": self.prompt_ids,
+            "response_ids": self.response_ids,
+            "rollout_logprobs": self.rollout_logprobs,
+            "action_mask": self.action_mask,
+            "finish_reason": self.finish_reason,
+            "text": self.text,
+            "versions": [[s.start, s.end, s.version] for s in self.versions],
+            "engine": self.engine,
+        }
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> Trajectory:
+        return cls(**{**wire, "versions": [VersionSpan(*span) for span in wire["versions"]]})
+
+
+@dataclass(slots=True)
+class Experience:
+    """N sequences packed without padding, in (prompt, sample) order.
+
+    `columns` holds one float per response token: `rollout_logprobs`, `logprobs` (the actor's, before the
+    update), `ref_logprobs`, `values`, `advantages`, `returns`; whichever are known so far.
+    """
+
+    prompt_lens: I32  # [N]
+    response_lens: I32  # [N]
+    token_ids: I32  # [T], each sequence's prompt, then its response
+    action_mask: Bool  # [A]
+    rewards: F32  # [N], one number per response, before clipping and KL
+    columns: dict[str, F32] = field(default_factory=dict)  # name -> [A]
+
+    def __len__(self) -> int:
+        return len(self.prompt_lens)
+
+    @property
+    def lengths(self) -> I32:
+        """Tokens per sequence, [N]."""
+        return self.prompt_lens + self.response_lens
+
+    @property
+    def token_offsets(self) -> NDArray[np.int64]:
+        """Where each sequence starts in `token_ids`, [N + 1]."""
+        return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
+
+    @property
+    def action_offsets(self) -> NDArray[np.int64]:
+        """Where each response starts in `action_mask` and the columns, [N + 1]."""
+        return np.concatenate([[0], np.cumsum(self.response_lens, dtype=np.int64)])
+
+    def select(self, indices: list[int]) -> Experience:
+        """The sequences `indices`, in that order."""
+        tokens, actions = self.token_offsets, self.action_offsets
+        where = np.asarray(indices, dtype=np.int64)
+
+        def gather(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[Any]:
+            parts = [values[offsets[i] : offsets[i + 1]] for i in indices]
+            return np.concatenate(parts) if parts else values[:0]
+
+        return Experience(
+            self.prompt_lens[where],
+            self.response_lens[where],
+            gather(self.token_ids, tokens),
+            gather(self.action_mask, actions),
+            self.rewards[where],
+            {name: gather(column, actions) for name, column in self.columns.items()},
+        )
+
+    def to_wire(self) -> dict[str, Any]:
+        return {
+            "prompt_lens": self.prompt_lens,
+            "response_lens": self.response_lens,
+            "token_ids": self.token_ids,
+            "action_mask": self.action_mask,
+            "rewards": self.rewards,
+            "columns": dict(self.columns),
+        }
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> Experience:
+        return cls(**wire)
+
+
+def pack(trajectories: list[Trajectory], rewards: list[float]) -> Experience:
+    """Trajectories and their rewards (same order) as one packed Experience."""
+    empty = np.zeros(0)
+    return Experience(
+        np.array([len(t.prompt_ids) for t in trajectories], dtype=np.int32),
+        np.array([len(t.response_ids) for t in trajectories], dtype=np.int32),
+        np.concatenate([empty, *(part for t in trajectories for part in (t.prompt_ids, t.response_ids))]).astype(
+            np.int32
+        ),
+        np.concatenate([empty, *(t.action_mask for t in trajectories)]).astype(np.bool_),
+        np.array(rewards, dtype=np.float32),
+        {"rollout_logprobs": np.concatenate([empty, *(t.rollout_logprobs for t in trajectories)]).astype(np.float32)},
+    )
