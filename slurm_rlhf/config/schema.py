@@ -1,17 +1,21 @@
 """The configuration: dotted keys in OpenRLHF's words, one dataclass per group, a docstring under each field.
 
-No torch here. `config/load.py` reads TOML and dotted overrides into these classes; `config/check.py` holds the
-rules that span several fields.
+No torch here. `config/load.py` reads TOML and dotted overrides into these classes; `config/ranges.py` holds the
+range of every number and `config/check.py` the rules that span several fields. The docstrings are the help.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+FilePath = Annotated[str, "path"]
+"""A file or directory: made absolute when it is read. Empty stays empty."""
 
 
 @dataclass(slots=True)
 class Data:
-    prompt_dataset: str = ""
+    prompt_dataset: FilePath = ""
     """JSONL file of training prompts, one object a line. Relative paths start at the TOML file's directory."""
     input_key: str = "input"
     """Column with the prompt text."""
@@ -33,7 +37,7 @@ class Data:
 
 @dataclass(slots=True)
 class Actor:
-    model_name_or_path: str = ""
+    model_name_or_path: FilePath = ""
     """Directory of a Hugging Face model with its tokenizer: the policy to train."""
     num_nodes: int = 1
     """Nodes of this role."""
@@ -41,7 +45,7 @@ class Actor:
     """Accelerator slots of this role on each of its nodes; without GPUs a slot is a process."""
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
-    lr_scheduler: str = "constant"
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
     """constant, linear or cosine (both after warm-up, down to lr_min_ratio)."""
     lr_warmup_ratio: float = 0.0
     """Share of all optimizer steps over which the learning rate rises from zero."""
@@ -65,7 +69,7 @@ class Actor:
 
 @dataclass(slots=True)
 class Critic:
-    model_name_or_path: str = ""
+    model_name_or_path: FilePath = ""
     """Directory the value model starts from; empty: the actor's."""
     num_nodes: int = 1
     """Nodes of this role."""
@@ -89,7 +93,7 @@ class Ref:
 
 @dataclass(slots=True)
 class Reward:
-    remote_url: str = ""
+    remote_url: FilePath = ""
     """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF."""
     clip_range: list[float] = field(default_factory=lambda: [-10.0, 10.0])
     """Rewards are clipped to these two values before they reach the advantages."""
@@ -133,7 +137,7 @@ class Vllm:
     """Share the KV cache of common prompt prefixes. The cache is dropped at every weight update."""
     enforce_eager: bool = False
     """No CUDA graphs. Always on where there is no GPU."""
-    dtype: str = "auto"
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """The engine's precision: auto (= ds.param_dtype), fp32, bf16 or fp16."""
 
 
@@ -141,7 +145,7 @@ class Vllm:
 class Ds:
     zero_stage: int = 2
     """DeepSpeed ZeRO stage of actor and critic."""
-    param_dtype: str = "bf16"
+    param_dtype: Literal["bf16", "fp32"] = "bf16"
     """bf16 (with fp32 master weights) or fp32."""
     attn_implementation: str = "sdpa"
     """Hugging Face attention implementation."""
@@ -149,7 +153,7 @@ class Ds:
 
 @dataclass(slots=True)
 class Advantage:
-    estimator: str = "gae"
+    estimator: Literal["gae"] = "gae"
     """How advantages are estimated."""
     gamma: float = 1.0
     """Discount per token."""
@@ -163,7 +167,7 @@ class Advantage:
 class Kl:
     init_coef: float = 0.01
     """Weight of the KL penalty in the reward; 0: no reference model is started."""
-    estimator: str = "k1"
+    estimator: Literal["k1", "k2", "k3"] = "k1"
     """k1, k2 or k3 (Schulman, Approximating KL Divergence, 2020)."""
     target: float = 0.0
     """KL per response that the adaptive controller aims at; 0: the coefficient stays fixed."""
@@ -201,7 +205,7 @@ class Train:
 
 @dataclass(slots=True)
 class Eval:
-    dataset: str = ""
+    dataset: FilePath = ""
     """JSONL file of evaluation prompts; empty: no evaluation."""
     steps: int = 0
     """Evaluate every so many steps; 0: before the first and after the last only."""
@@ -223,7 +227,7 @@ class Ckpt:
 
 @dataclass(slots=True)
 class Sync:
-    backend: str = "auto"
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
     """auto, gloo or nccl."""
     bucket_mb: int = 64
     """Bytes of weights in flight at a time, in MiB."""
@@ -235,7 +239,7 @@ class Sync:
 class Logger:
     tensorboard: bool = True
     """Write TensorBoard events."""
-    progress: str = "auto"
+    progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """auto (rich on a terminal, plain lines elsewhere), rich, plain or none."""
 
 
@@ -273,9 +277,9 @@ class Timeout:
 class Sft:
     """`slurm-rlhf sft` only."""
 
-    dataset: str = ""
+    dataset: FilePath = ""
     """JSONL file with data.input_key and data.output_key."""
-    output_dir: str = ""
+    output_dir: FilePath = ""
     """Where the trained model goes."""
     learning_rate: float = 1e-3
     """Peak learning rate of AdamW, cosine schedule."""
@@ -289,10 +293,10 @@ class Sft:
 
 @dataclass(slots=True)
 class Config:
-    run_dir: str = ""
+    run_dir: FilePath = ""
     """Where everything of the run goes; empty: runs/<name of the TOML file>."""
-    resume: str = "auto"
-    """auto (go on from the newest checkpoint in run_dir, start anew if there is none), never, or a checkpoint directory."""
+    resume: FilePath = "auto"
+    """auto (from the newest checkpoint in run_dir, anew if there is none), never, or a checkpoint directory."""
     data: Data = field(default_factory=Data)
     actor: Actor = field(default_factory=Actor)
     critic: Critic = field(default_factory=Critic)

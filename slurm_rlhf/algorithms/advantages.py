@@ -1,0 +1,105 @@
+"""From one reward per response to one advantage per token: KL in the reward, GAE, whitening.
+
+Flat packed columns of A tokens (see `packed`), float64 inside, float32 out. Whatever stands at masked positions of the
+inputs, NaN included, reaches no result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from slurm_rlhf.algorithms.packed import find_actions
+from slurm_rlhf.records import F32, Bool
+
+MIN_VARIANCE = 1e-8
+
+
+def token_rewards(
+    kl: ArrayLike | None,
+    kl_coef: float,
+    rewards: ArrayLike,
+    action_mask: Bool,
+    offsets: NDArray[Any],
+    clip_range: Sequence[float],
+) -> F32:
+    """Reward of each token, [A]: -kl_coef * kl_t, plus the clipped reward of the response at its last action.
+
+    kl [A] (`kl.approx_kl`; None when there is no reference), rewards [N] of any number type, clip_range (low, high).
+    Only the reward is clipped, not the KL penalty. A response without a single action receives nothing: there is
+    no token that could have earned its reward. Zero at masked positions.
+    Raises ValueError where lengths disagree.
+    Source: Ouyang et al., Training language models to follow instructions (2022), eq. 2.
+    """
+    actions = find_actions(action_mask, offsets, **({} if kl is None else {"kl": kl}))
+    clipped = np.clip(np.asarray(rewards, dtype=np.float64), clip_range[0], clip_range[1])
+    if clipped.shape != actions.counts.shape:
+        raise ValueError(f"rewards has shape {clipped.shape} for {len(actions.counts)} responses")
+    result = np.zeros(len(action_mask), dtype=np.float64)
+    # At coefficient 0 an infinite KL must not become 0 * inf = NaN.
+    if kl is not None and kl_coef != 0.0:
+        result[actions.positions] = -kl_coef * np.asarray(kl, dtype=np.float64)[actions.positions]
+    acted = actions.counts > 0
+    result[actions.positions[actions.ends[acted] - 1]] += clipped[acted]
+    return result.astype(np.float32)
+
+
+def gae(
+    token_rewards: ArrayLike,
+    values: ArrayLike,
+    action_mask: Bool,
+    offsets: NDArray[Any],
+    gamma: float,
+    lambd: float,
+) -> tuple[F32, F32]:
+    """Generalized advantage estimation: (advantages [A], returns [A]), both zero at masked positions.
+
+        delta_t = r_t + gamma * V_t+1 - V_t        A_t = delta_t + gamma * lambd * A_t+1        R_t = A_t + V_t
+
+    token_rewards [A], values [A]. Masked steps are not time steps: over a gap in the mask, t + 1 is the next action
+    of the same response, and nothing is discounted for the gap. After the last action value and advantage are 0,
+    whether the response ended by itself or at the length limit.
+    Raises ValueError where lengths disagree.
+    Source: Schulman et al., High-Dimensional Continuous Control Using GAE (2016), eq. 11-16.
+    """
+    actions = find_actions(action_mask, offsets, token_rewards=token_rewards, values=values)
+    reward = np.asarray(token_rewards, dtype=np.float64)[actions.positions]
+    value = np.asarray(values, dtype=np.float64)[actions.positions]
+    advantage = np.zeros_like(value)
+
+    # All responses go backwards together; the longest come first, so that those still running are a prefix.
+    order = np.argsort(-actions.counts, kind="stable")
+    last, counts = actions.ends[order] - 1, actions.counts[order]
+    next_value, next_advantage = np.zeros(len(order)), np.zeros(len(order))
+    for back in range(int(counts.max(initial=0))):
+        running = int(np.searchsorted(-counts, -back, side="left"))
+        at = last[:running] - back
+        delta = reward[at] + gamma * next_value[:running] - value[at]
+        next_advantage[:running] = delta + gamma * lambd * next_advantage[:running]
+        next_value[:running] = value[at]
+        advantage[at] = next_advantage[:running]
+
+    advantages, returns = (np.zeros(len(action_mask), dtype=np.float32) for _ in range(2))
+    advantages[actions.positions] = advantage
+    returns[actions.positions] = advantage + value
+    return advantages, returns
+
+
+def whiten(x: ArrayLike, action_mask: Bool) -> F32:
+    """x [A] with mean 0 and standard deviation 1 over the actions of the whole batch; zero at masked positions.
+
+        (x - mean) / sqrt(max(variance, 1e-8)),  population variance
+
+    Without actions, or where all of them are equal, the result is zero. Source: OpenRLHF, `experience_maker`.
+    """
+    if np.shape(x) != action_mask.shape:
+        raise ValueError(f"x has shape {np.shape(x)}, action_mask has {action_mask.shape}")
+    result = np.zeros(len(action_mask), dtype=np.float32)
+    chosen = np.asarray(x, dtype=np.float64)[action_mask]
+    if chosen.size:
+        centred = chosen - chosen.mean()
+        result[action_mask] = centred / np.sqrt(max(np.mean(centred**2), MIN_VARIANCE))
+    return result

@@ -1,0 +1,86 @@
+"""KL divergence between the policy and its reference: estimators per token, and the controller of its weight."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from slurm_rlhf.errors import CheckpointError, ConfigError, RunError
+from slurm_rlhf.records import F32
+
+ESTIMATORS = ("k1", "k2", "k3")
+MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8 is still a number in every precision and as a square
+MAX_ERROR = 0.2
+
+
+def approx_kl(logprobs: ArrayLike, ref_logprobs: ArrayLike, estimator: str) -> F32:
+    """KL(policy || reference) per token, [A], from tokens that the policy sampled.
+
+    With r = ref_logprobs - logprobs:  k1 = -r,  k2 = r^2 / 2,  k3 = exp(r) - 1 - r  (r at most 20 in k3, so that one
+    token that the reference finds e^100 times likelier does not make the reward infinite).
+    logprobs [A], ref_logprobs [A]. Raises ConfigError on another estimator, ValueError where lengths disagree.
+    Source: Schulman, Approximating KL Divergence (2020), http://joschu.net/blog/kl-approx.html
+    """
+    if estimator not in ESTIMATORS:
+        raise ConfigError(f"algo.kl.estimator = {estimator!r} is unknown; valid: {', '.join(ESTIMATORS)}")
+    if np.shape(logprobs) != np.shape(ref_logprobs):
+        raise ValueError(f"logprobs has shape {np.shape(logprobs)}, ref_logprobs has {np.shape(ref_logprobs)}")
+    log_ratio = np.asarray(ref_logprobs, dtype=np.float64) - np.asarray(logprobs, dtype=np.float64)
+    if estimator == "k1":
+        kl = -log_ratio
+    elif estimator == "k2":
+        kl = log_ratio**2 / 2
+    else:
+        log_ratio = np.minimum(log_ratio, MAX_LOG_RATIO)
+        kl = np.expm1(log_ratio) - log_ratio
+    return kl.astype(np.float32)
+
+
+class KLController:
+    """The weight of the KL penalty: fixed (target 0), or steered towards a KL per response.
+
+        coef <- coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(n / horizon, 1))
+
+    Source: Ziegler et al., Fine-Tuning Language Models from Human Preferences (2019), section 2.2. The `min` is ours:
+    without it a batch of more than 5 horizons turns the coefficient negative, which would reward divergence.
+    """
+
+    def __init__(self, init_coef: float, target: float = 0.0, horizon: int = 10000) -> None:
+        self.coef = float(init_coef)
+        self.target = target
+        self.horizon = horizon
+
+    def update(self, kl_per_response: float, n: int) -> float:
+        """After a step of n responses with this mean KL (summed over each response's actions): the new coefficient.
+
+        Raises RunError when the KL is not a finite number, which would stay in the coefficient for ever.
+        """
+        if self.target <= 0.0 or n == 0:
+            return self.coef
+        if not math.isfinite(kl_per_response):
+            raise RunError(
+                f"the mean KL per response is {kl_per_response}, so algo.kl.target = {self.target} cannot steer the "
+                "coefficient: the actor's or the reference's log-probs are not finite. Lower actor.learning_rate, or "
+                "resume from an earlier checkpoint."
+            )
+        error = min(max(kl_per_response / self.target - 1.0, -MAX_ERROR), MAX_ERROR)
+        self.coef *= 1.0 + error * min(n / self.horizon, 1.0)
+        return self.coef
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs of it; target and horizon are the configuration's."""
+        return {"coef": self.coef}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a saved coefficient. Raises CheckpointError when there is none that can be used.
+
+        A fixed coefficient stays the configuration's, so that it can be changed over a resume.
+        """
+        coef = state.get("coef")
+        if isinstance(coef, bool) or not isinstance(coef, int | float) or not math.isfinite(coef) or coef < 0:
+            raise CheckpointError(f"the KL controller's saved coefficient is {coef!r}; resume from another checkpoint")
+        if self.target > 0.0:
+            self.coef = float(coef)

@@ -1,0 +1,105 @@
+"""Finding the checkpoint to go on from."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.checkpoint.manifest import Manifest, read, verify
+from slurm_rlhf.checkpoint.state import read_state
+from slurm_rlhf.errors import CheckpointError
+
+log = logging.getLogger(__name__)
+
+# `.old`: a save that replaced a checkpoint of the same step was killed before it was done (see `save.commit`).
+NAME = re.compile(r"step_(\d{6,})(\.old)?")
+
+
+@dataclass(slots=True, frozen=True)
+class Entry:
+    """A checkpoint directory whose manifest can be read; its files are not checked yet."""
+
+    path: Path
+    manifest: Manifest
+
+
+def entries(root: Path) -> tuple[list[Entry], list[CheckpointError]]:
+    """The checkpoints under `root`, newest first, and what is wrong with directories that only look like one.
+
+    Raises CheckpointError when `root` cannot be listed.
+    """
+    found, problems = [], []
+    try:
+        paths = sorted(root.iterdir()) if root.is_dir() else []
+    except OSError as error:
+        raise CheckpointError(f"{root} cannot be searched for checkpoints: {error}. Check its permissions") from error
+    for path in paths:
+        if NAME.fullmatch(path.name) and path.is_dir():
+            try:
+                found.append(Entry(path, read(path)))
+            except CheckpointError as error:
+                problems.append(error)
+    return sorted(found, key=lambda entry: -entry.manifest.serial), problems
+
+
+def latest(root: Path) -> Path | None:
+    """The newest checkpoint under `root` that is whole. Damaged ones are passed over with a warning in the log."""
+    return _search(root)[0]
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """The state that was committed with the checkpoint, after all of its files have been checked.
+
+    Raises CheckpointError that says what is wrong and names the checkpoint to use instead, if there is one.
+    """
+    try:
+        verify(path)
+        return read_state(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. {_advice(path)}") from error
+
+
+def resolve(root: Path, resume: str) -> Path | None:
+    """The checkpoint that the configuration's `resume` means: auto, never or a directory. None: start anew.
+
+    Raises CheckpointError when the directory named is not a whole checkpoint, and under auto when there are
+    checkpoints but none is whole: starting anew would pass over the loss in silence.
+    """
+    if resume == "never":
+        return None
+    if resume != "auto":
+        load_state(Path(resume))
+        return Path(resume)
+    newest, problems = _search(root)
+    if newest is None and problems:
+        listed = "\n  ".join(str(problem) for problem in problems)
+        raise CheckpointError(
+            f"no checkpoint in {root} is whole:\n  {listed}\nTo start anew, remove them or add --resume never."
+        )
+    return newest
+
+
+def _search(root: Path) -> tuple[Path | None, list[CheckpointError]]:
+    found, problems = entries(root)
+    for problem in problems:
+        log.warning("%s; it is passed over", problem)
+    for entry in found:
+        try:
+            verify(entry.path)
+            return entry.path, problems
+        except CheckpointError as error:
+            log.warning("%s; it is passed over", error)
+            problems.append(error)
+    return None, problems
+
+
+def _advice(path: Path) -> str:
+    """Where a whole checkpoint is: beside `path`, or under it when it is a run directory."""
+    for root in (path.parent, path, path / "checkpoints"):
+        usable = latest(root)
+        if usable is not None and usable != path:
+            return f"The newest whole checkpoint there is {usable}"
+    return "There is no other checkpoint beside it; --resume never starts anew"

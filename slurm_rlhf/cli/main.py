@@ -1,0 +1,92 @@
+"""`slurm-rlhf`: finds the command, imports that one alone, and turns exceptions into messages and exit codes."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+import traceback
+from typing import Protocol
+
+from slurm_rlhf import __version__
+from slurm_rlhf.errors import ConfigError, SlurmRlhfError
+
+COMMANDS = {
+    "train": "train a policy by PPO",
+    "sft": "train a model on examples, the usual step before PPO",
+    "plan": "show which rank of which role goes on which node",
+}
+"""Name -> summary; `slurm_rlhf.cli.<name>` is its Command."""
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+
+
+class Command(Protocol):
+    """What the module of a command offers."""
+
+    def help_page(self) -> str:
+        """All of `slurm-rlhf <name> --help`."""
+
+    def run(self, words: list[str]) -> int:
+        """Runs with the words after the command's name; returns the exit code."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point. Exit codes: 0 done, 1 the run broke, 2 something the user can mend, 130 interrupted."""
+    words = sys.argv[1:] if argv is None else argv
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()
+        return code
+    except SlurmRlhfError as error:
+        print(f"slurm-rlhf: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("slurm-rlhf: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader left, as `| head` does; the interpreter's own flush at exit must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        # A full disk or a missing permission; what it stopped is in the run's logs.
+        print(f"slurm-rlhf: error: {error}", file=sys.stderr)
+        return 1
+    except Exception:
+        traceback.print_exc()
+        print("slurm-rlhf: this is a bug in slurm_rlhf, not in your input", file=sys.stderr)
+        return 1
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words:
+        print(_overview(), file=sys.stderr)
+        return ConfigError.exit_code
+    name, rest = words[0], words[1:]
+    if name in ("-h", "--help"):
+        print(_overview())
+        return 0
+    if name == "--version":
+        print(f"slurm-rlhf {__version__}")
+        return 0
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"unknown command {name!r}{meant} (commands: {', '.join(COMMANDS)})")
+    command: Command = importlib.import_module(f"slurm_rlhf.cli.{name}")
+    if "-h" in rest or "--help" in rest:
+        print(command.help_page(), end="")
+        return 0
+    return command.run(rest)
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    commands = "\n".join(f"  {name.ljust(width)}  {summary}" for name, summary in COMMANDS.items())
+    return (
+        "usage: slurm-rlhf COMMAND FILE.toml [--KEY=VALUE ...]\n\n"
+        "RLHF on Slurm, MPI or one machine: one process group per role, DeepSpeed, vLLM, no Ray.\n\n"
+        f"commands:\n{commands}\n\n"
+        "`slurm-rlhf COMMAND --help` explains a command and lists every key; `slurm-rlhf --version` the version."
+    )

@@ -1,0 +1,45 @@
+"""`slurm-rlhf train`: PPO from a TOML file."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import fields
+from pathlib import Path
+
+from slurm_rlhf.cli.arguments import page, parse
+from slurm_rlhf.cli.layout import draw_layout, layout_here
+from slurm_rlhf.config.check import check
+from slurm_rlhf.config.dump import dump_toml
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.schema import Config
+
+USAGE = "usage: slurm-rlhf train FILE.toml [--KEY=VALUE ...] [--dry_run]"
+ABOUT = (
+    "Trains a policy by PPO: starts actor, critic, reference and rollout as process groups of their own, and puts "
+    "everything of the run into run_dir. Started again, it goes on from the newest checkpoint."
+)
+FLAGS = {"dry_run": "print the resolved configuration and the rank map (as TOML and its comments), start nothing"}
+GROUPS = [field.name for field in fields(Config) if field.name != "sft"]
+
+
+def help_page() -> str:
+    """All of `slurm-rlhf train --help`."""
+    return page(USAGE, ABOUT, GROUPS, FLAGS)
+
+
+def run(words: list[str]) -> int:
+    """Trains, or with --dry_run prints what would run. Raises SlurmRlhfError."""
+    arguments = parse(words, USAGE, FLAGS)
+    config = load_config(arguments.file, arguments.overrides)
+    check(config)
+    if "dry_run" in arguments.flags:
+        layout = draw_layout(config)
+        print(dump_toml(config))
+        print(textwrap.indent(layout, "# "))
+        return 0
+    ranks = layout_here(config)
+    from slurm_rlhf.launch.local import LocalLauncher
+    from slurm_rlhf.roles import conductor
+
+    node = ranks.topology.nodes[0].name
+    return conductor.run(config, ranks, LocalLauncher(Path(config.run_dir), node), node)

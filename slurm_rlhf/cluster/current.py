@@ -1,0 +1,29 @@
+"""The topology this process can use: the Slurm allocation it is in, or this machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+
+from slurm_rlhf.cluster.environment import read_slurm
+from slurm_rlhf.cluster.granted import ask_scontrol
+from slurm_rlhf.cluster.local import local_topology, process_slots
+from slurm_rlhf.cluster.placement import role_sizes
+from slurm_rlhf.cluster.topology import CPU, Topology
+from slurm_rlhf.config.schema import Config
+
+
+def current_topology(
+    config: Config, colocate: Sequence[frozenset[str]] = (), environ: Mapping[str, str] | None = None
+) -> Topology:
+    """Nodes and slots for a run with `config` here. An allocation without GPUs gets process slots.
+
+    Raises PlacementError where the environment contradicts itself or does not hold what `config` asks for.
+    """
+    environ = os.environ if environ is None else environ
+    slurm = read_slurm(environ)
+    if slurm is None:
+        return local_topology(config, colocate, environ)
+    gpus = slurm.gpus()
+    topology = slurm.topology(ask_scontrol(slurm.job_id, slurm.job_nodes) if gpus is None else gpus)
+    return process_slots(topology, role_sizes(config)) if topology.accelerator == CPU else topology

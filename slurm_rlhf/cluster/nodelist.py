@@ -1,0 +1,109 @@
+"""Slurm's node lists, e.g. `gpu[001-003,007],login1,rack[1-2]-n[01-04]`, in pure Python.
+
+`scontrol show hostnames` says the same, but is missing in many containers and exits with 0 on an invalid list.
+
+    list    = element { (comma | blank) element }
+    element = { text | "[" range { "," range } "]" }, and where there is a bracket, the element ends with one
+    range   = digits [ "-" digits ]; the first number's zeros are the width
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import product
+
+from slurm_rlhf.errors import PlacementError
+
+MAX_RANGE = 65536
+"""Slurm's own limit on the numbers of one range."""
+MAX_NAMES = 1 << 20
+"""Limit on the names of one element."""
+
+_SEPARATORS = " \t\n,"
+_TEXT = re.compile(r"[A-Za-z0-9_.\-]+")
+_RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
+
+
+def expand(text: str) -> list[str]:
+    """Host names of the node list `text`, in the order of `scontrol show hostnames`, repetitions included.
+
+    Raises PlacementError with the position of the first character that is wrong, and on an empty list.
+    """
+    names: list[str] = []
+    position = 0
+    while position < len(text):
+        if text[position] in _SEPARATORS:
+            position += 1
+        else:
+            found, position = _element(text, position)
+            names.extend(found)
+    if not names:
+        raise PlacementError(f"the node list {text!r} names no node")
+    return names
+
+
+def _element(text: str, start: int) -> tuple[Iterator[str], int]:
+    """Names of the element at `start`, and the position after it."""
+    texts = [""]  # what stands before each bracket, and after the last
+    numbers: list[list[str]] = []
+    position = start
+    while position < len(text) and text[position] not in _SEPARATORS:
+        if text[position] == "[":
+            found, position = _bracket(text, position)
+            numbers.append(found)
+            texts.append("")
+        else:
+            match = _TEXT.match(text, position)
+            if match is None:
+                raise _error(text, position, f"{text[position]!r} cannot stand in a host name")
+            if numbers and (match.end() == len(text) or text[match.end()] in _SEPARATORS):
+                raise _error(text, position, f"{match[0]!r} after the last bracket: Slurm wants the number at the end")
+            texts[-1] += match[0]
+            position = match.end()
+    count = 1
+    for values in numbers:
+        count *= len(values)
+    if count > MAX_NAMES:
+        raise _error(text, start, f"{count} names in one element, more than {MAX_NAMES}")
+    return _names(texts, numbers), position
+
+
+def _names(texts: list[str], numbers: list[list[str]]) -> Iterator[str]:
+    # scontrol's order: the last bracket runs fastest, then the first, the second, ...
+    order = [*reversed(range(len(numbers)))]
+    order = order[1:] + order[:1]
+    for values in product(*(numbers[index] for index in order)):
+        chosen = dict(zip(order, values, strict=True))
+        yield "".join(part + chosen.get(index, "") for index, part in enumerate(texts))
+
+
+def _bracket(text: str, start: int) -> tuple[list[str], int]:
+    """Numbers of the bracket that opens at `start`, and the position after it."""
+    values: list[str] = []
+    position = start + 1
+    while True:
+        match = _RANGE.match(text, position)
+        if match is None:
+            raise _error(text, position, "a number is missing")
+        low, high = match[1], match[2] or match[1]
+        count = int(high) - int(low) + 1
+        if count < 1:
+            raise _error(text, position, f"the range {match[0]} runs backwards")
+        if count > MAX_RANGE:
+            raise _error(text, position, f"the range {match[0]} has {count} numbers, Slurm allows {MAX_RANGE}")
+        values.extend(str(number).zfill(len(low)) for number in range(int(low), int(low) + count))
+        position = match.end()
+        if text[position : position + 1] == "]":
+            return values, position + 1
+        if text[position : position + 1] != ",":
+            raise _error(text, position, "expected ',', '-' and a number, or ']'")
+        position += 1
+
+
+def _error(text: str, position: int, what: str) -> PlacementError:
+    begin = max(0, position - 40)
+    shown = text[begin : position + 40].translate({9: " ", 10: " "})
+    where = "at its end" if position >= len(text) else f"at character {position + 1}"
+    pointer = " " * (position - begin)
+    return PlacementError(f"invalid node list, {where}: {what}\n  {shown}\n  {pointer}^")

@@ -1,0 +1,187 @@
+"""Which nodes each block of slots goes to: a small bin packing, exact in practice and fast on large clusters.
+
+Nodes that look alike (same free slots, same blocks on them) are handled as one bucket, so that a try costs little
+on 10,000 nodes. Tries go from the most to the least symmetric layout; the first that fits is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+
+Assignment = list[tuple[int, int]]
+"""(node index, slots there) in node order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What `roles` (one role, or several that share their slots) ask for.
+
+    `per_node` slots on each of `num_nodes` nodes. Where `per_node` is 0: `engines` groups of `tp` slots, spread evenly
+    over `num_nodes` nodes, or over as few as hold them where that is 0 too. `tp` is 0 where no engine is among `roles`.
+    """
+
+    roles: tuple[str, ...]
+    num_nodes: int
+    per_node: int
+    tp: int = 0
+    engines: int = 0
+
+    @property
+    def slots(self) -> int:
+        """Slots on all nodes together."""
+        return self.num_nodes * self.per_node or self.engines * self.tp
+
+    @property
+    def widest(self) -> int:
+        """Slots that at least one node must have free."""
+        return self.per_node or self.tp * (-(-self.engines // self.num_nodes) if self.num_nodes else 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Policy:
+    share: bool  # prefer nodes that already hold something to untouched ones
+    mixed: bool  # a block may take nodes that do not look alike
+    loose: bool = False  # take the nodes with the most free slots, not those where a block fits tightly
+
+
+_POLICIES = (
+    _Policy(share=False, mixed=False),
+    _Policy(share=True, mixed=False),
+    _Policy(share=False, mixed=True),
+    _Policy(share=True, mixed=True),
+    _Policy(share=False, mixed=True, loose=True),
+    _Policy(share=True, mixed=True, loose=True),
+)
+_Bucket = tuple[tuple[int, ...], int]  # blocks on the node, free slots
+_Choice = list[tuple[_Bucket, int, list[int]]]  # so many slots on each of these nodes of the bucket
+_Buckets = dict[_Bucket, list[int]]  # node indices in rising order; never changed in place
+
+
+class _Space:
+    """Free slots of all nodes while blocks are being placed."""
+
+    def __init__(self, buckets: _Buckets) -> None:
+        self.buckets = dict(buckets)
+
+    def put(self, number: int, block: Block, policy: _Policy) -> _Choice | None:
+        """Place block `number`, or change nothing and return None."""
+        choice = self._choose(block, policy) if block.per_node else self._choose_engines(block, policy)
+        for bucket, slots, nodes in choice or ():
+            here = self.buckets.pop(bucket)
+            gone = set(nodes)
+            left = here[len(nodes) :] if here[: len(nodes)] == nodes else [node for node in here if node not in gone]
+            if left:
+                self.buckets[bucket] = left
+            blocks, free = bucket
+            after = ((*blocks, number), free - slots)
+            self.buckets[after] = sorted(self.buckets.get(after, []) + nodes)
+        return choice
+
+    def _ranked(self, least: int, policy: _Policy) -> list[tuple[_Bucket, list[int]]]:
+        """Buckets with at least `least` free slots, in the policy's order."""
+        fitting = [item for item in self.buckets.items() if item[0][1] >= least]
+        own, tight = (-1 if policy.share else 1), (-1 if policy.loose else 1)
+        return sorted(fitting, key=lambda item: (own * len(item[0][0]), tight * item[0][1], item[1][0]))
+
+    def _choose(self, block: Block, policy: _Policy) -> _Choice | None:
+        choice: _Choice = []
+        missing = block.num_nodes
+        for bucket, nodes in self._ranked(block.per_node, policy):
+            if len(nodes) < block.num_nodes and not policy.mixed:
+                continue
+            choice.append((bucket, block.per_node, nodes[:missing]))
+            missing -= len(choice[-1][2])
+            if not missing:
+                return choice
+        return None
+
+    def _choose_engines(self, block: Block, policy: _Policy) -> _Choice | None:
+        ranked = self._ranked(block.tp, policy)
+        most = block.engines  # that one node is asked to hold
+        if block.num_nodes:
+            most = -(-block.engines // block.num_nodes)
+            if not policy.mixed:
+                ranked = [item for item in ranked if item[0][1] >= most * block.tp and len(item[1]) >= block.num_nodes]
+        ranked.sort(key=lambda item: -min(item[0][1] // block.tp, most))
+        taken: list[tuple[_Bucket, list[int]]] = []
+        count = room = 0
+        for bucket, nodes in ranked:
+            each = bucket[1] // block.tp
+            enough = block.num_nodes - count if block.num_nodes else -(-(block.engines - room) // each)
+            if enough <= 0:
+                break
+            taken.append((bucket, nodes[:enough]))
+            count += len(taken[-1][1])
+            room += len(taken[-1][1]) * each
+        if room < block.engines or not block.num_nodes <= count <= block.engines:
+            return None
+        return _spread(block, taken)
+
+
+def _spread(block: Block, taken: list[tuple[_Bucket, list[int]]]) -> _Choice:
+    """The engines of `block` over the nodes `taken`, as even as these allow, extras on the first nodes."""
+    choice: _Choice = []
+    left, count = block.engines, sum(len(nodes) for _, nodes in taken)
+    roomy = sorted(taken, key=lambda item: item[0][1] // block.tp)
+    while roomy and (room := roomy[0][0][1] // block.tp) * count <= left:
+        bucket, nodes = roomy.pop(0)
+        choice.append((bucket, room * block.tp, nodes))
+        left, count = left - room * len(nodes), count - len(nodes)
+    if roomy:
+        base, extra = divmod(left, count)
+        first = set(sorted(node for _, nodes in roomy for node in nodes)[:extra])
+        for bucket, nodes in roomy:
+            for engines, some in ((base + 1, first.intersection(nodes)), (base, set(nodes) - first)):
+                if some:
+                    choice.append((bucket, engines * block.tp, sorted(some)))
+    return choice
+
+
+def _orders(blocks: Sequence[Block], thorough: bool) -> Iterator[tuple[int, ...]]:
+    """Orders in which to place blocks: the one that needs the most room on a node first, then all others.
+
+    Engines that may go anywhere fill what the others leave, so they come last at first.
+    """
+
+    def by_room(number: int) -> tuple[int, int, int]:
+        return -blocks[number].widest, -blocks[number].slots, number
+
+    widest = tuple(sorted(range(len(blocks)), key=by_room))
+    engines_last = tuple(sorted(widest, key=lambda number: not blocks[number].num_nodes))
+    rest = permutations(widest) if thorough else ()
+    return iter(dict.fromkeys((engines_last, widest, *rest)))
+
+
+def pack(capacities: Sequence[int], blocks: Sequence[Block], *, thorough: bool = True) -> list[Assignment] | None:
+    """Where each of `blocks` goes on nodes with `capacities` slots, or None. Deterministic.
+
+    `thorough=False` tries only the most promising orders of blocks.
+    """
+    if sum(block.slots for block in blocks) > sum(capacities):
+        return None
+    largest = max(capacities, default=0)
+    if any(max(block.per_node, block.tp) > largest or block.num_nodes > len(capacities) for block in blocks):
+        return None
+    buckets: _Buckets = {}
+    for index, capacity in enumerate(capacities):
+        buckets.setdefault(((), capacity), []).append(index)
+    for policy in _POLICIES:
+        for order in _orders(blocks, thorough):
+            found = _try(_Space(buckets), blocks, order, policy)
+            if found is not None:
+                return found
+    return None
+
+
+def _try(space: _Space, blocks: Sequence[Block], order: tuple[int, ...], policy: _Policy) -> list[Assignment] | None:
+    placed: dict[int, _Choice] = {}
+    for number in order:
+        choice = space.put(number, blocks[number], policy)
+        if choice is None:
+            return None
+        placed[number] = choice
+    return [
+        sorted((node, slots) for _, slots, nodes in placed[number] for node in nodes) for number in range(len(blocks))
+    ]

@@ -1,0 +1,169 @@
+"""Rules that span keys or look at files: what can be known to fail is said before anything starts."""
+
+from __future__ import annotations
+
+import os
+import string
+from collections.abc import Iterator
+from pathlib import Path
+
+from slurm_rlhf.config.load import joined
+from slurm_rlhf.config.model_directory import check_length, check_model_directory
+from slurm_rlhf.config.ranges import out_of_range
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError
+
+
+def check(config: Config) -> None:
+    """Everything `slurm-rlhf train` can know beforehand.
+
+    Raises ConfigError with every broken rule, or ModelError for the first model directory that cannot be used.
+    """
+    _raise(_training_problems(config))
+    actor = config.actor.model_name_or_path
+    check_model_directory("actor.model_name_or_path", actor, tokenizer=True)
+    check_length("actor.model_name_or_path", actor, config.data.max_len)
+    if config.critic.model_name_or_path:
+        check_model_directory("critic.model_name_or_path", config.critic.model_name_or_path, tokenizer=False)
+
+
+def check_sft(config: Config) -> None:
+    """Everything `slurm-rlhf sft` can know beforehand; raises as `check` does."""
+    problems = [*out_of_range(config), *_lists(config), *_template(config)]
+    problems += _output("sft.output_dir", config.sft.output_dir, "where to write the trained model")
+    problems += _file("sft.dataset", config.sft.dataset, "a JSONL file of examples")
+    problems += _needed("actor.model_name_or_path", config.actor.model_name_or_path, "the directory of the model")
+    _raise(problems)
+    check_model_directory("actor.model_name_or_path", config.actor.model_name_or_path, tokenizer=True)
+    check_length("actor.model_name_or_path", config.actor.model_name_or_path, config.data.max_len)
+
+
+def _raise(problems: Iterator[str] | list[str]) -> None:
+    found = list(problems)
+    if found:
+        raise ConfigError(joined(found))
+
+
+def _training_problems(config: Config) -> Iterator[str]:
+    in_range = list(out_of_range(config))
+    yield from in_range
+    yield from _lists(config)
+    yield from _template(config)
+    yield from _output("run_dir", config.run_dir, "where to put everything of the run")
+    yield from _needed("actor.model_name_or_path", config.actor.model_name_or_path, "the directory of the model")
+    yield from _file("data.prompt_dataset", config.data.prompt_dataset, "a JSONL file of prompts")
+    if config.eval.dataset:
+        yield from _file("eval.dataset", config.eval.dataset, "a JSONL file of prompts")
+    yield from _reward(config)
+    yield from _resume(config)
+    if not in_range:
+        yield from _batches(config)
+        yield from _relations(config)
+
+
+def _batches(config: Config) -> Iterator[str]:
+    """Every rank of a role gets as many sequences, in every optimizer step and in every forward pass."""
+    prompts, samples = config.rollout.batch_size, config.rollout.n_samples_per_prompt
+    responses, batch = prompts * samples, config.train.batch_size
+    told = f"rollout.batch_size * rollout.n_samples_per_prompt = {prompts} * {samples} = {responses}"
+    if responses % batch:
+        fits = _divisors(responses, batch)
+        yield f"{told} responses do not divide into optimizer steps of train.batch_size = {batch}: use {fits}"
+    for role, group in (("actor", config.actor), ("critic", config.critic)):
+        ranks = group.num_nodes * group.num_gpus_per_node
+        if batch % ranks:
+            sizes = (
+                f"{role}.num_nodes * {role}.num_gpus_per_node = {group.num_nodes} * {group.num_gpus_per_node} = {ranks}"
+            )
+            yield f"train.batch_size = {batch} does not divide over {sizes} ranks: use a multiple of {ranks}"
+    ref_ranks = config.ref.num_nodes * config.ref.num_gpus_per_node
+    if config.algo.kl.init_coef and responses % ref_ranks:
+        sizes = f"ref.num_nodes * ref.num_gpus_per_node = {config.ref.num_nodes} * {config.ref.num_gpus_per_node}"
+        yield f"{told} responses do not divide over {sizes} = {ref_ranks} ranks: use a multiple of {ref_ranks}"
+
+
+def _divisors(whole: int, wanted: int) -> str:
+    """The divisors of `whole` that are nearest to `wanted`."""
+    valid = [n for n in range(1, whole + 1) if whole % n == 0]
+    near = sorted(sorted(valid, key=lambda n: abs(n - wanted))[:2])
+    return " or ".join(str(n) for n in near)
+
+
+def _relations(config: Config) -> Iterator[str]:
+    if config.data.max_len <= config.rollout.max_new_tokens:
+        yield (
+            f"data.max_len = {config.data.max_len} leaves no room for a prompt beside "
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: raise the one or lower the other"
+        )
+    if config.rollout.top_k == 0:
+        yield "rollout.top_k must be -1 (all) or at least 1, got 0"
+    if config.algo.kl.target and not config.algo.kl.init_coef:
+        yield "algo.kl.target needs a coefficient to start from: set algo.kl.init_coef above 0"
+    if config.timeout.heartbeat <= 2 * config.timeout.heartbeat_interval:
+        yield (
+            f"timeout.heartbeat = {config.timeout.heartbeat:g} must be more than two heartbeats: above "
+            f"{2 * config.timeout.heartbeat_interval:g} for timeout.heartbeat_interval = "
+            f"{config.timeout.heartbeat_interval:g}"
+        )
+
+
+def _lists(config: Config) -> Iterator[str]:
+    if len(config.actor.adam_betas) != 2:
+        yield f"actor.adam_betas takes two numbers, got {config.actor.adam_betas}"
+    if len(config.actor.eps_clip_low_high) not in (0, 2):
+        yield f"actor.eps_clip_low_high takes two numbers or none, got {config.actor.eps_clip_low_high}"
+    clip = config.reward.clip_range
+    if len(clip) != 2 or clip[0] > clip[1]:
+        yield f"reward.clip_range takes two numbers, the lower first, got {clip}"
+    if "" in config.rollout.stop:
+        yield "rollout.stop holds an empty string, which would end every response at once: leave it out"
+
+
+def _template(config: Config) -> Iterator[str]:
+    template = config.data.input_template
+    if not template:
+        return
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        fields = [str(error)]
+    if fields != [""]:
+        yield (
+            f"data.input_template needs exactly one {{}} where the prompt goes, got {template!r}: "
+            "write {{ and }} for braces that are meant as they are"
+        )
+
+
+def _needed(key: str, value: str, what: str) -> Iterator[str]:
+    if not value:
+        yield f"{key} is not set: name {what}"
+
+
+def _output(key: str, value: str, what: str) -> Iterator[str]:
+    yield from _needed(key, value, what)
+    if value:
+        there = next(path for path in (Path(value), *Path(value).parents) if path.exists())
+        if not there.is_dir():
+            yield f"{key}: {there} is a file, not a directory: name another place than {value}"
+        elif not os.access(there, os.W_OK | os.X_OK):
+            yield f"{key}: you may not write to {there}: name another place than {value}"
+
+
+def _file(key: str, value: str, what: str) -> Iterator[str]:
+    if not value:
+        yield f"{key} is not set: name {what}"
+    elif not Path(value).is_file():
+        yield f"{key}: {'is a directory, not a file' if Path(value).is_dir() else 'no such file'}: {value}"
+
+
+def _reward(config: Config) -> Iterator[str]:
+    source = config.reward.remote_url
+    if source.startswith(("http://", "https://")):
+        yield f"reward.remote_url: reward servers are not supported yet ({source}): name a Python file with reward_func"
+    else:
+        yield from _file("reward.remote_url", source, "a Python file with reward_func")
+
+
+def _resume(config: Config) -> Iterator[str]:
+    if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
+        yield f"resume takes auto, never or a checkpoint directory; no such directory: {config.resume or repr('')}"

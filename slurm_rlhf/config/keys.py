@@ -1,0 +1,121 @@
+"""Every key of the schema by its dotted name, with its type, default and documentation."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, reduce
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+
+from slurm_rlhf.config import schema
+from slurm_rlhf.config.schema import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key; `kind` is str, path, int, float, bool, list[float] or list[str]."""
+
+    name: str
+    kind: str
+    default: Any
+    choices: tuple[str, ...] = ()
+
+    @property
+    def group(self) -> str:
+        """What stands before the last dot: `algo.kl` of `algo.kl.init_coef`, empty at the top."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def expected(self) -> str:
+        """The kind in words, for error messages."""
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        return {
+            "str": "a string",
+            "path": "a path (a string)",
+            "int": "a whole number",
+            "float": "a number",
+            "bool": "true or false",
+            "list[float]": "a list of numbers",
+            "list[str]": "a list of strings",
+        }[self.kind]
+
+
+@cache
+def all_keys() -> dict[str, Key]:
+    """Dotted name -> Key, in the schema's order."""
+    return {key.name: key for key in _walk(Config(), "")}
+
+
+def _walk(group: Any, prefix: str) -> Iterable[Key]:
+    hints = get_type_hints(type(group), include_extras=True)
+    for field in fields(group):
+        name, value, hint = prefix + field.name, getattr(group, field.name), hints[field.name]
+        if is_dataclass(value):
+            yield from _walk(value, name + ".")
+        elif get_origin(hint) is Literal:
+            yield Key(name, "str", value, get_args(hint))
+        elif get_origin(hint) is Annotated:
+            yield Key(name, "path", value)
+        else:
+            yield Key(name, hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint), value)
+
+
+@cache
+def groups() -> frozenset[str]:
+    """Dotted names of the groups: `actor`, `algo`, `algo.kl`, ..."""
+    names = {key.group for key in all_keys().values()} - {""}
+    return frozenset(names | {name.rpartition(".")[0] for name in names if "." in name})
+
+
+def get(config: Config, name: str) -> Any:
+    """The value of a dotted key (or a group)."""
+    return reduce(getattr, name.split("."), config)
+
+
+def put(config: Config, name: str, value: Any) -> None:
+    """Sets a dotted key."""
+    group, _, leaf = name.rpartition(".")
+    setattr(get(config, group) if group else config, leaf, value)
+
+
+@cache
+def documentation() -> dict[str, str]:
+    """Dotted name -> the docstring under the field, and group -> the docstring of its class.
+
+    Docstrings of fields exist in the source only, so this parses `schema.py`.
+    """
+    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    found: dict[str, str] = {}
+
+    def visit(group: Any, prefix: str) -> None:
+        node = classes[type(group).__name__]
+        if prefix:
+            found[prefix[:-1]] = ast.get_docstring(node) or ""
+        for statement, text in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                value = getattr(group, statement.target.id)
+                if is_dataclass(value):
+                    visit(value, f"{prefix}{statement.target.id}.")
+                elif isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+                    found[prefix + statement.target.id] = " ".join(str(text.value.value).split())
+
+    visit(Config(), "")
+    return found
+
+
+def nearest(name: str) -> list[str]:
+    """Valid keys that a user who wrote `name` may have meant, likeliest first; never empty."""
+    wanted = name.lower().replace("-", "_")
+    leaf = wanted.rpartition(".")[2]
+    same_leaf = [key for key in all_keys() if key.rpartition(".")[2] == leaf]
+    if same_leaf and leaf == wanted:
+        return same_leaf
+    whole = difflib.get_close_matches(wanted, all_keys(), n=1, cutoff=0.8)
+    if whole or same_leaf:
+        return whole or same_leaf
+    return difflib.get_close_matches(wanted, all_keys(), n=1, cutoff=0.0)

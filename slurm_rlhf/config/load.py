@@ -1,0 +1,109 @@
+"""TOML and command line -> Config. Strict: what the schema does not know is an error that names what it does."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.config.dump import dump_toml
+from slurm_rlhf.config.help import help_text
+from slurm_rlhf.config.keys import Key, all_keys, groups, nearest, put
+from slurm_rlhf.config.overrides import split_overrides
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.values import BadValue, from_text, from_toml
+from slurm_rlhf.errors import ConfigError
+
+__all__ = ["dump_toml", "help_text", "joined", "load_config"]
+
+COMMAND_LINE = "the command line"
+NOT_PATHS = {"resume": ("auto", "never"), "reward.remote_url": ("http://", "https://")}
+"""Words that a path key also takes, which are not paths."""
+
+
+def load_config(path: Path | str | None, overrides: list[str]) -> Config:
+    """The configuration of a run: defaults, then the TOML file, then the command line; the last word wins.
+
+    Paths become absolute: those of the file start at its directory, those of the command line at the working
+    directory, `~` is the home. An empty `run_dir` becomes runs/<name of the file> under the working directory.
+    Raises ConfigError with every unknown key (and the nearest valid one), wrong type, and syntax error.
+    """
+    config = Config()
+    problems: list[str] = []
+    if path is not None:
+        file = Path(path)
+        _apply_table(config, _read(file), "", file, problems)
+    _apply_overrides(config, overrides, problems)
+    if problems:
+        raise ConfigError(joined(problems))
+    if path is not None and not config.run_dir:
+        config.run_dir = os.path.abspath(Path("runs") / Path(path).stem)
+    return config
+
+
+def joined(problems: list[str]) -> str:
+    """One problem as it is, several as a list."""
+    if len(problems) == 1:
+        return problems[0]
+    return "\n  - ".join([f"{len(problems)} problems in the configuration:", *problems])
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{file}: no such file (a TOML file with the run's keys is needed)") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file}: not UTF-8 text (byte {error.start})") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file}: not valid TOML: {error}") from None
+
+
+def _apply_table(config: Config, table: dict[str, Any], prefix: str, file: Path, problems: list[str]) -> None:
+    for word, value in table.items():
+        name = prefix + word
+        if name in groups():
+            if isinstance(value, dict):
+                _apply_table(config, value, name + ".", file, problems)
+            else:
+                problems.append(f"{file}: {name} is a group of keys, not a key: write [{name}] and its keys below")
+        elif name not in all_keys():
+            unknown = [f"{name}.{inner}" for inner in value] if isinstance(value, dict) and value else [name]
+            problems += [f"{file}: {_unknown(each)}" for each in unknown]
+        else:
+            key = all_keys()[name]
+            try:
+                put(config, name, _resolved(key, from_toml(key, value), file.parent))
+            except BadValue as error:
+                problems.append(f"{file}: {error}")
+
+
+def _apply_overrides(config: Config, overrides: list[str], problems: list[str]) -> None:
+    found, stray = split_overrides(overrides)
+    if stray:
+        problems.append(f"{COMMAND_LINE}: {stray[0]!r} belongs to no key: overrides look like --train.seed=1")
+    for name, words in found:
+        if name in groups():
+            problems.append(f"{COMMAND_LINE}: --{name} is a group of keys, not a key: write --{name}.<key>=<value>")
+        elif name not in all_keys():
+            problems.append(f"{COMMAND_LINE}: {_unknown(name, '--')}")
+        else:
+            key = all_keys()[name]
+            try:
+                put(config, name, _resolved(key, from_text(key, words), Path.cwd()))
+            except BadValue as error:
+                problems.append(f"{COMMAND_LINE}: --{error}")
+
+
+def _unknown(name: str, dashes: str = "") -> str:
+    meant = " or ".join(dashes + key for key in nearest(name))
+    return f"unknown key {dashes}{name}; did you mean {meant}? (`slurm-rlhf train --help` lists all keys)"
+
+
+def _resolved(key: Key, value: Any, base: Path) -> Any:
+    if key.kind != "path" or not value or value.startswith(NOT_PATHS.get(key.name, ())):
+        return value
+    return os.path.abspath(base / Path(value).expanduser())

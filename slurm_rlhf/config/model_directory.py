@@ -1,0 +1,69 @@
+"""What a Hugging Face model directory must hold before anything is started on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.errors import ModelError
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+
+
+def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
+    """Raises ModelError unless `path` holds config.json, weights and, where asked for, tokenizer.json."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ModelError(
+            f"{key}: no such directory: {path} (a model of the Hugging Face hub must be downloaded first: "
+            "`hf download <name> --local-dir <directory>`)"
+        )
+    _read_config(key, directory)
+    if not any((directory / name).is_file() for name in WEIGHTS):
+        raise ModelError(f"{key}: {path} holds no weights (none of {', '.join(WEIGHTS)})")
+    if tokenizer:
+        require_tokenizer(directory, f"{key}: ")
+
+
+def require_tokenizer(directory: Path, where: str = "") -> Path:
+    """The directory's tokenizer.json; raises ModelError that says how to get one."""
+    file = directory / "tokenizer.json"
+    if file.is_file():
+        return file
+    slow = [name for name in SLOW_TOKENIZERS if (directory / name).is_file()]
+    if slow:
+        raise ModelError(
+            f"{where}{directory} holds a slow tokenizer ({slow[0]}) but no tokenizer.json: convert it with "
+            "`AutoTokenizer.from_pretrained(directory).save_pretrained(directory)`"
+        )
+    raise ModelError(
+        f"{where}{directory} holds no tokenizer (tokenizer.json): save the model's tokenizer there with "
+        "`tokenizer.save_pretrained(directory)`"
+    )
+
+
+def check_length(key: str, path: str, max_len: int) -> None:
+    """Raises ModelError when sequences of `max_len` tokens are longer than the model's positions."""
+    config = _read_config(key, Path(path))
+    positions = config.get("max_position_embeddings")
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if isinstance(positions, int) and "factor" not in scaling and max_len > positions:
+        raise ModelError(
+            f"data.max_len = {max_len} is longer than the {positions} positions (max_position_embeddings) of {key} = "
+            f"{path}: lower data.max_len to at most {positions}"
+        )
+
+
+def _read_config(key: str, directory: Path) -> dict[str, Any]:
+    file = directory / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{key}: {directory} is not a Hugging Face model: it holds no config.json") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{key}: {file} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{key}: {file} is not a JSON object")
+    return config

@@ -1,0 +1,258 @@
+"""A rank's end: says hello, keeps the heartbeat up, hands calls to the main thread."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import zmq
+
+from slurm_rlhf.control import failure
+from slurm_rlhf.control.clock import ListeningClock
+from slurm_rlhf.control.codec import Buffer, encode
+from slurm_rlhf.control.envelope import NUMBERED, Envelope, body, unpack
+from slurm_rlhf.control.heartbeat import Heartbeat
+from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.request import Request
+from slurm_rlhf.control.sockets import make_socket
+from slurm_rlhf.control.wakeup import Wakeup
+from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
+
+log = logging.getLogger(__name__)
+
+_LINGER_MS = 1000
+
+
+class ControlClient:
+    """Any thread may use it. Its I/O thread sends heartbeats while the others compute.
+
+    `phase` says in a word what the rank is doing; heartbeats carry it, and errors of the conductor name it.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        keys: RunKeys,
+        role: str,
+        rank: int,
+        world: int,
+        *,
+        host: str | None = None,
+        heartbeat_interval: float = 1.0,
+        heartbeat_limit: float = 20.0,
+        on_conductor_lost: Callable[[str], None] | None = None,
+    ) -> None:
+        """Starts to connect and returns.
+
+        host: this node's name in messages; None: what the node calls itself.
+        on_conductor_lost: called with the reason, on the I/O thread, when the conductor was silent for
+            `heartbeat_limit` seconds, said goodbye or gave this rank up. For a rank whose main thread may hang.
+        Raises RunError for an endpoint that is none, ConfigError for heartbeat times that cannot work.
+        """
+        self.phase = "start"
+        self.endpoint = endpoint
+        self.garbage = 0
+        """Messages that did not decode; each was dropped."""
+        self._me = f"{role} rank {rank}"
+        self._hello = encode(
+            {"role": role, "rank": rank, "world": world, "host": host or socket.gethostname(), "pid": os.getpid()}
+        )
+        self._heartbeat = Heartbeat(heartbeat_interval, heartbeat_limit)
+        self._clock = ListeningClock(self._heartbeat.longest_round)
+        self._heard = self._clock.now()
+        self._on_conductor_lost = on_conductor_lost
+        self._inbox: SimpleQueue[Request | None] = SimpleQueue()
+        self._outbox: SimpleQueue[tuple[str, list[Buffer], int]] = SimpleQueue()
+        self._sent = self._received = 0
+        self._welcomed = threading.Event()
+        self._obstacle = "nobody answered there, or the run's key is another one"
+        self._lost = ""
+        self._closing = False
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._dealer = self._connected_socket(keys)
+        self._wakeup = Wakeup()
+        self._thread = threading.Thread(target=self._run, name="control-client", daemon=True)
+        self._thread.start()
+
+    @property
+    def conductor_lost(self) -> str:
+        """Why the conductor counts as gone; empty as long as it is there. Once lost, it stays lost."""
+        return self._lost
+
+    def connect(self, timeout_s: float) -> None:
+        """Blocks until the conductor has welcomed this rank. Raises CallTimeout, or RoleDied when it is lost."""
+        welcomed = self._welcomed.wait(timeout_s)
+        self._raise_if_lost()
+        if not welcomed:
+            raise CallTimeout(
+                f"{self._me}: the conductor at {self.endpoint} gave no welcome in {timeout_s:g} s: {self._obstacle}"
+            )
+
+    def receive(self, timeout_s: float | None = None) -> Request | None:
+        """The next call; None when there is none for `timeout_s` seconds (0: only look; None: wait without end).
+
+        Raises RoleDied when the conductor is lost and all calls that had arrived are taken.
+        """
+        try:
+            request = self._inbox.get(timeout_s != 0, timeout_s)
+        except Empty:
+            return None
+        if request is None:
+            self._inbox.put(None)
+            self._raise_if_lost()
+            raise RunError(f"{self._me}: its control client is closed")
+        return request
+
+    def event(self, name: str, /, **data: Any) -> None:
+        """Tells the conductor something nobody asked for. Does not block; raises WireError as `Request.reply` does."""
+        self._post("event", encode({"name": name, "data": data}), 0)
+
+    def close(self) -> None:
+        """Sends what is queued and says goodbye; takes up to a second. May be called twice."""
+        self._closing = True
+        self._wakeup.signal()
+        self._thread.join()
+
+    def __enter__(self) -> ControlClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _connected_socket(self, keys: RunKeys) -> zmq.Socket[Any]:
+        dealer = make_socket(self._context, zmq.DEALER)
+        dealer.routing_id = b"r" + os.urandom(16)
+        dealer.curve_serverkey = keys.server_public.encode()
+        dealer.curve_publickey = keys.client_public.encode()
+        dealer.curve_secretkey = keys.client_secret.encode()
+        try:
+            dealer.connect(self.endpoint)
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            raise RunError(f"{self._me}: {self.endpoint!r} is no endpoint of a conductor: {error}") from error
+        return dealer
+
+    def _raise_if_lost(self) -> None:
+        if self._lost:
+            raise RoleDied(f"{self._me}: the conductor at {self.endpoint} is lost: {self._lost}")
+
+    def _post(self, kind: str, frames: list[Buffer], call: int) -> None:
+        self._outbox.put((kind, frames, call))
+        self._wakeup.signal()
+
+    def _run(self) -> None:
+        """The I/O thread; every method below runs on it."""
+        poller = zmq.Poller()
+        poller.register(self._dealer, zmq.POLLIN)
+        poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        try:
+            while not self._closing and not self._lost:
+                poller.poll(self._heartbeat.wait_ms(self._clock.now()))
+                self._clock.tick()
+                self._wakeup.clear()
+                self._receive()
+                self._send_queued()
+                if self._heartbeat.due(self._clock.now()):
+                    self._beat()
+        except Exception as error:
+            log.exception("the control client's thread failed")
+            self._lose(f"its I/O thread failed: {error}")
+        finally:
+            self._finish()
+
+    def _finish(self) -> None:
+        self._send_queued()
+        if self._welcomed.is_set() and not self._lost:
+            self._send("bye", [])
+        self._inbox.put(None)
+        self._dealer.close(linger=0 if self._lost else _LINGER_MS)
+        self._wakeup.close()
+        self._context.term()
+
+    def _send_queued(self) -> None:
+        """Nothing before the welcome: a conductor that does not know this rank would drop it."""
+        if not self._welcomed.is_set():
+            return
+        try:
+            while True:
+                self._send(*self._outbox.get_nowait())
+        except Empty:
+            pass
+
+    def _send(self, kind: str, frames: list[Buffer], call: int = 0) -> None:
+        self._sent += kind in NUMBERED
+        self._dealer.send_multipart([Envelope(kind, self._sent, call).pack(), *frames], zmq.NOBLOCK, copy=False)
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                frames = [frame.buffer for frame in self._dealer.recv_multipart(zmq.NOBLOCK, copy=False)]
+            except zmq.Again:
+                return
+            try:
+                self._handle(frames)
+            except WireError as error:
+                self.garbage += 1
+                log.warning("%s dropped a message: %s", self._me, error)
+
+    def _handle(self, frames: Sequence[Buffer]) -> None:
+        envelope, rest = unpack(frames)
+        self._heard = self._clock.now()
+        if envelope.kind == "taken":
+            holder = bytes(rest[0]).decode(errors="replace") if rest else "another process"
+            self._obstacle = f"{holder} has this rank"
+            return
+        if envelope.kind == "lost":
+            self._lose("it gave this rank up")
+            return
+        order = envelope.order(self._received)
+        if order == "replayed":
+            raise WireError(f"a {envelope.kind} came twice")
+        if order == "gap":
+            self._lose(f"messages {self._received + 1} to {envelope.number} of it were lost with the connection")
+            return
+        self._received = envelope.number
+        match envelope.kind:
+            case "welcome":
+                self._welcomed.set()
+            case "call":
+                self._accept(envelope.call, rest)
+            case "bye":
+                self._lose("it said goodbye")
+
+    def _accept(self, call: int, rest: Sequence[Buffer]) -> None:
+        try:
+            match body(rest):
+                case {"method": str(method), "args": dict(args)}:
+                    self._inbox.put(Request(method, args, call, self._post))
+                case _:
+                    raise WireError("a call without method and arguments")
+        except WireError as error:
+            # Answered, so that the caller need not wait for its deadline.
+            self._post("error", encode(failure.to_wire(error)), call)
+            raise
+
+    def _beat(self) -> None:
+        if self._clock.now() - self._heard > self._heartbeat.limit:
+            self._lose(f"it was not heard from for {self._heartbeat.limit:g} s")
+        elif self._welcomed.is_set():
+            self._send("beat", encode({"phase": str(self.phase)}))
+        else:
+            self._send("hello", self._hello)
+
+    def _lose(self, reason: str) -> None:
+        if self._lost:
+            return
+        self._lost = reason
+        self._welcomed.set()
+        self._inbox.put(None)
+        if self._on_conductor_lost is not None:
+            try:
+                self._on_conductor_lost(reason)
+            except Exception:
+                log.exception("on_conductor_lost of %s failed", self._me)

@@ -1,0 +1,190 @@
+"""The conductor's end: ranks say hello here, calls go out, replies come back as Futures."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from slurm_rlhf.control.codec import encode
+from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.peers import Peer
+from slurm_rlhf.control.switchboard import Switchboard
+from slurm_rlhf.errors import CallTimeout, RoleDied, RunError
+
+log = logging.getLogger(__name__)
+
+OnLost = Callable[[Peer], None]
+OnEvent = Callable[[Peer, str, dict[str, Any]], None]
+
+
+class ControlServer:
+    """Any thread may use it. Its I/O thread does all sending and receiving; callbacks run on that thread, so they must
+    return at once: while one runs, nobody is heard.
+
+    Arrays of a call must not change before its Future is done: they are sent without a copy.
+    """
+
+    def __init__(
+        self,
+        keys: RunKeys,
+        *,
+        host: str = "127.0.0.1",
+        heartbeat_interval: float = 1.0,
+        heartbeat_limit: float = 20.0,
+        on_lost: OnLost | None = None,
+        on_event: OnEvent | None = None,
+    ) -> None:
+        """Listens at once, on a port the system chooses.
+
+        host: address to listen on; 0.0.0.0 for all interfaces.
+        on_lost: a rank fell silent for `heartbeat_limit` seconds or lost messages (`peer.lost` says which). Its calls
+            have failed with RoleDied by then. Not called for a rank that said goodbye.
+        on_event: what a rank sent with `ControlClient.event`.
+        Raises RunError when the address cannot be bound, ConfigError for heartbeat times that cannot work.
+        """
+        self._host = host
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._failed: dict[str, Exception] = {}
+        self._on_lost = on_lost
+        self._on_event = on_event
+        self._board = Switchboard(
+            keys,
+            host,
+            interval=heartbeat_interval,
+            limit=heartbeat_limit,
+            lock=self._changed,
+            on_lost=self._tell_lost,
+            on_event=self._tell_event,
+        )
+        self._board.start()
+
+    def endpoint(self, host: str | None = None) -> str:
+        """`tcp://host:port` for the ranks. `host`: the name they reach this node by; None: what it listens on."""
+        if host is None:
+            host = socket.gethostname() if self._host in ("0.0.0.0", "*") else self._host
+        return f"tcp://{host}:{self._board.port}"
+
+    @property
+    def refused(self) -> int:
+        """Connections refused because the peer lacks the run's key."""
+        return self._board.refused
+
+    @property
+    def garbage(self) -> int:
+        """Messages from holders of the key that did not decode or came from nobody; each was dropped."""
+        return self._board.garbage
+
+    @property
+    def replayed(self) -> int:
+        """Messages that had come before, and hellos of a rank that is already here; each was dropped."""
+        return self._board.replayed
+
+    @property
+    def late(self) -> int:
+        """Replies to calls that had been given up; each was dropped."""
+        return self._board.late
+
+    def peers(self, role: str) -> list[Peer]:
+        """The ranks of `role` that said hello, in rank order, lost ones included (`peer.lost`)."""
+        with self._lock:
+            return self._board.roster.of_role(role)
+
+    def wait_for(self, role: str, n: int, timeout_s: float) -> list[Peer]:
+        """Blocks until ranks 0 .. n-1 of `role` have said hello; returns them in rank order.
+
+        Raises CallTimeout naming the missing ranks, RoleDied when one of them is lost, or what `fail_role` was given.
+        """
+        end = time.monotonic() + timeout_s
+        with self._changed:
+            while True:
+                self._raise_if_closed(role)
+                if role in self._failed:
+                    raise self._failed[role]
+                here = [peer for peer in self._board.roster.of_role(role) if peer.rank < n]
+                if lost := [peer for peer in here if peer.lost]:
+                    raise RoleDied(f"{lost[0]} is lost: {lost[0].lost}")
+                if len(here) == n:
+                    return here
+                missing = sorted(set(range(n)) - {peer.rank for peer in here})
+                if not self._changed.wait(end - time.monotonic()) and time.monotonic() >= end:
+                    raise CallTimeout(
+                        f"{role}: {len(here)} of {n} ranks said hello within {timeout_s:g} s; "
+                        f"missing: {_few(missing)}; their log files say why"
+                    )
+
+    def call(self, role: str, rank: int, method: str, /, timeout_s: float, **args: Any) -> Future[Any]:
+        """Calls `method(**args)` on a rank. Does not block; raises WireError when `args` cannot be encoded.
+
+        The Future's result is the reply. It raises RemoteError (the handler raised), CallTimeout (no reply for
+        `timeout_s` seconds since the call and since the rank's last reply to the same method), RoleDied (the rank was
+        lost or is not there) or what `fail_role` was given. It cannot be cancelled.
+        """
+        frames = encode({"method": method, "args": args})
+        with self._lock:
+            self._raise_if_closed(role)
+            peer = self._board.roster.find(role, rank)
+            failure = self._failed.get(role) or self._absence(role, rank, peer)
+            if failure is None and peer is not None:
+                return self._board.call(peer, method, timeout_s, frames)
+        future: Future[Any] = Future()
+        future.set_exception(failure)
+        return future
+
+    def fail_role(self, role: str, error: Exception) -> None:
+        """The role is broken: its pending calls, all later ones and `wait_for` raise `error` (the first one given)."""
+        with self._changed:
+            error = self._failed.setdefault(role, error)
+            calls = self._board.pending.take(lambda call: call.peer.role == role)
+            self._changed.notify_all()
+        for call in calls:
+            call.future.set_exception(error)
+
+    def close(self) -> None:
+        """Says goodbye to all ranks (their `receive` raises), fails what is pending. May be called twice."""
+        self._board.close()
+
+    def __enter__(self) -> ControlServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _raise_if_closed(self, role: str) -> None:
+        if self._board.closed:
+            raise RunError(f"the control server is closed; {role} cannot be reached")
+
+    def _absence(self, role: str, rank: int, peer: Peer | None) -> Exception | None:
+        """Why a rank cannot be called; None: it can."""
+        if peer is None:
+            ranks = [other.rank for other in self._board.roster.of_role(role)]
+            return RoleDied(f"{role} rank {rank} is not connected; connected ranks of {role}: {_few(ranks)}")
+        return RoleDied(f"{peer} is lost: {peer.lost}") if peer.lost else None
+
+    def _tell_lost(self, peer: Peer) -> None:
+        log.warning("%s is lost: %s", peer, peer.lost)
+        if self._on_lost is not None:
+            self._guarded(self._on_lost, peer)
+
+    def _tell_event(self, peer: Peer, name: str, data: dict[str, Any]) -> None:
+        if self._on_event is not None:
+            self._guarded(self._on_event, peer, name, data)
+
+    @staticmethod
+    def _guarded(callback: Callable[..., None], *args: Any) -> None:
+        try:
+            callback(*args)
+        except Exception:
+            # Raised on the I/O thread: it would end all communication instead of reaching anybody.
+            log.exception("a callback of the control server failed")
+
+
+def _few(ranks: list[int]) -> str:
+    if not ranks:
+        return "none"
+    return ", ".join(map(str, ranks[:8])) + (f", ... ({len(ranks)} in all)" if len(ranks) > 8 else "")

@@ -1,0 +1,1 @@
+"""What users bring: JSONL files of prompts, tokenized and ordered. No torch."""

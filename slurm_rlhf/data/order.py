@@ -1,0 +1,89 @@
+"""The order in which prompts are visited: a function of the seed, with a position that a checkpoint holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from slurm_rlhf.errors import CheckpointError, DataError
+
+
+@dataclass(slots=True)
+class PromptOrder:
+    """Batches of positions in a PromptSet.
+
+    Every episode is a permutation of its own, cut into whole batches. What is left over at the end of an episode is
+    passed by (another permutation passes by others): a batch never holds a prompt twice.
+    Raises DataError when the prompts do not fill one batch.
+    """
+
+    prompts: int
+    batch_size: int
+    episodes: int
+    seed: int
+    shuffle: bool = True
+    fingerprint: str = ""  # of the PromptSet, so that a run is not resumed on other data
+    taken: int = field(default=0, init=False)  # batches handed out
+
+    def __post_init__(self) -> None:
+        if self.prompts < self.batch_size:
+            raise DataError(
+                f"the data set holds {self.prompts} usable prompts, fewer than rollout.batch_size = "
+                f"{self.batch_size}: lower it or bring more prompts"
+            )
+
+    @property
+    def batches_per_episode(self) -> int:
+        return self.prompts // self.batch_size
+
+    @property
+    def total(self) -> int:
+        """Batches in all episodes."""
+        return self.batches_per_episode * self.episodes
+
+    @property
+    def episode(self) -> int:
+        """Of the next batch, from 0."""
+        return self.taken // self.batches_per_episode
+
+    def next(self) -> list[int] | None:
+        """Positions of the next batch; None when the episodes are over."""
+        if self.taken >= self.total:
+            return None
+        start = self.taken % self.batches_per_episode * self.batch_size
+        order = self._permutation(self.episode)
+        self.taken += 1
+        return [int(position) for position in order[start : start + self.batch_size]]
+
+    def _permutation(self, episode: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        if not self.shuffle:
+            return np.arange(self.prompts)
+        return np.random.default_rng([self.seed, episode]).permutation(self.prompts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-ready: the position, and what it is a position in."""
+        return {"taken": self.taken, **self._identity()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where `state` was taken. The number of episodes may differ.
+
+        Raises CheckpointError when the data, the batch size or the seed differ: the position would mean other prompts.
+        """
+        for name, now in self._identity().items():
+            if state.get(name) != now:
+                raise CheckpointError(
+                    f"the checkpoint was made with other training data: {name} was {state.get(name)!r} and is now "
+                    f"{now!r}: restore it, or start anew with --resume never in another --run_dir"
+                )
+        self.taken = int(state["taken"])
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "prompts": self.prompts,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "fingerprint": self.fingerprint,
+        }

@@ -1,0 +1,115 @@
+"""Prompts of a data set, tokenized once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slurm_rlhf.config.schema import Data
+from slurm_rlhf.data.jsonl import read_jsonl
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import DataError
+from slurm_rlhf.records import Prompt
+
+CHUNK = 4096  # rows tokenized at a time
+
+
+@dataclass(slots=True)
+class PromptSet:
+    """The prompts that fit, in file order. `prompts[i].index` is the row of the file, which need not be i."""
+
+    path: Path
+    prompts: list[Prompt]
+    dropped: int  # prompts longer than the limit
+
+    @classmethod
+    def load(
+        cls, path: Path | str, tokenizer: Tokenizer, data: Data, max_prompt_tokens: int, max_samples: int = 0
+    ) -> PromptSet:
+        """Reads the first `max_samples` rows (0: all) of a JSONL file.
+
+        The text is `data.input_key` in `data.input_template`. It is tokenized with the tokenizer's own special
+        tokens, as `tokenizer(text)` does; with `data.apply_chat_template` it is a user's message, or the column holds
+        the messages, and the template brings the special tokens. Prompts of more than `max_prompt_tokens` tokens are
+        dropped and counted.
+        Raises DataError with file and line for a row without a usable prompt, and when no prompt is left; ModelError
+        when a chat template is asked for and there is none.
+        """
+        path = Path(path)
+        kept: list[Prompt] = []
+        dropped = 0
+        rows = enumerate(read_jsonl(path, max_samples))
+        while chunk := list(islice(rows, CHUNK)):
+            texts = [_text(row, f"{path}:{line}", tokenizer, data) for _, (line, row) in chunk]
+            encoded = tokenizer.encode_batch(texts, add_special_tokens=not data.apply_chat_template)
+            for (index, (line, row)), text, ids in zip(chunk, texts, encoded, strict=True):
+                if not ids:
+                    raise DataError(f"{path}:{line}: the prompt is empty: give {data.input_key!r} some text")
+                if len(ids) > max_prompt_tokens:
+                    dropped += 1
+                else:
+                    others = {key: row[key] for key in row if key not in (data.input_key, data.label_key)}
+                    label = row.get(data.label_key)
+                    kept.append(Prompt(index, text, np.asarray(ids, dtype=np.int32), label, others))
+        if not kept:
+            raise DataError(_nothing_left(path, dropped, max_prompt_tokens))
+        return cls(path, kept, dropped)
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, position: int) -> Prompt:
+        return self.prompts[position]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self.prompts)
+
+    def fingerprint(self) -> str:
+        """Changes with any prompt's row, tokens or label; a checkpoint remembers it."""
+        digest = hashlib.blake2b(digest_size=8)
+        for prompt in self.prompts:
+            digest.update(np.asarray([prompt.index, len(prompt.token_ids)], dtype=np.int64).tobytes())
+            digest.update(prompt.token_ids.tobytes())
+            digest.update(json.dumps(prompt.label, sort_keys=True).encode())
+        return digest.hexdigest()
+
+
+def _text(row: dict[str, Any], where: str, tokenizer: Tokenizer, data: Data) -> str:
+    """The prompt's text as it is tokenized."""
+    if data.input_key not in row:
+        columns = ", ".join(row) or "none"
+        raise DataError(
+            f"{where}: no column {data.input_key!r} (columns: {columns}): fix the row or set data.input_key"
+        )
+    value = row[data.input_key]
+    if data.apply_chat_template and _is_chat(value):
+        return tokenizer.chat(value)
+    if not isinstance(value, str):
+        needed = "a string or a list of messages with role and content" if data.apply_chat_template else "a string"
+        raise DataError(f"{where}: {data.input_key!r} must be {needed}, got {type(value).__name__}")
+    text = data.input_template.format(value) if data.input_template else value
+    return tokenizer.chat([{"role": "user", "content": text}]) if data.apply_chat_template else text
+
+
+def _is_chat(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
+    )
+
+
+def _nothing_left(path: Path, dropped: int, limit: int) -> str:
+    if dropped:
+        return (
+            f"{path}: all {dropped} prompts are longer than {limit} tokens (data.max_len - rollout.max_new_tokens): "
+            "raise data.max_len or lower rollout.max_new_tokens"
+        )
+    return f"{path}: the file holds no prompts"

@@ -1,0 +1,225 @@
+"""The conductor: one process without a device that starts the roles, runs the algorithm and ends everything again."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from slurm_rlhf.algorithms.kl import KLController
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.cluster.launcher import Launcher
+from slurm_rlhf.cluster.placement import RankMap
+from slurm_rlhf.config.dump import dump_toml
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.handles import gather
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import ConfigError, RemoteError
+from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.roles.environment import role_environment
+from slurm_rlhf.roles.fleet import Fleet
+from slurm_rlhf.roles.generation import Generation
+from slurm_rlhf.roles.ppo import PPO
+from slurm_rlhf.roles.reporting import Reporting
+from slurm_rlhf.roles.run_directory import RunDirectory
+from slurm_rlhf.roles.state import RunState
+from slurm_rlhf.roles.training_run import TrainingRun
+from slurm_rlhf.roles.weights import WeightSync
+from slurm_rlhf.rollout.rewards import RewardFunction
+
+log = logging.getLogger(__name__)
+
+TERMINATED = 143  # 128 + SIGTERM, as shells count
+
+
+def run(config: Config, ranks: RankMap, launcher: Launcher, node: str) -> int:
+    """Train, from the newest checkpoint if there is one. Returns the exit code.
+
+    Raises UserError and RunError with a message that is fit for the terminal; the traceback is in the conductor's log.
+    Whatever happens, no process of the run is left when this returns.
+    """
+    directory = RunDirectory(Path(config.run_dir))
+    directory.make()
+    with _exclusive(directory), _logging(directory.role_log("conductor", node, 0)):
+        reporting = Reporting(config, directory, ranks.worlds)
+        try:
+            with _terminable():
+                Conductor(config, directory, ranks, launcher, reporting).run()
+        except BaseException as error:
+            _log(error)
+            reporting.failed(error)
+            raise
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What the run reads from the user's files."""
+
+    prompts: PromptSet
+    evaluation: PromptSet | None
+    order: PromptOrder
+    reward: RewardFunction
+    total_steps: int
+
+
+class Conductor:
+    """Reads what the run needs, starts the roles, and hands over to `TrainingRun`."""
+
+    def __init__(
+        self, config: Config, directory: RunDirectory, ranks: RankMap, launcher: Launcher, reporting: Reporting
+    ) -> None:
+        self.config = config
+        self.directory = directory
+        self.ranks = ranks
+        self.launcher = launcher
+        self.reporting = reporting
+        self.checkpoints = CheckpointDir(directory.root)
+
+    def run(self) -> None:
+        """Everything that a user can have wrong is looked at before the first process starts."""
+        inputs = self._read_inputs()
+        state, checkpoint = self._resume()
+        if checkpoint and state.step >= inputs.total_steps:
+            self.reporting.note(f"already finished: {state.step} steps are done (raise train.max_steps to go on)")
+            return
+        self.directory.config.write_text(dump_toml(self.config), encoding="utf-8")
+        self.reporting.begin(state, inputs.total_steps, checkpoint)
+        fleet = Fleet(self.config, self.directory, self.ranks, self.launcher)
+        try:
+            self._start(fleet, inputs, state, checkpoint).run()
+        finally:
+            # From here on nothing may keep us from ending what we started.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
+            fleet.stop()
+        self.reporting.finished(state)
+
+    def _read_inputs(self) -> Inputs:
+        config = self.config
+        tokenizer = Tokenizer.load(config.actor.model_name_or_path)
+        longest = config.data.max_len - config.rollout.max_new_tokens
+        prompts = PromptSet.load(config.data.prompt_dataset, tokenizer, config.data, longest, config.data.max_samples)
+        evaluation = None
+        if config.eval.dataset:
+            evaluation = PromptSet.load(config.eval.dataset, tokenizer, config.data, longest, config.eval.max_samples)
+        for name, found in (("data.prompt_dataset", prompts), ("eval.dataset", evaluation)):
+            if found and found.dropped:
+                self.reporting.note(f"{name}: {found.dropped} prompts longer than {longest} tokens were dropped")
+        order = PromptOrder(
+            len(prompts),
+            config.rollout.batch_size,
+            config.train.num_episodes,
+            config.train.seed,
+            config.data.shuffle,
+            prompts.fingerprint(),
+        )
+        total = min(order.total, config.train.max_steps or order.total)
+        return Inputs(prompts, evaluation, order, RewardFunction.load(config.reward.remote_url), total)
+
+    def _resume(self) -> tuple[RunState, Path | None]:
+        if self.config.resume == "never" and self.directory.metrics.exists():
+            raise ConfigError(
+                f"{self.directory.root} holds a run already and --resume never would overwrite it. "
+                "Give another --run_dir, or leave --resume at auto to go on."
+            )
+        checkpoint = self.checkpoints.resolve(self.config.resume)
+        if checkpoint is None:
+            return RunState(seed=self.config.train.seed), None
+        return RunState.from_json(self.checkpoints.load_state(checkpoint)["run"]), checkpoint
+
+    def _start(self, fleet: Fleet, inputs: Inputs, state: RunState, checkpoint: Path | None) -> TrainingRun:
+        """Processes, models, engines and the sync group, each as soon as what it needs is there."""
+        config, phases = self.config, Phases()
+        fleet.start(role_environment(config, self.ranks, len(os.sched_getaffinity(0))))
+        self.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.ranks.worlds.items()))
+        responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+        optimizer_steps = inputs.total_steps * config.train.max_epochs * responses // config.train.batch_size
+        starts = {role: handle.start_all("start", total_steps=optimizer_steps) for role, handle in fleet.roles.items()}
+        gather([future for futures in starts.values() for future in futures])
+        weights = WeightSync(config, fleet.roles["actor"], fleet.roles["rollout"])
+        weights.connect(starts["actor"][0].result())
+        generation = Generation(
+            fleet.roles["rollout"], config.train.seed, config.vllm.max_num_seqs, config.train.full_determinism
+        )
+        kl = KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon)
+        training = TrainingRun(
+            config=config,
+            directory=self.directory,
+            fleet=fleet,
+            prompts=inputs.prompts,
+            eval_prompts=inputs.evaluation,
+            order=inputs.order,
+            ppo=PPO(config, fleet.roles, generation, inputs.reward, kl, phases),
+            weights=weights,
+            checkpoints=self.checkpoints,
+            state=state,
+            total_steps=inputs.total_steps,
+            reporting=self.reporting,
+            phases=phases,
+        )
+        if checkpoint is not None:
+            training.load(checkpoint)
+        return training
+
+
+@contextlib.contextmanager
+def _exclusive(directory: RunDirectory) -> Iterator[None]:
+    """Keep a second run out of the directory."""
+    with open(directory.lock, "a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise ConfigError(
+                f"{directory.root} is in use by another run. Wait for it, or give this one its own --run_dir."
+            ) from None
+        yield
+
+
+@contextlib.contextmanager
+def _logging(path: Path) -> Iterator[None]:
+    """The package's log messages into the conductor's own file."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("slurm_rlhf")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        handler.close()
+
+
+@contextlib.contextmanager
+def _terminable() -> Iterator[None]:
+    """SIGTERM unwinds the stack as Ctrl-C does, so that what was started is ended."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(TERMINATED)
+
+    before: list[tuple[signal.Signals, Any]] = [(n, signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGINT)]
+    signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+def _log(error: BaseException) -> None:
+    text = "".join(traceback.format_exception(error))
+    if isinstance(error, RemoteError) and error.remote_traceback:
+        text += f"\nin the role:\n{error.remote_traceback}"
+    log.error("%s", text)

@@ -1,0 +1,32 @@
+"""A rank of the critic role: the value model in training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.records import Experience
+from slurm_rlhf.roles.role import Role
+from slurm_rlhf.training.value import ValueTrainer
+
+
+class CriticRole(Role):
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "start": self.start,
+            "values": self.values,
+            "train_step": self.train_step,
+            "save": lambda path: self.trainer.save(Path(path)),
+            "load": lambda path: self.trainer.load(Path(path)),
+        }
+
+    def start(self, total_steps: int) -> None:
+        """Load the model."""
+        self.trainer = ValueTrainer(self.config, total_steps)
+
+    def values(self, experience: dict[str, Any], micro: list[list[int]]) -> dict[str, Any]:
+        return self.trainer.values(Experience.from_wire(experience), micro)
+
+    def train_step(self, experience: dict[str, Any], micro: list[list[int]], denominator: float) -> dict[str, float]:
+        return self.trainer.train_step(Experience.from_wire(experience), micro, denominator)

@@ -1,0 +1,197 @@
+"""The algorithm: one training step of PPO, from prompts to new weights in the engines.
+
+Rollout, reward, log-probs and values, advantages, several passes of updates, weight sync. Sources: Schulman et al.,
+Proximal Policy Optimization (2017); Ouyang et al., Training language models to follow instructions (2022).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from slurm_rlhf.algorithms.advantages import whiten
+from slurm_rlhf.algorithms.batching import mini_batches
+from slurm_rlhf.algorithms.kl import KLController, approx_kl
+from slurm_rlhf.algorithms.packed import response_sums
+from slurm_rlhf.algorithms.registry import AdvantageInputs, advantage_estimator
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.handles import RoleHandle, gather
+from slurm_rlhf.errors import RewardError
+from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.records import F32, Experience, Prompt, Sampling, Trajectory, pack
+from slurm_rlhf.roles.generation import Generation
+from slurm_rlhf.roles.sharding import Shard, assemble, shards
+from slurm_rlhf.rollout.rewards import RewardFunction, Rewards
+
+Metrics = dict[str, float]
+
+
+@dataclass(slots=True)
+class PPO:
+    """The conductor's half of a step; every tensor is computed by a role."""
+
+    config: Config
+    roles: dict[str, RoleHandle]
+    generation: Generation
+    reward: RewardFunction
+    kl: KLController
+    phases: Phases
+
+    def step(self, number: int, prompts: list[Prompt], version: int) -> Metrics:
+        """One training step on `prompts`, sampled by policy `version`. The actor's weights are new afterwards."""
+        with self.phases("rollout"):
+            trajectories = self.generation.run(prompts, self.sampling(), version)
+        rewards, experience = self._score(number, prompts, trajectories)
+        with self.phases("advantages"):
+            metrics = self._advantages(experience)
+        with self.phases("update"):
+            metrics |= self._update(number, experience)
+        metrics |= self._sample_metrics(trajectories, rewards, experience)
+        self.kl.update(metrics["kl"], len(trajectories))
+        return metrics
+
+    def sampling(self) -> Sampling:
+        """How training responses are sampled."""
+        r = self.config.rollout
+        return Sampling(r.n_samples_per_prompt, r.temperature, r.top_p, r.top_k, r.max_new_tokens, list(r.stop))
+
+    def _score(self, number: int, prompts: list[Prompt], trajectories: list[Trajectory]) -> tuple[Rewards, Experience]:
+        """Rewards of the user's function, while the models compute log-probs and values."""
+        experience = pack(trajectories, [0.0] * len(trajectories))
+        owners = [prompt for prompt in prompts for _ in range(self.config.rollout.n_samples_per_prompt)]
+        with self.phases("forward"):
+            scored = in_background(self.reward, owners, trajectories)
+            self._forward(experience)
+        with self.phases("reward"):
+            try:
+                rewards = scored.result(self.config.timeout.reward)
+            except TimeoutError:
+                raise RewardError(
+                    f"the reward function did not return within {self.config.timeout.reward:g} s for "
+                    f"{len(trajectories)} responses; make it faster or raise timeout.reward"
+                ) from None
+        values = np.asarray(rewards.rewards, dtype=np.float32)
+        if self.config.reward.shuffle:
+            values = np.random.default_rng([self.config.train.seed, number]).permutation(values)
+        experience.rewards = values
+        return rewards, experience
+
+    def _forward(self, experience: Experience) -> None:
+        """Fill the columns `logprobs`, `ref_logprobs` and `values`; all roles at once."""
+        wanted = [
+            ("actor", "logprobs", "logprobs"),
+            ("reference", "logprobs", "ref_logprobs"),
+            ("critic", "values", "values"),
+        ]
+        running: list[tuple[str, list[Shard], list[Future[Any]], str]] = []
+        for role, method, column in wanted:
+            if role in self.roles:
+                handle = self.roles[role]
+                parts = shards(experience, handle.world, self.config.train.max_tokens_per_gpu)
+                calls = [handle.call(rank, method, **part.to_wire()) for rank, part in enumerate(parts)]
+                running.append((method, parts, calls, column))
+        for method, parts, calls, column in running:
+            experience.columns[column] = assemble(experience, parts, [answer[method] for answer in gather(calls)])
+
+    def _advantages(self, experience: Experience) -> Metrics:
+        config, columns, offsets = self.config.algo, experience.columns, experience.action_offsets
+        kl: F32 | None = None
+        mean_kl = 0.0
+        if "ref_logprobs" in columns:
+            kl = approx_kl(columns["logprobs"], columns["ref_logprobs"], config.kl.estimator)
+            mean_kl = float(response_sums(kl, experience.action_mask, offsets).mean())
+        advantages, returns = advantage_estimator(config.advantage.estimator)(
+            AdvantageInputs(
+                rewards=experience.rewards,
+                kl=kl,
+                values=columns["values"],
+                action_mask=experience.action_mask,
+                offsets=offsets,
+                kl_coef=self.kl.coef,
+                clip_range=self.config.reward.clip_range,
+                gamma=config.advantage.gamma,
+                lambd=config.advantage.lambd,
+            )
+        )
+        columns["advantages"] = (
+            advantages if config.advantage.no_whitening else whiten(advantages, experience.action_mask)
+        )
+        columns["returns"] = returns
+        mask = experience.action_mask
+        return {
+            "kl": mean_kl,
+            "kl_coef": self.kl.coef,
+            "value": float(columns["values"][mask].mean()) if mask.any() else 0.0,
+            "return": float(returns[mask].mean()) if mask.any() else 0.0,
+        }
+
+    def _update(self, number: int, experience: Experience) -> Metrics:
+        """`train.max_epochs` passes of mini-batches through actor and critic, which train side by side."""
+        train = self.config.train
+        trained = ["critic"] if number <= self.config.critic.freezing_steps else ["actor", "critic"]
+        pending: list[tuple[str, float, list[Future[Any]]]] = []
+        for epoch in range(train.max_epochs):
+            for rows in mini_batches(len(experience), train.batch_size, train.seed * 1_000_003 + number, epoch):
+                batch = experience.select(rows)
+                # Every micro-batch on every rank divides by the tokens of the whole optimizer step: an exact mean.
+                tokens = float(batch.action_mask.sum())
+                for role in trained:
+                    handle = self.roles[role]
+                    parts = shards(batch, handle.world, train.max_tokens_per_gpu)
+                    calls = [
+                        handle.call(rank, "train_step", denominator=tokens, **part.to_wire())
+                        for rank, part in enumerate(parts)
+                    ]
+                    pending.append((role, tokens, calls))
+        finished = [(role, tokens, gather(calls)) for role, tokens, calls in pending]
+        return _means(finished)
+
+    def _sample_metrics(self, trajectories: list[Trajectory], rewards: Rewards, experience: Experience) -> Metrics:
+        mask, columns = experience.action_mask, experience.columns
+        drift = np.abs(columns["rollout_logprobs"] - columns["logprobs"])[mask]
+        metrics = {
+            "reward": float(np.mean(rewards.rewards)),
+            "response_length": float(np.mean(experience.response_lens)),
+            "response_tokens": float(np.sum(experience.response_lens)),
+            "truncated": float(np.mean([t.finish_reason == "length" for t in trajectories])),
+            # Engine against actor on the same tokens: stale or damaged weights would show here first.
+            "rollout_logprob_diff": float(drift.mean()) if drift.size else 0.0,
+        }
+        if rewards.scores is not None:
+            metrics["accuracy"] = float(np.mean(rewards.scores))
+        return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in rewards.extra_logs.items()}
+
+
+# What is one number for the whole optimizer step on every rank, and not a sum over a rank's tokens.
+PER_STEP = ("lr", "grad_norm")
+
+
+def _means(finished: list[tuple[str, float, list[dict[str, float]]]]) -> Metrics:
+    """Mean over the optimizer steps of (role, tokens, answers of the ranks); token sums become means over tokens."""
+    steps: dict[str, list[float]] = {}
+    for role, tokens, answers in finished:
+        for name in answers[0]:
+            if name in PER_STEP:
+                steps.setdefault(f"{role}_{name}", []).append(answers[0][name])
+            else:
+                steps.setdefault(name, []).append(sum(answer[name] for answer in answers) / max(tokens, 1.0))
+    return {name: float(np.mean(values)) for name, values in steps.items()}
+
+
+def in_background(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+    """Call `function` in a thread that does not keep the process alive, should it hang."""
+    future: Future[Any] = Future()
+
+    def work() -> None:
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=work, name="reward", daemon=True).start()
+    return future

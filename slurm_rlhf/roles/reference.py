@@ -1,0 +1,22 @@
+"""A rank of the reference role: the frozen policy that the KL penalty measures against."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from slurm_rlhf.records import Experience
+from slurm_rlhf.roles.role import Role
+from slurm_rlhf.training.frozen import FrozenPolicy
+
+
+class ReferenceRole(Role):
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        return {"start": self.start, "logprobs": self.logprobs}
+
+    def start(self, total_steps: int) -> None:
+        """Load the model. `total_steps` is of no use to a model that is not trained."""
+        self.model = FrozenPolicy(self.config)
+
+    def logprobs(self, experience: dict[str, Any], micro: list[list[int]]) -> dict[str, Any]:
+        return self.model.logprobs(Experience.from_wire(experience), micro)

@@ -1,0 +1,119 @@
+"""A rank of the rollout role: one vLLM engine, fed as a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.client import ControlClient
+from slurm_rlhf.control.request import Request
+from slurm_rlhf.records import Sampling
+from slurm_rlhf.roles.role import Role, Seat
+from slurm_rlhf.rollout.environment import prepare_environment
+from slurm_rlhf.rollout.request import GenerateRequest
+from slurm_rlhf.rollout.seeds import request_seed
+from slurm_rlhf.sync.group import join
+from slurm_rlhf.sync.receive import Receiver
+
+
+@dataclass(slots=True)
+class _Order:
+    """A `generate` call that is being worked on."""
+
+    request: Request
+    outstanding: int
+    finished: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # position -> trajectories
+
+
+class RolloutRole(Role):
+    """Owns the engine's step loop: calls are looked at between two steps, never during one."""
+
+    def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
+        super().__init__(config, seat, client)
+        prepare_environment()
+        self._open: dict[tuple[int, int], tuple[_Order, int]] = {}  # (prompt, sample) -> its order, its position there
+
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        return {
+            "start": self.start,
+            "sync_join": self.sync_join,
+            "sync_receive": self.sync_receive,
+        }
+
+    def start(self, total_steps: int) -> None:
+        """Start the engine. `total_steps` is of no use to it."""
+        from slurm_rlhf.rollout.vllm_engine import VllmEngine
+
+        self.engine = VllmEngine(self.config, self.seat.rank)
+
+    def handle(self, request: Request) -> None:
+        """`generate` is answered when its last response is finished; everything else at once."""
+        if request.method != "generate":
+            super().handle(request)
+            return
+        try:
+            self._generate(request, **request.args)
+        except Exception as error:
+            request.fail(error)
+
+    def _generate(
+        self, request: Request, prompts: list[list[Any]], sampling: dict[str, Any], run_seed: int, version: int
+    ) -> None:
+        """Queue `sampling.n` responses to each of `prompts` [[position, prompt, token ids], ...]."""
+        how = Sampling(**sampling)
+        order = _Order(request, len(prompts) * how.n, {position: [] for position, _, _ in prompts})
+        for position, prompt, token_ids in prompts:
+            for sample in range(how.n):
+                self._open[prompt, sample] = (order, position)
+                seed = request_seed(run_seed, prompt, sample, version)
+                self.engine.add(GenerateRequest(f"{prompt}.{sample}", prompt, sample, token_ids, how, seed))
+
+    def busy(self) -> bool:
+        return bool(self._open)
+
+    def advance(self) -> None:
+        """One engine step; answers the orders that it completed."""
+        if not self._open:
+            return
+        try:
+            landed = self.engine.step()
+        except Exception as error:
+            self._drop(error)
+            return
+        for trajectory in landed:
+            order, position = self._open.pop((trajectory.prompt, trajectory.sample))
+            order.finished[position].append(trajectory.to_wire())
+            order.outstanding -= 1
+            if order.outstanding == 0:
+                order.request.reply([[place, found] for place, found in order.finished.items()])
+
+    def _drop(self, error: Exception) -> None:
+        """An engine that failed a step has lost all of its requests."""
+        for request in {id(order.request): order.request for order, _ in self._open.values()}.values():
+            request.fail(error)
+        self._open.clear()
+
+    def sync_join(self, parameters: list[list[Any]], **group: Any) -> None:
+        """Join the group of a weight transfer; `parameters` is what the actor will send."""
+        sync = self.config.sync
+        self.receiver = Receiver(
+            join(
+                **group,
+                timeout_s=self.config.timeout.sync,
+                backend=sync.backend,
+                interface=sync.interface,
+                label=f"{self.seat.role} {self.seat.rank}",
+            ),
+            self.engine.describe(),
+        )
+
+    def sync_receive(self, version: int) -> None:
+        """Take over policy `version`; requests in flight go on under it."""
+        with self.receiver.update(version) as weights:
+            self.engine.load_weights(weights, version)
+
+    def close(self) -> None:
+        if hasattr(self, "engine"):
+            self.engine.close()

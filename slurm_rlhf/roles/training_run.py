@@ -1,0 +1,143 @@
+"""The loop around the algorithm: steps, evaluations, checkpoints, metrics."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.handles import gather
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.records import Sampling
+from slurm_rlhf.roles.fleet import Fleet
+from slurm_rlhf.roles.ppo import PPO
+from slurm_rlhf.roles.reporting import Reporting
+from slurm_rlhf.roles.run_directory import RunDirectory
+from slurm_rlhf.roles.state import RunState
+from slurm_rlhf.roles.weights import WeightSync
+
+SAVING = ("actor", "critic")
+
+
+@dataclass(slots=True)
+class TrainingRun:
+    """Everything is started; `run` goes from `state.step` to `total_steps`."""
+
+    config: Config
+    directory: RunDirectory
+    fleet: Fleet
+    prompts: PromptSet
+    eval_prompts: PromptSet | None
+    order: PromptOrder
+    ppo: PPO
+    weights: WeightSync
+    checkpoints: CheckpointDir
+    state: RunState
+    total_steps: int
+    reporting: Reporting
+    phases: Phases
+    _saved_step: int = field(default=-1, init=False)
+    _clock: float = field(default_factory=time.monotonic, init=False)
+
+    def run(self) -> None:
+        """All steps that are left, then the final evaluation, checkpoint and export."""
+        self.weights.update(self.state.policy_version)
+        if self.state.eval_before is None and self.eval_prompts:
+            self.state.eval_before = self._evaluate()
+            self.reporting.note(f"evaluation before training: {self.state.eval_before:.4f}")
+        self.phases.take()  # what start-up took belongs to no step
+        while self.state.step < self.total_steps:
+            self._step()
+        if self._saved_step != self.state.step:
+            self._save()
+        self._export()
+
+    def _step(self) -> None:
+        started = time.monotonic()
+        positions = self.order.next()
+        if positions is None:
+            raise AssertionError("total_steps is more than the prompt order holds")
+        number = self.state.step + 1
+        metrics = self.ppo.step(number, [self.prompts[i] for i in positions], self.state.policy_version)
+        version = self.state.policy_version + 1
+        with self.phases("sync"):
+            metrics |= self.weights.update(version)
+        tokens = int(metrics["response_tokens"])
+        self._count(number, version, tokens, metrics)
+        if self._due(self.config.eval.steps) and self.eval_prompts:
+            with self.phases("eval"):
+                self.state.eval_after = metrics["eval"] = self._evaluate()
+        seconds = time.monotonic() - started
+        timings = self.phases.take()
+        metrics |= timings | {"time/step": seconds, "perf/tokens_per_s": tokens / seconds}
+        metrics["perf/rollout_tokens_per_s"] = tokens / max(timings["time/rollout"], 1e-9)
+        # Before the checkpoint: whatever a checkpoint has behind it has its line, and a later line is cut on resume.
+        self.reporting.step(number, self.total_steps, metrics)
+        if self._due(self.config.ckpt.save_steps, always_last=False):
+            with self.phases("checkpoint"):
+                self._save()
+
+    def _count(self, number: int, version: int, tokens: int, metrics: dict[str, float]) -> None:
+        state = self.state
+        state.step, state.policy_version = number, version
+        state.responses += self.config.rollout.batch_size * self.config.rollout.n_samples_per_prompt
+        state.response_tokens += tokens
+        state.reward_last = metrics["reward"]
+        if state.reward_first is None:
+            state.reward_first = metrics["reward"]
+        metrics["policy_version"] = version
+
+    def _due(self, every: int, always_last: bool = True) -> bool:
+        last = always_last and self.state.step == self.total_steps
+        return last or (every > 0 and self.state.step % every == 0)
+
+    def _evaluate(self) -> float:
+        """Mean score of the evaluation prompts; their mean reward, if the function gives no scores."""
+        assert self.eval_prompts is not None
+        settings = self.config.eval
+        sampling = Sampling(
+            n=settings.n_samples_per_prompt,
+            temperature=settings.temperature,
+            max_new_tokens=self.config.rollout.max_new_tokens,
+            stop=list(self.config.rollout.stop),
+        )
+        prompts = list(self.eval_prompts)
+        trajectories = self.ppo.generation.run(prompts, sampling, self.state.policy_version)
+        rewards = self.ppo.reward([prompt for prompt in prompts for _ in range(sampling.n)], trajectories)
+        return float(np.mean(rewards.rewards if rewards.scores is None else rewards.scores))
+
+    def _save(self) -> None:
+        step = self.state.step
+        self.state.wall_s += time.monotonic() - self._clock
+        self._clock = time.monotonic()
+        path = self.checkpoints.begin(step)
+        futures: list[Future[Any]] = []
+        for role in SAVING:
+            (path / role).mkdir()
+            futures += self.fleet.roles[role].start_all("save", path=str(path / role))
+        gather(futures)
+        state = {"run": self.state.to_json(), "order": self.order.state_dict(), "kl": self.ppo.kl.state_dict()}
+        self.checkpoints.commit(step, state)
+        self.checkpoints.prune(self.config.ckpt.max_num)
+        self._saved_step = step
+
+    def load(self, path: Path) -> None:
+        """Take the roles, the data order and the KL coefficient back to a checkpoint; `state` is loaded already."""
+        state = self.checkpoints.load_state(path)
+        self.order.load_state_dict(state["order"])
+        self.ppo.kl.load_state_dict(state["kl"])
+        gather([f for role in SAVING for f in self.fleet.roles[role].start_all("load", path=str(path / role))])
+        self._saved_step = self.state.step
+
+    def _export(self) -> None:
+        gather(self.fleet.roles["actor"].start_all("export", path=str(self.directory.final)))
+        self.state.wall_s += time.monotonic() - self._clock
+        self._clock = time.monotonic()

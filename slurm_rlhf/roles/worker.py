@@ -1,0 +1,109 @@
+"""`python -m slurm_rlhf.roles.worker`: the main of every rank of every role, under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+from slurm_rlhf.cluster.parent import die_with_parent
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.control.client import ControlClient
+from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.roles.role import Role, Seat
+from slurm_rlhf.roles.run_directory import RunDirectory
+
+# Imported by name, so that a rank loads the heavy libraries of its own role only.
+ROLES = {
+    "actor": ("slurm_rlhf.roles.actor", "ActorRole"),
+    "critic": ("slurm_rlhf.roles.critic", "CriticRole"),
+    "reference": ("slurm_rlhf.roles.reference", "ReferenceRole"),
+    "rollout": ("slurm_rlhf.roles.rollout", "RolloutRole"),
+}
+
+
+def node_name() -> str:
+    """Slurm's name of this node, or the host name without its domain."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
+
+
+def take_seat(role: str) -> Seat:
+    """Who torchrun says that this process is."""
+    env = os.environ
+    return Seat(role, int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]), node_name())
+
+
+def log_to(path: Path) -> None:
+    """Send everything this process prints to its own log, libraries written in C included."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(descriptor, stream.fileno())
+    os.close(descriptor)
+
+
+def serve(client: ControlClient, role: Role) -> None:
+    """Answer calls until the conductor says `shutdown`."""
+    while True:
+        request = client.receive(0.0 if role.busy() else None)
+        if request is None:
+            role.advance()
+        elif request.method == "shutdown":
+            role.close()
+            request.reply("done")
+            return
+        else:
+            role.handle(request)
+
+
+def _leave(reason: str) -> None:
+    """Nobody is there to work for. The main thread may sit in a collective that never ends, so do not ask it."""
+    print(f"the conductor is gone: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One rank of a role; started by the conductor, not by hand.")
+    parser.add_argument("--role", required=True, choices=sorted(ROLES))
+    parser.add_argument("--run_dir", required=True, type=Path)
+    parser.add_argument("--endpoint", required=True)
+    arguments = parser.parse_args()
+
+    die_with_parent(os.getppid())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the conductor's to answer
+    directory = RunDirectory(arguments.run_dir)
+    seat = take_seat(arguments.role)
+    log_to(directory.role_log(seat.role, seat.node, seat.rank))
+    config = load_config(directory.config, [])
+    client = ControlClient(
+        arguments.endpoint,
+        RunKeys.load(directory.keys),
+        seat.role,
+        seat.rank,
+        seat.world,
+        host=seat.node,
+        heartbeat_interval=config.timeout.heartbeat_interval,
+        heartbeat_limit=config.timeout.heartbeat,
+        on_conductor_lost=_leave,
+    )
+    client.connect(config.timeout.connect)
+    try:
+        module, name = ROLES[seat.role]
+        serve(client, getattr(importlib.import_module(module), name)(config, seat, client))
+        client.close()
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.stdout.flush()
+    # Interpreter teardown of torch, gloo and vLLM takes seconds and can hang; everything is closed by now.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""Which parameters a weight update must bring, checked while they stream by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from slurm_rlhf.errors import SyncError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Shapes = dict[str, tuple[int, ...]]
+NAMED_IN_ERRORS = 5
+
+
+def parameter_shapes(path: str) -> Shapes:
+    """name -> shape of the causal language model in directory `path`, in transformers' order; nothing is loaded.
+
+    Tied weights appear once, under the embedding's name: the names that a trainer's `named_parameters()` yields.
+    """
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def checked(weights: Iterable[tuple[str, Tensor]], shapes: Shapes, version: int) -> Iterator[tuple[str, Tensor]]:
+    """`weights`, with an error in place of silence where vLLM's loaders skip, repeat or broadcast.
+
+    Raises SyncError naming the parameter at the first that is unknown, doubled or of another shape, and at the end for
+    those that never came.
+    """
+    missing = dict(shapes)
+    for name, tensor in weights:
+        if name not in shapes:
+            raise SyncError(
+                f"policy version {version}: the engine has no parameter {name!r} (shape {tuple(tensor.shape)}). Actor "
+                f"and engines must start from the same model directory; known: {_some(shapes)}"
+            )
+        if name not in missing:
+            raise SyncError(f"policy version {version}: parameter {name!r} was sent twice")
+        expected = missing.pop(name)
+        if tuple(tensor.shape) != expected:
+            raise SyncError(
+                f"policy version {version}: parameter {name!r} has shape {tuple(tensor.shape)}, the engine's has "
+                f"{expected}. Send full (unsharded) parameters of the same model"
+            )
+        yield name, tensor
+    if missing:
+        raise SyncError(
+            f"policy version {version}: {len(missing)} of {len(shapes)} parameters were not sent: {_some(missing)}"
+        )
+
+
+def _some(names: Iterable[str]) -> str:
+    listed = list(names)
+    rest = len(listed) - NAMED_IN_ERRORS
+    return ", ".join(listed[:NAMED_IN_ERRORS]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,167 @@
+"""vLLM's V1 engine in this process, stepped by its owner. `environment.prepare_environment` comes first."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ModelError, RunError
+from slurm_rlhf.records import Sampling, Trajectory
+from slurm_rlhf.rollout.flight import Flight
+from slurm_rlhf.rollout.parameters import checked, parameter_shapes
+from slurm_rlhf.rollout.request import GenerateRequest
+from slurm_rlhf.rollout.text import response_text
+from slurm_rlhf.rollout.vllm_reload import reload_weights
+from slurm_rlhf.rollout.vllm_settings import engine_config
+
+
+class VllmEngine:
+    """Implements `engine.Engine` on vLLM's `LLMEngine`.
+
+    `response_ids` are the tokens as sampled. The end-of-sequence token is among them if it was sampled, and so are the
+    tokens of a stop string, the last of them whole even where the stop string ends inside it: what the policy chose is
+    what it is trained on. `text` ends with the stop string, so that a reward function sees it, and not behind it.
+
+    Requests in flight when the weights change keep their tokens; their KV cache is computed anew under the new
+    weights, so that every log-prob is that of its version given the whole text before it.
+
+    The engine has a default process group of its own, of one rank, made through a file of its own: torchrun's RANK
+    and WORLD_SIZE play no part, and engines start, fail and restart alone.
+    """
+
+    def __init__(self, config: Config, engine: int = 0, version: int = 0) -> None:
+        """Load the actor's model directory as policy `version`; `engine` is what trajectories are marked with.
+
+        Raises ConfigError or ModelError when vLLM cannot run this model with this configuration.
+        """
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
+            raise RuntimeError("call slurm_rlhf.rollout.environment.prepare_environment before making an engine")
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self.version = version
+        self._index = engine
+        self._path = config.actor.model_name_or_path
+        self._config = engine_config(config)
+        # The engine collects garbage five times while it starts; what the imports left is none and takes 0.3 s each.
+        gc.freeze()
+        try:
+            self._llm = LLMEngine.from_vllm_config(self._config, disable_log_stats=True)
+        except (ValueError, OSError) as error:
+            raise ModelError(f"vLLM cannot start on the model in {self._path}: {error}") from error
+        # Below `LLMEngine.step`: its own bookkeeping of text and log-probs costs a third of a small model's step.
+        self._core = self._llm.engine_core
+        self._tasks = self._llm.get_supported_tasks()
+        self._tokenizer = self._llm.get_tokenizer()
+        self._shapes = parameter_shapes(self._path)
+        self._flights: dict[str, Flight] = {}
+        self._mixture = ""
+
+    @property
+    def unfinished(self) -> int:
+        """Requests added and not yet finished."""
+        return len(self._flights)
+
+    def add(self, request: GenerateRequest) -> None:
+        """See `Engine.add`."""
+        from vllm.inputs import tokens_input
+        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+        if request.key in self._flights:
+            raise RunError(f"engine {self._index}: request key {request.key!r} is in use")
+        prompt_ids = [int(token) for token in request.prompt_ids]
+        try:
+            core_request = self._llm.input_processor.process_inputs(
+                request.key,
+                tokens_input(prompt_ids),
+                _sampling_params(request.sampling, request.seed),
+                self._tasks,
+            )
+        except ValueError as error:
+            raise RunError(
+                f"engine {self._index} refuses request {request.key!r} (prompt {request.prompt}, {len(prompt_ids)} "
+                f"tokens): {error}"
+            ) from error
+        core_request.external_req_id = request.key
+        stops = None
+        if request.sampling.stop:
+            stops = IncrementalDetokenizer.from_new_request(self._tokenizer, core_request)
+        self._flights[request.key] = Flight(request, stops)
+        self._core.add_request(core_request)
+
+    def step(self) -> list[Trajectory]:
+        """See `Engine.step`."""
+        from vllm.v1.engine import FinishReason
+
+        if self._mixture:
+            raise RunError(f"engine {self._index} has no usable weights: {self._mixture}")
+        landed, cut = [], []
+        for output in self._core.get_output().outputs:
+            flight = self._flights[output.request_id]
+            reason = output.finish_reason
+            tokens = output.new_token_ids
+            flight.extend(tokens, output.new_logprobs.logprobs[:, 0].tolist(), self.version)
+            if flight.stops is not None and flight.stops.update(tokens, reason is FinishReason.STOP):
+                if reason is None:
+                    cut.append(output.request_id)
+                reason = FinishReason.STOP
+            if reason is not None:
+                del self._flights[output.request_id]
+                landed.append(self._land(flight, str(reason)))
+        if cut:
+            self._core.abort_requests(cut)
+        return landed
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """See `Engine.load_weights`."""
+        self._mixture = f"the update to policy version {version} failed, and weights of two policies are mixed"
+        model = self._llm.model_executor.driver_worker.model_runner.get_model()
+        reload_weights(model, self._config, checked(weights, self._shapes, version))
+        # The cached keys and values are the old policy's: of finished prompts, and of requests in flight.
+        self._core.reset_prefix_cache(reset_running_requests=True)
+        self.version = version
+        self._mixture = ""
+
+    def describe(self) -> list[list[Any]]:
+        """See `Engine.describe`."""
+        dtype = str(self._config.model_config.dtype).removeprefix("torch.")
+        return [[name, list(shape), dtype] for name, shape in self._shapes.items()]
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._flights.clear()
+        self._core.shutdown()
+
+    def _land(self, flight: Flight, reason: str) -> Trajectory:
+        if reason not in ("stop", "length"):
+            raise RunError(f"engine {self._index}: vLLM ended request {flight.request.key!r} with {reason!r}")
+        if flight.stops is not None:
+            text = flight.stops.output_text
+        else:
+            prompt_ids = [int(token) for token in flight.request.prompt_ids]
+            text = response_text(
+                self._tokenizer, prompt_ids, flight.tokens, flight.request.sampling.skip_special_tokens
+            )
+        return flight.land(reason, text, self._index)
+
+
+def _sampling_params(sampling: Sampling, seed: int) -> Any:
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_tokens=sampling.max_new_tokens,
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        skip_special_tokens=sampling.skip_special_tokens,
+        seed=seed,
+        logprobs=0,  # of the sampled token only
+        detokenize=bool(sampling.stop),
+        skip_clone=True,  # made for this request alone
+    )

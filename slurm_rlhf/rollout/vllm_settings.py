@@ -1,0 +1,98 @@
+"""From the run's configuration to vLLM's: engine arguments, size of the KV cache, model class."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError, ModelError
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+GIB = 1 << 30
+
+
+def engine_config(config: Config) -> Any:
+    """The `VllmConfig` of one engine. Imports vllm.
+
+    Raises ConfigError for a precision or a parallel size that an engine cannot have, ModelError for a model directory
+    that vLLM does not accept.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.usage.usage_lib import UsageContext
+
+    path = config.actor.model_name_or_path
+    on_cpu = current_platform.is_cpu()
+    import_model_class(path)
+    args = EngineArgs(
+        model=path,
+        dtype=_dtype(config),
+        seed=config.train.seed,
+        max_model_len=config.data.max_len,
+        max_num_seqs=config.vllm.max_num_seqs,
+        tensor_parallel_size=_parallel_size(config),
+        gpu_memory_utilization=config.vllm.gpu_memory_utilization,
+        kv_cache_memory_bytes=int(config.vllm.cpu_kvcache_gib * GIB) if on_cpu else None,
+        enable_prefix_caching=config.vllm.enable_prefix_caching,
+        enforce_eager=on_cpu or config.vllm.enforce_eager,
+        # Off, so that "between two steps" is a point in time: with it a step is on its way while another returns.
+        async_scheduling=False,
+        scheduling_policy="fcfs",
+        # Of the distribution that was sampled from: after temperature, top-k and top-p.
+        logprobs_mode="processed_logprobs",
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
+    )
+    try:
+        # The context picks vLLM's throughput-minded batch size, the one of its offline `LLM` class.
+        vllm_config = args.create_engine_config(UsageContext.LLM_CLASS)
+    except (ValueError, OSError) as error:
+        raise ModelError(f"vLLM does not accept the model in {path}: {error}") from error
+    if on_cpu:
+        cache = vllm_config.cache_config
+        cache.kv_cache_memory_bytes = min(cache.kv_cache_memory_bytes, _useful_kv_bytes(vllm_config))
+    return vllm_config
+
+
+def import_model_class(path: str) -> None:
+    """Register the model's class in vLLM as one that is already imported.
+
+    vLLM otherwise imports it in a child process first, to learn its capabilities without touching CUDA: 10 s the first
+    time on a machine. This process runs the model itself, so there is nothing to keep it from.
+    """
+    from vllm import ModelRegistry
+
+    architectures = json.loads((Path(path) / "config.json").read_text(encoding="utf-8")).get("architectures") or []
+    for name in architectures:
+        entry = ModelRegistry.models.get(name)
+        if entry is not None:
+            ModelRegistry.register_model(name, entry.load_model_cls())
+
+
+def _dtype(config: Config) -> str:
+    wanted = config.ds.param_dtype if config.vllm.dtype == "auto" else config.vllm.dtype
+    if wanted not in DTYPES:
+        raise ConfigError(f"vllm.dtype is {config.vllm.dtype!r}; valid: auto, {', '.join(DTYPES)}")
+    return DTYPES[wanted]
+
+
+def _parallel_size(config: Config) -> int:
+    size = config.vllm.tensor_parallel_size
+    if size != 1:
+        raise ConfigError(f"vllm.tensor_parallel_size is {size}; engines of one rank are all this version has: set 1")
+    return size
+
+
+def _useful_kv_bytes(vllm_config: Any) -> int:
+    """The KV cache that `max_num_seqs` sequences of full length fill.
+
+    On a CPU the cache is zeroed, page by page, while the engine starts: 2.5 s per GiB that a small model never uses.
+    """
+    model, parallel, cache = vllm_config.model_config, vllm_config.parallel_config, vllm_config.cache_config
+    blocks_per_sequence = -(-model.max_model_len // cache.block_size)
+    # Keys and values; one block more, because vLLM keeps block 0 for itself.
+    block = cache.block_size * 2 * model.get_num_kv_heads(parallel) * model.get_head_size() * model.dtype.itemsize
+    blocks = vllm_config.scheduler_config.max_num_seqs * blocks_per_sequence + 1
+    return int(blocks * block * model.get_num_layers(parallel))

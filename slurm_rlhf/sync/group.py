@@ -1,0 +1,211 @@
+"""A process group across separately started processes, beside their own default groups and outside every WORLD."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.distributed import PrefixStore, Store
+
+from slurm_rlhf.errors import ConfigError, SyncError
+from slurm_rlhf.sync.failures import FailureBoard
+from slurm_rlhf.sync.gloo import GlooTransport
+from slurm_rlhf.sync.interface import address_of, interface_of, is_loopback, local_address
+from slurm_rlhf.sync.nccl import NcclTransport, nccl_available
+from slurm_rlhf.sync.store import connect, read, wait_until
+from slurm_rlhf.sync.transport import Transport, TransportFailure
+
+BACKENDS = ("auto", "gloo", "nccl")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """What a rank tells the others about itself."""
+
+    rank: int
+    label: str  # how messages name it
+    node: str
+    pid: int
+    address: str  # that the others connect to
+    interface: str
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{self.label} on {self.node} (pid {self.pid})"
+
+
+class SyncGroup:
+    """One rank's membership. `open` blocks until all have come; `abort` may be called from any thread at any time.
+
+    A group that failed or was aborted is spent: the survivors join a new one, under a new name, over the same store.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rank: int,
+        world: int,
+        host: str,
+        port: int,
+        *,
+        timeout_s: float,
+        backend: str = "auto",
+        interface: str = "",
+        label: str = "",
+    ) -> None:
+        if backend not in BACKENDS:
+            raise ConfigError(f"sync.backend: {backend!r} is not known; valid: {', '.join(BACKENDS)}")
+        if backend == "auto":
+            backend = "nccl" if nccl_available() else "gloo"
+        if backend == "nccl" and not nccl_available():
+            raise ConfigError("sync.backend: nccl needs a GPU and a torch that has NCCL; auto and gloo run here")
+        self.name = name
+        self.rank = rank
+        self.world = world
+        self.timeout_s = timeout_s
+        self.members: tuple[Member, ...] = ()
+        self.store: Store
+        self.board: FailureBoard
+        self.control: GlooTransport
+        self.data: Transport
+        self._where = (host, port)
+        self._ended = ""
+        self._transports: list[Transport] = []
+        address = address_of(interface) if interface else local_address(host, port)
+        self.me = Member(
+            rank,
+            label or f"rank {rank}",
+            socket.gethostname(),
+            os.getpid(),
+            address,
+            interface or interface_of(address),
+            backend,
+        )
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        """All ranks but this one."""
+        return tuple(rank for rank in range(self.world) if rank != self.rank)
+
+    def open(self) -> None:
+        """Meet the other members and connect to them.
+
+        Raises SyncError naming the ranks that did not come within `timeout_s`, or why these members cannot talk.
+        """
+        try:
+            self.store = PrefixStore(f"sync/{self.name}", connect(*self._where, self.timeout_s))
+            self.board = FailureBoard(self.store, self.rank)
+            self._meet()
+            self.control = GlooTransport(self.store, self.rank, self.world, self.me.address, self.timeout_s)
+            self._transports.append(self.control)
+            self.data = self.control
+            if self.me.backend == "nccl":
+                self.data = NcclTransport(self.store, self.rank, self.world, self.timeout_s)
+                self._transports.append(self.data)
+        except (TransportFailure, RuntimeError) as error:
+            raise SyncError(f"{self.me} could not connect to the members of group {self.name}: {error}") from error
+        if self._ended:  # aborted while the connections were being made
+            self.abort(self._ended)
+        self.check()
+
+    def wait_for(self, ready: Callable[[], bool], what: str) -> None:
+        """Poll `ready` within the time-out. Raises SyncError naming `what`, or why the group ended meanwhile."""
+        if not wait_until(lambda: bool(self._ended) or ready(), self.timeout_s):
+            raise SyncError(f"group {self.name}: {what} did not come within {self.timeout_s:g} s (timeout.sync)")
+        self.check()
+
+    def check(self) -> None:
+        """Raise SyncError if the group has ended."""
+        if self._ended:
+            raise SyncError(f"group {self.name} has ended: {self._ended}; its members have to join a new one")
+
+    @property
+    def ended(self) -> str:
+        """Why the group is spent; empty while it is not."""
+        return self._ended
+
+    def abort(self, reason: str) -> None:
+        """Wake every thread that waits on the group, in this process and, as connections close, in the others."""
+        self._ended = self._ended or reason
+        self.drop()
+
+    def drop(self) -> None:
+        """Close the connections of a group that failed, before it is known why."""
+        for transport in self._transports:
+            transport.abort()
+
+    def close(self) -> None:
+        """Leave in peace. The members do this at the same time, after their last update."""
+        self._ended = self._ended or "it was closed"
+        for transport in self._transports:
+            transport.close()
+
+    def _meet(self) -> None:
+        mine = json.dumps(asdict(self.me))
+        if self.store.compare_set(f"member/{self.rank}", "", mine).decode() != mine:
+            raise SyncError(
+                f"rank {self.rank} of group {self.name} is taken already by "
+                f"{_member(read(self.store, f'member/{self.rank}'))}; a group that is built again needs a new name"
+            )
+        if self.rank == 0:
+            self.store.set("roster", json.dumps(self._roll_call()))
+        else:
+            self.wait_for(lambda: self.store.check(["roster"]), "the roster that rank 0 writes when all are there")
+        roster = json.loads(read(self.store, "roster") or "{}")
+        if roster["error"]:
+            raise SyncError(f"group {self.name}: {roster['error']}")
+        self.members = tuple(Member(**member) for member in roster["members"])
+
+    def _roll_call(self) -> dict[str, Any]:
+        """Rank 0 reads what everybody said, so that the others have one key to read: linear in the members."""
+        keys = [f"member/{rank}" for rank in range(self.world)]
+        wait_until(lambda: bool(self._ended) or self.store.check(keys), self.timeout_s)
+        members = [_member(text) for key in keys if (text := read(self.store, key))]
+        return {"members": [asdict(member) for member in members], "error": self._objection(members)}
+
+    def _objection(self, members: list[Member]) -> str:
+        if self._ended:
+            return self._ended
+        if len(members) < self.world:
+            missing = sorted(set(range(self.world)) - {member.rank for member in members})
+            here = ", ".join(str(member) for member in members)
+            return (
+                f"rank {missing} of {self.world} did not come within {self.timeout_s:g} s (timeout.sync); here: {here}"
+            )
+        if len({member.backend for member in members}) > 1:
+            return "its members use different backends: " + ", ".join(f"{m}: {m.backend}" for m in members)
+        hidden = [member for member in members if is_loopback(member.address)]
+        if hidden and len({member.node for member in members}) > 1:
+            return (
+                f"{hidden[0]} would be reached at {hidden[0].address}, which exists inside its own node only. "
+                f"Set sync.interface to the network between the nodes."
+            )
+        return ""
+
+
+def join(
+    name: str,
+    rank: int,
+    world: int,
+    host: str,
+    port: int,
+    *,
+    timeout_s: float,
+    backend: str = "auto",
+    interface: str = "",
+    label: str = "",
+) -> SyncGroup:
+    """Build a `SyncGroup` and wait until it is connected; see there. Raises SyncError, ConfigError."""
+    group = SyncGroup(
+        name, rank, world, host, port, timeout_s=timeout_s, backend=backend, interface=interface, label=label
+    )
+    group.open()
+    return group
+
+
+def _member(text: str | None) -> Member:
+    return Member(**json.loads(text or "{}"))

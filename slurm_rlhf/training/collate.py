@@ -1,0 +1,56 @@
+"""Packed experience -> right-padded tensors, and where in them the states of the actions are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slurm_rlhf.records import Experience
+
+
+@dataclass(slots=True)
+class TokenBatch:
+    """B sequences of at most L tokens with A response tokens, in the order of the experience.
+
+    Right-padded, and the models are causal: real tokens see no padding, so there is no attention mask, and position
+    ids are 0 .. L-1 in every row.
+    """
+
+    input_ids: Tensor  # int64 [B, L], 0 where padded
+    action_index: Tensor  # int64 [A] into [B * L]: the token before each response token, whose hidden state predicts it
+    targets: Tensor  # int64 [A], the response tokens
+
+
+def collate(exp: Experience, device: torch.device) -> TokenBatch:
+    """All sequences of `exp` as one batch. Raises ValueError for a response without a prompt before it."""
+    if np.any((exp.prompt_lens == 0) & (exp.response_lens > 0)):
+        index = int(np.flatnonzero((exp.prompt_lens == 0) & (exp.response_lens > 0))[0])
+        raise ValueError(f"sequence {index} has a response but no prompt: nothing predicts its first token")
+    lengths = exp.lengths
+    width = int(lengths.max(initial=1))
+    row = np.repeat(np.arange(len(exp)), lengths)
+    position = np.arange(len(row)) - exp.token_offsets[row]
+    input_ids = np.zeros((len(exp), width), dtype=np.int64)
+    input_ids[row, position] = exp.token_ids
+    is_action = position >= exp.prompt_lens[row]
+    action_index = (row * width + position - 1)[is_action]
+    return TokenBatch(
+        torch.from_numpy(input_ids).to(device),
+        torch.from_numpy(action_index).to(device),
+        torch.from_numpy(exp.token_ids[is_action].astype(np.int64)).to(device),
+    )
+
+
+def column(exp: Experience, name: str, device: torch.device) -> Tensor:
+    """One of the experience's columns, fp32 [A]. Raises KeyError naming those that are there."""
+    if name not in exp.columns:
+        raise KeyError(f"the experience has no column {name!r}; it has {', '.join(sorted(exp.columns)) or 'none'}")
+    return torch.tensor(exp.columns[name], dtype=torch.float32, device=device)
+
+
+def action_mask(exp: Experience, device: torch.device) -> Tensor:
+    """bool [A]."""
+    return torch.tensor(exp.action_mask, dtype=torch.bool, device=device)

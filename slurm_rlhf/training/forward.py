@@ -1,0 +1,31 @@
+"""Forward passes over an experience without gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slurm_rlhf.records import F32, Experience
+from slurm_rlhf.training.collate import TokenBatch, collate
+
+
+def per_action(
+    exp: Experience, micro: list[list[int]], device: torch.device, answer: Callable[[TokenBatch], Tensor]
+) -> F32:
+    """`answer` ([A of the micro-batch]) for every micro-batch (rows of `exp`), put together in the order of `exp`, [A].
+
+    Every row must be in one micro-batch. Under ZeRO-3 every rank needs as many micro-batches: each is a collective.
+    """
+    offsets = exp.action_offsets
+    result = np.full(int(offsets[-1]), np.nan, dtype=np.float32)
+    with torch.no_grad():
+        for rows in micro:
+            part = exp.select(rows)
+            values = answer(collate(part, device)).cpu().numpy()
+            mine = part.action_offsets
+            for place, row in enumerate(rows):
+                result[offsets[row] : offsets[row + 1]] = values[mine[place] : mine[place + 1]]
+    return result

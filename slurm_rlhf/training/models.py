@@ -1,0 +1,142 @@
+"""Policy and value model: Hugging Face directories as modules that answer one number per response token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slurm_rlhf.config.schema import Ds
+from slurm_rlhf.errors import ModelError
+from slurm_rlhf.training.logprobs import chunked_logprobs
+from slurm_rlhf.training.parameters import is_sharded
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+# Fields of a Hugging Face config by which a model changes its logits after the head, which `PolicyModule` does not do.
+HEAD_MATH = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+
+class PolicyModule(nn.Module):
+    """A causal language model that returns log-probs and entropies of response tokens, never its logits."""
+
+    def __init__(self, model: Any, chunk_tokens: int) -> None:
+        super().__init__()
+        self.model = model
+        self.chunk_tokens = chunk_tokens
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        action_index: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
+        entropy_grad: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """(log-probs, entropies), fp32 [A] each; arguments as in `collate.TokenBatch` and `chunked_logprobs`."""
+        hidden = _action_states(self.model.base_model, input_ids, action_index)
+        head = self.model.get_output_embeddings()
+        return chunked_logprobs(
+            head,
+            hidden,
+            targets,
+            temperature,
+            self.chunk_tokens,
+            entropy_grad=entropy_grad,
+            same_chunks=is_sharded(head.weight),
+        )
+
+
+class ValueModule(nn.Module):
+    """A language model's body with a linear head: the value of the state before each response token."""
+
+    def __init__(self, model: Any, seed: int) -> None:
+        super().__init__()
+        self.model = model
+        hidden = model.config.get_text_config().hidden_size
+        self.value_head = nn.Linear(hidden, 1, bias=False, dtype=model.dtype)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            # Small, so that a fresh critic starts close to zero. Source: OpenRLHF, `models/model.py`.
+            self.value_head.weight.normal_(0.0, 1.0 / (hidden + 1), generator=generator)
+
+    def forward(self, input_ids: Tensor, action_index: Tensor) -> Tensor:
+        """Values, fp32 [A]; arguments as in `collate.TokenBatch`."""
+        hidden = _action_states(self.model, input_ids, action_index)
+        values: Tensor = self.value_head(hidden).squeeze(-1).float()
+        return values
+
+
+def load_policy(path: str | Path, ds: Ds, chunk_tokens: int, gradient_checkpointing: bool = False) -> PolicyModule:
+    """The causal language model in directory `path`. Raises ModelError when it cannot be used."""
+    from transformers import AutoModelForCausalLM
+
+    model = _load(AutoModelForCausalLM, Path(path), ds, gradient_checkpointing)
+    for name in HEAD_MATH:
+        value = getattr(model.config, name, None)
+        if value is not None and value != 1.0:
+            raise ModelError(
+                f"{path}: config.json has {name} = {value}. Log-probs are computed from the plain output of the LM "
+                f"head and would be wrong for it; use a model without {name}."
+            )
+    return PolicyModule(model, chunk_tokens)
+
+
+def load_critic(path: str | Path, ds: Ds, seed: int, gradient_checkpointing: bool = False) -> ValueModule:
+    """The body of the language model in `path` under a new value head. Raises as `load_policy`."""
+    from transformers import AutoModel
+
+    return ValueModule(_load(AutoModel, Path(path), ds, gradient_checkpointing), seed)
+
+
+def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor) -> Tensor:
+    """Hidden states [A, H] of the tokens before the actions."""
+    states = body(input_ids=input_ids, use_cache=False).last_hidden_state
+    return states.flatten(0, 1).index_select(0, action_index)
+
+
+def _load(kind: Any, path: Path, ds: Ds, gradient_checkpointing: bool) -> Any:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    _check_directory(path)
+    try:
+        model, info = kind.from_pretrained(
+            path,
+            dtype=DTYPES[ds.param_dtype],
+            attn_implementation=ds.attn_implementation,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+        raise ModelError(f"{path}: transformers cannot load it as {kind.__name__}: {error}") from error
+    absent = sorted(info["missing_keys"])
+    if absent:
+        raise ModelError(
+            f"{path}: {len(absent)} weights of the architecture are not in its files and would be random, "
+            f"first {', '.join(absent[:3])}. Complete the directory."
+        )
+    _without_dropout(model)
+    if gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()  # Hugging Face recomputes activations in train mode only
+
+
+def _check_directory(path: Path) -> None:
+    if not path.is_dir():
+        raise ModelError(f"{path}: no such directory. Give the directory of a Hugging Face model.")
+    if not (path / "config.json").is_file():
+        raise ModelError(f"{path}: no config.json in it. Give the directory of a Hugging Face model.")
+    if not any(True for pattern in ("*.safetensors", "pytorch_model*.bin") for _ in path.glob(pattern)):
+        raise ModelError(f"{path}: no weights in it. Expected model.safetensors, its shards, or pytorch_model.bin.")
+
+
+def _without_dropout(model: nn.Module) -> None:
+    """The old and the new policy must differ by their weights alone."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0

@@ -1,0 +1,89 @@
+"""DeepSpeed's engine for a module: its configuration, its optimizer, and what has to be kept from it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.training.distributed import World, limit_collectives
+from slurm_rlhf.training.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    zero_stage: int
+    param_dtype: str  # "fp32", or "bf16" with fp32 master weights and fp32 gradient accumulation
+    betas: tuple[float, float]
+    weight_decay: float  # of matrices; biases and norms do not decay
+    max_norm: float  # global L2 norm of the gradient, 0: not clipped
+    schedule: Schedule  # of the learning rate
+    timeout_s: float  # of every collective
+
+    @classmethod
+    def of_actor(cls, config: Config, learning_rate: float, total_steps: int) -> EngineConfig:
+        """The actor's settings, which the critic shares but for the learning rate."""
+        actor = config.actor
+        return cls(
+            zero_stage=config.ds.zero_stage,
+            param_dtype=config.ds.param_dtype,
+            betas=(actor.adam_betas[0], actor.adam_betas[1]),
+            weight_decay=actor.weight_decay,
+            max_norm=actor.max_norm,
+            schedule=Schedule(
+                actor.lr_scheduler, learning_rate, total_steps, actor.lr_warmup_ratio, actor.lr_min_ratio
+            ),
+            timeout_s=config.timeout.collective,
+        )
+
+
+def start_deepspeed(module: nn.Module, cfg: EngineConfig, world: World) -> Any:
+    """`deepspeed.initialize` with AdamW over the module's parameters. Collective."""
+    os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # its own detection warns where there is no GPU
+    import deepspeed
+    import deepspeed.ops
+
+    # On CPUs DeepSpeed compiles this extension (half a minute of g++) where a compiler is found. It all-reduces
+    # through shared memory with names of its own, which runs on one host would share; gloo does without it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # torch's AdamW: DeepSpeed's own optimizers are extensions, too.
+    optimizer = torch.optim.AdamW(_groups(module, cfg.weight_decay), lr=cfg.schedule.peak, betas=cfg.betas)
+    elements = sum(p.numel() for p in module.parameters())
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config(cfg, elements))
+    limit_collectives(cfg.timeout_s)
+    return engine
+
+
+def deepspeed_config(cfg: EngineConfig, elements: int) -> dict[str, Any]:
+    """DeepSpeed's configuration for a model of `elements` parameters."""
+    # Buffers of DeepSpeed's default size, 2 GB in fp32, would be allocated even for a tiny model.
+    bucket = min(elements + elements % 2, 200_000_000)
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": cfg.max_norm,
+        "bf16": {"enabled": cfg.param_dtype == "bf16"},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+        "zero_optimization": {
+            "stage": cfg.zero_stage,
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+        },
+        "steps_per_print": None,
+    }
+
+
+def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """AdamW's parameter groups. One when nothing decays: DeepSpeed works group by group."""
+    parameters = list(module.parameters())
+    if weight_decay == 0.0:
+        return [{"params": parameters, "weight_decay": 0.0}]
+    return [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]

@@ -1,0 +1,142 @@
+"""A receiver in a process of its own, for the tests of sync/: JSON commands on stdin, one JSON answer each on stdout."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+
+
+class Peer:
+    """The test's handle of such a process."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        )
+        self.tell("warm_up")
+
+    def wait_warm(self) -> None:
+        assert self.answer() == self.pid
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def tell(self, command: str, **args: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps([command, args]) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> Any:
+        """The next answer. An exception there is {"error": type, "message": text}."""
+        assert self.process.stdout is not None
+        return json.loads(self.process.stdout.readline())
+
+    def fit(self) -> bool:
+        """Whether it is alive and has nothing left to say."""
+        if self.process.poll() is not None:
+            return False
+        self.tell("warm_up")
+        return bool(self.answer() == self.pid)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait()
+
+
+def digest(tensor: Any) -> str:
+    """Of dtype, shape and bytes."""
+    import torch
+
+    raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return hashlib.sha1(f"{tensor.dtype}{list(tensor.shape)}".encode() + raw).hexdigest()
+
+
+class _Engine:
+    def __init__(self) -> None:
+        self.group: Any = None
+        self.receiver: Any = None
+
+    def warm_up(self) -> int:
+        """Imports take seconds; the tests' time-outs must not contain them."""
+        import slurm_rlhf.sync.receive  # noqa: F401
+
+        return os.getpid()
+
+    def join(self, **where: Any) -> list[str]:
+        from slurm_rlhf.sync.group import join
+
+        self.group = join(**where)
+        return [str(member) for member in self.group.members]
+
+    def receiver_of(self, expected: Any = None) -> int:
+        from slurm_rlhf.sync.receive import Receiver
+
+        self.receiver = Receiver(self.group, expected)
+        return len(self.receiver.plan.buckets)
+
+    def update(self, version: int, at: int = -1, act: str = "", seconds: float = 0.0) -> dict[str, str]:
+        """Load an update. After `at` parameters: raise, die, stop (reading) or abort. Sleeps `seconds` per parameter."""
+        kept = {}
+        with self.receiver.update(version) as weights:
+            for number, (name, tensor) in enumerate(weights):
+                if number == at and act == "die":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                if number == at and act == "freeze":
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                if number == at and act == "raise":
+                    raise ValueError("no room for this layer")
+                if number == at and act == "leave":
+                    break
+                if number == at and act == "abort":
+                    threading.Timer(0.2, lambda: self.group.abort("told by the conductor")).start()
+                kept[name] = tensor  # as vLLM's layerwise reload does
+                time.sleep(seconds)
+        return {name: digest(tensor) for name, tensor in kept.items()}
+
+    def operations(self) -> list[float]:
+        """The other half of the transport's conformance test."""
+        import torch
+
+        data = self.group.data
+        first = torch.zeros(1000, dtype=torch.uint8, device=data.device)
+        data.broadcast(first, 0).wait()
+        second = torch.zeros(1000, dtype=torch.uint8, device=data.device)
+        data.receive(second, 0, 7).wait()
+        data.send(first + second, 0, 8).wait()
+        return [float(first.float().mean()), float(second.float().mean())]
+
+    def leave(self) -> None:
+        self.group.close()
+
+
+def _main() -> None:
+    engine = _Engine()
+    for line in sys.stdin:
+        command, args = json.loads(line)
+        try:
+            answer = getattr(engine, command)(**args)
+        except Exception as error:
+            answer = {"error": type(error).__name__, "message": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    _main()

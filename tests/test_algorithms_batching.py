@@ -1,0 +1,102 @@
+"""Mini-batches, ranks and micro-batches."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurm_rlhf.algorithms.batching import micro_batches, mini_batches, split_ranks
+
+lengths_and_ranks = st.integers(1, 4).flatmap(
+    lambda dp: st.integers(0, 5).flatmap(
+        lambda each: st.tuples(st.lists(st.integers(1, 100), min_size=dp * each, max_size=dp * each), st.just(dp))
+    )
+)
+
+
+def padded(micro: list[int], lengths: list[int]) -> int:
+    return max(lengths[i] for i in micro) * len(micro)
+
+
+def fewest_groups(items: list[int], lengths: list[int], max_tokens: int) -> int:
+    """Over every partition of the items."""
+
+    def search(rest: list[int], groups: list[list[int]]) -> int:
+        if not rest:
+            fits = all(len(g) == 1 or padded(g, lengths) <= max_tokens for g in groups)
+            return len(groups) if fits else len(items) + 1
+        head, tail = rest[0], rest[1:]
+        options = [search(tail, [*groups[:k], [*groups[k], head], *groups[k + 1 :]]) for k in range(len(groups))]
+        return min([*options, search(tail, [*groups, [head]])])
+
+    return search(items, [])
+
+
+def test_mini_batches_cover_everything_once_and_depend_on_seed_and_epoch() -> None:
+    first = mini_batches(12, 4, seed=1, epoch=0)
+    assert [len(batch) for batch in first] == [4, 4, 4]
+    assert sorted(i for batch in first for i in batch) == list(range(12))
+    assert first == mini_batches(12, 4, seed=1, epoch=0)
+    assert first != mini_batches(12, 4, seed=1, epoch=1)
+    assert first != mini_batches(12, 4, seed=2, epoch=0)
+    assert mini_batches(0, 4, seed=1, epoch=0) == []
+    for size in (5, 0):
+        with pytest.raises(ValueError, match="12 sequences do not divide"):
+            mini_batches(12, size, seed=1, epoch=0)
+
+
+def test_split_ranks_by_hand() -> None:
+    # 9 -> rank 0, 7 -> rank 1, 3 -> rank 1, 2 -> rank 0
+    assert split_ranks([2, 9, 3, 7], 2) == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match="3 sequences do not divide over 2 ranks"):
+        split_ranks([1, 2, 3], 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths_and_ranks)
+def test_split_ranks_is_even_complete_and_balanced(case: tuple[list[int], int]) -> None:
+    lengths, dp = case
+    ranks = split_ranks(lengths, dp)
+    assert [len(rank) for rank in ranks] == [len(lengths) // dp] * dp
+    assert sorted(i for rank in ranks for i in rank) == list(range(len(lengths)))
+    assert ranks == split_ranks(lengths, dp)
+    if lengths:
+        # While no rank is full, the fewest tokens are served first; a full one leaves at most the shorter rest over.
+        tokens = [sum(lengths[i] for i in rank) for rank in ranks]
+        assert max(tokens) - min(tokens) <= max(lengths) * max(1, len(lengths) // dp - 1)
+
+
+def test_split_ranks_balances_a_skewed_batch() -> None:
+    lengths = [1000 // (i + 1) for i in range(64)]
+    tokens = [sum(lengths[i] for i in rank) for rank in split_ranks(lengths, 4)]
+    assert max(tokens) / min(tokens) < 1.25
+
+
+def test_micro_batches_by_hand() -> None:
+    lengths = [10, 4, 4, 2, 30, 1, 1, 1]
+    # Rank 0 packs {10}, {4, 4}, {2}?  longest first with 12 padded tokens: [10], [4, 4, 2]. Rank 1: [30], [1, 1, 1].
+    assert micro_batches([[0, 1, 2, 3], [4, 5, 6, 7]], lengths, 12) == [[[1, 2, 3], [0]], [[4], [5, 6, 7]]]
+    # Rank 1 alone needs four; rank 0 follows.
+    assert micro_batches([[5, 6, 7], [0, 1, 4]], lengths, 3) == [[[5], [6], [7]], [[4], [0], [1]]]
+    assert micro_batches([[], []], lengths, 3) == [[], []]
+    with pytest.raises(ValueError, match=r"rank 0 has 1 sequences for 2 micro-batches"):
+        micro_batches([[5], [0, 4]], lengths, 10)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths_and_ranks, st.integers(1, 300))
+def test_micro_batches_fit_and_are_the_fewest(case: tuple[list[int], int], max_tokens: int) -> None:
+    lengths, dp = case
+    ranks = split_ranks(lengths, dp)
+    result = micro_batches(ranks, lengths, max_tokens)
+    assert result == micro_batches(ranks, lengths, max_tokens)
+    wanted = max(fewest_groups(rank, lengths, max_tokens) for rank in ranks)
+    for rank, micros in zip(ranks, result, strict=True):
+        assert sorted(i for micro in micros for i in micro) == rank
+        assert len(micros) == wanted
+        assert all(micro and micro == sorted(micro) for micro in micros)
+        assert all(len(micro) == 1 or padded(micro, lengths) <= max_tokens for micro in micros)
+        assert all(padded(a, lengths) >= padded(b, lengths) for a, b in pairwise(micros))

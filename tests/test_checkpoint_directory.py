@@ -1,0 +1,235 @@
+"""Saving, finding, checking and pruning checkpoints."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurm_rlhf.checkpoint import manifest
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.errors import CheckpointError, ConfigError
+
+
+def save(checkpoints: CheckpointDir, step: int, note: str = "") -> Path:
+    path = checkpoints.begin(step)
+    for role in ("actor", "critic"):
+        (path / role / "rank_0").mkdir(parents=True)
+        (path / role / "rank_0" / "model.bin").write_bytes(f"{role} {step} {note}".encode() * 1000)
+    return checkpoints.commit(step, {"step": step, "note": note})
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> CheckpointDir:
+    return CheckpointDir(tmp_path / "run")
+
+
+def test_what_is_saved_comes_back(checkpoints: CheckpointDir) -> None:
+    state = {
+        "kl": {"coef": 0.1 + 0.2},
+        "tiny": 5e-324,
+        "seed": 2**127 + 1,
+        "done": False,
+        "none": None,
+        "order": [3, (1, 2)],
+        "text": "ü\n\x00",
+    }
+    path = checkpoints.begin(10)
+    assert path == checkpoints.root / "step_000010.tmp"
+    assert checkpoints.latest() is None
+    final = checkpoints.commit(10, {**state, "bad": math.nan})
+    assert final == checkpoints.latest() == checkpoints.root / "step_000010"
+    back = checkpoints.load_state(final)
+    assert math.isnan(back.pop("bad"))
+    assert back == {**state, "order": [3, [1, 2]]}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a": {"b": [1, {2: 3}]}}, r"state\.a\.b\[1\] has the key 2"),
+        ({"a": [b"x"]}, r"state\.a\[0\] is a bytes"),
+        ({"a": {1, 2}}, r"state\.a is a set"),
+    ],
+)
+def test_state_that_json_would_change_is_refused(
+    checkpoints: CheckpointDir, state: dict[str, object], message: str
+) -> None:
+    save(checkpoints, 1)
+    checkpoints.begin(2)
+    with pytest.raises(TypeError, match=message):
+        checkpoints.commit(2, state)
+    assert checkpoints.latest() == checkpoints.root / "step_000001"
+
+
+def test_no_checkpoints_at_all(checkpoints: CheckpointDir) -> None:
+    assert checkpoints.latest() is None
+    assert checkpoints.resolve("auto") is None
+    assert checkpoints.resolve("never") is None
+    assert checkpoints.prune(1) == []
+    assert not checkpoints.root.exists()
+
+
+def test_newest_is_the_last_written_and_not_the_highest_step(checkpoints: CheckpointDir) -> None:
+    """Resumed from 10 after 20 had been written: what is written at 15 goes on, 20 is the abandoned branch."""
+    for step in (10, 20, 15):
+        save(checkpoints, step)
+    assert checkpoints.resolve("auto") == checkpoints.root / "step_000015"
+    assert checkpoints.prune(2) == [checkpoints.root / "step_000010"]
+    assert checkpoints.prune(1) == [checkpoints.root / "step_000020"]
+    assert [path.name for path in checkpoints.root.iterdir()] == ["step_000015"]
+
+
+def test_prune_keeps_what_it_is_told_and_touches_nothing_else(checkpoints: CheckpointDir) -> None:
+    for step in range(999_998, 1_000_003):
+        save(checkpoints, step)
+    (checkpoints.root / "notes.txt").write_text("mine")
+    (checkpoints.root / "step_best").mkdir()
+    (checkpoints.root / "step_000001").mkdir()
+    removed = checkpoints.prune(3)
+    assert sorted(path.name for path in removed) == ["step_999998", "step_999999"]
+    left = sorted(path.name for path in checkpoints.root.iterdir())
+    assert left == ["notes.txt", "step_000001", "step_1000000", "step_1000001", "step_1000002", "step_best"]
+    with pytest.raises(ConfigError, match=r"ckpt\.max_num = 0"):
+        checkpoints.prune(0)
+
+
+def test_same_step_twice_replaces(checkpoints: CheckpointDir) -> None:
+    save(checkpoints, 5, "first")
+    final = save(checkpoints, 5, "second")
+    assert checkpoints.load_state(final)["note"] == "second"
+    assert [path.name for path in checkpoints.root.iterdir()] == ["step_000005"]
+
+
+def test_same_step_over_a_damaged_one_replaces(checkpoints: CheckpointDir) -> None:
+    save(checkpoints, 4)
+    (save(checkpoints, 5) / "actor/rank_0/model.bin").unlink()
+    final = save(checkpoints, 5, "second")
+    assert checkpoints.load_state(final)["note"] == "second"
+    assert sorted(path.name for path in checkpoints.root.iterdir()) == ["step_000004", "step_000005"]
+
+
+def test_leftovers_are_ignored_and_removed_by_the_next_save(checkpoints: CheckpointDir) -> None:
+    save(checkpoints, 1)
+    (checkpoints.begin(2) / "actor").mkdir()
+    assert checkpoints.resolve("auto") == checkpoints.root / "step_000001"
+    save(checkpoints, 3)
+    assert sorted(path.name for path in checkpoints.root.iterdir()) == ["step_000001", "step_000003"]
+
+
+# --- damage
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def replace_serial(path: Path) -> None:
+    path.write_text(path.read_text().replace('"serial": 2', '"serial": 9'))
+
+
+DAMAGE: list[tuple[str, Callable[[Path], None], str]] = [
+    ("actor/rank_0/model.bin", flip, "actor/rank_0/model.bin does not have the contents that were written"),
+    ("actor/rank_0/model.bin", lambda p: p.write_bytes(p.read_bytes()[:-1]), "has 7999 bytes instead of 8000"),
+    ("critic/rank_0/model.bin", Path.unlink, "critic/rank_0/model.bin is missing"),
+    ("critic", shutil.rmtree, "critic/rank_0/model.bin is missing"),
+    ("state.json", flip, "state.json does not have the contents"),
+    ("manifest.json", Path.unlink, "there is no manifest.json in it"),
+    ("manifest.json", lambda p: p.write_bytes(b"\xff\x00"), "manifest.json cannot be read"),
+    ("manifest.json", lambda p: p.write_text("[1]"), "manifest.json is not what was written"),
+    ("manifest.json", replace_serial, "manifest.json is not what was written"),
+    ("manifest.json", lambda p: p.write_text('{"format": 2}'), "has checkpoint format 2"),
+]
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), DAMAGE)
+def test_damage_is_found_and_the_usable_checkpoint_named(
+    checkpoints: CheckpointDir,
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    damage: Callable[[Path], None],
+    message: str,
+) -> None:
+    good, bad = save(checkpoints, 1), save(checkpoints, 2)
+    damage(bad / name)
+    for use in (checkpoints.load_state, lambda path: checkpoints.resolve(str(path))):
+        with pytest.raises(CheckpointError) as caught:
+            use(bad)
+        assert str(bad) in str(caught.value)
+        assert message in str(caught.value)
+        assert f"The newest whole checkpoint there is {good}" in str(caught.value)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        assert checkpoints.resolve("auto") == good
+    assert message in caplog.text
+
+
+def test_auto_does_not_start_anew_over_damaged_checkpoints(checkpoints: CheckpointDir) -> None:
+    first, second = save(checkpoints, 1), save(checkpoints, 2)
+    flip(first / "state.json")
+    (second / "manifest.json").unlink()
+    assert checkpoints.latest() is None
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint in .* is whole:.*step_00000[12].*--resume never"):
+        checkpoints.resolve("auto")
+    assert checkpoints.resolve("never") is None
+
+
+def test_directory_that_is_not_a_checkpoint(checkpoints: CheckpointDir, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"there is no such directory\. There is no other checkpoint"):
+        checkpoints.resolve(str(tmp_path / "nowhere/step_000001"))
+    good = save(checkpoints, 3)
+    # The run directory, its checkpoints directory, a step that was pruned: all three name the one to use.
+    for path in (tmp_path / "run", checkpoints.root, checkpoints.root / "step_000002"):
+        with pytest.raises(CheckpointError, match=f"The newest whole checkpoint there is {good}"):
+            checkpoints.resolve(str(path))
+
+
+def test_checkpoint_can_be_moved_and_given_a_name(checkpoints: CheckpointDir, tmp_path: Path) -> None:
+    moved = shutil.move(save(checkpoints, 3), tmp_path / "best")
+    (moved / "README").write_text("files of the user's do no harm")
+    assert checkpoints.resolve(str(moved)) == moved
+    assert checkpoints.load_state(moved)["step"] == 3
+
+
+def test_large_files_are_checked_by_size_and_both_ends(
+    checkpoints: CheckpointDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "WHOLE_LIMIT", 4000)
+    monkeypatch.setattr(manifest, "ENDS", 1000)
+    bad = save(checkpoints, 1)
+    record = json.loads((bad / "manifest.json").read_text())["files"]["actor/rank_0/model.bin"]
+    assert record["whole"] is False
+    model = bad / "actor/rank_0/model.bin"
+    intact = model.read_bytes()
+    for damaged in (b"\0" + intact[1:], intact[:-1000] + bytes(1000), intact + b"\0"):
+        model.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"actor/rank_0/model\.bin"):
+            checkpoints.load_state(bad)
+    model.write_bytes(intact)
+    assert checkpoints.load_state(bad)["step"] == 1
+
+
+# --- the disk
+
+
+def test_full_disk_names_the_checkpoint_that_is_left(checkpoints: CheckpointDir) -> None:
+    good = save(checkpoints, 1)
+    (checkpoints.begin(2) / "state.json").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match=f"checkpoint 2 could not be written.*No space left.*{good}"):
+        checkpoints.commit(2, {"step": 2})
+    assert checkpoints.latest() == good
+
+
+def test_save_whose_directory_was_taken_away(checkpoints: CheckpointDir) -> None:
+    good = save(checkpoints, 1)
+    shutil.rmtree(checkpoints.begin(2))
+    with pytest.raises(CheckpointError, match=r"has vanished.*own"):
+        checkpoints.commit(2, {})
+    assert checkpoints.latest() == good

@@ -1,0 +1,170 @@
+"""Rules over several keys, files and model directories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slurm_rlhf.algorithms.registry import estimator_names
+from slurm_rlhf.config.check import check, check_sft
+from slurm_rlhf.config.keys import all_keys, put
+from slurm_rlhf.config.ranges import RANGES
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.values import from_text
+from slurm_rlhf.errors import ConfigError, ModelError
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (model / name).touch()
+    for name in ("prompts.jsonl", "reward.py"):
+        (tmp_path / name).touch()
+    config = Config(run_dir=str(tmp_path / "run"))
+    config.actor.model_name_or_path = str(model)
+    config.data.prompt_dataset = config.sft.dataset = str(tmp_path / "prompts.jsonl")
+    config.reward.remote_url = str(tmp_path / "reward.py")
+    config.sft.output_dir = str(tmp_path / "out")
+    return config
+
+
+def change(config: Config, *words: str) -> Config:
+    for word in words:
+        name, _, value = word.partition("=")
+        put(config, name, from_text(all_keys()[name], [value]))
+    return config
+
+
+def test_a_good_one(config: Config) -> None:
+    check(config)
+    check_sft(config)
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (
+            ["rollout.batch_size=100"],
+            ["100 * 1 = 100 responses do not divide", "train.batch_size = 128", "use 50 or 100"],
+        ),
+        (["rollout.batch_size=100", "train.batch_size=64"], ["train.batch_size = 64: use 50 or 100"]),
+        (["actor.num_nodes=3"], ["train.batch_size = 128 does not divide over actor.num_nodes", "multiple of 3"]),
+        (["critic.num_gpus_per_node=3"], ["critic.num_nodes * critic.num_gpus_per_node = 1 * 3 = 3"]),
+        (["ref.num_gpus_per_node=3"], ["ref.num_nodes * ref.num_gpus_per_node = 1 * 3 = 3 ranks"]),
+        (["rollout.max_new_tokens=2048"], ["data.max_len = 2048 leaves no room", "rollout.max_new_tokens = 2048"]),
+        (["rollout.top_k=0"], ["rollout.top_k must be -1 (all) or at least 1"]),
+        (["rollout.top_k=-2"], ["rollout.top_k must be at least -1, got -2"]),
+        (["rollout.top_p=0"], ["rollout.top_p must be above 0 and at most 1, got 0.0"]),
+        (["rollout.temperature=0"], ["rollout.temperature must be above 0"]),
+        (["rollout.batch_size=0"], ["rollout.batch_size must be at least 1, got 0"]),
+        (['rollout.stop=[""]'], ["rollout.stop holds an empty string"]),
+        (["train.seed=-1"], ["train.seed must be at least 0 and at most 4294967295, got -1"]),
+        (["actor.adam_betas=0.9,1"], ["actor.adam_betas must be at least 0 and below 1, got 1.0"]),
+        (["actor.adam_betas=0.9"], ["actor.adam_betas takes two numbers, got [0.9]"]),
+        (["actor.eps_clip_low_high=0.2"], ["actor.eps_clip_low_high takes two numbers or none"]),
+        (["reward.clip_range=5,-5"], ["the lower first, got [5.0, -5.0]"]),
+        (["algo.kl.init_coef=0", "algo.kl.target=6"], ["algo.kl.target needs a coefficient"]),
+        (["timeout.heartbeat=1"], ["timeout.heartbeat = 1 must be more than two heartbeats: above 2"]),
+        (["data.input_template=Q:"], ["data.input_template needs exactly one {}", "'Q:'"]),
+        (["data.input_template={} {}"], ["exactly one {}"]),
+        (["data.input_template={x}"], ["exactly one {}"]),
+        (["data.input_template={"], ["exactly one {}"]),
+        (["data.prompt_dataset="], ["data.prompt_dataset is not set"]),
+        (["data.prompt_dataset=/no/where"], ["data.prompt_dataset: no such file: /no/where"]),
+        (["eval.dataset=/"], ["eval.dataset: is a directory, not a file: /"]),
+        (["reward.remote_url="], ["reward.remote_url is not set: name a Python file"]),
+        (["reward.remote_url=/no.py"], ["reward.remote_url: no such file: /no.py"]),
+        (["reward.remote_url=http://x"], ["not supported yet"]),
+        (["actor.model_name_or_path="], ["actor.model_name_or_path is not set"]),
+        (["resume=/no/where"], ["resume takes auto, never or a checkpoint directory", "/no/where"]),
+        (["run_dir="], ["run_dir is not set"]),
+        (["run_dir=/dev/null/run"], ["run_dir: /dev/null is a file, not a directory", "/dev/null/run"]),
+        (["train.seed=-1", "eval.steps=-1"], ["2 problems", "train.seed", "eval.steps"]),
+    ],
+)
+def test_broken_rules(config: Config, words: list[str], named: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check(change(config, *words))
+    for part in named:
+        assert part in str(caught.value)
+
+
+def test_good_variants(config: Config) -> None:
+    check(change(config, "rollout.batch_size=64", "rollout.n_samples_per_prompt=4", "actor.num_gpus_per_node=8"))
+    check(change(config, "algo.kl.init_coef=0", "ref.num_gpus_per_node=3"))
+    check(change(config, "data.input_template={{{}}}", "resume=never"))
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [
+        ("config.json", "is not a Hugging Face model: it holds no config.json"),
+        ("model.safetensors", "holds no weights (none of model.safetensors"),
+        ("tokenizer.json", "holds no tokenizer (tokenizer.json): save the model's tokenizer there"),
+    ],
+)
+def test_incomplete_model(config: Config, missing: str, named: str) -> None:
+    directory = Path(config.actor.model_name_or_path)
+    (directory / missing).unlink()
+    for rules in (check, check_sft):
+        with pytest.raises(ModelError) as caught:
+            rules(config)
+        assert str(caught.value).startswith(f"actor.model_name_or_path: {directory} ")
+        assert named in str(caught.value)
+
+
+def test_other_bad_models(config: Config, tmp_path: Path) -> None:
+    directory = Path(config.actor.model_name_or_path)
+    with pytest.raises(ModelError, match=r"max_len = 4096 is longer than the 2048 positions"):
+        check(change(config, "data.max_len=4096"))
+    change(config, "data.max_len=2048")
+    critic = tmp_path / "critic"
+    with pytest.raises(ModelError, match=r"critic\.model_name_or_path: no such directory.*hf download"):
+        check(change(config, f"critic.model_name_or_path={critic}"))
+    critic.mkdir()
+    (critic / "config.json").write_text("{}")
+    (critic / "model.safetensors.index.json").touch()
+    check(config)  # a critic brings no tokenizer
+    (critic / "config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"config\.json cannot be read"):
+        check(config)
+    (directory / "tokenizer.json").unlink()
+    (directory / "vocab.json").touch()
+    with pytest.raises(ModelError, match=r"slow tokenizer \(vocab\.json\) but no tokenizer\.json: convert it"):
+        check(config)
+
+
+def test_sft_needs_its_own_keys_only(config: Config) -> None:
+    config.data.prompt_dataset = config.reward.remote_url = ""
+    check_sft(config)
+    config.sft.dataset = config.sft.output_dir = ""
+    with pytest.raises(ConfigError) as caught:
+        check_sft(config)
+    assert "sft.dataset is not set" in str(caught.value)
+    assert "sft.output_dir is not set" in str(caught.value)
+
+
+def test_every_number_has_a_range_that_holds_its_default() -> None:
+    numbers = {name for name, key in all_keys().items() if key.kind in ("int", "float", "list[float]")}
+    assert set(RANGES) == numbers
+    for name, allowed in RANGES.items():
+        default = all_keys()[name].default
+        assert all(value in allowed for value in (default if isinstance(default, list) else [default])), name
+        assert float("nan") not in allowed  # noqa: PLW0177
+
+
+def test_estimators_are_the_registered_ones() -> None:
+    assert sorted(all_keys()["algo.advantage.estimator"].choices) == estimator_names()
+
+
+def test_a_place_that_cannot_be_written(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Root may write anywhere, so the system's answer is replaced.
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    for rules, key in ((check, "run_dir"), (check_sft, "sft.output_dir")):
+        with pytest.raises(ConfigError, match=rf"{key}: you may not write to {tmp_path}: name another place"):
+            rules(config)

@@ -1,0 +1,142 @@
+"""JSONL files of prompts, as users bring them, good and bad."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import tiny_tokenizer
+
+from slurm_rlhf.config.schema import Data
+from slurm_rlhf.data.jsonl import read_jsonl
+from slurm_rlhf.data.prompts import CHUNK, PromptSet
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import DataError, ModelError
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer().save_pretrained(directory)
+    return Tokenizer.load(directory)
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    directory = tmp_path_factory.mktemp("chat")
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}answer"
+    tokenizer.save_pretrained(directory)
+    return Tokenizer.load(directory)
+
+
+def write(directory: Path, *rows: Any) -> Path:
+    file = directory / "rows.jsonl"
+    file.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return file
+
+
+def test_rows_become_prompts(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    file = write(tmp_path, {"input": "1+1=", "label": 2, "level": "easy"}, {"input": "ab"})
+    prompts = PromptSet.load(file, tokenizer, Data(), 10)
+    first, second = prompts
+    assert (len(prompts), prompts.dropped, prompts[1]) == (2, 0, second)
+    assert (first.index, first.text, first.label, first.row) == (0, "1+1=", 2, {"level": "easy"})
+    assert first.token_ids.dtype == "int32"
+    assert first.token_ids.tolist() == tiny_tokenizer()("1+1=").input_ids
+    assert (second.index, second.label, second.row) == (1, None, {})
+
+
+def test_too_long_is_dropped_and_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    file = write(tmp_path, {"input": "12345"}, {"input": "1234"}, {"input": "123456"}, {"input": "1"})
+    prompts = PromptSet.load(file, tokenizer, Data(), 4)
+    assert [prompt.index for prompt in prompts] == [1, 3]
+    assert prompts.dropped == 2
+    with pytest.raises(DataError, match=r"all 4 prompts are longer than 0 tokens \(data.max_len"):
+        PromptSet.load(file, tokenizer, Data(), 0)
+
+
+def test_keys_template_and_limit(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    rows = [{"q": f"{i}{{}}", "a": i} for i in range(5)]
+    data = Data(input_key="q", label_key="a", input_template="Q {} A {{}}")
+    prompts = PromptSet.load(write(tmp_path, *rows), tokenizer, data, 100, max_samples=3)
+    assert [prompt.text for prompt in prompts] == ["Q 0{} A {}", "Q 1{} A {}", "Q 2{} A {}"]
+    assert [prompt.label for prompt in prompts] == [0, 1, 2]
+
+
+def test_more_rows_than_a_chunk(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    prompts = PromptSet.load(write(tmp_path, *({"input": str(i)} for i in range(CHUNK + 3))), tokenizer, Data(), 10)
+    assert [prompt.index for prompt in prompts] == list(range(CHUNK + 3))
+    assert all(prompt.text == str(prompt.index) for prompt in prompts)
+    assert tokenizer.decode(prompts[CHUNK + 2].token_ids.tolist()) == str(CHUNK + 2)
+
+
+def test_chat_template(tmp_path: Path, tokenizer: Tokenizer, chat_tokenizer: Tokenizer) -> None:
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    file = write(tmp_path, {"input": "hi"}, {"input": turns})
+    data = Data(apply_chat_template=True)
+    prompts = PromptSet.load(file, chat_tokenizer, data, 100)
+    assert [prompt.text for prompt in prompts] == ["user hi answer", "user a assistant b user c answer"]
+    with pytest.raises(ModelError, match=r"has no chat template .*turn data.apply_chat_template off"):
+        PromptSet.load(file, tokenizer, data, 100)
+    with pytest.raises(DataError, match=r"rows.jsonl:2: 'input' must be a string, got list"):
+        PromptSet.load(file, chat_tokenizer, Data(), 100)
+
+
+def test_fingerprint_sees_rows_tokens_and_labels(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    def fingerprint(*rows: Any) -> str:
+        return PromptSet.load(write(tmp_path, *rows), tokenizer, Data(), 10).fingerprint()
+
+    one, two = {"input": "1", "label": 1}, {"input": "2", "label": 2}
+    base = fingerprint(one, two)
+    assert base == fingerprint(one, {**two, "unused": 3})
+    assert len({base, fingerprint(two, one), fingerprint(one), fingerprint(one, {**two, "label": 3})}) == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ('{"input": "a"', "not valid JSON: Expecting ',' delimiter at column 14"),
+        ("{'input': 'a'}", "not valid JSON: Expecting property name"),
+        ('["a"]', 'a JSON object is needed, got ["a"] (this looks like plain JSON'),
+        ("{", "this looks like plain JSON; JSONL has one whole object on each line"),
+        ("3", "a JSON object is needed, got 3"),
+        ("[" * 100_000, "nested too deeply"),
+        (
+            '{"prompt": "a", "label": 1}',
+            "no column 'input' (columns: prompt, label): fix the row or set data.input_key",
+        ),
+        ("{}", "no column 'input' (columns: none)"),
+        ('{"input": 3}', "'input' must be a string, got int"),
+        ('{"input": null}', "'input' must be a string, got NoneType"),
+        ('{"input": ""}', "the prompt is empty"),
+    ],
+)
+def test_bad_line(tmp_path: Path, tokenizer: Tokenizer, line: str, named: str) -> None:
+    file = write(tmp_path, {"input": "a"}, "", line)
+    with pytest.raises(DataError) as caught:
+        PromptSet.load(file, tokenizer, Data(), 10)
+    assert str(caught.value).startswith(f"{file}:3: ")
+    assert named in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_bad_files(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    file = tmp_path / "rows.jsonl"
+    with pytest.raises(DataError, match="cannot be read: No such file or directory"):
+        PromptSet.load(file, tokenizer, Data(), 10)
+    file.write_text("\n\n")
+    with pytest.raises(DataError, match="the file holds no prompts"):
+        PromptSet.load(file, tokenizer, Data(), 10)
+    file.write_bytes(b'{"input": "a"}\n{"input": "\xff"}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl:2: not UTF-8 text \(byte 11 of the line\)"):
+        PromptSet.load(file, tokenizer, Data(), 10)
+
+
+def test_windows_file(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes('\ufeff{"input": "ü"}\r\n\r\n{"input": "b"}'.encode())
+    assert list(read_jsonl(file)) == [(1, {"input": "ü"}), (3, {"input": "b"})]
+    assert list(read_jsonl(file, 1)) == [(1, {"input": "ü"})]

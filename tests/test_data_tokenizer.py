@@ -1,0 +1,110 @@
+"""The conductor's tokenizer against transformers', and directories it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import CHARACTERS, EOS, PAD, tiny_tokenizer
+
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import ModelError
+
+TEXTS = ["1+1=2", "a b  c", CHARACTERS, f"ab{EOS}{PAD}c", "ü?", ""]
+
+TEMPLATE = """\
+{%- if messages[0].role == 'system' %}
+    {{- raise_exception('no system ' + strftime_now('%Y')) }}
+{%- endif %}
+{% for message in messages %}
+    {% if loop.index > 3 %}{% break %}{% endif %}
+{{ eos_token }}{{ message | tojson }}
+{% generation %}{{ message.content }}{% endgeneration %}
+{% endfor %}
+{% if add_generation_prompt %}answer:{% endif %}
+"""
+
+
+def save(directory: Path, template: str | None = None) -> Path:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3", "llama"])
+def test_agrees_with_transformers(tmp_path: Path, arch: str) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    save(tmp_path)
+    AutoConfig.for_model(arch).save_pretrained(tmp_path)
+    ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    assert (ours.eos_token_id, ours.pad_token_id, ours.vocab_size) == (1, 0, len(theirs))
+    for text, batched in zip(TEXTS, ours.encode_batch(TEXTS), strict=True):
+        ids = theirs(text).input_ids
+        assert ours.encode(text) == batched == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+        assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
+
+
+@pytest.mark.parametrize("where", ["file", "config", "named"])
+def test_chat_template_renders_as_in_transformers(tmp_path: Path, where: str) -> None:
+    save(tmp_path, TEMPLATE)
+    if where != "file":
+        (tmp_path / "chat_template.jinja").unlink()
+        file = tmp_path / "tokenizer_config.json"
+        template = TEMPLATE if where == "config" else [{"name": "default", "template": TEMPLATE}]
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    messages = [{"role": "user", "content": f"<{i}> ü"} for i in range(5)]
+    theirs = tiny_tokenizer()
+    theirs.chat_template = TEMPLATE
+    expected = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert Tokenizer.load(tmp_path).chat(messages) == expected
+    assert "<2> ü" in expected
+    assert "<3>" not in expected
+
+
+def test_template_that_refuses(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save(tmp_path, TEMPLATE))
+    with pytest.raises(ModelError, match=r"chat template failed on messages with roles system: no system 20\d\d"):
+        tokenizer.chat([{"role": "system", "content": "x"}])
+    broken = Tokenizer.load(save(tmp_path, "{% if %}"))
+    with pytest.raises(ModelError, match="the chat template failed"):
+        broken.chat([{"role": "user", "content": "x"}])
+    hostile = Tokenizer.load(save(tmp_path, "{{ messages.__class__.__mro__ }}"))
+    with pytest.raises(ModelError, match="unsafe"):
+        hostile.chat([{"role": "user", "content": "x"}])
+
+
+def test_pad_falls_back_to_eos(tmp_path: Path) -> None:
+    save(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    del config["pad_token"]
+    file.write_text(json.dumps(config | {"eos_token": {"content": EOS, "special": True}}))
+    tokenizer = Tokenizer.load(tmp_path)
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "named"),
+    [
+        ("tokenizer.json", None, "holds no tokenizer (tokenizer.json): save the model's tokenizer there"),
+        ("tokenizer.json", "{", "tokenizer.json: not a tokenizer that can be read"),
+        ("tokenizer_config.json", None, "names no eos_token that tokenizer.json knows"),
+        ("tokenizer_config.json", '{"eos_token": "<other>"}', "names no eos_token that tokenizer.json knows"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json: cannot be read"),
+        ("tokenizer_config.json", "[]", "a JSON object is needed"),
+    ],
+)
+def test_bad_directory(tmp_path: Path, name: str, content: str | None, named: str) -> None:
+    save(tmp_path)
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ModelError) as caught:
+        Tokenizer.load(tmp_path)
+    assert str(tmp_path) in str(caught.value)
+    assert named in str(caught.value)

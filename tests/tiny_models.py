@@ -1,0 +1,79 @@
+"""Tiny Hugging Face model directories for tests: real architectures, random weights, a character-level tokenizer."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+
+PAD, EOS = "<pad>", "<eos>"
+CHARACTERS = string.digits + "+-*= " + string.ascii_letters
+MAX_POSITIONS = 512
+
+
+def tiny_tokenizer() -> Any:
+    """A `PreTrainedTokenizerFast` with one token per character; other characters are dropped in encoding.
+
+    `<pad>` is 0, `<eos>` is 1, nothing is added around the text. Spelled as byte-level BPE without merges and with
+    an unknown token that is in the vocabulary: transformers ignores the saved class of a Qwen2 directory, rebuilds
+    the tokenizer as a byte-level `Qwen2Tokenizer` and would otherwise lose the space and add a token of its own.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS.replace(" ", "Ġ")])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=PAD,
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_POSITIONS,
+    )
+
+
+def make_tiny(
+    path: str | Path,
+    arch: str = "qwen2",
+    tied: bool = True,
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    seed: int = 0,
+    dtype: str = "fp32",
+) -> Path:
+    """Write a model directory (config, weights, tokenizer, generation_config) of `arch` qwen2, qwen3 or llama."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    path = Path(path)
+    tokenizer = tiny_tokenizer()
+    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    config = AutoConfig.for_model(
+        arch,
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        max_position_embeddings=MAX_POSITIONS,
+        tie_word_embeddings=tied,
+        # The default, 0.02, leaves a model of this size with a nearly uniform distribution.
+        initializer_range=0.1,
+        **special,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+    model = model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    model.generation_config = GenerationConfig(**special)
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
