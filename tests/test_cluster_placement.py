@@ -144,7 +144,7 @@ def test_a_node_or_a_role_listed_twice_and_no_node() -> None:
         (2, 4, [RoleSize("reference", 3, 4), engines(1)], "ref.num_nodes = 3, but there are 2 nodes"),
         (4, 8, [engines(2, num_nodes=3)], "vllm.num_nodes = 3, but there are only 2 engines"),
         (2, 8, [RoleSize("actor", 2, 5), RoleSize("critic", 1, 4), engines(1)], "cannot lie side by side"),
-        (1, 8, [RoleSize("actor", 1, 8), RoleSize("critic", 1, 8)], "num_gpus_per_node = 4, critic.num_gpus_per_node = 4;"),
+        (1, 8, [RoleSize("actor", 1, 8), RoleSize("critic", 1, 8)], "= 4, critic.num_gpus_per_node = 4;"),
         (1, 2, [RoleSize(r, 1, 1) for r in ("actor", "critic", "reference")], "not even the smallest layout"),
     ],
 )  # fmt: skip

@@ -31,7 +31,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Nodes in the order in which ranks are numbered. Raises PlacementError if there is none, or a name occurs twice."""
+    """Nodes in the order in which ranks are numbered. PlacementError if there is none or a name occurs twice."""
 
     nodes: tuple[Node, ...]
     accelerator: str = GPU  # "gpu" or "cpu"

@@ -5,7 +5,6 @@ Knows lists, tuples, numpy arrays and tensors of any library by their `tolist`; 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.records import F32
 
+LARGEST = float(np.finfo(np.float32).max)
 KEYS = ("rewards", "scores", "extra_logs")
 
 
@@ -75,8 +75,9 @@ def _number(value: Any, index: int, told: str) -> float:
     value = _plain(value)
     if not isinstance(value, (int, float)):
         raise RewardError(f"{told} {_shown(value)} at index {index}; expected a number")
-    if not math.isfinite(value):
-        raise RewardError(f"{told} {value} at index {index}; rewards must be finite")
+    # In float32, as it will be used: 1e39 is infinite there.
+    if not abs(value) <= LARGEST:
+        raise RewardError(f"{told} {_shown(value)} at index {index}; expected a finite number")
     return float(value)
 
 
