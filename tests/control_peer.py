@@ -90,7 +90,7 @@ def _serve(endpoint: str, key_file: str, role: str, rank: str, world: str) -> No
 
 
 def _conduct(key_file: str) -> None:
-    """A conductor for the tests that suspend or kill one: prints its endpoint, then what rank 0 answers to each line."""
+    """For the tests that suspend or kill a conductor: prints its endpoint, then what rank 0 answers to each line."""
     with ControlServer(RunKeys.create(key_file), heartbeat_interval=INTERVAL, heartbeat_limit=LIMIT) as server:
         print(server.endpoint(), flush=True)
         server.wait_for("actor", 1, 30)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -52,7 +53,8 @@ class Peer:
         if self.process.poll() is not None:
             return False
         self.tell("warm_up")
-        return bool(self.answer() == self.pid)
+        ready, _, _ = select.select([self.process.stdout], [], [], 5.0)
+        return bool(ready) and bool(self.answer() == self.pid)
 
     def end(self) -> None:
         if self.process.poll() is None:
@@ -110,6 +112,13 @@ class _Engine:
                 kept[name] = tensor  # as vLLM's layerwise reload does
                 time.sleep(seconds)
         return {name: digest(tensor) for name, tensor in kept.items()}
+
+    def quiet(self, version: int) -> float:
+        t = time.process_time()
+        with self.receiver.update(version) as weights:
+            for _ in weights:
+                pass
+        return time.process_time() - t
 
     def operations(self) -> list[float]:
         """The other half of the transport's conformance test."""

@@ -111,7 +111,7 @@ def test_events_arrive_in_order_before_the_reply(team: Team) -> None:
 
 
 def test_a_remote_exception_is_raised_here(team: Team) -> None:
-    with pytest.raises(RemoteError, match="raise failed on actor rank 1 on .*KeyError: 'missing'") as caught:
+    with pytest.raises(RemoteError, match=r"raise failed on actor rank 1 on .*KeyError: 'missing'") as caught:
         team.call("raise", 1, user=False)
     assert 'raise RewardError("reward.py' in caught.value.remote_traceback
     assert not caught.value.user_error
@@ -290,7 +290,7 @@ def test_wrong_addresses_and_times_are_named() -> None:
         ControlServer(keys, host="203.0.113.7")
     with pytest.raises(RunError, match="'nonsense' is no endpoint"):
         ControlClient("nonsense", keys, "actor", 0, 1)
-    with pytest.raises(ConfigError, match="timeout.heartbeat_interval = 10"):
+    with pytest.raises(ConfigError, match=r"timeout\.heartbeat_interval = 10"):
         ControlServer(keys, heartbeat_interval=10)
 
 

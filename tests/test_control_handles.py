@@ -13,7 +13,7 @@ import pytest
 from slurm_rlhf.config.schema import Timeout
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.deadlines import DEADLINES, deadline
-from slurm_rlhf.control.handles import RoleHandle
+from slurm_rlhf.control.handles import RoleHandle, gather
 from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError, RoleDied, RunError
@@ -70,7 +70,7 @@ def test_shared_and_own_arguments(handle: RoleHandle) -> None:
 def test_the_first_failure_is_raised_at_once(handle: RoleHandle) -> None:
     began = time.monotonic()
     slow, failing = {"after": 1.5}, {"fail": "boom", "after": 0.1}
-    with pytest.raises(RemoteError, match="train_step failed on actor rank 2 .*ValueError: boom"):
+    with pytest.raises(RemoteError, match=r"train_step failed on actor rank 2 .*ValueError: boom"):
         handle.call_all("train_step", [slow, slow, failing])
     assert time.monotonic() - began < 1.0
 
@@ -79,8 +79,6 @@ def test_a_users_error_is_preferred_to_what_followed_from_it(handle: RoleHandle)
     futures = handle.start_all("train_step", [{"fail": "connection reset"}, {"fail": "user"}, {}])
     for future in futures:
         future.exception(5)
-    from slurm_rlhf.control.handles import gather
-
     with pytest.raises(RemoteError, match=r"^reward\.py: NaN$") as caught:
         gather(futures)
     assert caught.value.exit_code == 2

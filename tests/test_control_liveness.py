@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import selectors
+import contextlib
 import signal
 import socket
 import subprocess
@@ -75,9 +75,9 @@ def test_a_killed_rank_is_lost_within_the_limit_and_can_be_replaced(run: Run) ->
     assert LIMIT / 2 < time.monotonic() - killed < LIMIT + 4 * INTERVAL + 1
     assert run.noticed.wait(1)
     assert [(peer.rank, peer.pid) for peer in run.lost] == [(1, processes[1].pid)]
-    with pytest.raises(RoleDied, match="actor rank 1 .* is lost"):
+    with pytest.raises(RoleDied, match=r"actor rank 1 .* is lost"):
         run.server.call("actor", 1, "echo", timeout_s=10).result(1)
-    with pytest.raises(RoleDied, match="actor rank 1 .* is lost"):
+    with pytest.raises(RoleDied, match=r"actor rank 1 .* is lost"):
         run.server.wait_for("actor", 2, 10)
     assert futures[0].result(30) == "slept"
     replacement = run.start(1, 2)
@@ -152,39 +152,43 @@ def test_the_clock_leaves_out_what_a_round_took_too_long(monkeypatch: pytest.Mon
         assert clock.now() - start == pytest.approx(elapsed)
 
 
-class Proxy(threading.Thread):
+class Proxy:
     """Passes TCP on between a rank and the conductor, until it is told to cut."""
 
     def __init__(self, target: tuple[str, int]) -> None:
-        super().__init__(daemon=True)
         self.target = target
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.endpoint = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
-        self.cut_now = threading.Event()
+        self.open: list[socket.socket] = []
         self.connections = 0
-        self.ended = False
+        threading.Thread(target=self._accept, daemon=True).start()
 
-    def run(self) -> None:
-        while not self.ended:
+    def cut(self) -> None:
+        """Resets all connections; new ones are accepted."""
+        for end in self.open:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self.open.clear()
+
+    def _accept(self) -> None:
+        while True:
             near, _ = self.listener.accept()
+            far = socket.create_connection(self.target)
             self.connections += 1
-            self.cut_now.clear()
-            with near, socket.create_connection(self.target) as far, selectors.DefaultSelector() as selector:
-                selector.register(near, selectors.EVENT_READ, far)
-                selector.register(far, selectors.EVENT_READ, near)
-                while not self.cut_now.is_set():
-                    for key, _ in selector.select(0.05):
-                        content = key.fileobj.recv(65536)  # type: ignore[union-attr]
-                        if not content:
-                            self.cut_now.set()
-                            break
-                        key.data.sendall(content)
+            self.open += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while content := source.recv(65536):
+                sink.sendall(content)
+            sink.shutdown(socket.SHUT_RDWR)
 
 
 def test_a_broken_connection_between_messages_does_no_harm(run: Run) -> None:
     host, port = run.server.endpoint().removeprefix("tcp://").split(":")
     proxy = Proxy((host, int(port)))
-    proxy.start()
     with ControlClient(proxy.endpoint, run.keys, "actor", 0, 1, **TIMES) as client:
         client.connect(10)
         for count in range(1, 4):
@@ -193,11 +197,11 @@ def test_a_broken_connection_between_messages_does_no_harm(run: Run) -> None:
             assert request is not None
             request.reply(count)
             assert future.result(10) == count
-            proxy.cut_now.set()
-            # Made while there is no connection: it waits for the next one.
-            time.sleep(0.1)
-        assert proxy.connections >= 3
-        proxy.ended = True
+            time.sleep(2 * INTERVAL)
+            # The next call is made while there is no connection: it waits for a new one.
+            proxy.cut()
+            time.sleep(0.05)
+        assert proxy.connections >= 2 * 3
     assert run.lost == []
 
 

@@ -59,7 +59,9 @@ def test_numbers_in_every_form(tmp_path: Path, expression: str) -> None:
 
 
 def test_tensors(tmp_path: Path) -> None:
-    body = "import torch\n\ndef reward_func(queries, prompts, labels, **kwargs):\n    return {'rewards': X, 'scores': Y}\n"
+    body = (
+        "import torch\n\ndef reward_func(queries, prompts, labels, **kwargs):\n    return {'rewards': X, 'scores': Y}\n"
+    )
     body = body.replace("X", "torch.tensor([1.0, 0.5], requires_grad=True)")
     answer = load(tmp_path, body.replace("Y", "[torch.tensor(1), torch.tensor(0)]"))(*batch())
     assert answer.rewards.tolist() == [1.0, 0.5]
@@ -160,7 +162,8 @@ def test_neighbours_and_dataclasses_work(tmp_path: Path) -> None:
     (tmp_path / "rollout_test_neighbour.py").write_text("BONUS = 7\n", encoding="utf-8")
     reward = load(
         tmp_path,
-        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom rollout_test_neighbour import BONUS\n"
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "from rollout_test_neighbour import BONUS\n"
         "@dataclass\nclass Score:\n    value: int = BONUS\n\n"
         "def reward_func(queries, prompts, labels, **kwargs):\n    return [Score().value for _ in queries]\n",
     )

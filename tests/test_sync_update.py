@@ -166,6 +166,8 @@ def test_a_receiver_that_hangs_is_named_after_the_timeout(fleet):
     assert 2.5 < time.monotonic() - start < 10
     assert "rollout 1" not in str(caught.value)
     assert "rollout 0" in fine.answer()["message"]
+    fleet.peers.remove(hanging)
+    hanging.end()
 
 
 @pytest.mark.parametrize(
@@ -230,17 +232,19 @@ def test_versions_have_to_agree_and_engines_to_read_everything(fleet):
         peer.answer()
     sender = fleet.sender(2, weights)
     fleet.peers[0].tell("update", version=1)
-    fleet.peers[1].tell("update", version=1, at=36, act="leave")
+    fleet.peers[1].tell("update", version=1, at=35, act="leave")
     with pytest.raises(SyncError, match="rollout 1 .*the engine left 1 of the 37 parameters unread"):
         sender.push(weights, 1)
+    for peer in fleet.peers:
+        peer.answer()
 
 
 def test_an_abort_from_another_thread_wakes_everybody(fleet):
     weights = _weights(0, layers=40)
     sender = fleet.sender(2, weights)
     for peer in fleet.peers:
-        peer.tell("update", version=1, seconds=0.5)
-    threading.Timer(1.0, lambda: sender.group.abort("the conductor ends the run")).start()
+        peer.tell("update", version=1, seconds=0.1)
+    threading.Timer(0.5, lambda: sender.group.abort("the conductor ends the run")).start()
     start = time.monotonic()
     with pytest.raises(SyncError, match="the conductor ends the run"):
         sender.push(weights, 1)
@@ -330,8 +334,10 @@ def test_transport_conformance(fleet, backend):
 
     data = fleet.build(1, backend=backend).data
     pending = data.receive(back, 1, 9)
-    os.kill(fleet.peers[0].pid, signal.SIGKILL)
+    dying = fleet.peers.pop()
+    os.kill(dying.pid, signal.SIGKILL)
     with pytest.raises(TransportFailure) as caught:
         pending.wait()
     assert caught.value.peer_left
     data.close()
+    dying.end()

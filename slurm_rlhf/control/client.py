@@ -15,7 +15,7 @@ import zmq
 from slurm_rlhf.control import failure
 from slurm_rlhf.control.clock import ListeningClock
 from slurm_rlhf.control.codec import Buffer, encode
-from slurm_rlhf.control.envelope import NUMBERED, Envelope, body, unpack
+from slurm_rlhf.control.envelope import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, body, unpack
 from slurm_rlhf.control.heartbeat import Heartbeat
 from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.request import Request
@@ -31,7 +31,7 @@ _LINGER_MS = 1000
 class ControlClient:
     """Any thread may use it. Its I/O thread sends heartbeats while the others compute.
 
-    `phase` says in a word what the rank is doing; heartbeats carry it, and errors of the conductor name it.
+    `phase` says in a word what the rank is doing; pulses carry it, and errors of the conductor name it.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ControlClient:
         )
         self._heartbeat = Heartbeat(heartbeat_interval, heartbeat_limit)
         self._clock = ListeningClock(self._heartbeat.longest_round)
-        self._heard = self._clock.now()
+        self._heard = self._now = self._clock.now()
         self._on_conductor_lost = on_conductor_lost
         self._inbox: SimpleQueue[Request | None] = SimpleQueue()
         self._outbox: SimpleQueue[tuple[str, list[Buffer], int]] = SimpleQueue()
@@ -74,7 +74,9 @@ class ControlClient:
         self._lost = ""
         self._closing = False
         self._context: zmq.Context[Any] = zmq.Context()
-        self._dealer = self._connected_socket(keys)
+        token = os.urandom(16)
+        self._dealer = self._connected_socket(keys, MAIN_LANE + token)
+        self._pulse = self._connected_socket(keys, PULSE_LANE + token)
         self._wakeup = Wakeup()
         self._thread = threading.Thread(target=self._run, name="control-client", daemon=True)
         self._thread.start()
@@ -124,9 +126,9 @@ class ControlClient:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _connected_socket(self, keys: RunKeys) -> zmq.Socket[Any]:
+    def _connected_socket(self, keys: RunKeys, routing_id: bytes) -> zmq.Socket[Any]:
         dealer = make_socket(self._context, zmq.DEALER)
-        dealer.routing_id = b"r" + os.urandom(16)
+        dealer.routing_id = routing_id
         dealer.curve_serverkey = keys.server_public.encode()
         dealer.curve_publickey = keys.client_public.encode()
         dealer.curve_secretkey = keys.client_secret.encode()
@@ -148,16 +150,17 @@ class ControlClient:
     def _run(self) -> None:
         """The I/O thread; every method below runs on it."""
         poller = zmq.Poller()
-        poller.register(self._dealer, zmq.POLLIN)
-        poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        for source in (self._dealer, self._pulse, self._wakeup.fileno()):
+            poller.register(source, zmq.POLLIN)
         try:
             while not self._closing and not self._lost:
                 poller.poll(self._heartbeat.wait_ms(self._clock.now()))
-                self._clock.tick()
+                self._now = self._clock.tick()
                 self._wakeup.clear()
-                self._receive()
+                self._receive(self._pulse)
+                self._receive(self._dealer)
                 self._send_queued()
-                if self._heartbeat.due(self._clock.now()):
+                if self._heartbeat.due(self._now):
                     self._beat()
         except Exception as error:
             log.exception("the control client's thread failed")
@@ -170,6 +173,7 @@ class ControlClient:
         if self._welcomed.is_set() and not self._lost:
             self._send("bye", [])
         self._inbox.put(None)
+        self._pulse.close(linger=0)
         self._dealer.close(linger=0 if self._lost else _LINGER_MS)
         self._wakeup.close()
         self._context.term()
@@ -188,10 +192,10 @@ class ControlClient:
         self._sent += kind in NUMBERED
         self._dealer.send_multipart([Envelope(kind, self._sent, call).pack(), *frames], zmq.NOBLOCK, copy=False)
 
-    def _receive(self) -> None:
+    def _receive(self, source: zmq.Socket[Any]) -> None:
         while True:
             try:
-                frames = [frame.buffer for frame in self._dealer.recv_multipart(zmq.NOBLOCK, copy=False)]
+                frames = [frame.buffer for frame in source.recv_multipart(zmq.NOBLOCK, copy=False)]
             except zmq.Again:
                 return
             try:
@@ -202,7 +206,9 @@ class ControlClient:
 
     def _handle(self, frames: Sequence[Buffer]) -> None:
         envelope, rest = unpack(frames)
-        self._heard = self._clock.now()
+        self._heard = self._now
+        if envelope.kind == "pulse":
+            return
         if envelope.kind == "taken":
             holder = bytes(rest[0]).decode(errors="replace") if rest else "another process"
             self._obstacle = f"{holder} has this rank"
@@ -238,10 +244,12 @@ class ControlClient:
             raise
 
     def _beat(self) -> None:
-        if self._clock.now() - self._heard > self._heartbeat.limit:
+        if self._now - self._heard > self._heartbeat.limit:
             self._lose(f"it was not heard from for {self._heartbeat.limit:g} s")
         elif self._welcomed.is_set():
-            self._send("beat", encode({"phase": str(self.phase)}))
+            self._send("beat", [])
+            pulse = [Envelope("pulse", 0).pack(), *encode({"phase": str(self.phase)})]
+            self._pulse.send_multipart(pulse, zmq.NOBLOCK)
         else:
             self._send("hello", self._hello)
 

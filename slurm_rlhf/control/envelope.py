@@ -4,8 +4,11 @@ Both directions of a connection number their calls, replies, errors and events 1
 the number of the last one before them. So the receiver sees a message that came twice, and within one heartbeat
 that one was lost with a broken connection; no call waits an hour for an answer that cannot come.
 
-From a rank: hello (again until welcomed), beat (its phase), reply, error, event, bye.
-From the conductor: welcome, taken (another process has that rank), beat, call, lost (you were given up), bye.
+From a rank: hello (again until welcomed), beat, pulse (with its phase), reply, error, event, bye.
+From the conductor: welcome, taken (another process has that rank), beat, pulse, call, lost (you were given up), bye.
+
+Every rank has two connections, told apart by the first byte of their routing id. Pulses have one to themselves, so
+that they are not stuck behind 100 MB of log-probs; all else goes over the other, where a beat follows what was lost.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from slurm_rlhf.control.codec import Buffer, decode
 from slurm_rlhf.errors import WireError
 
 NUMBERED = frozenset({"call", "reply", "error", "event"})
-KINDS = NUMBERED | {"hello", "welcome", "taken", "beat", "lost", "bye"}
+KINDS = NUMBERED | {"hello", "welcome", "taken", "beat", "pulse", "lost", "bye"}
+MAIN_LANE, PULSE_LANE = b"m", b"p"
 _MAX_BYTES = 64
 
 

@@ -13,21 +13,20 @@ from slurm_rlhf.control.keys import RunKeys
 
 log = logging.getLogger(__name__)
 
-_HANDSHAKE_FAILED = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
+_WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
 class Gate:
     """Makes a socket a CURVE server, answers its authentication requests (ZAP, ZeroMQ RFC 27), counts the refused.
 
-    Every failed handshake counts once: a wrong key, no key, and whatever else spoke to the port. A refused zmq client
-    that tries again counts again.
+    Every connection that ends before its handshake has succeeded counts once: a wrong key, no key, and whatever else
+    speaks to the port. A refused zmq client that tries again counts again.
     """
 
     def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[Any], keys: RunKeys) -> None:
         """Before `socket` binds. The context's authentication is this gate's alone."""
         self.refused = 0
+        self._pending = 0
         self._allowed = z85_decode(keys.client_public)
         self._zap = context.socket(zmq.REP)
         self._zap.bind("inproc://zeromq.zap.01")
@@ -35,7 +34,7 @@ class Gate:
         socket.curve_secretkey = keys.server_secret.encode()
         socket.curve_publickey = keys.server_public.encode()
         socket.zap_domain = b"slurm_rlhf"
-        self._monitor = socket.get_monitor_socket(_HANDSHAKE_FAILED)
+        self._monitor = socket.get_monitor_socket(_WATCHED)
         self._monitored = socket
 
     @property
@@ -48,17 +47,32 @@ class Gate:
         while self._zap.poll(0):
             self._answer(self._zap.recv_multipart())
         while self._monitor.poll(0):
-            event = parse_monitor_message(self._monitor.recv_multipart())
-            self.refused += 1
-            if self.refused & (self.refused - 1) == 0:
-                name = zmq.Event(event["event"]).name
-                log.warning("refused a connection without the run's key (%s); %d so far", name, self.refused)
+            self._count(parse_monitor_message(self._monitor.recv_multipart())["event"])
 
     def close(self) -> None:
         """Before the socket closes. Leaves nothing open that the end of the context would wait for."""
         self._monitored.disable_monitor()
         self._monitor.close(linger=0)
         self._zap.close(linger=0)
+
+    def _count(self, event: int) -> None:
+        """`_pending`: accepted, and neither admitted nor counted as refused.
+
+        Events of failed handshakes would be simpler, but what does not speak ZeroMQ at all (a port scan, a browser)
+        only shows as a disconnection, and that event does not tell whether it had been admitted.
+        """
+        if event == zmq.EVENT_ACCEPTED:
+            self._pending += 1
+        elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self._pending -= 1
+            if self._pending < 0:
+                # An admitted peer left during this handshake, and its end was taken for the end of this one.
+                self._pending, self.refused = 0, self.refused - 1
+        elif self._pending:
+            self._pending -= 1
+            self.refused += 1
+            if self.refused & (self.refused - 1) == 0:
+                log.warning("refused a connection without the run's key; %d so far", self.refused)
 
     def _answer(self, request: list[bytes]) -> None:
         _, request_id, _, address, _, mechanism, *credentials = request

@@ -20,7 +20,7 @@ class Peer:
     host: str
     pid: int
     phase: str = ""
-    """What it is doing, as of its last heartbeat."""
+    """What it is doing, as of its last pulse."""
     lost: str = ""
     """Why it counts as gone; empty as long as it is with us."""
     route: bytes = field(default=b"", repr=False)

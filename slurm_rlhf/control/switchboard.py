@@ -14,7 +14,7 @@ import zmq
 from slurm_rlhf.control import failure
 from slurm_rlhf.control.clock import ListeningClock
 from slurm_rlhf.control.codec import Buffer, decode
-from slurm_rlhf.control.envelope import NUMBERED, Envelope, body, unpack
+from slurm_rlhf.control.envelope import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, body, unpack
 from slurm_rlhf.control.gate import Gate
 from slurm_rlhf.control.heartbeat import Heartbeat
 from slurm_rlhf.control.keys import RunKeys
@@ -51,6 +51,7 @@ class Switchboard:
         self.closed = False
         self._heartbeat = Heartbeat(interval, limit)
         self._clock = ListeningClock(self._heartbeat.longest_round)
+        self._now = self._clock.now()
         self._lock = lock
         self._on_lost = on_lost
         self._on_event = on_event
@@ -100,12 +101,12 @@ class Switchboard:
         try:
             while not self.closed:
                 poller.poll(self._heartbeat.wait_ms(self._clock.now(), self._next_deadline()))
-                self._clock.tick()
+                self._now = self._clock.tick()
                 self._wakeup.clear()
                 self._send_calls()
                 self._gate.attend()
                 self._receive()
-                if self._heartbeat.due(self._clock.now()):
+                if self._heartbeat.due(self._now):
                     self._beat()
                 self._expire()
         except Exception:
@@ -171,6 +172,9 @@ class Switchboard:
 
     def _handle(self, route: bytes, frames: Sequence[Buffer]) -> None:
         envelope, rest = unpack(frames)
+        if envelope.kind == "pulse":
+            self._feel(route, rest)
+            return
         peer = self.roster.at(route)
         if envelope.kind == "hello":
             self._welcome(route, body(rest))
@@ -184,7 +188,7 @@ class Switchboard:
         if order == "replayed":
             self.replayed += 1
             return
-        peer.heard = self._clock.now()
+        peer.heard = self._now
         if order == "gap":
             self._lose(peer, f"messages {peer.received + 1} to {envelope.number} were lost with its connection")
             return
@@ -193,10 +197,21 @@ class Switchboard:
             peer.backlog.popleft()
         self._dispatch(peer, envelope, rest)
 
+    def _feel(self, route: bytes, rest: Sequence[Buffer]) -> None:
+        peer = self.roster.at(MAIN_LANE + route[1:])
+        if route[:1] != PULSE_LANE or peer is None:
+            raise WireError("a pulse from somebody who never said hello")
+        phase = body(rest).get("phase")
+        if not isinstance(phase, str):
+            raise WireError(f"a pulse of {peer} without its phase")
+        if not peer.lost:
+            peer.phase = phase[:200]
+            peer.heard = self._now
+
     def _dispatch(self, peer: Peer, envelope: Envelope, rest: Sequence[Buffer]) -> None:
         match envelope.kind:
             case "beat":
-                peer.phase = str(body(rest).get("phase", ""))[:200]
+                pass
             case "reply" | "error":
                 self._resolve(peer, envelope, rest)
             case "event":
@@ -211,7 +226,7 @@ class Switchboard:
                 raise WireError(f"a {envelope.kind} from {peer}; only the conductor sends that")
 
     def _welcome(self, route: bytes, hello: dict[str, Any]) -> None:
-        newcomer = from_hello(hello, route, self._clock.now())
+        newcomer = from_hello(hello, route, self._now)
         known = self.roster.at(route)
         holder = self.roster.find(newcomer.role, newcomer.rank)
         if known is not None and (known is not holder or known.lost):
@@ -229,7 +244,7 @@ class Switchboard:
 
     def _resolve(self, peer: Peer, envelope: Envelope, rest: Sequence[Buffer]) -> None:
         with self._lock:
-            call = self.pending.answered(envelope.call, peer, self._clock.now())
+            call = self.pending.answered(envelope.call, peer, self._now)
         if call is None:
             if not self.pending.was_made(envelope.call):
                 raise WireError(f"{peer} replied to call {envelope.call}, which nobody made")
@@ -245,23 +260,22 @@ class Switchboard:
             raise
 
     def _beat(self) -> None:
-        now = self._clock.now()
         for peer in self.roster.present():
-            if now - peer.heard > self._heartbeat.limit:
+            if self._now - peer.heard > self._heartbeat.limit:
                 self._lose(peer, f"it was not heard from for {self._heartbeat.limit:g} s, last phase {peer.phase!r}")
             else:
                 self._send(peer, "beat")
+                self._transmit([PULSE_LANE + peer.route[1:], Envelope("pulse", 0).pack()])
 
     def _expire(self) -> None:
-        now = self._clock.now()
         with self._lock:
-            calls = self.pending.expired(now)
+            calls = self.pending.expired(self._now)
         for call in calls:
             peer = call.peer
             call.future.set_exception(
                 CallTimeout(
                     f"{peer} did not answer {call.method} within {call.timeout_s:g} s; it was last heard "
-                    f"{now - peer.heard:.1f} s ago, in phase {peer.phase!r}. Its log says where it stands; if the work "
+                    f"{self._now - peer.heard:.1f} s ago, in phase {peer.phase!r}. Its log says where it stands; if the work "
                     "takes longer than that, raise the limit in [timeout]"
                 )
             )

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import signal
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ class Conductor:
         self.launcher = launcher
         self.reporting = reporting
         self.checkpoints = CheckpointDir(directory.root)
+        self.started = time.monotonic()
 
     def run(self) -> None:
         """Everything that a user can have wrong is looked at before the first process starts."""
@@ -103,7 +105,7 @@ class Conductor:
             for number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
             fleet.stop()
-        self.reporting.finished(state)
+        self.reporting.finished()
 
     def _read_inputs(self) -> Inputs:
         config = self.config
@@ -167,6 +169,7 @@ class Conductor:
             total_steps=inputs.total_steps,
             reporting=self.reporting,
             phases=phases,
+            clock=self.started,
         )
         if checkpoint is not None:
             training.load(checkpoint)

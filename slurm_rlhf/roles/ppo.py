@@ -161,6 +161,7 @@ class PPO:
             "truncated": float(np.mean([t.finish_reason == "length" for t in trajectories])),
             # Engine against actor on the same tokens: stale or damaged weights would show here first.
             "rollout_logprob_diff": float(drift.mean()) if drift.size else 0.0,
+            "rollout_logprob_diff_max": float(drift.max(initial=0.0)),
         }
         if rewards.scores is not None:
             metrics["accuracy"] = float(np.mean(rewards.scores))

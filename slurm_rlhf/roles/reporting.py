@@ -1,10 +1,98 @@
+"""Everything that a run tells: to the terminal, to metrics.jsonl, to TensorBoard, to summary.json."""
+
 from __future__ import annotations
-import json
+
+import logging
+from pathlib import Path
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.observe.events import TensorBoardEvents
+from slurm_rlhf.observe.metrics import MetricsLog
+from slurm_rlhf.observe.progress import make_progress
+from slurm_rlhf.observe.summary import Summary
+from slurm_rlhf.roles.run_directory import RunDirectory
+from slurm_rlhf.roles.state import RunState
+
+log = logging.getLogger(__name__)
+
+
 class Reporting:
-    def __init__(self, config, directory, worlds): self.d = directory; self.worlds = worlds
-    def note(self, text): print(text, flush=True)
-    def begin(self, state, total, checkpoint): print("begin", state, total, checkpoint, flush=True)
-    def step(self, n, total, m):
-        open(self.d.metrics, "a").write(json.dumps({"step": n, **m}) + "\n"); print(n, {k: round(v, 4) for k, v in m.items()}, flush=True)
-    def finished(self, state): print("finished", state, flush=True)
-    def failed(self, e): print("failed", repr(e)[:3000], flush=True)
+    """The conductor's voice. `begin` comes before `step`; `finished` or `failed` comes last."""
+
+    def __init__(self, config: Config, directory: RunDirectory, world: dict[str, int]) -> None:
+        self._directory = directory
+        self._world = world
+        self._progress = make_progress(config.logger)
+        self._metrics = MetricsLog(directory.metrics)
+        self._events = TensorBoardEvents(directory.tensorboard) if config.logger.tensorboard else None
+        self._state: RunState | None = None
+        self._total = 0
+
+    def note(self, text: str) -> None:
+        """A line for the user and for the log."""
+        log.info("%s", text)
+        self._progress.note(text)
+
+    def begin(self, state: RunState, total: int, checkpoint: Path | None) -> None:
+        """A run of `total` steps starts, or goes on from `checkpoint` at `state`."""
+        self._state, self._total = state, total
+        # Lines behind the checkpoint are of steps that are about to be done again.
+        dropped = self._metrics.truncate_after(state.step)
+        if checkpoint is not None:
+            again = f", {dropped} later steps are done again" if dropped else ""
+            self.note(f"resuming from {checkpoint} at step {state.step}/{total}{again}")
+        self.note(f"run directory {self._directory.root}, {total} steps")
+        self._write("running")
+
+    def stepping(self) -> None:
+        """Start-up is over."""
+        assert self._state is not None
+        self._progress.begin(self._state.step, self._total)
+
+    def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        """A step is done."""
+        self._metrics.append(step, metrics)
+        if self._events is not None:
+            self._events.scalars(step, metrics)
+        self._progress.step(step, total, metrics)
+
+    def finished(self) -> None:
+        """All steps are done and everything is written."""
+        self._end()
+        self._write("finished")
+        state = self._state
+        assert state is not None
+        if state.eval_before is not None and state.eval_after is not None:
+            self.note(f"evaluation: {state.eval_before:.4f} before, {state.eval_after:.4f} after")
+        self.note(f"finished {state.step} steps in {state.wall_s:.0f} s; the model is in {self._directory.final}")
+
+    def failed(self, error: BaseException) -> None:
+        """The run ends by `error`; its message goes to the terminal by whoever catches it."""
+        self._end()
+        if self._state is not None:
+            stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+            self._write("interrupted" if stopped else "failed", str(error))
+
+    def _end(self) -> None:
+        self._progress.end()
+        if self._events is not None:
+            self._events.close()
+
+    def _write(self, status: str, error: str = "") -> None:
+        state = self._state
+        assert state is not None
+        Summary(
+            status=status,
+            steps=state.step,
+            total_steps=self._total,
+            eval_before=state.eval_before,
+            eval_after=state.eval_after,
+            reward_first=state.reward_first,
+            reward_last=state.reward_last,
+            wall_s=state.wall_s,
+            tokens_per_s=state.response_tokens / state.wall_s if state.wall_s else 0.0,
+            policy_version=state.policy_version,
+            world=self._world,
+            seed=state.seed,
+            error=error,
+        ).write(self._directory.summary)

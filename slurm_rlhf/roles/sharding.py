@@ -25,7 +25,7 @@ class Shard:
 
 def shards(experience: Experience, ranks: int, max_tokens: int) -> list[Shard]:
     """Split a batch over `ranks` with balanced tokens; deterministic."""
-    lengths = experience.lengths
+    lengths = [int(length) for length in experience.lengths]
     per_rank = split_ranks(lengths, ranks)
     parts = []
     for rows, micros in zip(per_rank, micro_batches(per_rank, lengths, max_tokens), strict=True):

@@ -44,8 +44,8 @@ class TrainingRun:
     total_steps: int
     reporting: Reporting
     phases: Phases
+    clock: float  # time.monotonic() up to which `state.wall_s` has counted
     _saved_step: int = field(default=-1, init=False)
-    _clock: float = field(default_factory=time.monotonic, init=False)
 
     def run(self) -> None:
         """All steps that are left, then the final evaluation, checkpoint and export."""
@@ -54,6 +54,7 @@ class TrainingRun:
             self.state.eval_before = self._evaluate()
             self.reporting.note(f"evaluation before training: {self.state.eval_before:.4f}")
         self.phases.take()  # what start-up took belongs to no step
+        self.reporting.stepping()
         while self.state.step < self.total_steps:
             self._step()
         if self._saved_step != self.state.step:
@@ -112,12 +113,16 @@ class TrainingRun:
         prompts = list(self.eval_prompts)
         trajectories = self.ppo.generation.run(prompts, sampling, self.state.policy_version)
         rewards = self.ppo.reward([prompt for prompt in prompts for _ in range(sampling.n)], trajectories)
-        return float(np.mean(rewards.rewards if rewards.scores is None else rewards.scores))
+        return float(np.mean(rewards.rewards if rewards.scores is None else rewards.scores, dtype=np.float64))
+
+    def _count_wall(self) -> None:
+        now = time.monotonic()
+        self.state.wall_s += now - self.clock
+        self.clock = now
 
     def _save(self) -> None:
         step = self.state.step
-        self.state.wall_s += time.monotonic() - self._clock
-        self._clock = time.monotonic()
+        self._count_wall()
         path = self.checkpoints.begin(step)
         futures: list[Future[Any]] = []
         for role in SAVING:
@@ -139,5 +144,4 @@ class TrainingRun:
 
     def _export(self) -> None:
         gather(self.fleet.roles["actor"].start_all("export", path=str(self.directory.final)))
-        self.state.wall_s += time.monotonic() - self._clock
-        self._clock = time.monotonic()
+        self._count_wall()

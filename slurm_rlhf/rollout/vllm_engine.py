@@ -41,6 +41,7 @@ class VllmEngine:
         """
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
             raise RuntimeError("call slurm_rlhf.rollout.environment.prepare_environment before making an engine")
+        from vllm.exceptions import VLLMError
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self.version = version
@@ -51,7 +52,7 @@ class VllmEngine:
         gc.freeze()
         try:
             self._llm = LLMEngine.from_vllm_config(self._config, disable_log_stats=True)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, VLLMError) as error:
             raise ModelError(f"vLLM cannot start on the model in {self._path}: {error}") from error
         # Below `LLMEngine.step`: its own bookkeeping of text and log-probs costs a third of a small model's step.
         self._core = self._llm.engine_core
@@ -68,6 +69,7 @@ class VllmEngine:
 
     def add(self, request: GenerateRequest) -> None:
         """See `Engine.add`."""
+        from vllm.exceptions import VLLMError
         from vllm.inputs import tokens_input
         from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
@@ -81,7 +83,7 @@ class VllmEngine:
                 _sampling_params(request.sampling, request.seed),
                 self._tasks,
             )
-        except ValueError as error:
+        except (ValueError, VLLMError) as error:
             raise RunError(
                 f"engine {self._index} refuses request {request.key!r} (prompt {request.prompt}, {len(prompt_ids)} "
                 f"tokens): {error}"

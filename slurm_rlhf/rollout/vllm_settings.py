@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.model_directory import check_model_directory
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, ModelError
 
@@ -17,13 +18,15 @@ def engine_config(config: Config) -> Any:
     """The `VllmConfig` of one engine. Imports vllm.
 
     Raises ConfigError for a precision or a parallel size that an engine cannot have, ModelError for a model directory
-    that vLLM does not accept.
+    that is not complete or that vLLM does not accept.
     """
     from vllm.engine.arg_utils import EngineArgs
+    from vllm.exceptions import VLLMError
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
 
     path = config.actor.model_name_or_path
+    check_model_directory("actor.model_name_or_path", path, tokenizer=True)
     on_cpu = current_platform.is_cpu()
     import_model_class(path)
     args = EngineArgs(
@@ -48,7 +51,7 @@ def engine_config(config: Config) -> Any:
     try:
         # The context picks vLLM's throughput-minded batch size, the one of its offline `LLM` class.
         vllm_config = args.create_engine_config(UsageContext.LLM_CLASS)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, VLLMError) as error:
         raise ModelError(f"vLLM does not accept the model in {path}: {error}") from error
     if on_cpu:
         cache = vllm_config.cache_config

@@ -19,6 +19,7 @@ from slurm_rlhf.sync.nccl import NcclTransport, nccl_available
 from slurm_rlhf.sync.store import connect, read, wait_until
 from slurm_rlhf.sync.transport import Transport, TransportFailure
 
+_MARGIN_S = 2.0
 BACKENDS = ("auto", "gloo", "nccl")
 
 
@@ -113,8 +114,11 @@ class SyncGroup:
         self.check()
 
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
-        """Poll `ready` within the time-out. Raises SyncError naming `what`, or why the group ended meanwhile."""
-        if not wait_until(lambda: bool(self._ended) or ready(), self.timeout_s):
+        """Poll `ready` within the time-out. Raises SyncError naming `what`, or why the group ended meanwhile.
+
+        Waits a little longer than the time-out: if rank 0 gives up at the same time, it knows more.
+        """
+        if not wait_until(lambda: bool(self._ended) or ready(), self.timeout_s + _MARGIN_S):
             raise SyncError(f"group {self.name}: {what} did not come within {self.timeout_s:g} s (timeout.sync)")
         self.check()
 

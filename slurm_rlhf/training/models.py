@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from slurm_rlhf.config.schema import Ds
@@ -110,7 +111,7 @@ def _load(kind: Any, path: Path, ds: Ds, gradient_checkpointing: bool) -> Any:
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(f"{path}: transformers cannot load it as {kind.__name__}: {error}") from error
     absent = sorted(info["missing_keys"])
     if absent:

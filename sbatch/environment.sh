@@ -1,0 +1,151 @@
+#!/usr/bin/env bash
+# Makes the CPU environment `.venv` at the top of the checkout from sbatch/cpu.lock, or reuses it when it is current.
+#
+#   bash sbatch/environment.sh
+#
+# SLURM_RLHF_PYTHON        the Python to use (3.11 to 3.13); default: the first suitable one on PATH
+# SLURM_RLHF_TORCH_INDEX   package index with CPU builds of torch; default: the configured indexes, then PyTorch's own
+set -euo pipefail
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv
+lock=$root/sbatch/cpu.lock
+needed_mib=6000
+
+say() { printf 'environment: %s\n' "$*" >&2; }
+
+fail() {
+  printf 'environment: error: %s\n' "$@" >&2
+  exit 1
+}
+
+# A virtual environment holds absolute paths, so a checkout that was moved needs a new one.
+packages_stamp() { printf '%s %s %s\n' "$(sha256sum <"$lock" | cut -c1-64)" "$1" "$root"; }
+
+project_stamp() { sha256sum <"$root/pyproject.toml" | cut -c1-64; }
+
+python_version() { "$1" -c 'import platform; print(platform.python_version())' 2>/dev/null; }
+
+is_current() {
+  local version
+  version=$(python_version "$venv/bin/python") || return 1
+  [[ -x $venv/bin/slurm-rlhf ]] &&
+    [[ $(cat "$venv/packages.stamp" 2>/dev/null) == "$(packages_stamp "$version")" ]] &&
+    [[ $(cat "$venv/project.stamp" 2>/dev/null) == "$(project_stamp)" ]]
+}
+
+# Prints the first Python that can make the environment; the reasons against the others go to stderr if there is none.
+find_python() {
+  local candidate reason
+  local -a reasons=() candidates=(python3.11 python3.12 python3.13 python3 python)
+  [[ -z ${SLURM_RLHF_PYTHON:-} ]] || candidates=("$SLURM_RLHF_PYTHON")
+  for candidate in "${candidates[@]}"; do
+    if ! command -v "$candidate" >/dev/null; then
+      reasons+=("$candidate: not found")
+      continue
+    fi
+    if reason=$("$candidate" - 2>&1 <<'PYTHON'
+import sys
+
+version = ".".join(map(str, sys.version_info[:3]))
+if not (3, 11) <= sys.version_info[:2] <= (3, 13):
+    sys.exit(f"is Python {version}; 3.11 to 3.13 is needed")
+try:
+    import ensurepip, venv
+except ImportError as error:
+    sys.exit(f"has no module {error.name} (on Debian and Ubuntu: apt install python{version.rpartition('.')[0]}-venv)")
+PYTHON
+    ); then
+      command -v "$candidate"
+      return
+    fi
+    reasons+=("$candidate: ${reason##*$'\n'}")
+  done
+  fail "no suitable Python:" "${reasons[@]/#/  }" \
+    "Install Python 3.11, or load your cluster's module of it, or set SLURM_RLHF_PYTHON."
+}
+
+check_space() {
+  local free_mib
+  free_mib=$(df -Pm "$root" | awk 'NR == 2 { print $4 }')
+  ((free_mib >= needed_mib)) ||
+    fail "$root has $free_mib MiB free, the environment needs $needed_mib: make room, or clone to a larger disk."
+}
+
+install() {
+  "$venv/bin/python" -m pip --disable-pip-version-check install --no-input --no-deps "$@" >>"$venv/install.log" 2>&1
+}
+
+# `fail`, after the end of what pip said.
+fail_install() {
+  tail -n 15 "$venv/install.log" >&2
+  fail "$@"
+}
+
+install_torch() {
+  local requirement
+  requirement=$(grep '^torch==' "$lock")
+  if [[ -n ${SLURM_RLHF_TORCH_INDEX:-} ]]; then
+    install --index-url "$SLURM_RLHF_TORCH_INDEX" "$requirement" ||
+      fail_install "no $requirement from SLURM_RLHF_TORCH_INDEX=$SLURM_RLHF_TORCH_INDEX"
+  elif ! install "$requirement"; then
+    say "the configured package indexes gave no $requirement: asking PyTorch's CPU index"
+    install --index-url https://download.pytorch.org/whl/cpu "$requirement" ||
+      fail_install "no $requirement, neither from the configured package indexes nor from PyTorch's CPU index." \
+        "Without a network, run this once on a node that has one, or set SLURM_RLHF_TORCH_INDEX."
+  fi
+}
+
+install_packages() {
+  local python=$1
+  check_space
+  say "making $venv with $python ($(python_version "$python")): a few minutes"
+  # The part that is made first says that the directory is ours to remove, should this be interrupted.
+  mkdir -p "$venv/tmp"
+  : >"$venv/packages.stamp"
+  "$python" -m venv "$venv" || fail "$python -m venv failed (the reason is above)."
+  # pip unpacks here and not in /tmp, which is small or in memory on many nodes.
+  export TMPDIR=$venv/tmp
+  install_torch
+  install --requirement "$lock" ||
+    fail_install "pip could not install sbatch/cpu.lock. Without a network, run this once on a node that has one."
+  unset TMPDIR
+  rm -rf "$venv/tmp"
+  packages_stamp "$(python_version "$venv/bin/python")" >"$venv/packages.stamp"
+}
+
+main() {
+  if is_current; then
+    say "$venv is current"
+    return
+  fi
+  [[ $(uname -sm) == "Linux x86_64" ]] ||
+    fail "sbatch/cpu.lock is for Linux on x86-64, this is $(uname -sm). Install by hand: pip install .[gpu,test]"
+  command -v flock >/dev/null || fail "the command flock is missing: install util-linux."
+  exec 9>"$root/.venv.lock" || fail "$root is not writable."
+  flock --nonblock 9 || {
+    say "another process is making $venv: waiting for it"
+    flock 9
+  }
+  if is_current; then
+    say "$venv is current"
+    return
+  fi
+  if [[ -e $venv && ! -e $venv/packages.stamp ]]; then
+    fail "$venv is there and was not made by this script: move it away."
+  fi
+  local version
+  version=$(python_version "$venv/bin/python") || version=none
+  if [[ $(cat "$venv/packages.stamp" 2>/dev/null) != "$(packages_stamp "$version")" ]]; then
+    local python
+    python=$(find_python)
+    rm -rf "$venv"
+    install_packages "$python"
+  fi
+  # --no-build-isolation: the build needs setuptools alone, which is in the lock, and no network.
+  install --no-build-isolation --editable "$root" || fail_install "pip could not install $root."
+  project_stamp >"$venv/project.stamp"
+  say "$venv is ready"
+}
+
+main

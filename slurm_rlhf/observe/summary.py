@@ -1,0 +1,33 @@
+"""summary.json: how the run ended, for people and for scripts."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(slots=True)
+class Summary:
+    """`status` is running, finished, interrupted or failed."""
+
+    status: str
+    steps: int
+    total_steps: int
+    eval_before: float | None
+    eval_after: float | None
+    reward_first: float | None
+    reward_last: float | None
+    wall_s: float  # of all sessions of the run, start-up included
+    tokens_per_s: float  # sampled tokens over wall_s
+    policy_version: int
+    world: dict[str, int]  # role -> ranks
+    seed: int
+    error: str = ""
+
+    def write(self, path: Path) -> None:
+        """Replace `path` atomically: whoever reads it sees a whole one."""
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        os.replace(temporary, path)

@@ -1,0 +1,144 @@
+"""The session's order: hard time limits, no process left behind, and under CI no test skipped that could have run."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+MARK = "SLURM_RLHF_TEST_SESSION"
+"""In the environment of every process that this session starts, directly or not."""
+
+GRACE = 20.0  # seconds after a test's own time limit: for code that signals do not reach, such as a blocked C call
+SETTLE = 3.0  # seconds that processes have to leave after the last test
+ABSENT = ("needs a GPU", "needs several GPUs", "needs Slurm", "needs a network")
+"""Beginnings of the only reasons for which a test may be skipped under CI: what its machines do not have."""
+
+skipped: list[tuple[str, str]] = []
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Mark this session's processes, and keep them from taking every core each."""
+    os.environ[MARK] = uuid.uuid4().hex
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """The hard limit: pytest-timeout's signal ends a test in Python code, this one also in code that is stuck in C."""
+    limit = _limit(item)
+    watchdog = threading.Timer(limit + GRACE, _give_up, (item, limit + GRACE))
+    watchdog.daemon = True
+    if limit:
+        watchdog.start()
+    try:
+        return (yield)
+    finally:
+        watchdog.cancel()
+
+
+def _limit(item: pytest.Item) -> float:
+    marker = item.get_closest_marker("timeout")
+    if marker and marker.args:
+        return float(marker.args[0])
+    return float(item.config.getini("timeout") or 0)
+
+
+def _give_up(item: pytest.Item, seconds: float) -> None:
+    capture = item.config.pluginmanager.getplugin("capturemanager")
+    if capture:
+        capture.suspend_global_capture(in_=True)
+    print(
+        f"\n{item.nodeid}: not over after {seconds:g} s and not to be stopped. Its threads:",
+        file=sys.stderr,
+        flush=True,
+    )
+    faulthandler.dump_traceback(file=sys.stderr)
+    for process in _leftovers():
+        _kill(process)
+    os._exit(3)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Remember why tests were skipped."""
+    if report.skipped and not hasattr(report, "wasxfail"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        skipped.append((report.nodeid, reason.removeprefix("Skipped: ")))
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """End what the tests left running, and fail the session for it; under CI also for a test that was skipped."""
+    problems = []
+    deadline = time.monotonic() + SETTLE
+    while (left := _leftovers()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for process in left:
+        problems.append(f"still running after the tests: {_describe(process)}")
+        _kill(process)
+    if os.environ.get("CI") == "true":
+        problems += [f"skipped under CI: {name}: {why}" for name, why in skipped if not why.startswith(ABSENT)]
+    if problems and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    session.config.stash[PROBLEMS] = problems
+
+
+PROBLEMS = pytest.StashKey[list[str]]()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Name what failed the session beside its tests."""
+    for problem in config.stash.get(PROBLEMS, []):
+        terminalreporter.write_line(f"SESSION FAILED: {problem}", red=True)
+
+
+def _leftovers() -> list[psutil.Process]:
+    """Living processes of this session: by their mark, also where their parents are gone, or as our descendants."""
+    me = psutil.Process()
+    found = {process.pid: process for process in me.children(recursive=True)}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != me.pid and _is_marked(entry):
+            found.setdefault(int(entry.name), psutil.Process(int(entry.name)))
+    return [process for process in found.values() if _counts(process)]
+
+
+def _is_marked(entry: Path) -> bool:
+    try:
+        environment = (entry / "environ").read_bytes()
+    except OSError:  # it ended, or is not ours
+        return False
+    return f"{MARK}={os.environ[MARK]}".encode() in environment.split(b"\0")
+
+
+def _counts(process: psutil.Process) -> bool:
+    """Not the dead, and not Python's own helper of multiprocessing, which lives as long as this process."""
+    try:
+        return (
+            process.is_running()
+            and process.status() != psutil.STATUS_ZOMBIE
+            and not any("multiprocessing.resource_tracker" in part for part in process.cmdline())
+        )
+    except psutil.Error:
+        return False
+
+
+def _describe(process: psutil.Process) -> str:
+    try:
+        return f"{process.pid} {' '.join(process.cmdline())[:200]}"
+    except psutil.Error:
+        return str(process.pid)
+
+
+def _kill(process: psutil.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process.pid, signal.SIGKILL)

@@ -1,0 +1,199 @@
+"""A vLLM engine in a process of its own, for tests: vLLM patches torch, which other tests in pytest's process use.
+
+The functions run there, through `EngineProcess.run(function, *args)`; the engine they work on is the module's.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.records import Sampling, Trajectory
+from slurm_rlhf.rollout.environment import prepare_environment
+from slurm_rlhf.rollout.request import GenerateRequest
+from slurm_rlhf.rollout.seeds import request_seed
+
+PROMPT_LENGTHS = (1, 5, 17, 33, 180, 260)  # two are longer than a block of the prefix cache (128 tokens on a CPU)
+
+engine: Any = None
+directory = Path()
+models: dict[tuple[Path, int], Any] = {}
+
+
+class EngineProcess:
+    """One spawned process, which lives as long as the tests of a module."""
+
+    def __init__(self) -> None:
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self._pool.submit(function, *args).result(timeout=90)
+
+    def end(self) -> None:
+        self._pool.shutdown()
+
+
+def _prepare() -> None:
+    # As torchrun would set them for rank 3 of 4: they must not reach the engine's own process group.
+    os.environ |= {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
+    os.environ["OMP_NUM_THREADS"] = "1"
+    prepare_environment()
+
+
+def config(path: Path, dtype: str = "fp32") -> Config:
+    config = Config()
+    config.actor.model_name_or_path = str(path)
+    config.ds.param_dtype = dtype
+    config.data.max_len = 320
+    config.vllm.max_num_seqs = 64
+    return config
+
+
+def start(path: Path, dtype: str = "fp32", index: int = 0) -> None:
+    """Start the engine, in place of the one before."""
+    from slurm_rlhf.rollout.vllm_engine import VllmEngine
+
+    global engine, directory
+    if engine is not None:
+        engine.close()
+    engine, directory = VllmEngine(config(path, dtype), index), path
+
+
+def requests(sampling: Sampling, samples: int = 1, version: int = 0, run_seed: int = 1) -> list[GenerateRequest]:
+    """`samples` requests for each of six prompts, which are the same in every call."""
+    rng = np.random.default_rng(0)
+    made = []
+    for prompt, length in enumerate(PROMPT_LENGTHS):
+        ids = rng.integers(2, 60, length).astype(np.int32)
+        for sample in range(samples):
+            seed = request_seed(run_seed, prompt, sample, version)
+            made.append(GenerateRequest(f"{prompt}.{sample}", prompt, sample, ids, sampling, seed))
+    return made
+
+
+def generate(wanted: list[GenerateRequest], update_after: int = 0, seed: int = 0) -> list[Trajectory]:
+    """Trajectories in the order of `wanted`; with `update_after`, `update(seed)` between that step and the next."""
+    for request in wanted:
+        engine.add(request)
+    done, steps = [], 0
+    while engine.unfinished:
+        done += engine.step()
+        steps += 1
+        if steps == update_after:
+            update(seed)
+    return sorted(done, key=lambda t: (t.prompt, t.sample))
+
+
+def model(seed: int) -> Any:
+    """A transformers model with the weights of policy `seed`; 0: those of the directory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    if (directory, seed) not in models:
+        made = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in made.parameters() if seed else ():
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+        models[directory, seed] = made
+    return models[directory, seed]
+
+
+def update(seed: int) -> None:
+    """Make the weights of policy `seed` the engine's, and `seed` its version."""
+    engine.load_weights(((name, p.detach()) for name, p in model(seed).named_parameters()), seed)
+
+
+def update_with(change: str, seed: int) -> None:
+    """An update in which one parameter is missing, extra, doubled, of another shape, or cut off by the sender."""
+    import torch
+
+    weights = [(name, p.detach()) for name, p in model(seed).named_parameters()]
+    name, value = next((n, p) for n, p in weights if n.endswith("layers.1.self_attn.k_proj.weight"))
+    changed = {
+        "missing": [pair for pair in weights if pair[0] != name],
+        "extra": [*weights, ("model.layers.2.self_attn.k_proj.weight", value)],
+        "twice": [*weights, (name, value)],
+        "shape": [(n, torch.zeros(p.shape[0], 1) if n == name else p) for n, p in weights],
+        "cut": weights[:9],
+    }
+
+    def stream() -> Iterator[tuple[str, Any]]:
+        yield from changed[change]
+        if change == "cut":
+            raise ConnectionResetError("the sender is gone")
+
+    engine.load_weights(stream(), seed)
+
+
+def differences(trajectories: list[Trajectory], seeds: list[int], temperature: float, top_k: int = -1) -> list[float]:
+    """Largest difference of the rollout log-probs from a transformers forward of each policy in `seeds`.
+
+    Over tokens whose version is in `seeds` where there are several, over all tokens where there is one.
+    """
+    import torch
+
+    largest = [0.0] * len(seeds)
+    for t in trajectories:
+        ids = torch.from_numpy(np.concatenate([t.prompt_ids, t.response_ids]).astype(np.int64))[None]
+        versions = np.concatenate([np.full(s.end - s.start, s.version) for s in t.versions])
+        for i, seed in enumerate(seeds):
+            with torch.no_grad():
+                logits = model(seed)(ids).logits[0, len(t.prompt_ids) - 1 : -1].double() / temperature
+            if top_k > 0:
+                logits[logits < logits.topk(top_k).values[:, -1:]] = -torch.inf
+            expected = logits.log_softmax(-1).gather(1, ids[0, len(t.prompt_ids) :, None])[:, 0].numpy()
+            chosen = versions == seed if len(seeds) > 1 else np.ones(len(versions), dtype=bool)
+            gaps = np.abs(expected - t.rollout_logprobs)[chosen]
+            largest[i] = max([largest[i], *gaps.tolist()])
+    return largest
+
+
+def isolation() -> dict[str, Any]:
+    """The engine's default process group, and what it left on the host."""
+    import torch.distributed as dist
+
+    identity = os.environ["VLLM_DIST_IDENT"]
+    return {
+        "world": dist.get_world_size(),
+        "rank": dist.get_rank(),
+        "shared_memory": [name for name in os.listdir("/dev/shm") if identity in name],
+        "multiprocessing": os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"],
+        "async": engine._config.scheduler_config.async_scheduling,
+        "policy": engine._config.scheduler_config.policy,
+        "kv_bytes": engine._config.cache_config.kv_cache_memory_bytes,
+    }
+
+
+def describe() -> tuple[int, list[list[Any]]]:
+    return engine.version, engine.describe()
+
+
+def add(request: GenerateRequest) -> None:
+    engine.add(request)
+
+
+def drain() -> list[Trajectory]:
+    return generate([])
+
+
+def refused(path: Path, changes: dict[str, Any]) -> str:
+    """The message with which an engine on `path` does not start."""
+    from slurm_rlhf.errors import UserError
+    from slurm_rlhf.rollout.vllm_engine import VllmEngine
+
+    bad = config(path)
+    for name, value in changes.items():
+        setattr(bad.vllm, name, value)
+    try:
+        VllmEngine(bad)
+    except UserError as error:
+        return f"{type(error).__name__}: {error}"
+    return "it started"

@@ -1,0 +1,246 @@
+"""The vLLM engine: what it samples, with which weights, and that transformers agrees."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import rollout_engine as child
+from rollout_engine import EngineProcess
+from tiny_models import make_tiny, tiny_tokenizer
+
+from slurm_rlhf.errors import RunError, SyncError
+from slurm_rlhf.records import Sampling, Trajectory, VersionSpan
+
+pytestmark = pytest.mark.timeout(120)
+
+SAMPLING = Sampling(max_new_tokens=24, temperature=0.9)
+EOS = 1
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[EngineProcess]:
+    process = EngineProcess()
+    yield process
+    process.end()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("model") / "qwen2", "qwen2", heads=2, kv_heads=1)
+
+
+@pytest.fixture(scope="module")
+def engine(process: EngineProcess, path: Path) -> EngineProcess:
+    process.run(child.start, path, "fp32", 5)
+    return process
+
+
+@pytest.fixture
+def fresh(engine: EngineProcess) -> EngineProcess:
+    """The engine with the directory's weights, as policy 0."""
+    engine.run(child.update, 0)
+    return engine
+
+
+def tokens(trajectories: list[Trajectory]) -> list[list[int]]:
+    return [t.response_ids.tolist() for t in trajectories]
+
+
+def logprobs(trajectories: list[Trajectory]) -> list[list[float]]:
+    return [t.rollout_logprobs.tolist() for t in trajectories]
+
+
+def test_a_trajectory_per_request(fresh: EngineProcess) -> None:
+    wanted = child.requests(SAMPLING, samples=3)
+    done = fresh.run(child.generate, wanted)
+    assert [(t.prompt, t.sample) for t in done] == [(r.prompt, r.sample) for r in wanted]
+    decode = tiny_tokenizer().decode
+    for request, t in zip(wanted, done, strict=True):
+        length = len(t.response_ids)
+        assert t.prompt_ids.tolist() == request.prompt_ids.tolist()
+        assert len(t.rollout_logprobs) == len(t.action_mask) == length > 0
+        assert t.action_mask.all()
+        assert t.versions == [VersionSpan(0, length, 0)]
+        assert t.engine == 5
+        assert t.finish_reason == ("stop" if t.response_ids[-1] == EOS else "length")
+        assert t.finish_reason == "stop" or length == SAMPLING.max_new_tokens
+        assert EOS not in t.response_ids[:-1]
+        assert t.text == decode(t.response_ids.tolist(), skip_special_tokens=True)
+    assert {t.finish_reason for t in done} == {"stop", "length"}
+    assert len({tuple(ids) for ids in tokens(done)}) == len(done)
+
+
+def test_text_with_special_tokens(fresh: EngineProcess) -> None:
+    done = fresh.run(child.generate, child.requests(replace(SAMPLING, skip_special_tokens=False), samples=3))
+    ended = [t for t in done if t.finish_reason == "stop"]
+    assert ended
+    assert all(t.text.endswith("<eos>") for t in ended)
+
+
+def test_logprobs_are_of_the_distribution_sampled_from(fresh: EngineProcess) -> None:
+    done = fresh.run(child.generate, child.requests(replace(SAMPLING, temperature=1.7, top_k=3), samples=2))
+    assert fresh.run(child.differences, done, [0], 1.7, 3)[0] < 1e-5
+    assert fresh.run(child.differences, done, [0], 1.7)[0] > 0.1
+    narrow = fresh.run(child.generate, child.requests(replace(SAMPLING, top_p=1e-6)))
+    assert all((t.rollout_logprobs == 0).all() for t in narrow)
+    greedy = fresh.run(child.generate, child.requests(replace(SAMPLING, temperature=0.0)))
+    assert tokens(greedy) == tokens(narrow)
+    assert fresh.run(child.differences, greedy, [0], 1.0)[0] < 1e-5
+
+
+def test_same_requests_same_bits(process: EngineProcess, path: Path) -> None:
+    process.run(child.start, path, "fp32", 5)
+    first, again = [process.run(child.generate, child.requests(SAMPLING, samples=4)) for _ in range(2)]
+    other = process.run(child.generate, child.requests(SAMPLING, samples=4, version=1))
+    process.run(child.start, path, "fp32", 5)
+    restarted = process.run(child.generate, child.requests(SAMPLING, samples=4))
+    assert tokens(first) == tokens(restarted)
+    assert logprobs(first) == logprobs(restarted)
+    assert tokens(first) == tokens(again)
+    # The second time the long prompts come out of the prefix cache: other sums, in the last bits.
+    assert all(np.allclose(a, b, rtol=0, atol=1e-5) for a, b in zip(logprobs(first), logprobs(again), strict=True))
+    assert all(a != b for a, b in zip(tokens(first), tokens(other), strict=True))
+
+
+def test_stop_strings(fresh: EngineProcess) -> None:
+    plain = fresh.run(child.generate, child.requests(SAMPLING))
+    whole = max(plain, key=lambda t: len(t.text))
+    stop = whole.text[6:9]  # three tokens of this tokenizer
+    end = whole.text.index(stop) + 3
+    stopped = fresh.run(child.generate, child.requests(replace(SAMPLING, stop=["no such text", stop])))
+    cut = next(t for t in stopped if t.prompt == whole.prompt)
+    assert cut.text == whole.text[:end]
+    assert cut.finish_reason == "stop"
+    assert cut.response_ids.tolist() == whole.response_ids[:end].tolist()
+    assert cut.rollout_logprobs.tolist() == pytest.approx(whole.rollout_logprobs[:end].tolist(), abs=1e-5)
+    assert cut.versions == [VersionSpan(0, end, 0)]
+    for before, after in zip(plain, stopped, strict=True):
+        if stop not in before.text:
+            assert (before.text, before.finish_reason) == (after.text, after.finish_reason)
+
+
+def test_the_engine_goes_on_after_a_stop_string(fresh: EngineProcess) -> None:
+    """Requests that were cut short leave nothing behind in the scheduler."""
+    fresh.run(child.generate, child.requests(replace(SAMPLING, stop=list("0123456789abcdefghijklmnopq"))))
+    first = fresh.run(child.generate, child.requests(SAMPLING))
+    assert len(first) == len(child.PROMPT_LENGTHS)
+
+
+def test_length_limits(fresh: EngineProcess) -> None:
+    wanted = [r for r in child.requests(replace(SAMPLING, max_new_tokens=300), samples=6) if len(r.prompt_ids) == 260]
+    done = fresh.run(child.generate, wanted)
+    room = 320 - 260  # data.max_len
+    assert max(len(t.response_ids) for t in done) == room
+    assert all(t.finish_reason == ("length" if len(t.response_ids) == room else "stop") for t in done)
+
+
+def test_an_update_between_two_steps(fresh: EngineProcess) -> None:
+    wanted = child.requests(SAMPLING, samples=2)
+    undisturbed = fresh.run(child.generate, wanted)
+    same = fresh.run(child.generate, wanted, 6, 0)
+    assert tokens(same) == tokens(undisturbed)
+    mixed = fresh.run(child.generate, wanted, 6, 1)
+    for t in mixed:
+        length = len(t.response_ids)
+        spans = [VersionSpan(0, 6, 0), VersionSpan(6, length, 1)]
+        assert t.versions == (spans if length > 6 else [VersionSpan(0, length, 0)])
+    assert any(len(t.versions) == 2 for t in mixed)
+    assert max(fresh.run(child.differences, mixed, [0, 1], SAMPLING.temperature)) < 1e-5
+    assert fresh.run(child.differences, mixed, [0], SAMPLING.temperature)[0] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "told"),
+    [
+        ("missing", SyncError, r"1 of \d+ parameters were not sent: model.layers.1.self_attn.k_proj.weight"),
+        ("extra", SyncError, r"no parameter 'model.layers.2.self_attn.k_proj.weight'"),
+        ("twice", SyncError, r"'model.layers.1.self_attn.k_proj.weight' was sent twice"),
+        (
+            "shape",
+            SyncError,
+            r"'model.layers.1.self_attn.k_proj.weight' has shape \(32, 1\), the engine's has \(32, 64\)",
+        ),
+        ("cut", ConnectionResetError, "the sender is gone"),
+    ],
+)
+def test_a_bad_update_is_an_error_and_the_next_one_mends_it(
+    fresh: EngineProcess, change: str, error: type[Exception], told: str
+) -> None:
+    with pytest.raises(error, match=told):
+        fresh.run(child.update_with, change, 3)
+    with pytest.raises(RunError, match="policy version 3 failed"):
+        fresh.run(child.generate, child.requests(SAMPLING))
+    fresh.run(child.update, 2)
+    done = fresh.run(child.drain)
+    assert fresh.run(child.differences, done, [2], SAMPLING.temperature)[0] < 1e-5
+
+
+def test_what_the_engine_refuses(fresh: EngineProcess, path: Path) -> None:
+    request = child.requests(SAMPLING)[0]
+    with pytest.raises(RunError, match=r"'0.0' \(prompt 0, 400 tokens\).*maximum"):
+        fresh.run(child.add, replace(request, prompt_ids=np.full(400, 5, np.int32)))
+    fresh.run(child.add, request)
+    with pytest.raises(RunError, match=r"key '0\.0' is in use"):
+        fresh.run(child.add, request)
+    assert len(fresh.run(child.drain)) == 1
+    assert "vllm.tensor_parallel_size is 2" in fresh.run(child.refused, path, {"tensor_parallel_size": 2})
+    assert "vllm.dtype is 'fp8'; valid: auto, fp32" in fresh.run(child.refused, path, {"dtype": "fp8"})
+
+
+def test_models_that_vllm_does_not_run(engine: EngineProcess, path: Path, tmp_path: Path) -> None:
+    settings = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    shutil.copytree(path, tmp_path / "unknown")
+    (tmp_path / "unknown" / "config.json").write_text(json.dumps(settings | {"architectures": ["NoSuchLM"]}))
+    told = engine.run(child.refused, tmp_path / "unknown", {})
+    assert told.startswith("ModelError: vLLM does not accept the model in")
+    assert "NoSuchLM" in told
+    assert "no such directory" in engine.run(child.refused, tmp_path / "absent", {})
+
+
+def test_an_engine_is_alone(fresh: EngineProcess) -> None:
+    facts = fresh.run(child.isolation)
+    assert facts.pop("kv_bytes") < 64 << 20  # of the 1 GiB allowed
+    assert facts == {
+        "world": 1,
+        "rank": 0,
+        "shared_memory": [],
+        "multiprocessing": "0",
+        "async": False,
+        "policy": "fcfs",
+    }
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "llama"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_logprobs_follow_every_update(process: EngineProcess, tmp_path: Path, arch: str, tied: bool) -> None:
+    process.run(child.start, make_tiny(tmp_path / arch, arch, tied, heads=2, kv_heads=1, seed=3))
+    for version in range(4):
+        if version:
+            process.run(child.update, version)
+        done = process.run(child.generate, child.requests(SAMPLING, samples=2, version=version))
+        assert {span.version for t in done for span in t.versions} == {version}
+        assert process.run(child.differences, done, [version], SAMPLING.temperature)[0] < 1e-5
+        if version:
+            assert process.run(child.differences, done, [version - 1], SAMPLING.temperature)[0] > 0.1
+    described = process.run(child.describe)
+    assert described[0] == 3
+    assert ["model.embed_tokens.weight", [69, 64], "float32"] in described[1]
+    assert any(entry[0] == "lm_head.weight" for entry in described[1]) is not tied
+
+
+def test_bf16_engine_takes_fp32_weights(process: EngineProcess, path: Path) -> None:
+    process.run(child.start, path, "bf16")
+    process.run(child.update, 1)
+    done = process.run(child.generate, child.requests(SAMPLING, samples=2))
+    stale, current = (
+        process.run(child.differences, done, [0], 0.9)[0],
+        process.run(child.differences, done, [1], 0.9)[0],
+    )
+    assert current < 0.2
+    assert stale > 5 * current

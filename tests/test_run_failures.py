@@ -1,0 +1,123 @@
+"""How runs end that cannot go on: which message, which exit code, and what is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from training_runs import Run, started, train, workspace
+
+pytestmark = pytest.mark.timeout(300)
+
+RAISES_LATER = """
+calls = 0
+
+def reward_func(queries, prompts, labels, **kwargs):
+    global calls
+    calls += 1
+    if calls > 3:  # the evaluation before training, then two steps
+        return [1.0 / (calls - 4) for _ in queries]
+    return [1.0 for _ in queries]
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return workspace(tmp_path_factory.mktemp("runs"))
+
+
+def assert_gone(run: Run, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while left := run.ranks():
+        assert time.monotonic() < end, f"still running: {left}"
+        time.sleep(0.1)
+
+
+def test_a_reward_function_that_raises_ends_the_run_and_keeps_the_checkpoints(tmp_path: Path) -> None:
+    config = workspace(tmp_path, RAISES_LATER)
+    with started(config, tmp_path / "run", "--ckpt.save_steps=1") as run:
+        code, output = run.wait(150)
+        assert_gone(run, 1)
+    assert code == 2
+    assert "Traceback" not in output
+    assert "ZeroDivisionError" in output
+    assert "reward.py" in output
+    assert "reward.py:8" in output
+    log = next((tmp_path / "run" / "logs").glob("conductor.*.log")).read_text()
+    assert "Traceback" in log
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "failed"
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
+        "step_000001",
+        "step_000002",
+    ]
+    (tmp_path / "reward.py").write_text(
+        "def reward_func(queries, prompts, labels, **kwargs):\n    return [0.0] * len(queries)\n"
+    )
+    code, output = train(config, tmp_path / "run", "--train.max_steps=3")
+    assert code == 0, output
+    assert "step_000002" in output
+
+
+def test_a_killed_rank_ends_the_run_within_30_s_and_is_named(config: Path) -> None:
+    with started(config, config.parent / "killed", "--train.max_steps=1000", "--train.num_episodes=1000") as run:
+        run.wait_for_step(1, 120)
+        victims = run.ranks("critic")
+        worker = max(victims)  # torchrun was there before its worker
+        start = time.monotonic()
+        os.kill(worker, signal.SIGKILL)
+        code, output = run.wait(30)
+        seconds = time.monotonic() - start
+        assert_gone(run, 1)
+    assert code == 1
+    assert "role critic died" in output
+    assert "Traceback" not in output
+    assert seconds < 30
+
+
+@pytest.mark.parametrize("number, expected", [(signal.SIGINT, 130)])
+def test_ctrl_c_ends_what_the_run_started_and_nothing_else(config: Path, number: signal.Signals, expected: int) -> None:
+    with started(
+        config, config.parent / f"signal{int(number)}", "--train.max_steps=1000", "--train.num_episodes=1000"
+    ) as run:
+        run.wait_for_step(1, 120)
+        os.kill(run.process.pid, number)
+        code, output = run.wait(15)
+        assert_gone(run, 1)
+    assert code == expected, output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    "override, expected",
+    [
+        ("--train.batchsize=8", "train.batch_size"),
+        ("--actor.learning_rate=fast", "actor.learning_rate"),
+        ("--train.batch_size=7", "train.batch_size"),
+        ("--data.prompt_dataset=nowhere.jsonl", "nowhere.jsonl"),
+        ("--actor.num_nodes=2", "actor.num_nodes"),
+    ],
+)
+def test_bad_configuration_starts_nothing(config: Path, tmp_path: Path, override: str, expected: str) -> None:
+    code, output = train(config, tmp_path / "run", override, timeout_s=20)
+    assert code == 2
+    assert expected in output
+    assert "Traceback" not in output
+    assert not (tmp_path / "run" / "logs").exists()
+
+
+def test_bad_files_are_named_with_their_line(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "broken.jsonl").write_text('{"input": "1+1=", "label": "2"}\n{"input": \n')
+    code, output = train(config, tmp_path / "run", f"--data.prompt_dataset={tmp_path / 'broken.jsonl'}", timeout_s=20)
+    assert code == 2
+    assert "broken.jsonl:2" in output
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((config.parent / "model" / name).read_bytes())
+    code, output = train(config, tmp_path / "run", f"--actor.model_name_or_path={bare}", timeout_s=20)
+    assert code == 2
+    assert "tokenizer" in output

@@ -1,0 +1,105 @@
+"""A whole PPO run: what it leaves behind, and that the engines had the actor's weights all along."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training_runs import metrics, started, timeless, train, workspace
+
+pytestmark = pytest.mark.timeout(400)
+
+WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2")
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return workspace(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def whole(config: Path) -> tuple[Path, str]:
+    """An undisturbed run of two actor ranks, a critic, a reference and two engines."""
+    run_dir = config.parent / "whole"
+    code, output = train(config, run_dir, *WORLD)
+    assert code == 0, output
+    return run_dir, output
+
+
+def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
+    run_dir, output = whole
+    rows = metrics(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        assert {"reward", "kl", "accuracy", "time/rollout", "time/update", "time/sync", "perf/tokens_per_s"} <= set(row)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["steps"] == STEPS
+    assert summary["policy_version"] == STEPS
+    assert summary["world"] == {"actor": 2, "critic": 1, "reference": 1, "rollout": 2}
+    for key in ("eval_before", "eval_after", "reward_first", "reward_last", "wall_s", "tokens_per_s"):
+        assert isinstance(summary[key], float)
+    assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
+    for role, ranks in {**summary["world"], "conductor": 1}.items():
+        for rank in range(ranks):
+            assert list((run_dir / "logs").glob(f"{role}.*.{rank}.log"))
+    assert (run_dir / "config.toml").read_text().count("full_determinism = true") == 1
+    assert not (run_dir / ".control" / "keys.json").exists()  # they end with the run
+    assert f"{STEPS}/{STEPS}" in output
+
+
+def test_engines_sampled_with_the_actors_weights_in_every_step(whole: tuple[Path, str]) -> None:
+    for row in metrics(whole[0]):
+        assert 0 < row["rollout_logprob_diff_max"] < 1e-5 or row["rollout_logprob_diff_max"] == 0
+
+
+def test_final_model_loads_in_transformers_and_vllm_and_they_agree(whole: tuple[Path, str]) -> None:
+    script = Path(__file__).parent / "final_model.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(whole[0] / "final")], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    difference, changed = map(float, done.stdout.splitlines()[-1].split())
+    assert difference < 1e-5
+    assert changed > 0
+
+
+def test_killed_and_resumed_run_writes_the_same_metrics(config: Path, whole: tuple[Path, str]) -> None:
+    run_dir = config.parent / "killed"
+    with started(config, run_dir, *WORLD) as run:
+        run.wait_for_step(3, 120)
+        run.process.kill()
+        run.process.wait()
+        run.process.stdout and run.process.stdout.close()
+        deadline_ranks(run)
+    assert (run_dir / "checkpoints" / "step_000002").is_dir()
+    code, output = train(config, run_dir, *WORLD)
+    assert code == 0, output
+    assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
+    again, output = train(config, run_dir, *WORLD, timeout_s=20)
+    assert again == 0
+    assert "already finished" in output
+
+
+def deadline_ranks(run: object) -> None:
+    """All of a killed conductor's processes are gone within 15 s."""
+    import time
+
+    end = time.monotonic() + 15
+    while run.ranks():  # type: ignore[attr-defined]
+        assert time.monotonic() < end, f"left behind: {run.ranks()}"  # type: ignore[attr-defined]
+        time.sleep(0.1)
+
+
+def test_one_rank_and_one_engine_agree_to_rounding(config: Path, whole: tuple[Path, str]) -> None:
+    run_dir = config.parent / "small"
+    code, output = train(config, run_dir, "--algo.kl.init_coef=0", "--train.max_steps=1")
+    assert code == 0, output
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["world"] == {"actor": 1, "critic": 1, "rollout": 1}  # no KL, no reference
+    assert metrics(run_dir)[0]["reward"] == metrics(whole[0])[0]["reward"]
+    assert metrics(run_dir)[0]["entropy"] == pytest.approx(metrics(whole[0])[0]["entropy"], rel=1e-5)

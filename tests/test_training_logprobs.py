@@ -1,0 +1,131 @@
+"""Chunked log-probs: equal to the plain formula in value and gradient, with no more logits at once than a chunk's."""
+
+from __future__ import annotations
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from slurm_rlhf.training.logprobs import chunked_logprobs
+from slurm_rlhf.training.schedule import Schedule, learning_rate
+
+TOKENS, HIDDEN, VOCAB, CHUNK = 50, 16, 97, 8
+
+
+class LiveLogits:
+    """Counts logits that exist at once, in tokens, through a hook on the head."""
+
+    def __init__(self, head: nn.Module) -> None:
+        self.live: list[weakref.ref[Tensor]] = []
+        self.largest = self.peak = self.calls = 0
+        head.register_forward_hook(self._hook)
+
+    def _hook(self, _module: nn.Module, _inputs: object, logits: Tensor) -> None:
+        self.live = [ref for ref in self.live if ref() is not None] + [weakref.ref(logits)]
+        self.calls += 1
+        self.largest = max(self.largest, len(logits))
+        self.peak = max(self.peak, sum(len(tensor) for ref in self.live if (tensor := ref()) is not None))
+
+
+def make_inputs() -> tuple[nn.Linear, Tensor, Tensor]:
+    torch.manual_seed(0)
+    head = nn.Linear(HIDDEN, VOCAB, bias=False)
+    return head, torch.randn(TOKENS, HIDDEN, requires_grad=True), torch.randint(VOCAB, (TOKENS,))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+@pytest.mark.parametrize("chunk", [CHUNK, 1, 1000])
+def test_values_and_gradients_equal_the_plain_formula_in_float64(temperature: float, chunk: int) -> None:
+    head, hidden, targets = make_inputs()
+    logprobs, entropy = chunked_logprobs(head, hidden, targets, temperature, chunk, entropy_grad=True)
+    weights = torch.randn(TOKENS)
+    grads = torch.autograd.grad((logprobs * weights + entropy).sum(), [hidden, head.weight])
+
+    exact_hidden, exact_weight = (x.detach().double().requires_grad_() for x in (hidden, head.weight))
+    z = exact_hidden @ exact_weight.T / temperature
+    p = z.softmax(-1)
+    exact_logprobs = z[torch.arange(TOKENS), targets] - z.logsumexp(-1)
+    exact_entropy = -(p * p.log()).sum(-1)
+    exact_grads = torch.autograd.grad(
+        (exact_logprobs * weights.double() + exact_entropy).sum(), [exact_hidden, exact_weight]
+    )
+    torch.testing.assert_close(logprobs.double(), exact_logprobs, rtol=0, atol=2e-5)
+    torch.testing.assert_close(entropy.double(), exact_entropy, rtol=0, atol=2e-5)
+    for ours, exact in zip(grads, exact_grads, strict=True):
+        torch.testing.assert_close(ours.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_logits_of_one_chunk_exist_at_a_time_forward_and_backward() -> None:
+    head, hidden, targets = make_inputs()
+    watch = LiveLogits(head)
+    logprobs, _ = chunked_logprobs(head, hidden, targets, 1.0, CHUNK)
+    chunks = -(-TOKENS // CHUNK)
+    assert (watch.calls, watch.largest) == (chunks, CHUNK)
+    logprobs.sum().backward()
+    assert watch.calls == 2 * chunks, "the backward pass must compute each chunk's logits again"
+    assert watch.largest == CHUNK
+    assert watch.peak <= 2 * CHUNK  # the one that the hook sees, and its predecessor on the way out
+
+
+def test_one_chunk_is_not_computed_twice() -> None:
+    head, hidden, targets = make_inputs()
+    watch = LiveLogits(head)
+    chunked_logprobs(head, hidden, targets, 1.0, TOKENS)[0].sum().backward()
+    assert watch.calls == 1
+
+
+def test_entropy_has_no_gradient_unless_asked_for() -> None:
+    head, hidden, targets = make_inputs()
+    assert not chunked_logprobs(head, hidden, targets, 1.0, CHUNK)[1].requires_grad
+    assert chunked_logprobs(head, hidden, targets, 1.0, CHUNK, entropy_grad=True)[1].requires_grad
+
+
+def test_no_actions_at_all_still_give_a_gradient() -> None:
+    head, hidden, targets = make_inputs()
+    logprobs, entropy = chunked_logprobs(head, hidden[:0], targets[:0], 1.0, CHUNK)
+    assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()
+    assert head.weight.grad is not None
+    assert not head.weight.grad.any()
+
+
+def test_half_precision_states_give_fp32_numbers() -> None:
+    head, hidden, targets = make_inputs()
+    exact, _ = chunked_logprobs(head, hidden, targets, 1.0, CHUNK)
+    logprobs, entropy = chunked_logprobs(head.bfloat16(), hidden.bfloat16(), targets, 1.0, CHUNK)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(logprobs, exact, rtol=0, atol=0.05)
+
+
+# Peak 1, 10 steps of which 2 are warm-up, down to 0.1: worked by hand.
+@pytest.mark.parametrize(
+    ("kind", "step", "expected"),
+    [
+        ("constant", 0, 0.5),
+        ("constant", 1, 1.0),
+        ("constant", 9, 1.0),
+        ("linear", 2, 1.0),
+        ("linear", 9, 0.1),
+        ("linear", 99, 0.1),
+        ("linear", 3, 1.0 - 0.9 / 7),
+        ("cosine", 2, 1.0),
+        ("cosine", 9, 0.1),
+        ("cosine", 99, 0.1),
+        ("cosine", 3, 0.1 + 0.9 * 0.9504844339512095),
+    ],
+)
+def test_schedules(kind: str, step: int, expected: float) -> None:
+    schedule = Schedule(kind, 1.0, 10, warmup_ratio=0.2, min_ratio=0.1)
+    assert learning_rate(step, schedule) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("kind", ["constant", "linear", "cosine"])
+def test_a_run_of_one_step_trains_at_the_peak(kind: str) -> None:
+    assert learning_rate(0, Schedule(kind, 0.5, 1)) == 0.5
+
+
+def test_an_unknown_schedule_is_refused() -> None:
+    with pytest.raises(ValueError, match="constant, linear and cosine"):
+        learning_rate(0, Schedule("polynomial", 1.0, 10))

@@ -1,0 +1,158 @@
+"""Whole runs for the tests: a tiny model, a task, `slurm-rlhf train` as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tiny_models import make_tiny
+
+COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())", "train"]
+
+REWARD = """
+def reward_func(queries, prompts, labels, **kwargs):
+    hits = [float(label in response) for label, response in zip(labels, kwargs["responses"])]
+    return {"rewards": hits, "scores": hits}
+"""
+
+CONFIG = """
+[data]
+prompt_dataset = "prompts.jsonl"
+max_len = 64
+[actor]
+model_name_or_path = "model"
+learning_rate = 1e-3
+[critic]
+learning_rate = 1e-3
+[reward]
+remote_url = "reward.py"
+[rollout]
+batch_size = 8
+n_samples_per_prompt = 4
+max_new_tokens = 8
+[train]
+batch_size = 16
+max_steps = 4
+max_epochs = 2
+full_determinism = true
+[ds]
+param_dtype = "fp32"
+[vllm]
+max_num_seqs = 16
+[eval]
+dataset = "eval.jsonl"
+"""
+
+
+def workspace(path: Path, reward: str = REWARD) -> Path:
+    """A directory with model, data, reward function and configuration; returns the configuration file."""
+    path.mkdir(parents=True, exist_ok=True)
+    make_tiny(path / "model", tied=True, hidden=128, heads=4, kv_heads=2)
+    rows = [{"input": f"{a}+{b}=", "label": str((a + b) % 10)} for a in range(12) for b in range(12)]
+    (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:120]))
+    (path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[120:]))
+    (path / "reward.py").write_text(reward)
+    (path / "run.toml").write_text(CONFIG)
+    return path / "run.toml"
+
+
+class Run:
+    """One `slurm-rlhf train` in a session of its own."""
+
+    def __init__(self, config: Path, run_dir: Path, *overrides: str) -> None:
+        self.run_dir = run_dir
+        self.process = subprocess.Popen(
+            [*COMMAND, str(config), f"--run_dir={run_dir}", *overrides],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
+
+    def wait(self, timeout_s: float) -> tuple[int, str]:
+        """(exit code, what it printed); AssertionError when it takes longer."""
+        try:
+            output, _ = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the run did not end within {timeout_s:g} s") from None
+        return self.process.returncode, output
+
+    def wait_for_step(self, step: int, timeout_s: float) -> None:
+        """Until metrics.jsonl has a line for `step`."""
+        self._wait(lambda: len(metrics(self.run_dir)) >= step, f"step {step}", timeout_s)
+
+    def wait_for_file(self, pattern: str, timeout_s: float) -> None:
+        """Until a file that matches `pattern` exists in the run directory."""
+        self._wait(lambda: any(self.run_dir.glob(pattern)), pattern, timeout_s)
+
+    def _wait(self, ready: Any, what: str, timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        while not ready():
+            if self.process.poll() is not None:
+                raise AssertionError(f"the run ended before {what}:\n{self.process.communicate()[0]}")
+            if time.monotonic() > end:
+                raise AssertionError(f"no {what} within {timeout_s:g} s")
+            time.sleep(0.05)
+
+    def ranks(self, role: str = "") -> list[int]:
+        """Process ids of the run's torchruns and workers (of `role` only, if one is named)."""
+        return [
+            pid for pid, line in _command_lines() if f"--run_dir={self.run_dir}" in line and f"--role={role}" in line
+        ]
+
+    def end(self) -> None:
+        """End whatever is left of it, by process id."""
+        for pid in [self.process.pid, *self.ranks()]:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        self.process.wait()
+
+
+@contextmanager
+def started(config: Path, run_dir: Path, *overrides: str) -> Iterator[Run]:
+    """A run that does not outlive the block."""
+    run = Run(config, run_dir, *overrides)
+    try:
+        yield run
+    finally:
+        run.end()
+
+
+def train(config: Path, run_dir: Path, *overrides: str, timeout_s: float = 150) -> tuple[int, str]:
+    """A whole run: (exit code, what it printed)."""
+    with started(config, run_dir, *overrides) as run:
+        return run.wait(timeout_s)
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    file = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def timeless(rows: list[dict[str, Any]]) -> list[str]:
+    """Metrics without what a clock measured, as text: bit for bit."""
+    return [json.dumps({k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))}) for row in rows]
+
+
+def _command_lines() -> Iterator[tuple[int, str]]:
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes()
+            except OSError:
+                continue
+            # A process that has ended but was not waited for yet has an empty command line.
+            yield int(entry.name), words.replace(b"\0", b" ").decode(errors="replace")
