@@ -19,9 +19,11 @@ from slurm_rlhf.errors import RewardError, RoleDied
 INTERVAL, LIMIT = 0.2, 2.0
 
 
-def start_peer(endpoint: str, key_file: Path, role: str, rank: int, world: int) -> subprocess.Popen[bytes]:
+def start_peer(
+    endpoint: str, key_file: Path, role: str, rank: int, world: int, limit: float = LIMIT
+) -> subprocess.Popen[bytes]:
     """The caller stops it with `stop_peer`."""
-    return _start(endpoint, str(key_file), role, str(rank), str(world))
+    return _start(endpoint, str(key_file), role, str(rank), str(world), str(limit))
 
 
 def start_conductor(key_file: Path) -> tuple[subprocess.Popen[bytes], str]:
@@ -72,7 +74,7 @@ def _answer(client: ControlClient, request: Request) -> None:
             client.close()
 
 
-def _serve(endpoint: str, key_file: str, role: str, rank: str, world: str) -> None:
+def _serve(endpoint: str, key_file: str, role: str, rank: str, world: str, limit: str) -> None:
     client = ControlClient(
         endpoint,
         RunKeys.load(key_file),
@@ -80,7 +82,7 @@ def _serve(endpoint: str, key_file: str, role: str, rank: str, world: str) -> No
         int(rank),
         int(world),
         heartbeat_interval=INTERVAL,
-        heartbeat_limit=LIMIT,
+        heartbeat_limit=float(limit),
     )
     while (request := client.receive()) is not None:
         try:

@@ -1,4 +1,4 @@
-"""A receiver in a process of its own, for the tests of sync/: JSON commands on stdin, one JSON answer each on stdout."""
+"""A receiver in a process of its own, for the tests of sync/: JSON commands on stdin, JSON answers on stdout."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class _Engine:
         return len(self.receiver.plan.buckets)
 
     def update(self, version: int, at: int = -1, act: str = "", seconds: float = 0.0) -> dict[str, str]:
-        """Load an update. After `at` parameters: raise, die, stop (reading) or abort. Sleeps `seconds` per parameter."""
+        """Load an update. After `at` parameters: raise, die, freeze, leave or abort. Sleeps `seconds` per parameter."""
         kept = {}
         with self.receiver.update(version) as weights:
             for number, (name, tensor) in enumerate(weights):
@@ -112,13 +112,6 @@ class _Engine:
                 kept[name] = tensor  # as vLLM's layerwise reload does
                 time.sleep(seconds)
         return {name: digest(tensor) for name, tensor in kept.items()}
-
-    def quiet(self, version: int) -> float:
-        t = time.process_time()
-        with self.receiver.update(version) as weights:
-            for _ in weights:
-                pass
-        return time.process_time() - t
 
     def operations(self) -> list[float]:
         """The other half of the transport's conformance test."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from control_peer import INTERVAL, LIMIT, start_peer, stop_peer
+from control_peer import INTERVAL, start_peer, stop_peer
 
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.keys import RunKeys
@@ -19,6 +19,9 @@ from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import CallTimeout, ConfigError, RemoteError, RoleDied, RunError, WireError
 
 pytestmark = pytest.mark.timeout(60)
+
+# Nobody is meant to be lost here, however busy the machine is.
+LIMIT = 15.0
 
 
 class Team:
@@ -36,7 +39,7 @@ class Team:
             on_lost=self.lost.append,
             on_event=lambda peer, name, data: self.events.append((peer.rank, name, data)),
         )
-        self.processes = [start_peer(self.server.endpoint(), key_file, "actor", rank, 2) for rank in range(2)]
+        self.processes = [start_peer(self.server.endpoint(), key_file, "actor", rank, 2, LIMIT) for rank in range(2)]
 
     def call(self, method: str, rank: int = 0, timeout_s: float = 20, **args: Any) -> Any:
         return self.server.call("actor", rank, method, timeout_s=timeout_s, **args).result(30)
@@ -76,6 +79,22 @@ def test_arguments_and_results_travel(team: Team) -> None:
     assert np.array_equal(doubled, array * 2)
     assert doubled.flags.aligned
     doubled += 1
+
+
+def test_arrays_may_change_as_soon_as_they_are_handed_over(tmp_path: Path) -> None:
+    keys = RunKeys.create(tmp_path / "keys.json")
+    with ControlServer(keys) as server, ControlClient(server.endpoint(), keys, "actor", 0, 1) as client:
+        client.connect(10)
+        array = np.ones(5_000_000)
+        future = server.call("actor", 0, "double", timeout_s=10, array=array)
+        array[:] = -1
+        request = client.receive(10)
+        assert request is not None
+        received = request.args["array"]
+        assert received.min() == 1
+        request.reply(received)
+        received[:] = -2
+        assert future.result(10).min() == 1
 
 
 def test_two_ranks_work_at_the_same_time(team: Team) -> None:
@@ -155,21 +174,35 @@ def test_a_rank_that_is_not_there(team: Team) -> None:
         team.server.wait_for("actor", 4, 0.2)
 
 
-def test_heartbeats_go_on_during_computation_and_large_transfers(team: Team) -> None:
-    size = 100_000_000
-    busy = team.server.call("actor", 1, "compute", timeout_s=30, seconds=2.0)
-    silences: list[float] = []
-    began = time.monotonic()
-    futures = [team.server.call("actor", 0, "zeros", timeout_s=30, bytes=size) for _ in range(2)]
+def test_heartbeats_overtake_large_arrays(team: Team) -> None:
+    size, count = 100_000_000, 4
+    peer = team.server.peers("actor")[0]
+    began = last = time.monotonic()
+    heard, silences = peer.heard, []
+    futures = [team.server.call("actor", 0, "zeros", timeout_s=30, bytes=size) for _ in range(count - 1)]
     futures += [team.server.call("actor", 0, "double", timeout_s=30, array=np.ones(size, np.uint8))]
-    while not all(future.done() for future in (busy, *futures)):
-        silences.append(max(team.server._board._clock.now() - peer.heard for peer in team.server.peers("actor")))
+    while not all(future.done() for future in futures):
+        time.sleep(0.01)
+        if peer.heard != heard:
+            silences.append(time.monotonic() - last)
+            heard, last = peer.heard, time.monotonic()
+    total = time.monotonic() - began
+    print(f"{count + 1} x 100 MB in {total:.2f} s, longest silence {max(silences):.2f} s")
+    assert [future.result().nbytes for future in futures[:-1]] == [size] * (count - 1)
+    assert futures[-1].result()["array"].sum() == 2 * size
+    # In the line with the arrays they would all come at the end.
+    assert max(silences) < 0.5 * total
+
+
+def test_heartbeats_go_on_while_the_rank_computes(team: Team) -> None:
+    peer = team.server.peers("actor")[1]
+    busy = team.server.call("actor", 1, "compute", timeout_s=30, seconds=1.5)
+    heard = set()
+    while not busy.done():
+        heard.add(peer.heard)
         time.sleep(0.02)
-    print(f"4 x 100 MB in {time.monotonic() - began:.2f} s, longest silence {max(silences):.2f} s")
-    assert [future.result().nbytes for future in futures[:2]] == [size, size]
-    assert futures[2].result()["array"].sum() == 2 * size
     assert busy.result() == "computed"
-    assert max(silences) < LIMIT
+    assert len(heard) >= 4
 
 
 def test_the_conductors_processor_time_while_nothing_happens(team: Team) -> None:

@@ -234,9 +234,9 @@ def test_lost_messages_fail_the_rank_at_once(run: Run, later: Envelope) -> None:
 
 def test_a_process_that_fails_without_closing_its_client_ends(run: Run) -> None:
     code = (
-        "import sys; from slurm_rlhf.control.client import ControlClient; from slurm_rlhf.control.keys import RunKeys\n"
+        "import sys, numpy; from slurm_rlhf.control.client import ControlClient; from slurm_rlhf.control.keys import RunKeys\n"
         "client = ControlClient(sys.argv[1], RunKeys.load(sys.argv[2]), 'actor', 0, 1); client.connect(10)\n"
-        "client.event('big', text='x' * 10000); raise SystemExit(7)"
+        "client.event('big', array=numpy.zeros(20_000_000)); raise SystemExit(7)"
     )
     process = subprocess.run(
         [sys.executable, "-c", code, run.server.endpoint(), str(run.key_file)],

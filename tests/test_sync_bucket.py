@@ -3,6 +3,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.sync.bucket import fill, verify, view
 from slurm_rlhf.sync.checksum import checksum
@@ -23,7 +24,9 @@ def test_checksum_is_the_weighted_sum_it_says():
         lanes = data.numpy().view(np.uint64)
         body = lanes[:8192].reshape(2, 4096)
         row = np.array([1, 2], dtype=np.uint64)[:, None]
-        total = (body * (weights + row)).sum(dtype=np.uint64) + np.uint64(31) * (lanes[8192:] * weights[:5]).sum(dtype=np.uint64)
+        total = (body * (weights + row)).sum(dtype=np.uint64) + np.uint64(31) * (lanes[8192:] * weights[:5]).sum(
+            dtype=np.uint64
+        )
     assert checksum(data).item() == np.asarray(total).view(np.int64)
 
 

@@ -1,10 +1,17 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.sync.plan import ALIGN, SyncPlan, check_match, make_plan
 
-PARAMETERS = [["a", [4, 8], "float32"], ["b", [], "bf16"], ["c", [3], "torch.float16"], ["d", [1000], "fp32"], ["e", [2], "fp32"]]
+PARAMETERS = [
+    ["a", [4, 8], "float32"],
+    ["b", [], "bf16"],
+    ["c", [3], "torch.float16"],
+    ["d", [1000], "fp32"],
+    ["e", [2], "fp32"],
+]
 
 
 def test_buckets_keep_the_order_and_the_size():
@@ -22,7 +29,9 @@ def test_buckets_keep_the_order_and_the_size():
 
 
 @given(
-    st.lists(st.tuples(st.lists(st.integers(0, 50), max_size=3), st.sampled_from(["fp32", "bf16", "fp16"])), min_size=1),
+    st.lists(
+        st.tuples(st.lists(st.integers(0, 50), max_size=3), st.sampled_from(["fp32", "bf16", "fp16"])), min_size=1
+    ),
     st.integers(1, 5000),
 )
 def test_every_byte_has_one_place(shapes, size):
@@ -43,7 +52,7 @@ def test_every_byte_has_one_place(shapes, size):
 def test_what_cannot_be_planned():
     with pytest.raises(SyncError, match="'a' twice"):
         make_plan([["a", [1], "fp32"], ["a", [1], "fp32"]], 100)
-    with pytest.raises(SyncError, match="int8.*valid: float32, bfloat16, float16"):
+    with pytest.raises(SyncError, match=r"int8.*valid: float32, bfloat16, float16"):
         make_plan([["a", [1], "int8"]], 100)
     with pytest.raises(SyncError, match="empty"):
         make_plan([], 100)

@@ -10,6 +10,8 @@ import time
 
 import pytest
 import torch
+from sync_peer import Peer, digest
+
 from slurm_rlhf.errors import ConfigError, SyncError
 from slurm_rlhf.sync.group import SyncGroup, join
 from slurm_rlhf.sync.interface import address_of, interface_of
@@ -17,8 +19,6 @@ from slurm_rlhf.sync.nccl import nccl_available
 from slurm_rlhf.sync.push import Sender, described
 from slurm_rlhf.sync.store import SyncStore
 from slurm_rlhf.sync.transport import TransportFailure
-
-from tests.sync_peer import Peer, digest
 
 pytestmark = pytest.mark.timeout(120)
 BUCKET = 1 << 20
@@ -226,14 +226,16 @@ def test_versions_have_to_agree_and_engines_to_read_everything(fleet):
     sender = fleet.sender(2, weights)
     fleet.peers[0].tell("update", version=1)
     fleet.peers[1].tell("update", version=2)
-    with pytest.raises(SyncError, match=r"rollout 1 .*expected bucket 0 of policy version 2, got bucket 0 of version 1"):
+    with pytest.raises(
+        SyncError, match=r"rollout 1 .*expected bucket 0 of policy version 2, got bucket 0 of version 1"
+    ):
         sender.push(weights, 1)
     for peer in fleet.peers:
         peer.answer()
     sender = fleet.sender(2, weights)
     fleet.peers[0].tell("update", version=1)
     fleet.peers[1].tell("update", version=1, at=35, act="leave")
-    with pytest.raises(SyncError, match="rollout 1 .*the engine left 1 of the 37 parameters unread"):
+    with pytest.raises(SyncError, match=r"rollout 1 .*the engine left 1 of the 37 parameters unread"):
         sender.push(weights, 1)
     for peer in fleet.peers:
         peer.answer()
@@ -261,7 +263,9 @@ def test_another_architecture_names_both_ends(fleet):
     fleet.peers[1].tell("receiver_of", expected=[*expected[:-1], ["11.other", [5, 3], "fp16"]])
     assert fleet.peers[0].answer() == len(sender.plan.buckets)
     assert "11.other: [3, 5] at actor 0 on" in fleet.peers[1].answer()["message"]
-    with pytest.raises(SyncError, match=r"(?s)rollout 1 on .*11.other: \[3, 5\] at actor 0 on .* \[5, 3\] at rollout 1"):
+    with pytest.raises(
+        SyncError, match=r"(?s)rollout 1 on .*11.other: \[3, 5\] at actor 0 on .* \[5, 3\] at rollout 1"
+    ):
         sender.push(weights, 1)
 
 

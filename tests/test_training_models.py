@@ -80,7 +80,7 @@ def test_critic_head_depends_on_the_seed_alone(models: Path) -> None:
     first, again, other = (load_critic(models / "qwen2", FP32, seed).value_head.weight for seed in (1, 1, 2))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
-    assert float(first.std()) == pytest.approx(1 / 65, rel=0.3)
+    assert first.std().item() == pytest.approx(1 / 65, rel=0.3)
 
 
 def test_collate_points_at_the_token_before_each_action() -> None:

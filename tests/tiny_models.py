@@ -42,12 +42,15 @@ def make_tiny(
     *,
     hidden: int = 64,
     layers: int = 2,
-    heads: int = 4,
-    kv_heads: int = 2,
+    heads: int = 2,
+    kv_heads: int = 1,
     seed: int = 0,
     dtype: str = "fp32",
 ) -> Path:
-    """Write a model directory (config, weights, tokenizer, generation_config) of `arch` qwen2, qwen3 or llama."""
+    """Write a model directory (config, weights, tokenizer, generation_config) of `arch` qwen2, qwen3 or llama.
+
+    hidden / heads must be at least 32: vLLM's attention on CPUs knows no smaller heads.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 

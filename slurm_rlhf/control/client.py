@@ -19,7 +19,7 @@ from slurm_rlhf.control.envelope import MAIN_LANE, NUMBERED, PULSE_LANE, Envelop
 from slurm_rlhf.control.heartbeat import Heartbeat
 from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.request import Request
-from slurm_rlhf.control.sockets import make_socket
+from slurm_rlhf.control.sockets import Part, make_socket, to_parts
 from slurm_rlhf.control.wakeup import Wakeup
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
 
@@ -59,15 +59,17 @@ class ControlClient:
         self.garbage = 0
         """Messages that did not decode; each was dropped."""
         self._me = f"{role} rank {rank}"
-        self._hello = encode(
-            {"role": role, "rank": rank, "world": world, "host": host or socket.gethostname(), "pid": os.getpid()}
+        self._hello = to_parts(
+            encode(
+                {"role": role, "rank": rank, "world": world, "host": host or socket.gethostname(), "pid": os.getpid()}
+            )
         )
         self._heartbeat = Heartbeat(heartbeat_interval, heartbeat_limit)
         self._clock = ListeningClock(self._heartbeat.longest_round)
         self._heard = self._now = self._clock.now()
         self._on_conductor_lost = on_conductor_lost
         self._inbox: SimpleQueue[Request | None] = SimpleQueue()
-        self._outbox: SimpleQueue[tuple[str, list[Buffer], int]] = SimpleQueue()
+        self._outbox: SimpleQueue[tuple[str, list[Part], int]] = SimpleQueue()
         self._sent = self._received = 0
         self._welcomed = threading.Event()
         self._obstacle = "nobody answered there, or the run's key is another one"
@@ -144,7 +146,7 @@ class ControlClient:
             raise RoleDied(f"{self._me}: the conductor at {self.endpoint} is lost: {self._lost}")
 
     def _post(self, kind: str, frames: list[Buffer], call: int) -> None:
-        self._outbox.put((kind, frames, call))
+        self._outbox.put((kind, to_parts(frames), call))
         self._wakeup.signal()
 
     def _run(self) -> None:
@@ -171,7 +173,7 @@ class ControlClient:
     def _finish(self) -> None:
         self._send_queued()
         if self._welcomed.is_set() and not self._lost:
-            self._send("bye", [])
+            self._send("bye")
         self._inbox.put(None)
         self._pulse.close(linger=0)
         self._dealer.close(linger=0 if self._lost else _LINGER_MS)
@@ -188,9 +190,9 @@ class ControlClient:
         except Empty:
             pass
 
-    def _send(self, kind: str, frames: list[Buffer], call: int = 0) -> None:
+    def _send(self, kind: str, parts: Sequence[Part] = (), call: int = 0) -> None:
         self._sent += kind in NUMBERED
-        self._dealer.send_multipart([Envelope(kind, self._sent, call).pack(), *frames], zmq.NOBLOCK, copy=False)
+        self._dealer.send_multipart([Envelope(kind, self._sent, call).pack(), *parts], zmq.NOBLOCK)
 
     def _receive(self, source: zmq.Socket[Any]) -> None:
         while True:
@@ -247,8 +249,8 @@ class ControlClient:
         if self._now - self._heard > self._heartbeat.limit:
             self._lose(f"it was not heard from for {self._heartbeat.limit:g} s")
         elif self._welcomed.is_set():
-            self._send("beat", [])
-            pulse = [Envelope("pulse", 0).pack(), *encode({"phase": str(self.phase)})]
+            self._send("beat")
+            pulse = [Envelope("pulse", 0).pack(), *to_parts(encode({"phase": str(self.phase)}))]
             self._pulse.send_multipart(pulse, zmq.NOBLOCK)
         else:
             self._send("hello", self._hello)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from slurm_rlhf.control.sockets import Part
 from slurm_rlhf.errors import WireError
 
 
@@ -28,7 +29,7 @@ class Peer:
     """When the last message came, on the server's clock."""
     sent: int = field(default=0, repr=False)
     received: int = field(default=0, repr=False)
-    backlog: deque[list[Any]] = field(default_factory=deque, repr=False)
+    backlog: deque[list[Part]] = field(default_factory=deque, repr=False)
     """Messages for while its connection is broken."""
 
     def __str__(self) -> str:

@@ -25,9 +25,9 @@ class Request:
     answered: bool = False
 
     def reply(self, result: Any = None) -> None:
-        """Raises WireError when `result` cannot be encoded; the request is then still open, for `fail`.
+        """Does not block; arrays of `result` may change as soon as this returns.
 
-        Arrays of `result` must not change afterwards: they are sent without a copy.
+        Raises WireError when `result` cannot be encoded; the request is then still open, for `fail`.
         """
         self._answer("reply", encode(result))
 

@@ -13,6 +13,7 @@ from typing import Any
 from slurm_rlhf.control.codec import encode
 from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.peers import Peer
+from slurm_rlhf.control.sockets import to_parts
 from slurm_rlhf.control.switchboard import Switchboard
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError
 
@@ -26,7 +27,7 @@ class ControlServer:
     """Any thread may use it. Its I/O thread does all sending and receiving; callbacks run on that thread, so they must
     return at once: while one runs, nobody is heard.
 
-    Arrays of a call must not change before its Future is done: they are sent without a copy.
+    Arrays of a call may change as soon as `call` returns; arrays of a reply are the caller's own.
     """
 
     def __init__(
@@ -125,13 +126,13 @@ class ControlServer:
         `timeout_s` seconds since the call and since the rank's last reply to the same method), RoleDied (the rank was
         lost or is not there) or what `fail_role` was given. It cannot be cancelled.
         """
-        frames = encode({"method": method, "args": args})
+        parts = to_parts(encode({"method": method, "args": args}))
         with self._lock:
             self._raise_if_closed(role)
             peer = self._board.roster.find(role, rank)
             failure = self._failed.get(role) or self._absence(role, rank, peer)
             if failure is None and peer is not None:
-                return self._board.call(peer, method, timeout_s, frames)
+                return self._board.call(peer, method, timeout_s, parts)
         future: Future[Any] = Future()
         future.set_exception(failure)
         return future

@@ -20,7 +20,7 @@ from slurm_rlhf.control.heartbeat import Heartbeat
 from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.peers import Peer, Roster, from_hello
 from slurm_rlhf.control.pending import Call, PendingCalls
-from slurm_rlhf.control.sockets import make_socket
+from slurm_rlhf.control.sockets import Part, make_socket
 from slurm_rlhf.control.wakeup import Wakeup
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
 
@@ -55,7 +55,7 @@ class Switchboard:
         self._lock = lock
         self._on_lost = on_lost
         self._on_event = on_event
-        self._outbox: SimpleQueue[tuple[Call, list[Buffer]]] = SimpleQueue()
+        self._outbox: SimpleQueue[tuple[Call, list[Part]]] = SimpleQueue()
         self._context: zmq.Context[Any] = zmq.Context()
         self._router = make_socket(self._context, zmq.ROUTER)
         self._router.router_mandatory = True
@@ -79,10 +79,10 @@ class Switchboard:
     def start(self) -> None:
         self._thread.start()
 
-    def call(self, peer: Peer, method: str, timeout_s: float, frames: list[Buffer]) -> Future[Any]:
+    def call(self, peer: Peer, method: str, timeout_s: float, parts: list[Part]) -> Future[Any]:
         """Any thread, under the lock: the call is pending when this returns."""
         call = self.pending.add(peer, method, timeout_s, self._clock.now())
-        self._outbox.put((call, frames))
+        self._outbox.put((call, parts))
         self._wakeup.signal()
         return call.future
 
@@ -135,22 +135,22 @@ class Switchboard:
     def _send_calls(self) -> None:
         try:
             while True:
-                call, frames = self._outbox.get_nowait()
+                call, parts = self._outbox.get_nowait()
                 if not call.peer.lost and not call.future.done():
-                    self._send(call.peer, "call", frames, call.id)
+                    self._send(call.peer, "call", parts, call.id)
         except Empty:
             pass
 
-    def _send(self, peer: Peer, kind: str, frames: list[Buffer] | None = None, call: int = 0) -> None:
+    def _send(self, peer: Peer, kind: str, parts: Sequence[Part] = (), call: int = 0) -> None:
         peer.sent += kind in NUMBERED
-        message = [peer.route, Envelope(kind, peer.sent, call).pack(), *(frames or [])]
+        message = [peer.route, Envelope(kind, peer.sent, call).pack(), *parts]
         # Heartbeats are worth nothing later; the rest goes when the rank is heard again.
         if (peer.backlog or not self._transmit(message)) and kind != "beat":
             peer.backlog.append(message)
 
-    def _transmit(self, message: list[Any]) -> bool:
+    def _transmit(self, message: list[Part]) -> bool:
         try:
-            self._router.send_multipart(message, zmq.NOBLOCK, copy=False)
+            self._router.send_multipart(message, zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
@@ -275,8 +275,8 @@ class Switchboard:
             call.future.set_exception(
                 CallTimeout(
                     f"{peer} did not answer {call.method} within {call.timeout_s:g} s; it was last heard "
-                    f"{self._now - peer.heard:.1f} s ago, in phase {peer.phase!r}. Its log says where it stands; if the work "
-                    "takes longer than that, raise the limit in [timeout]"
+                    f"{self._now - peer.heard:.1f} s ago, in phase {peer.phase!r}. Its log says where it stands; if the "
+                    "work takes longer than that, raise the limit in [timeout]"
                 )
             )
 

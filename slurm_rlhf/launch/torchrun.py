@@ -30,6 +30,7 @@ def command(plan: TorchrunPlan, module: str, arguments: list[str]) -> list[str]:
         f"--nproc-per-node={plan.processes}",
         "--rdzv-backend=c10d",
         "--rdzv-endpoint=127.0.0.1:0",
+        "--local-addr=127.0.0.1",  # torchrun would tell the workers a host name, which need not resolve
         f"--rdzv-id={plan.run_id}.{plan.role}",
         "--max-restarts=0",
         "--monitor-interval=0.2",

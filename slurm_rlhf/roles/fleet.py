@@ -70,18 +70,21 @@ class Fleet:
     def stop(self) -> None:
         """End every process: ask, then SIGTERM, then SIGKILL, within `timeout.shutdown` seconds."""
         self._leaving.set()
-        half = self._config.timeout.shutdown / 2
-        if self._failed is None:
-            wait(
-                [handle.call(rank, "shutdown") for handle in self.roles.values() for rank in range(handle.world)], half
-            )
-            self._wait_gone(half)
-        if self._launcher.running():
+        if not self._said_done():
             self._launcher.terminate()
-            self._wait_gone(half / 2 if self._failed is None else 1.0)
+            self._wait_gone(self._config.timeout.shutdown / 2)
+        # Ranks that said "done" have closed all they held; taking torchrun down in style would only cost seconds.
         self._launcher.kill()
         self.server.close()
         self._directory.keys.unlink(missing_ok=True)
+
+    def _said_done(self) -> bool:
+        """Ask every rank to leave; True when all of them have closed what they hold."""
+        if self._failed is not None:
+            return False
+        calls = [handle.call(rank, "shutdown") for handle in self.roles.values() for rank in range(handle.world)]
+        done, late = wait(calls, self._config.timeout.shutdown / 2)
+        return not late and all(call.exception() is None for call in done)
 
     def _wait_gone(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -95,13 +98,13 @@ class Fleet:
                     self._fail(end.role, self._describe(end), end.log)
 
     def _lost(self, peer: Peer) -> None:
-        what = f"rank {peer.rank} on {peer.host} (pid {peer.pid}) is lost: {peer.lost}"
+        what = f"rank {peer.rank} on {peer.host} (pid {peer.pid}) is lost: {peer.lost}; it was at: {peer.phase}"
         if not self._leaving.is_set():
             self._fail(peer.role, what, self._directory.role_log(peer.role, peer.host, peer.rank))
 
     def _describe(self, end: Ended) -> str:
         how = f"was killed by {signal.Signals(-end.code).name}" if end.code < 0 else f"ended with status {end.code}"
-        gone = [p for p in self.server.peers(end.role) if not os.path.exists(f"/proc/{p.pid}")]
+        gone = [p for p in self.server.peers(end.role) if p.host == end.node and not os.path.exists(f"/proc/{p.pid}")]
         ranks = ", ".join(f"rank {p.rank} (pid {p.pid})" for p in gone)
         return f"its process group on {end.node} {how}" + (f"; gone: {ranks}" if ranks else "")
 

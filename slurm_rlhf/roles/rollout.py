@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +34,7 @@ class RolloutRole(Role):
 
     def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
         super().__init__(config, seat, client)
+        own_device(seat.local_rank)
         prepare_environment()
         self._open: dict[tuple[int, int], tuple[_Order, int]] = {}  # (prompt, sample) -> its order, its position there
 
@@ -116,4 +119,12 @@ class RolloutRole(Role):
 
     def close(self) -> None:
         if hasattr(self, "engine"):
+            gc.freeze()  # vLLM collects garbage twice in here; the process is about to end anyway
             self.engine.close()
+
+
+def own_device(local_rank: int) -> None:
+    """Leave only this engine's GPU visible: vLLM takes the first one it sees. Comes before CUDA is initialized."""
+    visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
+    if visible:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_rank]

@@ -53,12 +53,15 @@ def serve(client: ControlClient, role: Role) -> None:
         request = client.receive(0.0 if role.busy() else None)
         if request is None:
             role.advance()
-        elif request.method == "shutdown":
+            continue
+        client.phase = request.method
+        if request.method == "shutdown":
             role.close()
             request.reply("done")
             return
-        else:
-            role.handle(request)
+        role.handle(request)
+        if not role.busy():
+            client.phase = f"idle after {request.method}"
 
 
 def _leave(reason: str) -> None:

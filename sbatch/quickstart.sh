@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=quickstart
+#SBATCH --nodes=1
+#SBATCH --ntasks=1
+#SBATCH --cpus-per-task=2
+#SBATCH --mem=12G
+#SBATCH --time=00:30:00
+#SBATCH --output=quickstart.%j.log
+#
+# A small language model learns to add by PPO, on any Linux machine with Python 3.11 and without a GPU.
+#
+#   bash sbatch/quickstart.sh [--setup-only] [--KEY=VALUE ...]
+#   sbatch sbatch/quickstart.sh                                  (from the top of the checkout)
+#
+# --setup-only   makes the environment and ends; all that follows needs no network
+# --KEY=VALUE    overrides a key of sbatch/quickstart.toml, for example --run_dir=/scratch/me/first --train.seed=7
+set -euo pipefail
+
+fail() {
+  printf 'quickstart: error: %s\n' "$@" >&2
+  exit 1
+}
+
+is_checkout() { [[ -f $1/sbatch/environment.sh && -f $1/pyproject.toml ]]; }
+
+# Slurm runs a copy of this script from its spool directory: then the place of submission says where the checkout is.
+find_checkout() {
+  local place
+  for place in "$(dirname "${BASH_SOURCE[0]}")/.." "${SLURM_SUBMIT_DIR:-}" "${SLURM_SUBMIT_DIR:-}/.."; do
+    if is_checkout "$place"; then
+      cd "$place" && pwd
+      return
+    fi
+  done
+  fail "no checkout of slurm_rlhf around ${BASH_SOURCE[0]} or SLURM_SUBMIT_DIR=${SLURM_SUBMIT_DIR:-}." \
+    "Submit from the top of the checkout: sbatch sbatch/quickstart.sh"
+}
+
+stage() { printf '\n== %s\n' "$*"; }
+
+# The data, and the model that PPO starts from: made once, again when anything that shapes them has changed.
+make_input() {
+  local input=$root/runs/quickstart_input recipe
+  local -a sources=("$root/sbatch/quickstart_data.py" "$root/sbatch/quickstart_sft.toml")
+  recipe=$(cat "${sources[@]}" | sha256sum | cut -c1-64)
+  mkdir -p "$root/runs"
+  exec 9>"$root/runs/quickstart_input.lock"
+  flock 9
+  if [[ $(cat "$input/recipe" 2>/dev/null) != "$recipe" ]]; then
+    rm -rf "$input"
+    mkdir "$input"
+    stage "2/4 data: additions, and an untrained model"
+    "$root/.venv/bin/python" "$root/sbatch/quickstart_data.py" "$input"
+    stage "3/4 supervised fine-tuning on a careless pupil's answers (about a minute)"
+    "$root/.venv/bin/slurm-rlhf" sft "$root/sbatch/quickstart_sft.toml"
+    echo "$recipe" >"$input/recipe"
+  else
+    stage "2/4 and 3/4 data and fine-tuned model: reused from $input"
+  fi
+  exec 9>&-
+}
+
+setup_only=false
+overrides=()
+for argument in "$@"; do
+  case $argument in
+    --setup-only) setup_only=true ;;
+    --help | -h)
+      sed -n '/^# A small/,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+      exit
+      ;;
+    *) overrides+=("$argument") ;;
+  esac
+done
+
+root=$(find_checkout)
+stage "1/4 environment"
+bash "$root/sbatch/environment.sh"
+if [[ $setup_only == true ]]; then
+  exit
+fi
+make_input
+stage "4/4 PPO"
+# exec: signals of the terminal and of Slurm reach the run itself.
+exec "$root/.venv/bin/slurm-rlhf" train "$root/sbatch/quickstart.toml" "${overrides[@]}"
