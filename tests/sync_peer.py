@@ -125,6 +125,26 @@ class _Engine:
         data.send(first + second, 0, 8).wait()
         return [float(first.float().mean()), float(second.float().mean())]
 
+    def listen(self) -> int:
+        from slurm_rlhf.sync.store import SyncStore
+
+        self.store = SyncStore.listen("127.0.0.1", timeout_s=30)
+        return self.store.port
+
+    def push(self, version: int, seconds: float) -> int:
+        """Be the sender, of ten parameters in ten buckets, with a pause before each."""
+        import torch
+
+        from slurm_rlhf.sync.push import Sender
+
+        def slowly() -> Any:
+            for number in range(10):
+                time.sleep(seconds)
+                yield f"p{number}", torch.full((1000,), float(number))
+
+        described = [[f"p{number}", [1000], "float32"] for number in range(10)]
+        return Sender(self.group, described, 1).push(slowly(), version).buckets
+
     def leave(self) -> None:
         self.group.close()
 

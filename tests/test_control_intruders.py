@@ -19,7 +19,7 @@ from slurm_rlhf.control.codec import encode
 from slurm_rlhf.control.envelope import Envelope
 from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.server import ControlServer
-from slurm_rlhf.errors import CallTimeout, RemoteError
+from slurm_rlhf.errors import CallTimeout
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -222,7 +222,7 @@ def test_garbage_from_the_conductors_side_is_counted_by_the_rank(tmp_path: Path)
             router.send_multipart([route, *message("welcome", 0)])
             client.connect(10)
             call = message("call", 1, {"method": "echo", "args": {"n": 1}}, call=1)
-            bad = [[b"\xc1"], call, message("hello", 1)[:0] or [b""], message("call", 2, {"method": 3}, call=2)]
+            bad = [[b"\xc1"], call, [b""], message("call", 2, {"method": 3}, call=2)]
             for frames in (call, *bad):
                 router.send_multipart([route, *frames])
             assert until(lambda: client.garbage == len(bad))
@@ -233,4 +233,3 @@ def test_garbage_from_the_conductors_side_is_counted_by_the_rank(tmp_path: Path)
             assert client.conductor_lost == ""
             kinds = [msgpack.unpackb(router.recv_multipart()[1])[0] for _ in range(2)]
             assert "error" in kinds
-    assert issubclass(RemoteError, Exception)

@@ -234,7 +234,8 @@ def test_lost_messages_fail_the_rank_at_once(run: Run, later: Envelope) -> None:
 
 def test_a_process_that_fails_without_closing_its_client_ends(run: Run) -> None:
     code = (
-        "import sys, numpy; from slurm_rlhf.control.client import ControlClient; from slurm_rlhf.control.keys import RunKeys\n"
+        "import sys, numpy; from slurm_rlhf.control.client import ControlClient\n"
+        "from slurm_rlhf.control.keys import RunKeys\n"
         "client = ControlClient(sys.argv[1], RunKeys.load(sys.argv[2]), 'actor', 0, 1); client.connect(10)\n"
         "client.event('big', array=numpy.zeros(20_000_000)); raise SystemExit(7)"
     )

@@ -68,31 +68,30 @@ def test_final_model_loads_in_transformers_and_vllm_and_they_agree(whole: tuple[
     assert changed > 0
 
 
-def test_killed_and_resumed_run_writes_the_same_metrics(config: Path, whole: tuple[Path, str]) -> None:
-    run_dir = config.parent / "killed"
+def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple[Path, str]) -> None:
+    """SIGTERM saves first; SIGKILL costs the steps behind the last checkpoint; neither shows in the numbers."""
+    run_dir = config.parent / "interrupted"
+    with started(config, run_dir, *WORLD) as run:
+        run.wait_for_step(1, 120)
+        run.process.terminate()
+        code, output = run.wait(30)
+        run.assert_gone(1)
+    assert code == 143
+    saved = json.loads((run_dir / "summary.json").read_text())
+    assert saved["status"] == "stopped"
+    assert (run_dir / "checkpoints" / f"step_{saved['steps']:06d}").is_dir()
     with started(config, run_dir, *WORLD) as run:
         run.wait_for_step(3, 120)
         run.process.kill()
-        run.process.wait()
-        run.process.stdout and run.process.stdout.close()
-        deadline_ranks(run)
-    assert (run_dir / "checkpoints" / "step_000002").is_dir()
+        run.process.communicate()
+        run.assert_gone(15)
     code, output = train(config, run_dir, *WORLD)
     assert code == 0, output
+    assert "resuming from" in output
     assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
     again, output = train(config, run_dir, *WORLD, timeout_s=20)
     assert again == 0
     assert "already finished" in output
-
-
-def deadline_ranks(run: object) -> None:
-    """All of a killed conductor's processes are gone within 15 s."""
-    import time
-
-    end = time.monotonic() + 15
-    while run.ranks():  # type: ignore[attr-defined]
-        assert time.monotonic() < end, f"left behind: {run.ranks()}"  # type: ignore[attr-defined]
-        time.sleep(0.1)
 
 
 def test_one_rank_and_one_engine_agree_to_rounding(config: Path, whole: tuple[Path, str]) -> None:

@@ -17,6 +17,7 @@ from slurm_rlhf.sync.group import SyncGroup, join
 from slurm_rlhf.sync.interface import address_of, interface_of
 from slurm_rlhf.sync.nccl import nccl_available
 from slurm_rlhf.sync.push import Sender, described
+from slurm_rlhf.sync.receive import Receiver
 from slurm_rlhf.sync.store import SyncStore
 from slurm_rlhf.sync.transport import TransportFailure
 
@@ -195,6 +196,32 @@ def test_receivers_learn_why_the_sender_gave_up(fleet):
         sender.push([pair for pair in weights if pair[0] != "3.half"], 1)
     for peer in fleet.peers:
         assert "the plan says 3.half" in peer.answer()["message"]
+
+
+def test_a_sender_that_dies_is_named(fleet):
+    fleet.hire(1)
+    sender = fleet.peers.pop()
+    sender.tell("listen")
+    where = {"name": "g", "world": 2, "host": "127.0.0.1", "port": sender.answer(), "timeout_s": 30}
+    sender.tell("join", rank=0, label="actor 0", **where)
+    group = join(rank=1, label="rollout 0", **where)
+    sender.answer()
+    sender.tell("push", version=1, seconds=0.2)
+    receiver = Receiver(group)
+    arrived = []
+
+    def load():
+        with receiver.update(1) as weights:
+            for name, _ in weights:
+                arrived.append(name)
+                if len(arrived) == 3:
+                    sender.end()
+
+    start = time.monotonic()
+    with pytest.raises(SyncError, match=rf"actor 0 on .*pid {sender.pid}\), which sends them, is gone or hangs"):
+        load()
+    assert arrived == ["p0", "p1", "p2"]
+    assert time.monotonic() - start < 8
 
 
 def test_bytes_changed_on_the_way_are_named_on_both_ends(fleet):

@@ -110,6 +110,13 @@ class Run:
             pid for pid, line in _command_lines() if f"--run_dir={self.run_dir}" in line and f"--role={role}" in line
         ]
 
+    def assert_gone(self, seconds: float) -> None:
+        """All processes that the conductor started end within `seconds`."""
+        end = time.monotonic() + seconds
+        while left := self.ranks():
+            assert time.monotonic() < end, f"still running: {left}"
+            time.sleep(0.1)
+
     def end(self) -> None:
         """End whatever is left of it, by process id."""
         for pid in [self.process.pid, *self.ranks()]:

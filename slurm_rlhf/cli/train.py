@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import textwrap
 from dataclasses import fields
 from pathlib import Path
@@ -39,7 +40,8 @@ def run(words: list[str]) -> int:
         return 0
     ranks = layout_here(config)
     from slurm_rlhf.launch.local import LocalLauncher
+    from slurm_rlhf.launch.requeue import continuation_here
     from slurm_rlhf.roles import conductor
 
     node = ranks.topology.nodes[0].name
-    return conductor.run(config, ranks, LocalLauncher(Path(config.run_dir), node), node)
+    return conductor.run(config, ranks, LocalLauncher(Path(config.run_dir), node), node, continuation_here(os.environ))

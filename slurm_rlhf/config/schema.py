@@ -274,6 +274,14 @@ class Timeout:
 
 
 @dataclass(slots=True)
+class Slurm:
+    """Inside a Slurm job only."""
+
+    signal_lead_s: float = 600.0
+    """Seconds before the end of the allocation at which a run saves and requeues itself, as in --signal=B:USR1@600."""
+
+
+@dataclass(slots=True)
 class Sft:
     """`slurm-rlhf sft` only."""
 
@@ -312,4 +320,5 @@ class Config:
     sync: Sync = field(default_factory=Sync)
     logger: Logger = field(default_factory=Logger)
     timeout: Timeout = field(default_factory=Timeout)
+    slurm: Slurm = field(default_factory=Slurm)
     sft: Sft = field(default_factory=Sft)

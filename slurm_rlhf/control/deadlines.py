@@ -7,18 +7,14 @@ from slurm_rlhf.errors import RunError
 
 DEADLINES: dict[str, str] = {
     "start": "start",
-    "describe": "start",
     "generate": "generate",
     "logprobs": "forward",
     "values": "forward",
-    "score": "reward",
     "train_step": "train_step",
     "sync_listen": "sync",
     "sync_join": "sync",
-    "sync_plan": "sync",
     "sync_push": "sync",
     "sync_receive": "sync",
-    "sync_leave": "sync",
     "save": "checkpoint",
     "load": "checkpoint",
     "export": "checkpoint",

@@ -275,8 +275,8 @@ class Switchboard:
             call.future.set_exception(
                 CallTimeout(
                     f"{peer} did not answer {call.method} within {call.timeout_s:g} s; it was last heard "
-                    f"{self._now - peer.heard:.1f} s ago, in phase {peer.phase!r}. Its log says where it stands; if the "
-                    "work takes longer than that, raise the limit in [timeout]"
+                    f"{self._now - peer.heard:.1f} s ago, in phase {peer.phase!r}. Its log says where it stands; if "
+                    "the work takes longer than that, raise the limit in [timeout]"
                 )
             )
 

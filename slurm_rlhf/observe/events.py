@@ -1,32 +1,83 @@
-"""TensorBoard events, written without TensorFlow and without torch."""
+"""TensorBoard events, written without TensorFlow, without torch and without a thread.
+
+TensorBoard's own writer imports TensorFlow where that is installed; its message classes do not. The file is a sequence
+of TFRecords: uint64 length, masked CRC-32C of the length, the message, masked CRC-32C of the message; little-endian
+(tensorflow/core/lib/io/record_writer.h).
+"""
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+
+_POLYNOMIAL = 0x82F63B78  # Castagnoli, reflected
+_MASK = 0xA282EAD8
 
 
 class TensorBoardEvents:
-    """One scalar per metric and step. The file is made by the first one."""
+    """One scalar per metric and step. The file is made by the first one; a resumed run adds a file of its own."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._writer: Any = None
+        self._file: BinaryIO | None = None
 
     def scalars(self, step: int, metrics: dict[str, float]) -> None:
-        """Write every metric of a step; it can be looked at while the run goes on."""
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        """Write every metric of a step; it can be looked at while the run goes on.
 
-        if self._writer is None:
-            self._writer = EventFileWriter(str(self._directory))
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in sorted(metrics.items())]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-        self._writer.flush()
+        Metrics without a group appear under `train/`.
+        """
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        tags = {name if "/" in name else f"train/{name}": float(value) for name, value in sorted(metrics.items())}
+        file = self._file or self._open(step)
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
+        self._write(file, step=step, summary=Summary(value=values))
+        file.flush()
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self, step: int) -> BinaryIO:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self._directory.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.3f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (self._directory / name).open("wb")
+        self._write(self._file, file_version="brain.Event:2")
+        # A resumed run says from where on what earlier files hold is void.
+        self._write(self._file, step=step, session_log=SessionLog(status=SessionLog.START))
+        return self._file
+
+    def _write(self, file: BinaryIO, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        data = Event(wall_time=time.time(), **fields).SerializeToString()
+        length = struct.pack("<Q", len(data))
+        file.write(length + _masked_crc(length) + data + _masked_crc(data))
+
+
+def _table() -> list[int]:
+    table = []
+    for byte in range(256):
+        crc = byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (_POLYNOMIAL if crc & 1 else 0)
+        table.append(crc)
+    return table
+
+
+_TABLE = _table()
+
+
+def _masked_crc(data: bytes) -> bytes:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF)

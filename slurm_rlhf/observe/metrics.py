@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,35 +16,56 @@ TIMED = ("time/", "perf/")
 class MetricsLog:
     """Append-only. `step` comes first in a line, then the other metrics by name, timings last.
 
-    Floats are written as their shortest exact representation, so that equal lines mean equal numbers, bit for bit.
+    Floats are written as their shortest exact representation (Python's repr), so that equal lines mean equal numbers,
+    bit for bit. What JSON has no word for, NaN and infinities, is null.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def append(self, step: int, metrics: dict[str, float]) -> None:
-        """One line; it is on its way to the disk when this returns, so that a killed run does not lose it."""
-        ordered = {name: metrics[name] for name in sorted(metrics, key=lambda name: (name.startswith(TIMED), name))}
+        """One line; the system has it when this returns, so that a killed run does not lose it."""
+        names = sorted(metrics, key=lambda name: (name.startswith(TIMED), name))
+        line = json.dumps({"step": step, **{name: finite(metrics[name]) for name in names}}, allow_nan=False)
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **ordered}) + "\n")
+            file.write(line + "\n")
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """All whole lines; a last line that a kill cut short is passed over."""
-        if not self._path.exists():
-            return
-        for line in self._path.read_text(encoding="utf-8").splitlines():
-            try:
-                yield json.loads(line)
-            except ValueError:
-                continue
+        """All whole lines; one that a kill cut short is passed over."""
+        return (row for _, row in self._lines())
 
     def truncate_after(self, step: int) -> int:
-        """Drop the lines behind `step`, which a resumed run writes again; returns how many went."""
-        rows = list(self.rows())
-        kept = [row for row in rows if row["step"] <= step]
+        """Drop the lines behind `step`, which a resumed run writes again, and any half line; returns how many steps.
+
+        The lines that stay keep every byte.
+        """
         if not self._path.exists():
             return 0
+        lines = list(self._lines())
+        kept = [line for line, row in lines if row["step"] <= step]
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines(line + "\n" for line in kept)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, self._path)
-        return len(rows) - len(kept)
+        return len(lines) - len(kept)
+
+    def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        if not self._path.exists():
+            return
+        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and "step" in row:
+                yield line, row
+
+
+def finite(value: float | None) -> float | int | None:
+    """A plain Python number for JSON, None for what JSON cannot hold. Takes NumPy's scalars as well."""
+    if value is None:
+        return None
+    plain = value if isinstance(value, int) else float(value)
+    return plain if math.isfinite(plain) else None

@@ -7,6 +7,8 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from slurm_rlhf.observe.metrics import finite
+
 
 @dataclass(slots=True)
 class Summary:
@@ -27,7 +29,12 @@ class Summary:
     error: str = ""
 
     def write(self, path: Path) -> None:
-        """Replace `path` atomically: whoever reads it sees a whole one."""
+        """Replace `path` atomically: whoever reads it, after a crash of the node too, sees a whole one."""
+        fields = asdict(self)
+        fields |= {name: finite(value) for name, value in fields.items() if isinstance(value, float)}
         temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(fields, indent=2, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)

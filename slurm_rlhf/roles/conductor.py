@@ -6,19 +6,18 @@ import contextlib
 import fcntl
 import logging
 import os
-import signal
 import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from slurm_rlhf.algorithms.kl import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.cluster.continuation import Continuation
 from slurm_rlhf.cluster.launcher import Launcher
 from slurm_rlhf.cluster.placement import RankMap
+from slurm_rlhf.cluster.stop import Stop, StopRequested
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import gather
@@ -40,13 +39,12 @@ from slurm_rlhf.rollout.rewards import RewardFunction
 
 log = logging.getLogger(__name__)
 
-TERMINATED = 143  # 128 + SIGTERM, as shells count
 
-
-def run(config: Config, ranks: RankMap, launcher: Launcher, node: str) -> int:
+def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuation: Continuation) -> int:
     """Train, from the newest checkpoint if there is one. Returns the exit code.
 
-    Raises UserError and RunError with a message that is fit for the terminal; the traceback is in the conductor's log.
+    A run that is told to stop saves first; `continuation` then makes it go on where the scheduler allows. Raises
+    UserError and RunError with a message that is fit for the terminal; the traceback is in the conductor's log.
     Whatever happens, no process of the run is left when this returns.
     """
     directory = RunDirectory(Path(config.run_dir))
@@ -54,8 +52,12 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str) -> int:
     with _exclusive(directory), _logging(directory.role_log("conductor", node, 0)):
         reporting = Reporting(config, directory, ranks.worlds)
         try:
-            with _terminable():
-                Conductor(config, directory, ranks, launcher, reporting).run()
+            with Stop(directory.root, continuation.end_time(), config.slurm.signal_lead_s) as stop:
+                try:
+                    Conductor(config, directory, ranks, launcher, reporting, stop).run()
+                except StopRequested as stopped:
+                    reporting.stopped(stopped.reason.what, continuation.go_on() if stopped.reason.requeue else "")
+                    return stopped.reason.exit_code
         except BaseException as error:
             _log(error)
             reporting.failed(error)
@@ -78,13 +80,20 @@ class Conductor:
     """Reads what the run needs, starts the roles, and hands over to `TrainingRun`."""
 
     def __init__(
-        self, config: Config, directory: RunDirectory, ranks: RankMap, launcher: Launcher, reporting: Reporting
+        self,
+        config: Config,
+        directory: RunDirectory,
+        ranks: RankMap,
+        launcher: Launcher,
+        reporting: Reporting,
+        stop: Stop,
     ) -> None:
         self.config = config
         self.directory = directory
         self.ranks = ranks
         self.launcher = launcher
         self.reporting = reporting
+        self.stop = stop
         self.checkpoints = CheckpointDir(directory.root)
         self.started = time.monotonic()
 
@@ -99,11 +108,11 @@ class Conductor:
         self.reporting.begin(state, inputs.total_steps, checkpoint)
         fleet = Fleet(self.config, self.directory, self.ranks, self.launcher)
         try:
-            self._start(fleet, inputs, state, checkpoint).run()
+            with self.stop.droppable():
+                training = self._start(fleet, inputs, state, checkpoint)
+            training.run()
         finally:
-            # From here on nothing may keep us from ending what we started.
-            for number in (signal.SIGINT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
+            self.stop.deaf()
             fleet.stop()
         self.reporting.finished()
 
@@ -169,6 +178,7 @@ class Conductor:
             total_steps=inputs.total_steps,
             reporting=self.reporting,
             phases=phases,
+            stop=self.stop,
             clock=self.started,
         )
         if checkpoint is not None:
@@ -203,22 +213,6 @@ def _logging(path: Path) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         handler.close()
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM unwinds the stack as Ctrl-C does, so that what was started is ended."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(TERMINATED)
-
-    before: list[tuple[signal.Signals, Any]] = [(n, signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGINT)]
-    signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        for number, handler in before:
-            signal.signal(number, handler)
 
 
 def _log(error: BaseException) -> None:

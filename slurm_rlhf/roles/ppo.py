@@ -1,6 +1,6 @@
-"""The algorithm: one training step of PPO, from prompts to new weights in the engines.
+"""The algorithm: one training step of PPO, from prompts to new weights in the actor.
 
-Rollout, reward, log-probs and values, advantages, several passes of updates, weight sync. Sources: Schulman et al.,
+Rollout, reward, log-probs and values, advantages, several passes of updates. Sources: Schulman et al.,
 Proximal Policy Optimization (2017); Ouyang et al., Training language models to follow instructions (2022).
 """
 
@@ -42,18 +42,24 @@ class PPO:
     kl: KLController
     phases: Phases
 
-    def step(self, number: int, prompts: list[Prompt], version: int) -> Metrics:
-        """One training step on `prompts`, sampled by policy `version`. The actor's weights are new afterwards."""
+    def collect(self, number: int, prompts: list[Prompt], version: int) -> tuple[Experience, Metrics]:
+        """Sample with policy `version` and score: everything a step needs before anything changes.
+
+        It may be dropped and done again: the same numbers come out.
+        """
         with self.phases("rollout"):
             trajectories = self.generation.run(prompts, self.sampling(), version)
         rewards, experience = self._score(number, prompts, trajectories)
         with self.phases("advantages"):
             metrics = self._advantages(experience)
+        return experience, metrics | self._sample_metrics(trajectories, rewards, experience)
+
+    def update(self, number: int, experience: Experience, metrics: Metrics) -> Metrics:
+        """Train actor and critic on a step's experience; `metrics` are those of `collect`."""
         with self.phases("update"):
-            metrics |= self._update(number, experience)
-        metrics |= self._sample_metrics(trajectories, rewards, experience)
-        self.kl.update(metrics["kl"], len(trajectories))
-        return metrics
+            trained = self._update(number, experience)
+        self.kl.update(metrics["kl"], len(experience))
+        return metrics | trained
 
     def sampling(self) -> Sampling:
         """How training responses are sampled."""

@@ -27,6 +27,8 @@ class Reporting:
         self._events = TensorBoardEvents(directory.tensorboard) if config.logger.tensorboard else None
         self._state: RunState | None = None
         self._total = 0
+        self._lead_s = config.slurm.signal_lead_s
+        self._warned = False
 
     def note(self, text: str) -> None:
         """A line for the user and for the log."""
@@ -65,6 +67,25 @@ class Reporting:
         if state.eval_before is not None and state.eval_after is not None:
             self.note(f"evaluation: {state.eval_before:.4f} before, {state.eval_after:.4f} after")
         self.note(f"finished {state.step} steps in {state.wall_s:.0f} s; the model is in {self._directory.final}")
+
+    def saved(self, step: int, seconds: float) -> None:
+        """A checkpoint is on disk. Warns when saving takes longer than Slurm's signal leaves time for."""
+        log.info("checkpoint of step %d saved in %.1f s", step, seconds)
+        lead = self._lead_s
+        if seconds > lead / 2 and not self._warned:
+            self._warned = True
+            self.note(
+                f"warning: saving took {seconds:.0f} s, and the signal before the end of the allocation leaves "
+                f"{lead:.0f} s (slurm.signal_lead_s): raise it and --signal=B:USR1@SECONDS to {3 * seconds:.0f} or more"
+            )
+
+    def stopped(self, why: str, then: str) -> None:
+        """The run stops before its last step, with everything saved; `then` says how it goes on by itself."""
+        self._end()
+        if self._state is not None:
+            self._write("stopped")
+            step = self._state.step
+            self.note(f"stopped by {why}; saved at step {step}/{self._total}" + (f"; {then}" if then else ""))
 
     def failed(self, error: BaseException) -> None:
         """The run ends by `error`; its message goes to the terminal by whoever catches it."""

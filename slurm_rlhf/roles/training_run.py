@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.cluster.stop import Stop, StopRequested
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import gather
 from slurm_rlhf.data.order import PromptOrder
@@ -44,6 +45,7 @@ class TrainingRun:
     total_steps: int
     reporting: Reporting
     phases: Phases
+    stop: Stop
     clock: float  # time.monotonic() up to which `state.wall_s` has counted
     _saved_step: int = field(default=-1, init=False)
 
@@ -51,23 +53,39 @@ class TrainingRun:
         """All steps that are left, then the final evaluation, checkpoint and export."""
         self.weights.update(self.state.policy_version)
         if self.state.eval_before is None and self.eval_prompts:
-            self.state.eval_before = self._evaluate()
+            with self.stop.droppable():
+                self.state.eval_before = self._evaluate()
             self.reporting.note(f"evaluation before training: {self.state.eval_before:.4f}")
         self.phases.take()  # what start-up took belongs to no step
         self.reporting.stepping()
-        while self.state.step < self.total_steps:
-            self._step()
-        if self._saved_step != self.state.step:
-            self._save()
+        try:
+            while self.state.step < self.total_steps:
+                self._step()
+                self._between_steps()
+        except StopRequested:
+            self._save_once()
+            raise
+        self._save_once()
         self._export()
+
+    def _between_steps(self) -> None:
+        if self.stop.save_wanted() or self._due(self.config.ckpt.save_steps, always_last=False):
+            with self.phases("checkpoint"):
+                self._save()
+        if self.state.step < self.total_steps:
+            self.stop.check()
 
     def _step(self) -> None:
         started = time.monotonic()
-        positions = self.order.next()
-        if positions is None:
-            raise AssertionError("total_steps is more than the prompt order holds")
-        number = self.state.step + 1
-        metrics = self.ppo.step(number, [self.prompts[i] for i in positions], self.state.policy_version)
+        number, before = self.state.step + 1, self.order.state_dict()
+        try:
+            with self.stop.droppable():
+                prompts = [self.prompts[position] for position in self.order.next() or []]
+                experience, metrics = self.ppo.collect(number, prompts, self.state.policy_version)
+        except StopRequested:
+            self.order.load_state_dict(before)
+            raise
+        metrics = self.ppo.update(number, experience, metrics)
         version = self.state.policy_version + 1
         with self.phases("sync"):
             metrics |= self.weights.update(version)
@@ -82,9 +100,6 @@ class TrainingRun:
         metrics["perf/rollout_tokens_per_s"] = tokens / max(timings["time/rollout"], 1e-9)
         # Before the checkpoint: whatever a checkpoint has behind it has its line, and a later line is cut on resume.
         self.reporting.step(number, self.total_steps, metrics)
-        if self._due(self.config.ckpt.save_steps, always_last=False):
-            with self.phases("checkpoint"):
-                self._save()
 
     def _count(self, number: int, version: int, tokens: int, metrics: dict[str, float]) -> None:
         state = self.state
@@ -120,8 +135,12 @@ class TrainingRun:
         self.state.wall_s += now - self.clock
         self.clock = now
 
+    def _save_once(self) -> None:
+        if self._saved_step != self.state.step:
+            self._save()
+
     def _save(self) -> None:
-        step = self.state.step
+        step, started = self.state.step, time.monotonic()
         self._count_wall()
         path = self.checkpoints.begin(step)
         futures: list[Future[Any]] = []
@@ -133,6 +152,7 @@ class TrainingRun:
         self.checkpoints.commit(step, state)
         self.checkpoints.prune(self.config.ckpt.max_num)
         self._saved_step = step
+        self.reporting.saved(step, time.monotonic() - started)
 
     def load(self, path: Path) -> None:
         """Take the roles, the data order and the KL coefficient back to a checkpoint; `state` is loaded already."""

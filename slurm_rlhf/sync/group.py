@@ -118,7 +118,11 @@ class SyncGroup:
 
         Waits a little longer than the time-out: if rank 0 gives up at the same time, it knows more.
         """
-        if not wait_until(lambda: bool(self._ended) or ready(), self.timeout_s + _MARGIN_S):
+        try:
+            came = wait_until(lambda: bool(self._ended) or ready(), self.timeout_s + _MARGIN_S)
+        except RuntimeError as error:
+            raise SyncError(f"group {self.name}: the process that holds its store is gone: {error}") from error
+        if not came:
             raise SyncError(f"group {self.name}: {what} did not come within {self.timeout_s:g} s (timeout.sync)")
         self.check()
 

@@ -1,0 +1,76 @@
+"""The numbers of a step as a row of a table, 100 columns wide at most."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+PHASES = ("rollout", "reward", "forward", "update", "sync")
+"""Phases with a column of their own; all others of a step are `other`."""
+
+EVERY = 20
+"""Rows from one header to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    text: str  # padded to the column's width
+    style: str  # in rich's words
+
+
+def row(step: int, total: int, metrics: dict[str, float], remaining: str) -> list[Cell]:
+    """One step. A metric that is missing is a dash: what is shown never stops a run."""
+    seconds = metrics.get("time/step", math.nan)
+    phases = {name: metrics[f"time/{name}"] for name in PHASES if f"time/{name}" in metrics}
+    cells = [
+        Cell(f"{step}/{total}".rjust(9), "bold"),
+        Cell(_fixed(metrics.get("reward"), 7, 3), "bold green"),
+        Cell(_fixed(metrics.get("kl"), 7, 4), ""),
+        Cell(_fixed(metrics.get("accuracy"), 5, 3), "green"),
+        Cell(_count(metrics.get("perf/tokens_per_s"), 6), ""),
+        Cell(_fixed(seconds, 6, 2), "bold"),
+    ]
+    cells += [Cell(_fixed(phases.get(name), max(5, len(name)), 2), "dim") for name in PHASES]
+    cells.append(Cell(_fixed(max(seconds - sum(phases.values()), 0.0), 5, 2), "dim"))
+    cells.append(Cell(remaining.rjust(7), "cyan"))
+    return cells
+
+
+def header() -> str:
+    """The names over the columns of `row`."""
+    names = [("step", 9), ("reward", 7), ("kl", 7), ("acc", 5), ("tok/s", 6), ("step s", 6)]
+    names += [*((name, max(5, len(name))) for name in PHASES), ("other", 5), ("eta", 7)]
+    return " ".join(name.rjust(width) for name, width in names)
+
+
+def line(cells: list[Cell]) -> str:
+    """The row as plain text."""
+    return " ".join(cell.text for cell in cells)
+
+
+def duration(seconds: float) -> str:
+    """m:ss or h:mm:ss; a dash while nothing is known."""
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _fixed(value: float | None, width: int, decimals: int) -> str:
+    """`value` with as many of `decimals` as fit into `width`."""
+    if value is None or math.isnan(value):
+        return "-".rjust(width)
+    texts = [f"{value:.{digits}f}" for digits in range(decimals, -1, -1)]
+    return next((text for text in texts if len(text) <= width), f"{value:.0e}").rjust(width)
+
+
+def _count(value: float | None, width: int) -> str:
+    """`value` as an integer, in thousands or millions where it does not fit."""
+    if value is None or not math.isfinite(value):
+        return "-".rjust(width)
+    for scale, unit in ((1, ""), (1e3, "k"), (1e6, "M")):
+        text = f"{value / scale:.0f}{unit}"
+        if len(text) <= width:
+            break
+    return text.rjust(width)
