@@ -53,6 +53,8 @@ class LiveProgress:
         self._print(_styled(row(step, total, metrics, duration(self._clock.remaining(total - step)))))
         if "eval" in metrics:
             self._print(Text(f"{'':9} evaluation {metrics['eval']:.4f}", style="bold magenta"))
+        if self._live is not None:
+            self._live.refresh()
 
     def end(self) -> None:
         if self._live is not None:
@@ -71,7 +73,7 @@ class LiveProgress:
         bar.add_row(
             Text(f"{self._done}/{self._total}".rjust(9), style="bold"),
             ProgressBar(total=max(1, self._total), completed=self._done, width=_BAR),
-            Text(f"{duration(self._clock.elapsed())} gone, {duration(max(left, 0.0))} left", style="cyan"),
+            Text(f"{duration(self._clock.elapsed())} elapsed, {duration(max(left, 0.0))} left", style="cyan"),
             Text(f"{busy} {self._phase} {duration(now - self._phase_began)}" if self._phase else "", style="dim"),
         )
         return bar

@@ -38,7 +38,7 @@ def row(step: int, total: int, metrics: dict[str, float], remaining: str) -> lis
 
 def header() -> str:
     """The names over the columns of `row`."""
-    names = [("step", 9), ("reward", 7), ("kl", 7), ("acc", 5), ("tok/s", 6), ("step s", 6)]
+    names = [("step", 9), ("reward", 7), ("kl", 7), ("acc", 5), ("tok/s", 6), ("sec", 6)]
     names += [*((name, max(5, len(name))) for name in PHASES), ("other", 5), ("eta", 7)]
     return " ".join(name.rjust(width) for name, width in names)
 
@@ -52,7 +52,7 @@ def duration(seconds: float) -> str:
     """m:ss or h:mm:ss; a dash while nothing is known."""
     if not math.isfinite(seconds):
         return "-"
-    minutes, rest = divmod(math.ceil(seconds), 60)
+    minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 

@@ -15,7 +15,7 @@ _NOISE = re.compile(
     r"|[IWE]\d{4} [\d:.]+ \d+ torch/distributed/elastic/"
     r"|(\[rank\d+\]:)?\[W\d{4,} .*(socket|TCPStore|ProcessGroup\w*|CUDAAllocatorConfig)\.cpp"
     r"|frame #\d+: "
-    r"|Exception raised from .* at .*\.cpp:\d+ "
+    r"|Exception raised from .* at .*\.[ch]pp:\d+ "
 )
 _REPORT_BEGINS = re.compile(r"(torch\.distributed\.elastic\S*\.)?ChildFailedError:")
 _REPORT_RULE = re.compile(r"={20,}$")

@@ -106,8 +106,8 @@ class TrainEngine:
         return directory / f"rank_{self.world.rank:05d}.pt"
 
     def _plain_norm(self) -> float | None:
-        """ZeRO-0 in fp32 is plain AdamW inside DeepSpeed: it neither reports the norm nor stops at NaN."""
-        if self.cfg.zero_stage > 0 or self.cfg.param_dtype != "fp32":
+        """ZeRO-0 is plain AdamW inside DeepSpeed: it neither reports the norm nor stops at NaN."""
+        if self.cfg.zero_stage > 0:
             return None
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         norm = float(nn.utils.get_total_norm(grads))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.training.distributed import World, limit_collectives
 from slurm_rlhf.training.schedule import Schedule
 
@@ -42,7 +43,12 @@ class EngineConfig:
 
 
 def start_deepspeed(module: nn.Module, cfg: EngineConfig, world: World) -> Any:
-    """`deepspeed.initialize` with AdamW over the module's parameters. Collective."""
+    """`deepspeed.initialize` with AdamW over the module's parameters. Collective. Raises ConfigError."""
+    if cfg.zero_stage == 0 and cfg.param_dtype == "bf16":
+        raise ConfigError(
+            "ds.zero_stage = 0 with ds.param_dtype = bf16 would add up gradients in bf16, which loses small ones: "
+            "use ds.zero_stage = 1 (or 2, 3), or fp32"
+        )
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # its own detection warns where there is no GPU
     import deepspeed
     import deepspeed.ops
