@@ -58,7 +58,9 @@ def write_model(directory: Path) -> None:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     vocabulary = ["<pad>", "<eos>", *"0123456789+="]
     characters = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[]))
     characters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

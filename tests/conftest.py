@@ -34,6 +34,16 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The longer product of cases runs when it is asked for: `-m full`, or a test by its name with `-m ""`."""
+    if "-m" in config.invocation_params.args or config.option.markexpr:
+        return
+    longer = [item for item in items if item.get_closest_marker("full")]
+    if longer:
+        config.hook.pytest_deselected(items=longer)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     """The hard limit: pytest-timeout's signal ends a test in Python code, this one also in code that is stuck in C."""

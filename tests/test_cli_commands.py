@@ -102,7 +102,7 @@ def test_train_hands_over_to_the_conductor(file: Path, monkeypatch: pytest.Monke
     seen: list[Any] = []
     monkeypatch.setattr("slurm_rlhf.roles.conductor.run", lambda *arguments: seen.extend(arguments) or 0)
     assert main(["train", str(file), "--actor.num_gpus_per_node=2"]) == 0
-    config, ranks, _, node = seen
+    config, ranks, _, node, _ = seen
     assert config.actor.num_gpus_per_node == ranks.world("actor") == 2
     assert [share.node for share in ranks.roles["rollout"]] == [node]
 

@@ -120,6 +120,7 @@ def test_two_at_once_wait_for_each_other(checkout: Path) -> None:
     assert "python-of-mine: not found" in rest
 
 
+@pytest.mark.full
 @pytest.mark.timeout(120)
 def test_an_index_without_torch_is_named_and_the_next_try_starts_over(checkout: Path) -> None:
     variables = {

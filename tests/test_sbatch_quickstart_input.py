@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +18,10 @@ SBATCH = Path(__file__).resolve().parents[1] / "sbatch"
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("input")
     subprocess.run([sys.executable, SBATCH / "quickstart_data.py", directory], check=True, timeout=100)
-    yield directory
+    return directory
 
 
 def rows(file: Path) -> list[dict[str, str]]:

@@ -22,7 +22,7 @@ from tiny_models import make_tiny
 from slurm_rlhf.algorithms.batching import micro_batches, split_ranks
 from slurm_rlhf.algorithms.losses import policy_loss, value_loss
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import CheckpointError, RunError
+from slurm_rlhf.errors import CheckpointError, ConfigError, RunError
 from slurm_rlhf.records import Experience
 
 STEPS = 3
@@ -258,50 +258,60 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("models") / "qwen2")
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def trained(request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp(f"ranks{request.param}")
-    stages = [2, 3] if request.param == 2 else [2]
-    stall = request.param == 2  # alone there is nobody to wait for
-    torchrun(request.param, model=str(model), out=str(out), cases=CASES, resume=stages, nan=[0, 2], stall=stall)
-    return out
+@pytest.fixture(scope="module")
+def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """What one rank and two ranks have written; `nan` and `resume` are asserted by the ranks themselves."""
+    outs = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2)}
+    torchrun(1, model=str(model), out=str(outs[1]), cases=CASES, resume=[2], nan=[0, 2])
+    torchrun(2, model=str(model), out=str(outs[2]), cases=CASES, resume=[2, 3], nan=[0, 2], stall=True)
+    return outs
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", [case for case in CASES if case["name"] != "bf16"], ids=lambda case: case["name"])
 def test_training_on_ranks_and_micro_batches_equals_plain_adamw_on_the_whole_batch(
-    trained: Path, model: Path, case: dict[str, Any]
+    results: dict[int, Path], model: Path, case: dict[str, Any], ranks: int
 ) -> None:
     expected, norms = plain_torch(case["kind"], model, case.get("weight_decay", 0.0))
-    ours = load_file(trained / f"{case['name']}.safetensors")
+    ours = load_file(results[ranks] / f"{case['name']}.safetensors")
     assert ours.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
-    metrics = json.loads((trained / f"{case['name']}.json").read_text())
+    metrics = json.loads((results[ranks] / f"{case['name']}.json").read_text())
     assert [step["grad_norm"] for step in metrics] == pytest.approx(norms, rel=1e-5)
     assert min(norms) > make_config(model).actor.max_norm
     assert [step["lr"] for step in metrics] == pytest.approx(WARMUP)
 
 
-@pytest.mark.timeout(200)
-def test_bf16_training_stays_close_to_fp32(trained: Path, model: Path) -> None:
-    start = {name: value.float() for name, value in load_file(model / "model.safetensors").items()}
-    moves = {
-        name: torch.cat([(value - start[key.removeprefix("model.")]).flatten() for key, value in trained_.items()])
-        for name, trained_ in ((n, load_file(trained / f"{n}.safetensors")) for n in ("bf16", "zero1"))
-    }
-    assert moves["zero1"].abs().max() > LEARNING_RATE
-    # bf16 keeps 8 bits of weights of about 0.1: errors of up to 4e-4 in weights.
-    assert (moves["bf16"] - moves["zero1"]).abs().median() < 4e-4
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bf16_training_stays_close_to_fp32(results: dict[int, Path], model: Path, ranks: int) -> None:
+    start = load_file(model / "model.safetensors")
+    moved = {}
+    for name in ("bf16", "zero1"):
+        ours = load_file(results[ranks] / f"{name}.safetensors")
+        moved[name] = torch.cat([(ours[f"model.{key}"] - value).flatten() for key, value in start.items()])
+    assert moved["zero1"].abs().max() > LEARNING_RATE
+    # bf16 keeps 8 bits of weights of about 0.1: errors of up to 4e-4.
+    assert (moved["bf16"] - moved["zero1"]).abs().median() < 4e-4
 
 
-@pytest.mark.timeout(200)
-def test_a_rank_that_stalls_is_noticed_within_the_collective_timeout(trained: Path) -> None:
-    if not (trained / "stall.json").exists():
-        pytest.skip("one rank waits for nobody")
-    seconds, message = json.loads((trained / "stall.json").read_text())
+@pytest.mark.timeout(300)
+def test_a_rank_that_stalls_is_noticed_within_the_collective_timeout(results: dict[int, Path]) -> None:
+    seconds, message = json.loads((results[2] / "stall.json").read_text())
     assert 1.5 < seconds < 4.5, message
     assert "timed out" in message.lower()
+
+
+@pytest.mark.timeout(60)
+def test_bf16_without_zero_is_refused(model: Path) -> None:
+    from slurm_rlhf.training.distributed import World
+    from slurm_rlhf.training.zero import EngineConfig, start_deepspeed
+
+    cfg = EngineConfig.of_actor(make_config(model, zero_stage=0, param_dtype="bf16"), 1e-3, 1)
+    with pytest.raises(ConfigError, match=r"use ds\.zero_stage = 1"):
+        start_deepspeed(torch.nn.Linear(2, 2), cfg, World(0, 1, torch.device("cpu")))
 
 
 if __name__ == "__main__":

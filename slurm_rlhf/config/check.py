@@ -99,11 +99,16 @@ def _relations(config: Config) -> Iterator[str]:
         yield "rollout.top_k must be -1 (all) or at least 1, got 0"
     if config.algo.kl.target and not config.algo.kl.init_coef:
         yield "algo.kl.target needs a coefficient to start from: set algo.kl.init_coef above 0"
-    if config.timeout.heartbeat <= 2 * config.timeout.heartbeat_interval:
+    if config.timeout.heartbeat < 4 * config.timeout.heartbeat_interval:
         yield (
-            f"timeout.heartbeat = {config.timeout.heartbeat:g} must be more than two heartbeats: above "
-            f"{2 * config.timeout.heartbeat_interval:g} for timeout.heartbeat_interval = "
+            f"timeout.heartbeat = {config.timeout.heartbeat:g} must be at least four heartbeats: "
+            f"{4 * config.timeout.heartbeat_interval:g} for timeout.heartbeat_interval = "
             f"{config.timeout.heartbeat_interval:g}"
+        )
+    if config.vllm.tensor_parallel_size != 1:
+        yield (
+            f"vllm.tensor_parallel_size = {config.vllm.tensor_parallel_size}: engines of one accelerator are all this "
+            "version can run; set it to 1 and use more vllm.num_engines"
         )
 
 
