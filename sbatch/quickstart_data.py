@@ -2,7 +2,7 @@
 
     python sbatch/quickstart_data.py DIRECTORY
 
-sft.jsonl    demonstrations by a careless pupil, who forgets seven times out of ten to carry from the ones to the tens
+sft.jsonl    demonstrations by a careless pupil, who forgets four times out of five to carry from the ones to the tens
 train.jsonl  problems for PPO, each with its right answer as the label of the reward function
 eval.jsonl   problems that are in neither of the two others
 untrained/   a Qwen2 model of about a million parameters with tied embeddings, and a tokenizer of single characters
@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 SIZES = {"eval": 1024, "sft": 30_000, "train": 20_000}
-FORGETFULNESS = 0.7
+FORGETFULNESS = 0.8
 SEED = 1
 
 

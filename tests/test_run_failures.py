@@ -13,6 +13,8 @@ from training_runs import started, train, workspace
 
 pytestmark = pytest.mark.timeout(300)
 
+ENDLESS = ("--train.max_steps=1000", "--train.num_episodes=1000")
+
 RAISES_LATER = """
 calls = 0
 
@@ -56,7 +58,7 @@ def test_a_reward_function_that_raises_ends_the_run_and_keeps_the_checkpoints(tm
 
 
 def test_a_killed_rank_ends_the_run_within_30_s_and_is_named(config: Path) -> None:
-    with started(config, config.parent / "killed", "--train.max_steps=1000", "--train.num_episodes=1000") as run:
+    with started(config, config.parent / "killed", "--ds.param_dtype=bf16", *ENDLESS) as run:
         run.wait_for_step(1, 120)
         victims = run.ranks("critic")
         worker = max(victims)  # torchrun was there before its worker
@@ -72,7 +74,7 @@ def test_a_killed_rank_ends_the_run_within_30_s_and_is_named(config: Path) -> No
 
 
 def test_ctrl_c_ends_what_the_run_started_and_nothing_else(config: Path) -> None:
-    with started(config, config.parent / "interrupted", "--train.max_steps=1000", "--train.num_episodes=1000") as run:
+    with started(config, config.parent / "interrupted", *ENDLESS) as run:
         run.wait_for_step(1, 120)
         os.kill(run.process.pid, signal.SIGINT)
         code, output = run.wait(15)

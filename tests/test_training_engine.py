@@ -26,7 +26,7 @@ from slurm_rlhf.errors import CheckpointError, ConfigError, RunError
 from slurm_rlhf.records import Experience
 
 STEPS = 3
-LEARNING_RATE = 3e-4
+LEARNING_RATE = 1e-4  # AdamW turns the rounding of a gradient near zero into a share of this
 WARMUP = [LEARNING_RATE * share for share in (1 / 3, 2 / 3, 1)]
 TEMPERATURE = 0.7
 

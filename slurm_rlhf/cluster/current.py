@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Mapping, Sequence
 
 from slurm_rlhf.cluster.environment import read_slurm
@@ -11,6 +12,11 @@ from slurm_rlhf.cluster.local import local_topology, process_slots
 from slurm_rlhf.cluster.placement import role_sizes
 from slurm_rlhf.cluster.topology import CPU, Topology
 from slurm_rlhf.config.schema import Config
+
+
+def node_name(environ: Mapping[str, str] = os.environ) -> str:
+    """Slurm's name of this node, or the host name without its domain."""
+    return environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
 def current_topology(

@@ -11,6 +11,7 @@ ACTOR = "actor"
 CRITIC = "critic"
 REFERENCE = "reference"
 ROLLOUT = "rollout"
+REWARD = "reward"
 ROLE_ORDER = (ACTOR, CRITIC, REFERENCE, ROLLOUT)
 """The order in which roles are printed and given GPUs of a node they share; other names follow by alphabet."""
 
@@ -79,6 +80,15 @@ def role_sizes(config: Config) -> list[RoleSize]:
         sizes.append(RoleSize(REFERENCE, ref.num_nodes, ref.num_gpus_per_node))
     sizes.append(RoleSize(ROLLOUT, vllm.num_nodes, tp=vllm.tensor_parallel_size, engines=vllm.num_engines))
     return sizes
+
+
+def colocations(config: Config) -> list[frozenset[str]]:
+    """The sets of roles that share their slots, as `train.colocate_...` says."""
+    pairs = {
+        frozenset({ACTOR, REFERENCE}): config.train.colocate_actor_ref,
+        frozenset({CRITIC, REWARD}): config.train.colocate_critic_reward,
+    }
+    return [pair for pair, wanted in pairs.items() if wanted]
 
 
 def role_rank(role: str) -> tuple[int, str]:

@@ -195,6 +195,10 @@ class Train:
     """Token budget of a micro-batch; a longer single sequence is a micro-batch of its own."""
     logprob_chunk_tokens: int = 2048
     """Logits over the vocabulary exist for this many tokens at a time."""
+    colocate_actor_ref: bool = False
+    """Actor and reference share their accelerator slots, so they must be of the same size."""
+    colocate_critic_reward: bool = False
+    """Critic and reward model share their accelerator slots. A reward function has none."""
     seed: int = 42
     """Every random choice of a run derives from it."""
     full_determinism: bool = False
@@ -247,7 +251,7 @@ class Logger:
 class Timeout:
     """The one table of time-outs, in seconds."""
 
-    connect: float = 60.0
+    connect: float = 300.0
     """From the start of a role's process to its first message."""
     start: float = 1800.0
     """Loading the model, starting the engine."""

@@ -6,15 +6,16 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_rlhf.cluster.launcher import Ended
-from slurm_rlhf.launch.torchrun import TorchrunPlan, command
-
-WORKER_MODULE = "slurm_rlhf.roles.worker"
+from slurm_rlhf.cluster.launcher import Ended, exit_text
+from slurm_rlhf.cluster.rank_map import RankMap
+from slurm_rlhf.launch.order import StepOrder, torchrun_command
+from slurm_rlhf.launch.shim import shimmed
+from slurm_rlhf.launch.visible import visibility
 
 
 @dataclass(slots=True)
@@ -28,29 +29,31 @@ class _Started:
 class LocalLauncher:
     """Starts torchruns as children of this process; implements `cluster.launcher.Launcher`."""
 
-    def __init__(self, run_dir: Path, node: str) -> None:
+    def __init__(self, run_dir: Path, ranks: RankMap) -> None:
         self._run_dir = run_dir
-        self._node = node
+        self._ranks = ranks
+        self._node = ranks.topology.nodes[0].name
         self._started: list[_Started] = []
 
-    def start(self, role: str, processes: int, arguments: list[str], environment: Mapping[str, str]) -> None:
+    @property
+    def address(self) -> str:
+        return "127.0.0.1"
+
+    def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         log = self._run_dir / "logs" / f"{role}.{self._node}.torchrun.log"
-        plan = TorchrunPlan(
-            role, processes, f"{self._run_dir.name}.{os.getpid()}", str(self._run_dir / ".control" / "torchrun")
-        )
+        order = StepOrder(role, str(self._run_dir), f"{self._run_dir.name}.{os.getpid()}", arguments, environment)
+        torchrun_logs = str(self._run_dir / ".control" / "torchrun")
+        slots = self._ranks.roles[role][0].gpus
+        # The map's own devices are what CUDA_VISIBLE_DEVICES left to this process; there is no step to ask.
+        shown, hidden = visibility(self._ranks.topology, self._node, slots, {})
+        inherited = {name: value for name, value in os.environ.items() if name not in hidden}
         with open(log, "ab") as out:
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "slurm_rlhf.launch.shim",
-                    str(os.getpid()),
-                    *command(plan, WORKER_MODULE, arguments),
-                ],
+                shimmed(torchrun_command(order, self._ranks, self._node, torchrun_logs)),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
+                env={**inherited, **environment[self._node], **shown},
                 start_new_session=True,
             )
         self._started.append(_Started(role, process, log))
@@ -61,20 +64,23 @@ class LocalLauncher:
             code = item.process.poll()
             if code is not None and not item.reported:
                 item.reported = True
-                news.append(Ended(item.role, self._node, code, item.log))
+                news.append(Ended(item.role, self._node, exit_text(code), item.log))
         return news
 
-    def running(self) -> int:
-        return sum(item.process.poll() is None for item in self._started)
-
-    def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
-
-    def kill(self) -> None:
-        # torchrun's workers hold a parent-death signal, so they go with it although they are sessions of their own.
+    def stop(self, done: bool, grace_s: float) -> None:
+        if not done:
+            self._signal(signal.SIGTERM)
+            self._wait_gone(grace_s)
+        # Where all is done, taking torchrun down in style would only cost seconds. Its workers hold a parent-death
+        # signal, so they go with it although they are sessions of their own.
         self._signal(signal.SIGKILL)
         for item in self._started:
             item.process.wait()
+
+    def _wait_gone(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while any(item.process.poll() is None for item in self._started) and time.monotonic() < end:
+            time.sleep(0.02)
 
     def _signal(self, number: signal.Signals) -> None:
         for item in self._started:

@@ -72,7 +72,13 @@ class LiveProgress:
         busy = _BUSY[int(now * _REFRESH_HZ) % len(_BUSY)]
         bar.add_row(
             Text(f"{self._done}/{self._total}".rjust(9), style="bold"),
-            ProgressBar(total=max(1, self._total), completed=self._done, width=_BAR),
+            ProgressBar(
+                total=max(1, self._total),
+                completed=self._done,
+                width=_BAR,
+                complete_style="green",
+                finished_style="green",
+            ),
             Text(f"{duration(self._clock.elapsed())} elapsed, {duration(max(left, 0.0))} left", style="cyan"),
             Text(f"{busy} {self._phase} {duration(now - self._phase_began)}" if self._phase else "", style="dim"),
         )

@@ -151,14 +151,14 @@ class Conductor:
 
     def _start(self, fleet: Fleet, inputs: Inputs, state: RunState, checkpoint: Path | None) -> TrainingRun:
         """Processes, models, engines and the sync group, each as soon as what it needs is there."""
-        config, phases = self.config, Phases()
+        config, phases = self.config, Phases(self.reporting.phase)
         fleet.start(role_environment(config, self.ranks, len(os.sched_getaffinity(0))))
         self.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.ranks.worlds.items()))
         responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
         optimizer_steps = inputs.total_steps * config.train.max_epochs * responses // config.train.batch_size
         starts = {role: handle.start_all("start", total_steps=optimizer_steps) for role, handle in fleet.roles.items()}
         gather([future for futures in starts.values() for future in futures])
-        weights = WeightSync(config, fleet.roles["actor"], fleet.roles["rollout"])
+        weights = WeightSync(config, fleet.roles["actor"], fleet.roles["rollout"], fleet.sync_host)
         weights.connect(starts["actor"][0].result())
         generation = Generation(
             fleet.roles["rollout"], config.train.seed, config.vllm.max_num_seqs, config.train.full_determinism

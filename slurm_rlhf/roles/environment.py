@@ -3,37 +3,43 @@
 from __future__ import annotations
 
 from slurm_rlhf.cluster.placement import RankMap
-from slurm_rlhf.cluster.topology import GPU
 from slurm_rlhf.config.schema import Config
 
 TRAINERS = ("actor", "critic", "reference")
 
 
-def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dict[str, str]]:
-    """role -> variables, for a single node with `cpus` CPUs that holds every role.
+def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dict[str, dict[str, str]]]:
+    """role -> node -> variables. `cpus` counts for nodes of which the topology does not know how many they have.
 
-    The rank map, and not luck, decides which GPUs a role sees. Trainers compute side by side and rollout alone, so each
-    gets the share of the CPUs of its own phase. Threads that wait do not spin: on shared cores a spinning thread takes
-    the time of the role that has work.
+    Trainers compute side by side and rollout alone, so each gets the share of the node's CPUs of its own phase. Threads
+    that wait do not spin: on shared cores a spinning thread takes the time of the role that has work.
     """
-    together = sum(ranks.world(role) for role in ranks.roles if role in TRAINERS)
-    environment = {}
-    for role, shares in ranks.roles.items():
-        rivals = together if role in TRAINERS else ranks.world(role)
-        threads = config.train.threads_per_rank or max(1, cpus // max(1, rivals))
-        gpus = ranks.topology.node(shares[0].node).visible(shares[0].gpus) if ranks.topology.accelerator == GPU else ""
-        environment[role] = {
-            "CUDA_VISIBLE_DEVICES": gpus,
-            "OMP_NUM_THREADS": str(threads),
-            "MKL_NUM_THREADS": str(threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "KMP_BLOCKTIME": "0",
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_OFFLINE": "1",
-            # One machine: nothing of the run is reachable from outside it, whatever its host name resolves to.
-            "GLOO_SOCKET_IFNAME": "lo",
-            "VLLM_HOST_IP": "127.0.0.1",
-            "PYTHONUNBUFFERED": "1",
-            "PYTHONFAULTHANDLER": "1",
+    nodes = {share.node for shares in ranks.roles.values() for share in shares}
+    environment: dict[str, dict[str, dict[str, str]]] = {role: {} for role in ranks.roles}
+    for node in nodes:
+        here = {
+            role: len(share.ranks) for role, shares in ranks.roles.items() for share in shares if share.node == node
         }
+        together = sum(count for role, count in here.items() if role in TRAINERS)
+        for role, count in here.items():
+            rivals = together if role in TRAINERS else count
+            threads = config.train.threads_per_rank or max(1, (ranks.topology.node(node).cpus or cpus) // rivals)
+            environment[role][node] = _variables(threads, alone=len(nodes) == 1)
     return environment
+
+
+def _variables(threads: int, alone: bool) -> dict[str, str]:
+    variables = {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        # An engine lives on one node: nothing of it is to be reached from outside, whatever the host name resolves to.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    # One machine: nothing of the whole run is.
+    return {**variables, "GLOO_SOCKET_IFNAME": "lo"} if alone else variables

@@ -6,9 +6,10 @@ import logging
 import os
 import signal
 import threading
-import time
+from collections.abc import Mapping
 from concurrent.futures import wait
 from pathlib import Path
+from typing import Any
 
 from slurm_rlhf.cluster.launcher import Ended, Launcher
 from slurm_rlhf.cluster.placement import RankMap
@@ -19,15 +20,17 @@ from slurm_rlhf.control.peers import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.observe.tail import tail
+from slurm_rlhf.roles.role import TERMINATION
 from slurm_rlhf.roles.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+LOOPBACK = "127.0.0.1"
 
 
 class Fleet:
-    """Starts one process group per role and notices within seconds when one of them is gone.
+    """Starts the process groups of each role and notices within seconds when one of them is gone.
 
     The first failure fails every pending call of every role, so that whatever the conductor waits for, it learns of
     it; what other roles report afterwards, because a peer of theirs vanished, does not hide it.
@@ -38,19 +41,24 @@ class Fleet:
         self._directory = directory
         self._ranks = ranks
         self._launcher = launcher
+        # Only where the ranks reach this process, and not on whatever other networks the node has.
         self.server = ControlServer(
             RunKeys.create(directory.keys),
+            host=launcher.address,
             heartbeat_interval=config.timeout.heartbeat_interval,
             heartbeat_limit=config.timeout.heartbeat,
             on_lost=self._lost,
+            on_event=self._told,
         )
         self._leaving = threading.Event()
+        self._gone = threading.Event()
+        self._terminated = False
         self._failed: RoleDied | None = None
         self._failure_lock = threading.Lock()
         self.roles: dict[str, RoleHandle] = {}
 
-    def start(self, environment: dict[str, dict[str, str]]) -> None:
-        """Start all roles, with the variables of `environment[role]`, and wait until each rank has said hello.
+    def start(self, environment: Mapping[str, Mapping[str, Mapping[str, str]]]) -> None:
+        """Start all roles, with the variables of `environment[role][node]`; wait until each rank has said hello.
 
         Raises RoleDied naming the role that ended instead, CallTimeout naming the ranks that stayed silent.
         """
@@ -58,23 +66,24 @@ class Fleet:
             arguments = [
                 f"--role={role}",
                 f"--run_dir={self._directory.root}",
-                f"--endpoint={self.server.endpoint('127.0.0.1')}",
+                f"--endpoint={self.server.endpoint()}",
             ]
-            world = self._ranks.world(role)
-            self._launcher.start(role, world, arguments, environment[role])
-            self.roles[role] = RoleHandle(self.server, role, world, self._config.timeout)
+            self._launcher.start(role, arguments, environment[role])
+            self.roles[role] = RoleHandle(self.server, role, self._ranks.world(role), self._config.timeout)
         threading.Thread(target=self._watch, name="fleet-watch", daemon=True).start()
         for role, handle in self.roles.items():
             self.server.wait_for(role, handle.world, self._config.timeout.connect)
 
+    @property
+    def sync_host(self) -> str:
+        """Where the members of a weight transfer meet: the node of the rank that sends."""
+        return LOOPBACK if self._launcher.address == LOOPBACK else self._ranks.roles["actor"][0].node
+
     def stop(self) -> None:
-        """End every process: ask, then SIGTERM, then SIGKILL, within `timeout.shutdown` seconds."""
+        """End every process: ask, and then end by force what is left, within `timeout.shutdown` seconds each."""
         self._leaving.set()
-        if not self._said_done():
-            self._launcher.terminate()
-            self._wait_gone(self._config.timeout.shutdown / 2)
-        # Ranks that said "done" have closed all they held; taking torchrun down in style would only cost seconds.
-        self._launcher.kill()
+        self._launcher.stop(self._said_done(), self._config.timeout.shutdown / 2)
+        self._gone.set()
         self.server.close()
         self._directory.keys.unlink(missing_ok=True)
 
@@ -86,34 +95,44 @@ class Fleet:
         done, late = wait(calls, self._config.timeout.shutdown / 2)
         return not late and all(call.exception() is None for call in done)
 
-    def _wait_gone(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while self._launcher.running() and time.monotonic() < end:
-            time.sleep(0.02)
-
     def _watch(self) -> None:
-        while not self._leaving.wait(POLL_S):
+        # Not before all is over: a launcher may start a process anew here, and its life may hang on this thread's.
+        while not self._gone.wait(POLL_S):
             for end in self._launcher.ended():
                 if not self._leaving.is_set():
-                    self._fail(end.role, self._describe(end), end.log)
+                    logs = self._directory.logs.glob(f"{end.role}.{end.node}.[0-9]*.log")
+                    self._fail(end.role, self._describe(end), [*logs] or [*self._role_logs(end.role), end.log])
 
     def _lost(self, peer: Peer) -> None:
-        what = f"rank {peer.rank} on {peer.host} (pid {peer.pid}) is lost: {peer.lost}; it was at: {peer.phase}"
+        what = f"rank {peer.rank} on {peer.host} (pid {peer.pid}) is lost: {peer.lost}"
         if not self._leaving.is_set():
-            self._fail(peer.role, what, self._directory.role_log(peer.role, peer.host, peer.rank))
+            self._fail(peer.role, what, [self._directory.role_log(peer.role, peer.host, peer.rank)])
+
+    def _told(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
+        if event == TERMINATION and not self._terminated and not self._leaving.is_set():
+            self._terminated = True
+            log.info("%s was told to terminate: so is the run", peer)
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _describe(self, end: Ended) -> str:
-        how = f"was killed by {signal.Signals(-end.code).name}" if end.code < 0 else f"ended with status {end.code}"
-        gone = [p for p in self.server.peers(end.role) if p.host == end.node and not os.path.exists(f"/proc/{p.pid}")]
+        gone = []
+        if self._launcher.address == LOOPBACK:
+            peers = self.server.peers(end.role)
+            gone = [p for p in peers if p.host == end.node and not os.path.exists(f"/proc/{p.pid}")]
         ranks = ", ".join(f"rank {p.rank} (pid {p.pid})" for p in gone)
-        return f"its process group on {end.node} {how}" + (f"; gone: {ranks}" if ranks else "")
+        return f"its process group on {end.node} {end.how}" + (f"; gone: {ranks}" if ranks else "")
 
-    def _fail(self, role: str, what: str, launcher_log: Path) -> None:
+    def _role_logs(self, role: str) -> list[Path]:
+        return [*self._directory.logs.glob(f"{role}.*.[0-9]*.log"), *self._directory.logs.glob(f"{role}.*torchrun.log")]
+
+    def _fail(self, role: str, what: str, logs: list[Path]) -> None:
+        """The last words are in the newest of `logs`, those of earlier runs in this directory left out."""
         with self._failure_lock:
             if self._failed is not None:
                 return
-            logs = sorted(self._directory.logs.glob(f"{role}.*.[0-9]*.log")) or [launcher_log]
-            newest = max(logs, key=lambda path: path.stat().st_mtime)
+            started = self._directory.keys.stat().st_mtime
+            written = [path for path in logs if path.exists() and path.stat().st_mtime >= started and tail(path, 1)]
+            newest = max(written, key=lambda path: path.stat().st_mtime, default=logs[-1])
             words = "\n".join(f"    {line}" for line in tail(newest, 12))
             self._failed = RoleDied(
                 f"role {role} died: {what}.\nThe last lines of {newest}:\n{words}\n"

@@ -51,6 +51,10 @@ class Reporting:
         assert self._state is not None
         self._progress.begin(self._state.step, self._total)
 
+    def phase(self, name: str) -> None:
+        """The phase of the step that begins; empty: none."""
+        self._progress.phase(name)
+
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         """A step is done."""
         self._metrics.append(step, metrics)

@@ -11,6 +11,9 @@ from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.request import Request
 from slurm_rlhf.errors import RunError
 
+TERMINATION = "termination"
+"""The event that tells the conductor of a SIGTERM."""
+
 
 @dataclass(frozen=True, slots=True)
 class Seat:

@@ -125,6 +125,7 @@ class RolloutRole(Role):
 
 def own_device(local_rank: int) -> None:
     """Leave only this engine's GPU visible: vLLM takes the first one it sees. Comes before CUDA is initialized."""
-    visible = [device for device in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if device]
-    if visible:
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible[local_rank]
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        visible = [device for device in os.environ.get(name, "").split(",") if device]
+        if visible:
+            os.environ[name] = visible[local_rank]

@@ -19,12 +19,13 @@ class WeightSync:
     config: Config
     actor: RoleHandle
     rollout: RoleHandle
+    host: str  # of the sender, as the engines' nodes know it
     generation: int = field(default=0, init=False)  # of the group; a new one after a failure has a new name
 
     def connect(self, parameters: list[list[Any]]) -> None:
         """Form the group. `parameters` [[name, shape, dtype], ...] is what the actor will send."""
         self.generation += 1
-        where = self.actor.call(SENDER, "sync_listen", host="127.0.0.1").result()
+        where = self.actor.call(SENDER, "sync_listen", host=self.host).result()
         group = {
             **where,
             "name": f"weights.{os.getpid()}.{self.generation}",

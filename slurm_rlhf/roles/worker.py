@@ -6,16 +6,17 @@ import argparse
 import importlib
 import os
 import signal
-import socket
 import sys
+import threading
 import traceback
 from pathlib import Path
 
+from slurm_rlhf.cluster.current import node_name
 from slurm_rlhf.cluster.parent import die_with_parent
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.keys import RunKeys
-from slurm_rlhf.roles.role import Role, Seat
+from slurm_rlhf.roles.role import TERMINATION, Role, Seat
 from slurm_rlhf.roles.run_directory import RunDirectory
 
 # Imported by name, so that a rank loads the heavy libraries of its own role only.
@@ -27,15 +28,10 @@ ROLES = {
 }
 
 
-def node_name() -> str:
-    """Slurm's name of this node, or the host name without its domain."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().split(".")[0]
-
-
-def take_seat(role: str) -> Seat:
-    """Who torchrun says that this process is."""
-    env = os.environ
-    return Seat(role, int(env["RANK"]), int(env["WORLD_SIZE"]), int(env["LOCAL_RANK"]), node_name())
+def take_seat(role: str, first_rank: int, world: int) -> Seat:
+    """Who this process is: torchrun counts the processes of this node, the rank map says where its count begins."""
+    local_rank = int(os.environ["LOCAL_RANK"])
+    return Seat(role, first_rank + local_rank, world, local_rank, node_name())
 
 
 def log_to(path: Path) -> None:
@@ -64,6 +60,24 @@ def serve(client: ControlClient, role: Role) -> None:
             client.phase = f"idle after {request.method}"
 
 
+def hold_termination() -> bool:
+    """True inside a Slurm step, where SIGTERM is kept for `relay_termination`; it must come before any thread."""
+    if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
+        return False
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    return True
+
+
+def relay_termination(client: ControlClient) -> None:
+    """Tell the conductor of SIGTERM: Slurm sends it to the steps when it preempts a job, not to the batch script."""
+
+    def wait() -> None:
+        signal.sigwait({signal.SIGTERM})
+        client.event(TERMINATION)
+
+    threading.Thread(target=wait, name="termination", daemon=True).start()
+
+
 def _leave(reason: str) -> None:
     """Nobody is there to work for. The main thread may sit in a collective that never ends, so do not ask it."""
     print(f"the conductor is gone: {reason}", file=sys.stderr, flush=True)
@@ -75,12 +89,15 @@ def main() -> None:
     parser.add_argument("--role", required=True, choices=sorted(ROLES))
     parser.add_argument("--run_dir", required=True, type=Path)
     parser.add_argument("--endpoint", required=True)
+    parser.add_argument("--first_rank", required=True, type=int)
+    parser.add_argument("--world", required=True, type=int)
     arguments = parser.parse_args()
 
     die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the conductor's to answer
+    held = hold_termination()
     directory = RunDirectory(arguments.run_dir)
-    seat = take_seat(arguments.role)
+    seat = take_seat(arguments.role, arguments.first_rank, arguments.world)
     log_to(directory.role_log(seat.role, seat.node, seat.rank))
     config = load_config(directory.config, [])
     client = ControlClient(
@@ -95,6 +112,8 @@ def main() -> None:
         on_conductor_lost=_leave,
     )
     client.connect(config.timeout.connect)
+    if held:
+        relay_termination(client)
     try:
         module, name = ROLES[seat.role]
         serve(client, getattr(importlib.import_module(module), name)(config, seat, client))

@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=ppo_32b
+#SBATCH --nodes=16
+#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x.%j.log
+#
+# PPO on a 32B model: 16 nodes of 8 GPUs, on each of them 4 of the actor, 2 of the critic, 1 of the reference, 1 engine.
+#
+#   sbatch sbatch/ppo_32b.sh [--KEY=VALUE ...]                   from the top of the checkout; keys: ppo_32b.toml
+#   sbatch --nodes=4 sbatch/ppo_32b.sh --actor.num_nodes=4 --critic.num_nodes=4 --ref.num_nodes=4 --vllm.num_engines=4
+#
+# Ten minutes before its time is up the run saves and requeues itself, and goes on from there.
+# Submitted again with the same run_dir, it goes on from the newest checkpoint.
+set -euo pipefail
+
+# ---- Your site: partition, account, modules, environment. -----------------------------------------------------------
+##SBATCH --partition=gpu
+##SBATCH --account=project
+# module load python/3.11 cuda/12.8
+# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # if the nodes' names lead to a slow network
+command=slurm-rlhf
+# ---- End of your site. ----------------------------------------------------------------------------------------------
+
+# Slurm runs a copy of this script: the place of submission says where the checkout is.
+checkout=${SLURM_SUBMIT_DIR:-$PWD}
+for place in "$(dirname "${BASH_SOURCE[0]}")/.." "$checkout" "$checkout/.."; do
+  [[ -f $place/sbatch/ppo_32b.toml ]] && root=$(cd "$place" && pwd) && break
+done
+if [[ -z ${root:-} ]]; then
+  echo "ppo_32b: no checkout around $checkout. Submit from its top: sbatch sbatch/ppo_32b.sh" >&2
+  exit 2
+fi
+[[ -x $root/.venv/bin/$command ]] && command=$root/.venv/bin/$command
+
+# exec: Slurm's signals reach the run itself, and its exit code is the job's.
+exec "$command" train "$root/sbatch/ppo_32b.toml" "$@"

@@ -1,0 +1,111 @@
+"""Before anything is started: do all nodes see the run directory, and do they have the same packages?"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.errors import ConfigError, PlacementError, RunError
+from slurm_rlhf.launch.probe import versions
+from slurm_rlhf.launch.srun import Step, step_command, step_environment
+
+_TIMEOUT_S = 60.0
+
+
+def check_nodes(run_dir: Path, nodes: Sequence[str]) -> None:
+    """Ask each of `nodes`, by one step over all of them. Blocks for a second or two, at most for a minute.
+
+    Raises ConfigError or PlacementError naming the nodes and the remedy, RunError when the step cannot be started.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    token = secrets.token_hex(16)
+    canary = run_dir / f".canary.{token}"
+    canary.write_text(token, encoding="utf-8")
+    step = Step("preflight", tuple(nodes), together=False)
+    try:
+        done = subprocess.run(
+            step_command(step, [sys.executable, "-m", "slurm_rlhf.launch.probe", str(canary)]),
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=step_environment(os.environ),
+        )
+        out, err = done.stdout, done.stderr
+    except subprocess.TimeoutExpired as late:
+        out, err = _text(late.stdout), _text(late.stderr)
+    except OSError as error:
+        raise RunError(
+            f"srun cannot be started: {error}. The batch script needs Slurm's commands on its PATH"
+        ) from None
+    finally:
+        canary.unlink(missing_ok=True)
+    judge(_answers(out), nodes, run_dir, token, versions(), err)
+
+
+def judge(
+    answers: Mapping[str, Mapping[str, Any]],
+    nodes: Sequence[str],
+    run_dir: Path,
+    token: str,
+    here: Mapping[str, str],
+    said: str,
+) -> None:
+    """Raise for what is wrong with `answers` (node -> what `probe.answer` said). `said`: srun's complaints."""
+    silent = [node for node in nodes if node not in answers]
+    if silent:
+        words = "\n".join(f"    {line}" for line in said.strip().splitlines()[-8:])
+        raise PlacementError(
+            f"no answer from {_some(silent)}: {sys.executable} did not run there. Install the environment on a file "
+            f"system that all nodes share, or at the same place on each; leave a broken node out with sbatch "
+            f"--exclude.\n{words}"
+        )
+    blind = [node for node in nodes if answers[node]["canary"] != token]
+    if blind:
+        seen = _some([node for node in nodes if node not in blind] or ["the node that runs the conductor"])
+        raise ConfigError(
+            f"run_dir {run_dir} is not shared by all nodes: {_some(blind)} cannot see what {seen} wrote "
+            "there. Put it on a file system that every node mounts (often /scratch or your home; not /tmp): "
+            "--run_dir=/SHARED/DIRECTORY"
+        )
+    locked = [node for node in nodes if not answers[node]["writable"]]
+    if locked:
+        raise ConfigError(f"run_dir {run_dir} cannot be written on {_some(locked)}: mount it there for writing")
+    unlike = [line for node in nodes for line in _unlike(node, answers[node]["versions"], here)]
+    if unlike:
+        rest = f"\n  and {len(unlike) - 8} more" if len(unlike) > 8 else ""
+        raise ConfigError(
+            "the nodes do not have the same packages as the node that runs the conductor:\n  "
+            + "\n  ".join(unlike[:8])
+            + f"{rest}\nInstall one environment on a file system that all nodes share, or the same one on each."
+        )
+
+
+def _unlike(node: str, there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:
+    return [f"{node}: {name} {there.get(name)}, here {mine}" for name, mine in here.items() if there.get(name) != mine]
+
+
+def _answers(out: str) -> dict[str, dict[str, Any]]:
+    found = {}
+    for line in out.splitlines():
+        try:
+            answer = json.loads(line)
+            found[str(answer["node"])] = answer
+        except (ValueError, KeyError, TypeError):
+            continue  # a message of the day, a module's greeting
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+
+
+def _text(said: bytes | str | None) -> str:
+    return said.decode(errors="replace") if isinstance(said, bytes) else said or ""
