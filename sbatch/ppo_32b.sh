@@ -10,6 +10,9 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x.%j.log
+# Your site (one # less to switch on; Slurm reads no #SBATCH line behind the first command):
+##SBATCH --partition=gpu
+##SBATCH --account=project
 #
 # PPO on a 32B model: 16 nodes of 8 GPUs, on each of them 4 of the actor, 2 of the critic, 1 of the reference, 1 engine.
 #
@@ -20,9 +23,7 @@
 # Submitted again with the same run_dir, it goes on from the newest checkpoint.
 set -euo pipefail
 
-# ---- Your site: partition, account, modules, environment. -----------------------------------------------------------
-##SBATCH --partition=gpu
-##SBATCH --account=project
+# ---- Your site: modules, environment, network. ---------------------------------------------------------------------
 # module load python/3.11 cuda/12.8
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # if the nodes' names lead to a slow network
 command=slurm-rlhf

@@ -10,11 +10,8 @@ from typing import Any
 
 import pytest
 
-from slurm_rlhf.cli.layout import layout_here
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import PlacementError
 
 
 @pytest.fixture(autouse=True)
@@ -147,9 +144,22 @@ def test_inside_an_allocation(
     assert "of 16 GPUs used" in out
 
 
-def test_a_run_is_limited_to_one_node() -> None:
-    config = Config()
-    assert set(layout_here(config, slurm("n1", 1, 8)).worlds) == {"actor", "critic", "reference", "rollout"}
-    config.actor.num_nodes = 2
-    with pytest.raises(PlacementError, match=r"roles would run on n2 too, but a run is limited to one node \(n1\)"):
-        layout_here(config, slurm("n[1-2]", 2, 8))
+def test_plan_for_nodes_that_somebody_thinks_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The seed's case: 6 actor and 2 rollout ranks on each of two nodes."""
+    file = tmp_path / "plan.toml"
+    file.write_text(
+        "[actor]\nnum_nodes = 2\nnum_gpus_per_node = 4\n[critic]\nnum_nodes = 2\nnum_gpus_per_node = 2\n"
+        "[vllm]\nnum_engines = 2\ntensor_parallel_size = 2\nnum_nodes = 2\n[algo.kl]\ninit_coef = 0.0\n"
+    )
+    assert main(["plan", str(file), "--nodelist", "gpu[08-09]", "--gpus_per_node=8", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [node["name"] for node in plan["nodes"]] == ["gpu08", "gpu09"]
+    assert plan["world"] == {"actor": 8, "critic": 4, "rollout": 4}
+    assert [share["gpus"] for share in plan["roles"]["actor"]] == [[0, 1, 2, 3]] * 2
+    assert [(group["node"], group["gpus"]) for group in plan["tp_groups"]] == [("gpu08", [6, 7]), ("gpu09", [6, 7])]
+    assert main(["plan", str(file), "--nodes=16", "--gpus_per_node", "8"]) == 0
+    assert re.search(r"^node +gpu0 .*gpu7$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["plan", str(file), "--nodes=16"]) == 2
+    assert "--gpus_per_node goes with" in capsys.readouterr().err
+    assert main(["plan", str(file), "--nodes=1", "--gpus_per_node=8"]) == 2
+    assert "fit" in capsys.readouterr().err

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from slurm_rlhf.cluster.current import current_topology
 from slurm_rlhf.cluster.draw import draw
@@ -26,15 +26,29 @@ def layout_here(config: Config, environ: Mapping[str, str] = os.environ) -> Rank
     return place(current_topology(config, colocate, environ), role_sizes(config), colocate)
 
 
-def draw_layout(config: Config, environ: Mapping[str, str] = os.environ) -> str:
-    """The rank map as a grid. Outside an allocation, roles of several nodes get nodes that are only imagined.
+def layout_on(config: Config, names: Sequence[str], gpus_per_node: int) -> RankMap:
+    """The rank map on nodes that somebody thinks of. Raises PlacementError when the roles do not fit."""
+    return place(Topology.uniform(names, gpus_per_node), role_sizes(config), colocations(config))
 
-    Raises PlacementError when the roles do not fit.
-    """
+
+def layout_somewhere(config: Config, environ: Mapping[str, str] = os.environ) -> RankMap:
+    """`layout_here`, but outside an allocation roles of several nodes get nodes that are only imagined."""
+    nodes = _imagined(config, environ)
+    if nodes == 0:
+        return layout_here(config, environ)
     roles = role_sizes(config)
-    nodes = max(size.num_nodes for size in roles)
-    if nodes > 1 and read_slurm(environ) is None:
-        topology = Topology(tuple(Node(name, 0) for name in numbered_names(nodes)), CPU)
-        ranks = place(process_slots(topology, roles), roles, colocations(config))
-        return f"{IMAGINED.format(nodes=nodes)}\n\n{draw(ranks)}"
-    return draw(layout_here(config, environ))
+    topology = Topology(tuple(Node(name, 0) for name in numbered_names(nodes)), CPU)
+    return place(process_slots(topology, roles), roles, colocations(config))
+
+
+def draw_layout(config: Config, environ: Mapping[str, str] = os.environ) -> str:
+    """The rank map of `layout_somewhere` as a grid. Raises PlacementError when the roles do not fit."""
+    drawn = draw(layout_somewhere(config, environ))
+    nodes = _imagined(config, environ)
+    return f"{IMAGINED.format(nodes=nodes)}\n\n{drawn}" if nodes else drawn
+
+
+def _imagined(config: Config, environ: Mapping[str, str]) -> int:
+    """How many nodes have to be imagined; 0 where there are real ones."""
+    nodes = max(size.num_nodes for size in role_sizes(config))
+    return nodes if nodes > 1 and read_slurm(environ) is None else 0

@@ -1,0 +1,121 @@
+"""A real Slurm of four nodes on this machine, for the tests; see slurm_cluster.sh."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("slurm_cluster.sh")
+CHECKOUT = SCRIPT.parent.parent
+BASE = Path("/tmp/slurm_rlhf_cluster")
+NODES = 4
+PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "munge", "ip", "unshare", "nsenter")
+OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"}
+OWN = ("unshare", "slurm_cluster.sh", "slurmd", "sleep", "slurmstepd: extern")
+
+
+def missing() -> str:
+    """Why this machine cannot have the cluster; empty if it can."""
+    if os.geteuid() != 0:
+        return "needs Slurm: only root can start its nodes"
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    absent = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
+    return f"needs Slurm: {', '.join(absent)} not installed (apt-get install slurm-wlm munge iproute2)" if absent else ""
+
+
+class SlurmNodes:
+    """The running cluster: nodes gpu001 to gpu004 of 8 GPUs, and jobs on them."""
+
+    names = tuple(f"gpu{number:03d}" for number in range(1, NODES + 1))
+    shared = BASE / "shared"
+    """A directory that all nodes see."""
+
+    def __init__(self) -> None:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+        self.environment = {
+            **clean,
+            "PATH": f"{clean.get('PATH', '')}:/usr/sbin:/sbin",
+            "SLURM_CONF": str(BASE / "etc" / "slurm.conf"),
+            "SHARED": str(CHECKOUT),
+        }
+
+    def cluster(self, *words: str) -> str:
+        """A command of slurm_cluster.sh; what it printed."""
+        return self.run("bash", str(SCRIPT), *words)
+
+    def run(self, *words: str, timeout_s: float = 60) -> str:
+        """What a command on the login node printed. AssertionError when it fails."""
+        # Daemons keep the output open: it goes to a file, and only the command itself is waited for.
+        with tempfile.TemporaryFile("w+") as out:
+            code = subprocess.call(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+                timeout=timeout_s,
+            )
+            out.seek(0)
+            said = out.read()
+        assert code == 0, f"{' '.join(words)}: {code}\n{said}"
+        return said
+
+    def sbatch(self, *words: str, cwd: Path | None = None) -> int:
+        """Submit; the job's number."""
+        place = [f"--chdir={cwd}"] if cwd else []
+        return int(self.run("sbatch", "--parsable", *place, *words))
+
+    def job(self, number: int) -> dict[str, str]:
+        """What `scontrol show job` says: JobState, ExitCode, NodeList, ..."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", str(number))))
+
+    def wait_over(self, number: int, timeout_s: float) -> tuple[str, int]:
+        """(state, exit status) of a job that has ended on every node that still answers."""
+        self.wait_until(lambda: self.job(number)["JobState"] in OVER, f"the end of job {number}", timeout_s)
+        job = self.job(number)
+        return job["JobState"], int(job["ExitCode"].split(":")[0])
+
+    def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float) -> float:
+        """Seconds until `ready`; AssertionError when it takes longer."""
+        start = time.monotonic()
+        while not ready():
+            assert time.monotonic() - start < timeout_s, f"no {what} within {timeout_s:g} s"
+            time.sleep(0.2)
+        return time.monotonic() - start
+
+    def processes(self, node: str) -> list[str]:
+        """Command lines of what runs on a node beside Slurm's daemon."""
+        lines = []
+        for pid in self.run("ip", "netns", "pids", f"srlhf-{node}").split():
+            try:
+                words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            except OSError:
+                continue
+            if words and not any(own in words for own in OWN):
+                lines.append(words)
+        return lines
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[SlurmNodes]:
+    """The cluster, started for the first test that asks for it and ended with the session."""
+    reason = missing()
+    if reason:
+        pytest.skip(reason)
+    nodes = SlurmNodes()
+    with open(f"{BASE}.lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another session of tests on this machine
+        try:
+            nodes.cluster("start", str(NODES))
+            yield nodes
+        finally:
+            nodes.cluster("stop")
