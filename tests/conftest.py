@@ -21,7 +21,7 @@ MARK = "SLURM_RLHF_TEST_SESSION"
 
 GRACE = 20.0  # seconds after a test's own time limit: for code that signals do not reach, such as a blocked C call
 SETTLE = 3.0  # seconds that processes have to leave after the last test
-ABSENT = ("needs a GPU", "needs several GPUs", "needs Slurm", "needs a network")
+ABSENT = ("needs a GPU", "needs several GPUs", "needs a network")
 """Beginnings of the only reasons for which a test may be skipped under CI: what its machines do not have."""
 
 skipped: list[tuple[str, str]] = []

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -29,13 +30,16 @@ def missing() -> str:
         return "needs Slurm: only root can start its nodes"
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     absent = [program for program in PROGRAMS if shutil.which(program, path=path) is None]
-    return f"needs Slurm: {', '.join(absent)} not installed (apt-get install slurm-wlm munge iproute2)" if absent else ""
+    return (
+        f"needs Slurm: {', '.join(absent)} not installed (apt-get install slurm-wlm munge iproute2)" if absent else ""
+    )
 
 
 class SlurmNodes:
     """The running cluster: nodes gpu001 to gpu004 of 8 GPUs, and jobs on them."""
 
     names = tuple(f"gpu{number:03d}" for number in range(1, NODES + 1))
+    script = SCRIPT
     shared = BASE / "shared"
     """A directory that all nodes see."""
 
@@ -94,28 +98,39 @@ class SlurmNodes:
 
     def processes(self, node: str) -> list[str]:
         """Command lines of what runs on a node beside Slurm's daemon."""
-        lines = []
+        return [line for _, line in self.numbered(node) if not any(own in line for own in OWN)]
+
+    def numbered(self, node: str) -> Iterator[tuple[int, str]]:
+        """(process id on this machine, command line) of everything on a node."""
         for pid in self.run("ip", "netns", "pids", f"srlhf-{node}").split():
             try:
-                words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                words = Path(f"/proc/{pid}/cmdline").read_bytes()
             except OSError:
                 continue
-            if words and not any(own in words for own in OWN):
-                lines.append(words)
-        return lines
+            # A process that has ended but was not waited for yet has an empty command line.
+            if words:
+                yield int(pid), words.replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+_running: list[tuple[SlurmNodes, TextIO]] = []
 
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[SlurmNodes]:
-    """The cluster, started for the first test that asks for it and ended with the session."""
+    """The cluster, started for the first test that asks for it and ended with the session.
+
+    Test modules import it; to pytest it is then a fixture of each, so the cluster itself is kept here.
+    """
     reason = missing()
     if reason:
         pytest.skip(reason)
-    nodes = SlurmNodes()
-    with open(f"{BASE}.lock", "w", encoding="utf-8") as lock:
+    if not _running:
+        lock = open(f"{BASE}.lock", "w", encoding="utf-8")  # noqa: SIM115
         fcntl.flock(lock, fcntl.LOCK_EX)  # another session of tests on this machine
-        try:
-            nodes.cluster("start", str(NODES))
-            yield nodes
-        finally:
-            nodes.cluster("stop")
+        _running.append((SlurmNodes(), lock))
+        _running[0][0].cluster("start", str(NODES))
+    yield _running[0][0]
+    while _running:
+        nodes, lock = _running.pop()
+        nodes.cluster("stop")
+        lock.close()

@@ -24,7 +24,7 @@ from slurm_rlhf.control.handles import gather
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.errors import ConfigError, RemoteError
+from slurm_rlhf.errors import ConfigError, RemoteError, RunError
 from slurm_rlhf.observe.phases import Phases
 from slurm_rlhf.roles.environment import role_environment
 from slurm_rlhf.roles.fleet import Fleet
@@ -56,7 +56,10 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
                 try:
                     Conductor(config, directory, ranks, launcher, reporting, stop).run()
                 except StopRequested as stopped:
-                    reporting.stopped(stopped.reason.what, continuation.go_on() if stopped.reason.requeue else "")
+                    reporting.stopped(stopped.reason.what)
+                    if stopped.reason.requeue:
+                        # Last: Slurm may end this process before it returns.
+                        reporting.note(continuation.go_on())
                     return stopped.reason.exit_code
         except BaseException as error:
             _log(error)
@@ -111,6 +114,9 @@ class Conductor:
             with self.stop.droppable():
                 training = self._start(fleet, inputs, state, checkpoint)
             training.run()
+        except RunError as error:
+            fleet.blame(error)
+            raise
         finally:
             self.stop.deaf()
             fleet.stop()

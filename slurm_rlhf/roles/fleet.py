@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import wait
 from pathlib import Path
@@ -18,7 +19,7 @@ from slurm_rlhf.control.handles import RoleHandle
 from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.peers import Peer
 from slurm_rlhf.control.server import ControlServer
-from slurm_rlhf.errors import RoleDied
+from slurm_rlhf.errors import RemoteError, RoleDied, RunError
 from slurm_rlhf.observe.tail import tail
 from slurm_rlhf.roles.role import TERMINATION
 from slurm_rlhf.roles.run_directory import RunDirectory
@@ -26,6 +27,7 @@ from slurm_rlhf.roles.run_directory import RunDirectory
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+VERDICT_S = 2.0
 LOOPBACK = "127.0.0.1"
 
 
@@ -78,6 +80,19 @@ class Fleet:
     def sync_host(self) -> str:
         """Where the members of a weight transfer meet: the node of the rank that sends."""
         return LOOPBACK if self._launcher.address == LOOPBACK else self._ranks.roles["actor"][0].node
+
+    def blame(self, error: RunError) -> None:
+        """Raise why the run really broke, if that is another reason than `error`. Waits for it, two seconds at most.
+
+        A rank's end shows in several ways at once: its calls fail, its peers complain of it, its launcher sees it.
+        Only the last says who was first, and with which last words.
+        """
+        end = time.monotonic() + VERDICT_S
+        own = isinstance(error, RemoteError) and error.user_error
+        while not own and self._failed is None and time.monotonic() < end:
+            time.sleep(0.05)
+        if self._failed is not None and self._failed is not error:
+            raise self._failed from error
 
     def stop(self) -> None:
         """End every process: ask, and then end by force what is left, within `timeout.shutdown` seconds each."""

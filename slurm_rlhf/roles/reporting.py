@@ -83,13 +83,13 @@ class Reporting:
                 f"{lead:.0f} s (slurm.signal_lead_s): raise it and --signal=B:USR1@SECONDS to {3 * seconds:.0f} or more"
             )
 
-    def stopped(self, why: str, then: str) -> None:
-        """The run stops before its last step, with everything saved; `then` says how it goes on by itself."""
+    def stopped(self, why: str) -> None:
+        """The run stops before its last step, with everything saved."""
         self._end()
         if self._state is not None:
             self._write("stopped")
             step = self._state.step
-            self.note(f"stopped by {why}; saved at step {step}/{self._total}" + (f"; {then}" if then else ""))
+            self.note(f"stopped by {why}; saved at step {step}/{self._total}")
 
     def failed(self, error: BaseException) -> None:
         """The run ends by `error`; its message goes to the terminal by whoever catches it."""

@@ -1,0 +1,80 @@
+"""The sbatch files for large models: readable, valid, and what they ask of Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurm_rlhf.cli.main import main
+from slurm_rlhf.cluster.placement import place, role_sizes
+from slurm_rlhf.cluster.topology import Topology, numbered_names
+from slurm_rlhf.config.load import load_config
+
+SBATCH = Path(__file__).resolve().parents[1] / "sbatch"
+NODES = {"ppo_7b": 2, "ppo_32b": 16}
+FOUR = ("--actor.num_nodes=4", "--critic.num_nodes=4", "--ref.num_nodes=4", "--vllm.num_engines=4")
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_roles_fill_the_nodes_that_the_header_asks_for(name: str) -> None:
+    config = load_config(SBATCH / f"{name}.toml", [])
+    ranks = place(Topology.uniform(numbered_names(NODES[name]), 8), role_sizes(config))
+    assert sum(ranks.worlds.values()) == NODES[name] * 8
+    assert config.actor.num_nodes == config.vllm.num_engines == NODES[name]
+    header = (SBATCH / f"{name}.sh").read_text()
+    assert f"#SBATCH --nodes={NODES[name]}\n" in header
+    assert "#SBATCH --signal=B:USR1@600\n#SBATCH --requeue\n#SBATCH --open-mode=append\n" in header
+
+
+def test_four_nodes_by_overrides() -> None:
+    assert f"#   sbatch --nodes=4 sbatch/ppo_32b.sh {' '.join(FOUR)}\n" in (SBATCH / "ppo_32b.sh").read_text()
+    config = load_config(SBATCH / "ppo_32b.toml", list(FOUR))
+    assert sum(place(Topology.uniform(numbered_names(4), 8), role_sizes(config)).worlds.values()) == 32
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_nothing_but_the_users_files_is_missing(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(SBATCH / f"{name}.toml"), "--dry_run"]) == 2
+    problems = capsys.readouterr().err
+    assert set(re.findall(r"\b(\w+\.\w+)[ :]", problems)) <= {
+        *("actor.model_name_or_path", "data.prompt_dataset", "reward.remote_url")
+    }
+    assert "no such file" in problems
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_scripts_are_short_and_clean(name: str) -> None:
+    lines = (SBATCH / f"{name}.sh").read_text().splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 120
+    assert lines[-1].startswith("exec ")  # nothing between Slurm's signals and the run
+    if shutil.which("shellcheck") is None:
+        pytest.skip("needs shellcheck")
+    assert subprocess.run(["shellcheck", str(SBATCH / f"{name}.sh")], capture_output=True, check=False).stdout == b""
+
+
+def test_a_script_in_slurms_spool_finds_the_checkout_or_says_so(tmp_path: Path) -> None:
+    checkout, spool = tmp_path / "checkout", tmp_path / "spool"
+    shutil.copytree(SBATCH, checkout / "sbatch", ignore=shutil.ignore_patterns("__pycache__"))
+    program = checkout / ".venv" / "bin" / "slurm-rlhf"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    spool.mkdir()
+    script = shutil.copy(SBATCH / "ppo_32b.sh", spool / "slurm_script")
+    words = ["bash", script, "--train.seed=1", "--data.input_template=a b {}"]
+    for place_of_submission in (checkout, checkout / "sbatch"):
+        environment = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(place_of_submission)}
+        said = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+        assert said.splitlines() == ["train", str(checkout / "sbatch" / "ppo_32b.toml"), *words[2:]]
+    environment["SLURM_SUBMIT_DIR"] = str(tmp_path)
+    lost = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert (lost.returncode, lost.stderr) == (
+        2,
+        f"ppo_32b: no checkout around {tmp_path}. Submit from its top: sbatch sbatch/ppo_32b.sh\n",
+    )
