@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 MARK = "SLURM_RLHF_TEST_SESSION"
-"""In the environment of every process that this session starts, directly or not."""
+"""In the environment of every process that this test session starts, directly or not."""
 
 GRACE = 20.0  # seconds after a test's own time limit: for code that signals do not reach, such as a blocked C call
 SETTLE = 3.0  # seconds that processes have to leave after the last test
@@ -28,7 +28,7 @@ skipped: list[tuple[str, str]] = []
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Mark this session's processes, and keep them from taking every core each."""
+    """Mark this test session's processes, and keep them from taking every core each."""
     os.environ[MARK] = uuid.uuid4().hex
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -113,7 +113,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _leftovers() -> list[psutil.Process]:
-    """Living processes of this session: by their mark, also where their parents are gone, or as our descendants."""
+    """Living processes of these tests: by their mark, also where their parents are gone, or as our descendants."""
     me = psutil.Process()
     found = {process.pid: process for process in me.children(recursive=True)}
     for entry in Path("/proc").iterdir():

@@ -112,7 +112,11 @@ def test_two_runs_share_nodes_one_is_cancelled_and_the_other_loses_a_node(slurm:
     assert ended + clean < 30  # SlurmdTimeout is 300 s
     assert slurm.job(jobs[1])["ExitCode"] == "1:0"
     said = Path(f"{second}.log").read_text()
-    assert re.search(r"error: role (critic|reference) died: rank 0 on gpu003 .* is lost", said)
+    named = re.search(
+        r"error: role (critic|reference) died: rank 0 on gpu003 .* is lost.*\nThe last lines of (.*):", said
+    )
+    assert named, said
+    assert named[2] == str(second / "logs" / f"{named[1]}.gpu003.0.log")
     assert "Traceback" not in said
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ class Seat:
     node: str
 
 
-class Role:
+class Role(ABC):
     """A worker's half of the control plane. Subclasses list their methods in `calls`."""
 
     def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
@@ -34,9 +35,9 @@ class Role:
         self.seat = seat
         self.client = client
 
+    @abstractmethod
     def calls(self) -> dict[str, Callable[..., Any]]:
         """Method name -> function; its keyword arguments are the call's, its result the answer."""
-        raise NotImplementedError
 
     def handle(self, request: Request) -> None:
         """Answer one call. What the method raises goes to the caller, not to the end of this process."""
