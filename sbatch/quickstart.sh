@@ -79,6 +79,8 @@ bash "$root/sbatch/environment.sh"
 if [[ $setup_only == true ]]; then
   exit
 fi
+# The environment holds CPU builds: a GPU of this machine is not for them.
+export CUDA_VISIBLE_DEVICES=
 make_input
 stage "4/4 PPO"
 # exec: signals of the terminal and of Slurm reach the run itself.
