@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 VERDICT_S = 2.0
+TERMINATION_S = 1.0
 LOOPBACK = "127.0.0.1"
 
 
@@ -124,10 +125,14 @@ class Fleet:
             self._fail(peer.role, what, [self._directory.role_log(peer.role, peer.host, peer.rank)])
 
     def _told(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
+        """A rank had SIGTERM. Where this process gets none, the job is preempted: save, and go on later.
+
+        With `scancel` both do, and then this process's own, which comes within the second, decides.
+        """
         if event == TERMINATION and not self._terminated and not self._leaving.is_set():
             self._terminated = True
-            log.info("%s was told to terminate: so is the run", peer)
-            os.kill(os.getpid(), signal.SIGTERM)
+            log.info("%s was told to terminate", peer)
+            threading.Timer(TERMINATION_S, os.kill, (os.getpid(), signal.SIGUSR1)).start()
 
     def _describe(self, end: Ended) -> str:
         gone = []

@@ -1,0 +1,36 @@
+"""`train.colocate_...`: which roles share their slots."""
+
+from __future__ import annotations
+
+import pytest
+
+from slurm_rlhf.cli.layout import layout_here
+from slurm_rlhf.cluster.sizes import colocations
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import PlacementError
+
+JOB = {
+    **{"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1"},
+    **{"SLURM_GPUS_ON_NODE": "4", "SLURMD_NODENAME": "n1"},
+}
+
+
+def test_actor_and_reference_on_the_same_gpus() -> None:
+    config = Config()
+    assert colocations(config) == []
+    config.actor.num_gpus_per_node = config.ref.num_gpus_per_node = 2
+    with pytest.raises(PlacementError, match="they need 6 GPUs"):
+        layout_here(config, JOB)
+    config.train.colocate_actor_ref = True
+    roles = layout_here(config, JOB).roles
+    assert roles["actor"][0].gpus == roles["reference"][0].gpus == (0, 1)
+    config.ref.num_gpus_per_node = 1
+    with pytest.raises(PlacementError, match="actor and reference are colocated, so they must have the same slots"):
+        layout_here(config, JOB)
+
+
+def test_a_reward_function_has_no_slots_to_share() -> None:
+    config = Config()
+    config.train.colocate_critic_reward = True
+    assert colocations(config) == [frozenset({"critic", "reward"})]
+    assert layout_here(config, JOB).worlds == {"actor": 1, "critic": 1, "reference": 1, "rollout": 1}
