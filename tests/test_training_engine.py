@@ -121,11 +121,8 @@ def run_resume(model: Path, out: Path, zero_stage: int) -> None:
     assert torch.equal(torch.rand(3), draw)
     for name, value in parameters(resumed).items():
         assert torch.equal(value, expected[name]), name
-    other = PolicyTrainer(make_config(model, zero_stage=zero_stage - 1), 2 * STEPS)
-    with pytest.raises(CheckpointError, match="zero_stage"):
-        other.load(directory)
-    with pytest.raises(CheckpointError, match="as many ranks"):
-        other.load(out)
+    with pytest.raises(CheckpointError, match="not a checkpoint of this role"):
+        resumed.load(out)
 
 
 def run_nan(model: Path, zero_stage: int) -> None:
@@ -233,8 +230,8 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-def torchrun(ranks: int, timeout_s: float = 150.0, **request: Any) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
+def torchrun(ranks: int, timeout_s: float = 150.0, program: str = __file__, **request: Any) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", program]
     root = Path(__file__).parents[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests'}"}
     process = subprocess.Popen(

@@ -105,8 +105,6 @@ def _relations(config: Config) -> Iterator[str]:
             f"{4 * config.timeout.heartbeat_interval:g} for timeout.heartbeat_interval = "
             f"{config.timeout.heartbeat_interval:g}"
         )
-    if config.ds.zero_stage == 0 and config.ds.param_dtype == "bf16":
-        yield "ds.zero_stage = 0 does not go with ds.param_dtype = bf16: use stage 1, 2 or 3, or fp32"
     if config.vllm.tensor_parallel_size != 1:
         yield (
             f"vllm.tensor_parallel_size = {config.vllm.tensor_parallel_size}: engines of one accelerator are all this "

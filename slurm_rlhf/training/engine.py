@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.training.distributed import World
+from slurm_rlhf.training.fragments import local_fragments, make_moments, publish, fragments_to_fill, sizes
 from slurm_rlhf.training.schedule import learning_rate
+from slurm_rlhf.training.shards import ShardReader, write_shard
 from slurm_rlhf.training.zero import EngineConfig, start_deepspeed
-
-TAG = "deepspeed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,46 +64,51 @@ class TrainEngine:
 
     def save(self, directory: Path) -> None:
         """Write everything that shapes the next steps. Collective: every rank calls it with the same directory."""
-        self._engine.save_checkpoint(str(directory), tag=TAG, save_latest=False)
+        optimizer = self._engine.optimizer
+        write_shard(directory, self.world.rank, local_fragments(self.module, optimizer, self.world))
         cuda = torch.cuda.get_rng_state() if self.world.device.type == "cuda" else None
-        state = {
-            "steps": self.steps,
-            "world": self.world.size,
-            "zero_stage": self.cfg.zero_stage,
-            "param_dtype": self.cfg.param_dtype,
-            "rng": torch.get_rng_state(),
-            "cuda_rng": cuda,
-        }
-        torch.save(state, self._rank_file(directory))
+        state = {"steps": self.steps, "sizes": sizes(self.module), "rng": torch.get_rng_state(), "cuda_rng": cuda}
+        torch.save(state, _rank_file(directory, self.world.rank))
         torch.distributed.barrier()
 
     def load(self, directory: Path) -> None:
-        """Continue where `save` was called. Collective. Raises CheckpointError for another run's layout."""
-        path = self._rank_file(directory)
-        if not path.is_file():
-            raise CheckpointError(
-                f"{directory}: no {path.name}. It is not a checkpoint of this role, or one of fewer ranks; "
-                f"resume with as many ranks as it was saved with ({len(list(directory.glob('rank_*.pt')))})."
-            )
-        state = torch.load(path, weights_only=True)
-        ours = {"world": self.world.size, "zero_stage": self.cfg.zero_stage, "param_dtype": self.cfg.param_dtype}
-        for name, value in ours.items():
-            if state[name] != value:
-                raise CheckpointError(
-                    f"{directory}: saved with {name} {state[name]}, this run has {value}. Resume with the same."
-                )
-        loaded, _ = self._engine.load_checkpoint(str(directory), tag=TAG)
-        if loaded is None:
-            raise CheckpointError(
-                f"{directory}: DeepSpeed found no state in {directory / TAG}. Use another checkpoint."
-            )
-        self.steps = state["steps"]
-        torch.set_rng_state(state["rng"])
-        if state["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(state["cuda_rng"])
+        """Continue where `save` was called, by as many ranks as now or by others, under any ZeRO stage. Collective.
 
-    def _rank_file(self, directory: Path) -> Path:
-        return directory / f"rank_{self.world.rank:05d}.pt"
+        With as many ranks and the same stage the next steps are bit for bit those that would have followed; otherwise
+        they differ by the order in which ranks add up gradients. Ranks that were not there keep the random state that
+        `seed_rank` gave them. Raises CheckpointError for another model's checkpoint and a damaged one.
+        """
+        state = self._read_state(directory)
+        optimizer = self._engine.optimizer
+        if state["steps"]:
+            make_moments(optimizer, state["steps"])
+        reader = ShardReader(directory, self.world.rank)
+        for fragment in fragments_to_fill(self.module, optimizer):
+            reader.fill(fragment)
+        publish(optimizer)
+        self.steps = state["steps"]
+        if state["own"]:
+            torch.set_rng_state(state["rng"])
+            if state["cuda_rng"] is not None and self.world.device.type == "cuda":
+                torch.cuda.set_rng_state(state["cuda_rng"])
+
+    def _read_state(self, directory: Path) -> dict[str, Any]:
+        """What the rank of this number has written beside its shard; rank 0's, and "own" False, if there was none."""
+        own = _rank_file(directory, self.world.rank)
+        path = own if own.is_file() else _rank_file(directory, 0)
+        if not path.is_file():
+            raise CheckpointError(f"{directory}: no {path.name}. It is not a checkpoint of this role.")
+        state: dict[str, Any] = torch.load(path, weights_only=True)
+        saved, ours = state.get("sizes"), sizes(self.module)
+        if saved is None:
+            raise CheckpointError(f"{directory} was written by an earlier version, whose checkpoints this cannot read.")
+        for name in sorted(saved.keys() | ours.keys()):
+            if saved.get(name) != ours.get(name):
+                raise CheckpointError(
+                    f"{directory} is of another model: parameter {name} has {saved.get(name, 0)} elements in it and "
+                    f"{ours.get(name, 0)} here. Resume with the model it was trained from."
+                )
+        return {**state, "own": path == own}
 
     def _plain_norm(self) -> float | None:
         """ZeRO-0 is plain AdamW inside DeepSpeed: it neither reports the norm nor stops at NaN."""
@@ -120,3 +125,7 @@ class TrainEngine:
             f"the gradient of optimizer step {self.steps} is not finite; the parameters were not changed. "
             "Usual causes: a learning rate that is too high, or rewards out of range (see reward.clip_range)."
         )
+
+
+def _rank_file(directory: Path, rank: int) -> Path:
+    return directory / f"rank_{rank:05d}.pt"

@@ -26,7 +26,7 @@ from slurm_rlhf.training.examples import load_examples
 from slurm_rlhf.training.export import save_hf
 from slurm_rlhf.training.models import load_policy
 from slurm_rlhf.training.step import optimizer_step
-from slurm_rlhf.training.zero import EngineConfig
+from slurm_rlhf.training.zero import EngineConfig, trained
 
 LINES = 40  # of progress, about
 
@@ -74,7 +74,7 @@ def _order(config: Config, examples: int, world: World) -> PromptOrder:
 def _engine(config: Config, steps: int, world: World) -> TrainEngine:
     module = load_policy(
         config.actor.model_name_or_path,
-        config.ds,
+        trained(config.ds),
         config.train.logprob_chunk_tokens,
         config.actor.gradient_checkpointing_enable,
     )

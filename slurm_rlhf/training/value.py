@@ -15,7 +15,7 @@ from slurm_rlhf.training.engine import TrainEngine
 from slurm_rlhf.training.forward import per_action
 from slurm_rlhf.training.models import load_critic
 from slurm_rlhf.training.step import optimizer_step
-from slurm_rlhf.training.zero import EngineConfig
+from slurm_rlhf.training.zero import EngineConfig, trained
 
 
 class ValueTrainer:
@@ -28,7 +28,7 @@ class ValueTrainer:
         seed_rank(config.train.seed, self.world.rank, config.train.full_determinism)
         module = load_critic(
             config.critic.model_name_or_path or config.actor.model_name_or_path,
-            config.ds,
+            trained(config.ds),
             config.train.seed,
             config.actor.gradient_checkpointing_enable,
         )

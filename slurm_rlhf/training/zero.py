@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.training.distributed import World, limit_collectives
 from slurm_rlhf.training.schedule import Schedule
 
@@ -43,12 +43,7 @@ class EngineConfig:
 
 
 def start_deepspeed(module: nn.Module, cfg: EngineConfig, world: World) -> Any:
-    """`deepspeed.initialize` with AdamW over the module's parameters. Collective. Raises ConfigError."""
-    if cfg.zero_stage == 0 and cfg.param_dtype == "bf16":
-        raise ConfigError(
-            "ds.zero_stage = 0 with ds.param_dtype = bf16 would add up gradients in bf16, which loses small ones: "
-            "use ds.zero_stage = 1 (or 2, 3), or fp32"
-        )
+    """`deepspeed.initialize` with AdamW over the module's parameters, loaded as `trained` says. Collective."""
     os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # its own detection warns where there is no GPU
     import deepspeed
     import deepspeed.ops
@@ -64,15 +59,27 @@ def start_deepspeed(module: nn.Module, cfg: EngineConfig, world: World) -> Any:
     return engine
 
 
+def trained(ds: Ds) -> Ds:
+    """With which settings to load a model that `start_deepspeed` is to train.
+
+    DeepSpeed keeps fp32 masters beside bf16 parameters from ZeRO-1 on. Without ZeRO it would add up gradients in
+    bf16, which loses small ones: there the parameters themselves are fp32, and autocast computes in bf16.
+    """
+    return dataclasses.replace(ds, param_dtype="fp32") if ds.zero_stage == 0 else ds
+
+
 def deepspeed_config(cfg: EngineConfig, elements: int) -> dict[str, Any]:
     """DeepSpeed's configuration for a model of `elements` parameters."""
     # Buffers of DeepSpeed's default size, 2 GB in fp32, would be allocated even for a tiny model.
     bucket = min(elements + elements % 2, 200_000_000)
+    bf16 = cfg.param_dtype == "bf16"
+    autocast = bf16 and cfg.zero_stage == 0
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": cfg.max_norm,
-        "bf16": {"enabled": cfg.param_dtype == "bf16"},
+        "bf16": {"enabled": bf16 and not autocast},
+        "torch_autocast": {"enabled": autocast, "dtype": "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": "fp32",
         "zero_optimization": {
