@@ -78,7 +78,14 @@ def test_a_good_one(config: Config) -> None:
         (["data.prompt_dataset="], ["data.prompt_dataset is not set"]),
         (["data.prompt_dataset=/no/where"], ["data.prompt_dataset: no such file: /no/where"]),
         (["eval.dataset=/"], ["eval.dataset: is a directory, not a file: /"]),
-        (["reward.remote_url="], ["reward.remote_url is not set: name a Python file"]),
+        (["reward.remote_url="], ["neither reward.remote_url (a Python file", "nor reward.model_name_or_path is set"]),
+        (["reward.model_name_or_path=/rm"], ["reward.remote_url and reward.model_name_or_path are both set"]),
+        (
+            ["reward.remote_url=", "reward.model_name_or_path=/rm", "reward.num_nodes=3"],
+            ["reward.num_nodes * reward.num_gpus_per_node = 3 * 1 = 3 ranks"],
+        ),
+        (["ref.zero_stage=2"], ["ref.zero_stage takes 0 or 3, got 2"]),
+        (["reward.offload=true"], ["reward.offload needs reward.zero_stage = 3"]),
         (["reward.remote_url=/no.py"], ["reward.remote_url: no such file: /no.py"]),
         (["reward.remote_url=http://x"], ["not supported yet"]),
         (["actor.model_name_or_path="], ["actor.model_name_or_path is not set"]),
@@ -99,6 +106,7 @@ def test_good_variants(config: Config) -> None:
     check(change(config, "rollout.batch_size=64", "rollout.n_samples_per_prompt=4", "actor.num_gpus_per_node=8"))
     check(change(config, "algo.kl.init_coef=0", "ref.num_gpus_per_node=3"))
     check(change(config, "data.input_template={{{}}}", "resume=never"))
+    check(change(config, "ds.zero_stage=0", "ds.param_dtype=bf16", "ref.zero_stage=3", "ref.offload=true"))
 
 
 @pytest.mark.parametrize(
@@ -137,6 +145,32 @@ def test_other_bad_models(config: Config, tmp_path: Path) -> None:
     (directory / "tokenizer.json").unlink()
     (directory / "vocab.json").touch()
     with pytest.raises(ModelError, match=r"slow tokenizer \(vocab\.json\) but no tokenizer\.json: convert it"):
+        check(config)
+
+
+def test_a_reward_model_has_the_actors_tokens(config: Config, tmp_path: Path) -> None:
+    directory = tmp_path / "rm"
+    directory.mkdir()
+    (directory / "config.json").write_text('{"max_position_embeddings": 1024}')
+    (directory / "model.safetensors").touch()
+    change(config, "reward.remote_url=", f"reward.model_name_or_path={directory}")
+    ours, theirs = Path(config.actor.model_name_or_path) / "tokenizer.json", directory / "tokenizer.json"
+    with pytest.raises(ModelError, match=r"reward\.model_name_or_path: .* holds no tokenizer"):
+        check(config)
+    theirs.touch()
+    with pytest.raises(ModelError, match=r"longer than the 1024 positions .* of reward\.model_name_or_path"):
+        check(config)
+    change(config, "data.max_len=1024", "rollout.max_new_tokens=512")
+    check(config)
+    tokens = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<eos>"}]}
+    ours.write_text(json.dumps(tokens))
+    theirs.write_text(json.dumps({**tokens, "decoder": None}))
+    check(config)
+    tokens["added_tokens"] = [{"id": 3, "content": "<eos>"}]
+    theirs.write_text(json.dumps(tokens))
+    with pytest.raises(
+        ModelError, match=r"another tokenizer .*\(token '<eos>' is 3 there and 2 here\).*reward function"
+    ):
         check(config)
 
 

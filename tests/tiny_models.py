@@ -80,3 +80,27 @@ def make_tiny(
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
+
+
+def make_reward(path: str | Path, head: str = "score", arch: str = "qwen2", *, seed: int = 1, **sizes: Any) -> Path:
+    """Write a reward model of `arch` whose head is spelled `score`, `value_head` or `v_head.summary` (with a bias).
+
+    `score` is what transformers saves as AutoModelForSequenceClassification with one label.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import AutoModelForSequenceClassification
+
+    path = make_tiny(path, arch, tied=True, seed=seed, **sizes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+        torch.nn.init.normal_(model.score.weight, std=0.1)
+    model.save_pretrained(path)
+    if head != "score":
+        weights = load_file(path / "model.safetensors")
+        weights[f"{head}.weight"] = weights.pop("score.weight")
+        if head == "v_head.summary":
+            weights[f"{head}.bias"] = torch.tensor([0.25])
+        save_file(weights, path / "model.safetensors", {"format": "pt"})
+    return path

@@ -27,8 +27,10 @@ OPTIONS = {
     "nodelist": "plan for these nodes, in Slurm's words: gpu[001-003,007]",
     "gpus_per_node": "GPUs of each of them",
 }
-KEYS = [f"{role}.{size}" for role in ("actor", "critic", "ref") for size in ("num_nodes", "num_gpus_per_node")]
-KEYS += ["vllm.num_engines", "vllm.tensor_parallel_size", "vllm.num_nodes", "algo.kl.init_coef"]
+ROLES = ("actor", "critic", "ref", "reward")
+KEYS = [f"{role}.{size}" for role in ROLES for size in ("num_nodes", "num_gpus_per_node")]
+KEYS += ["vllm.num_engines", "vllm.tensor_parallel_size", "vllm.num_nodes"]
+KEYS += ["algo.kl.init_coef", "reward.model_name_or_path"]
 
 
 def help_page() -> str:

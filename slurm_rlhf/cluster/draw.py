@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from slurm_rlhf.cluster.rank_map import RankMap
-from slurm_rlhf.cluster.sizes import ACTOR, CRITIC, REFERENCE, ROLLOUT
+from slurm_rlhf.cluster.sizes import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT
 from slurm_rlhf.cluster.topology import GPU
 
-_LETTERS = {ACTOR: "A", CRITIC: "C", REFERENCE: "R", ROLLOUT: "E"}
+_LETTERS = {ACTOR: "A", CRITIC: "C", REFERENCE: "R", REWARD: "W", ROLLOUT: "E"}
 _MAX_ROWS = 64
 
 

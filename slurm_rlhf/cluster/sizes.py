@@ -12,7 +12,7 @@ CRITIC = "critic"
 REFERENCE = "reference"
 ROLLOUT = "rollout"
 REWARD = "reward"
-ROLE_ORDER = (ACTOR, CRITIC, REFERENCE, ROLLOUT)
+ROLE_ORDER = (ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT)
 """The order in which roles are printed and given GPUs of a node they share; other names follow by alphabet."""
 
 _CONFIG_GROUP = {REFERENCE: "ref", ROLLOUT: "vllm"}
@@ -68,8 +68,11 @@ class RoleSize:
 
 
 def role_sizes(config: Config) -> list[RoleSize]:
-    """The roles that a run with `config` starts, in ROLE_ORDER; the reference only when KL enters the reward."""
-    actor, critic, ref, vllm = config.actor, config.critic, config.ref, config.vllm
+    """The roles that a run with `config` starts, in ROLE_ORDER.
+
+    The reference only when KL enters the reward, the reward model only when there is one.
+    """
+    actor, critic, ref, reward, vllm = config.actor, config.critic, config.ref, config.reward, config.vllm
     if vllm.num_engines < 1:
         raise PlacementError(f"vllm.num_engines must be at least 1, got {vllm.num_engines}")
     sizes = [
@@ -78,6 +81,8 @@ def role_sizes(config: Config) -> list[RoleSize]:
     ]
     if config.algo.kl.init_coef != 0:
         sizes.append(RoleSize(REFERENCE, ref.num_nodes, ref.num_gpus_per_node))
+    if reward.model_name_or_path:
+        sizes.append(RoleSize(REWARD, reward.num_nodes, reward.num_gpus_per_node))
     sizes.append(RoleSize(ROLLOUT, vllm.num_nodes, tp=vllm.tensor_parallel_size, engines=vllm.num_engines))
     return sizes
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import check_length, check_model_directory
 from slurm_rlhf.config.ranges import out_of_range
+from slurm_rlhf.config.reward import check_reward_model, reward_source
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 
@@ -25,6 +26,8 @@ def check(config: Config) -> None:
     check_length("actor.model_name_or_path", actor, config.data.max_len)
     if config.critic.model_name_or_path:
         check_model_directory("critic.model_name_or_path", config.critic.model_name_or_path, tokenizer=False)
+    if config.reward.model_name_or_path:
+        check_reward_model(config)
 
 
 def check_sft(config: Config) -> None:
@@ -54,8 +57,9 @@ def _training_problems(config: Config) -> Iterator[str]:
     yield from _file("data.prompt_dataset", config.data.prompt_dataset, "a JSONL file of prompts")
     if config.eval.dataset:
         yield from _file("eval.dataset", config.eval.dataset, "a JSONL file of prompts")
-    yield from _reward(config)
+    yield from reward_source(config)
     yield from _resume(config)
+    yield from _frozen(config)
     if not in_range:
         yield from _batches(config)
         yield from _relations(config)
@@ -76,10 +80,20 @@ def _batches(config: Config) -> Iterator[str]:
                 f"{role}.num_nodes * {role}.num_gpus_per_node = {group.num_nodes} * {group.num_gpus_per_node} = {ranks}"
             )
             yield f"train.batch_size = {batch} does not divide over {sizes} ranks: use a multiple of {ranks}"
-    ref_ranks = config.ref.num_nodes * config.ref.num_gpus_per_node
-    if config.algo.kl.init_coef and responses % ref_ranks:
-        sizes = f"ref.num_nodes * ref.num_gpus_per_node = {config.ref.num_nodes} * {config.ref.num_gpus_per_node}"
-        yield f"{told} responses do not divide over {sizes} = {ref_ranks} ranks: use a multiple of {ref_ranks}"
+    starts = {"ref": config.algo.kl.init_coef != 0, "reward": bool(config.reward.model_name_or_path)}
+    for role, frozen in (("ref", config.ref), ("reward", config.reward)):
+        ranks = frozen.num_nodes * frozen.num_gpus_per_node
+        if starts[role] and responses % ranks:
+            sizes = f"{role}.num_nodes * {role}.num_gpus_per_node = {frozen.num_nodes} * {frozen.num_gpus_per_node}"
+            yield f"{told} responses do not divide over {sizes} = {ranks} ranks: use a multiple of {ranks}"
+
+
+def _frozen(config: Config) -> Iterator[str]:
+    for role, group in (("ref", config.ref), ("reward", config.reward)):
+        if group.zero_stage not in (0, 3):
+            yield f"{role}.zero_stage takes 0 or 3, got {group.zero_stage}: a frozen model has parameters only to cut"
+        elif group.offload and group.zero_stage != 3:
+            yield f"{role}.offload needs {role}.zero_stage = 3: DeepSpeed moves parameters that ZeRO-3 has cut"
 
 
 def _divisors(whole: int, wanted: int) -> str:
@@ -159,14 +173,6 @@ def _file(key: str, value: str, what: str) -> Iterator[str]:
         yield f"{key} is not set: name {what}"
     elif not Path(value).is_file():
         yield f"{key}: {'is a directory, not a file' if Path(value).is_dir() else 'no such file'}: {value}"
-
-
-def _reward(config: Config) -> Iterator[str]:
-    source = config.reward.remote_url
-    if source.startswith(("http://", "https://")):
-        yield f"reward.remote_url: reward servers are not supported yet ({source}): name a Python file with reward_func"
-    else:
-        yield from _file("reward.remote_url", source, "a Python file with reward_func")
 
 
 def _resume(config: Config) -> Iterator[str]:

@@ -89,12 +89,26 @@ class Ref:
     """Nodes of this role. The reference starts only when algo.kl.init_coef is not zero."""
     num_gpus_per_node: int = 1
     """Accelerator slots of this role on each of its nodes."""
+    zero_stage: int = 0
+    """0: the whole model on every rank; 3: cut over the role's ranks by DeepSpeed ZeRO-3."""
+    offload: bool = False
+    """Keep the parameters in host memory and fetch layer by layer; needs zero_stage 3."""
 
 
 @dataclass(slots=True)
 class Reward:
     remote_url: FilePath = ""
     """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF."""
+    model_name_or_path: FilePath = ""
+    """Directory of a reward model, instead of a function: sequence classification with one label, or a value head."""
+    num_nodes: int = 1
+    """Nodes of the reward model."""
+    num_gpus_per_node: int = 1
+    """Accelerator slots of the reward model on each of its nodes."""
+    zero_stage: int = 0
+    """0: the whole model on every rank; 3: cut over the role's ranks by DeepSpeed ZeRO-3."""
+    offload: bool = False
+    """Keep the parameters in host memory and fetch layer by layer; needs zero_stage 3."""
     clip_range: list[float] = field(default_factory=lambda: [-10.0, 10.0])
     """Rewards are clipped to these two values before they reach the advantages."""
     shuffle: bool = False
@@ -146,7 +160,7 @@ class Ds:
     zero_stage: int = 2
     """DeepSpeed ZeRO stage of actor and critic."""
     param_dtype: Literal["bf16", "fp32"] = "bf16"
-    """bf16 (with fp32 master weights) or fp32."""
+    """bf16 (with fp32 master weights; at ZeRO stage 0 fp32 weights under autocast) or fp32."""
     attn_implementation: str = "sdpa"
     """Hugging Face attention implementation."""
 

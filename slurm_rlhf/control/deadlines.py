@@ -10,6 +10,7 @@ DEADLINES: dict[str, str] = {
     "generate": "generate",
     "logprobs": "forward",
     "values": "forward",
+    "score": "forward",
     "train_step": "train_step",
     "sync_listen": "sync",
     "sync_join": "sync",

@@ -32,6 +32,7 @@ from slurm_rlhf.roles.generation import Generation
 from slurm_rlhf.roles.ppo import PPO
 from slurm_rlhf.roles.reporting import Reporting
 from slurm_rlhf.roles.run_directory import RunDirectory
+from slurm_rlhf.roles.scoring import ModelRewards
 from slurm_rlhf.roles.state import RunState
 from slurm_rlhf.roles.training_run import TrainingRun
 from slurm_rlhf.roles.weights import WeightSync
@@ -75,7 +76,7 @@ class Inputs:
     prompts: PromptSet
     evaluation: PromptSet | None
     order: PromptOrder
-    reward: RewardFunction
+    reward: RewardFunction | None  # None: a model's
     total_steps: int
 
 
@@ -142,7 +143,8 @@ class Conductor:
             prompts.fingerprint(),
         )
         total = min(order.total, config.train.max_steps or order.total)
-        return Inputs(prompts, evaluation, order, RewardFunction.load(config.reward.remote_url), total)
+        reward = None if config.reward.model_name_or_path else RewardFunction.load(config.reward.remote_url)
+        return Inputs(prompts, evaluation, order, reward, total)
 
     def _resume(self) -> tuple[RunState, Path | None]:
         if self.config.resume == "never" and self.directory.metrics.exists():
@@ -169,6 +171,7 @@ class Conductor:
         generation = Generation(
             fleet.roles["rollout"], config.train.seed, config.vllm.max_num_seqs, config.train.full_determinism
         )
+        reward = inputs.reward or ModelRewards(fleet.roles["reward"], config.train.max_tokens_per_gpu)
         kl = KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon)
         training = TrainingRun(
             config=config,
@@ -177,7 +180,7 @@ class Conductor:
             prompts=inputs.prompts,
             eval_prompts=inputs.evaluation,
             order=inputs.order,
-            ppo=PPO(config, fleet.roles, generation, inputs.reward, kl, phases),
+            ppo=PPO(config, fleet.roles, generation, reward, kl, phases),
             weights=weights,
             checkpoints=self.checkpoints,
             state=state,

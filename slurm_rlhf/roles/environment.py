@@ -5,7 +5,7 @@ from __future__ import annotations
 from slurm_rlhf.cluster.placement import RankMap
 from slurm_rlhf.config.schema import Config
 
-TRAINERS = ("actor", "critic", "reference")
+TRAINERS = ("actor", "critic", "reference", "reward")
 
 
 def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dict[str, dict[str, str]]]:

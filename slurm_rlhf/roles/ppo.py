@@ -25,6 +25,7 @@ from slurm_rlhf.errors import RewardError
 from slurm_rlhf.observe.phases import Phases
 from slurm_rlhf.records import F32, Experience, Prompt, Sampling, Trajectory, pack
 from slurm_rlhf.roles.generation import Generation
+from slurm_rlhf.roles.scoring import ModelRewards
 from slurm_rlhf.roles.sharding import Shard, assemble, shards
 from slurm_rlhf.rollout.rewards import RewardFunction, Rewards
 
@@ -38,7 +39,7 @@ class PPO:
     config: Config
     roles: dict[str, RoleHandle]
     generation: Generation
-    reward: RewardFunction
+    reward: RewardFunction | ModelRewards
     kl: KLController
     phases: Phases
 
@@ -67,7 +68,7 @@ class PPO:
         return Sampling(r.n_samples_per_prompt, r.temperature, r.top_p, r.top_k, r.max_new_tokens, list(r.stop))
 
     def _score(self, number: int, prompts: list[Prompt], trajectories: list[Trajectory]) -> tuple[Rewards, Experience]:
-        """Rewards of the user's function, while the models compute log-probs and values."""
+        """Rewards of the user's function or the reward model, while the others compute log-probs and values."""
         experience = pack(trajectories, [0.0] * len(trajectories))
         owners = [prompt for prompt in prompts for _ in range(self.config.rollout.n_samples_per_prompt)]
         with self.phases("forward"):
@@ -75,7 +76,8 @@ class PPO:
             self._forward(experience)
         with self.phases("reward"):
             try:
-                rewards = scored.result(self.config.timeout.reward)
+                # A role's calls have their own deadline.
+                rewards = scored.result(None if "reward" in self.roles else self.config.timeout.reward)
             except TimeoutError:
                 raise RewardError(
                     f"the reward function did not return within {self.config.timeout.reward:g} s for "

@@ -24,6 +24,7 @@ ROLES = {
     "actor": ("slurm_rlhf.roles.actor", "ActorRole"),
     "critic": ("slurm_rlhf.roles.critic", "CriticRole"),
     "reference": ("slurm_rlhf.roles.reference", "ReferenceRole"),
+    "reward": ("slurm_rlhf.roles.reward", "RewardRole"),
     "rollout": ("slurm_rlhf.roles.rollout", "RolloutRole"),
 }
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.training.distributed import World
-from slurm_rlhf.training.fragments import local_fragments, make_moments, publish, fragments_to_fill, sizes
+from slurm_rlhf.training.fragments import fragments_to_fill, local_fragments, make_moments, publish, sizes
 from slurm_rlhf.training.schedule import learning_rate
 from slurm_rlhf.training.shards import ShardReader, write_shard
 from slurm_rlhf.training.zero import EngineConfig, start_deepspeed

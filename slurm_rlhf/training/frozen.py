@@ -1,31 +1,61 @@
-"""The reference policy: weights that never change, so no DeepSpeed and no process group."""
+"""Models whose weights never change: whole on every rank, or cut over the role's ranks by DeepSpeed ZeRO-3."""
 
 from __future__ import annotations
 
-from slurm_rlhf.config.schema import Config
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from slurm_rlhf.config.schema import Config, Ref, Reward
 from slurm_rlhf.records import F32, Experience
-from slurm_rlhf.training.distributed import local_device
+from slurm_rlhf.training.collate import TokenBatch
+from slurm_rlhf.training.distributed import join_world, limit_collectives, local_device
 from slurm_rlhf.training.forward import per_action
 from slurm_rlhf.training.models import load_policy
+from slurm_rlhf.training.sharded import born_sharded, import_deepspeed, zero3_config
+
+
+class Frozen:
+    """A module without gradients. Under ZeRO-3 every forward is collective: each rank calls it equally often."""
+
+    def __init__(self, config: Config, group: Ref | Reward, load: Callable[[], nn.Module]) -> None:
+        """`load` makes the module on the host. Collective under ZeRO-3, and needs no process group without."""
+        self.device = local_device()
+        self._module: Any
+        if group.zero_stage == 0:
+            self._module = load().to(self.device).requires_grad_(False).eval()
+            return
+        world = join_world(config.timeout.collective)
+        cut = zero3_config(config.ds.param_dtype, group.offload)
+        with born_sharded(world, cut):
+            module = load()
+        self._module, *_ = import_deepspeed(world.device).initialize(model=module, config=cut)
+        limit_collectives(config.timeout.collective)
+        self._module.eval()
+
+    def __call__(self, *args: Any) -> Any:
+        with torch.no_grad():
+            return self._module(*args)
 
 
 class FrozenPolicy:
-    """The policy that the actor starts from, whole on every rank."""
+    """The policy that the actor starts from."""
 
     def __init__(self, config: Config) -> None:
         """Raises ModelError."""
-        module = load_policy(config.actor.model_name_or_path, config.ds, config.train.logprob_chunk_tokens)
-        self.device = local_device()
-        self.module = module.to(self.device).requires_grad_(False)
+        self.model = Frozen(
+            config,
+            config.ref,
+            lambda: load_policy(config.actor.model_name_or_path, config.ds, config.train.logprob_chunk_tokens),
+        )
         self.temperature = config.rollout.temperature
 
     def logprobs(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
-        """{"logprobs": fp32 [A]} at the rollout temperature; micro-batches as rows of `exp`."""
-        return {
-            "logprobs": per_action(
-                exp,
-                micro,
-                self.device,
-                lambda batch: self.module(batch.input_ids, batch.action_index, batch.targets, self.temperature)[0],
-            )
-        }
+        """{"logprobs": fp32 [A]} at the rollout temperature; micro-batches as rows of `exp`. Collective."""
+        return {"logprobs": per_action(exp, micro, self.model.device, self._forward)}
+
+    def _forward(self, batch: TokenBatch) -> torch.Tensor:
+        logprobs: torch.Tensor = self.model(batch.input_ids, batch.action_index, batch.targets, self.temperature)[0]
+        return logprobs

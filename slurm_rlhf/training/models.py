@@ -13,6 +13,8 @@ from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.training.logprobs import chunked_logprobs
 from slurm_rlhf.training.parameters import is_sharded
+from slurm_rlhf.training.sharded import restore_buffers
+from slurm_rlhf.training.value_head import load_head
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Fields of a Hugging Face config by which a model changes its logits after the head, which `PolicyModule` does not do.
@@ -69,6 +71,20 @@ class ValueModule(nn.Module):
         return values
 
 
+class RewardModule(nn.Module):
+    """A language model's body with the head of a reward model."""
+
+    def __init__(self, model: Any, head: nn.Linear) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head
+
+    def forward(self, input_ids: Tensor, index: Tensor) -> Tensor:
+        """Scores, fp32 [B], of the tokens at `index` [B] into the flattened `input_ids` [B, L]."""
+        scores: Tensor = self.head(_action_states(self.model, input_ids, index)).squeeze(-1).float()
+        return scores
+
+
 def load_policy(path: str | Path, ds: Ds, chunk_tokens: int, gradient_checkpointing: bool = False) -> PolicyModule:
     """The causal language model in directory `path`. Raises ModelError when it cannot be used."""
     from transformers import AutoModelForCausalLM
@@ -91,8 +107,17 @@ def load_critic(path: str | Path, ds: Ds, seed: int, gradient_checkpointing: boo
     return ValueModule(_load(AutoModel, Path(path), ds, gradient_checkpointing), seed)
 
 
+def load_reward(path: str | Path, ds: Ds) -> RewardModule:
+    """The reward model in `path`: the body of a language model and one of `value_head.HEADS`. Raises ModelError."""
+    from transformers import AutoModel
+
+    body = _load(AutoModel, Path(path), ds, gradient_checkpointing=False)
+    hidden = body.config.get_text_config().hidden_size
+    return RewardModule(body, load_head(Path(path), hidden, DTYPES[ds.param_dtype]))
+
+
 def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor) -> Tensor:
-    """Hidden states [A, H] of the tokens before the actions."""
+    """Hidden states [A, H] of the tokens that `action_index` [A] points at."""
     states = body(input_ids=input_ids, use_cache=False).last_hidden_state
     return states.flatten(0, 1).index_select(0, action_index)
 
@@ -119,10 +144,25 @@ def _load(kind: Any, path: Path, ds: Ds, gradient_checkpointing: bool) -> Any:
             f"{path}: {len(absent)} weights of the architecture are not in its files and would be random, "
             f"first {', '.join(absent[:3])}. Complete the directory."
         )
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        restore_buffers(model, _on_no_device(kind, model.config))
     _without_dropout(model)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model.train()  # Hugging Face recomputes activations in train mode only
+
+
+def _on_no_device(kind: Any, config: Any) -> Any:
+    """The model without memory for its parameters, built as if nobody had ever heard of ZeRO-3."""
+    from transformers.integrations import deepspeed as integration
+
+    told = integration._hf_deepspeed_config_weak_ref
+    integration.unset_hf_deepspeed_config()
+    try:
+        with torch.device("meta"):
+            return kind.from_config(config, dtype=config.dtype)
+    finally:
+        integration._hf_deepspeed_config_weak_ref = told
 
 
 def _check_directory(path: Path) -> None:

@@ -19,7 +19,7 @@ from slurm_rlhf.training.forward import per_action
 from slurm_rlhf.training.models import load_policy
 from slurm_rlhf.training.parameters import describe, full_parameters
 from slurm_rlhf.training.step import optimizer_step
-from slurm_rlhf.training.zero import EngineConfig, trained
+from slurm_rlhf.training.zero import EngineConfig, loading
 
 
 class PolicyTrainer:
@@ -31,12 +31,10 @@ class PolicyTrainer:
         self.config = config
         self.world = join_world(config.timeout.collective)
         seed_rank(config.train.seed, self.world.rank, config.train.full_determinism)
-        module = load_policy(
-            actor.model_name_or_path,
-            trained(config.ds),
-            config.train.logprob_chunk_tokens,
-            actor.gradient_checkpointing_enable,
-        )
+        with loading(config.ds, self.world) as ds:
+            module = load_policy(
+                actor.model_name_or_path, ds, config.train.logprob_chunk_tokens, actor.gradient_checkpointing_enable
+            )
         self.engine = TrainEngine(module, EngineConfig.of_actor(config, actor.learning_rate, total_steps), self.world)
         self.clip_low, self.clip_high = actor.eps_clip_low_high or (actor.eps_clip, actor.eps_clip)
 

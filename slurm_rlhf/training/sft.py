@@ -26,7 +26,7 @@ from slurm_rlhf.training.examples import load_examples
 from slurm_rlhf.training.export import save_hf
 from slurm_rlhf.training.models import load_policy
 from slurm_rlhf.training.step import optimizer_step
-from slurm_rlhf.training.zero import EngineConfig, trained
+from slurm_rlhf.training.zero import EngineConfig, loading
 
 LINES = 40  # of progress, about
 
@@ -72,12 +72,13 @@ def _order(config: Config, examples: int, world: World) -> PromptOrder:
 
 
 def _engine(config: Config, steps: int, world: World) -> TrainEngine:
-    module = load_policy(
-        config.actor.model_name_or_path,
-        trained(config.ds),
-        config.train.logprob_chunk_tokens,
-        config.actor.gradient_checkpointing_enable,
-    )
+    with loading(config.ds, world) as ds:
+        module = load_policy(
+            config.actor.model_name_or_path,
+            ds,
+            config.train.logprob_chunk_tokens,
+            config.actor.gradient_checkpointing_enable,
+        )
     cfg = EngineConfig.of_actor(config, config.sft.learning_rate, steps)
     return TrainEngine(
         module, dataclasses.replace(cfg, schedule=dataclasses.replace(cfg.schedule, kind="cosine")), world

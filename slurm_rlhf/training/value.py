@@ -15,7 +15,7 @@ from slurm_rlhf.training.engine import TrainEngine
 from slurm_rlhf.training.forward import per_action
 from slurm_rlhf.training.models import load_critic
 from slurm_rlhf.training.step import optimizer_step
-from slurm_rlhf.training.zero import EngineConfig, trained
+from slurm_rlhf.training.zero import EngineConfig, loading
 
 
 class ValueTrainer:
@@ -26,12 +26,9 @@ class ValueTrainer:
         self.config = config
         self.world = join_world(config.timeout.collective)
         seed_rank(config.train.seed, self.world.rank, config.train.full_determinism)
-        module = load_critic(
-            config.critic.model_name_or_path or config.actor.model_name_or_path,
-            trained(config.ds),
-            config.train.seed,
-            config.actor.gradient_checkpointing_enable,
-        )
+        path = config.critic.model_name_or_path or config.actor.model_name_or_path
+        with loading(config.ds, self.world) as ds:
+            module = load_critic(path, ds, config.train.seed, config.actor.gradient_checkpointing_enable)
         cfg = EngineConfig.of_actor(config, config.critic.learning_rate, total_steps)
         self.engine = TrainEngine(module, cfg, self.world)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,9 @@ from torch import nn
 
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.training.distributed import World, limit_collectives
+from slurm_rlhf.training.fragments import sizes
 from slurm_rlhf.training.schedule import Schedule
+from slurm_rlhf.training.sharded import born_sharded, import_deepspeed, zero3_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,29 +46,26 @@ class EngineConfig:
 
 
 def start_deepspeed(module: nn.Module, cfg: EngineConfig, world: World) -> Any:
-    """`deepspeed.initialize` with AdamW over the module's parameters, loaded as `trained` says. Collective."""
-    os.environ.setdefault("DS_ACCELERATOR", world.device.type)  # its own detection warns where there is no GPU
-    import deepspeed
-    import deepspeed.ops
-
-    # On CPUs DeepSpeed compiles this extension (half a minute of g++) where a compiler is found. It all-reduces
-    # through shared memory with names of its own, which runs on one host would share; gloo does without it.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    """`deepspeed.initialize` with AdamW over the module's parameters, loaded under `loading`. Collective."""
+    deepspeed = import_deepspeed(world.device)
     # torch's AdamW: DeepSpeed's own optimizers are extensions, too.
     optimizer = torch.optim.AdamW(_groups(module, cfg.weight_decay), lr=cfg.schedule.peak, betas=cfg.betas)
-    elements = sum(p.numel() for p in module.parameters())
+    elements = sum(sizes(module).values())
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config(cfg, elements))
     limit_collectives(cfg.timeout_s)
     return engine
 
 
-def trained(ds: Ds) -> Ds:
-    """With which settings to load a model that `start_deepspeed` is to train.
+@contextmanager
+def loading(ds: Ds, world: World) -> Iterator[Ds]:
+    """Within it, and with the settings it gives, load the model that `start_deepspeed` is to train. Collective.
 
     DeepSpeed keeps fp32 masters beside bf16 parameters from ZeRO-1 on. Without ZeRO it would add up gradients in
     bf16, which loses small ones: there the parameters themselves are fp32, and autocast computes in bf16.
+    ZeRO-3 cuts the parameters while they are loaded.
     """
-    return dataclasses.replace(ds, param_dtype="fp32") if ds.zero_stage == 0 else ds
+    with born_sharded(world, zero3_config(ds.param_dtype)) if ds.zero_stage == 3 else nullcontext():
+        yield dataclasses.replace(ds, param_dtype="fp32") if ds.zero_stage == 0 else ds
 
 
 def deepspeed_config(cfg: EngineConfig, elements: int) -> dict[str, Any]:

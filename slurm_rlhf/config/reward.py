@@ -1,0 +1,65 @@
+"""What can be known beforehand of the rewards' source: a function, or a model of the actor's tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.config.model_directory import check_length, check_model_directory, require_tokenizer
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ModelError
+
+MODEL = "reward.model_name_or_path"
+
+
+def reward_source(config: Config) -> Iterator[str]:
+    """What is wrong with reward.remote_url and reward.model_name_or_path: exactly one is needed."""
+    source, model = config.reward.remote_url, config.reward.model_name_or_path
+    if source and model:
+        yield f"reward.remote_url and {MODEL} are both set: rewards come from a function or a model, leave out one"
+    elif not source and not model:
+        yield f"neither reward.remote_url (a Python file with reward_func) nor {MODEL} is set: name one"
+    elif source.startswith(("http://", "https://")):
+        yield f"reward.remote_url: reward servers are not supported yet ({source}): name a Python file with reward_func"
+    elif source and not Path(source).is_file():
+        what = "is a directory, not a file" if Path(source).is_dir() else "no such file"
+        yield f"reward.remote_url: {what}: {source}"
+
+
+def check_reward_model(config: Config) -> None:
+    """Raises ModelError for a directory that cannot be used, one of other tokens than the actor's included."""
+    path = config.reward.model_name_or_path
+    check_model_directory(MODEL, path, tokenizer=True)
+    check_length(MODEL, path, config.data.max_len)
+    difference = _difference(require_tokenizer(Path(path)), require_tokenizer(Path(config.actor.model_name_or_path)))
+    if difference:
+        raise ModelError(
+            f"{MODEL}: {path} has another tokenizer than actor.model_name_or_path ({difference}), and responses are "
+            "scored as the tokens that were sampled: use a reward model of the actor's family, or call this one from "
+            "a reward function (reward.remote_url), which gets the text"
+        )
+
+
+def _difference(file: Path, other: Path) -> str:
+    """In what two tokenizer.json give tokens another meaning; empty if in nothing."""
+    if file.read_bytes() == other.read_bytes():
+        return ""
+    theirs, ours = _tokens(file), _tokens(other)
+    for token in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(token) != ours.get(token):
+            return f"token {token!r} is {theirs.get(token, 'missing')} there and {ours.get(token, 'missing')} here"
+    return ""
+
+
+def _tokens(file: Path) -> dict[str, int]:
+    """Token -> id, added ones included."""
+    try:
+        body: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        vocab = body["model"]["vocab"]
+        if isinstance(vocab, list):  # Unigram: [token, score], the id is the place
+            vocab = {entry[0]: index for index, entry in enumerate(vocab)}
+        return {**vocab, **{added["content"]: added["id"] for added in body.get("added_tokens", [])}}
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ModelError(f"{file}: not a tokenizer that can be read: {error}") from None

@@ -1,0 +1,22 @@
+"""A rank of the reward role: a frozen model that scores whole responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from slurm_rlhf.records import F32, Experience
+from slurm_rlhf.roles.role import Role
+from slurm_rlhf.training.reward_model import RewardModel
+
+
+class RewardRole(Role):
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        return {"start": self.start, "score": self.score}
+
+    def start(self, total_steps: int) -> None:
+        """Load the model. `total_steps` is of no use to a model that is not trained."""
+        self.model = RewardModel(self.config)
+
+    def score(self, experience: dict[str, Any], micro: list[list[int]]) -> F32:
+        return self.model.score(Experience.from_wire(experience), micro)
