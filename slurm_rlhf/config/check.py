@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slurm_rlhf.config.load import joined
-from slurm_rlhf.config.model_directory import check_length, check_model_directory
+from slurm_rlhf.config.model_directory import check_length, check_model_directory, check_tensor_parallel
 from slurm_rlhf.config.ranges import out_of_range
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
@@ -23,6 +23,7 @@ def check(config: Config) -> None:
     actor = config.actor.model_name_or_path
     check_model_directory("actor.model_name_or_path", actor, tokenizer=True)
     check_length("actor.model_name_or_path", actor, config.data.max_len)
+    check_tensor_parallel("actor.model_name_or_path", actor, config.vllm.tensor_parallel_size)
     if config.critic.model_name_or_path:
         check_model_directory("critic.model_name_or_path", config.critic.model_name_or_path, tokenizer=False)
 
@@ -107,11 +108,6 @@ def _relations(config: Config) -> Iterator[str]:
         )
     if config.ds.zero_stage == 0 and config.ds.param_dtype == "bf16":
         yield "ds.zero_stage = 0 does not go with ds.param_dtype = bf16: use stage 1, 2 or 3, or fp32"
-    if config.vllm.tensor_parallel_size != 1:
-        yield (
-            f"vllm.tensor_parallel_size = {config.vllm.tensor_parallel_size}: engines of one accelerator are all this "
-            "version can run; set it to 1 and use more vllm.num_engines"
-        )
 
 
 def _lists(config: Config) -> Iterator[str]:

@@ -24,7 +24,7 @@ ROLES = {
     "actor": ("slurm_rlhf.roles.actor", "ActorRole"),
     "critic": ("slurm_rlhf.roles.critic", "CriticRole"),
     "reference": ("slurm_rlhf.roles.reference", "ReferenceRole"),
-    "rollout": ("slurm_rlhf.roles.rollout", "RolloutRole"),
+    "rollout": ("slurm_rlhf.roles.rollout", "engine_role"),
 }
 
 
