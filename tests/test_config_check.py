@@ -20,7 +20,8 @@ from slurm_rlhf.errors import ConfigError, ModelError
 def config(tmp_path: Path) -> Config:
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 2048}))
+    shape = {"num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 48}
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 2048} | shape))
     for name in ("model.safetensors", "tokenizer.json"):
         (model / name).touch()
     for name in ("prompts.jsonl", "reward.py"):
@@ -70,7 +71,7 @@ def test_a_good_one(config: Config) -> None:
         (["reward.clip_range=5,-5"], ["the lower first, got [5.0, -5.0]"]),
         (["algo.kl.init_coef=0", "algo.kl.target=6"], ["algo.kl.target needs a coefficient"]),
         (["timeout.heartbeat=1"], ["timeout.heartbeat = 1 must be at least four heartbeats: 4"]),
-        (["vllm.tensor_parallel_size=2"], ["vllm.tensor_parallel_size = 2", "set it to 1"]),
+        (["vllm.tensor_parallel_size=3"], ["12 attention heads, 2 key-value heads", "Valid sizes: 1, 2, 4"]),
         (["data.input_template=Q:"], ["data.input_template needs exactly one {}", "'Q:'"]),
         (["data.input_template={} {}"], ["exactly one {}"]),
         (["data.input_template={x}"], ["exactly one {}"]),

@@ -189,7 +189,7 @@ def test_what_the_engine_refuses(fresh: EngineProcess, path: Path) -> None:
     with pytest.raises(RunError, match=r"key '0\.0' is in use"):
         fresh.run(child.add, request)
     assert len(fresh.run(child.drain)) == 1
-    assert "vllm.tensor_parallel_size is 2" in fresh.run(child.refused, path, {"tensor_parallel_size": 2})
+    assert "Valid sizes: 1, 2" in fresh.run(child.refused, path, {"tensor_parallel_size": 4})
     assert "vllm.dtype is 'fp8'; valid: auto, fp32" in fresh.run(child.refused, path, {"dtype": "fp8"})
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slurm_rlhf.config.load import joined
-from slurm_rlhf.config.model_directory import check_length, check_model_directory
+from slurm_rlhf.config.model_directory import check_length, check_model_directory, check_tensor_parallel
 from slurm_rlhf.config.ranges import out_of_range
 from slurm_rlhf.config.reward import check_reward_model, reward_source
 from slurm_rlhf.config.schema import Config
@@ -24,6 +24,7 @@ def check(config: Config) -> None:
     actor = config.actor.model_name_or_path
     check_model_directory("actor.model_name_or_path", actor, tokenizer=True)
     check_length("actor.model_name_or_path", actor, config.data.max_len)
+    check_tensor_parallel("actor.model_name_or_path", actor, config.vllm.tensor_parallel_size)
     if config.critic.model_name_or_path:
         check_model_directory("critic.model_name_or_path", config.critic.model_name_or_path, tokenizer=False)
     if config.reward.model_name_or_path:
@@ -118,11 +119,6 @@ def _relations(config: Config) -> Iterator[str]:
             f"timeout.heartbeat = {config.timeout.heartbeat:g} must be at least four heartbeats: "
             f"{4 * config.timeout.heartbeat_interval:g} for timeout.heartbeat_interval = "
             f"{config.timeout.heartbeat_interval:g}"
-        )
-    if config.vllm.tensor_parallel_size != 1:
-        yield (
-            f"vllm.tensor_parallel_size = {config.vllm.tensor_parallel_size}: engines of one accelerator are all this "
-            "version can run; set it to 1 and use more vllm.num_engines"
         )
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.errors import ModelError
+from slurm_rlhf.errors import ConfigError, ModelError
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -53,6 +53,31 @@ def check_length(key: str, path: str, max_len: int) -> None:
         raise ModelError(
             f"data.max_len = {max_len} is longer than the {positions} positions (max_position_embeddings) of {key} = "
             f"{path}: lower data.max_len to at most {positions}"
+        )
+
+
+def check_tensor_parallel(key: str, path: str, size: int) -> None:
+    """Raises ConfigError unless the model's heads and layers divide over the `size` ranks of an engine.
+
+    As vLLM divides: attention heads and the inner width of an MLP evenly, key-value heads evenly or each for several
+    ranks, the vocabulary padded to a multiple of 64.
+    """
+    config = _read_config(key, Path(path))
+    config = config.get("text_config") or config
+    heads, width = config.get("num_attention_heads"), config.get("intermediate_size")
+    shared = config.get("num_key_value_heads") or heads
+    if not (isinstance(heads, int) and isinstance(shared, int)):
+        return  # vLLM knows better how this model counts
+
+    def fits(ranks: int) -> bool:
+        inner = not isinstance(width, int) or width % ranks == 0
+        return heads % ranks == 0 and (shared % ranks == 0 or ranks % shared == 0) and inner and 64 % ranks == 0
+
+    if not fits(size):
+        valid = ", ".join(str(ranks) for ranks in range(1, heads + 1) if fits(ranks))
+        raise ConfigError(
+            f"vllm.tensor_parallel_size = {size} does not divide the model of {key} = {path}: {heads} attention heads, "
+            f"{shared} key-value heads, intermediate_size {width}, vocabulary in blocks of 64. Valid sizes: {valid}"
         )
 
 

@@ -49,6 +49,23 @@ class RoleHandle:
         return gather(self.start_all(method, args_per_rank, **shared))
 
 
+class EngineHandle(RoleHandle):
+    """A role made of engines, each of them called as one: by its number, through its first rank.
+
+    `world` is the number of engines. `ready` are those that can be called; who starts them keeps it up to date.
+    """
+
+    def __init__(self, server: ControlServer, role: str, ranks: int, width: int, timeout: Timeout) -> None:
+        """`ranks`: the role's; `width`: those of one engine."""
+        super().__init__(server, role, ranks // width, timeout)
+        self.width = width
+        self.ready: list[int] = list(range(self.world))
+
+    def call(self, engine: int, method: str, /, **args: Any) -> Future[Any]:
+        """As `RoleHandle.call`, on an engine."""
+        return super().call(engine * self.width, method, **args)
+
+
 def gather(futures: Sequence[Future[Any]]) -> list[Any]:
     """Results in order. Raises as soon as one failed; of several failures a user's error first, it names the cause."""
     done, _ = wait(futures, return_when=FIRST_EXCEPTION)

@@ -20,12 +20,13 @@ from slurm_rlhf.cluster.placement import RankMap
 from slurm_rlhf.cluster.stop import Stop, StopRequested
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.handles import gather
+from slurm_rlhf.control.handles import EngineHandle, gather
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, RemoteError, RunError
 from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.roles.engines import Engines
 from slurm_rlhf.roles.environment import role_environment
 from slurm_rlhf.roles.fleet import Fleet
 from slurm_rlhf.roles.generation import Generation
@@ -164,12 +165,20 @@ class Conductor:
         self.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.ranks.worlds.items()))
         responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
         optimizer_steps = inputs.total_steps * config.train.max_epochs * responses // config.train.batch_size
-        starts = {role: handle.start_all("start", total_steps=optimizer_steps) for role, handle in fleet.roles.items()}
+        rollout = fleet.roles["rollout"]
+        assert isinstance(rollout, EngineHandle)
+        weights = WeightSync(config, fleet.roles["actor"], rollout, fleet.sync_host)
+        engines = Engines(fleet, rollout, weights, config.timeout.connect, config.train.full_determinism)
+        engines.begin()
+        starts = {
+            role: handle.start_all("start", total_steps=optimizer_steps)
+            for role, handle in fleet.roles.items()
+            if handle is not rollout
+        }
         gather([future for futures in starts.values() for future in futures])
-        weights = WeightSync(config, fleet.roles["actor"], fleet.roles["rollout"], fleet.sync_host)
-        weights.connect(starts["actor"][0].result())
+        engines.wait(starts["actor"][0].result())
         generation = Generation(
-            fleet.roles["rollout"], config.train.seed, config.vllm.max_num_seqs, config.train.full_determinism
+            rollout, config.train.seed, config.vllm.max_num_seqs, config.train.full_determinism, engines
         )
         reward = inputs.reward or ModelRewards(fleet.roles["reward"], config.train.max_tokens_per_gpu)
         kl = KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon)
@@ -181,7 +190,7 @@ class Conductor:
             eval_prompts=inputs.evaluation,
             order=inputs.order,
             ppo=PPO(config, fleet.roles, generation, reward, kl, phases),
-            weights=weights,
+            weights=engines,
             checkpoints=self.checkpoints,
             state=state,
             total_steps=inputs.total_steps,

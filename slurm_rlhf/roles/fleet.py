@@ -15,13 +15,13 @@ from typing import Any
 from slurm_rlhf.cluster.launcher import Ended, Launcher
 from slurm_rlhf.cluster.placement import RankMap
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.handles import RoleHandle
+from slurm_rlhf.control.handles import EngineHandle, RoleHandle
 from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.peers import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import RemoteError, RoleDied, RunError
 from slurm_rlhf.observe.tail import tail
-from slurm_rlhf.roles.role import TERMINATION
+from slurm_rlhf.roles.role import FAILURE, TERMINATION
 from slurm_rlhf.roles.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -63,6 +63,7 @@ class Fleet:
     def start(self, environment: Mapping[str, Mapping[str, Mapping[str, str]]]) -> None:
         """Start all roles, with the variables of `environment[role][node]`; wait until each rank has said hello.
 
+        It does not wait for engines: `roles.engines.Engines` does that.
         Raises RoleDied naming the role that ended instead, CallTimeout naming the ranks that stayed silent.
         """
         for role in self._ranks.roles:
@@ -72,10 +73,31 @@ class Fleet:
                 f"--endpoint={self.server.endpoint()}",
             ]
             self._launcher.start(role, arguments, environment[role])
-            self.roles[role] = RoleHandle(self.server, role, self._ranks.world(role), self._config.timeout)
+            self.roles[role] = self._handle(role)
         threading.Thread(target=self._watch, name="fleet-watch", daemon=True).start()
         for role, handle in self.roles.items():
-            self.server.wait_for(role, handle.world, self._config.timeout.connect)
+            if not isinstance(handle, EngineHandle):
+                self.server.wait_for(role, handle.world, self._config.timeout.connect)
+
+    def _handle(self, role: str) -> RoleHandle:
+        world, timeout = self._ranks.world(role), self._config.timeout
+        if any(share.engines for share in self._ranks.roles[role]):
+            return EngineHandle(self.server, role, world, self._config.vllm.tensor_parallel_size, timeout)
+        return RoleHandle(self.server, role, world, timeout)
+
+    def here(self, role: str) -> set[int]:
+        """Ranks of `role` that have said hello."""
+        return {peer.rank for peer in self.server.peers(role)}
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What broke the run."""
+        return self._failed
+
+    def fail(self, error: BaseException) -> None:
+        """The run is broken, by an error that belongs to no call: every pending call and every later one raises it."""
+        for name in self._ranks.roles:
+            self.server.fail_role(name, error if isinstance(error, Exception) else RunError(str(error)))
 
     @property
     def sync_host(self) -> str:
@@ -107,7 +129,10 @@ class Fleet:
         """Ask every rank to leave; True when all of them have closed what they hold."""
         if self._failed is not None:
             return False
-        calls = [handle.call(rank, "shutdown") for handle in self.roles.values() for rank in range(handle.world)]
+        limit = self._config.timeout.shutdown
+        calls = [
+            self.server.call(role, rank, "shutdown", timeout_s=limit) for role in self.roles for rank in self.here(role)
+        ]
         done, late = wait(calls, self._config.timeout.shutdown / 2)
         return not late and all(call.exception() is None for call in done)
 
@@ -120,15 +145,18 @@ class Fleet:
                     self._fail(end.role, self._describe(end), [*logs] or [*self._role_logs(end.role), end.log])
 
     def _lost(self, peer: Peer) -> None:
-        what = f"rank {peer.rank} on {peer.host} (pid {peer.pid}) is lost: {peer.lost}"
+        what = f"{self._named(peer)} on {peer.host} (pid {peer.pid}) is lost: {peer.lost}"
         if not self._leaving.is_set():
             self._fail(peer.role, what, [self._directory.role_log(peer.role, peer.host, peer.rank)])
 
     def _told(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
-        """A rank had SIGTERM. Where this process gets none, the job is preempted: save, and go on later.
+        """A rank cannot go on, or had SIGTERM: where this process gets none, the job is preempted; save, go on later.
 
         With `scancel` both do, and then this process's own, which comes within the second, decides.
         """
+        if event == FAILURE and not self._leaving.is_set():
+            reason = str(data.get("reason"))
+            self._fail(peer.role, reason, [self._directory.role_log(peer.role, peer.host, peer.rank)])
         if event == TERMINATION and not self._terminated and not self._leaving.is_set():
             self._terminated = True
             log.info("%s was told to terminate", peer)
@@ -139,8 +167,13 @@ class Fleet:
         if self._launcher.address == LOOPBACK:
             peers = self.server.peers(end.role)
             gone = [p for p in peers if p.host == end.node and not os.path.exists(f"/proc/{p.pid}")]
-        ranks = ", ".join(f"rank {p.rank} (pid {p.pid})" for p in gone)
+        ranks = ", ".join(f"{self._named(p)} (pid {p.pid})" for p in gone)
         return f"its process group on {end.node} {end.how}" + (f"; gone: {ranks}" if ranks else "")
+
+    def _named(self, peer: Peer) -> str:
+        handle = self.roles[peer.role]
+        engine = f" of engine {peer.rank // handle.width}" if isinstance(handle, EngineHandle) else ""
+        return f"rank {peer.rank}{engine}"
 
     def _role_logs(self, role: str) -> list[Path]:
         return [*self._directory.logs.glob(f"{role}.*.[0-9]*.log"), *self._directory.logs.glob(f"{role}.*torchrun.log")]

@@ -7,8 +7,11 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
-from slurm_rlhf.control.handles import RoleHandle
+from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.roles.engines import Engines
+
+POLL_S = 0.2
 
 
 @dataclass(slots=True)
@@ -21,10 +24,11 @@ class Generation:
     longer depends on timing.
     """
 
-    rollout: RoleHandle
+    rollout: EngineHandle
     run_seed: int
     max_num_seqs: int  # sequences an engine works on at once
     deterministic: bool
+    engines: Engines | None = None  # who brings in engines that start late; None: all are ready
 
     def run(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
         """`sampling.n` trajectories per prompt, ordered by (position in `prompts`, sample)."""
@@ -37,10 +41,10 @@ class Generation:
         return trajectories
 
     def _fixed(self, prompts: list[Prompt], sampling: Sampling, version: int) -> dict[int, list[Trajectory]]:
-        engines = self.rollout.world
+        ready = self.rollout.ready
         calls = [
-            self._call(engine, list(range(engine, len(prompts), engines)), prompts, sampling, version)
-            for engine in range(engines)
+            self._call(engine, list(range(place, len(prompts), len(ready))), prompts, sampling, version)
+            for place, engine in enumerate(ready)
         ]
         answers: dict[int, list[Trajectory]] = {}
         for call in calls:
@@ -61,16 +65,25 @@ class Generation:
             if positions:
                 pending[self._call(engine, positions, prompts, sampling, version)] = engine
 
-        for _ in range(depth):
-            for engine in range(self.rollout.world):
-                feed(engine)
+        def fill(engines: list[int]) -> None:
+            for _ in range(depth):
+                for engine in engines:
+                    feed(engine)
+
+        fill(self.rollout.ready)
         while pending:
-            done, _ = wait(pending, return_when=FIRST_COMPLETED)
+            done, _ = wait(pending, self._look_around(bool(left)), return_when=FIRST_COMPLETED)
+            if left and self.engines is not None:
+                fill(self.engines.admit(version))
             for call in done:
                 engine = pending.pop(call)
                 answers.update(_by_position(call.result()))
                 feed(engine)
         return answers
+
+    def _look_around(self, worthwhile: bool) -> float | None:
+        """Seconds to wait for an answer before looking for engines that have become ready."""
+        return POLL_S if worthwhile and self.engines is not None and self.engines.coming else None
 
     def _call(
         self, engine: int, positions: list[int], prompts: list[Prompt], sampling: Sampling, version: int

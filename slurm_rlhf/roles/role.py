@@ -15,6 +15,9 @@ from slurm_rlhf.errors import RunError
 TERMINATION = "termination"
 """The event that tells the conductor of a SIGTERM."""
 
+FAILURE = "failure"
+"""The event of a rank that cannot go on and cannot say so in an answer; its `reason` is for the user."""
+
 
 @dataclass(frozen=True, slots=True)
 class Seat:

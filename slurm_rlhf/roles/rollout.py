@@ -1,23 +1,35 @@
-"""A rank of the rollout role: one vLLM engine, fed as a stream."""
+"""The rank of an engine that the conductor talks to: one vLLM engine, fed as a stream."""
 
 from __future__ import annotations
 
-import gc
 import os
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.client import ControlClient
+from slurm_rlhf.control.local_stream import LocalListener, LocalStream, accept_all
 from slurm_rlhf.control.request import Request
+from slurm_rlhf.errors import CallTimeout
 from slurm_rlhf.records import Sampling
-from slurm_rlhf.roles.role import Role, Seat
-from slurm_rlhf.rollout.environment import prepare_environment
+from slurm_rlhf.roles.engine_rank import EngineRank, publish_meeting
+from slurm_rlhf.roles.follower import FollowerRole
+from slurm_rlhf.roles.followers import Followers
+from slurm_rlhf.roles.role import FAILURE, Role, Seat
 from slurm_rlhf.rollout.request import GenerateRequest
 from slurm_rlhf.rollout.seeds import request_seed
-from slurm_rlhf.sync.group import join
-from slurm_rlhf.sync.receive import Receiver
+from slurm_rlhf.rollout.tp_group import engine_store
+
+_LAST_WORDS_S = 1.0  # for the main thread and the control plane to say why
+
+
+def engine_role(config: Config, seat: Seat, client: ControlClient) -> Role:
+    """The leader of an engine, or one of its followers."""
+    follows = seat.rank % config.vllm.tensor_parallel_size
+    return (FollowerRole if follows else RolloutRole)(config, seat, client)
 
 
 @dataclass(slots=True)
@@ -29,14 +41,17 @@ class _Order:
     finished: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # position -> trajectories
 
 
-class RolloutRole(Role):
+class RolloutRole(EngineRank):
     """Owns the engine's step loop: calls are looked at between two steps, never during one."""
 
     def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
         super().__init__(config, seat, client)
-        own_device(seat.local_rank)
-        prepare_environment()
         self._open: dict[tuple[int, int], tuple[_Order, int]] = {}  # (prompt, sample) -> its order, its position there
+        self.followers: Followers | None = None
+        if self.place.tp > 1:
+            self._store = engine_store(self.place, config.timeout.connect)
+            self._listener = LocalListener(self.place.tp)
+            self._identity = publish_meeting(self._store, config, self.place, self._listener.path)
 
     def calls(self) -> dict[str, Callable[..., Any]]:
         return {
@@ -47,9 +62,40 @@ class RolloutRole(Role):
 
     def start(self, total_steps: int) -> None:
         """Start the engine. `total_steps` is of no use to it."""
+        from slurm_rlhf.rollout.tp_engine import LeadingEngine
         from slurm_rlhf.rollout.vllm_engine import VllmEngine
 
-        self.engine = VllmEngine(self.config, self.seat.rank)
+        if self.place.tp == 1:
+            self.engine = VllmEngine(self.config, self.place.engine)
+            return
+        self.followers = Followers(self.place, self._meet(), self._broken)
+        self.followers.send([["start", {}]])
+        self.engine = LeadingEngine(self.config, self.place, self._store, self._identity, self.followers)
+
+    def _meet(self) -> dict[int, LocalStream]:
+        try:
+            return accept_all(self._listener, self.place.followers, self.config.timeout.connect)
+        except CallTimeout as error:
+            raise CallTimeout(f"{self.place} is not complete: TP {error} (timeout.connect); see their logs") from None
+        finally:
+            self._listener.close()
+
+    def _broken(self, reason: str) -> None:
+        """The main thread may be inside a collective that never ends, so this process is given up from here."""
+        print(reason, file=sys.stderr, flush=True)
+        self.client.event(FAILURE, reason=reason)
+        timer = threading.Timer(_LAST_WORDS_S, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+
+    def sync_join(self, parameters: list[list[Any]], **group: Any) -> None:
+        """As `EngineRank.sync_join`, with the followers: `rank` is the leader's, theirs come after it."""
+        if self.followers is None:
+            super().sync_join(parameters, **group)
+            return
+        self.followers.send([["sync_join", {"parameters": parameters, **group}]])
+        super().sync_join(parameters, **group)
+        self.followers.finish(self.config.timeout.sync)
 
     def handle(self, request: Request) -> None:
         """`generate` is answered when its last response is finished; everything else at once."""
@@ -97,35 +143,3 @@ class RolloutRole(Role):
         for request in {id(order.request): order.request for order, _ in self._open.values()}.values():
             request.fail(error)
         self._open.clear()
-
-    def sync_join(self, parameters: list[list[Any]], **group: Any) -> None:
-        """Join the group of a weight transfer; `parameters` is what the actor will send."""
-        sync = self.config.sync
-        self.receiver = Receiver(
-            join(
-                **group,
-                timeout_s=self.config.timeout.sync,
-                backend=sync.backend,
-                interface=sync.interface,
-                label=f"{self.seat.role} {self.seat.rank}",
-            ),
-            self.engine.describe(),
-        )
-
-    def sync_receive(self, version: int) -> None:
-        """Take over policy `version`; requests in flight go on under it."""
-        with self.receiver.update(version) as weights:
-            self.engine.load_weights(weights, version)
-
-    def close(self) -> None:
-        if hasattr(self, "engine"):
-            gc.freeze()  # vLLM collects garbage twice in here; the process is about to end anyway
-            self.engine.close()
-
-
-def own_device(local_rank: int) -> None:
-    """Leave only this engine's GPU visible: vLLM takes the first one it sees. Comes before CUDA is initialized."""
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
-        visible = [device for device in os.environ.get(name, "").split(",") if device]
-        if visible:
-            os.environ[name] = visible[local_rank]

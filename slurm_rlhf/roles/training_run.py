@@ -18,12 +18,12 @@ from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.observe.phases import Phases
 from slurm_rlhf.records import Sampling
+from slurm_rlhf.roles.engines import Engines
 from slurm_rlhf.roles.fleet import Fleet
 from slurm_rlhf.roles.ppo import PPO
 from slurm_rlhf.roles.reporting import Reporting
 from slurm_rlhf.roles.run_directory import RunDirectory
 from slurm_rlhf.roles.state import RunState
-from slurm_rlhf.roles.weights import WeightSync
 
 SAVING = ("actor", "critic")
 
@@ -39,7 +39,7 @@ class TrainingRun:
     eval_prompts: PromptSet | None
     order: PromptOrder
     ppo: PPO
-    weights: WeightSync
+    weights: Engines
     checkpoints: CheckpointDir
     state: RunState
     total_steps: int

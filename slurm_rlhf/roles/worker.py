@@ -25,7 +25,7 @@ ROLES = {
     "critic": ("slurm_rlhf.roles.critic", "CriticRole"),
     "reference": ("slurm_rlhf.roles.reference", "ReferenceRole"),
     "reward": ("slurm_rlhf.roles.reward", "RewardRole"),
-    "rollout": ("slurm_rlhf.roles.rollout", "RolloutRole"),
+    "rollout": ("slurm_rlhf.roles.rollout", "engine_role"),
 }
 
 

@@ -30,8 +30,8 @@ class VllmEngine:
     Requests in flight when the weights change keep their tokens; their KV cache is computed anew under the new
     weights, so that every log-prob is that of its version given the whole text before it.
 
-    The engine has a default process group of its own, of one rank, made through a file of its own: torchrun's RANK
-    and WORLD_SIZE play no part, and engines start, fail and restart alone.
+    The engine has a default process group of its own: here of one rank, made through a file of its own, in
+    `tp_engine` of its TP ranks. torchrun's RANK and WORLD_SIZE play no part, and engines start, fail and restart alone.
     """
 
     def __init__(self, config: Config, engine: int = 0, version: int = 0) -> None:
@@ -51,7 +51,7 @@ class VllmEngine:
         # The engine collects garbage five times while it starts; what the imports left is none and takes 0.3 s each.
         gc.freeze()
         try:
-            self._llm = LLMEngine.from_vllm_config(self._config, disable_log_stats=True)
+            self._llm = LLMEngine(self._config, self._executor_class(), log_stats=False)
         except (ValueError, OSError, VLLMError) as error:
             raise ModelError(f"vLLM cannot start on the model in {self._path}: {error}") from error
         # Below `LLMEngine.step`: its own bookkeeping of text and log-probs costs a third of a small model's step.
@@ -99,13 +99,13 @@ class VllmEngine:
         """See `Engine.step`."""
         from vllm.v1.engine import FinishReason
 
-        if self._mixture:
-            raise RunError(f"engine {self._index} has no usable weights: {self._mixture}")
+        self._check_usable()
         landed, cut = [], []
         for output in self._core.get_output().outputs:
             flight = self._flights[output.request_id]
             reason = output.finish_reason
             tokens = output.new_token_ids
+            self._sampled(output.request_id, tokens)
             flight.extend(tokens, output.new_logprobs.logprobs[:, 0].tolist(), self.version)
             if flight.stops is not None and flight.stops.update(tokens, reason is FinishReason.STOP):
                 if reason is None:
@@ -137,6 +137,18 @@ class VllmEngine:
         """See `Engine.close`."""
         self._flights.clear()
         self._core.shutdown()
+
+    def _executor_class(self) -> Any:
+        from vllm.v1.executor.abstract import Executor
+
+        return Executor.get_class(self._config)
+
+    def _check_usable(self) -> None:
+        if self._mixture:
+            raise RunError(f"engine {self._index} has no usable weights: {self._mixture}")
+
+    def _sampled(self, key: str, tokens: list[int]) -> None:
+        """A request got its next tokens."""
 
     def _land(self, flight: Flight, reason: str) -> Trajectory:
         if reason not in ("stop", "length"):

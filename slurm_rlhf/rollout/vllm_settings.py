@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.model_directory import check_model_directory
+from slurm_rlhf.config.model_directory import check_model_directory, check_tensor_parallel
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, ModelError
 
@@ -27,6 +28,7 @@ def engine_config(config: Config) -> Any:
 
     path = config.actor.model_name_or_path
     check_model_directory("actor.model_name_or_path", path, tokenizer=True)
+    check_tensor_parallel("actor.model_name_or_path", path, config.vllm.tensor_parallel_size)
     on_cpu = current_platform.is_cpu()
     import_model_class(path)
     args = EngineArgs(
@@ -35,7 +37,11 @@ def engine_config(config: Config) -> Any:
         seed=config.train.seed,
         max_model_len=config.data.max_len,
         max_num_seqs=config.vllm.max_num_seqs,
-        tensor_parallel_size=_parallel_size(config),
+        tensor_parallel_size=config.vllm.tensor_parallel_size,
+        # Its ranks are started by torchrun. Alone, a rank takes no notice of torchrun's environment.
+        distributed_executor_backend="external_launcher" if config.vllm.tensor_parallel_size > 1 else None,
+        distributed_timeout_seconds=math.ceil(config.timeout.collective),
+        cpu_distributed_timeout_seconds=math.ceil(config.timeout.collective),
         gpu_memory_utilization=config.vllm.gpu_memory_utilization,
         kv_cache_memory_bytes=int(config.vllm.cpu_kvcache_gib * GIB) if on_cpu else None,
         enable_prefix_caching=config.vllm.enable_prefix_caching,
@@ -79,13 +85,6 @@ def _dtype(config: Config) -> str:
     if wanted not in DTYPES:
         raise ConfigError(f"vllm.dtype is {config.vllm.dtype!r}; valid: auto, {', '.join(DTYPES)}")
     return DTYPES[wanted]
-
-
-def _parallel_size(config: Config) -> int:
-    size = config.vllm.tensor_parallel_size
-    if size != 1:
-        raise ConfigError(f"vllm.tensor_parallel_size is {size}; engines of one rank are all this version has: set 1")
-    return size
 
 
 def _useful_kv_bytes(vllm_config: Any) -> int:

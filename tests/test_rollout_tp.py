@@ -1,0 +1,178 @@
+"""Engines of two TP ranks: the same tokens as one rank gives, alone in their failures, idle when they have no work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from rollout_fleet import RolloutFleet, config
+from tiny_models import make_tiny
+
+from slurm_rlhf.errors import RunError
+from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.roles.generation import Generation
+
+pytestmark = pytest.mark.timeout(300)
+
+SAMPLING = Sampling(max_new_tokens=24, temperature=0.9, n=3)
+WIDTH = 16
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("model") / "qwen2", hidden=128, heads=4, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
+    """One engine of one rank."""
+    fleet = RolloutFleet(config(model, tmp_path_factory.mktemp("single")))
+    fleet.launch()
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture(scope="module")
+def pair(single: RolloutFleet, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
+    """Two engines of two ranks each."""
+    made = config(model, tmp_path_factory.mktemp("pair"), engines=2, tp=2)
+    made.vllm.enable_prefix_caching = False  # a cached prompt has other last bits
+    fleet = RolloutFleet(made)
+    try:
+        fleet.start(200)
+        single.start(200)
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def prompts(count: int) -> list[Prompt]:
+    rng = np.random.default_rng(0)
+    return [Prompt(i, "", rng.integers(2, 60, 3 + 17 * i % 60).astype(np.int32)) for i in range(count)]
+
+
+def generate(fleet: RolloutFleet, count: int, version: int, deterministic: bool = True) -> list[Trajectory]:
+    return Generation(fleet.engines, 1, WIDTH, deterministic).run(prompts(count), SAMPLING, version)
+
+
+def bits(trajectories: list[Trajectory]) -> list[tuple[int, bytes, bytes]]:
+    return [(t.engine, t.response_ids.tobytes(), t.rollout_logprobs.tobytes()) for t in trajectories]
+
+
+def test_same_tokens_for_any_number_of_engines_and_ranks(pair: RolloutFleet, single: RolloutFleet) -> None:
+    wide, again, narrow = generate(pair, 10, 1), generate(pair, 10, 1), generate(single, 10, 1)
+    assert bits(wide) == bits(again)
+    assert {t.engine for t in wide} == {0, 1}
+    assert [t.response_ids.tolist() for t in wide] == [t.response_ids.tolist() for t in narrow]
+    for one, other in zip(wide, narrow, strict=True):
+        assert np.abs(one.rollout_logprobs - other.rollout_logprobs).max() < 1e-5
+    assert [t.response_ids.tolist() for t in generate(pair, 10, 2)] != [t.response_ids.tolist() for t in wide]
+
+
+def test_an_idle_engine_costs_no_cpu(pair: RolloutFleet) -> None:
+    def spent() -> float:
+        return sum(sum(psutil.Process(p.pid).cpu_times()[:2]) for p in pair.ranks.values())
+
+    generate(pair, 4, 3)
+    before = spent()
+    time.sleep(2)
+    assert spent() - before < 4 * 2 * 0.05  # of 4 ranks, 2 s; heartbeats are what is left
+
+
+def test_no_name_of_shared_memory_outlives_the_start(pair: RolloutFleet) -> None:
+    assert not list(Path("/dev/shm").glob("slurm_rlhf.*"))
+    assert not list(Path("/tmp").glob("slurm_rlhf.*/s"))
+
+
+@contextmanager
+def slowed(process: int, factor: float) -> Iterator[None]:
+    """The process runs 1 / factor of the time."""
+    over = threading.Event()
+
+    def throttle() -> None:
+        while not over.is_set():
+            os.kill(process, signal.SIGSTOP)
+            over.wait(0.01 * (factor - 1))
+            os.kill(process, signal.SIGCONT)
+            over.wait(0.01)
+
+    thread = threading.Thread(target=throttle)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_a_slow_engine_delays_the_batch_by_its_own_last_sequences_at_most(pair: RolloutFleet) -> None:
+    """With an engine at a fifth of its speed the batch ends when what that engine had in hand last is done."""
+    count = 120
+    with slowed(pair.ranks[0].pid, 5):
+        started = time.monotonic()
+        batch = generate(pair, count, 4, deterministic=False)
+        seconds = time.monotonic() - started
+        shares = [sum(t.engine == engine for t in batch) / len(batch) for engine in (0, 1)]
+        # What an engine holds at most: 5/4 of its width. How long the slow one takes for that, alone:
+        held = 5 * WIDTH // 4 // SAMPLING.n
+        started = time.monotonic()
+        pair.engines.ready = [0]
+        generate(pair, held, 5, deterministic=False)
+        last = time.monotonic() - started
+    pair.engines.ready = [1]
+    started = time.monotonic()
+    generate(pair, count, 4, deterministic=False)
+    alone = time.monotonic() - started
+    pair.engines.ready = [0, 1]
+    assert len(batch) == count * SAMPLING.n
+    assert shares[0] < 0.35, shares  # at equal speed 0.5, in proportion 1/6
+    assert seconds < alone + 1.5 * last, (seconds, alone, last)
+
+
+def test_an_engine_fails_alone_and_by_name(pair: RolloutFleet) -> None:
+    """A follower is killed while its leader is inside a step: the engine ends, the other one goes on."""
+    wires = [[p.index, p.index, p.token_ids] for p in prompts(40)]
+    order = {"sampling": Sampling(max_new_tokens=200, n=4).to_wire(), "run_seed": 1, "version": 0}
+    doomed, safe = (pair.engines.call(engine, "generate", prompts=wires, **order) for engine in (0, 1))
+    time.sleep(0.5)
+    pair.kill(1)
+    assert pair.ended([0], 10) < 5
+    [(rank, event, data)] = pair.events
+    assert (rank, event) == (0, "failure")
+    assert "engine 0 (rollout ranks 0 to 1 on" in data["reason"]
+    assert "its rank 1 died" in data["reason"]
+    assert data["reason"] in pair.log(0)
+    assert not doomed.done() or isinstance(doomed.exception(), RunError)
+    assert len(safe.result(timeout=120)) == 40
+    assert pair.ranks[2].poll() is pair.ranks[3].poll() is None
+
+
+def test_followers_leave_with_their_leader(pair: RolloutFleet) -> None:
+    pair.kill(2)
+    assert pair.ended([3], 10) < 3
+    assert "engine 1 (rollout ranks 2 to 3 on" in pair.log(3)
+    assert "its leader, rank 2, is gone" in pair.log(3)
+
+
+def test_an_engine_starts_again_where_a_killed_one_was(pair: RolloutFleet, single: RolloutFleet) -> None:
+    """And ends as it should when it is told to."""
+    single_tokens = [t.response_ids.tolist() for t in generate(single, 4, 1)]
+    pair.close()
+    fleet = RolloutFleet(pair.config)
+    try:
+        fleet.launch([0, 1])
+        fleet.server.wait_for("rollout", 2, 120)
+        fleet.engines.call(0, "start", total_steps=1).result(timeout=120)
+        fleet.engines.ready = [0]
+        assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == single_tokens
+        assert fleet.shut_down() == [0, 0]
+    finally:
+        fleet.close()
