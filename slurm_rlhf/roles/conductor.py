@@ -26,6 +26,7 @@ from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, RemoteError, RunError
 from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.roles.engine_watch import EngineWatch
 from slurm_rlhf.roles.environment import role_environment
 from slurm_rlhf.roles.fleet import Fleet
 from slurm_rlhf.roles.generation import Generation
@@ -184,6 +185,7 @@ class Conductor:
             total_steps=inputs.total_steps,
             reporting=self.reporting,
             phases=phases,
+            engines=EngineWatch([group.node for group in self.ranks.tp_groups if group.role == "rollout"]),
             stop=self.stop,
             clock=self.started,
         )

@@ -14,6 +14,7 @@ from slurm_rlhf.control.request import Request
 from slurm_rlhf.records import Sampling
 from slurm_rlhf.roles.role import Role, Seat
 from slurm_rlhf.rollout.environment import prepare_environment
+from slurm_rlhf.rollout.meter import Meter
 from slurm_rlhf.rollout.request import GenerateRequest
 from slurm_rlhf.rollout.seeds import request_seed
 from slurm_rlhf.sync.group import join
@@ -36,6 +37,7 @@ class RolloutRole(Role):
         super().__init__(config, seat, client)
         own_device(seat.local_rank)
         prepare_environment()
+        self.meter = Meter()
         self._open: dict[tuple[int, int], tuple[_Order, int]] = {}  # (prompt, sample) -> its order, its position there
 
     def calls(self) -> dict[str, Callable[..., Any]]:
@@ -80,23 +82,29 @@ class RolloutRole(Role):
         """One engine step; answers the orders that it completed."""
         if not self._open:
             return
+        self.meter.begin()
         try:
             landed = self.engine.step()
         except Exception as error:
             self._drop(error)
             return
+        self.meter.stepped(self.engine.gauges, len(landed))
         for trajectory in landed:
             order, position = self._open.pop((trajectory.prompt, trajectory.sample))
             order.finished[position].append(trajectory.to_wire())
             order.outstanding -= 1
             if order.outstanding == 0:
-                order.request.reply([[place, found] for place, found in order.finished.items()])
+                found = [[place, trajectories] for place, trajectories in order.finished.items()]
+                order.request.reply({"found": found, "load": self.meter.take().to_wire()})
+        if not self._open:
+            self.meter.rest()
 
     def _drop(self, error: Exception) -> None:
         """An engine that failed a step has lost all of its requests."""
         for request in {id(order.request): order.request for order, _ in self._open.values()}.values():
             request.fail(error)
         self._open.clear()
+        self.meter.rest()
 
     def sync_join(self, parameters: list[list[Any]], **group: Any) -> None:
         """Join the group of a weight transfer; `parameters` is what the actor will send."""
