@@ -26,6 +26,7 @@ from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, RemoteError, RunError
 from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.roles.engine_watch import EngineWatch
 from slurm_rlhf.roles.engines import Engines
 from slurm_rlhf.roles.environment import role_environment
 from slurm_rlhf.roles.fleet import Fleet
@@ -196,6 +197,7 @@ class Conductor:
             total_steps=inputs.total_steps,
             reporting=self.reporting,
             phases=phases,
+            engines=EngineWatch([group.node for group in self.ranks.tp_groups if group.role == "rollout"]),
             stop=self.stop,
             clock=self.started,
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slurm_rlhf.control.handles import EngineHandle
+from slurm_rlhf.observe.engine_load import EngineLoad
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.roles.engines import Engines
+from slurm_rlhf.roles.portions import allowance, portion
 
 POLL_S = 0.2
 
@@ -18,8 +20,8 @@ POLL_S = 0.2
 class Generation:
     """Generates with all engines of the rollout role.
 
-    Prompts travel in small chunks. Each engine holds enough of them to stay busy and gets the next chunk when one
-    comes back, so a slow engine takes fewer prompts. With `deterministic`, prompt i goes to engine i modulo their
+    Prompts travel in small portions. Each engine holds enough of them to stay busy and gets the next when one comes
+    back, so a slow engine takes fewer prompts. With `deterministic`, prompt i goes to engine i modulo their
     number, all at once: the batch composition inside an engine, and with it the last bit of its log-probs, then no
     longer depends on timing.
     """
@@ -29,9 +31,11 @@ class Generation:
     max_num_seqs: int  # sequences an engine works on at once
     deterministic: bool
     engines: Engines | None = None  # who brings in engines that start late; None: all are ready
+    loads: dict[int, EngineLoad] = field(default_factory=dict, init=False)  # engine -> what it did in the last `run`
 
     def run(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
         """`sampling.n` trajectories per prompt, ordered by (position in `prompts`, sample)."""
+        self.loads = {engine: EngineLoad() for engine in range(self.rollout.world)}
         answers = (
             self._fixed(prompts, sampling, version) if self.deterministic else self._stream(prompts, sampling, version)
         )
@@ -41,34 +45,37 @@ class Generation:
         return trajectories
 
     def _fixed(self, prompts: list[Prompt], sampling: Sampling, version: int) -> dict[int, list[Trajectory]]:
-        ready = self.rollout.ready
+        ready = self.rollout.ready[: len(prompts)]
         calls = [
             self._call(engine, list(range(place, len(prompts), len(ready))), prompts, sampling, version)
             for place, engine in enumerate(ready)
         ]
         answers: dict[int, list[Trajectory]] = {}
-        for call in calls:
-            answers.update(_by_position(call.result()))
+        for engine, call in zip(ready, calls, strict=True):
+            answers.update(self._take(engine, call.result()))
         return answers
 
     def _stream(self, prompts: list[Prompt], sampling: Sampling, version: int) -> dict[int, list[Trajectory]]:
-        # An eighth of an engine's width per chunk: little waits for a chunk's last sequence, few messages are sent.
-        chunk = max(1, self.max_num_seqs // (8 * sampling.n))
-        # A quarter more than the engine can run keeps its waiting queue filled until the next chunk arrives.
-        depth = max(2, -(-5 * self.max_num_seqs // (4 * chunk * sampling.n)))
+        width = max(1, self.max_num_seqs // sampling.n)
         left = deque(range(len(prompts)))
-        pending: dict[Future[Any], int] = {}
+        held = [0] * self.rollout.world
+        pending: dict[Future[Any], tuple[int, int]] = {}  # call -> engine, how many prompts
         answers: dict[int, list[Trajectory]] = {}
 
-        def feed(engine: int) -> None:
-            positions = [left.popleft() for _ in range(min(chunk, len(left)))]
-            if positions:
-                pending[self._call(engine, positions, prompts, sampling, version)] = engine
+        def feed(engine: int) -> bool:
+            """Hand out one portion, if the engine may hold it."""
+            ready = len(self.rollout.ready)
+            if not left or held[engine] >= allowance(len(left), ready, width):
+                return False
+            count = min(portion(len(left), ready, width), len(left))
+            call = self._call(engine, [left.popleft() for _ in range(count)], prompts, sampling, version)
+            pending[call] = (engine, count)
+            held[engine] += count
+            return True
 
         def fill(engines: list[int]) -> None:
-            for _ in range(depth):
-                for engine in engines:
-                    feed(engine)
+            while sum(feed(engine) for engine in engines):
+                pass  # in turn, so that all of them begin with as much
 
         fill(self.rollout.ready)
         while pending:
@@ -76,9 +83,10 @@ class Generation:
             if left and self.engines is not None:
                 fill(self.engines.admit(version))
             for call in done:
-                engine = pending.pop(call)
-                answers.update(_by_position(call.result()))
-                feed(engine)
+                engine, count = pending.pop(call)
+                held[engine] -= count
+                answers.update(self._take(engine, call.result()))
+                fill([engine])  # several small portions may fit where a large one was
         return answers
 
     def _look_around(self, worthwhile: bool) -> float | None:
@@ -93,7 +101,7 @@ class Generation:
             engine, "generate", prompts=chosen, sampling=sampling.to_wire(), run_seed=self.run_seed, version=version
         )
 
-
-def _by_position(answer: list[Any]) -> dict[int, list[Trajectory]]:
-    """A call's answer, [[position, [trajectory, ...]], ...], as a dictionary."""
-    return {position: [Trajectory.from_wire(t) for t in wires] for position, wires in answer}
+    def _take(self, engine: int, answer: dict[str, Any]) -> dict[int, list[Trajectory]]:
+        """Position -> trajectories of a call's answer."""
+        self.loads[engine].add(EngineLoad.from_wire(answer["load"]))
+        return {position: [Trajectory.from_wire(t) for t in wires] for position, wires in answer["found"]}

@@ -19,6 +19,7 @@ from slurm_rlhf.roles.engine_rank import EngineRank, publish_meeting
 from slurm_rlhf.roles.follower import FollowerRole
 from slurm_rlhf.roles.followers import Followers
 from slurm_rlhf.roles.role import FAILURE, Role, Seat
+from slurm_rlhf.rollout.meter import Meter
 from slurm_rlhf.rollout.request import GenerateRequest
 from slurm_rlhf.rollout.seeds import request_seed
 from slurm_rlhf.rollout.tp_group import engine_store
@@ -46,6 +47,7 @@ class RolloutRole(EngineRank):
 
     def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
         super().__init__(config, seat, client)
+        self.meter = Meter()
         self._open: dict[tuple[int, int], tuple[_Order, int]] = {}  # (prompt, sample) -> its order, its position there
         self.followers: Followers | None = None
         if self.place.tp > 1:
@@ -126,20 +128,26 @@ class RolloutRole(EngineRank):
         """One engine step; answers the orders that it completed."""
         if not self._open:
             return
+        self.meter.begin()
         try:
             landed = self.engine.step()
         except Exception as error:
             self._drop(error)
             return
+        self.meter.stepped(self.engine.gauges, len(landed))
         for trajectory in landed:
             order, position = self._open.pop((trajectory.prompt, trajectory.sample))
             order.finished[position].append(trajectory.to_wire())
             order.outstanding -= 1
             if order.outstanding == 0:
-                order.request.reply([[place, found] for place, found in order.finished.items()])
+                found = [[place, trajectories] for place, trajectories in order.finished.items()]
+                order.request.reply({"found": found, "load": self.meter.take().to_wire()})
+        if not self._open:
+            self.meter.rest()
 
     def _drop(self, error: Exception) -> None:
         """An engine that failed a step has lost all of its requests."""
         for request in {id(order.request): order.request for order, _ in self._open.values()}.values():
             request.fail(error)
         self._open.clear()
+        self.meter.rest()

@@ -18,6 +18,7 @@ from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.observe.phases import Phases
 from slurm_rlhf.records import Sampling
+from slurm_rlhf.roles.engine_watch import EngineWatch
 from slurm_rlhf.roles.engines import Engines
 from slurm_rlhf.roles.fleet import Fleet
 from slurm_rlhf.roles.ppo import PPO
@@ -45,6 +46,7 @@ class TrainingRun:
     total_steps: int
     reporting: Reporting
     phases: Phases
+    engines: EngineWatch
     stop: Stop
     clock: float  # time.monotonic() up to which `state.wall_s` has counted
     _saved_step: int = field(default=-1, init=False)
@@ -85,7 +87,10 @@ class TrainingRun:
         except StopRequested:
             self.order.load_state_dict(before)
             raise
-        metrics = self.ppo.update(number, experience, metrics)
+        measured, notes = self.engines.step(number, self.ppo.generation.loads)
+        for note in notes:
+            self.reporting.note(note)
+        metrics = self.ppo.update(number, experience, metrics | measured)
         version = self.state.policy_version + 1
         with self.phases("sync"):
             metrics |= self.weights.update(version)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from slurm_rlhf.records import Trajectory
@@ -10,6 +11,15 @@ from slurm_rlhf.rollout.request import GenerateRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Gauges:
+    """What an engine shows between two steps."""
+
+    sampled: int  # tokens, since it was started
+    waiting: int  # requests without a place in the batch
+    kv_usage: float  # share of the KV cache that is taken, 0 to 1
 
 
 class Engine(Protocol):
@@ -23,6 +33,8 @@ class Engine(Protocol):
     """Of the policy whose weights are loaded."""
     unfinished: int
     """Requests added and not yet finished; `step` does nothing when it is 0."""
+    gauges: Gauges
+    """As of the last step."""
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request: first come, first served. Returns at once.

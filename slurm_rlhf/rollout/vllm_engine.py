@@ -12,6 +12,7 @@ from torch import Tensor
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, RunError
 from slurm_rlhf.records import Sampling, Trajectory
+from slurm_rlhf.rollout.engine import Gauges
 from slurm_rlhf.rollout.flight import Flight
 from slurm_rlhf.rollout.parameters import checked, parameter_shapes
 from slurm_rlhf.rollout.request import GenerateRequest
@@ -61,11 +62,19 @@ class VllmEngine:
         self._shapes = parameter_shapes(self._path)
         self._flights: dict[str, Flight] = {}
         self._mixture = ""
+        self._tokens_sampled = 0
 
     @property
     def unfinished(self) -> int:
         """Requests added and not yet finished."""
         return len(self._flights)
+
+    @property
+    def gauges(self) -> Gauges:
+        """See `Engine.gauges`."""
+        scheduler = self._core.engine_core.scheduler
+        _, waiting = scheduler.get_request_counts()
+        return Gauges(self._tokens_sampled, waiting, scheduler.kv_cache_manager.usage)
 
     def add(self, request: GenerateRequest) -> None:
         """See `Engine.add`."""
@@ -105,6 +114,7 @@ class VllmEngine:
             flight = self._flights[output.request_id]
             reason = output.finish_reason
             tokens = output.new_token_ids
+            self._tokens_sampled += len(tokens)
             self._sampled(output.request_id, tokens)
             flight.extend(tokens, output.new_logprobs.logprobs[:, 0].tolist(), self.version)
             if flight.stops is not None and flight.stops.update(tokens, reason is FinishReason.STOP):

@@ -49,6 +49,8 @@ def engine_config(config: Config) -> Any:
         # Off, so that "between two steps" is a point in time: with it a step is on its way while another returns.
         async_scheduling=False,
         scheduling_policy="fcfs",
+        # vLLM winds a seeded request's generator back after a part of a prompt; torch's generators for CPUs cannot.
+        enable_chunked_prefill=False if on_cpu else None,
         # Of the distribution that was sampled from: after temperature, top-k and top-p.
         logprobs_mode="processed_logprobs",
         disable_log_stats=True,

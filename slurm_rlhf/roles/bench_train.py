@@ -1,0 +1,92 @@
+"""The actor's update against a bare DeepSpeed and transformers loop: same sequences, same process, in turns."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any, cast
+
+import numpy as np
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.client import ControlClient
+from slurm_rlhf.errors import RunError
+from slurm_rlhf.observe.race import race
+from slurm_rlhf.records import Experience
+from slurm_rlhf.roles.actor import ActorRole
+from slurm_rlhf.roles.role import Seat
+from slurm_rlhf.roles.sharding import shards
+from slurm_rlhf.training.bare import BareTrainer
+
+LOSS_TOLERANCE = 1e-3
+
+
+def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int) -> dict[str, Any]:
+    """Tokens/s (prompt and response, without padding) of both sides, on sequences of equal and of different lengths.
+
+    A response has rollout.max_new_tokens tokens; in the ragged batch between a sixteenth of that and all of it. The
+    bare loop's micro-batch is as many of the longest sequences as fit into train.max_tokens_per_gpu, so both sides
+    have the same peak of memory. Raises RunError when the losses of the two differ: they would not do the same.
+    """
+    longest = prompt_tokens + config.rollout.max_new_tokens
+    micro = max(1, config.train.max_tokens_per_gpu // longest)
+    role = ActorRole(config, Seat("actor", 0, 1, 0, socket.gethostname()), cast(ControlClient, None))
+    role.start(total_steps=1)
+    bare = BareTrainer(config, micro)
+    result: dict[str, Any] = {"bench": "train", "unit": "tokens/s"}
+    for name, shortest in (("equal", config.rollout.max_new_tokens), ("ragged", config.rollout.max_new_tokens // 16)):
+        batch = _batch(config, sequences, prompt_tokens, max(1, shortest), role)
+        result[name] = _compare(config, role, bare, batch, repeats)
+    return result | {
+        "sequences": sequences,
+        "longest": longest,
+        "micro_batch": micro,
+        "max_tokens_per_gpu": config.train.max_tokens_per_gpu,
+        "zero_stage": config.ds.zero_stage,
+        "param_dtype": config.ds.param_dtype,
+        "threads": int(os.environ.get("OMP_NUM_THREADS", "0")),
+    }
+
+
+def _compare(config: Config, role: ActorRole, bare: BareTrainer, batch: Experience, repeats: int) -> dict[str, Any]:
+    denominator = float(batch.action_mask.sum())
+    losses: dict[str, float] = {}
+
+    def ours(number: int) -> int:
+        # As in a run: the conductor deals the batch out, the role takes it from the wire.
+        (part,) = shards(batch, 1, config.train.max_tokens_per_gpu)
+        answer = role.train_step(**part.to_wire(), denominator=denominator)
+        losses.setdefault("ours", answer["policy_loss"] / denominator)
+        return int(batch.lengths.sum())
+
+    def plain(number: int) -> int:
+        losses.setdefault("bare", bare.train_step(batch, denominator))
+        return int(batch.lengths.sum())
+
+    timed = race(ours, plain, repeats).to_json()
+    if abs(losses["ours"] - losses["bare"]) > LOSS_TOLERANCE:
+        raise RunError(f"first losses {losses['ours']:.6f} (ours) and {losses['bare']:.6f} (bare): not the same work")
+    return timed | {"tokens": int(batch.lengths.sum()), "micro_batches": len(_micros(config, batch))}
+
+
+def _micros(config: Config, batch: Experience) -> list[list[int]]:
+    return shards(batch, 1, config.train.max_tokens_per_gpu)[0].micro
+
+
+def _batch(config: Config, sequences: int, prompt_tokens: int, shortest: int, role: ActorRole) -> Experience:
+    """Random tokens; lengths as if drawn between the shortest and the longest; old log-probs from the actor."""
+    dice = np.random.default_rng(0)
+    vocab = role.trainer.engine.module.model.config.vocab_size
+    prompts = np.full(sequences, prompt_tokens, dtype=np.int32)
+    responses = dice.integers(shortest, config.rollout.max_new_tokens + 1, sequences).astype(np.int32)
+    actions = int(responses.sum())
+    batch = Experience(
+        prompts,
+        responses,
+        dice.integers(1, vocab, int(prompts.sum()) + actions).astype(np.int32),
+        np.ones(actions, dtype=np.bool_),
+        np.zeros(sequences, dtype=np.float32),
+        {"advantages": dice.standard_normal(actions).astype(np.float32)},
+    )
+    batch.columns["logprobs"] = role.trainer.logprobs(batch, _micros(config, batch))["logprobs"]
+    return batch

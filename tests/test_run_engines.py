@@ -1,0 +1,133 @@
+"""A run with two engines of which one is five times slower: it takes less, delays little, and is named."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_runs import metrics, started, workspace
+
+pytestmark = pytest.mark.timeout(300)
+
+NEW_TOKENS = 16
+PROMPTS = 40
+STEPS = 3
+WORLD = (
+    "--train.full_determinism=false",
+    "--vllm.num_engines=2",
+    "--vllm.max_num_seqs=4",
+    f"--rollout.batch_size={PROMPTS}",
+    "--rollout.n_samples_per_prompt=1",
+    f"--rollout.max_new_tokens={NEW_TOKENS}",
+    f"--train.batch_size={PROMPTS}",
+    f"--train.max_steps={STEPS}",
+    "--algo.kl.init_coef=0",
+    "--eval.dataset=",
+)
+
+SLOW_RANK_1 = """
+import importlib.abc, importlib.machinery, os, sys, time
+
+NAME = "slurm_rlhf.rollout.vllm_engine"
+
+class Slowing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != NAME:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            step = module.VllmEngine.step
+            def slow_step(engine):
+                began = time.monotonic()
+                landed = step(engine)
+                time.sleep(4 * (time.monotonic() - began))
+                return landed
+            module.VllmEngine.step = slow_step
+        spec.loader.exec_module = exec_module
+        return spec
+
+if "--role=rollout" in sys.orig_argv and os.environ.get("LOCAL_RANK") == "1":
+    sys.meta_path.insert(0, Slowing())
+"""
+
+
+@pytest.fixture(scope="module")
+def slowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """(run directory, what it printed) of a run whose second engine sleeps four times as long as it computes."""
+    path = tmp_path_factory.mktemp("slowed")
+    (path / "patch").mkdir()
+    (path / "patch" / "sitecustomize.py").write_text(SLOW_RANK_1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(path / "patch"))
+        with started(workspace(path), path / "run", *WORLD) as run:
+            code, output = run.wait(200)
+    assert code == 0, output
+    return path / "run", output
+
+
+def engine(row: dict[str, Any], index: int) -> dict[str, float]:
+    prefix = f"perf/engine/{index}/"
+    return {name.removeprefix(prefix): value for name, value in row.items() if name.startswith(prefix)}
+
+
+def test_the_slow_engine_takes_fewer_prompts(slowed: tuple[Path, str]) -> None:
+    for row in metrics(slowed[0]):
+        fast, slow = engine(row, 0), engine(row, 1)
+        assert fast["responses"] + slow["responses"] == PROMPTS
+        assert slow["responses"] >= 4  # it was given its first ones, and they came back
+        assert slow["responses"] < fast["responses"] / 2
+
+
+def test_it_delays_the_batch_by_its_own_last_sequences_at_most(slowed: tuple[Path, str]) -> None:
+    """When the fast engine has nothing left to take, the slow one works on everything that it holds."""
+    delays = []
+    for row in metrics(slowed[0]):
+        fast, slow = engine(row, 0), engine(row, 1)
+        sequence_s = NEW_TOKENS * slow["running"] / slow["tokens_per_s"]
+        delays.append((slow["busy_s"] - fast["busy_s"]) / sequence_s)
+    print("delay in sequences of the slow engine:", *(f"{delay:.2f}" for delay in delays))
+    # Sequences end after a whole one at most; half as much again for a machine that is not equally fast all the time.
+    # A batch dealt out in halves is five waves of sequences for each: the fast one is through when the slow one has
+    # done its first, and waits for four more.
+    assert statistics.median(delays) <= 1.5
+    assert max(delays) <= 3
+
+
+def test_it_is_named_on_the_terminal_and_in_the_log(slowed: tuple[Path, str]) -> None:
+    run_dir, output = slowed
+    (log,) = (run_dir / "logs").glob("conductor.*.log")
+    node = log.name.removeprefix("conductor.").removesuffix(".0.log")
+    told = re.search(
+        rf"^step (\d): engine 1 on {re.escape(node)} is far below its peers for 2 steps: .*$", output, re.M
+    )
+    assert told is not None
+    rate = engine(metrics(run_dir)[int(told[1]) - 1], 1)["tokens_per_s"]
+    assert f" {rate:.0f} tokens/s, the others' median is " in told[0]
+    assert told[0] in log.read_text()
+    assert "engine 0 on" not in output
+
+
+def test_every_step_has_tokens_queue_and_kv_use_of_each_engine(slowed: tuple[Path, str]) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    rows = metrics(slowed[0])
+    assert len(rows) == STEPS
+    for row in rows:
+        for index in (0, 1):
+            found = engine(row, index)
+            assert set(found) == {"tokens_per_s", "busy_s", "responses", "running", "waiting", "kv_usage"}
+            assert found["tokens_per_s"] > 0
+            assert 0 < found["running"] <= 4
+            assert 0 < found["waiting"] <= 2  # what it holds beyond its four places
+            assert 0 < found["kv_usage"] <= 1
+        assert sum(engine(row, index)["tokens_per_s"] * engine(row, index)["busy_s"] for index in (0, 1)) == (
+            pytest.approx(row["response_tokens"])
+        )
+    events = EventAccumulator(str(slowed[0] / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("perf/engine/1/kv_usage")] == [1, 2, 3]
