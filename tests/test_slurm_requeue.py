@@ -147,17 +147,16 @@ def test_requeued_preempted_and_followed_it_writes_the_same_metrics(
     assert "stopped by the end of the allocation is near; saved at step" in said(run_dir)
     assert "requeue is not allowed here (Requested operation is presently disabled for job" in said(run_dir)
 
-    first, chain = slurm.job(job), followers(run_dir)
-    while chain:  # more than one where this machine is slow
-        job = chain[-1]
-        assert slurm.wait_over(job, 60 * limit_min + 60) == ("COMPLETED", 0), said(run_dir)
-        chain = [other for other in followers(run_dir) if other > job]
-    last = slurm.job(job)
+    (follower,) = followers(run_dir)
+    last, first = slurm.job(follower), slurm.job(job)
+    slurm.run("scontrol", "update", f"JobId={follower}", "TimeLimit=20")  # it looks at the clock in a second or two
     assert {name: last[name] for name in CARRIED} == {name: first[name] for name in CARRIED}
+    assert slurm.wait_over(follower, 200) == ("COMPLETED", 0), said(run_dir)
+    assert slurm.job(follower)["Requeue"] == "0"
     assert load_config(run_dir / "config.toml", []).data.input_template == "1 + {}"
     assert summary(run_dir)["status"] == "finished"
     assert (run_dir / "final" / "config.json").exists()
-    assert said(run_dir).count("resuming from") >= 3
+    assert said(run_dir).count("resuming from") == 3
     assert timeless(metrics(run_dir)) == calm.metrics
 
 

@@ -32,6 +32,7 @@ from slurm_rlhf.roles.generation import Generation
 from slurm_rlhf.roles.ppo import PPO
 from slurm_rlhf.roles.reporting import Reporting
 from slurm_rlhf.roles.run_directory import RunDirectory
+from slurm_rlhf.roles.standstill import refuse_standstill
 from slurm_rlhf.roles.state import RunState
 from slurm_rlhf.roles.training_run import TrainingRun
 from slurm_rlhf.roles.weights import WeightSync
@@ -58,6 +59,7 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
                 except StopRequested as stopped:
                     reporting.stopped(stopped.reason.what)
                     if stopped.reason.requeue:
+                        refuse_standstill(directory.standstill, reporting.moved, config.slurm.signal_lead_s)
                         # Last: Slurm may end this process before it returns.
                         reporting.note(continuation.go_on())
                     return stopped.reason.exit_code
