@@ -80,7 +80,7 @@ class SlurmNodes:
 
     def job(self, number: int) -> dict[str, str]:
         """What `scontrol show job` says: JobState, ExitCode, NodeList, ..."""
-        return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", str(number))))
+        return dict(re.findall(r"([\w/]+)=(\S*)", self.run("scontrol", "show", "job", str(number))))
 
     def wait_over(self, number: int, timeout_s: float) -> tuple[str, int]:
         """(state, exit status) of a job that has ended on every node that still answers."""

@@ -203,6 +203,9 @@ DETAILS = """JobId=4711 JobName=ppo
 
 def test_details_of_uneven_nodes() -> None:
     assert parse_job_details(DETAILS) == {"gpu001": 8, "gpu002": 8, "gpu003": 4, "cpu001": 0}
+    asked = DETAILS.replace("TresPerNode=gres:gpu:8", "TresPerNode=gres/gpu:a100:4")
+    assert parse_job_details(asked) == {"gpu001": 4, "gpu002": 4, "gpu003": 4, "cpu001": 0}
+    assert parse_job_details(DETAILS.replace("TresPerNode", "TresPerJob"))["gpu002"] == 8
 
 
 def test_scontrol_is_asked_where_the_environment_does_not_tell(tmp_path, monkeypatch) -> None:
@@ -213,6 +216,11 @@ def test_scontrol_is_asked_where_the_environment_does_not_tell(tmp_path, monkeyp
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     topology = current_topology(Config(), environ={**BATCH, "SLURM_GPUS": "20"})
     assert [node.gpus for node in topology.nodes] == [8, 8, 4]
+    seen_here = {**without(BATCH, "SLURM_JOB_GPUS"), "SLURM_GPUS_ON_NODE": "8"}  # as --gres=gpu:4 --exclusive leaves it
+    assert [node.gpus for node in current_topology(Config(), environ=seen_here).nodes] == [8, 8, 4]
+    (tmp_path / "details").write_text("")
+    assert [node.gpus for node in current_topology(Config(), environ=seen_here).nodes] == [8, 8, 8]
+    (tmp_path / "details").write_text(DETAILS)
     with pytest.raises(PlacementError, match="--gpus-per-node"):
         ask_scontrol(4712, ["gpu001"])
     with pytest.raises(PlacementError, match="gpu009"):

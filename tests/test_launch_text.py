@@ -86,13 +86,24 @@ def test_srun_is_not_led_astray_by_the_jobs_own_options() -> None:
     assert step_environment(kept | options) == kept
 
 
-def test_a_step_without_gpus_and_with_uneven_nodes_asks_for_none() -> None:
-    assert not [word for word in step_command(Step("x", ("n1",)), []) if "gres" in word or "cpus" in word]
-    uneven = Topology((Node("a", 8, 64), Node("b", 4, 32)))
-    step = role_step(place(uneven, [RoleSize("actor", 2, 2)]), "actor", LOGS)
-    assert (step.gpus, step.cpus) == (0, 32)  # without --gres a step has what the job has on each node
+def test_without_gpus_a_step_asks_for_none_of_the_jobs() -> None:
+    words = step_command(Step("x", ("n1",)), [])
+    assert "--gres=none" in words
+    assert not [word for word in words if word.startswith("--cpus")]
     on_cpus = Topology((Node("a", 2, 64),), CPU)
-    assert role_step(place(on_cpus, [RoleSize("actor", 1, 2)]), "actor", LOGS).gpus == 0
+    assert role_step(place(on_cpus, [RoleSize("actor", 1, 2)]), "actor", LOGS).gpus == ()
+
+
+def test_on_uneven_nodes_each_asks_for_its_own_gpus() -> None:
+    uneven = Topology((Node("a", 8, 64), Node("b", 4, 32), Node("c", 8, 64)))
+    step = role_step(place(uneven, [RoleSize("actor", 3, 2)]), "actor", LOGS)
+    assert step.cpus == 32
+    words = step_command(step, ["shim"])
+    assert (words.count("srun"), words.count(":"), words.count("shim"), words.count("--nodes=1")) == (1, 2, 3, 3)
+    asked = [word for word in words if word.startswith(("--nodelist", "--gpus", "--gres"))]
+    assert asked == ["--nodelist=a", "--gpus=8", "--nodelist=b", "--gpus=4", "--nodelist=c", "--gpus=8"]
+    alone = step_command(role_step(place(uneven, [RoleSize("critic", 1, 8)]), "critic", LOGS), ["shim"])
+    assert "--gpus=8" in alone  # also where the role itself has one node
 
 
 def test_only_nodes_that_hold_a_rank_are_used() -> None:

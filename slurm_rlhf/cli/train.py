@@ -46,8 +46,9 @@ def run(words: list[str]) -> int:
     from slurm_rlhf.launch.requeue import continuation_here
     from slurm_rlhf.roles import conductor
 
-    launcher = _launcher(Path(config.run_dir), ranks)
-    return conductor.run(config, ranks, launcher, node_name(), continuation_here(os.environ))
+    run_dir = Path(config.run_dir)
+    launcher = _launcher(run_dir, ranks)
+    return conductor.run(config, ranks, launcher, node_name(), continuation_here(os.environ, run_dir))
 
 
 def _launcher(run_dir: Path, ranks: RankMap) -> Launcher:

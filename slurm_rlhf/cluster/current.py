@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from collections.abc import Mapping, Sequence
 
-from slurm_rlhf.cluster.environment import read_slurm
+from slurm_rlhf.cluster.environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.cluster.granted import ask_scontrol
 from slurm_rlhf.cluster.local import local_topology, process_slots
 from slurm_rlhf.cluster.placement import role_sizes
 from slurm_rlhf.cluster.topology import CPU, Topology
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import PlacementError
 
 
 def node_name(environ: Mapping[str, str] = os.environ) -> str:
@@ -30,6 +32,16 @@ def current_topology(
     slurm = read_slurm(environ)
     if slurm is None:
         return local_topology(config, colocate, environ)
-    gpus = slurm.gpus()
-    topology = slurm.topology(ask_scontrol(slurm.job_id, slurm.job_nodes) if gpus is None else gpus)
+    topology = slurm.topology(_gpus(slurm))
     return process_slots(topology, role_sizes(config)) if topology.accelerator == CPU else topology
+
+
+def _gpus(slurm: SlurmEnvironment) -> tuple[int, ...]:
+    """GPUs on each node; where the environment tells of one node alone, Slurm knows whether the others are like it."""
+    gpus = slurm.gpus()
+    if gpus is None:
+        return ask_scontrol(slurm.job_id, slurm.job_nodes)
+    if not slurm.gpus_are_known():
+        with contextlib.suppress(PlacementError):  # no scontrol in a container, say
+            return ask_scontrol(slurm.job_id, slurm.job_nodes)
+    return gpus

@@ -127,6 +127,11 @@ class SlurmEnvironment:
             return (here,) * count
         return (0,) * count if self.node_name else None
 
+    def gpus_are_known(self) -> bool:
+        """False where `gpus` has seen the number on this node alone, and there are others."""
+        asked = (self.gpus_per_node, self.gpus_total, self.gpus_per_task)
+        return len(self.job_nodes) == 1 or self.gpus_on_node in (None, 0) or any(asked)
+
     def topology(self, gpus: Sequence[int]) -> Topology:
         """The job's nodes with so many GPUs; where there are none at all, 0 slots and the accelerator "cpu"."""
         cpus = self.cpus_per_node or (0,) * len(gpus)

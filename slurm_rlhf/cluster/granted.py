@@ -11,15 +11,22 @@ from slurm_rlhf.cluster.nodelist import expand
 from slurm_rlhf.errors import PlacementError
 
 _NODES = re.compile(r"\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)")
+_ASKED = re.compile(r"\bTresPerNode=(\S+)")
 _TIMEOUT_S = 30.0
 
 
 def parse_job_details(text: str) -> dict[str, int]:
-    """Node -> GPUs, from the `Nodes=... GRES=...` parts of `scontrol show job --details`. Raises ValueError."""
+    """Node -> GPUs, from the `Nodes=... GRES=...` parts of `scontrol show job --details`. Raises ValueError.
+
+    A job that is alone on its nodes (--exclusive) has all of their GPUs, but its steps get no more on a node than
+    --gres or --gpus-per-node asked for.
+    """
     gpus: dict[str, int] = {}
+    asked = _ASKED.search(text)
+    most = parse_gpus(asked[1]) if asked else None
     for nodes, resources in _NODES.findall(text):
         gpus.update(dict.fromkeys(expand(nodes), parse_gpus(resources) if resources not in ("", "(null)") else 0))
-    return gpus
+    return {node: min(count, most) if most else count for node, count in gpus.items()}
 
 
 def ask_scontrol(job_id: int, nodes: Sequence[str], command: str = "scontrol") -> tuple[int, ...]:

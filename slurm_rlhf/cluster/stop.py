@@ -36,6 +36,27 @@ END = Reason("the end of the allocation is near", True, 0)
 FILE = Reason(f"a file named {STOP_FILE} in the run directory", False, 0)
 
 
+@contextmanager
+def termination() -> Iterator[threading.Event]:
+    """An event that SIGTERM sets, instead of whatever else it would do. Only the main thread may enter it."""
+    told = threading.Event()
+    before = signal.signal(signal.SIGTERM, lambda number, frame: told.set())
+    try:
+        yield told
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def immune() -> Iterator[None]:
+    """What this thread starts meanwhile is not ended by SIGTERM: Slurm signals every process of a batch step."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 class StopRequested(BaseException):
     """Raised in the main thread, where work in flight may be dropped. Not an Exception: nothing may swallow it."""
 

@@ -96,6 +96,13 @@ class ControlServer:
         with self._lock:
             return self._board.roster.of_role(role)
 
+    def silent(self, seconds: float) -> list[Peer]:
+        """Ranks that were not heard from for `seconds`, the most silent first, and neither left nor count as lost."""
+        now = self._board.now
+        with self._lock:
+            found = [peer for peer in self._board.roster.present() if now - peer.heard > seconds]
+        return sorted(found, key=lambda peer: peer.heard)
+
     def wait_for(self, role: str, n: int, timeout_s: float) -> list[Peer]:
         """Blocks until ranks 0 .. n-1 of `role` have said hello; returns them in rank order.
 

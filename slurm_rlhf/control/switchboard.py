@@ -76,6 +76,11 @@ class Switchboard:
     def refused(self) -> int:
         return self._gate.refused
 
+    @property
+    def now(self) -> float:
+        """When the I/O thread last listened, on its clock."""
+        return self._now
+
     def start(self) -> None:
         self._thread.start()
 

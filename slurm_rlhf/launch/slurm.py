@@ -17,7 +17,7 @@ from slurm_rlhf.cluster.launcher import Ended
 from slurm_rlhf.cluster.rank_map import RankMap
 from slurm_rlhf.cluster.route import address_towards
 from slurm_rlhf.cluster.sizes import ROLLOUT, role_rank
-from slurm_rlhf.cluster.topology import GPU, Node
+from slurm_rlhf.cluster.topology import GPU
 from slurm_rlhf.launch.node import RANK_MAP
 from slurm_rlhf.launch.order import StepOrder
 from slurm_rlhf.launch.ports import ATTEMPTS, ephemeral_start, meeting_port
@@ -138,20 +138,14 @@ def role_step(ranks: RankMap, role: str, logs: Path) -> Step:
     Engines never span nodes: the torchruns of rollout do not know of each other, and one that ends takes none along.
     """
     nodes = [ranks.topology.node(share.node) for share in ranks.roles[role]]
+    has_gpus = ranks.topology.accelerator == GPU
     return Step(
         name=role,
         nodes=tuple(node.name for node in nodes),
         cpus=min(node.cpus for node in nodes),
-        gpus=granted_gpus(nodes) if ranks.topology.accelerator == GPU else 0,
+        # All that the job has there, as the shim chooses and NCCL wants to see its neighbours.
+        gpus=tuple(node.gpus for node in nodes) if has_gpus else (),
         output=str(logs / f"{role}.%N.torchrun.log"),
         together=role != ROLLOUT,
+        uneven=len({node.gpus for node in ranks.topology.nodes}) > 1,
     )
-
-
-def granted_gpus(nodes: list[Node]) -> int:
-    """GPUs to ask for on each node: all of them, as the shim chooses and NCCL wants to see its neighbours.
-
-    0 where the nodes differ: a step that does not ask gets what the job has on each.
-    """
-    counts = {node.gpus for node in nodes}
-    return counts.pop() if len(counts) == 1 else 0

@@ -32,16 +32,18 @@ SHAPING = (
 class Step:
     """One task on each of `nodes`, which share them with the other steps of the job.
 
-    `cpus` and `gpus` of each node; 0: left to Slurm. `output` may hold srun's patterns; empty: srun's own output.
+    `cpus` of each node; 0: left to Slurm. `gpus` on each of them, in the same order; empty: none. `uneven`: the job
+    has not the same number of GPUs on each of its nodes. `output` may hold srun's patterns; empty: srun's own output.
     `together`: the end of one task ends the others.
     """
 
     name: str
     nodes: tuple[str, ...]
     cpus: int = 0
-    gpus: int = 0
+    gpus: tuple[int, ...] = ()
     output: str = ""
     together: bool = True
+    uneven: bool = False
 
 
 def step_command(step: Step, command: list[str]) -> list[str]:
@@ -49,19 +51,31 @@ def step_command(step: Step, command: list[str]) -> list[str]:
 
     Without --overlap and --mem=0 the second step would wait for the first, and roles that wait for each other would
     never start. -N and -n belong together: -w alone means every node of the job.
+
+    In a job with unlike numbers of GPUs a step that asks for none fails, --gres=gpu:N is refused on the larger nodes,
+    and --gpus=N over several nodes is dealt out anyhow (Slurm 22.05): each node is a component of its own there.
     """
-    count = len(step.nodes)
+    if not step.uneven or not step.gpus:
+        resources = f"--gres=gpu:{step.gpus[0]}" if step.gpus else "--gres=none"
+        return ["srun", *_component(step, step.nodes, resources, command)]
+    words: list[str] = []
+    for node, gpus in zip(step.nodes, step.gpus, strict=True):
+        words += [":" if words else "srun", *_component(step, (node,), f"--gpus={gpus}", command)]
+    return words
+
+
+def _component(step: Step, nodes: tuple[str, ...], resources: str, command: list[str]) -> list[str]:
+    count = len(nodes)
     return [
-        "srun",
         f"--job-name={step.name}",
         "--overlap",
         "--mem=0",
         f"--nodes={count}",
         f"--ntasks={count}",
         "--ntasks-per-node=1",
-        f"--nodelist={','.join(step.nodes)}",
+        f"--nodelist={','.join(nodes)}",
         *([f"--cpus-per-task={step.cpus}"] if step.cpus else []),
-        *([f"--gres=gpu:{step.gpus}"] if step.gpus else []),
+        resources,
         *(["--kill-on-bad-exit=1"] if step.together else ["--kill-on-bad-exit=0", "--no-kill"]),
         "--wait=0",
         "--input=none",

@@ -35,6 +35,7 @@ from slurm_rlhf.roles.ppo import PPO
 from slurm_rlhf.roles.reporting import Reporting
 from slurm_rlhf.roles.run_directory import RunDirectory
 from slurm_rlhf.roles.scoring import ModelRewards
+from slurm_rlhf.roles.standstill import refuse_standstill
 from slurm_rlhf.roles.state import RunState
 from slurm_rlhf.roles.training_run import TrainingRun
 from slurm_rlhf.roles.weights import WeightSync
@@ -61,6 +62,7 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
                 except StopRequested as stopped:
                     reporting.stopped(stopped.reason.what)
                     if stopped.reason.requeue:
+                        refuse_standstill(directory.standstill, reporting.moved, config.slurm.signal_lead_s)
                         # Last: Slurm may end this process before it returns.
                         reporting.note(continuation.go_on())
                     return stopped.reason.exit_code

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 VERDICT_S = 2.0
+SILENT_BEATS = 3  # so many missed heartbeats are no accident
 TERMINATION_S = 1.0
 LOOPBACK = "127.0.0.1"
 
@@ -105,14 +106,22 @@ class Fleet:
         return LOOPBACK if self._launcher.address == LOOPBACK else self._ranks.roles["actor"][0].node
 
     def blame(self, error: RunError) -> None:
-        """Raise why the run really broke, if that is another reason than `error`. Waits for it, two seconds at most.
+        """Raise why the run really broke, if that is another reason than `error`.
 
         A rank's end shows in several ways at once: its calls fail, its peers complain of it, its launcher sees it.
-        Only the last says who was first, and with which last words.
+        Only the last says who was first, and with which last words. A node that dies breaks the collectives of its
+        peers within a second and is missed by its heartbeats alone: so the verdict is waited for as long as somebody
+        is silent, until half of `timeout.heartbeat` of it, together with `error`, is evidence enough.
         """
-        end = time.monotonic() + VERDICT_S
         own = isinstance(error, RemoteError) and error.user_error
-        while not own and self._failed is None and time.monotonic() < end:
+        interval, limit = self._config.timeout.heartbeat_interval, self._config.timeout.heartbeat
+        end = time.monotonic() + max(VERDICT_S, (SILENT_BEATS + 1) * interval)
+        while not own and self._failed is None:
+            silent = self.server.silent(SILENT_BEATS * interval)
+            if not silent and time.monotonic() > end:
+                break
+            for peer in self.server.silent(limit / 2):
+                self._lose(peer, f"it was not heard from for {limit / 2:g} s, last phase {peer.phase!r}, and {error}")
             time.sleep(0.05)
         if self._failed is not None and self._failed is not error:
             raise self._failed from error
@@ -145,7 +154,10 @@ class Fleet:
                     self._fail(end.role, self._describe(end), [*logs] or [*self._role_logs(end.role), end.log])
 
     def _lost(self, peer: Peer) -> None:
-        what = f"{self._named(peer)} on {peer.host} (pid {peer.pid}) is lost: {peer.lost}"
+        self._lose(peer, peer.lost)
+
+    def _lose(self, peer: Peer, why: str) -> None:
+        what = f"{self._named(peer)} on {peer.host} (pid {peer.pid}) is lost: {why}"
         if not self._leaving.is_set():
             self._fail(peer.role, what, [self._directory.role_log(peer.role, peer.host, peer.rank)])
 

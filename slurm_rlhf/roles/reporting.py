@@ -29,6 +29,8 @@ class Reporting:
         self._total = 0
         self._lead_s = config.slurm.signal_lead_s
         self._warned = False
+        self.moved = False
+        """A step was done since `begin`."""
 
     def note(self, text: str) -> None:
         """A line for the user and for the log."""
@@ -57,6 +59,7 @@ class Reporting:
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         """A step is done."""
+        self.moved = True
         self._metrics.append(step, metrics)
         if self._events is not None:
             self._events.scalars(step, metrics)

@@ -48,6 +48,10 @@ class RunDirectory:
     def lock(self) -> Path:
         return self.root / ".control" / "lock"
 
+    @property
+    def standstill(self) -> Path:
+        return self.root / ".control" / "standstill"
+
     def role_log(self, role: str, node: str, rank: int | str) -> Path:
         return self.logs / f"{role}.{node}.{rank}.log"
 

@@ -1,0 +1,90 @@
+"""What asks a run to stop: signals, the clock, files; and where it listens."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from slurm_rlhf.cluster.stop import END, FILE, TERM, USR1, Stop, StopRequested
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def interrupted(stop: Stop, seconds: float = 10) -> tuple[StopRequested, float]:
+    """(what ended a long wait that may be dropped, after how many seconds)."""
+    begin = time.monotonic()
+    with pytest.raises(StopRequested) as raised, stop.droppable():
+        threading.Event().wait(seconds)
+    return raised.value, time.monotonic() - begin
+
+
+def later(seconds: float, number: signal.Signals) -> None:
+    threading.Timer(seconds, os.kill, (os.getpid(), number)).start()
+
+
+def test_the_clock_alone_stops_a_run_before_its_allocation_ends(tmp_path: Path) -> None:
+    with Stop(tmp_path, end=time.time() + 601, margin_s=600) as stop:
+        assert stop.reason is None
+        stopped, seconds = interrupted(stop)
+    assert stopped.reason is END
+    assert (END.requeue, END.exit_code) == (True, 0)
+    assert 0.5 < seconds < 4
+
+
+@pytest.mark.parametrize(("number", "reason"), [(signal.SIGUSR1, USR1), (signal.SIGTERM, TERM)])
+def test_a_signal_drops_what_may_be_dropped_and_waits_elsewhere(
+    tmp_path: Path, number: signal.Signals, reason: object
+) -> None:
+    with Stop(tmp_path) as stop:
+        later(0.2, number)
+        stopped, seconds = interrupted(stop)
+        assert stopped.reason is reason
+        assert seconds < 3
+    with Stop(tmp_path) as stop:
+        os.kill(os.getpid(), number)
+        time.sleep(0.1)  # a training step goes on
+        with pytest.raises(StopRequested):
+            stop.check()
+        with pytest.raises(StopRequested), stop.droppable():
+            pytest.fail("what may be dropped must not begin")
+    assert (USR1.requeue, TERM.requeue) == (True, False)
+
+
+def test_sigterm_after_sigusr1_means_that_nothing_is_to_go_on(tmp_path: Path) -> None:
+    """As with `scancel` while a run saves; a second one, later, ends the process."""
+    with Stop(tmp_path) as stop:
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert stop.reason is TERM
+        time.sleep(2.1)
+        with pytest.raises(SystemExit, match="143"):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_files_of_this_session_are_obeyed_once(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()  # of an earlier session
+    with Stop(tmp_path) as stop:
+        assert not stop.save_wanted()
+        (tmp_path / "save").touch()
+        assert [stop.save_wanted(), stop.save_wanted()] == [True, False]
+        threading.Timer(0.2, (tmp_path / "stop").touch).start()
+        stopped, seconds = interrupted(stop)
+    assert stopped.reason is FILE
+    assert not FILE.requeue
+    assert seconds < 4
+
+
+def test_whoever_ends_what_was_started_is_deaf(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with Stop(tmp_path) as stop:
+        stop.deaf()
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(0.1)
+        assert stop.reason is None
+    assert signal.getsignal(signal.SIGTERM) is before
