@@ -20,10 +20,10 @@ INTERVAL, LIMIT = 0.2, 2.0
 
 
 def start_peer(
-    endpoint: str, key_file: Path, role: str, rank: int, world: int, limit: float = LIMIT
+    endpoint: str, key_file: Path, role: str, rank: int, world: int, limit: float = LIMIT, host: str = ""
 ) -> subprocess.Popen[bytes]:
-    """The caller stops it with `stop_peer`."""
-    return _start(endpoint, str(key_file), role, str(rank), str(world), str(limit))
+    """The caller stops it with `stop_peer`. `host`: the node it says it is on; empty: this machine."""
+    return _start(endpoint, str(key_file), role, str(rank), str(world), str(limit), host)
 
 
 def start_conductor(key_file: Path) -> tuple[subprocess.Popen[bytes], str]:
@@ -74,13 +74,14 @@ def _answer(client: ControlClient, request: Request) -> None:
             client.close()
 
 
-def _serve(endpoint: str, key_file: str, role: str, rank: str, world: str, limit: str) -> None:
+def _serve(endpoint: str, key_file: str, role: str, rank: str, world: str, limit: str, host: str) -> None:
     client = ControlClient(
         endpoint,
         RunKeys.load(key_file),
         role,
         int(rank),
         int(world),
+        host=host or None,
         heartbeat_interval=INTERVAL,
         heartbeat_limit=float(limit),
     )

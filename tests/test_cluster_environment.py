@@ -218,6 +218,8 @@ def test_scontrol_is_asked_where_the_environment_does_not_tell(tmp_path, monkeyp
     assert [node.gpus for node in topology.nodes] == [8, 8, 4]
     seen_here = {**without(BATCH, "SLURM_JOB_GPUS"), "SLURM_GPUS_ON_NODE": "8"}  # as --gres=gpu:4 --exclusive leaves it
     assert [node.gpus for node in current_topology(Config(), environ=seen_here).nodes] == [8, 8, 4]
+    login = {**without(BATCH, "SLURM_JOB_GPUS", "SLURM_GPUS_ON_NODE", "SLURMD_NODENAME"), "SLURM_GPUS": "24"}  # salloc
+    assert [node.gpus for node in current_topology(Config(), environ=login).nodes] == [8, 8, 4]
     (tmp_path / "details").write_text("")
     assert [node.gpus for node in current_topology(Config(), environ=seen_here).nodes] == [8, 8, 8]
     (tmp_path / "details").write_text(DETAILS)

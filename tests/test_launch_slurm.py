@@ -88,12 +88,14 @@ def test_a_step_that_returns_0_before_anybody_said_done_has_ended(bench: Bench) 
 def test_the_first_task_that_failed_is_named_while_srun_still_waits_for_the_others(bench: Bench) -> None:
     bench.srun(
         "echo 'srun: error: gpu002: task 1: Exited with exit code 1'; "
-        "echo 'srun: error: gpu001: task 0: Killed'; exec sleep 60"
+        "echo 'srun: error: gpu[001,003]: tasks 0,2: Killed'; exec sleep 60"
     )
     bench.start("rollout")
-    (ended,) = bench.news()
-    assert (ended.node, ended.how) == ("gpu002", "ended: Exited with exit code 1")
-    assert ended.log.name == "rollout.srun.log"
+    first, second = bench.news()
+    assert (first.node, first.how) == ("gpu002", "ended: Exited with exit code 1")
+    assert (second.node, second.how) == ("gpu[001,003]", "ended: Killed")
+    assert first.log.name == "rollout.srun.log"
+    assert bench.launcher.ended() == []
 
 
 def test_a_taken_port_costs_another_attempt_at_another_port(bench: Bench) -> None:

@@ -19,7 +19,7 @@ from slurm_rlhf.config.load import load_config
 __all__ = ["slurm"]
 pytestmark = pytest.mark.timeout(600)
 
-STEPS = 30
+STEPS = 20
 TEMPLATE = "--data.input_template=1 + {}"
 """An argument with blanks."""
 SETTINGS = ("--ckpt.save_steps=0", "--eval.steps=10", TEMPLATE)
@@ -107,8 +107,8 @@ def wait_for_restart(slurm: SlurmNodes, job: int, run_dir: Path, restart: int) -
 def test_requeued_preempted_and_followed_it_writes_the_same_metrics(
     slurm: SlurmNodes, config: Path, calm: Calm
 ) -> None:
-    run_dir = slurm.shared / "requeued"
-    alive_s = 1.5 * calm.start_s + 8
+    run_dir, hold = slurm.shared / "requeued", config.with_name("hold")
+    alive_s = 1.4 * calm.start_s + 6
     limit_min = math.ceil((alive_s + 20) / 60)
     length = (
         f"--train.max_steps={STEPS}",
@@ -122,6 +122,7 @@ def test_requeued_preempted_and_followed_it_writes_the_same_metrics(
     wait_for_restart(slurm, job, run_dir, 1)
 
     wait_for_another_step(slurm, run_dir)
+    hold.touch()  # no step ends any more: what is in flight is dropped
     release = slurm.shared / "release"
     urgent = slurm.sbatch(
         *("--partition=high", "--nodes=3", "--nodelist=gpu[001-003]", "--gres=gpu:8", "--output=/dev/null"),
@@ -134,14 +135,14 @@ def test_requeued_preempted_and_followed_it_writes_the_same_metrics(
     assert "was told to terminate" in next((run_dir / "logs").glob("conductor.*.log")).read_text()
     # From here on this job may not be requeued, and its time is short.
     slurm.run("scontrol", "update", f"JobId={job}", "Requeue=0", f"TimeLimit={limit_min}")
+    hold.unlink()
     release.touch()
     assert slurm.wait_over(urgent, 30) == ("COMPLETED", 0)
 
     slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "next start", 60)
     done = steps(run_dir)
     slurm.wait_until(lambda: steps(run_dir) > done or slurm.job(job)["JobState"] != "RUNNING", "step", 150)
-    hold = config.with_name("hold")
-    hold.touch()  # no step ends any more: what is in flight is dropped
+    hold.touch()
     assert slurm.wait_over(job, alive_s + 30) == ("COMPLETED", 0), said(run_dir)
     hold.unlink()
     assert "stopped by the end of the allocation is near; saved at step" in said(run_dir)

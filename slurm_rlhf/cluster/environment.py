@@ -128,9 +128,8 @@ class SlurmEnvironment:
         return (0,) * count if self.node_name else None
 
     def gpus_are_known(self) -> bool:
-        """False where `gpus` has seen the number on this node alone, and there are others."""
-        asked = (self.gpus_per_node, self.gpus_total, self.gpus_per_task)
-        return len(self.job_nodes) == 1 or self.gpus_on_node in (None, 0) or any(asked)
+        """False where `gpus` may have taken the other nodes for like this one, or a total for evenly dealt out."""
+        return len(self.job_nodes) == 1 or any((self.gpus_per_node, self.gpus_per_task)) or not any(self.gpus() or ())
 
     def topology(self, gpus: Sequence[int]) -> Topology:
         """The job's nodes with so many GPUs; where there are none at all, 0 slots and the accelerator "cpu"."""

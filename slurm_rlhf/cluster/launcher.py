@@ -11,10 +11,10 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A role of which a process group has ended, for whatever reason."""
+    """A process group of a role has ended, for whatever reason."""
 
     role: str
-    node: str  # where it ended; several, comma-separated, where the launcher cannot tell which came first
+    node: str  # where it ended; a list of nodes where the launcher cannot tell which came first
     how: str  # "ended with status 1", "was killed by SIGKILL"
     log: Path  # what the launcher itself had to say
 
@@ -33,7 +33,7 @@ class Launcher(Protocol):
         """
 
     def ended(self) -> list[Ended]:
-        """Roles of which a process group ended since the last call. Polled by the fleet's thread; does not block."""
+        """Process groups that ended since the last call, in order. Polled by the fleet's thread; does not block."""
 
     def stop(self, done: bool, grace_s: float) -> None:
         """End every process of every role, and wait until they are gone: a little longer than `grace_s`.

@@ -67,6 +67,7 @@ class SlurmContinuation:
         submitted = _run(
             ["sbatch", "--parsable", f"--dependency=afterany:{self._job}", *job.options, script, *job.arguments],
             env=successor_environment(self._environ),
+            cwd=self._slurm.submit_dir,  # SLURM_SUBMIT_DIR of the next job: scripts find their files by it
         )
         if submitted.returncode == 0:
             return f"requeue is not allowed here ({why}); job {submitted.stdout.strip()} follows this one"
@@ -94,10 +95,17 @@ def continuation_here(environ: Mapping[str, str], run_dir: Path) -> Continuation
     return SlurmContinuation(slurm, environ, sys.argv[1:], run_dir / ".control")
 
 
-def _run(words: list[str], env: Mapping[str, str] = os.environ) -> subprocess.CompletedProcess[str]:
+def _run(words: list[str], env: Mapping[str, str] = os.environ, cwd: str = "") -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
-            words, capture_output=True, text=True, timeout=_COMMAND_S, check=False, stdin=subprocess.DEVNULL, env=env
+            words,
+            capture_output=True,
+            text=True,
+            timeout=_COMMAND_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=env,
+            cwd=cwd if os.path.isdir(cwd) else None,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(words, 1, "", str(error))

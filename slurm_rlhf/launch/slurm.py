@@ -33,7 +33,7 @@ class _Role:
     file: Path
     step: RunningStep
     attempt: int = 0
-    reported: bool = False
+    reported: int = 0  # of its failures
 
 
 class SlurmLauncher:
@@ -75,14 +75,14 @@ class SlurmLauncher:
         item.step.start()
 
     def ended(self) -> list[Ended]:
-        news = []
+        news: list[Ended] = []
         with self._lock:
             for item in self._roles:
-                failure = None if item.reported else item.step.failure()
-                if failure is None or self._started_again(item):
+                fresh = item.step.failures()[item.reported :]
+                if not fresh or (item.reported == 0 and self._started_again(item)):
                     continue
-                item.reported = True
-                news.append(Ended(item.order.role, *failure, item.step.log))
+                item.reported += len(fresh)
+                news += [Ended(item.order.role, node, how, item.step.log) for node, how in fresh]
         return news
 
     def stop(self, done: bool, grace_s: float) -> None:

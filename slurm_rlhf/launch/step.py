@@ -46,13 +46,12 @@ class RunningStep:
         """Exit status of srun, None while it runs."""
         return None if self._process is None else self._process.poll()
 
-    def failure(self) -> tuple[str, str] | None:
-        """(node, how) of the first task that failed, or that srun itself is gone; None while all is well."""
-        found = _TASK_ENDED.search(self._said(self.log))
-        if found:
-            return found["nodes"], f"ended: {found['how']}"
-        code = self.code
-        return None if code is None else (",".join(self.step.nodes), f"ended (srun {exit_text(code)})")
+    def failures(self) -> list[tuple[str, str]]:
+        """(nodes, how) of the tasks that failed, in order, or that srun itself is gone; empty while all is well."""
+        found = [(match["nodes"], f"ended: {match['how']}") for match in _TASK_ENDED.finditer(self._said(self.log))]
+        if found or self.code is None:
+            return found
+        return [(",".join(self.step.nodes), f"ended (srun {exit_text(self.code)})")]
 
     def worth_another_try(self) -> bool:
         """True when it failed for a reason that need not be there the next time."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.launcher import Ended, Launcher
+from slurm_rlhf.cluster.nodelist import expand
 from slurm_rlhf.cluster.placement import RankMap
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle
@@ -57,6 +58,7 @@ class Fleet:
         self._leaving = threading.Event()
         self._gone = threading.Event()
         self._terminated = False
+        self._ends: list[Ended] = []
         self._failed: RoleDied | None = None
         self._failure_lock = threading.Lock()
         self.roles: dict[str, RoleHandle] = {}
@@ -114,14 +116,13 @@ class Fleet:
         is silent, until half of `timeout.heartbeat` of it, together with `error`, is evidence enough.
         """
         own = isinstance(error, RemoteError) and error.user_error
-        interval, limit = self._config.timeout.heartbeat_interval, self._config.timeout.heartbeat
-        end = time.monotonic() + max(VERDICT_S, (SILENT_BEATS + 1) * interval)
+        begin = time.monotonic()
         while not own and self._failed is None:
-            silent = self.server.silent(SILENT_BEATS * interval)
-            if not silent and time.monotonic() > end:
-                break
-            for peer in self.server.silent(limit / 2):
-                self._lose(peer, f"it was not heard from for {limit / 2:g} s, last phase {peer.phase!r}, and {error}")
+            if not self._ends:
+                silent = self._silent()
+                self._condemn(silent, str(error))
+                if not silent and time.monotonic() - begin > self._patience_s:
+                    break
             time.sleep(0.05)
         if self._failed is not None and self._failed is not error:
             raise self._failed from error
@@ -146,12 +147,51 @@ class Fleet:
         return not late and all(call.exception() is None for call in done)
 
     def _watch(self) -> None:
+        first = 0.0
         # Not before all is over: a launcher may start a process anew here, and its life may hang on this thread's.
         while not self._gone.wait(POLL_S):
-            for end in self._launcher.ended():
-                if not self._leaving.is_set():
-                    logs = self._directory.logs.glob(f"{end.role}.{end.node}.[0-9]*.log")
-                    self._fail(end.role, self._describe(end), [*logs] or [*self._role_logs(end.role), end.log])
+            news = self._launcher.ended()
+            first = first if self._ends else time.monotonic()
+            self._ends += news
+            if self._ends and self._failed is None and not self._leaving.is_set():
+                self._judge(time.monotonic() - first)
+
+    def _judge(self, waited_s: float) -> None:
+        """Name the process group that ended first, unless it ended because another node is dead.
+
+        NCCL ends the processes whose peers are gone, and srun then says so of them, and nothing of the dead node.
+        """
+        end = self._ends[0]
+        if self._launcher.address != LOOPBACK:
+            dead = self._on_dead_nodes()
+            self._condemn(dead, f"{end.role} on {end.node} {end.how}")
+            if dead or waited_s < self._patience_s:
+                return
+        logs = self._directory.logs.glob(f"{end.role}.{end.node}.[0-9]*.log")
+        self._fail(end.role, self._describe(end), [*logs] or [*self._role_logs(end.role), end.log])
+
+    def _on_dead_nodes(self) -> list[Peer]:
+        """Ranks on nodes of which nobody is heard, and the launcher has no end to report."""
+        silent = self._silent()
+        peers = [peer for role in self._ranks.roles for peer in self.server.peers(role)]
+        alive = {peer.host for peer in peers if not peer.lost and peer not in silent}
+        reported = {node for end in self._ends for node in expand(end.node)}
+        return [peer for peer in silent if peer.host not in alive | reported]
+
+    @property
+    def _patience_s(self) -> float:
+        """As long as it takes to see that somebody is silent."""
+        return max(VERDICT_S, (SILENT_BEATS + 1) * self._config.timeout.heartbeat_interval)
+
+    def _silent(self) -> list[Peer]:
+        return self.server.silent(SILENT_BEATS * self._config.timeout.heartbeat_interval)
+
+    def _condemn(self, suspects: list[Peer], evidence: str) -> None:
+        """With `evidence` that something broke, half of the heartbeats' limit is enough."""
+        enough = self._config.timeout.heartbeat / 2
+        for peer in self.server.silent(enough):
+            if peer in suspects:
+                self._lose(peer, f"it was not heard from for {enough:g} s, last phase {peer.phase!r}, and {evidence}")
 
     def _lost(self, peer: Peer) -> None:
         self._lose(peer, peer.lost)
