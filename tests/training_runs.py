@@ -162,7 +162,7 @@ def assert_close_metrics(rows: list[dict[str, Any]], expected: list[dict[str, An
     for ours, theirs in zip(rows, expected, strict=True):
         for name, value in theirs.items():
             if not name.startswith(measured):
-                assert ours[name] == pytest.approx(value, rel=2e-4, abs=2e-5), f"{name} of step {ours['step']}"
+                assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-6), f"{name} of step {ours['step']}"
 
 
 def _command_lines() -> Iterator[tuple[int, str]]:
