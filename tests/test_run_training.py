@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from training_runs import metrics, started, timeless, train, workspace
+from training_runs import assert_close_metrics, metrics, started, timeless, train, workspace
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -92,6 +92,17 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
     again, output = train(config, run_dir, *WORLD, timeout_s=20)
     assert again == 0
     assert "already finished" in output
+
+
+def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, whole: tuple[Path, str]) -> None:
+    """From the whole run's checkpoint: the actor shrinks, the critic grows, one engine is left of two."""
+    run_dir, half = config.parent / "resized", whole[0] / "checkpoints" / "step_000002"
+    code, output = train(config, run_dir, f"--resume={half}", "--critic.num_gpus_per_node=2")
+    assert code == 0, output
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["world"] == {"actor": 1, "critic": 2, "reference": 1, "rollout": 1}
+    assert_close_metrics(metrics(run_dir), metrics(whole[0])[2:])
+    assert summary["eval_after"] == json.loads((whole[0] / "summary.json").read_text())["eval_after"]
 
 
 def test_one_rank_and_one_engine_agree_to_rounding(config: Path, whole: tuple[Path, str]) -> None:

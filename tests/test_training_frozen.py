@@ -6,7 +6,9 @@ Run as a program, this file is the rank that torchrun starts.
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,7 @@ def main() -> None:
         answers[f"reward.{name}"] = torch.tensor(RewardModel(config).score(part, micro))
     save_file(answers, out / f"rank{world.rank}.safetensors")
     check_loading(config_of(models, "bf16"), world)
+    stall(config_of(models, "fp32", 3), world, out)
 
 
 def check_loading(config: Config, world: Any) -> None:
@@ -78,6 +81,24 @@ def check_loading(config: Config, world: Any) -> None:
     for name, buffer in plain.named_buffers():
         assert buffers[name].dtype == torch.float32
         assert torch.equal(buffers[name], buffer), name
+
+
+def stall(config: Config, world: Any, out: Path) -> None:
+    """Rank 1 does not take part in a forward. Rank 0 writes down how long it waited for it."""
+    from slurm_rlhf.training.frozen import FrozenPolicy
+
+    config.timeout.collective = 2.0
+    policy = FrozenPolicy(config)
+    part, micro = share(experience(), world.rank, world.size, 30)
+    policy.logprobs(part, micro)
+    if world.rank == 1:
+        time.sleep(6.0)
+        os._exit(0)
+    start = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        policy.logprobs(part, micro)
+    (out / "stall.json").write_text(json.dumps([time.monotonic() - start, str(caught.value)]))
+    os._exit(0)  # at exit, what is left of the group would be waited for
 
 
 # --- the tests -------------------------------------------------------------------------------------------------------
@@ -154,6 +175,15 @@ def test_zero3_gives_what_a_whole_model_gives(
         scores = torch.tensor(RewardModel(config).score(part, micro))
         torch.testing.assert_close(answers[f"ref.{case[0]}.{case[1]}"], logprobs, rtol=0, atol=1e-6)
         torch.testing.assert_close(answers[f"reward.{case[0]}.{case[1]}"], scores, rtol=0, atol=1e-6)
+
+
+@pytest.mark.timeout(200)
+def test_a_rank_that_takes_no_part_in_a_sharded_forward_is_noticed(
+    models: Path, sharded: list[dict[str, torch.Tensor]]
+) -> None:
+    seconds, message = json.loads((models / "stall.json").read_text())
+    assert 1.5 < seconds < 4.5, message
+    assert "timed out" in message.lower()
 
 
 def test_what_is_no_reward_model_is_refused(models: Path, tmp_path: Path) -> None:

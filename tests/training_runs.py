@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tiny_models import make_tiny
 
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())", "train"]
@@ -152,6 +153,16 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
 def timeless(rows: list[dict[str, Any]]) -> list[str]:
     """Metrics without what a clock measured, as text: bit for bit."""
     return [json.dumps({k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))}) for row in rows]
+
+
+def assert_close_metrics(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """The same steps with the same samples, and numbers that differ by what the order of summation makes of them."""
+    assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    measured = ("time/", "perf/", "rollout_logprob_diff")  # by a clock; the difference itself is rounding
+    for ours, theirs in zip(rows, expected, strict=True):
+        for name, value in theirs.items():
+            if not name.startswith(measured):
+                assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-6), f"{name} of step {ours['step']}"
 
 
 def _command_lines() -> Iterator[tuple[int, str]]:

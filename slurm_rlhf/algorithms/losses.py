@@ -70,7 +70,7 @@ def value_loss(
         sum over actions of  max((V - R)^2, (V_old + clip(V - V_old, -value_clip, value_clip) - R)^2) / 2 / denominator
 
     values [A] (with gradient), old_values [A], returns [A]; value_clip 0: (V - R)^2 / 2.
-    Metrics: value_loss, value_clip_fraction (actions where the clipped term is the larger one).
+    Metrics: value_loss, value_clip_fraction (actions beyond value_clip where the clipped term is the larger one).
     Source: OpenAI baselines, `ppo2/model.py`; Huang et al., The 37 Implementation Details of PPO (2022), no. 9.
     """
     value, old = _actions_only(values, action_mask), _actions_only(old_values, action_mask)
@@ -80,9 +80,11 @@ def value_loss(
     if value_clip > 0:
         clipped = (old + (value - old).clamp(-value_clip, value_clip) - target) ** 2
     total = _sum(torch.maximum(plain, clipped), action_mask) / 2
+    # Within the clip range the two terms differ by rounding alone.
+    effective = (clipped > plain) & ((value - old).abs() > value_clip)
     metrics = {
         "value_loss": total.detach(),
-        "value_clip_fraction": _sum((clipped > plain).to(value.dtype), action_mask),
+        "value_clip_fraction": _sum(effective.to(value.dtype), action_mask),
     }
     return _mean(total, denominator), metrics
 

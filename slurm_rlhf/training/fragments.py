@@ -101,7 +101,10 @@ def _of_flat_group(name: str, parameter: Any, optimizer: Any) -> Iterator[Fragme
 
 
 def _whole(name: str, parameter: Tensor, optimizer: Any) -> Fragment:
-    return Fragment(name, 0, _tensors(parameter, optimizer.state.get(parameter, {}), 0, parameter.numel()))
+    state = optimizer.state.get(parameter, {})
+    if optimizer.state and not state:  # it never had a gradient
+        state = {moment: torch.zeros_like(parameter) for moment in MOMENTS}
+    return Fragment(name, 0, _tensors(parameter, state, 0, parameter.numel()))
 
 
 def _tensors(master: Tensor, state: dict[str, Tensor], offset: int, length: int) -> dict[str, Tensor]:

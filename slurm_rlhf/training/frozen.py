@@ -13,6 +13,7 @@ from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.training.collate import TokenBatch
 from slurm_rlhf.training.distributed import join_world, limit_collectives, local_device
 from slurm_rlhf.training.forward import per_action
+from slurm_rlhf.training.fragments import sizes
 from slurm_rlhf.training.models import load_policy
 from slurm_rlhf.training.sharded import born_sharded, import_deepspeed, zero3_config
 
@@ -28,9 +29,9 @@ class Frozen:
             self._module = load().to(self.device).requires_grad_(False).eval()
             return
         world = join_world(config.timeout.collective)
-        cut = zero3_config(config.ds.param_dtype, group.offload)
-        with born_sharded(world, cut):
+        with born_sharded(world, zero3_config(config.ds.param_dtype, group.offload)):
             module = load()
+        cut = zero3_config(config.ds.param_dtype, group.offload, sum(sizes(module).values()))
         self._module, *_ = import_deepspeed(world.device).initialize(model=module, config=cut)
         limit_collectives(config.timeout.collective)
         self._module.eval()

@@ -25,15 +25,26 @@ def import_deepspeed(device: torch.device) -> Any:
     return deepspeed
 
 
-def zero3_config(param_dtype: str, offload: bool = False) -> dict[str, Any]:
-    """DeepSpeed's configuration of parameters that are cut, "fp32" or "bf16", in host memory with `offload`."""
+def zero3_config(param_dtype: str, offload: bool = False, elements: int = 0) -> dict[str, Any]:
+    """DeepSpeed's configuration of a frozen model that is cut, "fp32" or "bf16", in host memory with `offload`.
+
+    `elements`: of all parameters, once that is known.
+    """
     where = {"offload_param": {"device": "cpu", "pin_memory": torch.cuda.is_available()}} if offload else {}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": param_dtype == "bf16"},
-        "zero_optimization": {"stage": 3, **where},
+        "zero_optimization": {"stage": 3, **persistence(elements), **where},
         "steps_per_print": None,
     }
+
+
+def persistence(elements: int) -> dict[str, int]:
+    """Which parameters of a model of `elements` stay whole on every rank: those too small to be worth gathering.
+
+    DeepSpeed's default for all models is 100,000 elements, which of a small model would be most parameters.
+    """
+    return {"stage3_param_persistence_threshold": min(elements // 100, 100_000)}
 
 
 class _Told:

@@ -15,7 +15,7 @@ from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.training.distributed import World, limit_collectives
 from slurm_rlhf.training.fragments import sizes
 from slurm_rlhf.training.schedule import Schedule
-from slurm_rlhf.training.sharded import born_sharded, import_deepspeed, zero3_config
+from slurm_rlhf.training.sharded import born_sharded, import_deepspeed, persistence, zero3_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +86,7 @@ def deepspeed_config(cfg: EngineConfig, elements: int) -> dict[str, Any]:
             "stage": cfg.zero_stage,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
+            **(persistence(elements) if cfg.zero_stage == 3 else {}),
         },
         "steps_per_print": None,
     }
