@@ -14,13 +14,17 @@ import numpy as np
 import psutil
 import pytest
 from rollout_fleet import RolloutFleet, config
+from rollout_zygote import Zygote
 from tiny_models import make_tiny
 
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.roles.engine_rank import segment_prefix
 from slurm_rlhf.roles.generation import Generation
+from slurm_rlhf.rollout.place import EnginePlace
+from slurm_rlhf.rollout.tp_group import SHARED_MEMORY
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(500)
 
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.9, n=3)
 WIDTH = 16
@@ -32,23 +36,32 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def single(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
+def zygote() -> Iterator[Zygote]:
+    made = Zygote()
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def single(zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
     """One engine of one rank."""
-    fleet = RolloutFleet(config(model, tmp_path_factory.mktemp("single")))
+    fleet = RolloutFleet(zygote, config(model, tmp_path_factory.mktemp("single")))
     fleet.launch()
     yield fleet
     fleet.close()
 
 
 @pytest.fixture(scope="module")
-def pair(single: RolloutFleet, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
+def pair(
+    zygote: Zygote, single: RolloutFleet, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RolloutFleet]:
     """Two engines of two ranks each."""
     made = config(model, tmp_path_factory.mktemp("pair"), engines=2, tp=2)
     made.vllm.enable_prefix_caching = False  # a cached prompt has other last bits
-    fleet = RolloutFleet(made)
+    fleet = RolloutFleet(zygote, made)
     try:
-        fleet.start(200)
-        single.start(200)
+        fleet.start(400)
+        single.start(400)
         yield fleet
     finally:
         fleet.close()
@@ -88,8 +101,9 @@ def test_an_idle_engine_costs_no_cpu(pair: RolloutFleet) -> None:
 
 
 def test_no_name_of_shared_memory_outlives_the_start(pair: RolloutFleet) -> None:
-    assert not list(Path("/dev/shm").glob("slurm_rlhf.*"))
-    assert not list(Path("/tmp").glob("slurm_rlhf.*/s"))
+    for engine in (0, 1):
+        prefix = segment_prefix(pair.config, EnginePlace(engine, 0, 2, ""))
+        assert not list(SHARED_MEMORY.glob(f"{prefix}*"))
 
 
 @contextmanager
@@ -162,11 +176,13 @@ def test_followers_leave_with_their_leader(pair: RolloutFleet) -> None:
     assert "its leader, rank 2, is gone" in pair.log(3)
 
 
-def test_an_engine_starts_again_where_a_killed_one_was(pair: RolloutFleet, single: RolloutFleet) -> None:
+def test_an_engine_starts_again_where_a_killed_one_was(
+    zygote: Zygote, pair: RolloutFleet, single: RolloutFleet
+) -> None:
     """And ends as it should when it is told to."""
     single_tokens = [t.response_ids.tolist() for t in generate(single, 4, 1)]
     pair.close()
-    fleet = RolloutFleet(pair.config)
+    fleet = RolloutFleet(zygote, pair.config)
     try:
         fleet.launch([0, 1])
         fleet.server.wait_for("rollout", 2, 120)
