@@ -36,6 +36,8 @@ class WarmRank:
                 "GLOO_SOCKET_IFNAME": "lo",
                 "VLLM_HOST_IP": "127.0.0.1",
                 "MASTER_ADDR": "127.0.0.1",
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
                 **environment,
             },
         )
