@@ -16,7 +16,9 @@ from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.peers import Peer
 from slurm_rlhf.control.server import ControlServer
+from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Sampling, Trajectory
 from slurm_rlhf.roles.run_directory import RunDirectory
 from slurm_rlhf.roles.weights import WeightSync
@@ -54,13 +56,16 @@ class Ranks:
         directory = RunDirectory(Path(config.run_dir))
         directory.make()
         directory.config.write_text(dump_toml(config))
-        server = ControlServer(RunKeys.create(directory.keys))
+
+        def broken(peer: Peer, *what: Any) -> None:
+            server.fail_role(self.role, RunError(f"{peer} is lost: {peer.lost} {what}"))
+
+        server = ControlServer(RunKeys.create(directory.keys), on_lost=broken, on_event=broken)
         where = [f"--run_dir={directory.root}", f"--endpoint={server.endpoint()}", f"--world={self.count}"]
         for rank, process in enumerate(self.processes):
             # vLLM overwrites what torchrun would have set, and this life's store keys must not be the last one's.
-            fresh = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": directory.root.name}
+            fresh = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": str(directory.root)}
             process.live([f"--role={self.role}", "--first_rank=0", *where], fresh)
-            process.process.poll()
         return server
 
     def log(self, run_dir: str) -> str:
