@@ -128,6 +128,7 @@ class Engines:
         error = call.exception()
         if error is None:
             self._started[engine].set_result(None)
-        else:
-            self._started[engine].set_exception(error)
+            return
+        self._started[engine].set_exception(error)
+        if isinstance(error, Exception):
             self._fleet.fail(error)
