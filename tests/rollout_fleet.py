@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+
+from rollout_zygote import Rank, Zygote
 
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
@@ -18,8 +17,6 @@ from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.peers import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.roles.run_directory import RunDirectory
-
-ROOT = Path(__file__).parent.parent
 
 
 def config(model: Path, run_dir: Path, *, engines: int = 1, tp: int = 1, dtype: str = "fp32") -> Config:
@@ -37,7 +34,7 @@ def config(model: Path, run_dir: Path, *, engines: int = 1, tp: int = 1, dtype: 
 class RolloutFleet:
     """`engines` engines of `tp` ranks. `events` collects (rank, event, data) of everything they tell unasked."""
 
-    def __init__(self, config: Config, script: str = "") -> None:
+    def __init__(self, zygote: Zygote, config: Config, script: str = "") -> None:
         """`script`: what the ranks run in place of the worker's module."""
         from torch.distributed import TCPStore
 
@@ -51,37 +48,18 @@ class RolloutFleet:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.server = ControlServer(RunKeys.create(self.directory.keys), on_event=self._told)
         self.engines = EngineHandle(self.server, "rollout", self.world, self.tp, config.timeout)
-        self.command = [sys.executable, *([script] if script else ["-m", "slurm_rlhf.roles.worker"])]
-        self.ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self.ranks: dict[int, Rank] = {}
+        self._zygote = zygote
+        self._script = script
 
     def launch(self, ranks: list[int] | None = None, **environment: str) -> None:
         """Start the processes of `ranks`, as torchrun would."""
+        arguments = ["--role=rollout", f"--run_dir={self.directory.root}", f"--endpoint={self.server.endpoint()}"]
+        arguments += ["--first_rank=0", f"--world={self.world}"]
         for rank in range(self.world) if ranks is None else ranks:
-            self.ranks[rank] = subprocess.Popen(
-                [
-                    *self.command,
-                    "--role=rollout",
-                    f"--run_dir={self.directory.root}",
-                    f"--endpoint={self.server.endpoint()}",
-                    "--first_rank=0",
-                    f"--world={self.world}",
-                ],
-                stdin=subprocess.DEVNULL,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": str(ROOT),
-                    "CUDA_VISIBLE_DEVICES": "",
-                    "OMP_NUM_THREADS": "1",
-                    "OMP_WAIT_POLICY": "PASSIVE",
-                    "VLLM_HOST_IP": "127.0.0.1",
-                    "LOCAL_RANK": str(rank),
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(self.world),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(self.store.port),
-                    **environment,
-                },
-            )
+            torchrun = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.world, "MASTER_PORT": self.store.port}
+            told = {name: str(value) for name, value in torchrun.items()} | {"MASTER_ADDR": "127.0.0.1", **environment}
+            self.ranks[rank] = self._zygote.fork(arguments, told, self._script)
 
     def start(self, timeout_s: float = 120) -> None:
         """Launch what is not launched, and start all engines."""
@@ -107,13 +85,13 @@ class RolloutFleet:
         return "".join(path.read_text() for path in self.directory.logs.glob(f"rollout.*.{rank}.log"))
 
     def close(self) -> None:
+        """Kill what is left of it."""
         for process in self.ranks.values():
-            process.kill()
-        for process in self.ranks.values():
-            process.wait()
+            process.send_signal(signal.SIGKILL)
+        self.ended(list(self.ranks), 20)
         self.server.close()
 
-    def shut_down(self, timeout_s: float = 30) -> list[int]:
+    def shut_down(self, timeout_s: float = 30) -> list[int | None]:
         """As the conductor does at the end of a run; exit codes."""
         calls = [
             self.server.call("rollout", rank, "shutdown", timeout_s=timeout_s)
@@ -121,7 +99,8 @@ class RolloutFleet:
             if process.poll() is None
         ]
         gather(calls)
-        return [process.wait(timeout_s) for process in self.ranks.values()]
+        self.ended(list(self.ranks), timeout_s)
+        return [process.poll() for process in self.ranks.values()]
 
     def _told(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         self.events.append((peer.rank, event, data))

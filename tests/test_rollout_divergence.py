@@ -9,12 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from rollout_fleet import RolloutFleet, config
+from rollout_zygote import Zygote
 from tiny_models import make_tiny
 
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Sampling
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(500)
 
 KINDS = ("reversed", "unseeded", "uneven")
 
@@ -24,15 +25,16 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
     """One engine of two ranks for each kind of misbehaviour."""
     root = tmp_path_factory.mktemp("misfits")
     model = make_tiny(root / "model", hidden=128, heads=4, kv_heads=2)
-    made = RolloutFleet(
-        config(model, root / "run", engines=len(KINDS), tp=2), str(Path(__file__).with_name("rollout_misfits.py"))
-    )
+    misfits = str(Path(__file__).with_name("rollout_misfits.py"))
+    zygote = Zygote()
+    made = RolloutFleet(zygote, config(model, root / "run", engines=len(KINDS), tp=2), misfits)
     try:
         made.launch(MISFIT=",".join(KINDS))
-        made.start(200)
+        made.start(400)
         yield made
     finally:
         made.close()
+        zygote.end()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -179,7 +179,9 @@ class Conductor:
             if handle is not rollout
         }
         gather([future for futures in starts.values() for future in futures])
-        engines.wait(starts["actor"][0].result())
+        first = engines.wait(starts["actor"][0].result())
+        if len(first) < rollout.world:
+            self.reporting.note(f"{len(first)} of {rollout.world} engines are ready; the others join when they are")
         generation = Generation(
             rollout, config.train.seed, config.vllm.max_num_seqs, config.train.full_determinism, engines
         )

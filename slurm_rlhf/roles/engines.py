@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -12,6 +13,8 @@ from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.errors import CallTimeout
 from slurm_rlhf.roles.fleet import Fleet
 from slurm_rlhf.roles.weights import WeightSync
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.1
 
@@ -38,15 +41,15 @@ class Engines:
         """Returns at once. An engine that cannot start ends the run."""
         threading.Thread(target=self._start_each, name="engines", daemon=True).start()
 
-    def wait(self, parameters: list[list[Any]]) -> None:
-        """Until the first engine has started, or all. `parameters`: what the actor is going to send them."""
+    def wait(self, parameters: list[list[Any]]) -> list[int]:
+        """Until the first engine has started, or all; which have. `parameters`: what the actor is going to send."""
         self._parameters = parameters
         if self._all_at_once:
             for started in self._started:
                 started.result()
         else:
             wait(self._started, return_when=FIRST_COMPLETED)
-            self._arrived()
+        return self._arrived()
 
     @property
     def coming(self) -> bool:
@@ -62,7 +65,7 @@ class Engines:
         if new:
             self._join(new)
             self._weights.update(version)
-            self._handle.ready = sorted([*self._handle.ready, *new])
+            self._set_ready(sorted([*self._handle.ready, *new]), version)
         return new
 
     def update(self, version: int) -> dict[str, float]:
@@ -71,8 +74,14 @@ class Engines:
         if arrived != self._connected:
             self._join(arrived)
         metrics = self._weights.update(version)
-        self._handle.ready = arrived
+        self._set_ready(arrived, version)
         return metrics
+
+    def _set_ready(self, engines: list[int], version: int) -> None:
+        for engine in engines:
+            if engine not in self._handle.ready:
+                log.info("engine %d takes part from policy version %d on", engine, version)
+        self._handle.ready = engines
 
     def _join(self, engines: list[int]) -> None:
         self._weights.connect(self._parameters, engines)
@@ -119,6 +128,7 @@ class Engines:
         error = call.exception()
         if error is None:
             self._started[engine].set_result(None)
-        else:
-            self._started[engine].set_exception(error)
+            return
+        self._started[engine].set_exception(error)
+        if isinstance(error, Exception):
             self._fleet.fail(error)

@@ -59,7 +59,7 @@ class Fleet:
         self._gone = threading.Event()
         self._terminated = False
         self._ends: list[Ended] = []
-        self._failed: RoleDied | None = None
+        self._failed: Exception | None = None
         self._failure_lock = threading.Lock()
         self.roles: dict[str, RoleHandle] = {}
 
@@ -93,14 +93,16 @@ class Fleet:
         return {peer.rank for peer in self.server.peers(role)}
 
     @property
-    def failure(self) -> BaseException | None:
+    def failure(self) -> Exception | None:
         """What broke the run."""
         return self._failed
 
-    def fail(self, error: BaseException) -> None:
-        """The run is broken, by an error that belongs to no call: every pending call and every later one raises it."""
+    def fail(self, error: Exception) -> None:
+        """The run is broken, by an error that no call of the loop sees: every pending and every later one raises it."""
+        with self._failure_lock:
+            self._failed = self._failed or error
         for name in self._ranks.roles:
-            self.server.fail_role(name, error if isinstance(error, Exception) else RunError(str(error)))
+            self.server.fail_role(name, self._failed)
 
     @property
     def sync_host(self) -> str:

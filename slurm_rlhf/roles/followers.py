@@ -34,6 +34,7 @@ class Followers:
         self._early: dict[int, dict[int, bytes]] = {rank: {} for rank in streams}  # batch -> digest, ahead of ours
         self._lock = threading.Lock()
         self._failure = ""
+        self._words: dict[int, str] = {}  # what a rank said of its last failure
         self._sent = 0
         self._leaving = False
         for rank, stream in streams.items():
@@ -92,6 +93,8 @@ class Followers:
         if word == "planned":
             self._compare(rank, number, content)
         else:
+            if word == "failed":
+                self._words[rank] = content
             self._inbox[rank].put((word, number, content))
 
     def _compare(self, rank: int, batch: int, theirs: bytes) -> None:
@@ -107,7 +110,8 @@ class Followers:
 
     def _lost(self, rank: int, error: Exception) -> None:
         if not self._leaving:
-            self._fail(f"{self._place} is broken: its rank {self._place.rank(rank)} died: {error}; its log says more")
+            why = self._words.get(rank, error)
+            self._fail(f"{self._place} is broken: its rank {self._place.rank(rank)} died: {why}; its log says more")
 
     def _fail(self, reason: str) -> None:
         with self._lock:

@@ -1,0 +1,105 @@
+"""Whole runs with engines of two ranks: two at once, one that is killed and starts again, an engine that comes late."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from training_runs import Run, metrics, started, timeless, train, workspace
+
+pytestmark = pytest.mark.timeout(500)
+
+TP = ("--vllm.tensor_parallel_size=2", "--algo.kl.init_coef=0", "--eval.dataset=", "--train.num_episodes=1000")
+ENDLESS = "--train.max_steps=100000"
+LATE = """
+import os, sys, time
+
+if "--role=rollout" in sys.orig_argv and os.environ.get("LOCAL_RANK") in ("2", "3"):
+    while not os.path.exists(os.environ["TEST_HOLD"]):
+        time.sleep(0.1)
+"""
+"""Runs in every process before anything else: ranks 2 and 3, engine 1, start when the file is there."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return workspace(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def late(config: Path) -> Iterator[Run]:
+    """A run of two engines, of which the second starts when `hold` exists."""
+    (config.parent / "site").mkdir()
+    (config.parent / "site" / "sitecustomize.py").write_text(LATE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{config.parent / 'site'}:{os.environ.get('PYTHONPATH', '')}")
+        patch.setenv("TEST_HOLD", str(config.parent / "hold"))
+        run = Run(
+            config, config.parent / "late", *TP, ENDLESS, "--vllm.num_engines=2", "--train.full_determinism=false"
+        )
+    yield run
+    run.end()
+
+
+@pytest.fixture(scope="module")
+def killed(config: Path, late: Run) -> list[str]:
+    """Metrics of a run that was killed beside the other one, with everything it had started."""
+    with started(config, config.parent / "killed", *TP, ENDLESS) as run:
+        run.wait_for_step(2, 250)
+        run.end()
+        run.assert_gone(10)
+    return timeless(metrics(config.parent / "killed"))[:2]
+
+
+def conductor_log(run: Run) -> str:
+    return next((run.run_dir / "logs").glob("conductor.*.log")).read_text()
+
+
+def test_two_runs_share_a_machine_and_the_first_engine_does_not_wait_for_the_second(
+    config: Path, late: Run, killed: list[str]
+) -> None:
+    assert len(killed) == 2
+    late.wait_for_step(1, 250)
+    assert "engine 0 takes part" in conductor_log(late)
+    assert "engine 1 takes part" not in conductor_log(late)
+    (config.parent / "hold").touch()
+
+
+def test_a_run_after_a_killed_one_gives_the_same_bits(config: Path, killed: list[str]) -> None:
+    assert not list(Path("/dev/shm").glob("slurm_rlhf.*"))
+    code, output = train(config, config.parent / "killed", *TP, "--train.max_steps=2", timeout_s=250)
+    assert code == 0, output
+    assert timeless(metrics(config.parent / "killed")) == killed
+
+
+def test_the_late_engine_joins_with_the_current_weights(late: Run) -> None:
+    end = time.monotonic() + 200
+    while "engine 1 takes part" not in conductor_log(late):
+        assert time.monotonic() < end
+        assert late.process.poll() is None
+        time.sleep(0.2)
+    late.wait_for_step(len(metrics(late.run_dir)) + 2, 100)
+    rows = metrics(late.run_dir)
+    assert max(row["rollout_logprob_diff_max"] for row in rows) < 1e-5
+
+
+def test_a_failed_engine_ends_the_run_by_name_within_seconds(late: Run) -> None:
+    [follower] = [pid for pid in late.ranks("rollout") if _rank(pid) == "3"]
+    begun = time.monotonic()
+    os.kill(follower, signal.SIGKILL)
+    code, output = late.wait(30)
+    assert time.monotonic() - begun < 30
+    assert code == 1
+    assert "engine 1" in output
+    assert "rank 3" in output
+    assert "Traceback" not in output
+    late.assert_gone(1)
+
+
+def _rank(pid: int) -> str:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((v.partition(b"=")[2].decode() for v in variables if v.startswith(b"LOCAL_RANK=")), "")
