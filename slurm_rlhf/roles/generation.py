@@ -12,6 +12,9 @@ from slurm_rlhf.observe.engine_load import EngineLoad
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.roles.portions import allowance, portion
 
+Answers = dict[int, list[Trajectory]]
+"""Position of a prompt -> its responses so far, in the order in which they were finished."""
+
 
 @dataclass(slots=True)
 class Generation:
@@ -28,9 +31,11 @@ class Generation:
     max_num_seqs: int  # sequences an engine works on at once
     deterministic: bool
     loads: dict[int, EngineLoad] = field(default_factory=dict, init=False)  # engine -> what it did in the last `run`
+    runs: int = field(default=0, init=False)  # so far
 
     def run(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
         """`sampling.n` trajectories per prompt, ordered by (position in `prompts`, sample)."""
+        self.runs += 1
         self.loads = {engine: EngineLoad() for engine in range(self.rollout.world)}
         answers = (
             self._fixed(prompts, sampling, version) if self.deterministic else self._stream(prompts, sampling, version)
@@ -40,33 +45,33 @@ class Generation:
             trajectories += sorted(answers[position], key=lambda t: t.sample)
         return trajectories
 
-    def _fixed(self, prompts: list[Prompt], sampling: Sampling, version: int) -> dict[int, list[Trajectory]]:
+    def _fixed(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Answers:
         engines = min(self.rollout.world, len(prompts))
         calls = [
             self._call(engine, list(range(engine, len(prompts), engines)), prompts, sampling, version)
             for engine in range(engines)
         ]
-        answers: dict[int, list[Trajectory]] = {}
+        answers: Answers = {}
         for engine, call in enumerate(calls):
-            answers.update(self._take(engine, call.result()))
+            self._take(engine, call.result(), answers)
         return answers
 
-    def _stream(self, prompts: list[Prompt], sampling: Sampling, version: int) -> dict[int, list[Trajectory]]:
-        engines = self.rollout.world
-        width = max(1, self.max_num_seqs // sampling.n)
+    def _stream(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Answers:
+        engines, width, n = self.rollout.world, self.max_num_seqs, sampling.n
         left = deque(range(len(prompts)))
-        held = [0] * engines
-        pending: dict[Future[Any], tuple[int, int]] = {}  # call -> engine, how many prompts
-        answers: dict[int, list[Trajectory]] = {}
+        held = [0] * engines  # responses that each engine owes
+        pending: dict[Future[Any], tuple[int, int]] = {}  # call -> engine, how many responses
+        answers: Answers = {}
 
         def feed(engine: int) -> bool:
             """Hand out one portion, if the engine may hold it."""
-            if not left or held[engine] >= allowance(len(left), engines, width):
+            count = min(max(1, portion(len(left) * n, engines, width) // n), len(left))
+            room = allowance(len(left) * n, engines, width) - held[engine]
+            if not left or (held[engine] and room < count * n):
                 return False
-            count = min(portion(len(left), engines, width), len(left))
             call = self._call(engine, [left.popleft() for _ in range(count)], prompts, sampling, version)
-            pending[call] = (engine, count)
-            held[engine] += count
+            pending[call] = (engine, count * n)
+            held[engine] += count * n
             return True
 
         while sum(feed(engine) for engine in range(engines)):
@@ -76,7 +81,7 @@ class Generation:
             for call in done:
                 engine, count = pending.pop(call)
                 held[engine] -= count
-                answers.update(self._take(engine, call.result()))
+                self._take(engine, call.result(), answers)
                 while feed(engine):
                     pass  # several small portions may fit where a large one was
         return answers
@@ -84,12 +89,17 @@ class Generation:
     def _call(
         self, engine: int, positions: list[int], prompts: list[Prompt], sampling: Sampling, version: int
     ) -> Future[Any]:
-        chosen = [[i, prompts[i].index, prompts[i].token_ids] for i in positions]
         return self.rollout.call(
-            engine, "generate", prompts=chosen, sampling=sampling.to_wire(), run_seed=self.run_seed, version=version
+            engine,
+            "generate",
+            prompts=[[i, prompts[i].index, prompts[i].token_ids] for i in positions],
+            sampling=sampling.to_wire(),
+            run_seed=self.run_seed,
+            version=version,
+            stream=self.runs,
         )
 
-    def _take(self, engine: int, answer: dict[str, Any]) -> dict[int, list[Trajectory]]:
-        """Position -> trajectories of a call's answer."""
+    def _take(self, engine: int, answer: dict[str, Any], answers: Answers) -> None:
         self.loads[engine].add(EngineLoad.from_wire(answer["load"]))
-        return {position: [Trajectory.from_wire(t) for t in wires] for position, wires in answer["found"]}
+        for position, wire in answer["found"]:
+            answers.setdefault(position, []).append(Trajectory.from_wire(wire))
