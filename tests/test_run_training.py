@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from attackers import Fire, counted, record
 from training_runs import assert_close_metrics, metrics, started, timeless, train, workspace
+
+from slurm_rlhf.control.keys import RunKeys
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -103,6 +107,35 @@ def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, 
     assert summary["world"] == {"actor": 1, "critic": 2, "reference": 1, "rollout": 1}
     assert_close_metrics(metrics(run_dir), metrics(whole[0])[2:])
     assert summary["eval_after"] == json.loads((whole[0] / "summary.json").read_text())["eval_after"]
+
+
+def test_ten_thousand_attacks_on_the_control_port_change_nothing(config: Path, whole: tuple[Path, str]) -> None:
+    """Fuzzed, truncated and replayed bytes, wrong keys, and nonsense under the right one, while the run trains."""
+    run_dir = config.parent / "attacked"
+    with started(config, run_dir, *WORLD) as run:
+        run.wait_for_log("roles: actor x 2", 150)  # every rank has said hello
+        endpoint, keys = run.endpoint(), RunKeys.load(run_dir / ".control" / "keys.json")
+        recorded = record(endpoint, keys, "actor", 2)
+        with Fire(endpoint, keys, recorded, "actor", 2) as fire:
+            run.wait_for_step(1, 200)
+            before_training = fire.total
+            run.wait_for_step(STEPS, 200)
+            in_training = fire.total - before_training
+            code, output = run.wait(200)
+        log = run.log()
+    print(f"{dict(fire.sent)}, {in_training} of them between step 1 and {STEPS}; {counted(log)}; an answer took")
+    print(f"{statistics.median(fire.latencies):.4f} s in the median, {max(fire.latencies):.2f} s at most")
+    assert code == 0, output
+    assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
+    assert fire.total >= 10_000
+    assert in_training > 500
+    strangers = fire.total - fire.sent["nonsense"]
+    assert counted(log)["connections refused"] >= 0.98 * strangers  # the last ones find the port closed
+    assert counted(log)["messages of no use"] >= 0.9 * fire.sent["nonsense"]
+    assert counted(log)["replayed"] >= len(fire.latencies)  # the probes' hellos
+    assert counted(log)["replies too late"] == 0
+    assert " is lost" not in log
+    assert max(fire.latencies) < 5
 
 
 def test_one_rank_and_one_engine_agree_to_rounding(config: Path, whole: tuple[Path, str]) -> None:

@@ -105,6 +105,21 @@ class Run:
                 raise AssertionError(f"no {what} within {timeout_s:g} s")
             time.sleep(0.05)
 
+    def wait_for_log(self, text: str, timeout_s: float) -> None:
+        """Until the conductor's log holds `text`."""
+        self._wait(lambda: text in self.log(), f"{text!r} in the log", timeout_s)
+
+    def log(self) -> str:
+        """The conductor's log so far."""
+        return "".join(path.read_text() for path in (self.run_dir / "logs").glob("conductor.*.log"))
+
+    def endpoint(self) -> str:
+        """Where the conductor listens, as its ranks were told. There must be ranks."""
+        lines = [
+            line for pid, line in _command_lines() if f"--run_dir={self.run_dir}" in line and "--endpoint=" in line
+        ]
+        return lines[0].partition("--endpoint=")[2].split()[0]
+
     def ranks(self, role: str = "") -> list[int]:
         """Process ids of the run's torchruns and workers (of `role` only, if one is named)."""
         return [

@@ -16,6 +16,7 @@ COMMANDS = {
     "train": "train a policy by PPO",
     "sft": "train a model on examples, the usual step before PPO",
     "plan": "show which rank of which role goes on which node",
+    "bench": "measure parts of a run against bare loops",
 }
 """Name -> summary; `slurm_rlhf.cli.<name>` is its Command."""
 
@@ -75,7 +76,8 @@ def _dispatch(words: list[str]) -> int:
         meant = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"unknown command {name!r}{meant} (commands: {', '.join(COMMANDS)})")
     command: Command = importlib.import_module(f"slurm_rlhf.cli.{name}")
-    if "-h" in rest or "--help" in rest:
+    # `bench` has commands of its own, which answer for themselves.
+    if rest[:1] in (["-h"], ["--help"]) or (name != "bench" and ("-h" in rest or "--help" in rest)):
         print(command.help_page(), end="")
         return 0
     return command.run(rest)

@@ -13,6 +13,8 @@ from slurm_rlhf.control.keys import RunKeys
 
 log = logging.getLogger(__name__)
 
+# Strangers that knock without end must not keep the thread from the ranks.
+_EVENTS_PER_ROUND = 200
 _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
@@ -27,6 +29,7 @@ class Gate:
         """Before `socket` binds. The context's authentication is this gate's alone."""
         self.refused = 0
         self._pending = 0
+        self._strangers = 0
         self._allowed = z85_decode(keys.client_public)
         self._zap = context.socket(zmq.REP)
         self._zap.bind("inproc://zeromq.zap.01")
@@ -43,10 +46,14 @@ class Gate:
         return [self._zap, self._monitor]
 
     def attend(self) -> None:
-        """I/O thread: answers and counts what has come; does not block."""
-        while self._zap.poll(0):
+        """I/O thread: answers and counts what has come, the rest of a flood next time; does not block."""
+        for _ in range(_EVENTS_PER_ROUND):
+            if not self._zap.poll(0):
+                break
             self._answer(self._zap.recv_multipart())
-        while self._monitor.poll(0):
+        for _ in range(_EVENTS_PER_ROUND):
+            if not self._monitor.poll(0):
+                break
             self._count(parse_monitor_message(self._monitor.recv_multipart())["event"])
 
     def close(self) -> None:
@@ -78,6 +85,10 @@ class Gate:
         _, request_id, _, address, _, mechanism, *credentials = request
         allowed = mechanism == b"CURVE" and credentials == [self._allowed]
         if not allowed:
-            log.info("%s has another key than the run's", address.decode(errors="replace"))
+            self._strangers += 1
+            if self._strangers & (self._strangers - 1) == 0:
+                log.info(
+                    "%s has another key than the run's; %d so far", address.decode("ascii", "replace"), self._strangers
+                )
         code, text = (b"200", b"") if allowed else (b"400", b"not a rank of this run")
         self._zap.send_multipart([b"1.0", request_id, code, text, b"", b""])

@@ -91,6 +91,13 @@ class ControlServer:
         """Replies to calls that had been given up; each was dropped."""
         return self._board.late
 
+    def counts(self) -> str:
+        """What came that should not have, for the log."""
+        return (
+            f"{self.refused} connections refused, {self.garbage} messages of no use, {self.replayed} replayed, "
+            f"{self.late} replies too late"
+        )
+
     def peers(self, role: str) -> list[Peer]:
         """The ranks of `role` that said hello, in rank order, lost ones included (`peer.lost`)."""
         with self._lock:

@@ -135,6 +135,7 @@ class Fleet:
         self._launcher.stop(self._said_done(), self._config.timeout.shutdown / 2)
         self._gone.set()
         self.server.close()
+        log.info("control port: %s", self.server.counts())
         self._directory.keys.unlink(missing_ok=True)
 
     def _said_done(self) -> bool:

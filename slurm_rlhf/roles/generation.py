@@ -13,6 +13,9 @@ from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.roles.engines import Engines
 from slurm_rlhf.roles.portions import allowance, portion
 
+Answers = dict[int, list[Trajectory]]
+"""Position of a prompt -> its responses so far, in the order in which they were finished."""
+
 POLL_S = 0.2
 
 
@@ -32,9 +35,11 @@ class Generation:
     deterministic: bool
     engines: Engines | None = None  # who brings in engines that start late; None: all are ready
     loads: dict[int, EngineLoad] = field(default_factory=dict, init=False)  # engine -> what it did in the last `run`
+    runs: int = field(default=0, init=False)  # so far
 
     def run(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
         """`sampling.n` trajectories per prompt, ordered by (position in `prompts`, sample)."""
+        self.runs += 1
         self.loads = {engine: EngineLoad() for engine in range(self.rollout.world)}
         answers = (
             self._fixed(prompts, sampling, version) if self.deterministic else self._stream(prompts, sampling, version)
@@ -44,33 +49,34 @@ class Generation:
             trajectories += sorted(answers[position], key=lambda t: t.sample)
         return trajectories
 
-    def _fixed(self, prompts: list[Prompt], sampling: Sampling, version: int) -> dict[int, list[Trajectory]]:
+    def _fixed(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Answers:
         ready = self.rollout.ready[: len(prompts)]
         calls = [
             self._call(engine, list(range(place, len(prompts), len(ready))), prompts, sampling, version)
             for place, engine in enumerate(ready)
         ]
-        answers: dict[int, list[Trajectory]] = {}
+        answers: Answers = {}
         for engine, call in zip(ready, calls, strict=True):
-            answers.update(self._take(engine, call.result()))
+            self._take(engine, call.result(), answers)
         return answers
 
-    def _stream(self, prompts: list[Prompt], sampling: Sampling, version: int) -> dict[int, list[Trajectory]]:
-        width = max(1, self.max_num_seqs // sampling.n)
+    def _stream(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Answers:
+        width, n = self.max_num_seqs, sampling.n
         left = deque(range(len(prompts)))
-        held = [0] * self.rollout.world
-        pending: dict[Future[Any], tuple[int, int]] = {}  # call -> engine, how many prompts
-        answers: dict[int, list[Trajectory]] = {}
+        held = [0] * self.rollout.world  # responses that each engine owes
+        pending: dict[Future[Any], tuple[int, int]] = {}  # call -> engine, how many responses
+        answers: Answers = {}
 
         def feed(engine: int) -> bool:
             """Hand out one portion, if the engine may hold it."""
             ready = len(self.rollout.ready)
-            if not left or held[engine] >= allowance(len(left), ready, width):
+            count = min(max(1, portion(len(left) * n, ready, width) // n), len(left))
+            room = allowance(len(left) * n, ready, width) - held[engine]
+            if not left or (held[engine] and room < count * n):
                 return False
-            count = min(portion(len(left), ready, width), len(left))
             call = self._call(engine, [left.popleft() for _ in range(count)], prompts, sampling, version)
-            pending[call] = (engine, count)
-            held[engine] += count
+            pending[call] = (engine, count * n)
+            held[engine] += count * n
             return True
 
         def fill(engines: list[int]) -> None:
@@ -85,7 +91,7 @@ class Generation:
             for call in done:
                 engine, count = pending.pop(call)
                 held[engine] -= count
-                answers.update(self._take(engine, call.result()))
+                self._take(engine, call.result(), answers)
                 fill([engine])  # several small portions may fit where a large one was
         return answers
 
@@ -96,12 +102,17 @@ class Generation:
     def _call(
         self, engine: int, positions: list[int], prompts: list[Prompt], sampling: Sampling, version: int
     ) -> Future[Any]:
-        chosen = [[i, prompts[i].index, prompts[i].token_ids] for i in positions]
         return self.rollout.call(
-            engine, "generate", prompts=chosen, sampling=sampling.to_wire(), run_seed=self.run_seed, version=version
+            engine,
+            "generate",
+            prompts=[[i, prompts[i].index, prompts[i].token_ids] for i in positions],
+            sampling=sampling.to_wire(),
+            run_seed=self.run_seed,
+            version=version,
+            stream=self.runs,
         )
 
-    def _take(self, engine: int, answer: dict[str, Any]) -> dict[int, list[Trajectory]]:
-        """Position -> trajectories of a call's answer."""
+    def _take(self, engine: int, answer: dict[str, Any], answers: Answers) -> None:
         self.loads[engine].add(EngineLoad.from_wire(answer["load"]))
-        return {position: [Trajectory.from_wire(t) for t in wires] for position, wires in answer["found"]}
+        for position, wire in answer["found"]:
+            answers.setdefault(position, []).append(Trajectory.from_wire(wire))

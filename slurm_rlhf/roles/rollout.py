@@ -6,7 +6,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
@@ -19,6 +18,7 @@ from slurm_rlhf.roles.engine_rank import EngineRank, publish_meeting
 from slurm_rlhf.roles.follower import FollowerRole
 from slurm_rlhf.roles.followers import Followers
 from slurm_rlhf.roles.role import FAILURE, Role, Seat
+from slurm_rlhf.roles.tickets import Tickets
 from slurm_rlhf.rollout.meter import Meter
 from slurm_rlhf.rollout.request import GenerateRequest
 from slurm_rlhf.rollout.seeds import request_seed
@@ -33,22 +33,14 @@ def engine_role(config: Config, seat: Seat, client: ControlClient) -> Role:
     return (FollowerRole if follows else RolloutRole)(config, seat, client)
 
 
-@dataclass(slots=True)
-class _Order:
-    """A `generate` call that is being worked on."""
-
-    request: Request
-    outstanding: int
-    finished: dict[int, list[dict[str, Any]]] = field(default_factory=dict)  # position -> trajectories
-
-
 class RolloutRole(EngineRank):
     """Owns the engine's step loop: calls are looked at between two steps, never during one."""
 
     def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
         super().__init__(config, seat, client)
         self.meter = Meter()
-        self._open: dict[tuple[int, int], tuple[_Order, int]] = {}  # (prompt, sample) -> its order, its position there
+        self._tickets = Tickets()
+        self._open: dict[tuple[int, int], tuple[int, int]] = {}  # (prompt, sample) -> its stream, its position there
         self.followers: Followers | None = None
         if self.place.tp > 1:
             self._store = engine_store(self.place, config.timeout.connect)
@@ -100,7 +92,7 @@ class RolloutRole(EngineRank):
         self.followers.finish(self.config.timeout.sync)
 
     def handle(self, request: Request) -> None:
-        """`generate` is answered when its last response is finished; everything else at once."""
+        """`generate` is answered when as many responses are finished as it asks for; everything else at once."""
         if request.method != "generate":
             super().handle(request)
             return
@@ -110,14 +102,23 @@ class RolloutRole(EngineRank):
             request.fail(error)
 
     def _generate(
-        self, request: Request, prompts: list[list[Any]], sampling: dict[str, Any], run_seed: int, version: int
+        self,
+        request: Request,
+        prompts: list[list[Any]],
+        sampling: dict[str, Any],
+        run_seed: int,
+        version: int,
+        stream: int,
     ) -> None:
-        """Queue `sampling.n` responses to each of `prompts` [[position, prompt, token ids], ...]."""
+        """Queue `sampling.n` responses to each of `prompts` [[position, prompt, token ids], ...].
+
+        Calls of one `stream` are answered as `Tickets` says, with {"found": [[position, trajectory], ...], "load"}.
+        """
         how = Sampling(**sampling)
-        order = _Order(request, len(prompts) * how.n, {position: [] for position, _, _ in prompts})
+        self._tickets.open(stream, request, len(prompts) * how.n)
         for position, prompt, token_ids in prompts:
             for sample in range(how.n):
-                self._open[prompt, sample] = (order, position)
+                self._open[prompt, sample] = (stream, position)
                 seed = request_seed(run_seed, prompt, sample, version)
                 self.engine.add(GenerateRequest(f"{prompt}.{sample}", prompt, sample, token_ids, how, seed))
 
@@ -125,7 +126,7 @@ class RolloutRole(EngineRank):
         return bool(self._open)
 
     def advance(self) -> None:
-        """One engine step; answers the orders that it completed."""
+        """One engine step; answers the calls that it completed."""
         if not self._open:
             return
         self.meter.begin()
@@ -136,18 +137,16 @@ class RolloutRole(EngineRank):
             return
         self.meter.stepped(self.engine.gauges, len(landed))
         for trajectory in landed:
-            order, position = self._open.pop((trajectory.prompt, trajectory.sample))
-            order.finished[position].append(trajectory.to_wire())
-            order.outstanding -= 1
-            if order.outstanding == 0:
-                found = [[place, trajectories] for place, trajectories in order.finished.items()]
-                order.request.reply({"found": found, "load": self.meter.take().to_wire()})
+            stream, position = self._open.pop((trajectory.prompt, trajectory.sample))
+            completed = self._tickets.finish(stream, [position, trajectory.to_wire()])
+            if completed:
+                request, found = completed
+                request.reply({"found": found, "load": self.meter.take().to_wire()})
         if not self._open:
             self.meter.rest()
 
     def _drop(self, error: Exception) -> None:
         """An engine that failed a step has lost all of its requests."""
-        for request in {id(order.request): order.request for order, _ in self._open.values()}.values():
-            request.fail(error)
+        self._tickets.fail(error)
         self._open.clear()
         self.meter.rest()

@@ -1,0 +1,56 @@
+"""`slurm-rlhf bench train`: the actor's update against a bare DeepSpeed and transformers loop."""
+
+from __future__ import annotations
+
+import json
+import os
+
+from slurm_rlhf.cli.bench_words import MODEL_INTRO, MODEL_OPTIONS, Option, model_of, page, read, table
+
+USAGE = "usage: slurm-rlhf bench train [FILE.toml] [--KEY=VALUE ...] [--OPTION=NUMBER ...] [--json]"
+ABOUT = (
+    "Takes PPO steps with the actor's role and with a plain loop (transformers' logits, log_softmax, the same loss,\n"
+    "the same DeepSpeed settings, padded micro-batches of as many sequences as fit into train.max_tokens_per_gpu): in\n"
+    "one process, the same sequences, in turns; once of equal and once of different lengths. Prints tokens/s of both.\n"
+) + MODEL_INTRO
+OPTIONS = {
+    "sequences": Option(32, "sequences of an optimizer step"),
+    "prompt_tokens": Option(64, "tokens of each prompt"),
+    "repeats": Option(5, "repetitions of each side, after one that does not count"),
+    "threads": Option(max(1, len(os.sched_getaffinity(0))), "CPU threads of a step"),
+    **MODEL_OPTIONS,
+}
+DEFAULTS = [
+    "--data.max_len=512",
+    "--rollout.max_new_tokens=192",
+    "--train.max_tokens_per_gpu=1024",
+    "--ds.param_dtype=fp32",
+]
+
+
+def help_page() -> str:
+    """This bench's part of `slurm-rlhf bench --help`."""
+    return page(USAGE, ABOUT, OPTIONS)
+
+
+def run(words: list[str]) -> int:
+    """Prints the comparison. Raises ConfigError, ModelError, RunError."""
+    if "-h" in words or "--help" in words:
+        print(help_page(), end="")
+        return 0
+    given = read(words, OPTIONS, DEFAULTS, USAGE)
+    options = given.options
+    with model_of(given, mean_response=1) as config:
+        from slurm_rlhf.roles.bench_train import bench_train
+
+        result = bench_train(config, options["sequences"], options["prompt_tokens"], options["repeats"])
+    if given.json:
+        print(json.dumps(result))
+        return 0
+    print(table({name: result[name] for name in ("equal", "ragged")}, "tokens/s"))
+    print(
+        f"{result['sequences']} sequences of at most {result['longest']} tokens; micro-batches of at most "
+        f"{result['max_tokens_per_gpu']} tokens, the bare loop's of {result['micro_batch']} sequences; "
+        f"ZeRO-{result['zero_stage']}, {result['param_dtype']}"
+    )
+    return 0

@@ -1,0 +1,183 @@
+"""Who attacks a run's control port, for tests: strangers with bytes of all kinds, a holder of the key with nonsense."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import zmq
+
+from slurm_rlhf.control.client import ControlClient
+from slurm_rlhf.control.codec import encode
+from slurm_rlhf.control.envelope import Envelope
+from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.errors import CallTimeout
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(48)  # ZMTP 3.1, as a client of the run begins
+SHARES = {"fuzzed": 40, "truncated": 25, "replayed": 25, "wrong key": 5, "nonsense": 5}
+"""Of a hundred messages."""
+PAUSE_S = 0.001
+
+
+def record(endpoint: str, keys: RunKeys, role: str, world: int) -> list[bytes]:
+    """What a client with the run's key sends over each of its two connections, byte for byte.
+
+    It introduces itself as rank 0 of `role`, which is taken: it speaks to the conductor and changes nothing.
+    """
+    host, port = endpoint.removeprefix("tcp://").split(":")
+    sent: list[bytearray] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
+
+        def forward(source: socket.socket, target: socket.socket, copy: bytearray) -> None:
+            with contextlib.suppress(OSError):
+                while data := source.recv(65536):
+                    copy += data
+                    target.sendall(data)
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    client = stack.enter_context(listener.accept()[0])
+                    server = stack.enter_context(socket.create_connection((host, int(port))))
+                    sent.append(bytearray())
+                    threading.Thread(target=forward, args=(client, server, sent[-1]), daemon=True).start()
+                    threading.Thread(target=forward, args=(server, client, bytearray()), daemon=True).start()
+
+        threading.Thread(target=accept, daemon=True).start()
+        through = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        with ControlClient(through, keys, role, 0, world, heartbeat_interval=0.1, heartbeat_limit=20) as client:
+            with contextlib.suppress(CallTimeout):
+                client.connect(1.5)
+    return [bytes(stream) for stream in sent if stream]
+
+
+class Fire:
+    """`with Fire(...) as fire:` attacks from several threads until the block ends; `sent` counts what of each kind."""
+
+    def __init__(self, endpoint: str, keys: RunKeys, recorded: list[bytes], role: str, world: int) -> None:
+        host, port = endpoint.removeprefix("tcp://").split(":")
+        self.sent: Counter[str] = Counter()
+        self.latencies: list[float] = []
+        """Seconds from a hello to the conductor's answer, all the while."""
+        self._endpoint, self._address = endpoint, (host, int(port))
+        self._keys, self._recorded = keys, recorded
+        self._hello = {"role": role, "rank": 0, "world": world, "host": "elsewhere", "pid": 1}
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.linger = 0
+        self._threads = [threading.Thread(target=self._attack, args=(seed,), daemon=True) for seed in range(3)]
+        self._threads.append(threading.Thread(target=self._probe, daemon=True))
+
+    @property
+    def total(self) -> int:
+        return sum(self.sent.values())
+
+    def __enter__(self) -> Fire:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join()
+        self._context.destroy(linger=0)
+
+    def _attack(self, seed: int) -> None:
+        dice = random.Random(seed)
+        insider = self._dealer(self._keys.server_public, self._keys)
+        deeds: dict[str, Callable[[random.Random], bool]] = {
+            "fuzzed": self._fuzz,
+            "truncated": self._truncate,
+            "replayed": self._replay,
+            "wrong key": self._forge,
+            "nonsense": lambda dice: self._babble(dice, insider),
+        }
+        for kind in dice.choices(list(SHARES), list(SHARES.values()), k=1_000_000):
+            if self._over.wait(PAUSE_S):
+                break
+            if deeds[kind](dice):
+                with self._lock:
+                    self.sent[kind] += 1
+        insider.close()
+
+    def _probe(self) -> None:
+        """A hello of a taken rank is answered at once, unless the conductor's I/O thread is held up."""
+        dealer = self._dealer(self._keys.server_public, self._keys)
+        while not self._over.wait(0.1):
+            began = time.monotonic()
+            dealer.send_multipart([Envelope("hello", 0).pack(), *map(bytes, encode(self._hello))])
+            while not dealer.poll(100) and not self._over.is_set():
+                pass
+            if not self._over.is_set():
+                dealer.recv_multipart()
+                self.latencies.append(time.monotonic() - began)
+        dealer.close()
+
+    def _fuzz(self, dice: random.Random) -> bool:
+        """Random bytes, some of them behind a greeting that the port understands."""
+        return self._send(dice.choice([b"", GREETING, GREETING[: dice.randrange(64)]]) + dice.randbytes(300))
+
+    def _truncate(self, dice: random.Random) -> bool:
+        stream = dice.choice(self._recorded)
+        return self._send(stream[: dice.randrange(1, len(stream))])
+
+    def _replay(self, dice: random.Random) -> bool:
+        return self._send(dice.choice(self._recorded))
+
+    def _send(self, data: bytes) -> bool:
+        """On a connection of its own; the other side may close it before it has read everything."""
+        try:
+            with socket.create_connection(self._address, timeout=10) as stranger:
+                stranger.sendall(data)
+        except ConnectionRefusedError:
+            return False  # the run is over
+        except OSError:
+            pass
+        return True
+
+    def _forge(self, dice: random.Random) -> bool:
+        """A whole client with a key of its own, with the server's key wrong, or with neither."""
+        other = RunKeys(*(key.decode() for pair in (zmq.curve_keypair(), zmq.curve_keypair()) for key in pair))
+        server_key, client = dice.choice(
+            [(self._keys.server_public, other), (other.server_public, self._keys), ("", None)]
+        )
+        dealer = self._dealer(server_key, client)
+        dealer.send_multipart([Envelope("hello", 0).pack(), *map(bytes, encode(self._hello))])
+        time.sleep(0.02)
+        dealer.close()
+        return True
+
+    def _babble(self, dice: random.Random, insider: zmq.Socket[bytes]) -> bool:
+        """With the run's key: frames that are none, and messages in the name of a rank whose connection this is not."""
+        reply = [Envelope("reply", dice.randrange(9), dice.randrange(50)).pack(), *map(bytes, encode({"x": 1}))]
+        insider.send_multipart(dice.choice([[dice.randbytes(dice.randrange(1, 200))], [b"\xc1"] * 3, reply]))
+        return True
+
+    def _dealer(self, server_key: str, client: RunKeys | None) -> zmq.Socket[bytes]:
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.reconnect_ivl = 10_000  # one attempt each
+        if client is not None:
+            dealer.curve_serverkey = server_key.encode()
+            dealer.curve_publickey = client.client_public.encode()
+            dealer.curve_secretkey = client.client_secret.encode()
+        dealer.connect(self._endpoint)
+        return dealer
+
+
+def counted(log: str) -> dict[str, int]:
+    """What the conductor wrote about its control port when it closed it."""
+    (line,) = [line for line in log.splitlines() if "control port:" in line]
+    words = line.partition("control port: ")[2].split(", ")
+    return dict(_count(word) for word in words)
+
+
+def _count(word: str) -> tuple[str, int]:
+    number, _, name = word.partition(" ")
+    return name, int(number)
