@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Protocol
 
 from slurm_rlhf import __version__
@@ -35,8 +36,13 @@ class Command(Protocol):
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Exit codes: 0 done, 1 the run broke, 2 something the user can mend, 130 interrupted."""
     words = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: _dispatch(words))
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """What `work` returns; exceptions become messages and exit codes as `main` says."""
     try:
-        code = _dispatch(words)
+        code = work()
         sys.stdout.flush()
         return code
     except SlurmRlhfError as error:

@@ -12,6 +12,7 @@ from slurm_rlhf.cli.layout import draw_layout, layout_here
 from slurm_rlhf.cluster.current import node_name
 from slurm_rlhf.cluster.environment import read_slurm
 from slurm_rlhf.cluster.launcher import Launcher
+from slurm_rlhf.cluster.mpi import launched
 from slurm_rlhf.cluster.rank_map import RankMap
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.dump import dump_toml
@@ -35,6 +36,11 @@ def help_page() -> str:
 def run(words: list[str]) -> int:
     """Trains, or with --dry_run prints what would run. Raises SlurmRlhfError."""
     arguments = parse(words, USAGE, FLAGS)
+    start = launched(os.environ)
+    if start is not None:
+        from slurm_rlhf.cli import mpi
+
+        return mpi.train(arguments, start)
     config = load_config(arguments.file, arguments.overrides)
     check(config)
     if "dry_run" in arguments.flags:
