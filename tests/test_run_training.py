@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from mpi_runs import mpirun
 from training_runs import metrics, started, timeless, train, workspace
 
 pytestmark = pytest.mark.timeout(400)
@@ -92,6 +93,18 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
     again, output = train(config, run_dir, *WORLD, timeout_s=20)
     assert again == 0
     assert "already finished" in output
+
+
+def test_under_mpirun_it_writes_the_same_metrics(config: Path, whole: tuple[Path, str]) -> None:
+    run_dir = config.parent / "mpi"
+    code, output = train(config, run_dir, *WORLD, command=mpirun(6))
+    assert code == 0, output
+    assert "MPI: 6 ranks on 1 node;" in output
+    assert "no role is started again alone" in output
+    assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
+    assert json.loads((run_dir / "summary.json").read_text())["world"] == {
+        **{"actor": 2, "critic": 1, "reference": 1, "rollout": 2}
+    }
 
 
 def test_one_rank_and_one_engine_agree_to_rounding(config: Path, whole: tuple[Path, str]) -> None:

@@ -35,15 +35,15 @@ class Orders:
 
 def conduct(orders: Orders, channel: int) -> int:
     """The run; its ranks are told through the socket `channel`. Raises as `conductor.run`."""
+    from slurm_rlhf.launch.chain import continuation_of
     from slurm_rlhf.launch.channel import Channel
     from slurm_rlhf.launch.mpi import MpiLauncher
-    from slurm_rlhf.launch.requeue import continuation_here
     from slurm_rlhf.roles import conductor
 
     config = load_config(Path(orders.file), orders.overrides)
     ranks = RankMap.from_json(orders.ranks)
     launcher = MpiLauncher(Channel(socket.socket(fileno=channel)), ranks, orders.address)
-    return conductor.run(config, ranks, launcher, node_name(), continuation_here(os.environ))
+    return conductor.run(config, ranks, launcher, node_name(), continuation_of(config.slurm, os.environ))
 
 
 def main() -> int:

@@ -16,6 +16,9 @@ from slurm_rlhf.errors import ConfigError, SlurmRlhfError
 COMMANDS = {
     "train": "train a policy by PPO",
     "sft": "train a model on examples, the usual step before PPO",
+    "submit": "submit the same as `train` as a job, by submitit",
+    "status": "show the state of a job and where its run stands",
+    "cancel": "end a run, at once or when it has saved",
     "plan": "show which rank of which role goes on which node",
 }
 """Name -> summary; `slurm_rlhf.cli.<name>` is its Command."""

@@ -68,7 +68,8 @@ def _run(world: World, config: Config, placed: Placed, arguments: Arguments) -> 
     world.broadcast(
         {"ranks": placed.ranks.to_json(), "seats": placed.seats, "start_s": config.timeout.start},
     )
-    print(f"MPI: {world.size} ranks on {len(placed.ranks.topology.nodes)} nodes; {NO_RECOVERY}", flush=True)
+    nodes = len(placed.ranks.topology.nodes)
+    print(f"MPI: {world.size} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}; {NO_RECOVERY}", flush=True)
     own = placed.seats[0][1]
     elsewhere = next((node.name for node in placed.ranks.topology.nodes if node.name != own), None)
     orders = Orders(

@@ -107,6 +107,11 @@ def place_processes(config: Config, processes: Sequence[Process], start: Launche
             f"train.colocate_... does not go with {start.by}: there every rank is a process with a slot of its own. "
             "Switch colocation off, or start the run by sbatch and without MPI"
         )
+    if config.slurm.container:
+        raise ConfigError(
+            f"slurm.container does not go with {start.by}: put the container between {start.by} and slurm-rlhf, as in "
+            f"{start.by} ... apptainer exec IMAGE slurm-rlhf train ..."
+        )
     sizes = role_sizes(config)
     needed = sum(size.slots for size in sizes)
     if needed != len(processes):

@@ -11,6 +11,7 @@ from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import check_length, check_model_directory
 from slurm_rlhf.config.ranges import out_of_range
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.time_limit import minutes
 from slurm_rlhf.errors import ConfigError
 
 
@@ -56,6 +57,7 @@ def _training_problems(config: Config) -> Iterator[str]:
         yield from _file("eval.dataset", config.eval.dataset, "a JSONL file of prompts")
     yield from _reward(config)
     yield from _resume(config)
+    yield from _slurm(config)
     if not in_range:
         yield from _batches(config)
         yield from _relations(config)
@@ -169,6 +171,15 @@ def _reward(config: Config) -> Iterator[str]:
         yield f"reward.remote_url: reward servers are not supported yet ({source}): name a Python file with reward_func"
     else:
         yield from _file("reward.remote_url", source, "a Python file with reward_func")
+
+
+def _slurm(config: Config) -> Iterator[str]:
+    try:
+        minutes(config.slurm.time)
+    except ConfigError as error:
+        yield str(error)
+    if config.slurm.container and not config.slurm.container_python:
+        yield "slurm.container_python is empty: name the interpreter inside the container"
 
 
 def _resume(config: Config) -> Iterator[str]:

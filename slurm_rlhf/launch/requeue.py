@@ -52,6 +52,9 @@ class SlurmContinuation:
             f"neither requeue ({why}) nor sbatch ({submitted.stderr.strip()}) worked; submit the same command to go on"
         )
 
+    def finished(self) -> str:
+        return ""
+
     def _script(self) -> list[str] | None:
         """The batch script and its arguments as they were submitted; arguments with blanks in them do not survive."""
         shown = _run(["scontrol", "show", "job", "-o", self._job]).stdout

@@ -33,7 +33,7 @@ class Step:
     """One task on each of `nodes`, which share them with the other steps of the job.
 
     `cpus` and `gpus` of each node; 0: left to Slurm. `output` may hold srun's patterns; empty: srun's own output.
-    `together`: the end of one task ends the others.
+    `together`: the end of one task ends the others. `options`: more of srun's own.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Step:
     gpus: int = 0
     output: str = ""
     together: bool = True
+    options: tuple[str, ...] = ()
 
 
 def step_command(step: Step, command: list[str]) -> list[str]:
@@ -68,6 +69,7 @@ def step_command(step: Step, command: list[str]) -> list[str]:
         "--mpi=none",
         "--export=ALL",
         *([f"--output={step.output}", "--open-mode=append"] if step.output else []),
+        *step.options,
         *command,
     ]
 

@@ -1,0 +1,7 @@
+"""`python -m slurm_rlhf.cli`: the same as `slurm-rlhf`, for processes that know their interpreter only."""
+
+import sys
+
+from slurm_rlhf.cli.main import main
+
+sys.exit(main())

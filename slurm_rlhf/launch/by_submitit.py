@@ -1,0 +1,213 @@
+"""Submission by submitit: its job runs the conductor as a child and speaks its checkpoint protocol.
+
+What works under Slurm is one process on the first node, exec'd by the batch script, with the signal sent to it alone:
+by default submitit starts its function on every node inside a step, where the steps of the roles would wait for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.cluster.placement import place, role_sizes
+from slurm_rlhf.cluster.sizes import colocations
+from slurm_rlhf.cluster.topology import Topology, numbered_names
+from slurm_rlhf.config.dump import dump_toml
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.time_limit import minutes
+from slurm_rlhf.errors import ConfigError, PlacementError, RunError
+from slurm_rlhf.launch.chain import PARENT_GOES_ON
+from slurm_rlhf.launch.shim import shimmed
+
+SIGNAL = signal.SIGUSR2
+"""With which Slurm, submitit's local executor and the conductor itself tell submitit to save and requeue."""
+
+FOLDER = "submitit"
+"""Below the run directory: submitit's pickles and logs, and the configuration as submitted."""
+
+_MOST_TIMEOUTS = 1000
+_LAST_WORDS = 30  # lines
+_POLL_S = 0.1
+
+
+@dataclass
+class TrainJob:
+    """What submitit calls on the first node of the job; `result()` of the job is what it returns."""
+
+    config: str  # TOML file
+    run_dir: str
+    environment: dict[str, str]  # that submitit's executor would change
+    _child: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
+    _watch: threading.Thread | None = field(default=None, init=False, repr=False)
+
+    def __call__(self) -> dict[str, Any]:
+        """Runs the conductor until it ends; the run's summary. Raises RunError with the last words of what failed."""
+        signal.signal(signal.SIGTERM, self._relay)  # scancel: save and leave, not requeue
+        child = subprocess.Popen(
+            shimmed([sys.executable, "-m", "slurm_rlhf.cli", "train", self.config], signal.SIGTERM),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **self.environment, PARENT_GOES_ON: str(int(SIGNAL))},
+        )
+        self._child = child
+        words: deque[str] = deque(maxlen=_LAST_WORDS)
+        self._watch = threading.Thread(target=_follow, args=(child, words), name="conductor", daemon=True)
+        self._watch.start()
+        self._wait()
+        if child.returncode:
+            raise RunError(f"slurm-rlhf train ended with status {child.returncode}:\n{''.join(words)}")
+        return dict(json.loads((Path(self.run_dir) / "summary.json").read_text(encoding="utf-8")))
+
+    def checkpoint(self) -> Any:
+        """Called by submitit when the job is preempted or its time is up: save, then run the same again."""
+        from submitit.helpers import DelayedSubmission
+
+        if self._child is not None:
+            self._relay(signal.SIGTERM)
+            self._wait()  # as long as saving takes; the end of the allocation is the deadline
+        return DelayedSubmission(TrainJob(self.config, self.run_dir, self.environment))
+
+    def _wait(self) -> None:
+        """In small steps and without a lock: a signal's handler may call this on top of itself."""
+        while self._watch is not None and self._watch.is_alive():
+            time.sleep(_POLL_S)
+
+    def _relay(self, number: int, frame: object = None) -> None:
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(number)
+
+    def __getstate__(self) -> dict[str, Any]:
+        fields = {"config": self.config, "run_dir": self.run_dir, "environment": self.environment}
+        return {**fields, "_child": None, "_watch": None}
+
+
+def submit(config: Config, local: bool = False) -> Any:
+    """Submit a run with `config`; its submitit job, whose `result()` is the run's summary.
+
+    `local`: on this machine, as a process that outlives this one. Raises ConfigError and PlacementError for what
+    cannot be submitted, RunError with sbatch's words when it refuses.
+    """
+    import submitit
+
+    folder = Path(config.run_dir) / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "config.toml"
+    file.write_text(dump_toml(config), encoding="utf-8")
+    executor = submitit.AutoExecutor(
+        folder / "%j",
+        cluster="local" if local else "slurm",
+        slurm_python=f"exec {shlex.quote(sys.executable)}",
+        slurm_max_num_timeout=_MOST_TIMEOUTS,
+        local_max_num_timeout=_MOST_TIMEOUTS,
+    )
+    executor.update_parameters(**(local_parameters(config) if local else slurm_parameters(config)))
+    # submitit's local executor hides the GPUs it was not told of.
+    seen = {"CUDA_VISIBLE_DEVICES": os.environ["CUDA_VISIBLE_DEVICES"]} if "CUDA_VISIBLE_DEVICES" in os.environ else {}
+    job = TrainJob(str(file), config.run_dir, seen if local else {})
+    try:
+        with _unmarked():
+            return executor.submit(job)
+    except submitit.core.utils.FailedJobError as error:
+        raise RunError(f"sbatch refuses the job: {error}") from None
+
+
+def local_parameters(config: Config) -> dict[str, Any]:
+    """For submitit's executor of this machine."""
+    return {
+        "timeout_min": minutes(config.slurm.time),
+        "local_signal_delay_s": int(config.slurm.signal_lead_s),
+        "local_setup": list(config.slurm.setup),
+    }
+
+
+def slurm_parameters(config: Config) -> dict[str, Any]:
+    """For submitit's executor of Slurm; pure. Raises ConfigError, PlacementError."""
+    slurm = config.slurm
+    limit = minutes(slurm.time)
+    if limit * 60 <= slurm.signal_lead_s:
+        raise ConfigError(
+            f"slurm.signal_lead_s = {slurm.signal_lead_s:g} is all of slurm.time = {slurm.time}: the run would be "
+            "told to save before it started. Lower the one or raise the other"
+        )
+    optional = {
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "exclude": slurm.exclude,
+        "mem": slurm.mem,
+        "exclusive": slurm.exclusive,
+        "dependency": slurm.dependency,
+        "setup": slurm.setup,
+    }
+    more = {
+        "nodes": wanted_nodes(config),
+        "ntasks-per-node": 1,
+        "signal": f"B:{SIGNAL.name.removeprefix('SIG')}@{int(slurm.signal_lead_s)}",
+        "requeue": True,
+        **({"gpus-per-node": slurm.gpus_per_node} if slurm.gpus_per_node else {}),
+        **({"cpus-per-task": slurm.cpus_per_task} if slurm.cpus_per_task else {}),
+        **({"reservation": slurm.reservation} if slurm.reservation else {}),
+    }
+    return {
+        "name": slurm.job_name or Path(config.run_dir).name,
+        "nodes": 1,
+        "timeout_min": limit,
+        "stderr_to_stdout": True,
+        "slurm_use_srun": False,
+        "slurm_additional_parameters": more,
+        **{f"slurm_{name}": value for name, value in optional.items() if value},
+    }
+
+
+def wanted_nodes(config: Config) -> int:
+    """`slurm.nodes`, or the fewest nodes of `slurm.gpus_per_node` GPUs on which the roles fit.
+
+    Raises PlacementError when no number of such nodes holds them.
+    """
+    sizes = role_sizes(config)
+    least = max(1, *(size.num_nodes for size in sizes))
+    if config.slurm.nodes or not config.slurm.gpus_per_node:
+        return config.slurm.nodes or least
+    most = sum(size.num_nodes or size.engines for size in sizes)
+    for count in range(least, max(most, least) + 1):
+        try:
+            place(Topology.uniform(numbered_names(count), config.slurm.gpus_per_node), sizes, colocations(config))
+            return count
+        except PlacementError:
+            if count >= most:
+                raise
+    raise AssertionError("unreachable: the last count returns or raises")
+
+
+def _follow(child: subprocess.Popen[bytes], words: deque[str]) -> None:
+    assert child.stderr is not None
+    for line in child.stderr:
+        text = line.decode("utf-8", errors="replace")
+        words.append(text)
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    child.wait()
+
+
+@contextmanager
+def _unmarked() -> Iterator[None]:
+    """Without the variables of a job that this process may be in: the new job would inherit them."""
+    names = [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]
+    taken = {name: os.environ.pop(name) for name in names}
+    try:
+        yield
+    finally:
+        os.environ.update(taken)
