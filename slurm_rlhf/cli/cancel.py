@@ -48,6 +48,8 @@ def _save_first(found: Found) -> str:
 
 
 def _cancel(found: Found, word: str) -> str:
+    if found.unasked:
+        raise RunError(found.unasked)
     if found.job_id:
         if found.job is None or (found.job.state in OVER and all(other.state in OVER for other in found.others)):
             return _nothing(found)
@@ -67,6 +69,8 @@ def _cancel(found: Found, word: str) -> str:
 
 
 def _running(found: Found) -> bool:
+    if found.unasked:
+        return True  # a stop file that nobody obeys does no harm
     return found.job.state not in OVER if found.job else found.alive
 
 

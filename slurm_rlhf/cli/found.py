@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurm_rlhf.cluster.job import Job, ask_jobs
 from slurm_rlhf.cluster.session import SESSION_FILE, Session, read_session
-from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.errors import ConfigError, RunError
 
 _JOB = re.compile(r"\d+(_\d+)?")
 _TOLD = re.compile(r"run directory (/.*?)(?:, \d+ steps|;|$)", re.MULTILINE)
@@ -25,6 +25,7 @@ class Found:
     job: Job | None
     job_id: str  # empty outside Slurm
     others: tuple[Job, ...] = ()  # tasks of the same array
+    unasked: str = ""  # why slurmctld could not be asked
 
     @property
     def alive(self) -> bool:
@@ -35,7 +36,7 @@ class Found:
 def find(word: str) -> Found:
     """The run that `word` names, by at most one call of `scontrol`.
 
-    Raises ConfigError when it names none, RunError where slurmctld does not answer.
+    Raises ConfigError when it names none, RunError where slurmctld does not answer about a job.
     """
     if _JOB.fullmatch(word) and not Path(word).exists():
         return _by_job(word)
@@ -47,7 +48,10 @@ def find(word: str) -> Found:
             "run_dir, or the number that squeue --me shows"
         )
     number = session.job_id if session else ""
-    jobs = ask_jobs(number) if number else []
+    try:
+        jobs = ask_jobs(number) if number else []
+    except RunError as error:
+        return Found(directory, session, None, number, unasked=str(error))
     return Found(directory, session, _current(jobs, number), number)
 
 

@@ -47,6 +47,8 @@ def run(words: list[str]) -> int:
 def job_lines(found: Found) -> list[str]:
     """The job's part: state, meaning, what to do, how to look inside."""
     job = found.job
+    if found.unasked:
+        return [_row("job", f"{found.job_id}: {found.unasked}")]
     if job is None:
         if not found.job_id:
             where = f" on {found.session.host}, process {found.session.pid}" if found.session else ""
@@ -119,6 +121,8 @@ def _going(found: Found, standing: Standing) -> bool:
 def _cut_off(found: Found, standing: Standing) -> bool:
     """It says that it runs, but nobody is there who could."""
     if standing.status != "running":
+        return False
+    if found.unasked:
         return False
     if found.job_id:
         return found.job is None or bool(OVER & set(found.job.state.split(",")))

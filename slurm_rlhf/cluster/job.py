@@ -34,7 +34,7 @@ def parse_jobs(text: str) -> list[Job]:
     jobs = []
     for line in text.splitlines():
         marks = list(_FIELD.finditer(line))
-        ends = [mark.start() for mark in marks[1:]] + [len(line)]
+        ends = [*(mark.start() for mark in marks), len(line)][1:]
         fields = {mark[1]: line[mark.end() : end].strip() for mark, end in zip(marks, ends, strict=True)}
         if "JobId" not in fields:
             continue

@@ -279,10 +279,10 @@ class Timeout:
 
 @dataclass(slots=True)
 class Slurm:
-    """The job, in sbatch's words. Keys up to `setup` are for `slurm-rlhf submit`; batch scripts have their header."""
+    """The job, in sbatch's words."""
 
     partition: str = ""
-    """Empty: the cluster's default."""
+    """Empty: the cluster's default. From here to slurm.setup for `slurm-rlhf submit` only: scripts have headers."""
     account: str = ""
     """Empty: yours by default."""
     qos: str = ""
