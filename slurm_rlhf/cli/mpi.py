@@ -12,9 +12,11 @@ from typing import Any
 from slurm_rlhf.cli.arguments import Arguments
 from slurm_rlhf.cli.conductor import Orders
 from slurm_rlhf.cluster.draw import draw
+from slurm_rlhf.cluster.environment import read_slurm
 from slurm_rlhf.cluster.mpi import Launched, Placed, Process, place_processes, this_process
 from slurm_rlhf.cluster.rank_map import RankMap
 from slurm_rlhf.cluster.route import address_towards
+from slurm_rlhf.cluster.session import attach_line
 from slurm_rlhf.cluster.world import World
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.dump import dump_toml
@@ -71,6 +73,9 @@ def _run(world: World, config: Config, placed: Placed, arguments: Arguments) -> 
     nodes = len(placed.ranks.topology.nodes)
     print(f"MPI: {world.size} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}; {NO_RECOVERY}", flush=True)
     own = placed.seats[0][1]
+    if (slurm := read_slurm(os.environ)) is not None:
+        print(f"job {slurm.job_id}, run directory {config.run_dir}")
+        print(f"to look inside: {attach_line(str(slurm.job_id), own)}", flush=True)
     elsewhere = next((node.name for node in placed.ranks.topology.nodes if node.name != own), None)
     orders = Orders(
         str(arguments.file.absolute()),

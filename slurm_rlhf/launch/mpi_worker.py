@@ -77,6 +77,7 @@ class MpiWorker:
         own = {
             **order.environment[self.role][self.node],
             **torch_variables(ranks, self.role, self.node, index, meeting),
+            "TORCHELASTIC_RUN_ID": order.run_id,
             KEYS: order.keys,
         }
         threads = min(int(own.get("OMP_NUM_THREADS", "1")), len(os.sched_getaffinity(0)))
