@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 import textwrap
@@ -27,9 +28,7 @@ from slurm_rlhf.launch.mpi_rank import follow, lead
 from slurm_rlhf.launch.preflight import judge
 from slurm_rlhf.launch.probe import answer, versions
 
-NO_RECOVERY = (
-    "under MPI no role is started again by itself: when a rank is gone, the run ends, and started again it goes on"
-)
+NO_RECOVERY = "no role is started again alone: with a rank the run ends, and the same command goes on from there"
 
 
 def train(arguments: Arguments, start: Launched) -> int:
