@@ -14,8 +14,8 @@ from slurm_rlhf.cluster.environment import read_slurm
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config, Slurm
 from slurm_rlhf.config.time_limit import minutes
-from slurm_rlhf.errors import ConfigError, PlacementError
-from slurm_rlhf.launch.by_submitit import slurm_parameters, wanted_nodes
+from slurm_rlhf.errors import ConfigError, PlacementError, RunError
+from slurm_rlhf.launch.by_submitit import slurm_executor, slurm_parameters, wanted_nodes
 from slurm_rlhf.launch.chain import PARENT_GOES_ON, ChainContinuation, ParentContinuation, continuation_of
 
 SBATCH = Path(__file__).resolve().parents[1] / "sbatch"
@@ -58,6 +58,23 @@ def test_a_job_asks_for_what_the_configuration_says() -> None:
     config.slurm.time = "10"
     with pytest.raises(ConfigError, match=r"slurm\.signal_lead_s = 600 is all of slurm\.time = 10"):
         slurm_parameters(config)
+
+
+def test_the_whole_script_that_sbatch_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "srun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    words = ["--slurm.partition=gpu", "--slurm.gpus_per_node=8", "--slurm.mem=0", "--slurm.setup", "module load cuda"]
+    config = load_config(SBATCH / "ppo_7b.toml", words)
+    executor = slurm_executor(config, Path("/runs/a/submitit"))._executor
+    command = executor._submitit_command_str.replace(sys.executable, "PYTHON")
+    text = executor._make_submission_file_text(command, "uid")
+    assert text == (Path(__file__).with_name("golden") / "sbatch_submitit.txt").read_text()
+
+
+def test_without_slurm_nothing_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(RunError, match="Go to a login node, or add --local"):
+        slurm_executor(Config(run_dir="/runs/a"), Path("/runs/a"))
 
 
 def test_nodes_are_as_few_as_hold_the_roles() -> None:

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +48,7 @@ class TrainJob:
 
     config: str  # TOML file
     run_dir: str
-    environment: dict[str, str]  # that submitit's executor would change
+    environment: dict[str, str | None]  # what submitit's executor changed, as it was; None: not set
     _child: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
     _watch: threading.Thread | None = field(default=None, init=False, repr=False)
 
@@ -59,7 +59,7 @@ class TrainJob:
             shimmed([sys.executable, "-m", "slurm_rlhf.cli", "train", self.config], signal.SIGTERM),
             stdin=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
-            env={**os.environ, **self.environment, PARENT_GOES_ON: str(int(SIGNAL))},
+            env={**_restored(os.environ, self.environment), PARENT_GOES_ON: str(int(SIGNAL))},
         )
         self._child = child
         words: deque[str] = deque(maxlen=_LAST_WORDS)
@@ -99,48 +99,58 @@ def submit(config: Config, local: bool = False) -> Any:
     `local`: on this machine, as a process that outlives this one. Raises ConfigError and PlacementError for what
     cannot be submitted, RunError with sbatch's words when it refuses.
     """
-    import submitit
+    from submitit.core.utils import FailedJobError
 
     folder = Path(config.run_dir) / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "config.toml"
     file.write_text(dump_toml(config), encoding="utf-8")
-    executor = submitit.AutoExecutor(
-        folder / "%j",
-        cluster="local" if local else "slurm",
-        slurm_python=f"exec {shlex.quote(sys.executable)}",
-        slurm_max_num_timeout=_MOST_TIMEOUTS,
-        local_max_num_timeout=_MOST_TIMEOUTS,
-    )
-    executor.update_parameters(**(local_parameters(config) if local else slurm_parameters(config)))
+    executor = local_executor(config, folder) if local else slurm_executor(config, folder)
     # submitit's local executor hides the GPUs it was not told of.
-    seen = {"CUDA_VISIBLE_DEVICES": os.environ["CUDA_VISIBLE_DEVICES"]} if "CUDA_VISIBLE_DEVICES" in os.environ else {}
-    job = TrainJob(str(file), config.run_dir, seen if local else {})
+    hidden = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")} if local else {}
+    job = TrainJob(str(file), config.run_dir, hidden)
     try:
         with _unmarked():
             return executor.submit(job)
-    except submitit.core.utils.FailedJobError as error:
+    except FailedJobError as error:
         raise RunError(f"sbatch refuses the job: {error}") from None
 
 
-def local_parameters(config: Config) -> dict[str, Any]:
-    """For submitit's executor of this machine."""
-    return {
-        "timeout_min": minutes(config.slurm.time),
-        "local_signal_delay_s": int(config.slurm.signal_lead_s),
-        "local_setup": list(config.slurm.setup),
-    }
+def local_executor(config: Config, folder: Path) -> Any:
+    """submitit's executor of this machine, whose jobs have a time limit too."""
+    from submitit import LocalExecutor
+
+    executor = LocalExecutor(folder / "%j", max_num_timeout=_MOST_TIMEOUTS)
+    executor.update_parameters(
+        timeout_min=_minutes(config),
+        signal_delay_s=int(config.slurm.signal_lead_s),
+        setup=list(config.slurm.setup),
+        stderr_to_stdout=True,
+    )
+    return executor
+
+
+def slurm_executor(config: Config, folder: Path) -> Any:
+    """submitit's executor of Slurm. Raises RunError where there is no Slurm, and as `slurm_parameters`."""
+    from submitit import AutoExecutor
+
+    asked = slurm_parameters(config)
+    try:
+        executor = AutoExecutor(
+            folder / "%j",
+            cluster="slurm",
+            slurm_python=f"exec {shlex.quote(sys.executable)}",
+            slurm_max_num_timeout=_MOST_TIMEOUTS,
+        )
+    except RuntimeError as error:
+        raise RunError(f"this machine cannot submit jobs: {error}. Go to a login node, or add --local") from None
+    executor.update_parameters(**asked)
+    return executor
 
 
 def slurm_parameters(config: Config) -> dict[str, Any]:
     """For submitit's executor of Slurm; pure. Raises ConfigError, PlacementError."""
     slurm = config.slurm
-    limit = minutes(slurm.time)
-    if limit * 60 <= slurm.signal_lead_s:
-        raise ConfigError(
-            f"slurm.signal_lead_s = {slurm.signal_lead_s:g} is all of slurm.time = {slurm.time}: the run would be "
-            "told to save before it started. Lower the one or raise the other"
-        )
     optional = {
         "partition": slurm.partition,
         "account": slurm.account,
@@ -164,12 +174,23 @@ def slurm_parameters(config: Config) -> dict[str, Any]:
     return {
         "name": slurm.job_name or Path(config.run_dir).name,
         "nodes": 1,
-        "timeout_min": limit,
+        "timeout_min": _minutes(config),
         "stderr_to_stdout": True,
         "slurm_use_srun": False,
         "slurm_additional_parameters": more,
         **{f"slurm_{name}": value for name, value in optional.items() if value},
     }
+
+
+def _minutes(config: Config) -> int:
+    slurm = config.slurm
+    limit = minutes(slurm.time)
+    if limit * 60 <= slurm.signal_lead_s:
+        raise ConfigError(
+            f"slurm.signal_lead_s = {slurm.signal_lead_s:g} is all of slurm.time = {slurm.time}: the run would be "
+            "told to save before it started. Lower the one or raise the other"
+        )
+    return limit
 
 
 def wanted_nodes(config: Config) -> int:
@@ -190,6 +211,11 @@ def wanted_nodes(config: Config) -> int:
             if count >= most:
                 raise
     raise AssertionError("unreachable: the last count returns or raises")
+
+
+def _restored(environ: Mapping[str, str], changed: Mapping[str, str | None]) -> dict[str, str]:
+    kept = {name: value for name, value in environ.items() if name not in changed}
+    return kept | {name: value for name, value in changed.items() if value is not None}
 
 
 def _follow(child: subprocess.Popen[bytes], words: deque[str]) -> None:
