@@ -14,7 +14,7 @@ install_slurm() {
     PATH=$PATH:/usr/sbin:/sbin command -v "${pair#*:}" >/dev/null || wanted+=("${pair%:*}")
   done
   # For srun --mpi=pmix: a library has no command to look for.
-  [[ -e /usr/lib/x86_64-linux-gnu/pmix2/lib/libpmix.so.2 ]] || wanted+=(libpmix2)
+  compgen -G '/usr/lib/*/pmix2/lib/libpmix.so.2' >/dev/null || wanted+=(libpmix2)
   if ((${#wanted[@]} == 0 || EUID != 0)) || ! command -v apt-get >/dev/null; then
     return 0
   fi

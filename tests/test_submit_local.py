@@ -10,14 +10,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from training_runs import Run, workspace
 
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.launch import submit
+from slurm_rlhf.launch.by_submitit import SIGNAL
 
 pytestmark = pytest.mark.timeout(300)
 
+STEPS = 30
 SMALL = ("--algo.kl.init_coef=0", "--eval.dataset=", "--slurm.time=30", "--slurm.signal_lead_s=60")
 """An actor rank, a critic rank, an engine."""
 LOOK = "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"
@@ -37,6 +40,12 @@ def submitted(config: Path, run_dir: Path, *overrides: str) -> tuple[Any, Run]:
     return job, run
 
 
+def task(job: Any) -> int:
+    """Process id of the process that submitit's controller started."""
+    children = psutil.Process(job._process.pid).children()
+    return next(child.pid for child in children if "submitit.core._submit" in child.cmdline())
+
+
 def cli(*words: str) -> str:
     command = [sys.executable, "-c", LOOK, *words]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
@@ -44,19 +53,21 @@ def cli(*words: str) -> str:
 
 def test_preempted_it_goes_on_and_its_result_is_the_summary(config: Path) -> None:
     run_dir = config.parent / "local"
-    job, run = submitted(config, run_dir)
-    run.wait_for_step(1, 120)
-    assert "running" in cli("status", str(run_dir))
-    job._interrupt()  # submitit's own way to preempt a job for a test
+    job, run = submitted(config, run_dir, f"--train.max_steps={STEPS}", "--train.num_episodes=4")
     try:
+        run.wait_for_step(1, 120)
+        # What submitit's controller does at the end of the time.
+        os.kill(task(job), SIGNAL)
         result = job.result()
     finally:
         run.end()
     assert result["status"] == "finished"
-    assert result["steps"] == 4
+    assert result["steps"] == STEPS
     assert result == json.loads((run_dir / "summary.json").read_text())
-    said = job.stdout() + job.stderr()
-    assert "resuming from" in said or "Requeued job" not in said
+    said = job.stdout()
+    assert "Requeued job" in said
+    assert "resuming from" in said
+    assert said.count(f"{STEPS}/{STEPS}") == 1
 
 
 def test_a_run_that_fails_raises_with_the_last_lines_of_the_role(config: Path) -> None:
@@ -64,6 +75,7 @@ def test_a_run_that_fails_raises_with_the_last_lines_of_the_role(config: Path) -
     job, run = submitted(config, run_dir, "--train.max_steps=1000", "--train.num_episodes=1000")
     try:
         run.wait_for_step(1, 120)
+        assert f"run         {run_dir}: running\n" in cli("status", str(run_dir))
         os.kill(max(run.ranks("critic")), signal.SIGKILL)
         error = job.exception()
         run.assert_gone(5)

@@ -47,7 +47,7 @@ def find(word: str) -> Found:
             f"{word} is neither the number of a job nor the directory of a run (it has no {SESSION_FILE}): name the "
             "run_dir, or the number that squeue --me shows"
         )
-    number = session.job_id if session else ""
+    number = (session.task or session.job_id) if session else ""
     try:
         jobs = ask_jobs(number) if number else []
     except RunError as error:
