@@ -14,7 +14,7 @@ from training_runs import metrics, timeless, train, workspace
 
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.launch import submit
-from slurm_rlhf.launch.by_submitit import SIGNAL
+from slurm_rlhf.launch.train_job import SIGNAL
 
 __all__ = ["slurm"]
 pytestmark = pytest.mark.timeout(400)
