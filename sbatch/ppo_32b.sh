@@ -20,13 +20,19 @@
 #   sbatch --nodes=4 sbatch/ppo_32b.sh --actor.num_nodes=4 --critic.num_nodes=4 --ref.num_nodes=4 --vllm.num_engines=4
 #
 # Ten minutes before its time is up the run saves and requeues itself, and goes on from there.
+# Where requeueing is forbidden, a chain of jobs goes on with it; what is left of the chain goes when it is finished:
+#   sbatch --array=1-10%1 sbatch/ppo_32b.sh --slurm.chain=true    (or ten times: --dependency=singleton)
 # Submitted again with the same run_dir, it goes on from the newest checkpoint.
 set -euo pipefail
 
 # ---- Your site: modules, environment, network. ---------------------------------------------------------------------
-# module load python/3.11 cuda/12.8
+# A site with modules:   module load python/3.11 cuda/12.8
+# A venv, or conda:      source ~/rlhf/bin/activate, or: source ~/miniconda3/bin/activate rlhf
+# A container:           this script stays outside; options=(--slurm.container=/images/rlhf.sif)
+#                        with pyxis also --slurm.container_runtime=pyxis (all: slurm-rlhf train --help, group slurm)
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # if the nodes' names lead to a slow network
 command=slurm-rlhf
+options=()
 # ---- End of your site. ----------------------------------------------------------------------------------------------
 
 # Slurm runs a copy of this script: the place of submission says where the checkout is.
@@ -41,4 +47,4 @@ fi
 [[ -x $root/.venv/bin/$command ]] && command=$root/.venv/bin/$command
 
 # exec: Slurm's signals reach the run itself, and its exit code is the job's.
-exec "$command" train "$root/sbatch/ppo_32b.toml" "$@"
+exec "$command" train "$root/sbatch/ppo_32b.toml" "${options[@]}" "$@"

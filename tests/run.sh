@@ -13,6 +13,8 @@ install_slurm() {
   for pair in "${packages[@]}"; do
     PATH=$PATH:/usr/sbin:/sbin command -v "${pair#*:}" >/dev/null || wanted+=("${pair%:*}")
   done
+  # For srun --mpi=pmix: a library has no command to look for.
+  compgen -G '/usr/lib/*/pmix2/lib/libpmix.so.2' >/dev/null || wanted+=(libpmix2)
   if ((${#wanted[@]} == 0 || EUID != 0)) || ! command -v apt-get >/dev/null; then
     return 0
   fi

@@ -19,6 +19,9 @@ from slurm_rlhf.cli import main as cli
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.errors import RemoteError, RewardError, RoleDied
 
+WITHOUT_FILE = {"status", "cancel", "bench"}
+"""Commands whose argument is a run or a bench and not a configuration."""
+
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"]
 
 
@@ -44,7 +47,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"slurm-rlhf {__version__}\n"
 
 
-@pytest.mark.parametrize("name", sorted(cli.COMMANDS.keys() - {"bench"}))
+@pytest.mark.parametrize("name", sorted(set(cli.COMMANDS) - WITHOUT_FILE))
 @pytest.mark.parametrize("columns", [80, 200])
 def test_help_of_a_command(
     name: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -56,6 +59,14 @@ def test_help_of_a_command(
     assert re.search(r"^  --actor\.num_nodes INT\s", out, re.MULTILINE)
     assert "[1]" in out
     assert err == ""
+    assert max(map(len, out.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_FILE))
+def test_help_of_a_command_on_a_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: slurm-rlhf {name} RUN")
     assert max(map(len, out.splitlines())) <= 120
 
 

@@ -131,6 +131,9 @@ def test_threads_are_shared_by_what_computes_at_the_same_time_on_the_same_node()
     assert found["rollout"]["gpu1"]["OMP_NUM_THREADS"] == "32"
     assert found["critic"]["gpu3"]["OMP_NUM_THREADS"] == "16"
     assert "GLOO_SOCKET_IFNAME" not in found["actor"]["gpu1"]
+    for on_nodes in found.values():
+        for variables in on_nodes.values():  # nothing of a run calls home, or a hub
+            assert (variables["HF_HUB_OFFLINE"], variables["DO_NOT_TRACK"]) == ("1", "1")
     alone = place(Topology((Node("vm", 4),), CPU), [RoleSize("actor", 1, 2), RoleSize("rollout", 1, engines=1)])
     found = role_environment(Config(), alone, cpus=6)
     assert found["actor"]["vm"]["OMP_NUM_THREADS"] == "3"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from attackers import Fire, counted, record
+from mpi_runs import mpirun
 from training_runs import assert_close_metrics, metrics, started, timeless, train, workspace
 
 from slurm_rlhf.control.keys import RunKeys
@@ -136,6 +137,18 @@ def test_ten_thousand_attacks_on_the_control_port_change_nothing(config: Path, w
     assert counted(log)["replies too late"] == 0
     assert " is lost" not in log
     assert max(fire.latencies) < 5
+
+
+def test_under_mpirun_it_writes_the_same_metrics(config: Path, whole: tuple[Path, str]) -> None:
+    run_dir = config.parent / "mpi"
+    code, output = train(config, run_dir, *WORLD, command=mpirun(6))
+    assert code == 0, output
+    assert "MPI: 6 ranks on 1 node;" in output
+    assert "no role is started again alone" in output
+    assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
+    assert json.loads((run_dir / "summary.json").read_text())["world"] == {
+        **{"actor": 2, "critic": 1, "reference": 1, "rollout": 2}
+    }
 
 
 def test_one_rank_and_one_engine_agree_to_rounding(config: Path, whole: tuple[Path, str]) -> None:

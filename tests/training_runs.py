@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,10 +68,10 @@ def workspace(path: Path, reward: str = REWARD) -> Path:
 class Run:
     """One `slurm-rlhf train` in a session of its own."""
 
-    def __init__(self, config: Path, run_dir: Path, *overrides: str) -> None:
+    def __init__(self, config: Path, run_dir: Path, *overrides: str, command: Sequence[str] = COMMAND) -> None:
         self.run_dir = run_dir
         self.process = subprocess.Popen(
-            [*COMMAND, str(config), f"--run_dir={run_dir}", *overrides],
+            [*command, str(config), f"--run_dir={run_dir}", *overrides],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -144,18 +144,20 @@ class Run:
 
 
 @contextmanager
-def started(config: Path, run_dir: Path, *overrides: str) -> Iterator[Run]:
+def started(config: Path, run_dir: Path, *overrides: str, command: Sequence[str] = COMMAND) -> Iterator[Run]:
     """A run that does not outlive the block."""
-    run = Run(config, run_dir, *overrides)
+    run = Run(config, run_dir, *overrides, command=command)
     try:
         yield run
     finally:
         run.end()
 
 
-def train(config: Path, run_dir: Path, *overrides: str, timeout_s: float = 150) -> tuple[int, str]:
+def train(
+    config: Path, run_dir: Path, *overrides: str, timeout_s: float = 150, command: Sequence[str] = COMMAND
+) -> tuple[int, str]:
     """A whole run: (exit code, what it printed)."""
-    with started(config, run_dir, *overrides) as run:
+    with started(config, run_dir, *overrides, command=command) as run:
         return run.wait(timeout_s)
 
 

@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Protocol
 
 from slurm_rlhf import __version__
@@ -15,6 +16,9 @@ from slurm_rlhf.errors import ConfigError, SlurmRlhfError
 COMMANDS = {
     "train": "train a policy by PPO",
     "sft": "train a model on examples, the usual step before PPO",
+    "submit": "submit the same as `train` as a job, by submitit",
+    "status": "show the state of a job and where its run stands",
+    "cancel": "end a run, at once or when it has saved",
     "plan": "show which rank of which role goes on which node",
     "bench": "measure parts of a run against bare loops",
 }
@@ -36,8 +40,13 @@ class Command(Protocol):
 def main(argv: list[str] | None = None) -> int:
     """Entry point. Exit codes: 0 done, 1 the run broke, 2 something the user can mend, 130 interrupted."""
     words = sys.argv[1:] if argv is None else argv
+    return guarded(lambda: _dispatch(words))
+
+
+def guarded(work: Callable[[], int]) -> int:
+    """What `work` returns; exceptions become messages and exit codes as `main` says."""
     try:
-        code = _dispatch(words)
+        code = work()
         sys.stdout.flush()
         return code
     except SlurmRlhfError as error:

@@ -12,7 +12,9 @@ from slurm_rlhf.cli.layout import draw_layout, layout_here
 from slurm_rlhf.cluster.current import node_name
 from slurm_rlhf.cluster.environment import read_slurm
 from slurm_rlhf.cluster.launcher import Launcher
+from slurm_rlhf.cluster.mpi import launched
 from slurm_rlhf.cluster.rank_map import RankMap
+from slurm_rlhf.cluster.session import attach_line
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.load import load_config
@@ -35,6 +37,11 @@ def help_page() -> str:
 def run(words: list[str]) -> int:
     """Trains, or with --dry_run prints what would run. Raises SlurmRlhfError."""
     arguments = parse(words, USAGE, FLAGS)
+    start = launched(os.environ)
+    if start is not None:
+        from slurm_rlhf.cli import mpi
+
+        return mpi.train(arguments, start)
     config = load_config(arguments.file, arguments.overrides)
     check(config)
     if "dry_run" in arguments.flags:
@@ -43,26 +50,29 @@ def run(words: list[str]) -> int:
         print(textwrap.indent(layout, "# "))
         return 0
     ranks = layout_here(config)
-    from slurm_rlhf.launch.requeue import continuation_here
+    from slurm_rlhf.launch.chain import continuation_of
     from slurm_rlhf.roles import conductor
 
-    run_dir = Path(config.run_dir)
-    launcher = _launcher(run_dir, ranks)
-    return conductor.run(config, ranks, launcher, node_name(), continuation_here(os.environ, run_dir))
+    launcher = _launcher(config, ranks)
+    return conductor.run(
+        config, ranks, launcher, node_name(), continuation_of(config.slurm, Path(config.run_dir), os.environ)
+    )
 
 
-def _launcher(run_dir: Path, ranks: RankMap) -> Launcher:
+def _launcher(config: Config, ranks: RankMap) -> Launcher:
     """srun in a Slurm allocation, after a look at its nodes; subprocesses elsewhere."""
-    slurm = read_slurm(os.environ)
+    slurm, run_dir = read_slurm(os.environ), Path(config.run_dir)
     if slurm is None:
         from slurm_rlhf.launch.local import LocalLauncher
 
         return LocalLauncher(run_dir, ranks)
+    from slurm_rlhf.launch.container import container_of
     from slurm_rlhf.launch.preflight import check_nodes
     from slurm_rlhf.launch.slurm import SlurmLauncher, used_nodes
 
     nodes = used_nodes(ranks)
-    check_nodes(run_dir, nodes)
-    print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}; to look inside: ", end="")
-    print(f"srun --jobid={slurm.job_id} --overlap --pty --nodes=1 --nodelist={nodes[0]} bash", flush=True)
-    return SlurmLauncher(run_dir, ranks, slurm)
+    container = container_of(config)
+    check_nodes(run_dir, nodes, container)
+    print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}, run directory {run_dir}")
+    print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
+    return SlurmLauncher(run_dir, ranks, slurm, container)

@@ -17,6 +17,9 @@ class Continuation(Protocol):
         The scheduler may end this process before it returns, so everything has to be on disk by now.
         """
 
+    def finished(self) -> str:
+        """The run is done: call off what was arranged to go on with it; says what, empty if there was nothing."""
+
 
 class NoContinuation:
     """Nobody runs the job again but the user."""
@@ -26,3 +29,6 @@ class NoContinuation:
 
     def go_on(self) -> str:
         return "the same command goes on from here"
+
+    def finished(self) -> str:
+        return ""

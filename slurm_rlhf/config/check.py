@@ -12,6 +12,7 @@ from slurm_rlhf.config.model_directory import check_length, check_model_director
 from slurm_rlhf.config.ranges import out_of_range
 from slurm_rlhf.config.reward import check_reward_model, reward_source
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.time_limit import minutes
 from slurm_rlhf.errors import ConfigError
 
 
@@ -61,6 +62,7 @@ def _training_problems(config: Config) -> Iterator[str]:
     yield from reward_source(config)
     yield from _resume(config)
     yield from _frozen(config)
+    yield from _slurm(config)
     if not in_range:
         yield from _batches(config)
         yield from _relations(config)
@@ -169,6 +171,15 @@ def _file(key: str, value: str, what: str) -> Iterator[str]:
         yield f"{key} is not set: name {what}"
     elif not Path(value).is_file():
         yield f"{key}: {'is a directory, not a file' if Path(value).is_dir() else 'no such file'}: {value}"
+
+
+def _slurm(config: Config) -> Iterator[str]:
+    try:
+        minutes(config.slurm.time)
+    except ConfigError as error:
+        yield str(error)
+    if config.slurm.container and not config.slurm.container_python:
+        yield "slurm.container_python is empty: name the interpreter inside the container"
 
 
 def _resume(config: Config) -> Iterator[str]:

@@ -60,6 +60,11 @@ class RunKeys:
         with os.fdopen(descriptor, "rb") as file:
             _refuse_foreign(os.fstat(file.fileno()), path)
             content = file.read(_MAX_FILE_BYTES)
+        return cls.parse(content, path)
+
+    @classmethod
+    def parse(cls, content: str | bytes, origin: Path | str) -> RunKeys:
+        """The keys as `create` writes them. Raises ConfigError naming `origin` when these are none."""
         try:
             values = json.loads(content)
             keys = cls(**{name.name: str(values[name.name]) for name in fields(cls)})
@@ -70,7 +75,7 @@ class RunKeys:
                 if zmq.curve_public(secret.encode()).decode() != public:
                     raise ValueError("a public key does not belong to its secret key")
         except (ValueError, KeyError, TypeError, zmq.ZMQError) as error:
-            raise ConfigError(f"{path} holds no keys of a run ({error}); start the run anew to replace it") from error
+            raise ConfigError(f"{origin} holds no keys of a run ({error}); start the run anew to replace it") from error
         return keys
 
 

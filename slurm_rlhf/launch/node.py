@@ -46,7 +46,7 @@ def prepare(file: Path, environ: Mapping[str, str]) -> tuple[list[str], dict[str
     node = node_name(environ)
     share = share_on(ranks, order.role, node)
     shown, hidden = visibility(ranks.topology, node, share.gpus, environ)
-    interface = _interface(ranks, node)
+    interface = interface_to_others(ranks, node)
     cache = take_cache(f"{order.run_id}.{node}.{order.role}")
     environment = node_environment(
         environ, order.role, run_dir / "logs", cache, {**order.environment[node], **shown}, interface
@@ -63,7 +63,7 @@ def prepare(file: Path, environ: Mapping[str, str]) -> tuple[list[str], dict[str
     return [*command[:3], "--signals-to-handle=SIGINT", *command[3:]], environment
 
 
-def _interface(ranks: RankMap, node: str) -> str:
+def interface_to_others(ranks: RankMap, node: str) -> str:
     """The interface towards another node of the run; loopback where there is none."""
     others = (share.node for shares in ranks.roles.values() for share in shares if share.node != node)
     other = next(others, None)

@@ -12,14 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError
+from slurm_rlhf.launch.container import HOST, Container
 from slurm_rlhf.launch.probe import versions
 from slurm_rlhf.launch.srun import Step, step_command, step_environment
 
 _TIMEOUT_S = 60.0
 
 
-def check_nodes(run_dir: Path, nodes: Sequence[str]) -> None:
+def check_nodes(run_dir: Path, nodes: Sequence[str], container: Container = HOST) -> None:
     """Ask each of `nodes`, by one step over all of them. Blocks for a second or two, at most for a minute.
+
+    In a container the nodes have to be like each other, and this process need have nothing but slurm_rlhf itself.
 
     Raises ConfigError or PlacementError naming the nodes and the remedy, RunError when the step cannot be started.
     """
@@ -27,10 +30,10 @@ def check_nodes(run_dir: Path, nodes: Sequence[str]) -> None:
     token = secrets.token_hex(16)
     canary = run_dir / f".canary.{token}"
     canary.write_text(token, encoding="utf-8")
-    step = Step("preflight", tuple(nodes), together=False)
+    step = Step("preflight", tuple(nodes), together=False, options=container.step_options())
     try:
         done = subprocess.run(
-            step_command(step, [sys.executable, "-m", "slurm_rlhf.launch.probe", str(canary)]),
+            step_command(step, container.command("slurm_rlhf.launch.probe", str(canary), gpus=False)),
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,
@@ -47,7 +50,11 @@ def check_nodes(run_dir: Path, nodes: Sequence[str]) -> None:
         ) from None
     finally:
         canary.unlink(missing_ok=True)
-    judge(_answers(out), nodes, run_dir, token, versions(), err)
+    answers = _answers(out)
+    here = versions()
+    if container.image and answers:
+        here = {**next(iter(answers.values()))["versions"], "slurm_rlhf": here["slurm_rlhf"]}
+    judge(answers, nodes, run_dir, token, here, err, container.command("...", gpus=False)[:-2])
 
 
 def judge(
@@ -57,13 +64,17 @@ def judge(
     token: str,
     here: Mapping[str, str],
     said: str,
+    started: Sequence[str] = (sys.executable,),
 ) -> None:
-    """Raise for what is wrong with `answers` (node -> what `probe.answer` said). `said`: srun's complaints."""
+    """Raise for what is wrong with `answers` (node -> what `probe.answer` said).
+
+    `said`: srun's complaints; `started`: the interpreter, and what stood before it.
+    """
     silent = [node for node in nodes if node not in answers]
     if silent:
         words = "\n".join(f"    {line}" for line in said.strip().splitlines()[-8:])
         raise PlacementError(
-            f"no answer from {_some(silent)}: {sys.executable} did not run there. Install the environment on a file "
+            f"no answer from {_some(silent)}: {' '.join(started)} did not run there. Install the environment on a file "
             f"system that all nodes share, or at the same place on each; leave a broken node out with sbatch "
             f"--exclude.\n{words}"
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -11,10 +9,10 @@ from pathlib import Path
 
 from slurm_rlhf.cluster.continuation import Continuation, NoContinuation
 from slurm_rlhf.cluster.environment import SlurmEnvironment, read_slurm
+from slurm_rlhf.cluster.job import command
 from slurm_rlhf.cluster.stop import immune, termination
 from slurm_rlhf.launch.successor import successor, successor_environment
 
-_COMMAND_S = 30.0
 _KILL_S = 20.0  # Slurm ends a requeued job within seconds
 SCRIPT = "successor.sh"
 """In the run directory's `.control`."""
@@ -37,7 +35,7 @@ class SlurmContinuation:
         """From the environment, else from one `squeue` (Slurm before 23.02 sets no variable)."""
         if self._slurm.end_time is not None:
             return float(self._slurm.end_time)
-        answer = _run(["squeue", "-h", "-j", self._job, "-o", "%e"])
+        answer = command(["squeue", "-h", "-j", self._job, "-o", "%e"])
         try:
             return datetime.fromisoformat(answer.stdout.strip()).timestamp()
         except ValueError:
@@ -51,20 +49,20 @@ class SlurmContinuation:
         """
         with termination() as told:
             with immune():
-                requeued = _run(["scontrol", "requeue", self._job])
+                requeued = command(["scontrol", "requeue", self._job])
             if requeued.returncode == 0:
                 told.wait(_KILL_S)
                 return f"job {self._job} is requeued"
         return self._submit(requeued.stderr.strip() or "scontrol requeue failed")
 
     def _submit(self, why: str) -> str:
-        shown = _run(["scontrol", "show", "job", self._job])
-        written = _run(["scontrol", "write", "batch_script", self._job, "-"])
+        shown = command(["scontrol", "show", "job", self._job])
+        written = command(["scontrol", "write", "batch_script", self._job, "-"])
         if shown.returncode or written.returncode or not written.stdout.startswith("#!"):
             return f"job {self._job} could not be requeued ({why}); submit the same command to go on"
         job = successor(shown.stdout, self._environ, self._argv)
         script = self._script(job.script, written.stdout)
-        submitted = _run(
+        submitted = command(
             ["sbatch", "--parsable", f"--dependency=afterany:{self._job}", *job.options, script, *job.arguments],
             env=successor_environment(self._environ),
             cwd=self._slurm.submit_dir,  # SLURM_SUBMIT_DIR of the next job: scripts find their files by it
@@ -74,6 +72,9 @@ class SlurmContinuation:
         return (
             f"neither requeue ({why}) nor sbatch ({submitted.stderr.strip()}) worked; submit the same command to go on"
         )
+
+    def finished(self) -> str:
+        return ""
 
     def _script(self, path: str, text: str) -> str:
         """`path` if it still is the script of this job, else a copy of what Slurm has kept."""
@@ -93,19 +94,3 @@ def continuation_here(environ: Mapping[str, str], run_dir: Path) -> Continuation
     if slurm is None:
         return NoContinuation()
     return SlurmContinuation(slurm, environ, sys.argv[1:], run_dir / ".control")
-
-
-def _run(words: list[str], env: Mapping[str, str] = os.environ, cwd: str = "") -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(
-            words,
-            capture_output=True,
-            text=True,
-            timeout=_COMMAND_S,
-            check=False,
-            stdin=subprocess.DEVNULL,
-            env=env,
-            cwd=cwd if os.path.isdir(cwd) else None,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(words, 1, "", str(error))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import signal
-import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from slurm_rlhf.cluster.rank_map import RankMap
 from slurm_rlhf.cluster.route import address_towards
 from slurm_rlhf.cluster.sizes import ROLLOUT, role_rank
 from slurm_rlhf.cluster.topology import GPU
+from slurm_rlhf.launch.container import HOST, Container
 from slurm_rlhf.launch.node import RANK_MAP
 from slurm_rlhf.launch.order import StepOrder
 from slurm_rlhf.launch.ports import ATTEMPTS, ephemeral_start, meeting_port
@@ -44,11 +44,12 @@ class SlurmLauncher:
     that all is well is for the ranks to say.
     """
 
-    def __init__(self, run_dir: Path, ranks: RankMap, slurm: SlurmEnvironment) -> None:
+    def __init__(self, run_dir: Path, ranks: RankMap, slurm: SlurmEnvironment, container: Container = HOST) -> None:
         """Raises PlacementError where there is no way to the nodes from here."""
         self._run_dir = run_dir
         self._ranks = ranks
         self._slurm = slurm
+        self._container = container
         self._run_id = f"{slurm.job_id}.{slurm.restart_count}.{secrets.token_hex(4)}"
         self._ephemeral = ephemeral_start()
         self._roles: list[_Role] = []
@@ -65,10 +66,11 @@ class SlurmLauncher:
         if not self._roles:
             text = json.dumps(self._ranks.to_json(), indent=1) + "\n"
             (self._run_dir / RANK_MAP).write_text(text, encoding="utf-8")
-        step = role_step(self._ranks, role, self._run_dir / "logs")
+        step = role_step(self._ranks, role, self._run_dir / "logs", self._container)
         order = StepOrder(role, str(self._run_dir), self._run_id, arguments, environment, self._port(step, 0))
         file = self._run_dir / ".control" / f"{role}.json"
-        shim = [sys.executable, "-m", "slurm_rlhf.launch.node", str(file)]
+        gpus = self._ranks.topology.accelerator == GPU
+        shim = self._container.command("slurm_rlhf.launch.node", str(file), gpus=gpus)
         item = _Role(order, file, RunningStep(step, shim, self._run_dir / "logs" / f"{role}.srun.log"))
         self._roles.append(item)
         order.write(file)
@@ -132,7 +134,7 @@ def used_nodes(ranks: RankMap) -> list[str]:
     return [node.name for node in ranks.topology.nodes if node.name in used]
 
 
-def role_step(ranks: RankMap, role: str, logs: Path) -> Step:
+def role_step(ranks: RankMap, role: str, logs: Path, container: Container = HOST) -> Step:
     """The step of `role`.
 
     Engines never span nodes: the torchruns of rollout do not know of each other, and one that ends takes none along.
@@ -148,4 +150,5 @@ def role_step(ranks: RankMap, role: str, logs: Path) -> Step:
         output=str(logs / f"{role}.%N.torchrun.log"),
         together=role != ROLLOUT,
         uneven=len({node.gpus for node in ranks.topology.nodes}) > 1,
+        options=container.step_options(),
     )

@@ -34,7 +34,7 @@ class Step:
 
     `cpus` of each node; 0: left to Slurm. `gpus` on each of them, in the same order; empty: none. `uneven`: the job
     has not the same number of GPUs on each of its nodes. `output` may hold srun's patterns; empty: srun's own output.
-    `together`: the end of one task ends the others.
+    `together`: the end of one task ends the others. `options`: more of srun's own.
     """
 
     name: str
@@ -44,6 +44,7 @@ class Step:
     output: str = ""
     together: bool = True
     uneven: bool = False
+    options: tuple[str, ...] = ()
 
 
 def step_command(step: Step, command: list[str]) -> list[str]:
@@ -82,6 +83,7 @@ def _component(step: Step, nodes: tuple[str, ...], resources: str, command: list
         "--mpi=none",
         "--export=ALL",
         *([f"--output={step.output}", "--open-mode=append"] if step.output else []),
+        *step.options,
         *command,
     ]
 

@@ -31,6 +31,15 @@ def diagnosis_variables(role: str, logs: Path) -> dict[str, str]:
     }
 
 
+def without_injected(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ` of a process that is nobody's rank."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in INJECTED and not name.startswith(INJECTED_PREFIXES)
+    }
+
+
 def node_environment(
     environ: Mapping[str, str], role: str, logs: Path, cache: Path, own: Mapping[str, str], interface: str
 ) -> dict[str, str]:
@@ -39,10 +48,6 @@ def node_environment(
     What the user exported wins over our diagnosis settings and over `interface` (empty: not known); caches and `own`,
     the role's variables, win over what the user exported.
     """
-    kept = {
-        name: value
-        for name, value in environ.items()
-        if name not in INJECTED and not name.startswith(INJECTED_PREFIXES)
-    }
+    kept = without_injected(environ)
     networks = dict.fromkeys(INTERFACES, interface) if interface else {}
     return {**diagnosis_variables(role, logs), **networks, **kept, **cache_variables(cache), **own}

@@ -17,6 +17,7 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.continuation import Continuation
 from slurm_rlhf.cluster.launcher import Launcher
 from slurm_rlhf.cluster.placement import RankMap
+from slurm_rlhf.cluster.session import Session
 from slurm_rlhf.cluster.stop import Stop, StopRequested
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
@@ -54,6 +55,7 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
     directory = RunDirectory(Path(config.run_dir))
     directory.make()
     with _exclusive(directory), _logging(directory.role_log("conductor", node, 0)):
+        Session.here(os.environ).write(directory.root)
         reporting = Reporting(config, directory, ranks.worlds)
         try:
             with Stop(directory.root, continuation.end_time(), config.slurm.signal_lead_s) as stop:
@@ -70,6 +72,8 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
             _log(error)
             reporting.failed(error)
             raise
+        if called_off := continuation.finished():
+            reporting.note(called_off)
         return 0
 
 

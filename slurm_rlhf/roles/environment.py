@@ -36,6 +36,8 @@ def _variables(threads: int, alone: bool) -> dict[str, str]:
         "KMP_BLOCKTIME": "0",
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
         # An engine lives on one node: nothing of it is to be reached from outside, whatever the host name resolves to.
         "VLLM_HOST_IP": "127.0.0.1",
         "PYTHONUNBUFFERED": "1",

@@ -12,10 +12,12 @@ import traceback
 from pathlib import Path
 
 from slurm_rlhf.cluster.current import node_name
+from slurm_rlhf.cluster.mpi import KEYS
 from slurm_rlhf.cluster.parent import die_with_parent
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.roles.meeting import open_store
 from slurm_rlhf.roles.role import TERMINATION, Role, Seat
 from slurm_rlhf.roles.run_directory import RunDirectory
 
@@ -101,9 +103,10 @@ def main() -> None:
     seat = take_seat(arguments.role, arguments.first_rank, arguments.world)
     log_to(directory.role_log(seat.role, seat.node, seat.rank))
     config = load_config(directory.config, [])
+    store = open_store()  # alive as long as this process
     client = ControlClient(
         arguments.endpoint,
-        RunKeys.load(directory.keys),
+        RunKeys.parse(os.environ[KEYS], KEYS) if KEYS in os.environ else RunKeys.load(directory.keys),
         seat.role,
         seat.rank,
         seat.world,
@@ -119,6 +122,7 @@ def main() -> None:
         module, name = ROLES[seat.role]
         serve(client, getattr(importlib.import_module(module), name)(config, seat, client))
         client.close()
+        del store
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()

@@ -1,0 +1,148 @@
+"""`slurm-rlhf status RUN`: what the job does, where the run stands, the last lines of what failed."""
+
+from __future__ import annotations
+
+import textwrap
+import time
+from collections import Counter
+from datetime import datetime
+from pathlib import Path
+
+from slurm_rlhf.cli.found import Found, find
+from slurm_rlhf.cluster.job import Job
+from slurm_rlhf.cluster.session import attach_line
+from slurm_rlhf.cluster.states import OVER, reason_words, state_words
+from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.observe.standing import Standing, read_standing
+from slurm_rlhf.observe.table import duration
+from slurm_rlhf.observe.tail import tail
+
+USAGE = "usage: slurm-rlhf status RUN"
+ABOUT = (
+    "RUN is a run directory or the number of a job (12, or 12_3 for a task of an array). Shows the state of the job "
+    "and what to do about it, step, reward and the time that is left, and the last lines of what failed. Asks "
+    "slurmctld once, needs no slurmdbd, and reads the rest from the run directory."
+)
+WIDTH = 12
+LINES = 12
+
+
+def help_page() -> str:
+    """All of `slurm-rlhf status --help`."""
+    return f"{USAGE}\n\n{textwrap.fill(ABOUT, 120)}\n"
+
+
+def run(words: list[str]) -> int:
+    """Prints the status. Raises ConfigError when RUN names no run, RunError where slurmctld does not answer."""
+    if len(words) != 1 or words[0].startswith("-"):
+        raise ConfigError(f"one run directory or job number is needed\n{USAGE}")
+    found = find(words[0])
+    standing = None
+    if found.directory is not None:
+        standing = read_standing(found.directory / "metrics.jsonl", found.directory / "summary.json")
+    print("\n".join([*job_lines(found), *run_lines(found, standing, time.time()), *failure_lines(found, standing)]))
+    return 0
+
+
+def job_lines(found: Found) -> list[str]:
+    """The job's part: state, meaning, what to do, how to look inside."""
+    job = found.job
+    if found.unasked:
+        return [_row("job", f"{found.job_id}: {found.unasked}")]
+    if job is None:
+        if not found.job_id:
+            where = f" on {found.session.host}, process {found.session.pid}" if found.session else ""
+            return [_row("job", f"none: started without Slurm{where}")]
+        return [_row("job", f"{found.job_id}: slurmctld has forgotten it (MinJobAge), so it is over")]
+    what, todo = state_words(job.state)
+    where = f" on {job.nodes}" if job.nodes not in ("", "(null)") else ""
+    lines = [_row("job", f"{job.id}{where}: {job.state}: it {what}{_exit(job)}")]
+    if job.state == "PENDING" and (why := reason_words(job.reason)):
+        lines.append(_row("", why))
+    if job.restarts not in ("", "0"):
+        lines.append(_row("", f"requeued {job.restarts} times"))
+    if todo:
+        lines.append(_row("", todo))
+    if job.state == "RUNNING" and found.session is not None and found.session.job_id == job.number:
+        lines.append(_row("look inside", attach_line(job.number, found.session.first_node)))
+    if found.others:
+        counts = Counter(other.state for other in found.others)
+        lines.append(_row("array", "its other tasks: " + ", ".join(f"{n} {state}" for state, n in counts.items())))
+    return lines
+
+
+def run_lines(found: Found, standing: Standing | None, now: float) -> list[str]:
+    """The run's part: step, reward, pace, end."""
+    if standing is None:
+        return [_row("run", "its directory is not known: it names it in its output when it starts")]
+    lines = [_row("run", f"{found.directory}{': ' + said if (said := _said(found, standing)) else ''}")]
+    if not standing.total:
+        return lines
+    reward = "" if standing.reward is None else f", reward {standing.reward:.4g}"
+    lines.append(_row("step", f"{standing.step}/{standing.total}{reward}"))
+    if standing.step_s is not None and standing.age_s is not None:
+        pace = f"{standing.step_s:.3g} s" if standing.step_s < 60 else duration(standing.step_s)
+        lines.append(_row("pace", f"{pace} a step, the last one {duration(standing.age_s)} ago"))
+    if _going(found, standing) and standing.left_s is not None:
+        end = datetime.fromtimestamp(now + standing.left_s)
+        lines.append(_row("left", f"{duration(standing.left_s)}, until {end:%a %H:%M}{_too_late(found.job, end)}"))
+    return lines
+
+
+def failure_lines(found: Found, standing: Standing | None) -> list[str]:
+    """What failed, in its own last words."""
+    if standing is None or found.directory is None:
+        return []
+    if standing.status == "failed":
+        return ["", f"error: {standing.error}"]
+    if not _cut_off(found, standing):
+        return []
+    logs = [path for path in (found.directory / "logs").glob("*.log") if path.stat().st_size]
+    if found.job and found.job.output and Path(found.job.output).exists():
+        logs.append(Path(found.job.output))
+    newest = sorted(logs, key=lambda path: path.stat().st_mtime)[-2:]
+    return [line for log in newest for line in ("", f"the last lines of {log}:", *_indented(log))]
+
+
+def _indented(log: Path) -> list[str]:
+    return [f"    {line}" for line in tail(log, LINES)]
+
+
+def _said(found: Found, standing: Standing) -> str:
+    if _cut_off(found, standing):
+        return "it was cut off in the middle and could not say why; checkpoints are intact"
+    return standing.status
+
+
+def _going(found: Found, standing: Standing) -> bool:
+    return standing.status == "running" and not _cut_off(found, standing)
+
+
+def _cut_off(found: Found, standing: Standing) -> bool:
+    """It says that it runs, but nobody is there who could."""
+    if standing.status != "running":
+        return False
+    if found.unasked:
+        return False
+    if found.job_id:
+        return found.job is None or bool(OVER & set(found.job.state.split(",")))
+    return not found.alive
+
+
+def _exit(job: Job) -> str:
+    status, _, number = job.exit_code.partition(":")
+    if status in ("", "0") and number in ("", "0"):
+        return ""
+    return f" (exit code {status}{f', signal {number}' if number not in ('', '0') else ''})"
+
+
+def _too_late(job: Job | None, end: datetime) -> str:
+    try:
+        over = datetime.fromisoformat(job.end_time) if job else None
+    except ValueError:
+        return ""  # Unknown: no time limit
+    return f"; its allocation ends before, {over:%a %H:%M}" if over is not None and over < end else ""
+
+
+def _row(name: str, text: str) -> str:
+    return f"{name:{WIDTH}}{text}"

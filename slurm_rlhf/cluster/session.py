@@ -1,0 +1,57 @@
+"""Who works on a run directory: a small file in it, for those who find the directory and look for the job."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slurm_rlhf.cluster.environment import read_slurm
+
+SESSION_FILE = "session.json"
+"""In the run directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """The conductor that works, or worked last, on a run. Outside Slurm the job's fields are empty."""
+
+    host: str
+    pid: int
+    began: float  # seconds since the epoch
+    job_id: str = ""  # SLURM_JOB_ID
+    task: str = ""  # 12_3, for a task of an array
+    first_node: str = ""
+
+    @classmethod
+    def here(cls, environ: Mapping[str, str]) -> Session:
+        """This process, in the Slurm job that `environ` tells of."""
+        host, slurm = socket.gethostname(), read_slurm(environ)
+        if slurm is None:
+            return cls(host, os.getpid(), time.time())
+        array = slurm.array_job_id
+        task = f"{array}_{slurm.array_task_id}" if array is not None else ""
+        return cls(host, os.getpid(), time.time(), str(slurm.job_id), task, slurm.job_nodes[0])
+
+    def write(self, run_dir: Path) -> None:
+        """At once whole or not at all."""
+        written = run_dir / f".{SESSION_FILE}.new"
+        written.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        written.replace(run_dir / SESSION_FILE)
+
+
+def read_session(run_dir: Path) -> Session | None:
+    """None where no run was started yet."""
+    try:
+        return Session(**json.loads((run_dir / SESSION_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def attach_line(job_id: str, node: str) -> str:
+    """The command that opens a shell on `node`, beside the job's steps."""
+    return f"srun --jobid={job_id} --overlap --pty --nodes=1 --nodelist={node} bash"

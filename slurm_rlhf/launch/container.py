@@ -1,0 +1,48 @@
+"""Ranks inside a container, the conductor outside: what stands before a rank's command. Pure text."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from slurm_rlhf.config.schema import Config
+
+PYXIS = "pyxis"
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """Where Python runs on the nodes: outside any container by default, with the conductor's own interpreter."""
+
+    image: str = ""
+    runtime: str = ""  # apptainer, singularity, pyxis
+    mounts: tuple[str, ...] = ()  # host path, or host path:path inside
+    python: str = sys.executable
+
+    def command(self, module: str, *arguments: str, gpus: bool) -> list[str]:
+        """Runs `module` on a node; `gpus`: the container is to show them."""
+        inner = [self.python, "-m", module, *arguments]
+        if self.runtime in ("", PYXIS):
+            return inner
+        binds = [f"--bind={mount}" for mount in self.mounts]
+        return [self.runtime, "exec", *(["--nv"] if gpus else []), *binds, self.image, *inner]
+
+    def step_options(self) -> tuple[str, ...]:
+        """What srun itself has to be told: pyxis is a plugin of it, which shows GPUs by itself."""
+        if self.runtime != PYXIS:
+            return ()
+        mounts = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in self.mounts)
+        return (f"--container-image={self.image}", f"--container-mounts={mounts}")
+
+
+HOST = Container()
+
+
+def container_of(config: Config) -> Container:
+    """What `slurm.container...` says. Mounted are the run directory, the models and what the user adds."""
+    slurm = config.slurm
+    if not slurm.container:
+        return HOST
+    own = [config.run_dir, config.actor.model_name_or_path, config.critic.model_name_or_path]
+    mounts = tuple(dict.fromkeys([*filter(None, own), *slurm.container_mounts]))
+    return Container(slurm.container, slurm.container_runtime, mounts, slurm.container_python)

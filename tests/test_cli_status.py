@@ -1,0 +1,182 @@
+"""`status` and `cancel` on run directories, with a `scontrol` and a `scancel` of the test's own on PATH."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slurm_rlhf.cli.main import main
+from slurm_rlhf.cluster.session import Session, read_session
+
+SHOWN = (
+    "JobId=12 JobName=a JobState={state} Reason={reason} Restarts=1 ExitCode={code} EndTime={end} "
+    "NodeList=gpu[001-002] StdOut={log}"
+)
+COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"]
+
+
+class Bench:
+    """A run of job 12 and what slurmctld would say of it. `calls` are the commands that were asked."""
+
+    def __init__(self, root: Path) -> None:
+        self.run_dir, self.bin, self.log = root / "run", root / "bin", root / "job.log"
+        (self.run_dir / "logs").mkdir(parents=True)
+        self.bin.mkdir()
+        Session("gpu001", 77, 0.0, "12", "", "gpu001").write(self.run_dir)
+        self.log.write_text(f"job 12 on gpu001, gpu002, run directory {self.run_dir}\nhello\n")
+
+    def says(self, state: str, reason: str = "None", code: str = "0:0", end: str = "Unknown") -> None:
+        shown = SHOWN.format(state=state, reason=reason, code=code, end=end, log=self.log)
+        self.program("scontrol", f"echo '{shown}'")
+
+    def program(self, name: str, script: str) -> None:
+        file = self.bin / name
+        file.write_text(f'#!/bin/sh\necho "{name} $@" >>{self.bin}/calls\n{script}\n')
+        file.chmod(0o755)
+
+    @property
+    def calls(self) -> list[str]:
+        file = self.bin / "calls"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def wrote(self, status: str, steps: int, error: str = "", step_s: float = 2.0) -> None:
+        summary = {"status": status, "steps": steps, "total_steps": 10, "error": error}
+        (self.run_dir / "summary.json").write_text(json.dumps(summary))
+        rows = [{"step": n, "reward": n / 8, "time/step": step_s} for n in range(1, steps + 1)]
+        (self.run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9')
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    bench = Bench(tmp_path)
+    monkeypatch.setenv("PATH", f"{bench.bin}:/usr/bin:/bin")
+    return bench
+
+
+def shown(word: object, capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(["status", str(word)]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_run_that_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.says("RUNNING", end="2020-01-01T00:00:00")
+    bench.wrote("running", 4)
+    for word in (bench.run_dir, 12):
+        out = shown(word, capsys)
+        assert "job         12 on gpu[001-002]: RUNNING: it runs\n            requeued 1 times" in out
+        assert "look inside srun --jobid=12 --overlap --pty --nodes=1 --nodelist=gpu001 bash" in out
+        assert f"run         {bench.run_dir}: running\n" in out
+        assert "step        4/10, reward 0.5\n" in out
+        assert "pace        2 s a step, the last one 0:00 ago\n" in out
+        assert "left        0:12, until " in out
+        assert "its allocation ends before, Wed 00:00" in out
+    assert bench.calls == ["scontrol show job -o 12"] * 2  # one call of the controller a question
+
+
+def test_a_pending_job_says_why(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.says("PENDING", "BeginTime")
+    bench.wrote("stopped", 4)
+    out = shown(bench.run_dir, capsys)
+    assert "BeginTime: its time to begin lies ahead; after a requeue that is about two minutes" in out
+    assert "run         " in out
+    assert ": stopped\n" in out
+
+
+@pytest.mark.parametrize(("state", "code"), [("NODE_FAIL", "1:0"), ("OUT_OF_MEMORY", "0:125"), ("TIMEOUT", "0:15")])
+def test_a_run_that_was_cut_off_shows_the_newest_logs(
+    bench: Bench, state: str, code: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.says(state, code=code)
+    bench.wrote("running", 4)
+    (bench.run_dir / "logs" / "critic.gpu002.0.log").write_text("CUDA error: out of memory\n")
+    out = shown(bench.run_dir, capsys)
+    assert f": {state}: it " in out
+    assert "it was cut off in the middle and could not say why; checkpoints are intact" in out
+    assert "    CUDA error: out of memory\n" in out
+    assert "    hello\n" in out
+    assert "left  " not in out
+
+
+def test_a_run_that_failed_shows_its_own_last_words(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.says("FAILED", code="1:0")
+    bench.wrote("failed", 4, "role critic died: rank 0 on gpu002 is lost.\nThe last lines of x:\n    boom")
+    out = shown(bench.run_dir, capsys)
+    assert "FAILED: it ended with an exit code that is not 0 (exit code 1)" in out
+    assert out.endswith("error: role critic died: rank 0 on gpu002 is lost.\nThe last lines of x:\n    boom\n")
+
+
+def test_a_job_that_slurmctld_has_forgotten(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.program("scontrol", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1")
+    bench.wrote("finished", 10)
+    assert "12: slurmctld has forgotten it (MinJobAge), so it is over" in shown(bench.run_dir, capsys)
+    assert main(["status", "12"]) == 2
+    assert "Name the run's directory instead" in capsys.readouterr().err
+
+
+def test_without_a_controller_the_directory_still_tells(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.program("scontrol", "echo 'Unable to contact slurm controller' >&2; exit 1")
+    bench.wrote("running", 4)
+    out = shown(bench.run_dir, capsys)
+    assert "slurmctld says nothing about job 12: Unable to contact slurm controller" in out
+    assert "step        4/10" in out
+
+
+def test_cancel_calls_scancel_once_and_save_first_leaves_a_file(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench.says("RUNNING")
+    bench.program("scancel", "")
+    assert main(["cancel", str(bench.run_dir)]) == 0
+    assert capsys.readouterr().out == "job 12 is cancelled\n"
+    assert bench.calls == ["scontrol show job -o 12", "scancel 12"]
+    assert main(["cancel", str(bench.run_dir), "--save-first"]) == 0
+    assert (bench.run_dir / "stop").exists()
+    assert len(bench.calls) == 3
+    bench.says("COMPLETED")
+    assert main(["cancel", "12"]) == 0
+    assert "nothing to cancel: job 12 is over" in capsys.readouterr().out
+    bench.says("RUNNING")
+    bench.program("scancel", "echo 'Access/permission denied' >&2; exit 1")
+    assert main(["cancel", "12"]) == 1
+    assert "Access/permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["status", "cancel"])
+@pytest.mark.parametrize("words", [[], ["a", "b"], ["--what"], ["/nowhere"]])
+def test_bad_words(command: str, words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("slurm-rlhf: error: ")
+    assert "Traceback" not in err
+
+
+def test_a_session_is_read_as_it_was_written(tmp_path: Path) -> None:
+    assert read_session(tmp_path) is None
+    step = {"SLURM_JOB_ID": "13", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_ARRAY_JOB_ID": "12"}
+    session = Session.here({**step, "SLURM_ARRAY_TASK_ID": "3"})
+    session.write(tmp_path)
+    assert read_session(tmp_path) == session
+    assert (session.job_id, session.task, session.first_node) == ("13", "12_3", "n1")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "words", [["--help"], ["status", "RUN"], ["cancel", "RUN"], ["submit", "-h"], ["plan", "x.toml"]]
+)
+def test_commands_without_torch_are_quick(bench: Bench, words: list[str]) -> None:
+    bench.says("RUNNING")
+    bench.program("scancel", "")
+    bench.wrote("running", 4)
+    words = [str(bench.run_dir) if word == "RUN" else word for word in words]
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run([*COMMAND, *words], capture_output=True, check=False)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # The wall clock of a busy machine proves nothing; processor time does.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.0
+    assert time.perf_counter() - start < 20

@@ -1,0 +1,72 @@
+"""How a run under mpirun ends that cannot go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from mpi_runs import MPIRUN, mpirun
+from training_runs import started, train, workspace
+
+pytestmark = pytest.mark.timeout(200)
+
+SMALL = ("--algo.kl.init_coef=0", "--eval.dataset=", "--train.max_steps=1000", "--train.num_episodes=1000")
+"""An actor rank, a critic rank, an engine."""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return workspace(tmp_path_factory.mktemp("runs"))
+
+
+def test_the_rank_that_is_gone_is_named_and_usr1_saves(config: Path) -> None:
+    run_dir = config.parent / "killed"
+    with started(config, run_dir, *SMALL, command=mpirun(3)) as run:
+        run.wait_for_step(1, 120)
+        os.kill(run.process.pid, signal.SIGUSR1)  # mpirun passes it on
+        code, output = run.wait(30)
+        run.assert_gone(1)
+    assert code == 0, output
+    saved = json.loads((run_dir / "summary.json").read_text())
+    assert saved["status"] == "stopped"
+    with started(config, run_dir, *SMALL, command=mpirun(3)) as run:
+        run.wait_for_step(saved["steps"] + 1, 120)
+        os.kill(max(run.ranks("critic")), signal.SIGKILL)
+        code, output = run.wait(30)
+        run.assert_gone(1)
+    assert "resuming from" in output
+    assert code == 1, output
+    assert "error: role critic died: its process group on" in output
+    assert "was killed by SIGKILL" in output
+
+
+@pytest.mark.parametrize(
+    ("ranks", "override", "said"),
+    [
+        (5, "--train.seed=1", "mpirun started 5 processes, but the roles have 4 ranks"),
+        (4, "--train.colocate_actor_ref=true", "Switch colocation off"),
+        (4, "--train.seeed=1", "did you mean --train.seed?"),
+    ],
+)
+def test_a_users_mistake_is_said_once_and_starts_nothing(
+    config: Path, tmp_path: Path, ranks: int, override: str, said: str
+) -> None:
+    code, output = train(config, tmp_path / "run", override, command=mpirun(ranks), timeout_s=60)
+    assert code == 2
+    assert output.count(said) == 1
+    assert "Traceback" not in output
+    assert not (tmp_path / "run" / "logs").exists()
+
+
+def test_dry_run_shows_the_ranks_of_comm_world(config: Path, tmp_path: Path) -> None:
+    code, output = train(config, tmp_path / "run", "--dry_run", command=mpirun(4), timeout_s=60)
+    assert code == 0
+    assert output.count("# A actor: 1 rank on 1 node") == 1
+
+
+def test_the_launcher_is_the_environments_own() -> None:
+    assert "Open MPI" in subprocess.run([MPIRUN, "--version"], capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,140 @@
+"""Jobs that submitit submits, chains of jobs, ranks in a container: on a real Slurm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from slurm_nodes import CHECKOUT, SlurmNodes, slurm
+from training_runs import metrics, timeless, train, workspace
+
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.launch import submit
+from slurm_rlhf.launch.train_job import SIGNAL
+
+__all__ = ["slurm"]
+pytestmark = pytest.mark.timeout(400)
+
+COMMAND = str(CHECKOUT / ".venv" / "bin" / "slurm-rlhf")
+STEPS = 12
+WORLD = ("--algo.kl.init_coef=0", "--eval.dataset=", "--train.threads_per_rank=1", f"--train.max_steps={STEPS}")
+NODES = ("--critic.num_nodes=1", "--vllm.num_nodes=1", "--vllm.num_engines=1")
+
+APPTAINER = """#!/bin/bash
+# A stand-in: takes its own options and the image, and runs the rest. What poisons the host is not inside.
+echo "$HOSTNAME $*" >>{log}
+[[ $1 == exec ]] || exit 9
+shift
+while [[ $1 == --* ]]; do shift; done
+shift
+unset PYTHONPATH
+exec "$@"
+"""
+
+CHAIN = """#!/bin/bash
+export PATH={bin}:$PATH PYTHONPATH={poison}
+exec {command} train {config} --run_dir={run_dir} --slurm.chain=true --slurm.container=/images/rlhf.sif \\
+  --slurm.container_python={python} "$@"
+"""
+
+
+@pytest.fixture(scope="module")
+def config(slurm: SlurmNodes) -> Path:
+    return workspace(slurm.shared / "work")
+
+
+@contextmanager
+def client(slurm: SlurmNodes) -> Iterator[pytest.MonkeyPatch]:
+    """This process as one on the login node."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("PATH", "SLURM_CONF"):
+            patch.setenv(name, slurm.environment[name])
+        yield patch
+
+
+def test_submitit_is_preempted_goes_on_and_gives_the_summary(slurm: SlurmNodes, config: Path) -> None:
+    run_dir, calm = slurm.shared / "submitit", slurm.shared / "calm"
+    keys = ["--slurm.time=10", "--slurm.signal_lead_s=60", "--slurm.mem=8000", "--slurm.partition=gpu"]
+    with client(slurm):
+        job = submit(load_config(config, [f"--run_dir={run_dir}", *WORLD, *NODES, *keys, "--slurm.nodes=2"]))
+        code, said = train(config, calm, *WORLD)
+        assert code == 0, said
+        slurm.wait_until(lambda: len(metrics(run_dir)) >= 2, "second step", 150)
+        # As at the end of its time: Slurm sends the batch step what --signal=B:USR2@... asks for.
+        slurm.run("scancel", "--batch", f"--signal={SIGNAL.name}", job.job_id)
+        slurm.wait_until(lambda: slurm.job(int(job.job_id))["Restarts"] == "1", "requeue", 60)
+        assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
+        slurm.wait_over(int(job.job_id), 200)
+        result = job.result()
+    assert result["status"] == "finished"
+    assert result["steps"] == STEPS
+    assert timeless(metrics(run_dir)) == timeless(metrics(calm))
+    output = Path(job.paths.stdout).read_text()
+    assert "Caught signal SIGUSR2" in output
+    assert "resuming from" in output
+    header = Path(job.paths.submission_file).read_text()
+    assert "#SBATCH --signal=B:USR2@60\n" in header
+    assert "\nsrun" not in header
+
+
+def test_a_chain_ends_with_the_run_and_its_ranks_are_in_a_container(slurm: SlurmNodes, config: Path) -> None:
+    """The conductor has no torch at all: the one on its path raises when it is imported."""
+    run_dir, poison, program = slurm.shared / "chain", slurm.shared / "poison", slurm.shared / "bin" / "apptainer"
+    for name in ("torch", "vllm", "deepspeed", "transformers"):
+        (poison / name).mkdir(parents=True)
+        (poison / name / "__init__.py").write_text("raise ImportError('not on the host')\n")
+    program.parent.mkdir()
+    program.write_text(APPTAINER.format(log=slurm.shared / "apptainer.log"))
+    program.chmod(0o755)
+    script = slurm.shared / "chain.sh"
+    python = CHECKOUT / ".venv" / "bin" / "python"
+    words = {"command": COMMAND, "config": config, "run_dir": run_dir, "python": python}
+    script.write_text(CHAIN.format(bin=program.parent, poison=poison, **words))
+    header = ["--nodes=2", "--ntasks-per-node=1", "--gres=gpu:8", "--mem=8000", f"--output={run_dir}.log"]
+    job = slurm.sbatch("--array=1-3%1", "--open-mode=append", *header, str(script), *WORLD, *NODES)
+    slurm.wait_until(lambda: len(metrics(run_dir)) >= 1, "first step", 150)
+    with client(slurm):
+        for word in (str(run_dir), str(job)):
+            shown = subprocess.run([COMMAND, "status", word], capture_output=True, text=True, check=True).stdout
+            assert f"job         {job}_1 on gpu[001-002]: RUNNING: it runs" in shown
+            assert f"step        {len(metrics(run_dir))}/{STEPS}" in shown or "step " in shown
+    slurm.wait_until(lambda: not slurm.run("squeue", "-h"), "end of the chain", 120)
+    said = Path(f"{run_dir}.log").read_text()
+    assert said.count(f"finished {STEPS} steps") == 1, said
+    assert "the jobs that waited to go on with this run are cancelled" in said
+    states = {task: slurm.job_lines(f"{job}_{task}") for task in (1, 2, 3)}
+    assert "JobState=COMPLETED" in states[1]
+    assert all("JobState=CANCELLED" in states[task] for task in (2, 3))
+    inside = (slurm.shared / "apptainer.log").read_text().splitlines()
+    roles = [line for line in inside if "slurm_rlhf.launch.node" in line]
+    assert len(roles) == 3  # actor, critic, rollout: one node each
+    assert all(f"exec --nv --bind={run_dir} --bind={config.parent / 'model'} /images/rlhf.sif" in r for r in roles)
+
+    again = slurm.sbatch("--job-name=late", "--dependency=singleton", *header, str(script), *WORLD, *NODES)
+    waiting = slurm.sbatch("--job-name=late", "--dependency=singleton", *header, str(script), *WORLD, *NODES)
+    assert slurm.wait_over(again, 40) == ("COMPLETED", 0)
+    assert "already finished" in Path(f"{run_dir}.log").read_text()
+    slurm.wait_until(lambda: slurm.job(waiting)["JobState"] == "CANCELLED", "cancellation of the next one", 10)
+
+
+def test_an_array_of_seeds_and_cancel(slurm: SlurmNodes, config: Path) -> None:
+    runs = slurm.shared / "seeds"
+    header = ["--nodes=1", "--gres=none", "--mem=2000", f"--output={runs}.%a.log", "--chdir", str(CHECKOUT)]
+    script = str(CHECKOUT / "sbatch" / "seeds.sh")
+    job = slurm.sbatch("--array=1-2", "--no-requeue", *header, script, str(config), str(runs), "--dry_run")
+    slurm.wait_until(lambda: not slurm.run("squeue", "-h", "-j", str(job)), "end of the array", 60)
+    for seed in (1, 2):
+        said = Path(f"{runs}.{seed}.log").read_text()
+        assert f"seed = {seed}\n" in said
+        assert f'run_dir = "{runs}/seed_{seed}"' in said
+    held = slurm.sbatch("--hold", *header, script)
+    with client(slurm):
+        shown = subprocess.run([COMMAND, "status", str(held)], capture_output=True, text=True, check=True).stdout
+        assert "PENDING: it waits in the queue" in shown
+        assert "JobHeldUser: you hold it" in shown
+        subprocess.run([COMMAND, "cancel", str(held)], check=True)
+    assert slurm.job(held)["JobState"] == "CANCELLED"

@@ -1,0 +1,97 @@
+"""submitit's executor of this machine: what a job of a run gives back, and what one that fails says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from training_runs import Run, workspace
+
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.launch import submit
+from slurm_rlhf.launch.train_job import SIGNAL
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 30
+SMALL = ("--algo.kl.init_coef=0", "--eval.dataset=", "--slurm.time=30", "--slurm.signal_lead_s=60")
+"""An actor rank, a critic rank, an engine."""
+LOOK = "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return workspace(tmp_path_factory.mktemp("runs"))
+
+
+def submitted(config: Path, run_dir: Path, *overrides: str) -> tuple[Any, Run]:
+    """The job, and the run in it as the other tests see one."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    job = submit(load_config(config, [f"--run_dir={run_dir}", *SMALL, *overrides]), local=True)
+    run = Run.__new__(Run)
+    run.run_dir, run.process = run_dir, job._process
+    return job, run
+
+
+def task(job: Any) -> int:
+    """Process id of the process that submitit's controller started."""
+    children = psutil.Process(job._process.pid).children()
+    return next(child.pid for child in children if "submitit.core._submit" in child.cmdline())
+
+
+def cli(*words: str) -> str:
+    command = [sys.executable, "-c", LOOK, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+
+
+def test_preempted_it_goes_on_and_its_result_is_the_summary(config: Path) -> None:
+    run_dir = config.parent / "local"
+    job, run = submitted(config, run_dir, f"--train.max_steps={STEPS}", "--train.num_episodes=4")
+    try:
+        run.wait_for_step(1, 120)
+        # What submitit's controller does at the end of the time.
+        os.kill(task(job), SIGNAL)
+        result = job.result()
+    finally:
+        run.end()
+    assert result["status"] == "finished"
+    assert result["steps"] == STEPS
+    assert result == json.loads((run_dir / "summary.json").read_text())
+    said = job.stdout()
+    assert "Requeued job" in said
+    assert "resuming from" in said
+    assert said.count(f"{STEPS}/{STEPS}") == 1
+
+
+def test_a_run_that_fails_raises_with_the_last_lines_of_the_role(config: Path) -> None:
+    run_dir = config.parent / "failed"
+    job, run = submitted(config, run_dir, "--train.max_steps=1000", "--train.num_episodes=1000")
+    try:
+        run.wait_for_step(1, 120)
+        assert f"run         {run_dir}: running\n" in cli("status", str(run_dir))
+        os.kill(max(run.ranks("critic")), signal.SIGKILL)
+        error = job.exception()
+        run.assert_gone(5)
+    finally:
+        run.end()
+    assert error is not None
+    assert "role critic died" in str(error)
+    assert "The last lines of" in str(error)
+    shown = cli("status", str(run_dir))
+    assert "role critic died" in shown
+    assert "started without Slurm" in shown
+
+
+def test_bad_configuration_is_not_submitted(config: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LOOK, "submit", str(config), f"--run_dir={tmp_path / 'run'}"]
+    done = subprocess.run([*command, "--slurm.time=soon"], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "slurm.time = 'soon' is no time limit" in done.stderr
+    assert not (tmp_path / "run").exists()
