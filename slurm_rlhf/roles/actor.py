@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.records import Experience
 from slurm_rlhf.roles.role import Role
-from slurm_rlhf.sync.group import join
 from slurm_rlhf.sync.push import Sender
+from slurm_rlhf.sync.session import join_as_sender
 from slurm_rlhf.sync.store import SyncStore
 from slurm_rlhf.training.policy import PolicyTrainer
 
@@ -46,23 +47,12 @@ class ActorRole(Role):
         return {"host": self.store.host, "port": self.store.port}
 
     def sync_join(self, parameters: list[list[Any]], **group: Any) -> None:
-        """Join the group of a weight transfer as its sender."""
-        sync = self.config.sync
-        joined = join(
-            **group,
-            timeout_s=self.config.timeout.sync,
-            backend=sync.backend,
-            interface=sync.interface,
-            label=f"{self.seat.role} {self.seat.rank}",
-        )
-        self.sender = Sender(joined, parameters, sync.bucket_mb << 20)
+        """Join the group of a weight transfer; `parameters` is what the engines will get."""
+        if self.sender is not None:
+            self.sender.group.close()
+        self.sender = join_as_sender(self.config, f"{self.seat.role} {self.seat.rank}", parameters, **group)
 
-    def sync_push(self, version: int) -> dict[str, float] | None:
-        """Send the weights as policy `version`. Only the sender's rank sends; the others help to gather."""
-        weights = self.trainer.named_parameters_for_sync()
-        if self.sender is None:
-            for _ in weights:
-                pass
-            return None
-        stats = self.sender.push(weights, version)
-        return {"bytes": float(stats.nbytes), "seconds": stats.seconds}
+    def sync_push(self, version: int) -> dict[str, float]:
+        """Send this rank's share of the weights as policy `version`."""
+        assert self.sender is not None
+        return asdict(self.sender.push(self.trainer.held(), version))

@@ -165,7 +165,7 @@ class Conductor:
         starts = {role: handle.start_all("start", total_steps=optimizer_steps) for role, handle in fleet.roles.items()}
         gather([future for futures in starts.values() for future in futures])
         weights = WeightSync(config, fleet.roles["actor"], fleet.roles["rollout"], fleet.sync_host)
-        weights.connect(starts["actor"][0].result())
+        weights.connect(starts["actor"][0].result(), list(range(config.vllm.num_engines)))
         generation = Generation(
             fleet.roles["rollout"], config.train.seed, config.vllm.max_num_seqs, config.train.full_determinism
         )

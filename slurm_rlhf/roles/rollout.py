@@ -16,8 +16,8 @@ from slurm_rlhf.roles.role import Role, Seat
 from slurm_rlhf.rollout.environment import prepare_environment
 from slurm_rlhf.rollout.request import GenerateRequest
 from slurm_rlhf.rollout.seeds import request_seed
-from slurm_rlhf.sync.group import join
 from slurm_rlhf.sync.receive import Receiver
+from slurm_rlhf.sync.session import join_as_receiver
 
 
 @dataclass(slots=True)
@@ -50,6 +50,7 @@ class RolloutRole(Role):
         from slurm_rlhf.rollout.vllm_engine import VllmEngine
 
         self.engine = VllmEngine(self.config, self.seat.rank)
+        self.receiver: Receiver | None = None
 
     def handle(self, request: Request) -> None:
         """`generate` is answered when its last response is finished; everything else at once."""
@@ -100,20 +101,14 @@ class RolloutRole(Role):
 
     def sync_join(self, parameters: list[list[Any]], **group: Any) -> None:
         """Join the group of a weight transfer; `parameters` is what the actor will send."""
-        sync = self.config.sync
-        self.receiver = Receiver(
-            join(
-                **group,
-                timeout_s=self.config.timeout.sync,
-                backend=sync.backend,
-                interface=sync.interface,
-                label=f"{self.seat.role} {self.seat.rank}",
-            ),
-            self.engine.describe(),
-        )
+        if self.receiver is not None:
+            self.receiver.group.close()
+        label = f"{self.seat.role} {self.seat.rank}"
+        self.receiver = join_as_receiver(self.config, label, parameters, self.engine.describe(), **group)
 
     def sync_receive(self, version: int) -> None:
         """Take over policy `version`; requests in flight go on under it."""
+        assert self.receiver is not None
         with self.receiver.update(version) as weights:
             self.engine.load_weights(weights, version)
 

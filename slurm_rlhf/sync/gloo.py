@@ -38,9 +38,6 @@ class GlooTransport:
         self._peers = [peer for peer in range(world) if peer != rank]
         self._group = _raising(lambda: ProcessGroupGloo(PrefixStore("gloo", store), rank, world, options))
 
-    def broadcast(self, buffer: torch.Tensor, root: int) -> Pending:
-        return _GlooPending(_raising(lambda: self._group.broadcast(buffer, root)), buffer)
-
     def send(self, buffer: torch.Tensor, to: int, tag: int) -> Pending:
         return _GlooPending(_raising(lambda: self._group.send([buffer], to, tag)), buffer)
 

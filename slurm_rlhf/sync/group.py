@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -11,16 +12,37 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-from slurm_rlhf.errors import ConfigError, SyncError
+from slurm_rlhf.cluster.route import address_of, address_towards, interface_of, is_loopback
+from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
+from slurm_rlhf.sync.carrier import Carrier
 from slurm_rlhf.sync.failures import FailureBoard
 from slurm_rlhf.sync.gloo import GlooTransport
-from slurm_rlhf.sync.interface import address_of, interface_of, is_loopback, local_address
-from slurm_rlhf.sync.nccl import NcclTransport, nccl_available
+from slurm_rlhf.sync.layout import Layout
+from slurm_rlhf.sync.nccl import nccl_available
 from slurm_rlhf.sync.store import connect, read, wait_until
 from slurm_rlhf.sync.transport import Transport, TransportFailure
 
+log = logging.getLogger(__name__)
+
 _MARGIN_S = 2.0
 BACKENDS = ("auto", "gloo", "nccl")
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """How a rank joins a group; the same on all members but for `rank`, `label` and `node`."""
+
+    name: str
+    rank: int  # the actor's ranks count first
+    world: int
+    actors: int  # how many of `world` are the actor's
+    host: str  # of the store
+    port: int
+    timeout_s: float
+    backend: str = "auto"
+    interface: str = ""  # empty: the one that reaches the store
+    label: str = ""  # how messages name the rank
+    node: str = ""  # ranks of one node share it; empty: the host name
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +50,9 @@ class Member:
     """What a rank tells the others about itself."""
 
     rank: int
-    label: str  # how messages name it
+    label: str
     node: str
+    host: str  # its name for itself
     pid: int
     address: str  # that the others connect to
     interface: str
@@ -45,46 +68,30 @@ class SyncGroup:
     A group that failed or was aborted is spent: the survivors join a new one, under a new name, over the same store.
     """
 
-    def __init__(
-        self,
-        name: str,
-        rank: int,
-        world: int,
-        host: str,
-        port: int,
-        *,
-        timeout_s: float,
-        backend: str = "auto",
-        interface: str = "",
-        label: str = "",
-    ) -> None:
-        if backend not in BACKENDS:
-            raise ConfigError(f"sync.backend: {backend!r} is not known; valid: {', '.join(BACKENDS)}")
-        if backend == "auto":
-            backend = "nccl" if nccl_available() else "gloo"
-        if backend == "nccl" and not nccl_available():
-            raise ConfigError("sync.backend: nccl needs a GPU and a torch that has NCCL; auto and gloo run here")
-        self.name = name
-        self.rank = rank
-        self.world = world
-        self.timeout_s = timeout_s
+    def __init__(self, joining: Membership) -> None:
+        """Raises ConfigError for a backend or an interface that this node does not have."""
+        self.name = joining.name
+        self.rank = joining.rank
+        self.world = joining.world
+        self.actors = joining.actors
+        self.timeout_s = joining.timeout_s
         self.members: tuple[Member, ...] = ()
         self.store: Store
         self.board: FailureBoard
         self.control: GlooTransport
-        self.data: Transport
-        self._where = (host, port)
+        self._where = (joining.host, joining.port)
         self._ended = ""
-        self._transports: list[Transport] = []
-        address = address_of(interface) if interface else local_address(host, port)
+        self._holds: list[Transport | Carrier] = []
+        address = address_of(joining.interface, "sync.interface") if joining.interface else _towards(joining.host)
         self.me = Member(
-            rank,
-            label or f"rank {rank}",
+            joining.rank,
+            joining.label or f"rank {joining.rank}",
+            joining.node or socket.gethostname(),
             socket.gethostname(),
             os.getpid(),
             address,
-            interface or interface_of(address),
-            backend,
+            joining.interface or interface_of(address) or address,
+            _backend(joining.backend),
         )
 
     @property
@@ -102,16 +109,44 @@ class SyncGroup:
             self.board = FailureBoard(self.store, self.rank)
             self._meet()
             self.control = GlooTransport(self.store, self.rank, self.world, self.me.address, self.timeout_s)
-            self._transports.append(self.control)
-            self.data = self.control
-            if self.me.backend == "nccl":
-                self.data = NcclTransport(self.store, self.rank, self.world, self.timeout_s)
-                self._transports.append(self.data)
+            self._holds.append(self.control)
         except (TransportFailure, RuntimeError) as error:
             raise SyncError(f"{self.me} could not connect to the members of group {self.name}: {error}") from error
         if self._ended:  # aborted while the connections were being made
             self.abort(self._ended)
         self.check()
+
+    def layout(self, zero_stage: int) -> Layout:
+        """Where the members are. Raises SyncError when the actor or the engines have no rank in the group."""
+        nodes = [member.node for member in self.members]
+        return Layout(tuple(nodes[: self.actors]), tuple(nodes[self.actors :]), zero_stage)
+
+    def agree(self, fingerprint: str) -> None:
+        """Raise SyncError unless rank 0 says the same: members with two plans would wait for each other's bytes."""
+        if self.rank == 0:
+            try:
+                self.store.set("plan", fingerprint)
+            except RuntimeError as error:
+                raise SyncError(f"group {self.name}: the store is gone: {error}") from error
+            return
+        self.wait_for(lambda: self.store.check(["plan"]), f"the plan of {self.members[0]}")
+        leading = read(self.store, "plan")
+        if leading != fingerprint:
+            raise SyncError(
+                f"{self.me} and {self.members[0]} plan different transfers ({fingerprint} and {leading}): they must "
+                f"have the same parameters, ds.zero_stage and sync.bucket_mb"
+            )
+
+    def adopt(self, carrier: Carrier) -> None:
+        """Abort and close `carrier` with the group."""
+        self._holds.append(carrier)
+        if self._ended:
+            carrier.abort()
+
+    def refuse(self, reason: str) -> None:
+        """Leave the group and tell the others why."""
+        self.board.post(reason)
+        self.abort(reason)
 
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
         """Poll `ready` within the time-out. Raises SyncError naming `what`, or why the group ended meanwhile.
@@ -143,14 +178,14 @@ class SyncGroup:
 
     def drop(self) -> None:
         """Close the connections of a group that failed, before it is known why."""
-        for transport in self._transports:
-            transport.abort()
+        for held in reversed(self._holds):
+            held.abort()
 
     def close(self) -> None:
         """Leave in peace. The members do this at the same time, after their last update."""
         self._ended = self._ended or "it was closed"
-        for transport in self._transports:
-            transport.close()
+        for held in reversed(self._holds):
+            held.close()
 
     def _meet(self) -> None:
         mine = json.dumps(asdict(self.me))
@@ -187,7 +222,7 @@ class SyncGroup:
         if len({member.backend for member in members}) > 1:
             return "its members use different backends: " + ", ".join(f"{m}: {m.backend}" for m in members)
         hidden = [member for member in members if is_loopback(member.address)]
-        if hidden and len({member.node for member in members}) > 1:
+        if hidden and len({member.host for member in members}) > 1:
             return (
                 f"{hidden[0]} would be reached at {hidden[0].address}, which exists inside its own node only. "
                 f"Set sync.interface to the network between the nodes."
@@ -195,24 +230,35 @@ class SyncGroup:
         return ""
 
 
-def join(
-    name: str,
-    rank: int,
-    world: int,
-    host: str,
-    port: int,
-    *,
-    timeout_s: float,
-    backend: str = "auto",
-    interface: str = "",
-    label: str = "",
-) -> SyncGroup:
+def join(joining: Membership) -> SyncGroup:
     """Build a `SyncGroup` and wait until it is connected; see there. Raises SyncError, ConfigError."""
-    group = SyncGroup(
-        name, rank, world, host, port, timeout_s=timeout_s, backend=backend, interface=interface, label=label
-    )
+    group = SyncGroup(joining)
     group.open()
+    log.info(
+        "%s joined weight transfer group %s of %d ranks: %s over %s (%s)",
+        group.me,
+        group.name,
+        group.world,
+        group.me.backend,
+        group.me.interface,
+        group.me.address,
+    )
     return group
+
+
+def _backend(wanted: str) -> str:
+    if wanted not in BACKENDS:
+        raise ConfigError(f"sync.backend: {wanted!r} is not known; valid: {', '.join(BACKENDS)}")
+    if wanted == "nccl" and not nccl_available():
+        raise ConfigError("sync.backend: nccl needs a GPU and a torch that has NCCL; auto and gloo run here")
+    return wanted if wanted != "auto" else "nccl" if nccl_available() else "gloo"
+
+
+def _towards(host: str) -> str:
+    try:
+        return address_towards(host)
+    except PlacementError as error:
+        raise SyncError(f"the weight transfer's store is on {host}: {error}") from error
 
 
 def _member(text: str | None) -> Member:
