@@ -16,8 +16,7 @@ from slurm_rlhf.roles.role import Role, Seat
 from slurm_rlhf.rollout.environment import prepare_environment
 from slurm_rlhf.rollout.request import GenerateRequest
 from slurm_rlhf.rollout.seeds import request_seed
-from slurm_rlhf.sync.receive import Receiver
-from slurm_rlhf.sync.session import join_as_receiver
+from slurm_rlhf.sync.session import EngineEnd
 
 
 @dataclass(slots=True)
@@ -36,6 +35,7 @@ class RolloutRole(Role):
         super().__init__(config, seat, client)
         own_device(seat.local_rank)
         prepare_environment()
+        self.sync = EngineEnd(config, f"{seat.role} {seat.rank}")
         self._open: dict[tuple[int, int], tuple[_Order, int]] = {}  # (prompt, sample) -> its order, its position there
 
     def calls(self) -> dict[str, Callable[..., Any]]:
@@ -50,7 +50,6 @@ class RolloutRole(Role):
         from slurm_rlhf.rollout.vllm_engine import VllmEngine
 
         self.engine = VllmEngine(self.config, self.seat.rank)
-        self.receiver: Receiver | None = None
 
     def handle(self, request: Request) -> None:
         """`generate` is answered when its last response is finished; everything else at once."""
@@ -99,18 +98,13 @@ class RolloutRole(Role):
             request.fail(error)
         self._open.clear()
 
-    def sync_join(self, parameters: list[list[Any]], **group: Any) -> None:
+    def sync_join(self, parameters: list[list[Any]], **group: Any) -> dict[str, Any]:
         """Join the group of a weight transfer; `parameters` is what the actor will send."""
-        if self.receiver is not None:
-            self.receiver.group.close()
-        label = f"{self.seat.role} {self.seat.rank}"
-        self.receiver = join_as_receiver(self.config, label, parameters, self.engine.describe(), **group)
+        return self.sync.join(parameters, self.engine.describe(), **group)
 
-    def sync_receive(self, version: int) -> None:
+    def sync_receive(self, version: int) -> dict[str, Any]:
         """Take over policy `version`; requests in flight go on under it."""
-        assert self.receiver is not None
-        with self.receiver.update(version) as weights:
-            self.engine.load_weights(weights, version)
+        return self.sync.receive(version, self.engine.load_weights)
 
     def close(self) -> None:
         if hasattr(self, "engine"):

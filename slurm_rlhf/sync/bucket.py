@@ -59,15 +59,17 @@ class Assembly:
     _open: torch.Tensor | None = None  # of a parameter that has come in part
     _filled: int = 0
 
-    def parameters(self, buffer: torch.Tensor, parts: tuple[Part, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those that the bucket in `buffer` completes. One that lies there in one piece is a view of the bucket."""
+    def parameters(
+        self, buffer: torch.Tensor, parts: tuple[Part, ...], copy: bool = False
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Those that the bucket in `buffer` completes. Without `copy`, one that lies there in one piece is a view."""
         pieces = sorted(
             (piece for part in parts for piece in part.pieces), key=lambda p: (p.span.parameter, p.span.low)
         )
         for piece in pieces:
             data = buffer[piece.offset : piece.offset + piece.span.nbytes]
             parameter = self.plan.parameters[piece.span.parameter]
-            if piece.span.nbytes < parameter.nbytes:
+            if copy or piece.span.nbytes < parameter.nbytes:
                 whole = self._add(data, piece, parameter.nbytes)
                 if whole is None:
                     continue

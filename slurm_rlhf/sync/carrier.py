@@ -1,4 +1,4 @@
-"""The seam between weight sync and the ways on which buckets travel: relays over gloo or NCCL, shared memory, files.
+"""The seam between weight sync and the ways on which buckets travel: relays over gloo, NCCL, shared memory, files.
 
 A carrier is one member's end. What went wrong comes as TransportFailure; the group finds out who.
 """
@@ -9,23 +9,42 @@ from typing import Protocol
 
 import torch
 
+from slurm_rlhf.sync.buffers import Pool
 from slurm_rlhf.sync.plan import Part
 from slurm_rlhf.sync.transport import Pending
 
 
-class Carrier(Protocol):
-    """Buffers are uint8 tensors on `device`. After a failure or `abort` the carrier is spent."""
+class Incoming(Protocol):
+    """A bucket on its way to an engine rank."""
 
-    device: torch.device
+    lent: bool
+    """The buffer is used again after `release`; else whoever keeps a view keeps the memory."""
 
-    def send(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> Pending:
-        """An actor rank's part of a bucket, uint8 [part.nbytes], to the engine ranks of a stream. Called in the order
-        of buckets by the thread that runs the update; does not block; `wait` returns when the buffer may be reused."""
+    def wait(self) -> torch.Tensor:
+        """The bucket, uint8 [plan.nbytes(bucket, stream)], when all of it is there. Raises TransportFailure."""
         ...
 
-    def receive(self, bucket: int, stream: int, buffer: torch.Tensor) -> Pending:
-        """A whole bucket into an engine rank's buffer. Called in the order of buckets, one ahead of the one that is
-        waited for; blocks only while siblings still take a bucket before the last; `wait` returns when all is there."""
+    def release(self) -> None:
+        """Nothing more is read from the buffer."""
+        ...
+
+
+class Carrier(Protocol):
+    """Buckets go in order, update after update. After a failure or `abort` a carrier is spent."""
+
+    device: torch.device
+    """Where the buffers are."""
+    pool: Pool
+    """Of the buckets that come in; its peak tells how much they take."""
+
+    def send(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> Pending:
+        """An actor rank's part of a bucket, uint8 [part.nbytes], to the engine ranks of a stream. Called by the thread
+        that runs the update; does not block; `wait` returns when the buffer may be reused."""
+        ...
+
+    def receive(self, bucket: int) -> Incoming:
+        """An engine rank's next bucket, one ahead of the one that is waited for. Called by the thread that runs the
+        update; blocks only while others of this node still take the buckets before."""
         ...
 
     def flush(self) -> None:

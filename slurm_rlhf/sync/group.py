@@ -15,17 +15,17 @@ from torch.distributed import PrefixStore, Store
 from slurm_rlhf.cluster.route import address_of, address_towards, interface_of, is_loopback
 from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
 from slurm_rlhf.sync.carrier import Carrier
+from slurm_rlhf.sync.choice import BACKENDS, choose
 from slurm_rlhf.sync.failures import FailureBoard
 from slurm_rlhf.sync.gloo import GlooTransport
 from slurm_rlhf.sync.layout import Layout
-from slurm_rlhf.sync.nccl import nccl_available
+from slurm_rlhf.sync.nccl import device_name, nccl_available
 from slurm_rlhf.sync.store import connect, read, wait_until
 from slurm_rlhf.sync.transport import Transport, TransportFailure
 
 log = logging.getLogger(__name__)
 
 _MARGIN_S = 2.0
-BACKENDS = ("auto", "gloo", "nccl")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Membership:
     interface: str = ""  # empty: the one that reaches the store
     label: str = ""  # how messages name the rank
     node: str = ""  # ranks of one node share it; empty: the host name
+    directory: str = ""  # that all members see, for the disk backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,8 @@ class Member:
     pid: int
     address: str  # that the others connect to
     interface: str
-    backend: str
+    backend: str  # wanted
+    device: str  # its GPU; empty without one
 
     def __str__(self) -> str:
         return f"{self.label} on {self.node} (pid {self.pid})"
@@ -75,11 +77,14 @@ class SyncGroup:
         self.world = joining.world
         self.actors = joining.actors
         self.timeout_s = joining.timeout_s
+        self.directory = joining.directory
         self.members: tuple[Member, ...] = ()
+        self.backend = ""  # that the members agreed on
         self.store: Store
         self.board: FailureBoard
         self.control: GlooTransport
         self._where = (joining.host, joining.port)
+        self.late = False  # it was its deadline that ended it
         self._ended = ""
         self._holds: list[Transport | Carrier] = []
         address = address_of(joining.interface, "sync.interface") if joining.interface else _towards(joining.host)
@@ -91,7 +96,8 @@ class SyncGroup:
             os.getpid(),
             address,
             joining.interface or interface_of(address) or address,
-            _backend(joining.backend),
+            _known(joining.backend),
+            device_name() if nccl_available() else "",
         )
 
     @property
@@ -145,7 +151,6 @@ class SyncGroup:
 
     def refuse(self, reason: str) -> None:
         """Leave the group and tell the others why."""
-        self.board.post(reason)
         self.abort(reason)
 
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
@@ -173,6 +178,8 @@ class SyncGroup:
 
     def abort(self, reason: str) -> None:
         """Wake every thread that waits on the group, in this process and, as connections close, in the others."""
+        if not self._ended and not self.late and hasattr(self, "board"):
+            self.board.post(reason)  # before the others see the connections close
         self._ended = self._ended or reason
         self.drop()
 
@@ -202,13 +209,23 @@ class SyncGroup:
         if roster["error"]:
             raise SyncError(f"group {self.name}: {roster['error']}")
         self.members = tuple(Member(**member) for member in roster["members"])
+        self.backend = roster["backend"]
+        if self.rank == 0:
+            log.info("weight transfer group %s uses %s: %s", self.name, self.backend, roster["why"])
 
     def _roll_call(self) -> dict[str, Any]:
         """Rank 0 reads what everybody said, so that the others have one key to read: linear in the members."""
         keys = [f"member/{rank}" for rank in range(self.world)]
         wait_until(lambda: bool(self._ended) or self.store.check(keys), self.timeout_s)
         members = [_member(text) for key in keys if (text := read(self.store, key))]
-        return {"members": [asdict(member) for member in members], "error": self._objection(members)}
+        error, backend, why = self._objection(members), "", ""
+        if not error:
+            try:
+                wanted, nodes, devices = zip(*((m.backend, m.node, m.device) for m in members), strict=True)
+                backend, why = choose(wanted, nodes, devices)
+            except ConfigError as refused:
+                error = str(refused)
+        return {"members": [asdict(m) for m in members], "error": error, "backend": backend, "why": why}
 
     def _objection(self, members: list[Member]) -> str:
         if self._ended:
@@ -219,8 +236,6 @@ class SyncGroup:
             return (
                 f"rank {missing} of {self.world} did not come within {self.timeout_s:g} s (timeout.sync); here: {here}"
             )
-        if len({member.backend for member in members}) > 1:
-            return "its members use different backends: " + ", ".join(f"{m}: {m.backend}" for m in members)
         hidden = [member for member in members if is_loopback(member.address)]
         if hidden and len({member.host for member in members}) > 1:
             return (
@@ -239,19 +254,19 @@ def join(joining: Membership) -> SyncGroup:
         group.me,
         group.name,
         group.world,
-        group.me.backend,
+        group.backend,
         group.me.interface,
         group.me.address,
     )
     return group
 
 
-def _backend(wanted: str) -> str:
-    if wanted not in BACKENDS:
-        raise ConfigError(f"sync.backend: {wanted!r} is not known; valid: {', '.join(BACKENDS)}")
-    if wanted == "nccl" and not nccl_available():
+def _known(backend: str) -> str:
+    if backend not in BACKENDS:
+        raise ConfigError(f"sync.backend: {backend!r} is not known; valid: {', '.join(BACKENDS)}")
+    if backend == "nccl" and not nccl_available():
         raise ConfigError("sync.backend: nccl needs a GPU and a torch that has NCCL; auto and gloo run here")
-    return wanted if wanted != "auto" else "nccl" if nccl_available() else "gloo"
+    return backend
 
 
 def _towards(host: str) -> str:

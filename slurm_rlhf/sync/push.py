@@ -47,6 +47,11 @@ class Sender:
         self.carrier = carrier_of(group, plan)
         self._pool = Pool(self.carrier.device)
 
+    @property
+    def peak(self) -> int:
+        """Bytes of buffers that existed at a time."""
+        return self._pool.peak
+
     def push(self, held: Held, version: int) -> SyncStats:
         """Send this rank's share of policy `version`; on rank 0, return when every engine rank has loaded it.
 
@@ -60,7 +65,7 @@ class Sender:
             self.carrier.flush()
         seconds = time.monotonic() - start
         buckets = len(self.plan.buckets)
-        return SyncStats(version, self.plan.payload, sent, buckets, seconds, filling, self._pool.peak)
+        return SyncStats(version, self.plan.payload, sent, buckets, seconds, filling, self.peak)
 
     def _send(self, source: Source, version: int) -> tuple[int, float]:
         on_the_way: deque[tuple[int, Pending]] = deque()

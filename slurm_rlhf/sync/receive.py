@@ -16,7 +16,6 @@ from slurm_rlhf.sync.carriers import carrier_of
 from slurm_rlhf.sync.group import SyncGroup
 from slurm_rlhf.sync.match import check_match
 from slurm_rlhf.sync.plan import SyncPlan
-from slurm_rlhf.sync.transport import Pending
 from slurm_rlhf.sync.update import following
 
 
@@ -40,7 +39,7 @@ class Receiver:
             raise
         self.carrier = carrier_of(group, plan)
         self._stream = plan.stream_to(group.rank)
-        self.pool = Pool(self.carrier.device)
+        self.pool = Pool(self.carrier.device)  # of parameters that are put together
 
     @contextmanager
     def update(self, version: int) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
@@ -49,10 +48,9 @@ class Receiver:
             with receiver.update(version) as weights:
                 engine.load_weights(weights, version)
 
-        The block's end tells rank 0 that they are loaded. The tensors lie on the carrier's device and share the memory
-        of their bucket, which is not used again as long as one of them lives: an engine may keep them. Raises
-        SyncError naming the parameters whose checksum differs, or who broke the update; whatever the block raises, the
-        sender gets to know.
+        The block's end tells rank 0 that they are loaded. The tensors lie on the carrier's device, in memory that is
+        not used again as long as one of them lives: an engine may keep them. Raises SyncError naming the parameters
+        whose checksum differs, or who broke the update; whatever the block raises, the sender gets to know.
         """
         with following(self.group, version):
             weights = self._weights(version)
@@ -67,20 +65,17 @@ class Receiver:
         assembly = Assembly(self.plan, self.pool)
         self.verify_s = 0.0
         buckets = len(self.plan.buckets)
-        ahead = self._expect(0)
+        ahead = self.carrier.receive(0)
         for bucket in range(buckets):
-            buffer, pending = ahead
+            incoming = ahead
             if bucket + 1 < buckets:
-                ahead = self._expect(bucket + 1)
-            pending.wait()
+                ahead = self.carrier.receive(bucket + 1)
+            buffer = incoming.wait()
             started = time.monotonic()
             parts = self.plan.parts(bucket, self._stream)
             for part in parts:
                 verify(buffer, self.plan, part, bucket, version)
             self.verify_s += time.monotonic() - started
-            yield from assembly.parameters(buffer, parts)
-            del buffer, pending
-
-    def _expect(self, bucket: int) -> tuple[torch.Tensor, Pending]:
-        buffer = self.pool.take(self.plan.nbytes(bucket, self._stream))
-        return buffer, self.carrier.receive(bucket, self._stream, buffer)
+            yield from assembly.parameters(buffer, parts, copy=incoming.lent)
+            del buffer
+            incoming.release()

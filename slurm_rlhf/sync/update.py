@@ -12,13 +12,15 @@ from contextlib import contextmanager
 
 import torch
 
-from slurm_rlhf.errors import SyncError
+from slurm_rlhf.errors import SyncBroken, SyncError
+from slurm_rlhf.sync.failures import Verdict
 from slurm_rlhf.sync.group import SyncGroup
 from slurm_rlhf.sync.transport import TransportFailure
 
-REPORT_TAG = 1
-REPORT_BYTES = 8
-"""A member's word that it has done its part of an update."""
+REPORT_TAG = (1 << 30) + 1
+"""Of a member's word that it has done its part of an update; chunks have lower tags."""
+DONE_TAG = (1 << 30) + 2
+"""Of rank 0's that everybody has."""
 _SETTLE_S = 0.3
 
 
@@ -34,13 +36,16 @@ def leading(group: SyncGroup, version: int) -> Iterator[None]:
     try:
         yield
         watch.join()
+        for rank in group.peers:
+            group.control.send(_word(), rank, DONE_TAG).wait()
     except TransportFailure as error:
         watch.drop()
-        verdict = f"weight update to policy version {version} failed: {group.ended or _judge(group, watch.left)}"
+        found = _ended(group) or _judge(group, watch.left)
+        verdict = Verdict(f"weight update to policy version {version} failed: {found.text}", found.refused)
         _give_up(group, verdict)
-        raise SyncError(verdict) from error
+        raise _error(verdict) from error
     except BaseException as error:
-        _give_up(group, f"{group.me} gave up the update to policy version {version}: {error}")
+        _give_up(group, Verdict(f"{group.me} gave up the update to policy version {version}: {error}", refused=True))
         raise
     finally:
         deadline.cancel()
@@ -53,33 +58,34 @@ def following(group: SyncGroup, version: int) -> Iterator[None]:
     Raises SyncError with rank 0's verdict where the connections broke; the group is spent.
     """
     group.check()
-    lost: list[TransportFailure] = []
     deadline = _Deadline(group, version)
+    line = _Line(group)
     try:
         yield
-        group.control.send(torch.zeros(REPORT_BYTES, dtype=torch.uint8), 0, REPORT_TAG).wait()
+        group.control.send(_word(), 0, REPORT_TAG).wait()
+        line.join()
     except BaseException as error:
         found = _transport_failure(error)
         if found is None:
-            reason = f"{type(error).__name__}: {error}"
-            group.board.post(reason)
-            group.abort(reason)
+            group.refuse(f"{type(error).__name__}: {error}")
             raise
-        lost.append(found)
         raise _broken(group, version, found) from error
     finally:
         deadline.cancel()
 
 
 class _Deadline(threading.Timer):
-    """Ends an update that is still going on after the group's time-out, whatever it is that waits."""
+    """Ends an update that still goes on when all of its time is over, whatever it is that waits."""
 
     def __init__(self, group: SyncGroup, version: int) -> None:
-        text = f"policy version {version} was not everywhere after {group.timeout_s:g} s (timeout.sync)"
         # Behind the time-outs of single operations, which know more.
-        super().__init__(1.5 * group.timeout_s, group.abort, (text,))
+        super().__init__(1.5 * group.timeout_s, self._over, (group, version))
         self.daemon = True
         self.start()
+
+    def _over(self, group: SyncGroup, version: int) -> None:
+        group.late = True
+        group.abort(f"policy version {version} was not everywhere after {1.5 * group.timeout_s:g} s (timeout.sync)")
 
 
 class _Watch:
@@ -119,7 +125,7 @@ class _Watch:
 
     def _wait(self, rank: int) -> None:
         try:
-            self._group.control.receive(torch.zeros(REPORT_BYTES, dtype=torch.uint8), rank, REPORT_TAG).wait()
+            self._group.control.receive(_word(), rank, REPORT_TAG).wait()
         except TransportFailure as error:
             if self._dropped:
                 return
@@ -129,25 +135,63 @@ class _Watch:
             self.drop()
 
 
-def _judge(group: SyncGroup, left: set[int]) -> str:
+class _Line:
+    """A thread that waits for rank 0's last word, and so notices when rank 0 lets go, whatever else is waited for."""
+
+    def __init__(self, group: SyncGroup) -> None:
+        self._group = group
+        self._failure: TransportFailure | None = None
+        self._thread = threading.Thread(target=self._wait, name="sync-line", daemon=True)
+        self._thread.start()
+
+    def join(self) -> None:
+        """Wait for the word. Raises TransportFailure."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _wait(self) -> None:
+        try:
+            # Rank 0 has the shorter time-out: it knows who was late.
+            self._group.control.receive(_word(), 0, DONE_TAG).wait_within(2 * self._group.timeout_s)
+        except TransportFailure as error:
+            self._failure = error
+            self._group.drop()
+
+
+def _word() -> torch.Tensor:
+    return torch.zeros(8, dtype=torch.uint8)
+
+
+def _judge(group: SyncGroup, left: set[int]) -> Verdict:
     names = {member.rank: str(member) for member in group.members}
     return group.board.judge(group.peers, left, names, group.timeout_s)
 
 
-def _give_up(group: SyncGroup, verdict: str) -> None:
+def _ended(group: SyncGroup) -> Verdict | None:
+    """What was said here when the group was aborted."""
+    return Verdict(group.ended, refused=not group.late) if group.ended else None
+
+
+def _give_up(group: SyncGroup, verdict: Verdict) -> None:
     group.board.publish(verdict)
-    group.abort(verdict)
+    group.abort(verdict.text)
 
 
 def _broken(group: SyncGroup, version: int, lost: TransportFailure) -> SyncError:
-    ended = group.ended
-    group.board.post(ended)
+    ended = _ended(group)
+    group.board.post(ended.text if ended and ended.refused else "")
     group.drop()
     verdict = ended or group.board.verdict()
     if verdict is None:
-        verdict = f"{group.members[0]}, which leads the update, is gone or hangs: {lost}"
-    group.abort(verdict)
-    return SyncError(f"policy version {version} did not get through at {group.me}: {verdict}")
+        verdict = Verdict(f"{group.members[0]}, which leads the update, is gone or hangs: {lost}")
+    group.abort(verdict.text)
+    text = f"policy version {version} did not get through at {group.me}: {verdict.text}"
+    return _error(Verdict(text, verdict.refused))
+
+
+def _error(verdict: Verdict) -> SyncError:
+    return SyncError(verdict.text) if verdict.refused else SyncBroken(verdict.text)
 
 
 def _transport_failure(error: BaseException | None) -> TransportFailure | None:
