@@ -1,4 +1,4 @@
-"""Nodes with links of a known rate: network namespaces on a bridge, each link limited in both directions. Needs root."""
+"""Nodes with links of a known rate: network namespaces on a bridge, limited in both directions. Needs root."""
 
 from __future__ import annotations
 

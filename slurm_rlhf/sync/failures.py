@@ -32,16 +32,23 @@ class Verdict:
 
 
 class FailureBoard:
-    """Keys of a group's store: `failed/<rank>` and `verdict`."""
+    """Keys of a group's store: `failed/<rank>`, `refused` and `verdict`."""
 
-    def __init__(self, store: Store, rank: int) -> None:
+    def __init__(self, store: Store, rank: int, label: str) -> None:
         self._store = store
         self._rank = rank
+        self._label = label
 
     def post(self, reason: str = "") -> None:
         """Say why this rank gave up; nothing: it lost the others."""
         with suppress(RuntimeError):  # the store's process may be the one that is gone
             self._store.set(f"failed/{self._rank}", reason or _LOST)
+            if reason:
+                self._store.set("refused", f"{self._label}: {reason}")
+
+    def refusal(self) -> str | None:
+        """Who gave up of its own and why, for those who wait for it; None if nobody did. Raises RuntimeError."""
+        return read(self._store, "refused")
 
     def judge(self, peers: Collection[int], left: Iterable[int], labels: dict[int, str], timeout_s: float) -> Verdict:
         """What happened to `peers`, for rank 0. `left`: those whose connection closed; may grow meanwhile."""

@@ -112,7 +112,7 @@ class SyncGroup:
         """
         try:
             self.store = PrefixStore(f"sync/{self.name}", connect(*self._where, self.timeout_s))
-            self.board = FailureBoard(self.store, self.rank)
+            self.board = FailureBoard(self.store, self.rank, str(self.me))
             self._meet()
             self.control = GlooTransport(self.store, self.rank, self.world, self.me.address, self.timeout_s)
             self._holds.append(self.control)
@@ -158,10 +158,14 @@ class SyncGroup:
 
         Waits a little longer than the time-out: if rank 0 gives up at the same time, it knows more.
         """
+        refusal = self.board.refusal
         try:
-            came = wait_until(lambda: bool(self._ended) or ready(), self.timeout_s + _MARGIN_S)
+            came = wait_until(lambda: bool(self._ended or refusal()) or ready(), self.timeout_s + _MARGIN_S)
+            refused = refusal()
         except RuntimeError as error:
             raise SyncError(f"group {self.name}: the process that holds its store is gone: {error}") from error
+        if refused and not self._ended:
+            self._ended = refused
         if not came:
             raise SyncError(f"group {self.name}: {what} did not come within {self.timeout_s:g} s (timeout.sync)")
         self.check()
