@@ -14,6 +14,7 @@ SlurmRlhfError                  anything this package raises on purpose
     ├── RemoteError             a role's handler raised; carries the remote traceback for the log
     ├── WireError               a frame that does not decode, a peer that is not ours
     └── SyncError               weights that did not arrive, or arrived different
+        └── SyncBroken          connections of a transfer that broke or fell silent: a new group may help
 """
 
 from __future__ import annotations
@@ -88,3 +89,7 @@ class WireError(RunError):
 
 class SyncError(RunError):
     """Weights did not arrive, or arrived different from what was sent."""
+
+
+class SyncBroken(SyncError):
+    """A transfer was cut off by a connection or a member, not by what it carried: a new group may carry it."""

@@ -71,28 +71,82 @@ def digest(tensor: Any) -> str:
     return hashlib.sha1(f"{tensor.dtype}{list(tensor.shape)}".encode() + raw).hexdigest()
 
 
+def make_weights(seed: int, layers: int = 12) -> list[tuple[str, Any]]:
+    """About 1 MB per layer; fp32, bf16 and fp16, large and small; the same in every process."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    weights = [("embed", torch.randn(512, 256, generator=generator))]
+    for layer in range(layers):
+        weights.append((f"{layer}.weight", torch.randn(500, 501, generator=generator)))
+        weights.append((f"{layer}.half", torch.randn(77, generator=generator).bfloat16()))
+        weights.append((f"{layer}.other", torch.randn(3, 5, generator=generator).half()))
+    return weights
+
+
+def describe(weights: list[tuple[str, Any]]) -> list[list[Any]]:
+    return [[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in weights]
+
+
+def hold(weights: list[tuple[str, Any]], rank: int = 0, world: int = 1) -> dict[str, Any]:
+    """What a rank of a ZeRO-3 world has of `weights`; of a world of one: all."""
+    held = {}
+    for name, tensor in weights:
+        flat = tensor.reshape(-1)
+        step = -(-flat.numel() // world)
+        first = min(rank * step, flat.numel())
+        held[name] = (first, flat[first : first + step])
+    return held
+
+
 class _Engine:
     def __init__(self) -> None:
         self.group: Any = None
+        self.act = ""
+        self.loaded: dict[str, str] = {}
+        self.sender: Any = None
         self.receiver: Any = None
 
     def warm_up(self) -> int:
         """Imports take seconds; the tests' time-outs must not contain them."""
+        import slurm_rlhf.sync.push
         import slurm_rlhf.sync.receive  # noqa: F401
 
         return os.getpid()
 
     def join(self, **where: Any) -> list[str]:
-        from slurm_rlhf.sync.group import join
+        from slurm_rlhf.sync.group import Membership, join
 
-        self.group = join(**where)
+        self.group = join(Membership(**where))
         return [str(member) for member in self.group.members]
 
-    def receiver_of(self, expected: Any = None) -> int:
+    def receiver_of(self, parameters: Any, bucket: int, zero: int = 0, expected: Any = None) -> int:
+        from slurm_rlhf.sync.plan import make_plan
         from slurm_rlhf.sync.receive import Receiver
 
-        self.receiver = Receiver(self.group, expected)
+        self.receiver = Receiver(self.group, make_plan(parameters, bucket, self.group.layout(zero)), expected)
         return len(self.receiver.plan.buckets)
+
+    def sender_of(self, parameters: Any, bucket: int, zero: int = 0) -> int:
+        from slurm_rlhf.sync.plan import make_plan
+        from slurm_rlhf.sync.push import Sender
+
+        self.sender = Sender(self.group, make_plan(parameters, bucket, self.group.layout(zero)))
+        return len(self.sender.plan.buckets)
+
+    def push(self, version: int, seed: int, layers: int = 12, seconds: float = 0.0) -> dict[str, Any]:
+        """Be an actor rank. With `seconds`: a pause before each piece."""
+        from dataclasses import asdict
+
+        zero = self.sender.plan.layout.zero_stage == 3
+        world = self.group.actors if zero else 1
+        if seconds:
+            import slurm_rlhf.sync.push as module
+
+            fill = module.fill
+            module.fill = lambda *args: (time.sleep(seconds), fill(*args))[1]
+        held = hold(make_weights(seed, layers), self.group.rank if zero else 0, world)
+        return asdict(self.sender.push(held, version))
 
     def update(self, version: int, at: int = -1, act: str = "", seconds: float = 0.0) -> dict[str, str]:
         """Load an update. After `at` parameters: raise, die, freeze, leave or abort. Sleeps `seconds` per parameter."""
@@ -113,40 +167,62 @@ class _Engine:
                 time.sleep(seconds)
         return {name: digest(tensor) for name, tensor in kept.items()}
 
-    def operations(self) -> list[float]:
-        """The other half of the transport's conformance test."""
-        import torch
-
-        data = self.group.data
-        first = torch.zeros(1000, dtype=torch.uint8, device=data.device)
-        data.broadcast(first, 0).wait()
-        second = torch.zeros(1000, dtype=torch.uint8, device=data.device)
-        data.receive(second, 0, 7).wait()
-        data.send(first + second, 0, 8).wait()
-        return [float(first.float().mean()), float(second.float().mean())]
-
     def listen(self) -> int:
         from slurm_rlhf.sync.store import SyncStore
 
         self.store = SyncStore.listen("127.0.0.1", timeout_s=30)
         return self.store.port
 
-    def push(self, version: int, seconds: float) -> int:
-        """Be the sender, of ten parameters in ten buckets, with a pause before each."""
-        import torch
-
-        from slurm_rlhf.sync.push import Sender
-
-        def slowly() -> Any:
-            for number in range(10):
-                time.sleep(seconds)
-                yield f"p{number}", torch.full((1000,), float(number))
-
-        described = [[f"p{number}", [1000], "float32"] for number in range(10)]
-        return Sender(self.group, described, 1).push(slowly(), version).buckets
-
     def leave(self) -> None:
         self.group.close()
+
+    def become(self, role: str, rank: int, settings: dict[str, Any]) -> None:
+        """A rank of a run, for the conductor's calls below."""
+        from slurm_rlhf.config.schema import Config
+        from slurm_rlhf.sync.session import ActorEnd, EngineEnd
+
+        config = Config()
+        for name, value in settings.items():
+            group, _, key = name.partition(".")
+            setattr(getattr(config, group), key, value)
+        self.end: Any = (ActorEnd if role == "actor" else EngineEnd)(config, f"{role} {rank}")
+        self.rank = rank
+        self.refusals = 0
+
+    def sync_listen(self, host: str) -> dict[str, Any]:
+        return dict(self.end.listen(host))
+
+    def sync_join(self, parameters: Any, **group: Any) -> dict[str, Any]:
+        ends_with_actors = hasattr(self.end, "push")
+        if group.get("backend", "") != "gloo" and self.refusals:
+            self.refusals -= 1
+            group["interface"] = "none9"
+        self.actors = group["actors"]
+        arguments = (parameters,) if ends_with_actors else (parameters, parameters)
+        return dict(self.end.join(*arguments, **group))
+
+    def sync_push(self, version: int) -> dict[str, Any]:
+        return dict(self.end.push(hold(make_weights(version), self.rank, self.actors), version))
+
+    def sync_receive(self, version: int) -> dict[str, Any]:
+        def load(weights: Any, version: int) -> None:
+            self.loaded = {}
+            for number, (name, tensor) in enumerate(weights):
+                if number == 5 and self.act == "damage":
+                    raise ValueError("no room for this layer")
+                if number == 5 and self.act == "stop":
+                    self.act = ""
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                self.loaded[name] = digest(tensor)
+
+        return dict(self.end.receive(version, load))
+
+    def will(self, act: str = "", refusals: int = 0) -> None:
+        """What goes wrong next."""
+        self.act, self.refusals = act, refusals
+
+    def weights_loaded(self) -> dict[str, str]:
+        return self.loaded
 
 
 def _main() -> None:

@@ -163,3 +163,43 @@ def test_plan_for_nodes_that_somebody_thinks_of(tmp_path: Path, capsys: pytest.C
     assert "--gpus_per_node goes with" in capsys.readouterr().err
     assert main(["plan", str(file), "--nodes=1", "--gpus_per_node=8"]) == 2
     assert "fit" in capsys.readouterr().err
+
+
+def _store_model(directory: Path, shapes: dict[str, list[int]]) -> None:
+    """The header of a safetensors file is all that `plan` may read."""
+    header = json.dumps(
+        {name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    )
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+
+
+def test_plan_shows_what_a_weight_transfer_costs(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = {f"model.layers.{layer}.mlp.weight": [5000, 5000] for layer in range(10)}
+    _store_model(file.parent / "model", {"lm_head.weight": [1000, 5000], **shapes})
+    words = [
+        *("plan", str(file), "--actor.num_nodes=2", "--actor.num_gpus_per_node=6", "--vllm.num_engines=4"),
+        *("--vllm.num_nodes=2", "--critic.num_nodes=2", "--ref.num_nodes=2", "--nodes=2", "--gpus_per_node=10"),
+    ]
+    assert main([*words, "--json", "--ds.zero_stage=3", "--network_gbits=8"]) == 0
+    transfer = json.loads(capsys.readouterr().out)["transfer"]
+    payload = 2 * (10 * 5000 * 5000 + 1000 * 5000)
+    assert transfer["bytes"] == payload
+    assert transfer["buckets"] == 10
+    assert len(transfer["actor_sent"]) == 12
+    assert transfer["engine_received"] == dict.fromkeys("0123", payload)
+    for link in transfer["links"].values():  # each node holds half and gets the other half
+        assert link == {"out": pytest.approx(payload / 2, rel=1e-3), "into": pytest.approx(payload / 2, rel=1e-3)}
+    assert transfer["seconds"] == pytest.approx(payload / 2 / 1e9, rel=1e-3)
+
+    assert main([*words, "--ds.zero_stage=2"]) == 0  # every node has the whole model already
+    out = capsys.readouterr().out
+    assert "weight transfer: 510 MB in 10 buckets, about" in out
+    assert re.search(r"^  an engine rank receives 510 MB and hands on 255 MB$", out, re.MULTILINE)
+    assert len(re.findall(": 0 B out, 0 B in", out)) == 2
+
+
+def test_plan_without_shapes_shows_no_transfer(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(file)]) == 0
+    assert "weight transfer" not in capsys.readouterr().out
+    assert main(["plan", str(file), "--network_gbits=fast"]) == 2
+    assert "--network_gbits takes a rate in Gbit/s above 0, got 'fast'" in capsys.readouterr().err

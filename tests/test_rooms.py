@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algorithms": {"records", "errors"},
     "rollout": BASE | {"observe"},
     "training": BASE | {"observe", "algorithms", "data"},
-    "sync": BASE | {"observe"},
+    "sync": BASE | {"observe", "cluster"},
     "checkpoint": BASE | {"observe"},
     "observe": BASE,
     "roles": ALL - {"launch", "cli"},

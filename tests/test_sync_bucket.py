@@ -3,12 +3,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sync_peer import describe, hold
 
 from slurm_rlhf.errors import SyncError
-from slurm_rlhf.sync.bucket import fill, verify, view
+from slurm_rlhf.sync.bucket import Assembly, fill, verify
+from slurm_rlhf.sync.buffers import Pool
 from slurm_rlhf.sync.checksum import checksum
+from slurm_rlhf.sync.layout import Layout
 from slurm_rlhf.sync.plan import make_plan
-from slurm_rlhf.sync.push import described, distinct
+from slurm_rlhf.sync.push import span_source
 
 
 def _random_bytes(n: int) -> torch.Tensor:
@@ -47,53 +50,80 @@ def _weights() -> list[tuple[str, torch.Tensor]]:
     return [
         ("fp32", torch.randn(7, 5)),
         ("bf16", torch.randn(33).bfloat16()),
-        ("transposed", torch.randn(6, 4).half().T),
+        ("half", torch.randn(6, 4).half()),
         ("scalar", torch.tensor(3.5)),
         ("none", torch.zeros(0, 4)),
+        ("large", torch.randn(90, 10)),
     ]
 
 
-def test_what_is_filled_is_what_is_viewed():
-    weights = _weights()
-    plan = make_plan(described(weights), 1 << 20)
-    buffer = torch.randint(0, 256, (plan.largest,), dtype=torch.uint8)
-    fill(buffer, plan.buckets[0], 0, 12, iter(weights))
-    verify(buffer, plan.buckets[0], 0, 12)
-    for (_, tensor), entry in zip(weights, plan.buckets[0].entries, strict=True):
-        got = view(buffer, entry)
-        assert got.dtype == tensor.dtype
-        assert torch.equal(got, tensor)
+def _plan(actors: int = 1, zero: int = 0, bucket: int = 1 << 20):
+    return make_plan(describe(_weights()), bucket, Layout(("a",) * actors, ("b",), zero))
+
+
+def _filled(plan, bucket: int, version: int) -> torch.Tensor:
+    """The bucket as its owners would send it."""
+    actors = len(plan.layout.actors)
+    cut = actors if plan.layout.zero_stage == 3 else 1
+    buffer = torch.randint(0, 256, (plan.nbytes(bucket, 0),), dtype=torch.uint8)
+    for part in plan.parts(bucket, 0):
+        source = span_source(plan, hold(_weights(), part.owner if cut > 1 else 0, cut))
+        fill(buffer[part.start : part.start + part.nbytes], part, bucket, version, source)
+    return buffer
+
+
+@pytest.mark.parametrize(("actors", "zero"), [(1, 0), (3, 2), (1, 3), (4, 3)])
+@pytest.mark.parametrize("bucket", [64, 320, 1 << 20])
+def test_what_is_filled_is_what_is_put_together(actors, zero, bucket):
+    plan = _plan(actors, zero, bucket)
+    assembly = Assembly(plan, Pool(torch.device("cpu")))
+    got = []
+    for index in range(len(plan.buckets)):
+        buffer, parts = _filled(plan, index, 12), plan.parts(index, 0)
+        for part in parts:
+            verify(buffer, plan, part, index, 12)
+        got += list(assembly.parameters(buffer, parts))
+    for (name, tensor), (expected, sent) in zip(got, _weights(), strict=True):
+        assert name == expected
+        assert tensor.dtype == sent.dtype
+        assert torch.equal(tensor, sent)
 
 
 def test_a_wrong_byte_and_a_wrong_version_are_named():
-    weights = _weights()
-    plan = make_plan(described(weights), 1 << 20)
-    buffer = torch.zeros(plan.largest, dtype=torch.uint8)
-    fill(buffer, plan.buckets[0], 0, 12, iter(weights))
-    with pytest.raises(SyncError, match="bucket 0 of policy version 13, got bucket 0 of version 12"):
-        verify(buffer, plan.buckets[0], 0, 13)
-    buffer[plan.buckets[0].entries[1].offset + 3] += 1
-    with pytest.raises(SyncError, match="differs from the sender's in bf16 "):
-        verify(buffer, plan.buckets[0], 0, 12)
+    plan = _plan(2, 3)
+    buffer = _filled(plan, 0, 12)
+    first, second = plan.parts(0, 0)
+    with pytest.raises(SyncError, match="bucket 0 of policy version 13, got bucket 0 of version 12 from actor 1"):
+        verify(buffer, plan, second, 0, 13)
+    buffer[second.pieces[1].offset + 3] += 1
+    verify(buffer, plan, first, 0, 12)
+    with pytest.raises(SyncError, match="differs from that of actor 1 in bf16 "):
+        verify(buffer, plan, second, 0, 12)
 
 
 def test_parameters_that_are_not_the_plan():
-    weights = _weights()
-    plan = make_plan(described(weights), 1 << 20)
-    buffer = torch.zeros(plan.largest, dtype=torch.uint8)
-    with pytest.raises(SyncError, match=r"next parameter is bf16 \[33\] bfloat16, the plan says fp32 \[7, 5\] float32"):
-        fill(buffer, plan.buckets[0], 0, 1, iter(weights[1:]))
-    with pytest.raises(SyncError, match="end before 'scalar'"):
-        fill(buffer, plan.buckets[0], 0, 1, iter(weights[:3]))
+    plan = _plan()
+    held = hold(_weights())
+    with pytest.raises(SyncError, match="no parameter 'bf16', which is in the plan"):
+        span_source(plan, {name: part for name, part in held.items() if name != "bf16"})
+    with pytest.raises(SyncError, match="'half' is float32, the plan says float16"):
+        span_source(plan, {**held, "half": (0, torch.zeros(24))})
+    with pytest.raises(SyncError, match="'more' that is not in the plan"):
+        span_source(plan, {**held, "more": (0, torch.zeros(24))})
+    source = span_source(plan, {**held, "fp32": (10, torch.zeros(25))})
+    with pytest.raises(SyncError, match="holds elements 10 to 35 of 'fp32', the plan wants 0 to 35 of 35"):
+        source(plan.buckets[0][0])
 
 
-def test_tied_parameters_are_sent_once_and_reused_memory_is_no_tie():
-    embed, other = torch.nn.Parameter(torch.randn(4, 4)), torch.randn(4, 4)
-    named = [("embed", embed), ("other", other), ("head", embed), ("state_dict_head", embed.detach())]
-    assert [name for name, _ in distinct(named)] == ["embed", "other"]
-
-    def gathered():
-        for number in range(50):
-            yield f"p{number}", torch.full((1000,), float(number))  # the allocator hands the same block out again
-
-    assert [float(tensor[0]) for _, tensor in distinct(gathered())] == list(range(50))
+def test_memory_is_used_again_when_the_last_view_of_it_is_gone():
+    pool = Pool(torch.device("cpu"))
+    first = pool.take(1000)
+    kept = first[100:200].view(torch.float32)
+    address = first.data_ptr()
+    del first
+    second = pool.take(1000)
+    assert second.data_ptr() != address
+    kept.fill_(1.0)
+    del kept
+    assert pool.take(900).data_ptr() == address
+    assert pool.peak == 2000

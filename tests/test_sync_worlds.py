@@ -15,8 +15,10 @@ PROGRAM = '''
 import sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
-from slurm_rlhf.sync.group import join
-from slurm_rlhf.sync.push import Sender, described
+from sync_peer import describe, hold
+from slurm_rlhf.sync.group import Membership, join
+from slurm_rlhf.sync.plan import make_plan
+from slurm_rlhf.sync.push import Sender
 from slurm_rlhf.sync.receive import Receiver
 from slurm_rlhf.sync.store import SyncStore
 
@@ -40,10 +42,10 @@ def sender():
     store = SyncStore.listen("localhost", timeout_s=60)
     (place / "port.new").write_text(str(store.port))
     (place / "port.new").rename(place / "port")
-    group = join("weights", 0, 3, "localhost", store.port, timeout_s=60, label="actor 0")
-    sender = Sender(group, described(weights(0)), 1 << 20)
+    group = join(Membership("weights", 0, 3, 1, "localhost", store.port, timeout_s=60, label="actor 0"))
+    sender = Sender(group, make_plan(describe(weights(0)), 1 << 20, group.layout(0)))
     for version in (1, 2):
-        sender.push(weights(version), version)
+        sender.push(hold(weights(version)), version)
         print(*world_works())
     group.close()
 
@@ -52,8 +54,8 @@ def receiver():
     while not (place / "port").exists():
         time.sleep(0.05)
     port = int((place / "port").read_text())
-    group = join("weights", 1 + rank, 3, "localhost", port, timeout_s=60, label=f"rollout {rank}")
-    receiver = Receiver(group, described(weights(0)))
+    group = join(Membership("weights", 1 + rank, 3, 1, "localhost", port, timeout_s=60, label=f"rollout {rank}"))
+    receiver = Receiver(group, make_plan(describe(weights(0)), 1 << 20, group.layout(0)))
     for version in (1, 2):
         with receiver.update(version) as arriving:
             loaded = dict(arriving)
@@ -76,7 +78,7 @@ dist.destroy_process_group()
 
 @pytest.mark.timeout(120)
 def test_two_worlds_keep_their_own_groups_while_weights_go_across(tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, role, str(rank), str(tmp_path)],

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 
 from slurm_rlhf.cli.arguments import page, parse
 from slurm_rlhf.cli.layout import draw_layout, layout_on, layout_somewhere
+from slurm_rlhf.cli.transfer import INSIDE_GBITS, NETWORK_GBITS, draw_transfer, transfer_json, transfer_plan
 from slurm_rlhf.cluster.draw import draw
 from slurm_rlhf.cluster.nodelist import expand
 from slurm_rlhf.cluster.topology import numbered_names
@@ -14,28 +16,38 @@ from slurm_rlhf.errors import ConfigError
 
 USAGE = (
     "usage: slurm-rlhf plan FILE.toml [--KEY=VALUE ...] [--json]\n"
-    "                       [--gpus_per_node=N (--nodes=N | --nodelist=LIST)]"
+    "                       [--gpus_per_node=N (--nodes=N | --nodelist=LIST)]\n"
+    "                       [--network_gbits=RATE] [--inside_gbits=RATE]"
 )
 ABOUT = (
     "Shows which rank of which role goes on which accelerator slot of which node, and starts nothing: in the Slurm "
-    "allocation it runs in, on the nodes that the options name, else on as many as the configuration asks for. "
-    "These keys decide."
+    "allocation it runs in, on the nodes that the options name, else on as many as the configuration asks for. Where "
+    "the model's directory is there, it adds what a weight transfer sends over each link, and for how long. These keys "
+    "decide."
 )
-FLAGS = {"json": "print one JSON object: accelerator, nodes, roles (role -> node, gpus, ranks), tp_groups, world"}
+FLAGS = {
+    "json": "print one JSON object: accelerator, nodes, roles (role -> node, gpus, ranks), tp_groups, world, transfer"
+}
 OPTIONS = {
     "nodes": "plan for this many nodes",
     "nodelist": "plan for these nodes, in Slurm's words: gpu[001-003,007]",
     "gpus_per_node": "GPUs of each of them",
 }
+DEFAULTS = (str(NETWORK_GBITS), str(INSIDE_GBITS))
+RATES = {
+    "network_gbits": f"rate of a node's links in each direction, for the predicted seconds [{NETWORK_GBITS:g}]",
+    "inside_gbits": f"the same between ranks of one node [{INSIDE_GBITS:g}]",
+}
 ROLES = ("actor", "critic", "ref", "reward")
 KEYS = [f"{role}.{size}" for role in ROLES for size in ("num_nodes", "num_gpus_per_node")]
 KEYS += ["vllm.num_engines", "vllm.tensor_parallel_size", "vllm.num_nodes"]
 KEYS += ["algo.kl.init_coef", "reward.model_name_or_path"]
+KEYS += ["ds.zero_stage", "ds.param_dtype", "sync.bucket_mb"]
 
 
 def help_page() -> str:
     """All of `slurm-rlhf plan --help`."""
-    return page(USAGE, ABOUT, KEYS, FLAGS | OPTIONS)
+    return page(USAGE, ABOUT, KEYS, FLAGS | OPTIONS | RATES)
 
 
 def run(words: list[str]) -> int:
@@ -43,23 +55,29 @@ def run(words: list[str]) -> int:
     options, rest = take_options(words)
     arguments = parse(rest, USAGE, FLAGS)
     config = load_config(arguments.file, arguments.overrides)
+    rates = [_rate(name, options.pop(name, default)) for name, default in zip(RATES, DEFAULTS, strict=True)]
     wanted = wanted_nodes(options)
+    ranks = layout_on(config, *wanted) if wanted else layout_somewhere(config)
+    transfer = transfer_plan(config, ranks)
     if "json" in arguments.flags:
-        print(json.dumps((layout_on(config, *wanted) if wanted else layout_somewhere(config)).to_json()))
-    else:
-        print(draw(layout_on(config, *wanted)) if wanted else draw_layout(config))
+        cost = {"transfer": transfer_json(transfer, *rates)} if transfer else {}
+        print(json.dumps(ranks.to_json() | cost))
+        return 0
+    print(draw(ranks) if wanted else draw_layout(config))
+    if transfer:
+        print(f"\n{draw_transfer(transfer, *rates)}")
     return 0
 
 
 def take_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The options of OPTIONS with their values, and the words that are left."""
+    """The options of OPTIONS and RATES with their values, and the words that are left."""
     options: dict[str, str] = {}
     rest: list[str] = []
     left = iter(words)
     for word in left:
         name, equals, value = word.partition("=")
         name = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
-        if name in OPTIONS:
+        if name in OPTIONS | RATES:
             options[name] = value if equals else next(left, "")
         else:
             rest.append(word)
@@ -81,3 +99,13 @@ def _count(name: str, options: dict[str, str]) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"--{name} takes a whole number of at least 1, got {text!r}")
     return int(text)
+
+
+def _rate(name: str, text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < math.inf:
+        raise ConfigError(f"--{name} takes a rate in Gbit/s above 0, got {text!r}")
+    return rate

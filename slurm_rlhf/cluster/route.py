@@ -7,23 +7,28 @@ reach as the right one.
 from __future__ import annotations
 
 import fcntl
+import ipaddress
 import socket
 import struct
+from pathlib import Path
 
-from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.errors import ConfigError, PlacementError
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _ANY_PORT = 9
 
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
 
 def address_towards(host: str) -> str:
-    """The IPv4 address of this machine that `host` sees. Sends nothing.
+    """The address of this machine that `host` sees, IPv4 where it has one. Sends nothing.
 
     Raises PlacementError when `host` has no address or there is no route to it.
     """
     try:
-        target = socket.getaddrinfo(host, _ANY_PORT, socket.AF_INET, socket.SOCK_DGRAM)[0][4]
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        found = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)
+        family, kind, _, _, target = min(found, key=lambda each: each[0] != socket.AF_INET)
+        with socket.socket(family, kind) as probe:
             probe.connect(target)
             return str(probe.getsockname()[0])
     except OSError as error:
@@ -34,13 +39,44 @@ def address_towards(host: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has the IPv4 `address`; empty if none says so (an alias, a container)."""
+    """The network interface that has `address`; empty if none says so (an alias, a container)."""
+    wanted = _parsed(address)
+    return next((name for name, owned in addresses() if owned == wanted), "lo" if wanted.is_loopback else "")
+
+
+def address_of(interface: str, key: str) -> str:
+    """The address of `interface`. Raises ConfigError naming the interfaces there are, for configuration key `key`."""
+    owned = addresses()
+    for name, address in owned:
+        if name == interface:
+            return str(address)
+    raise ConfigError(
+        f"{key}: {socket.gethostname()} has no interface {interface!r} with an address; it has "
+        f"{', '.join(sorted({name for name, _ in owned}))}. Leave it empty to take the one that reaches the peers."
+    )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether the address exists inside its own node only."""
+    return _parsed(address).is_loopback
+
+
+def addresses() -> list[tuple[str, Address]]:
+    """(interface, address) of this machine, IPv4 first."""
+    found: list[tuple[str, Address]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
             except OSError:
                 continue  # it has no IPv4 address
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return ""
+            found.append((name, ipaddress.IPv4Address(answer[20:24])))
+    table = Path("/proc/net/if_inet6")
+    for line in table.read_text().splitlines() if table.exists() else []:
+        digits, *_, name = line.split()
+        found.append((name, ipaddress.IPv6Address(int(digits, 16))))
+    return found
+
+
+def _parsed(address: str) -> Address:
+    return ipaddress.ip_address(address.split("%", maxsplit=1)[0])

@@ -245,12 +245,14 @@ class Ckpt:
 
 @dataclass(slots=True)
 class Sync:
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """auto, gloo or nccl."""
+    backend: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
+    """auto, gloo, nccl, ipc (one device or node) or disk (files in run_dir). auto: by the members' nodes and GPUs."""
     bucket_mb: int = 64
     """Bytes of weights in flight at a time, in MiB."""
     interface: str = ""
     """Network interface of the weight transfer; empty: the one that reaches the peers."""
+    fallback: Literal["none", "gloo"] = "none"
+    """gloo: go over to it where the backend cannot connect the members or keeps breaking; none: end the run."""
 
 
 @dataclass(slots=True)
@@ -278,7 +280,7 @@ class Timeout:
     collective: float = 1800.0
     """Any collective inside a role (training groups)."""
     sync: float = 600.0
-    """One weight update, and every operation of its groups."""
+    """One weight update. Half of it for a single operation, so that members find out who is behind."""
     checkpoint: float = 3600.0
     """Saving or loading one role's state."""
     reward: float = 600.0

@@ -6,15 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.records import Experience
-from slurm_rlhf.roles.role import Role
-from slurm_rlhf.sync.group import join
-from slurm_rlhf.sync.push import Sender
-from slurm_rlhf.sync.store import SyncStore
+from slurm_rlhf.roles.role import Role, Seat
+from slurm_rlhf.sync.session import ActorEnd
 from slurm_rlhf.training.policy import PolicyTrainer
 
 
 class ActorRole(Role):
+    def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
+        super().__init__(config, seat, client)
+        self.sync = ActorEnd(config, f"{seat.role} {seat.rank}")
+
     def calls(self) -> dict[str, Callable[..., Any]]:
         return {
             "start": self.start,
@@ -23,15 +27,14 @@ class ActorRole(Role):
             "save": lambda path: self.trainer.save(Path(path)),
             "load": lambda path: self.trainer.load(Path(path)),
             "export": lambda path: self.trainer.export_hf(Path(path)),
-            "sync_listen": self.sync_listen,
-            "sync_join": self.sync_join,
+            "sync_listen": self.sync.listen,
+            "sync_join": self.sync.join,
             "sync_push": self.sync_push,
         }
 
     def start(self, total_steps: int) -> list[list[Any]]:
         """Load the model; answers its parameters as [[name, shape, dtype], ...]."""
         self.trainer = PolicyTrainer(self.config, total_steps)
-        self.sender: Sender | None = None
         return self.trainer.describe()
 
     def logprobs(self, experience: dict[str, Any], micro: list[list[int]]) -> dict[str, Any]:
@@ -40,29 +43,6 @@ class ActorRole(Role):
     def train_step(self, experience: dict[str, Any], micro: list[list[int]], denominator: float) -> dict[str, float]:
         return self.trainer.train_step(Experience.from_wire(experience), micro, denominator)
 
-    def sync_listen(self, host: str) -> dict[str, Any]:
-        """Open the store where the members of a weight transfer meet."""
-        self.store = SyncStore.listen(host, self.config.timeout.sync)
-        return {"host": self.store.host, "port": self.store.port}
-
-    def sync_join(self, parameters: list[list[Any]], **group: Any) -> None:
-        """Join the group of a weight transfer as its sender."""
-        sync = self.config.sync
-        joined = join(
-            **group,
-            timeout_s=self.config.timeout.sync,
-            backend=sync.backend,
-            interface=sync.interface,
-            label=f"{self.seat.role} {self.seat.rank}",
-        )
-        self.sender = Sender(joined, parameters, sync.bucket_mb << 20)
-
-    def sync_push(self, version: int) -> dict[str, float] | None:
-        """Send the weights as policy `version`. Only the sender's rank sends; the others help to gather."""
-        weights = self.trainer.named_parameters_for_sync()
-        if self.sender is None:
-            for _ in weights:
-                pass
-            return None
-        stats = self.sender.push(weights, version)
-        return {"bytes": float(stats.nbytes), "seconds": stats.seconds}
+    def sync_push(self, version: int) -> dict[str, Any]:
+        """Send this rank's share of the weights as policy `version`."""
+        return self.sync.push(self.trainer.held(), version)

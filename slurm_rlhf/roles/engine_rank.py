@@ -16,8 +16,7 @@ from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.roles.role import Role, Seat
 from slurm_rlhf.rollout.environment import prepare_environment
 from slurm_rlhf.rollout.place import EnginePlace
-from slurm_rlhf.sync.group import join
-from slurm_rlhf.sync.receive import Receiver
+from slurm_rlhf.sync.session import EngineEnd
 
 MEETING = "meeting"
 """Key of the engine's store: where the leader listens, and what its shared memory is called."""
@@ -33,25 +32,15 @@ class EngineRank(Role):
         self.place = EnginePlace.of(seat.rank, config.vllm.tensor_parallel_size, seat.node)
         own_devices(seat.local_rank, self.place.tp)
         prepare_environment()
+        self.sync = EngineEnd(config, f"{seat.role} {seat.rank}")
 
-    def sync_join(self, parameters: list[list[Any]], **group: Any) -> None:
-        """Join the group of a weight transfer; `parameters` is what the actor will send."""
-        sync = self.config.sync
-        self.receiver = Receiver(
-            join(
-                **group,
-                timeout_s=self.config.timeout.sync,
-                backend=sync.backend,
-                interface=sync.interface,
-                label=f"{self.seat.role} {self.seat.rank}",
-            ),
-            self.engine.describe(),
-        )
+    def sync_join(self, parameters: list[list[Any]], **group: Any) -> dict[str, Any]:
+        """Join the group of a weight transfer; `parameters` is what the actor will send. Answers as `EngineEnd`."""
+        return self.sync.join(parameters, self.engine.describe(), **group)
 
-    def sync_receive(self, version: int) -> None:
-        """Take over policy `version`; requests in flight go on under it."""
-        with self.receiver.update(version) as weights:
-            self.engine.load_weights(weights, version)
+    def sync_receive(self, version: int) -> dict[str, Any]:
+        """Take over policy `version`; requests in flight go on under it. Answers as `EngineEnd`."""
+        return self.sync.receive(version, self.engine.load_weights)
 
     def close(self) -> None:
         if hasattr(self, "engine"):

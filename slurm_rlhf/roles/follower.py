@@ -87,11 +87,11 @@ class FollowerRole(EngineRank):
         digest: bytes = self.engine.ledger.digest()
         return digest
 
-    def do_sync_join(self, parameters: list[list[Any]], rank: int, **group: Any) -> None:
-        self.sync_join(parameters, rank=rank + self.place.tp_rank, **group)
+    def do_sync_join(self, parameters: list[list[Any]], rank: int, **group: Any) -> dict[str, Any]:
+        return self.sync_join(parameters, rank=rank + self.place.tp_rank, **group)
 
-    def do_sync_receive(self, version: int) -> None:
-        self.sync_receive(version)
+    def do_sync_receive(self, version: int) -> dict[str, Any]:
+        return self.sync_receive(version)
 
     def do_close(self) -> None:
         super().close()

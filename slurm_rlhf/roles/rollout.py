@@ -82,14 +82,22 @@ class RolloutRole(EngineRank):
         timer.daemon = True
         timer.start()
 
-    def sync_join(self, parameters: list[list[Any]], **group: Any) -> None:
+    def sync_join(self, parameters: list[list[Any]], **group: Any) -> dict[str, Any]:
         """As `EngineRank.sync_join`, with the followers: `rank` is the leader's, theirs come after it."""
         if self.followers is None:
-            super().sync_join(parameters, **group)
-            return
+            return super().sync_join(parameters, **group)
         self.followers.send([["sync_join", {"parameters": parameters, **group}]])
-        super().sync_join(parameters, **group)
+        answer = super().sync_join(parameters, **group)
         self.followers.finish(self.config.timeout.sync)
+        return answer
+
+    def sync_receive(self, version: int) -> dict[str, Any]:
+        """As `EngineRank.sync_receive`; where a follower's part broke off, that is the answer."""
+        answer = super().sync_receive(version)
+        if self.followers is None or "broken" in answer:
+            return answer
+        theirs: list[dict[str, Any]] = self.engine.settle()
+        return next((word for word in theirs if "broken" in word), answer)
 
     def handle(self, request: Request) -> None:
         """`generate` is answered when as many responses are finished as it asks for; everything else at once."""

@@ -109,9 +109,17 @@ class LeadingEngine(TpEngine):
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         self._tell("sync_receive", version=version)
         super().load_weights(weights, version)
-        self._mixture = f"not all of its ranks took policy version {version}"
-        self._followers.finish(self._load_patience)
-        self._mixture = ""
+        self._mixture = f"not all of its ranks have confirmed policy version {version}"
+
+    def settle(self) -> list[dict[str, Any]]:
+        """What each follower says of the update, once this rank's part of it is over: none is done before all are.
+
+        Until then the engine refuses to sample. Raises CallTimeout.
+        """
+        answers: list[dict[str, Any]] = self._followers.finish(self._load_patience)
+        if not any("broken" in answer for answer in answers):
+            self._mixture = ""
+        return answers
 
     def close(self) -> None:
         self._tell("close")

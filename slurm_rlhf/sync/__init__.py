@@ -1,5 +1,6 @@
 """Weights travel from the actor to the engines, over process groups made for nothing else.
 
-`plan` says which bytes go where, `group` builds a group across separately started processes, `push` and `receive` are
-its two ends, `transport` is the seam behind which gloo and NCCL sit.
+`layout`, `plan` and `route` say which bytes go where and on which way: pure data. `group` builds a group across
+separately started processes; `push` and `receive` are the two ends of an update; `carrier` is the seam behind which the
+ways of the bytes lie: relays over gloo, NCCL, shared memory, files.
 """

@@ -7,9 +7,11 @@ after a time-out is the one that hangs. Rank 0 judges and publishes; the others 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 
 from torch.distributed import Store
 
@@ -21,19 +23,34 @@ _CLOSED_GRACE_S = 0.5
 _LOST = "-"
 
 
-class FailureBoard:
-    """Keys of a group's store: `failed/<rank>` and `verdict`."""
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why an update ended."""
 
-    def __init__(self, store: Store, rank: int) -> None:
+    text: str
+    refused: bool = False  # a member gave a reason of its own, which a new group would not change
+
+
+class FailureBoard:
+    """Keys of a group's store: `failed/<rank>`, `refused` and `verdict`."""
+
+    def __init__(self, store: Store, rank: int, label: str) -> None:
         self._store = store
         self._rank = rank
+        self._label = label
 
     def post(self, reason: str = "") -> None:
         """Say why this rank gave up; nothing: it lost the others."""
         with suppress(RuntimeError):  # the store's process may be the one that is gone
             self._store.set(f"failed/{self._rank}", reason or _LOST)
+            if reason:
+                self._store.set("refused", f"{self._label}: {reason}")
 
-    def judge(self, peers: Collection[int], left: Iterable[int], labels: dict[int, str], timeout_s: float) -> str:
+    def refusal(self) -> str | None:
+        """Who gave up of its own and why, for those who wait for it; None if nobody did. Raises RuntimeError."""
+        return read(self._store, "refused")
+
+    def judge(self, peers: Collection[int], left: Iterable[int], labels: dict[int, str], timeout_s: float) -> Verdict:
         """What happened to `peers`, for rank 0. `left`: those whose connection closed; may grow meanwhile."""
         start = time.monotonic()
         while True:
@@ -42,24 +59,24 @@ class FailureBoard:
             dead = [labels[rank] for rank in sorted(left) if rank not in posts]
             waited = time.monotonic() - start
             if reasons:
-                return "; ".join(reasons)
+                return Verdict("; ".join(reasons), refused=True)
             if dead and waited > _CLOSED_GRACE_S:
-                return f"{' and '.join(dead)} died: its connection closed without a word"
+                return Verdict(f"{' and '.join(dead)} died: its connection closed without a word")
             if len(posts) == len(peers) or waited > GRACE_S:
                 break
             time.sleep(0.05)
         silent = [labels[rank] for rank in sorted(peers) if rank not in posts]
         if not silent:
-            return "the connections between the members broke, though all of them are alive"
-        return f"no answer from {' and '.join(silent)} within {timeout_s:g} s (timeout.sync)"
+            return Verdict("the connections between the members broke, though all of them are alive")
+        return Verdict(f"no answer from {' and '.join(silent)} within {timeout_s:g} s (timeout.sync)")
 
-    def publish(self, verdict: str) -> None:
+    def publish(self, verdict: Verdict) -> None:
         with suppress(RuntimeError):
-            self._store.set("verdict", verdict)
+            self._store.set("verdict", json.dumps(asdict(verdict)))
 
-    def verdict(self) -> str | None:
+    def verdict(self) -> Verdict | None:
         """What rank 0 found, None if it does not say within its grace, and itself is probably gone."""
         with suppress(RuntimeError):
             if wait_until(lambda: self._store.check(["verdict"]), GRACE_S + 1.0):
-                return read(self._store, "verdict")
+                return Verdict(**json.loads(read(self._store, "verdict") or "{}"))
         return None

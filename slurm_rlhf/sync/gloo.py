@@ -17,13 +17,17 @@ _NEVER_SENT = 0x7FFFFFFF  # a tag
 _LEFT = ("closed by peer", "reset by peer", "broken pipe", "connection refused")
 
 
-class _GlooPending:
+class GlooPending:
     def __init__(self, work: Work, buffer: torch.Tensor) -> None:
         self._work = work
         self._buffer = buffer  # gloo holds a bare pointer to it
 
     def wait(self) -> None:
         _raising(self._work.wait)
+
+    def wait_within(self, timeout_s: float) -> None:
+        """`wait` with a time-out of its own instead of the group's."""
+        _raising(lambda: self._work.wait(timedelta(seconds=timeout_s)))
 
 
 class GlooTransport:
@@ -38,14 +42,11 @@ class GlooTransport:
         self._peers = [peer for peer in range(world) if peer != rank]
         self._group = _raising(lambda: ProcessGroupGloo(PrefixStore("gloo", store), rank, world, options))
 
-    def broadcast(self, buffer: torch.Tensor, root: int) -> Pending:
-        return _GlooPending(_raising(lambda: self._group.broadcast(buffer, root)), buffer)
-
     def send(self, buffer: torch.Tensor, to: int, tag: int) -> Pending:
-        return _GlooPending(_raising(lambda: self._group.send([buffer], to, tag)), buffer)
+        return GlooPending(_raising(lambda: self._group.send([buffer], to, tag)), buffer)
 
-    def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
-        return _GlooPending(_raising(lambda: self._group.recv([buffer], source, tag)), buffer)
+    def receive(self, buffer: torch.Tensor, source: int, tag: int) -> GlooPending:
+        return GlooPending(_raising(lambda: self._group.recv([buffer], source, tag)), buffer)
 
     def abort(self) -> None:
         # ProcessGroupGloo.abort() does nothing (torch 2.13). A receive that times out, however, closes every

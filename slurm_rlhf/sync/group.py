@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable
@@ -11,16 +12,38 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-from slurm_rlhf.errors import ConfigError, SyncError
+from slurm_rlhf.cluster.route import address_of, address_towards, interface_of, is_loopback
+from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
+from slurm_rlhf.sync.carrier import Carrier
+from slurm_rlhf.sync.choice import BACKENDS, choose
 from slurm_rlhf.sync.failures import FailureBoard
 from slurm_rlhf.sync.gloo import GlooTransport
-from slurm_rlhf.sync.interface import address_of, interface_of, is_loopback, local_address
-from slurm_rlhf.sync.nccl import NcclTransport, nccl_available
+from slurm_rlhf.sync.layout import Layout
+from slurm_rlhf.sync.nccl import device_name, nccl_available
 from slurm_rlhf.sync.store import connect, read, wait_until
 from slurm_rlhf.sync.transport import Transport, TransportFailure
 
+log = logging.getLogger(__name__)
+
 _MARGIN_S = 2.0
-BACKENDS = ("auto", "gloo", "nccl")
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """How a rank joins a group; the same on all members but for `rank`, `label` and `node`."""
+
+    name: str
+    rank: int  # the actor's ranks count first
+    world: int
+    actors: int  # how many of `world` are the actor's
+    host: str  # of the store
+    port: int
+    timeout_s: float
+    backend: str = "auto"
+    interface: str = ""  # empty: the one that reaches the store
+    label: str = ""  # how messages name the rank
+    node: str = ""  # ranks of one node share it; empty: the host name
+    directory: str = ""  # that all members see, for the disk backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +51,14 @@ class Member:
     """What a rank tells the others about itself."""
 
     rank: int
-    label: str  # how messages name it
+    label: str
     node: str
+    host: str  # its name for itself
     pid: int
     address: str  # that the others connect to
     interface: str
-    backend: str
+    backend: str  # wanted
+    device: str  # its GPU; empty without one
 
     def __str__(self) -> str:
         return f"{self.label} on {self.node} (pid {self.pid})"
@@ -45,46 +70,34 @@ class SyncGroup:
     A group that failed or was aborted is spent: the survivors join a new one, under a new name, over the same store.
     """
 
-    def __init__(
-        self,
-        name: str,
-        rank: int,
-        world: int,
-        host: str,
-        port: int,
-        *,
-        timeout_s: float,
-        backend: str = "auto",
-        interface: str = "",
-        label: str = "",
-    ) -> None:
-        if backend not in BACKENDS:
-            raise ConfigError(f"sync.backend: {backend!r} is not known; valid: {', '.join(BACKENDS)}")
-        if backend == "auto":
-            backend = "nccl" if nccl_available() else "gloo"
-        if backend == "nccl" and not nccl_available():
-            raise ConfigError("sync.backend: nccl needs a GPU and a torch that has NCCL; auto and gloo run here")
-        self.name = name
-        self.rank = rank
-        self.world = world
-        self.timeout_s = timeout_s
+    def __init__(self, joining: Membership) -> None:
+        """Raises ConfigError for a backend or an interface that this node does not have."""
+        self.name = joining.name
+        self.rank = joining.rank
+        self.world = joining.world
+        self.actors = joining.actors
+        self.timeout_s = joining.timeout_s
+        self.directory = joining.directory
         self.members: tuple[Member, ...] = ()
+        self.backend = ""  # that the members agreed on
         self.store: Store
         self.board: FailureBoard
         self.control: GlooTransport
-        self.data: Transport
-        self._where = (host, port)
+        self._where = (joining.host, joining.port)
+        self.late = False  # it was its deadline that ended it
         self._ended = ""
-        self._transports: list[Transport] = []
-        address = address_of(interface) if interface else local_address(host, port)
+        self._holds: list[Transport | Carrier] = []
+        address = address_of(joining.interface, "sync.interface") if joining.interface else _towards(joining.host)
         self.me = Member(
-            rank,
-            label or f"rank {rank}",
+            joining.rank,
+            joining.label or f"rank {joining.rank}",
+            joining.node or socket.gethostname(),
             socket.gethostname(),
             os.getpid(),
             address,
-            interface or interface_of(address),
-            backend,
+            joining.interface or interface_of(address) or address,
+            _known(joining.backend),
+            device_name() if nccl_available() else "",
         )
 
     @property
@@ -99,29 +112,60 @@ class SyncGroup:
         """
         try:
             self.store = PrefixStore(f"sync/{self.name}", connect(*self._where, self.timeout_s))
-            self.board = FailureBoard(self.store, self.rank)
+            self.board = FailureBoard(self.store, self.rank, str(self.me))
             self._meet()
             self.control = GlooTransport(self.store, self.rank, self.world, self.me.address, self.timeout_s)
-            self._transports.append(self.control)
-            self.data = self.control
-            if self.me.backend == "nccl":
-                self.data = NcclTransport(self.store, self.rank, self.world, self.timeout_s)
-                self._transports.append(self.data)
+            self._holds.append(self.control)
         except (TransportFailure, RuntimeError) as error:
             raise SyncError(f"{self.me} could not connect to the members of group {self.name}: {error}") from error
         if self._ended:  # aborted while the connections were being made
             self.abort(self._ended)
         self.check()
 
+    def layout(self, zero_stage: int) -> Layout:
+        """Where the members are. Raises SyncError when the actor or the engines have no rank in the group."""
+        nodes = [member.node for member in self.members]
+        return Layout(tuple(nodes[: self.actors]), tuple(nodes[self.actors :]), zero_stage)
+
+    def agree(self, fingerprint: str) -> None:
+        """Raise SyncError unless rank 0 says the same: members with two plans would wait for each other's bytes."""
+        if self.rank == 0:
+            try:
+                self.store.set("plan", fingerprint)
+            except RuntimeError as error:
+                raise SyncError(f"group {self.name}: the store is gone: {error}") from error
+            return
+        self.wait_for(lambda: self.store.check(["plan"]), f"the plan of {self.members[0]}")
+        leading = read(self.store, "plan")
+        if leading != fingerprint:
+            raise SyncError(
+                f"{self.me} and {self.members[0]} plan different transfers ({fingerprint} and {leading}): they must "
+                f"have the same parameters, ds.zero_stage and sync.bucket_mb"
+            )
+
+    def adopt(self, carrier: Carrier) -> None:
+        """Abort and close `carrier` with the group."""
+        self._holds.append(carrier)
+        if self._ended:
+            carrier.abort()
+
+    def refuse(self, reason: str) -> None:
+        """Leave the group and tell the others why."""
+        self.abort(reason)
+
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
         """Poll `ready` within the time-out. Raises SyncError naming `what`, or why the group ended meanwhile.
 
         Waits a little longer than the time-out: if rank 0 gives up at the same time, it knows more.
         """
+        refusal = self.board.refusal
         try:
-            came = wait_until(lambda: bool(self._ended) or ready(), self.timeout_s + _MARGIN_S)
+            came = wait_until(lambda: bool(self._ended or refusal()) or ready(), self.timeout_s + _MARGIN_S)
+            refused = refusal()
         except RuntimeError as error:
             raise SyncError(f"group {self.name}: the process that holds its store is gone: {error}") from error
+        if refused and not self._ended:
+            self._ended = refused
         if not came:
             raise SyncError(f"group {self.name}: {what} did not come within {self.timeout_s:g} s (timeout.sync)")
         self.check()
@@ -138,19 +182,21 @@ class SyncGroup:
 
     def abort(self, reason: str) -> None:
         """Wake every thread that waits on the group, in this process and, as connections close, in the others."""
+        if not self._ended and not self.late and hasattr(self, "board"):
+            self.board.post(reason)  # before the others see the connections close
         self._ended = self._ended or reason
         self.drop()
 
     def drop(self) -> None:
         """Close the connections of a group that failed, before it is known why."""
-        for transport in self._transports:
-            transport.abort()
+        for held in reversed(self._holds):
+            held.abort()
 
     def close(self) -> None:
         """Leave in peace. The members do this at the same time, after their last update."""
         self._ended = self._ended or "it was closed"
-        for transport in self._transports:
-            transport.close()
+        for held in reversed(self._holds):
+            held.close()
 
     def _meet(self) -> None:
         mine = json.dumps(asdict(self.me))
@@ -167,13 +213,23 @@ class SyncGroup:
         if roster["error"]:
             raise SyncError(f"group {self.name}: {roster['error']}")
         self.members = tuple(Member(**member) for member in roster["members"])
+        self.backend = roster["backend"]
+        if self.rank == 0:
+            log.info("weight transfer group %s uses %s: %s", self.name, self.backend, roster["why"])
 
     def _roll_call(self) -> dict[str, Any]:
         """Rank 0 reads what everybody said, so that the others have one key to read: linear in the members."""
         keys = [f"member/{rank}" for rank in range(self.world)]
         wait_until(lambda: bool(self._ended) or self.store.check(keys), self.timeout_s)
         members = [_member(text) for key in keys if (text := read(self.store, key))]
-        return {"members": [asdict(member) for member in members], "error": self._objection(members)}
+        error, backend, why = self._objection(members), "", ""
+        if not error:
+            try:
+                wanted, nodes, devices = zip(*((m.backend, m.node, m.device) for m in members), strict=True)
+                backend, why = choose(wanted, nodes, devices)
+            except ConfigError as refused:
+                error = str(refused)
+        return {"members": [asdict(m) for m in members], "error": error, "backend": backend, "why": why}
 
     def _objection(self, members: list[Member]) -> str:
         if self._ended:
@@ -184,10 +240,8 @@ class SyncGroup:
             return (
                 f"rank {missing} of {self.world} did not come within {self.timeout_s:g} s (timeout.sync); here: {here}"
             )
-        if len({member.backend for member in members}) > 1:
-            return "its members use different backends: " + ", ".join(f"{m}: {m.backend}" for m in members)
         hidden = [member for member in members if is_loopback(member.address)]
-        if hidden and len({member.node for member in members}) > 1:
+        if hidden and len({member.host for member in members}) > 1:
             return (
                 f"{hidden[0]} would be reached at {hidden[0].address}, which exists inside its own node only. "
                 f"Set sync.interface to the network between the nodes."
@@ -195,24 +249,35 @@ class SyncGroup:
         return ""
 
 
-def join(
-    name: str,
-    rank: int,
-    world: int,
-    host: str,
-    port: int,
-    *,
-    timeout_s: float,
-    backend: str = "auto",
-    interface: str = "",
-    label: str = "",
-) -> SyncGroup:
+def join(joining: Membership) -> SyncGroup:
     """Build a `SyncGroup` and wait until it is connected; see there. Raises SyncError, ConfigError."""
-    group = SyncGroup(
-        name, rank, world, host, port, timeout_s=timeout_s, backend=backend, interface=interface, label=label
-    )
+    group = SyncGroup(joining)
     group.open()
+    log.info(
+        "%s joined weight transfer group %s of %d ranks: %s over %s (%s)",
+        group.me,
+        group.name,
+        group.world,
+        group.backend,
+        group.me.interface,
+        group.me.address,
+    )
     return group
+
+
+def _known(backend: str) -> str:
+    if backend not in BACKENDS:
+        raise ConfigError(f"sync.backend: {backend!r} is not known; valid: {', '.join(BACKENDS)}")
+    if backend == "nccl" and not nccl_available():
+        raise ConfigError("sync.backend: nccl needs a GPU and a torch that has NCCL; auto and gloo run here")
+    return backend
+
+
+def _towards(host: str) -> str:
+    try:
+        return address_towards(host)
+    except PlacementError as error:
+        raise SyncError(f"the weight transfer's store is on {host}: {error}") from error
 
 
 def _member(text: str | None) -> Member:

@@ -1,129 +1,151 @@
-"""Which bytes of which parameter travel in which bucket. Pure data, computed once, the same on both ends.
+"""Which bytes of which parameter travel in which bucket, and from whom. Pure data, the same on both ends.
 
-A bucket is one flat run of bytes: a header, then whole parameters in their order.
+Parameters are laid end to end in layer order and cut into buckets; what of a bucket one actor rank owns is a part:
 
-    int64 version | int64 bucket index | int64 checksum of each parameter | padding | parameter | padding | ...
+    int64 version | int64 bucket | int64 checksum of each piece | padding | piece | padding | piece | ...
 
-A parameter larger than the bucket size has a bucket to itself: engines load whole tensors.
+A bucket's buffer is its parts, one after the other. A parameter that lies in one piece is used where it arrived; one
+that is cut, because ranks own shards of it or because it is larger than a bucket, is put together.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from slurm_rlhf.errors import SyncError
+from slurm_rlhf.sync.layout import Layout, Stream, streams
 
 ALIGN = 64
-"""Bytes; every parameter starts at a multiple, so that a view of any dtype on it is legal, and fast."""
+"""Bytes; every piece starts at a multiple, so that a view of any dtype on it is legal, and fast."""
 FIXED_HEADER = 2
-"""int64 words of the header before the checksums: version and bucket index."""
+"""int64 words of a part's header before the checksums: version and bucket index."""
+CHUNK = 512 << 10
+"""Bytes that are handed on at a time: 2 MB and more cost 5 to 10 % where nodes relay, less costs calls."""
 
 ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One parameter in its bucket."""
-
+class Parameter:
     name: str
     shape: tuple[int, ...]
     dtype: str  # a key of ITEM_SIZE
-    offset: int  # bytes from the start of the bucket
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * ITEM_SIZE[self.dtype]
+        return self.numel * ITEM_SIZE[self.dtype]
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
-    entries: tuple[Entry, ...]
+class Span:
+    """Bytes `low` to `high` of a parameter, laid out flat."""
+
+    parameter: int  # its index in the plan
+    low: int
+    high: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.high - self.low
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    span: Span
+    offset: int  # bytes from the start of the bucket's buffer; a multiple of ALIGN
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one actor rank sends of a bucket."""
+
+    owner: int  # rank in the group
+    index: int  # among the parts of the bucket
+    start: int  # bytes from the start of the bucket's buffer
     nbytes: int  # header and padding included; a multiple of ALIGN
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SyncPlan:
-    buckets: tuple[Bucket, ...]
+    parameters: tuple[Parameter, ...]
+    buckets: tuple[tuple[Span, ...], ...]
+    layout: Layout
+    streams: tuple[Stream, ...]
+    chunk_bytes: int = CHUNK
+    _parts: dict[tuple[int, int], tuple[Part, ...]] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def payload(self) -> int:
+        """Bytes of the parameters."""
+        return sum(parameter.nbytes for parameter in self.parameters)
 
     @property
     def described(self) -> list[list[Any]]:
         """What the plan was made of: [[name, shape, dtype], ...]."""
-        return [[e.name, list(e.shape), e.dtype] for bucket in self.buckets for e in bucket.entries]
+        return [[p.name, list(p.shape), p.dtype] for p in self.parameters]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one update on the wire."""
-        return sum(bucket.nbytes for bucket in self.buckets)
+    def stream_to(self, rank: int) -> int:
+        """Index of the stream that reaches an engine rank."""
+        node = self.layout.node(rank)
+        return next(index for index, stream in enumerate(self.streams) if node in stream.nodes)
+
+    def parts(self, bucket: int, stream: int) -> tuple[Part, ...]:
+        """Who sends what of a bucket in a stream; without those who own nothing of it."""
+        key = (bucket, stream)
+        if key not in self._parts:
+            owners = self.streams[stream].owners
+            cut = _shards if self.layout.zero_stage >= 3 else _even
+            owned = cut(self.buckets[bucket], self.parameters, len(owners))
+            self._parts[key] = _lay_out([(owner, spans) for owner, spans in zip(owners, owned, strict=True) if spans])
+        return self._parts[key]
+
+    def nbytes(self, bucket: int, stream: int) -> int:
+        """Size of the bucket's buffer."""
+        last = self.parts(bucket, stream)[-1]
+        return last.start + last.nbytes
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest bucket."""
-        return max(bucket.nbytes for bucket in self.buckets)
+        """Bytes of the largest bucket's buffer."""
+        return max(self.nbytes(b, s) for b in range(len(self.buckets)) for s in range(len(self.streams)))
 
-    def to_wire(self) -> list[list[list[Any]]]:
-        """Buckets of [name, shape, dtype]; offsets follow from them."""
-        return [[[e.name, list(e.shape), e.dtype] for e in bucket.entries] for bucket in self.buckets]
-
-    @classmethod
-    def from_wire(cls, wire: list[list[list[Any]]]) -> SyncPlan:
-        return cls(tuple(_bucket([_parameter(item) for item in bucket]) for bucket in wire))
+    def fingerprint(self) -> str:
+        """Equal where two members would do the same."""
+        text = repr((self.described, self.buckets, self.layout, self.chunk_bytes))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-_Parameter = tuple[str, tuple[int, ...], str]
-
-
-def make_plan(described: Sequence[Sequence[Any]], bucket_bytes: int) -> SyncPlan:
-    """Cut parameters [[name, shape, dtype], ...] into buckets of about `bucket_bytes`, in their order.
+def make_plan(
+    described: Sequence[Sequence[Any]], bucket_bytes: int, layout: Layout, chunk_bytes: int = CHUNK
+) -> SyncPlan:
+    """The transfer of parameters [[name, shape, dtype], ...] over `layout`, in buckets of at most `bucket_bytes`.
 
     Raises SyncError for a name given twice, a dtype that is not fp32, bf16 or fp16, and for no parameters at all.
     """
-    buckets: list[Bucket] = []
-    current: list[_Parameter] = []
-    size = 0
+    parameters = tuple(_parameter(item) for item in described)
     seen: set[str] = set()
-    for item in described:
-        parameter = _parameter(item)
-        name, shape, dtype = parameter
-        if name in seen:
-            raise SyncError(f"the parameter list names {name!r} twice; tied parameters are sent once, under one name")
-        seen.add(name)
-        nbytes = math.prod(shape) * ITEM_SIZE[dtype]
-        if current and size + nbytes > bucket_bytes:
-            buckets.append(_bucket(current))
-            current, size = [], 0
-        current.append(parameter)
-        size += nbytes
-    if not current:
+    for parameter in parameters:
+        if parameter.name in seen:
+            raise SyncError(
+                f"the parameter list names {parameter.name!r} twice; tied parameters are sent once, under one name"
+            )
+        seen.add(parameter.name)
+    if not parameters:
         raise SyncError("the parameter list is empty: there is nothing to send to the engines")
-    return SyncPlan((*buckets, _bucket(current)))
-
-
-def check_match(sent: Sequence[Sequence[Any]], expected: Sequence[Sequence[Any]], sender: str, receiver: str) -> None:
-    """Raise SyncError unless both ends have the same names with the same shapes; dtypes may differ.
-
-    `sender` and `receiver` name the two ends in the message.
-    """
-    ours = {name: tuple(shape) for name, shape, _ in expected}
-    theirs = {name: tuple(shape) for name, shape, _ in sent}
-    lines = [f"  {name}: only {sender} has it" for name in theirs if name not in ours]
-    lines += [f"  {name}: only {receiver} has it" for name in ours if name not in theirs]
-    lines += [
-        f"  {name}: {list(theirs[name])} at {sender}, {list(shape)} at {receiver}"
-        for name, shape in ours.items()
-        if theirs.get(name, shape) != shape
-    ]
-    if lines:
-        more = f"\n  and {len(lines) - 8} more" if len(lines) > 8 else ""
-        raise SyncError(
-            f"{sender} and {receiver} do not hold the same architecture:\n"
-            + "\n".join(lines[:8])
-            + more
-            + "\nBoth must be started from the same model directory (actor.model_name_or_path)."
-        )
+    if bucket_bytes < ALIGN:
+        raise SyncError(f"buckets of {bucket_bytes} bytes: give them at least {ALIGN}")
+    buckets = tuple(_buckets(parameters, bucket_bytes // ALIGN * ALIGN))
+    return SyncPlan(parameters, buckets, layout, streams(layout), chunk_bytes)
 
 
 def dtype_name(dtype: Any) -> str:
@@ -135,19 +157,79 @@ def dtype_name(dtype: Any) -> str:
     return name
 
 
-def _parameter(item: Sequence[Any]) -> _Parameter:
+def _parameter(item: Sequence[Any]) -> Parameter:
     name, shape, dtype = item
-    return name, tuple(int(n) for n in shape), dtype_name(dtype)
+    return Parameter(name, tuple(int(n) for n in shape), dtype_name(dtype))
 
 
-def _bucket(parameters: list[_Parameter]) -> Bucket:
-    offset = _aligned(8 * (FIXED_HEADER + len(parameters)))
-    entries = []
-    for parameter in parameters:
-        entry = Entry(*parameter, offset)
-        entries.append(entry)
-        offset += _aligned(entry.nbytes)
-    return Bucket(tuple(entries), offset)
+def _buckets(parameters: Sequence[Parameter], limit: int) -> list[tuple[Span, ...]]:
+    """Whole parameters as long as they fit; one larger than a bucket has buckets to itself."""
+    buckets: list[tuple[Span, ...]] = []
+    current: list[Span] = []
+    size = 0
+    for index, parameter in enumerate(parameters):
+        if current and size + parameter.nbytes > limit:
+            buckets.append(tuple(current))
+            current, size = [], 0
+        low = 0
+        while parameter.nbytes - low > limit:
+            buckets.append((Span(index, low, low + limit),))
+            low += limit
+        current.append(Span(index, low, parameter.nbytes))
+        size += parameter.nbytes - low
+    return [*buckets, tuple(current)]
+
+
+def _shards(spans: Sequence[Span], parameters: Sequence[Parameter], owners: int) -> list[list[Span]]:
+    """ZeRO-3: rank r owns elements r * s to (r + 1) * s of each flat parameter of n, s = ceil(n / ranks).
+
+    Source: DeepSpeed, `partition_parameters.py`, `_partition_param`.
+    """
+    owned: list[list[Span]] = [[] for _ in range(owners)]
+    for span in spans:
+        parameter = parameters[span.parameter]
+        step = -(-parameter.numel // owners) * ITEM_SIZE[parameter.dtype]
+        for owner in range(span.low // step if step else 0, owners):
+            low, high = max(span.low, owner * step), min(span.high, (owner + 1) * step)
+            if low >= span.high:
+                break
+            owned[owner].append(Span(span.parameter, low, high))
+    _place_empty(spans, owned)
+    return owned
+
+
+def _even(spans: Sequence[Span], parameters: Sequence[Parameter], owners: int) -> list[list[Span]]:
+    """Every rank holds everything: as many bytes each, cut where ALIGN allows."""
+    total = sum(span.nbytes for span in spans)
+    owned: list[list[Span]] = [[] for _ in range(owners)]
+    start = 0
+    for span in spans:
+        cuts = [min(max((total * k // owners - start) // ALIGN * ALIGN, 0), span.nbytes) for k in range(owners)]
+        for owner, (low, high) in enumerate(zip(cuts, [*cuts[1:], span.nbytes], strict=True)):
+            if high > low:
+                owned[owner].append(Span(span.parameter, span.low + low, span.low + high))
+        start += span.nbytes
+    _place_empty(spans, owned)
+    return owned
+
+
+def _place_empty(spans: Sequence[Span], owned: list[list[Span]]) -> None:
+    """A parameter without elements has bytes nowhere; it is announced by the first rank."""
+    owned[0] += [span for span in spans if span.nbytes == 0]
+
+
+def _lay_out(owned: Sequence[tuple[int, Sequence[Span]]]) -> tuple[Part, ...]:
+    parts = []
+    start = 0
+    for index, (owner, spans) in enumerate(owned):
+        offset = start + _aligned(8 * (FIXED_HEADER + len(spans)))
+        pieces = []
+        for span in spans:
+            pieces.append(Piece(span, offset))
+            offset += _aligned(span.nbytes)
+        parts.append(Part(owner, index, start, offset - start, tuple(pieces)))
+        start = offset
+    return tuple(parts)
 
 
 def _aligned(nbytes: int) -> int:

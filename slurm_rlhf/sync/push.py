@@ -1,159 +1,121 @@
-"""The actor's end: parameters into buckets, buckets to every engine rank, and their word that they loaded them."""
+"""The actor's end: every rank writes its own part of each bucket, and sends it."""
 
 from __future__ import annotations
 
-import json
-import threading
 import time
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from slurm_rlhf.errors import SyncError
-from slurm_rlhf.sync.bucket import fill
+from slurm_rlhf.sync.bucket import Source, fill
+from slurm_rlhf.sync.buffers import Pool
+from slurm_rlhf.sync.carriers import carrier_of
 from slurm_rlhf.sync.group import SyncGroup
-from slurm_rlhf.sync.plan import dtype_name, make_plan
-from slurm_rlhf.sync.transport import Pending, TransportFailure
+from slurm_rlhf.sync.plan import ITEM_SIZE, Part, Span, SyncPlan, dtype_name
+from slurm_rlhf.sync.transport import Pending
+from slurm_rlhf.sync.update import following, leading
 
-REPORT_TAG = 1
-REPORT_BYTES = 8
-"""A receiver's word that it has loaded an update."""
-_SETTLE_S = 0.3
+_BUFFERS = 2  # of this rank's part: one is filled while the other is on its way
+
+Held = Mapping[str, tuple[int, torch.Tensor]]
+"""What a rank has of each parameter: index of its first element in the flat parameter, and the elements [n]."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncStats:
-    """One finished update, as seen by one end."""
+    """One finished update, as seen by one actor rank."""
 
     version: int
-    nbytes: int  # on the wire, per receiver
+    nbytes: int  # of the parameters, all ranks together
+    sent: int  # bytes that this rank put on the wire, its copies counted
     buckets: int
-    seconds: float  # from the first byte to the last receiver's word
+    seconds: float  # from the first byte to, on rank 0, the last member's word
+    checksum_s: float  # writing buckets, their checksums included
+    peak_extra_bytes: int  # beyond the parameters themselves
 
 
 class Sender:
-    """Rank 0 of a group. Keeps two buffers of a bucket each: one is filled while the other is on its way."""
+    """An actor rank of a group."""
 
-    def __init__(self, group: SyncGroup, described: Sequence[Sequence[Any]], bucket_bytes: int) -> None:
-        """`described`: [[name, shape, dtype], ...] in the order in which `push` will get the parameters."""
+    def __init__(self, group: SyncGroup, plan: SyncPlan) -> None:
+        group.agree(plan.fingerprint())
         self.group = group
-        self.plan = make_plan(described, bucket_bytes)
-        buffers = min(2, len(self.plan.buckets))
-        self._buffers = torch.zeros(buffers, self.plan.largest, dtype=torch.uint8, device=group.data.device)
-        try:
-            group.store.set("plan", json.dumps(self.plan.to_wire()))
-        except RuntimeError as error:
-            raise SyncError(f"group {group.name}: the store is gone: {error}") from error
+        self.plan = plan
+        self.carrier = carrier_of(group, plan)
+        self._pool = Pool(self.carrier.device)
 
-    def push(self, named: Iterable[tuple[str, torch.Tensor]], version: int) -> SyncStats:
-        """Send parameters `named` as policy `version`; return when every receiver has loaded them.
+    @property
+    def peak(self) -> int:
+        """Bytes of buffers that existed at a time."""
+        return self._pool.peak
 
-        A tensor that comes again under another name (tied weights) is sent once. Raises SyncError within
-        `timeout.sync`, naming the receiver that died, hangs or refused; the group is spent then.
+    def push(self, held: Held, version: int) -> SyncStats:
+        """Send this rank's share of policy `version`; on rank 0, return when every engine rank has loaded it.
+
+        Raises SyncError within `timeout.sync`, naming the member that died, hangs or refused; the group is spent.
         """
-        self.group.check()
         start = time.monotonic()
-        watch = _Watch(self.group)
-        try:
-            self._send(distinct(named), version)
-            watch.join()
-        except TransportFailure as error:
-            watch.drop()
-            verdict = f"weight update to policy version {version} failed: {self.group.ended or self._judge(watch.left)}"
-            self._give_up(verdict)
-            raise SyncError(verdict) from error
-        except BaseException as error:
-            self._give_up(f"{self.group.me} gave up the update to policy version {version}: {error}")
-            raise
-        return SyncStats(version, self.plan.nbytes, len(self.plan.buckets), time.monotonic() - start)
+        frame = leading if self.group.rank == 0 else following
+        with frame(self.group, version):
+            source = span_source(self.plan, held)
+            sent, filling = self._send(source, version)
+            self.carrier.flush()
+        seconds = time.monotonic() - start
+        buckets = len(self.plan.buckets)
+        return SyncStats(version, self.plan.payload, sent, buckets, seconds, filling, self.peak)
 
-    def _send(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
-        pending: Pending | None = None
-        for index, bucket in enumerate(self.plan.buckets):
-            buffer = self._buffers[index % len(self._buffers)][: bucket.nbytes]
-            fill(buffer, bucket, index, version, weights)
-            if pending is not None:
-                pending.wait()
-            pending = self.group.data.broadcast(buffer, 0)
-        for name, _ in weights:
-            raise SyncError(f"the actor has a parameter {name!r} that is not in the plan")
-        if pending is not None:
-            pending.wait()
+    def _send(self, source: Source, version: int) -> tuple[int, float]:
+        on_the_way: deque[tuple[int, Pending]] = deque()
+        sent, filling = 0, 0.0
+        for bucket in range(len(self.plan.buckets)):
+            while on_the_way and on_the_way[0][0] <= bucket - _BUFFERS:
+                on_the_way.popleft()[1].wait()
+            for stream, part in self._mine(bucket):
+                buffer = self._pool.take(part.nbytes)
+                started = time.monotonic()
+                fill(buffer, part, bucket, version, source)
+                filling += time.monotonic() - started
+                on_the_way.append((bucket, self.carrier.send(bucket, stream, part, buffer)))
+                sent += part.nbytes
+        while on_the_way:
+            on_the_way.popleft()[1].wait()
+        return sent, filling
 
-    def _judge(self, left: set[int]) -> str:
-        names = {member.rank: str(member) for member in self.group.members}
-        return self.group.board.judge(self.group.peers, left, names, self.group.timeout_s)
-
-    def _give_up(self, verdict: str) -> None:
-        self.group.board.publish(verdict)
-        self.group.abort(verdict)
-
-
-def described(named: Iterable[tuple[str, torch.Tensor]]) -> list[list[Any]]:
-    """The list that `Sender` wants of the parameters that `push` will get."""
-    return [[name, list(tensor.shape), dtype_name(tensor.dtype)] for name, tensor in distinct(named)]
-
-
-def distinct(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Leave out tensors that came before under another name.
-
-    Weak references: memory that a gathered parameter gave back may be the next one's, and is no tie.
-    """
-    seen: dict[tuple[int, torch.Size, torch.dtype], weakref.ref[torch.Tensor]] = {}
-    for name, tensor in named:
-        key = (tensor.data_ptr(), tensor.shape, tensor.dtype)
-        earlier = seen[key]() if key in seen else None
-        if tensor.numel() and earlier is not None and earlier.data_ptr() == key[0]:
-            continue
-        seen[key] = weakref.ref(tensor)
-        yield name, tensor
-
-
-class _Watch:
-    """One thread per receiver, waiting for its report all through the update.
-
-    So a receiver that dies is noticed at once and by name, whoever it was exchanging data with; the failure wakes the
-    thread that sends.
-    """
-
-    def __init__(self, group: SyncGroup) -> None:
-        self.left: set[int] = set()  # receivers whose connection closed
-        self._group = group
-        self._failure: TransportFailure | None = None
-        self._dropping = threading.Lock()
-        self._dropped = False
-        self._threads = [
-            threading.Thread(target=self._wait, args=(rank,), name=f"sync-report-{rank}", daemon=True)
-            for rank in group.peers
+    def _mine(self, bucket: int) -> list[tuple[int, Part]]:
+        return [
+            (stream, part)
+            for stream, taking in enumerate(self.plan.streams)
+            if self.group.rank in taking.owners
+            for part in self.plan.parts(bucket, stream)
+            if part.owner == self.group.rank
         ]
-        for thread in self._threads:
-            thread.start()
 
-    def join(self) -> None:
-        """Wait for all reports. Raises TransportFailure."""
-        for thread in self._threads:
-            thread.join()
-        if self._failure is not None:
-            raise self._failure
 
-    def drop(self) -> None:
-        """Let go of all connections, so that every member notices; those that closed before are in `left`."""
-        with self._dropping:
-            if not self._dropped:
-                time.sleep(_SETTLE_S)  # a death closes several connections, one after the other
-                self._dropped = True
-                self._group.drop()
+def span_source(plan: SyncPlan, held: Held) -> Source:
+    """The bytes of spans of what this rank holds. Raises SyncError where that is not what the plan says."""
+    for parameter in plan.parameters:
+        if parameter.name not in held:
+            raise SyncError(f"the actor has no parameter {parameter.name!r}, which is in the plan")
+        found = dtype_name(held[parameter.name][1].dtype)
+        if found != parameter.dtype:
+            raise SyncError(f"the actor's parameter {parameter.name!r} is {found}, the plan says {parameter.dtype}")
+    if len(held) > len(plan.parameters):
+        unknown = next(name for name in held if name not in {p.name for p in plan.parameters})
+        raise SyncError(f"the actor has a parameter {unknown!r} that is not in the plan")
 
-    def _wait(self, rank: int) -> None:
-        try:
-            self._group.control.receive(torch.zeros(REPORT_BYTES, dtype=torch.uint8), rank, REPORT_TAG).wait()
-        except TransportFailure as error:
-            if self._dropped:
-                return
-            self._failure = error
-            if error.peer_left:
-                self.left.add(rank)
-            self.drop()
+    def read(span: Span) -> torch.Tensor:
+        parameter = plan.parameters[span.parameter]
+        first, elements = held[parameter.name]
+        size = ITEM_SIZE[parameter.dtype]
+        low, high = span.low // size - first, span.high // size - first
+        if low < 0 or high > elements.numel():
+            raise SyncError(
+                f"this rank holds elements {first} to {first + elements.numel()} of {parameter.name!r}, the plan wants "
+                f"{span.low // size} to {span.high // size} of {parameter.numel} from it"
+            )
+        return elements[low:high].view(torch.uint8)
+
+    return read

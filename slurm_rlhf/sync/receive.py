@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -10,92 +10,72 @@ from typing import Any
 import torch
 
 from slurm_rlhf.errors import SyncError
-from slurm_rlhf.sync.bucket import verify, view
+from slurm_rlhf.sync.bucket import Assembly, verify
+from slurm_rlhf.sync.buffers import Pool
+from slurm_rlhf.sync.carriers import carrier_of
 from slurm_rlhf.sync.group import SyncGroup
-from slurm_rlhf.sync.plan import SyncPlan, check_match
-from slurm_rlhf.sync.push import REPORT_BYTES, REPORT_TAG
-from slurm_rlhf.sync.store import read
-from slurm_rlhf.sync.transport import Pending, TransportFailure
+from slurm_rlhf.sync.match import check_match
+from slurm_rlhf.sync.plan import SyncPlan
+from slurm_rlhf.sync.update import following
 
 
 class Receiver:
-    """Any rank of a group but 0."""
+    """An engine rank of a group."""
 
-    def __init__(self, group: SyncGroup, expected: Sequence[Sequence[Any]] | None = None) -> None:
-        """Take over the sender's plan. `expected`: [[name, shape, dtype], ...] that this end is able to load.
+    def __init__(self, group: SyncGroup, plan: SyncPlan, expected: Sequence[Sequence[Any]] | None = None) -> None:
+        """`expected`: [[name, shape, dtype], ...] that this end is able to load.
 
-        Raises SyncError when both ends differ in a name or a shape; the sender gets to know.
+        Raises SyncError when both ends differ in a name, a shape or a dtype; the other members get to know.
         """
         self.group = group
-        self._lost: TransportFailure | None = None
-        group.wait_for(lambda: group.store.check(["plan"]), f"the plan of {group.members[0]}")
-        self.plan = SyncPlan.from_wire(json.loads(read(group.store, "plan") or ""))
-        if expected is not None:
-            try:
-                check_match(self.plan.described, expected, str(group.members[0]), str(group.me))
-            except SyncError as error:
-                self._refuse(str(error))
-                raise
+        self.plan = plan
+        self.verify_s = 0.0  # seconds of the last update that went into checksums
+        try:
+            if expected is not None:
+                check_match(plan.described, expected, str(group.members[0]), str(group.me))
+            group.agree(plan.fingerprint())
+        except SyncError as error:
+            group.refuse(str(error))
+            raise
+        self.carrier = carrier_of(group, plan)
+        self._stream = plan.stream_to(group.rank)
+        self.pool = Pool(self.carrier.device)  # of parameters that are put together
 
     @contextmanager
     def update(self, version: int) -> Iterator[Iterator[tuple[str, torch.Tensor]]]:
-        """The parameters of policy `version`, in the sender's order, as they arrive:
+        """The parameters of policy `version`, in layer order, as they arrive:
 
             with receiver.update(version) as weights:
                 engine.load_weights(weights, version)
 
-        The block's end tells the sender that they are loaded. The tensors lie on the transport's device and share the
-        memory of their bucket, which is never reused: an engine may keep them. Raises SyncError naming the parameters
+        The block's end tells rank 0 that they are loaded. The tensors lie on the carrier's device, in memory that is
+        not used again as long as one of them lives: an engine may keep them. Raises SyncError naming the parameters
         whose checksum differs, or who broke the update; whatever the block raises, the sender gets to know.
         """
-        self.group.check()
-        weights = self._weights(version)
-        try:
+        with following(self.group, version):
+            weights = self._weights(version)
             yield weights
             left_over = sum(1 for _ in weights)
             if left_over:
-                raise SyncError(f"the engine left {left_over} of the {len(self.plan.described)} parameters unread")
-            done = torch.zeros(REPORT_BYTES, dtype=torch.uint8)
-            self.group.control.send(done, 0, REPORT_TAG).wait()
-        except BaseException as error:
-            lost = error if isinstance(error, TransportFailure) else self._lost
-            if lost is None:
-                self._refuse(f"{type(error).__name__}: {error}")
-                raise
-            raise self._broken(version, lost) from lost
+                raise SyncError(f"the engine left {left_over} of the {len(self.plan.parameters)} parameters unread")
+            self.carrier.flush()
 
     def _weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """One bucket is on its way while the engine loads the one before."""
-        try:
-            following = self._expect(0)
-            for index, bucket in enumerate(self.plan.buckets):
-                buffer, pending = following
-                pending.wait()
-                if index + 1 < len(self.plan.buckets):
-                    following = self._expect(index + 1)
-                verify(buffer, bucket, index, version)
-                for entry in bucket.entries:
-                    yield entry.name, view(buffer, entry)
-        except TransportFailure as error:
-            self._lost = error  # kept, because the engine may wrap what its iterator raises
-            raise
-
-    def _expect(self, index: int) -> tuple[torch.Tensor, Pending]:
-        nbytes = self.plan.buckets[index].nbytes
-        # A new buffer each time: vLLM's layerwise reload holds on to tensors until their layer is complete.
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.group.data.device)
-        return buffer, self.group.data.broadcast(buffer, 0)
-
-    def _refuse(self, reason: str) -> None:
-        self.group.board.post(reason)
-        self.group.abort(reason)
-
-    def _broken(self, version: int, lost: TransportFailure) -> SyncError:
-        ended = self.group.ended
-        self.group.board.post(ended)
-        self.group.drop()
-        verdict = ended or self.group.board.verdict()
-        if verdict is None:
-            verdict = f"{self.group.members[0]}, which sends them, is gone or hangs: {lost}"
-        self.group.abort(verdict)
-        return SyncError(f"the weights of policy version {version} did not arrive at {self.group.me}: {verdict}")
+        assembly = Assembly(self.plan, self.pool)
+        self.verify_s = 0.0
+        buckets = len(self.plan.buckets)
+        ahead = self.carrier.receive(0)
+        for bucket in range(buckets):
+            incoming = ahead
+            if bucket + 1 < buckets:
+                ahead = self.carrier.receive(bucket + 1)
+            buffer = incoming.wait()
+            started = time.monotonic()
+            parts = self.plan.parts(bucket, self._stream)
+            for part in parts:
+                verify(buffer, self.plan, part, bucket, version)
+            self.verify_s += time.monotonic() - started
+            yield from assembly.parameters(buffer, parts, copy=incoming.lent)
+            del buffer
+            incoming.release()

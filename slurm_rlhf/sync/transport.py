@@ -1,7 +1,6 @@
-"""The seam between weight sync and what moves the bytes.
+"""The seam between relays and what moves bytes from one rank to another.
 
-A transport is one rank's end of a process group that already exists. Its operations are asynchronous; order per kind
-of operation is the same on all ranks.
+A transport is one rank's end of a process group that already exists. Its operations are asynchronous.
 """
 
 from __future__ import annotations
@@ -23,17 +22,12 @@ class Transport(Protocol):
 
     device: torch.device
 
-    def broadcast(self, buffer: torch.Tensor, root: int) -> Pending:
-        """`buffer` of rank `root` into that of all others. Called by every rank, by the thread that runs the update;
-        does not block; the group's time-out counts from here."""
-        ...
-
     def send(self, buffer: torch.Tensor, to: int, tag: int) -> Pending:
-        """`buffer` to one rank. Any thread; does not block; time-out as above, counted from `wait`."""
+        """`buffer` to one rank. Any thread; does not block; the group's time-out counts from `wait`."""
         ...
 
     def receive(self, buffer: torch.Tensor, source: int, tag: int) -> Pending:
-        """`buffer` from one rank. Any thread; does not block; time-out as above, counted from `wait`."""
+        """`buffer` from one rank. Any thread; does not block; the group's time-out counts from `wait`."""
         ...
 
     def abort(self) -> None:

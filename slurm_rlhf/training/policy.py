@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,9 @@ from slurm_rlhf.training.distributed import join_world, seed_rank
 from slurm_rlhf.training.engine import TrainEngine
 from slurm_rlhf.training.export import save_hf
 from slurm_rlhf.training.forward import per_action
+from slurm_rlhf.training.holdings import holdings
 from slurm_rlhf.training.models import load_policy
-from slurm_rlhf.training.parameters import describe, full_parameters
+from slurm_rlhf.training.parameters import describe
 from slurm_rlhf.training.step import optimizer_step
 from slurm_rlhf.training.zero import EngineConfig, loading
 
@@ -76,12 +76,12 @@ class PolicyTrainer:
         )
         return result
 
-    def named_parameters_for_sync(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, whole parameter), in `describe`'s order; tied parameters once. Valid until the next."""
-        return full_parameters(self.engine.module.model)
+    def held(self) -> dict[str, tuple[int, Tensor]]:
+        """What this rank has of the parameters in `describe`; see `holdings`. Not collective."""
+        return holdings(self.engine.module.model, self.world.rank)
 
     def describe(self) -> list[list[Any]]:
-        """[[name, shape, dtype], ...] of `named_parameters_for_sync`. Not collective."""
+        """[[name, shape, dtype], ...] of the parameters, in layer order, tied ones once. Not collective."""
         return describe(self.engine.module.model)
 
     def save(self, directory: Path) -> None:

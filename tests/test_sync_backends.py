@@ -1,0 +1,109 @@
+"""What the seam `Carrier` promises, of every backend behind it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from sync_fleet import Fleet
+from sync_peer import hold, make_weights
+
+from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
+from slurm_rlhf.sync.choice import choose
+
+pytestmark = pytest.mark.timeout(240)
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL moves bytes between GPUs")
+BACKENDS = ["gloo", "ipc", "disk", pytest.param("nccl", marks=NEEDS_GPU)]
+
+
+@pytest.fixture(scope="module")
+def all_peers():
+    made = Fleet()
+    yield made
+    made.end()
+
+
+@pytest.fixture
+def fleet(all_peers):
+    yield all_peers
+    all_peers.dismiss()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_conformance(fleet, tmp_path: Path, backend: str):
+    """Bytes of two updates; an abort wakes those who wait; a death is noticed, and a new group works."""
+    options = {"backend": backend, "directory": str(tmp_path)}
+    sender = fleet.sender(2, actors=2, zero=3, **options)
+    assert sender.group.backend == backend
+    for version in (1, 2):
+        fleet.update(sender, version)
+    waiting = fleet.peers[1:]
+    for peer in waiting:
+        peer.tell("update", version=3)
+    start = time.monotonic()
+    threading.Timer(0.3, sender.group.abort, ("the conductor ends the run",)).start()
+    with pytest.raises(SyncError, match="the conductor ends the run"):
+        sender.push(hold(make_weights(3), 0, 2), 3)  # the other actor rank never sends
+    assert time.monotonic() - start < 10
+    for peer in waiting:
+        assert "the conductor ends the run" in peer.answer()["message"]
+
+    sender = fleet.sender(2, actors=2, zero=3, **options)
+    slow, dying, fine = fleet.peers
+    slow.tell("push", version=4, seed=4, seconds=0.3)
+    dying.tell("update", version=4)
+    fine.tell("update", version=4)
+    threading.Timer(0.5, dying.process.kill).start()
+    start = time.monotonic()
+    with pytest.raises(SyncBroken, match=rf"rollout 0 on n \(pid {dying.pid}\) died"):
+        sender.push(hold(make_weights(4), 0, 2), 4)
+    assert time.monotonic() - start < 15
+    for peer in (slow, fine):
+        answer = peer.answer()
+        assert (answer["error"], f"pid {dying.pid}" in answer["message"]) == ("SyncBroken", True)
+    fleet.peers.remove(dying)
+    dying.end()
+    sender = fleet.sender(1, actors=2, zero=3, **options)
+    fleet.update(sender, 5)
+    sender.group.close()
+    for peer in fleet.peers:
+        peer.tell("leave")
+        peer.answer()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "files are left"
+
+
+def test_nothing_of_a_killed_group_stays_in_shared_memory(fleet):
+    before = set(Path("/dev/shm").glob("slurm_rlhf.sync.*"))
+    fleet.sender(2, nodes="nnn")
+    assert set(Path("/dev/shm").glob("slurm_rlhf.sync.*")) <= before
+
+
+@pytest.mark.parametrize(
+    ("wanted", "nodes", "devices", "backend"),
+    [
+        ("auto", "nn", ["", ""], "gloo"),
+        ("auto", "ab", ["g", ""], "gloo"),
+        ("auto", "ab", ["g", "h"], "nccl"),
+        ("auto", "nn", ["g", "g"], "ipc"),
+        ("auto", "nnm", ["g", "g", "h"], "gloo"),
+        ("disk", "ab", ["g", "h"], "disk"),
+        ("ipc", "nn", ["", ""], "ipc"),
+    ],
+)
+def test_the_choice(wanted, nodes, devices, backend):
+    chosen, why = choose([wanted] * len(nodes), list(nodes), devices)
+    assert chosen == backend
+    assert why
+
+
+def test_what_cannot_be_chosen():
+    with pytest.raises(ConfigError, match="different backends: gloo, nccl"):
+        choose(["gloo", "nccl"], ["a", "b"], ["", ""])
+    with pytest.raises(ConfigError, match="ipc joins roles of one node, and these are on a, b"):
+        choose(["ipc", "ipc"], ["a", "b"], ["", ""])
+    with pytest.raises(ConfigError, match="nccl needs a GPU"):
+        choose(["nccl", "nccl"], ["a", "b"], ["g", ""])

@@ -1,0 +1,133 @@
+"""The conductor's side of updates that break: aborted on both ends, repeated over a new group, or the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from sync_peer import Peer, describe, digest, make_weights
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import RemoteError, SyncError
+from slurm_rlhf.roles.weights import WeightSync
+
+pytestmark = pytest.mark.timeout(240)
+ACTORS, ENGINES = 2, 2
+
+
+class Ranks:
+    """A role whose ranks are `sync_peer`s: what `RoleHandle` is for the conductor."""
+
+    def __init__(self, peers: Sequence[Peer]) -> None:
+        self.peers = peers
+        self.world = len(peers)
+        self._threads = [ThreadPoolExecutor(1) for _ in peers]  # calls of a rank come after each other
+
+    def call(self, rank: int, method: str, /, **args: Any) -> Future[Any]:
+        return self._threads[rank].submit(self._ask, self.peers[rank], method, args)
+
+    def start_all(self, method: str, args_per_rank: Any = None, /, **shared: Any) -> list[Future[Any]]:
+        own = args_per_rank or [{}] * self.world
+        return [self.call(rank, method, **{**shared, **own[rank]}) for rank in range(self.world)]
+
+    def _ask(self, peer: Peer, method: str, args: dict[str, Any]) -> Any:
+        peer.tell(method, **args)
+        answer = peer.answer()
+        if isinstance(answer, dict) and "error" in answer:
+            raise RemoteError(f"{method} failed: {answer['error']}: {answer['message']}")
+        return answer
+
+
+@pytest.fixture(scope="module")
+def peers():
+    made = [Peer() for _ in range(ACTORS + ENGINES)]
+    for peer in made:
+        peer.wait_warm()
+    yield made
+    for peer in made:
+        peer.end()
+
+
+@pytest.fixture
+def sync(peers):
+    """A connected WeightSync over ZeRO-3 actor ranks; `timeout.sync` of 6 s, 3 s for an operation."""
+
+    def build(**settings: Any) -> WeightSync:
+        settings = {"timeout.sync": 6.0, "sync.bucket_mb": 1, "ds.zero_stage": 3} | settings
+        config = Config()
+        for name, value in settings.items():
+            group, _, key = name.partition(".")
+            setattr(getattr(config, group), key, value)
+        actor, rollout = Ranks(peers[:ACTORS]), Ranks(peers[ACTORS:])
+        for role, ranks in (("actor", actor), ("rollout", rollout)):
+            for rank in range(ranks.world):
+                ranks.call(rank, "become", role=role, rank=rank, settings=settings).result()
+        return WeightSync(config, actor, rollout, "127.0.0.1")  # type: ignore[arg-type]
+
+    return build
+
+
+def loaded(weights: WeightSync, engine: int) -> dict[str, str]:
+    return weights.rollout.call(engine, "weights_loaded").result()
+
+
+def sent(version: int) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in make_weights(version)}
+
+
+PARAMETERS = describe(make_weights(0))
+
+
+def test_an_engine_that_hung_gets_the_whole_update_over_a_new_group(sync, peers):
+    weights = sync()
+    weights.connect(PARAMETERS, [0, 1])
+    assert weights.update(1)["perf/sync_group"] == 1
+    weights.rollout.call(1, "will", act="stop").result()
+    hung = peers[ACTORS + 1]
+    threading.Timer(4.5, os.kill, (hung.pid, signal.SIGCONT)).start()
+    start = time.monotonic()
+    metrics = weights.update(2)
+    assert 3.0 < time.monotonic() - start < 30
+    assert metrics["perf/sync_group"] == 2
+    for engine in range(ENGINES):
+        assert loaded(weights, engine) == sent(2)
+    assert weights.update(3)["perf/sync_group"] == 2
+
+
+def test_a_group_of_fewer_engines_and_one_that_comes_late(sync):
+    weights = sync()
+    weights.connect(PARAMETERS, [1])
+    weights.update(1)
+    assert loaded(weights, 1) == sent(1)
+    assert loaded(weights, 0) != sent(1)
+    weights.connect(PARAMETERS, [0, 1])
+    weights.update(2)
+    assert [loaded(weights, engine) == sent(2) for engine in range(ENGINES)] == [True, True]
+
+
+def test_what_an_engine_refuses_is_not_tried_again(sync):
+    weights = sync()
+    weights.connect(PARAMETERS, [0, 1])
+    weights.rollout.call(0, "will", act="damage").result()
+    with pytest.raises(RemoteError, match="no room for this layer"):
+        weights.update(1)
+    assert weights.generation == 1
+
+
+@pytest.mark.parametrize("fallback", ["none", "gloo"])
+def test_a_backend_that_cannot_connect_ends_the_run_or_falls_back(sync, fallback):
+    weights = sync(**{"sync.fallback": fallback, "timeout.sync": 3.0})
+    weights.rollout.call(0, "will", refusals=1).result()
+    if fallback == "none":
+        with pytest.raises((RemoteError, SyncError), match=r"no interface 'none9'|did not come within"):
+            weights.connect(PARAMETERS, [0, 1])
+        return
+    weights.connect(PARAMETERS, [0, 1])
+    weights.update(1)
+    assert loaded(weights, 0) == sent(1)
