@@ -14,7 +14,7 @@ __all__ = ["slurm"]
 
 
 @pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by sbatch/environment.sh")
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 def test_the_quickstart_is_a_batch_script(slurm: SlurmNodes) -> None:
     """Shortened by overrides alone. The data and the model are those of the last quickstart here, if there was one."""
     run_dir = slurm.shared / "quickstart"
@@ -23,7 +23,7 @@ def test_the_quickstart_is_a_batch_script(slurm: SlurmNodes) -> None:
         "--eval.max_samples=64",
         cwd=CHECKOUT,
     )
-    ended = slurm.wait_over(job, 300)
+    ended = slurm.wait_over(job, 420)
     said = Path(f"{run_dir}.log").read_text()
     assert ended == ("COMPLETED", 0), said
     assert f"{CHECKOUT}/.venv is current" in said

@@ -93,7 +93,9 @@ def test_the_unedited_ppo_32b_trains_a_tiny_model_on_four_nodes(slurm: SlurmNode
 def test_two_runs_share_nodes_one_is_cancelled_and_the_other_loses_a_node(slurm: SlurmNodes, config: Path) -> None:
     first, second = slurm.shared / "first", slurm.shared / "second"
     half = ["--nodes=3", "--nodelist=gpu[001-003]", "--gres=gpu:4", "--cpus-per-task=4", "--mem=8000"]
-    jobs = [submit(slurm, config, run, half, *SMALL, *ENDLESS, "--ckpt.save_steps=1") for run in (first, second)]
+    common = (*SMALL, *ENDLESS, "--ckpt.save_steps=1")
+    jobs = [submit(slurm, config, first, half, *common, "--actor.num_nodes=1")]
+    jobs += [submit(slurm, config, second, half, *common)]
     for run in (first, second):
         slurm.wait_until(lambda run=run: steps(run) >= 2, f"second step of {run.name}", 120)
     assert {slurm.job(job)["JobState"] for job in jobs} == {"RUNNING"}
@@ -143,6 +145,7 @@ def test_inside_salloc_on_unlike_nodes_a_killed_engine_on_another_one_ends_the_r
     ) as login:
         try:
             slurm.wait_until(lambda: steps(run_dir) >= 1 or login.poll() is not None, "first step", 120)
+            assert login.poll() is None, login.communicate()[0]
             granted = {node: environment(worker(slurm, run_dir, "actor", node)) for node in ("gpu001", "gpu002")}
             assert granted["gpu001"]["SLURM_STEP_GPUS"] == "0,1,2,3,4,5,6,7"
             assert granted["gpu002"]["SLURM_STEP_GPUS"] == "0,1,2,3"
