@@ -55,6 +55,9 @@ def test_value_loss_by_hand() -> None:
     unclipped, metrics = value_loss(values, torch.zeros(4), tensor(1, 1, -1, 2), everywhere, 4.0, 0.0)
     assert unclipped.item() == pytest.approx((1 + 0.5625 + 1) / 2 / 4)
     assert metrics["value_clip_fraction"].item() == 0.0
+    drawn = torch.randn(3, 1000, generator=torch.Generator().manual_seed(0))
+    _, metrics = value_loss(drawn[0], drawn[0] + 0.1 * drawn[1].clamp(-1, 1), drawn[2], torch.ones(1000) > 0, 1.0, 0.5)
+    assert metrics["value_clip_fraction"].item() == 0.0  # though V_old + (V - V_old) is not V to the last bit
 
 
 def test_entropy_bonus_by_hand() -> None:

@@ -224,7 +224,14 @@ CASES: list[dict[str, Any]] = [
     {"name": "single", "kind": "policy", "zero_stage": 2, "max_tokens": 1, "gradient_checkpointing": True},
     {"name": "zero0", "kind": "policy", "zero_stage": 0, "max_tokens": 40},
     {"name": "zero1", "kind": "policy", "zero_stage": 1, "max_tokens": 40},
-    {"name": "zero3", "kind": "policy", "zero_stage": 3, "max_tokens": 40},
+    {
+        "name": "zero3",
+        "kind": "policy",
+        "zero_stage": 3,
+        "max_tokens": 40,
+        "gradient_checkpointing": True,
+        "weight_decay": 0.1,
+    },
     {"name": "value", "kind": "value", "zero_stage": 2, "max_tokens": 40},
     {"name": "bf16", "kind": "policy", "zero_stage": 2, "max_tokens": 40, "param_dtype": "bf16"},
     # Last: DeepSpeed's autocast, once it was in use, changes how later engines of the same process add up gradients.

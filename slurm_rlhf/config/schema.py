@@ -274,7 +274,7 @@ class Timeout:
     generate: float = 3600.0
     """Silence of an engine that has requests: no finished response within this time."""
     forward: float = 1800.0
-    """Log-probs and values of one batch."""
+    """Log-probs, values or a reward model's scores of one batch."""
     train_step: float = 3600.0
     """One optimizer step."""
     collective: float = 1800.0

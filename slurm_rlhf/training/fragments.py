@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from slurm_rlhf.training.distributed import World
-from slurm_rlhf.training.parameters import is_sharded
+from slurm_rlhf.training.parameters import is_sharded, whole_shape
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state for each element
 
@@ -31,7 +31,7 @@ class Fragment:
 
 def sizes(module: nn.Module) -> dict[str, int]:
     """Elements of every trained parameter, tied ones once."""
-    return {name: int(getattr(p, "ds_numel", p.numel())) for name, p in module.named_parameters() if p.requires_grad}
+    return {name: whole_shape(p).numel() for name, p in module.named_parameters() if p.requires_grad}
 
 
 def local_fragments(module: nn.Module, optimizer: Any, world: World) -> Iterator[Fragment]:

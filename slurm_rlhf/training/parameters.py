@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
 def is_sharded(parameter: Tensor) -> bool:
     """True when ZeRO-3 has cut the parameter."""
     return hasattr(parameter, "ds_id")
+
+
+def whole_shape(parameter: Any) -> torch.Size:
+    """The parameter's shape; a cut one's own says that it is empty."""
+    return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -31,7 +37,4 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def describe(model: nn.Module) -> list[list[Any]]:
     """[[name, shape, dtype], ...] of `full_parameters`, dtype as in "float32"."""
-    return [
-        [name, list(getattr(p, "ds_shape", p.shape)), str(p.dtype).removeprefix("torch.")]
-        for name, p in model.named_parameters()
-    ]
+    return [[name, list(whole_shape(p)), str(p.dtype).removeprefix("torch.")] for name, p in model.named_parameters()]

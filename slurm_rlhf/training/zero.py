@@ -14,6 +14,7 @@ from torch import nn
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.training.distributed import World, limit_collectives
 from slurm_rlhf.training.fragments import sizes
+from slurm_rlhf.training.parameters import whole_shape
 from slurm_rlhf.training.schedule import Schedule
 from slurm_rlhf.training.sharded import born_sharded, import_deepspeed, persistence, zero3_config
 
@@ -98,6 +99,6 @@ def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     if weight_decay == 0.0:
         return [{"params": parameters, "weight_decay": 0.0}]
     return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if len(whole_shape(p)) >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if len(whole_shape(p)) < 2], "weight_decay": 0.0},
     ]
