@@ -14,7 +14,7 @@ import zmq
 
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.codec import encode
-from slurm_rlhf.control.envelope import Envelope
+from slurm_rlhf.control.envelope import Envelope, unpack
 from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.errors import CallTimeout
 
@@ -32,6 +32,7 @@ def record(endpoint: str, keys: RunKeys, role: str, world: int) -> list[bytes]:
     host, port = endpoint.removeprefix("tcp://").split(":")
     sent: list[bytearray] = []
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
+        listener.settimeout(5)
 
         def forward(source: socket.socket, target: socket.socket, copy: bytearray) -> None:
             with contextlib.suppress(OSError):
@@ -112,12 +113,12 @@ class Fire:
         dealer = self._dealer(self._keys.server_public, self._keys)
         while not self._over.wait(0.1):
             began = time.monotonic()
-            dealer.send_multipart([Envelope("hello", 0).pack(), *map(bytes, encode(self._hello))])
+            _post(dealer, [Envelope("hello", 0).pack(), *map(bytes, encode(self._hello))])
             while not dealer.poll(100) and not self._over.is_set():
                 pass
-            if not self._over.is_set():
-                dealer.recv_multipart()
-                self.latencies.append(time.monotonic() - began)
+            if self._over.is_set() or unpack(dealer.recv_multipart())[0].kind != "taken":
+                break  # the rank has left: the run is over
+            self.latencies.append(time.monotonic() - began)
         dealer.close()
 
     def _fuzz(self, dice: random.Random) -> bool:
@@ -149,16 +150,15 @@ class Fire:
             [(self._keys.server_public, other), (other.server_public, self._keys), ("", None)]
         )
         dealer = self._dealer(server_key, client)
-        dealer.send_multipart([Envelope("hello", 0).pack(), *map(bytes, encode(self._hello))])
+        sent = _post(dealer, [Envelope("hello", 0).pack(), *map(bytes, encode(self._hello))])
         time.sleep(0.02)
         dealer.close()
-        return True
+        return sent
 
     def _babble(self, dice: random.Random, insider: zmq.Socket[bytes]) -> bool:
         """With the run's key: frames that are none, and messages in the name of a rank whose connection this is not."""
         reply = [Envelope("reply", dice.randrange(9), dice.randrange(50)).pack(), *map(bytes, encode({"x": 1}))]
-        insider.send_multipart(dice.choice([[dice.randbytes(dice.randrange(1, 200))], [b"\xc1"] * 3, reply]))
-        return True
+        return _post(insider, dice.choice([[dice.randbytes(dice.randrange(1, 200))], [b"\xc1"] * 3, reply]))
 
     def _dealer(self, server_key: str, client: RunKeys | None) -> zmq.Socket[bytes]:
         dealer = self._context.socket(zmq.DEALER)
@@ -169,6 +169,15 @@ class Fire:
             dealer.curve_secretkey = client.client_secret.encode()
         dealer.connect(self._endpoint)
         return dealer
+
+
+def _post(dealer: zmq.Socket[bytes], frames: list[bytes]) -> bool:
+    """False when the run is over, so that nobody takes it."""
+    try:
+        dealer.send_multipart(frames, zmq.NOBLOCK)
+    except zmq.Again:
+        return False
+    return True
 
 
 def counted(log: str) -> dict[str, int]:

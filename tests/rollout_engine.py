@@ -16,6 +16,7 @@ import numpy as np
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Sampling, Trajectory
+from slurm_rlhf.rollout.engine import Gauges
 from slurm_rlhf.rollout.environment import prepare_environment
 from slurm_rlhf.rollout.request import GenerateRequest
 from slurm_rlhf.rollout.seeds import request_seed
@@ -170,6 +171,10 @@ def isolation() -> dict[str, Any]:
         "policy": engine._config.scheduler_config.policy,
         "kv_bytes": engine._config.cache_config.kv_cache_memory_bytes,
     }
+
+
+def gauges() -> Gauges:
+    return engine.gauges
 
 
 def describe() -> tuple[int, list[list[Any]]]:

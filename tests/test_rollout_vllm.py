@@ -140,6 +140,20 @@ def test_length_limits(fresh: EngineProcess) -> None:
     assert all(t.finish_reason == ("length" if len(t.response_ids) == room else "stop") for t in done)
 
 
+def test_more_prompt_tokens_at_once_than_a_step_takes(fresh: EngineProcess) -> None:
+    """16,640 tokens of prompts, several times vLLM's budget for a step: none of them may be cut for it."""
+    short = replace(SAMPLING, max_new_tokens=2)
+    long = [request for request in child.requests(short, samples=64) if len(request.prompt_ids) == 260]
+    # All different from the first token on: nothing comes out of the prefix cache.
+    wanted = [replace(request, prompt_ids=(request.prompt_ids + i) % 62) for i, request in enumerate(long)]
+    together = fresh.run(child.generate, wanted)
+    assert len(together) == 64
+    assert tokens(together[:2]) == tokens([t for r in wanted[:2] for t in fresh.run(child.generate, [r])])
+    load = fresh.run(child.gauges)
+    assert load.waiting == 0
+    assert load.sampled >= sum(len(t.response_ids) for t in together)
+
+
 def test_an_update_between_two_steps(fresh: EngineProcess) -> None:
     wanted = child.requests(SAMPLING, samples=2)
     undisturbed = fresh.run(child.generate, wanted)

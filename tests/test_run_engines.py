@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(300)
 
 NEW_TOKENS = 16
 PROMPTS = 40
-STEPS = 3
+STEPS = 5
 WORLD = (
     "--train.full_determinism=false",
     "--vllm.num_engines=2",
@@ -24,6 +24,7 @@ WORLD = (
     f"--rollout.max_new_tokens={NEW_TOKENS}",
     f"--train.batch_size={PROMPTS}",
     f"--train.max_steps={STEPS}",
+    "--train.num_episodes=2",
     "--algo.kl.init_coef=0",
     "--eval.dataset=",
 )
@@ -76,17 +77,19 @@ def engine(row: dict[str, Any], index: int) -> dict[str, float]:
 
 
 def test_the_slow_engine_takes_fewer_prompts(slowed: tuple[Path, str]) -> None:
-    for row in metrics(slowed[0]):
-        fast, slow = engine(row, 0), engine(row, 1)
-        assert fast["responses"] + slow["responses"] == PROMPTS
-        assert slow["responses"] >= 4  # it was given its first ones, and they came back
-        assert slow["responses"] < fast["responses"] / 2
+    taken = [(engine(row, 0)["responses"], engine(row, 1)["responses"]) for row in metrics(slowed[0])]
+    print("responses of the fast and of the slow engine:", taken)
+    for fast, slow in taken:
+        assert fast + slow == PROMPTS
+        assert slow >= 4  # it was given its first ones, and they came back
+    # The first step is a cold start of both.
+    assert sum(slow for _, slow in taken[1:]) < sum(fast for fast, _ in taken[1:]) / 2
 
 
 def test_it_delays_the_batch_by_its_own_last_sequences_at_most(slowed: tuple[Path, str]) -> None:
     """When the fast engine has nothing left to take, the slow one works on everything that it holds."""
     delays = []
-    for row in metrics(slowed[0]):
+    for row in metrics(slowed[0])[1:]:
         fast, slow = engine(row, 0), engine(row, 1)
         sequence_s = NEW_TOKENS * slow["running"] / slow["tokens_per_s"]
         delays.append((slow["busy_s"] - fast["busy_s"]) / sequence_s)
@@ -130,4 +133,4 @@ def test_every_step_has_tokens_queue_and_kv_use_of_each_engine(slowed: tuple[Pat
         )
     events = EventAccumulator(str(slowed[0] / "tensorboard"))
     events.Reload()
-    assert [event.step for event in events.Scalars("perf/engine/1/kv_usage")] == [1, 2, 3]
+    assert [event.step for event in events.Scalars("perf/engine/1/kv_usage")] == list(range(1, STEPS + 1))

@@ -129,7 +129,7 @@ def test_ten_thousand_attacks_on_the_control_port_change_nothing(config: Path, w
     assert code == 0, output
     assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
     assert fire.total >= 10_000
-    assert in_training > 500
+    assert in_training > 100  # the four steps take a second
     strangers = fire.total - fire.sent["nonsense"]
     assert counted(log)["connections refused"] >= 0.98 * strangers  # the last ones find the port closed
     assert counted(log)["messages of no use"] >= 0.9 * fire.sent["nonsense"]

@@ -6,6 +6,8 @@ import json
 import os
 
 from slurm_rlhf.cli.bench_words import MODEL_INTRO, MODEL_OPTIONS, Option, model_of, page, read, table
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError
 
 USAGE = "usage: slurm-rlhf bench rollout [FILE.toml] [--KEY=VALUE ...] [--OPTION=NUMBER ...] [--json]"
 ABOUT = (
@@ -42,6 +44,7 @@ def run(words: list[str]) -> int:
         return 0
     given = read(words, OPTIONS, DEFAULTS, USAGE)
     options = given.options
+    _check_length(given.config, options["prompt_tokens"])
     with model_of(given, options["mean_response"]) as config:
         from slurm_rlhf.roles.bench_rollout import bench_rollout
 
@@ -55,3 +58,12 @@ def run(words: list[str]) -> int:
         f"response, {result['max_num_seqs']} at once; {result['same_tokens']:.0%} of the responses the same on both"
     )
     return 0
+
+
+def _check_length(config: Config, prompt_tokens: int) -> None:
+    new, longest = config.rollout.max_new_tokens, prompt_tokens + prompt_tokens // 2
+    if longest + new > config.data.max_len:
+        raise ConfigError(
+            f"bench rollout: prompts of up to {longest} tokens and rollout.max_new_tokens = {new} make "
+            f"{longest + new}, more than data.max_len = {config.data.max_len}: lower one of them, or raise data.max_len"
+        )

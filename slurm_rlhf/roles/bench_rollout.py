@@ -16,7 +16,6 @@ from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.server import ControlServer
-from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.observe.race import race
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.roles.generation import Generation
@@ -53,16 +52,10 @@ def bench_rollout(config: Config, prompts: int, prompt_tokens: int, repeats: int
 
     Prompts have `prompt_tokens` tokens on average, half to one and a half times as many. `same_tokens` in the answer is
     the share of responses that are equal on both sides in the last repetition: 1 in fp32, less where the other order
-    of a batch decides a token. Raises ConfigError for sequences longer than data.max_len, ModelError for a model that
-    cannot be used.
+    of a batch decides a token. Raises ModelError for a model that cannot be used, RunError for a prompt that does not
+    fit.
     """
     r = config.rollout
-    if (longest := prompt_tokens + prompt_tokens // 2 + r.max_new_tokens) > config.data.max_len:
-        raise ConfigError(
-            f"bench rollout: prompts of up to {prompt_tokens + prompt_tokens // 2} tokens and "
-            f"rollout.max_new_tokens = {r.max_new_tokens} make {longest}, more than data.max_len = "
-            f"{config.data.max_len}: lower one of them, or raise data.max_len"
-        )
     how = Sampling(1, r.temperature, r.top_p, r.top_k, r.max_new_tokens, list(r.stop))
     answered: dict[str, list[list[int]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
