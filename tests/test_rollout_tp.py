@@ -190,7 +190,7 @@ def test_a_slow_engine_delays_the_batch_by_its_own_last_sequences_at_most(single
 def test_an_engine_fails_alone_and_by_name(pair: RolloutFleet) -> None:
     """A follower is killed while its leader is inside a step: the engine ends, the other one goes on."""
     wires = [[p.index, p.index, p.token_ids] for p in prompts(40)]
-    order = {"sampling": Sampling(max_new_tokens=200, n=4).to_wire(), "run_seed": 1, "version": 0}
+    order = {"sampling": Sampling(max_new_tokens=100, n=2).to_wire(), "run_seed": 1, "version": 0}
     doomed, safe = (pair.engines.call(engine, "generate", prompts=wires, **order) for engine in (0, 1))
     time.sleep(0.5)
     pair.kill(1)
