@@ -34,7 +34,7 @@ class EngineRank(Role):
         own_devices(seat.local_rank, self.place.tp)
         prepare_environment()
 
-    def sync_join(self, parameters: list[list[Any]], **group: Any) -> None:
+    def sync_join(self, parameters: list[list[Any]], **group: Any) -> Any:
         """Join the group of a weight transfer; `parameters` is what the actor will send."""
         sync = self.config.sync
         self.receiver = Receiver(
@@ -48,7 +48,7 @@ class EngineRank(Role):
             self.engine.describe(),
         )
 
-    def sync_receive(self, version: int) -> None:
+    def sync_receive(self, version: int) -> Any:
         """Take over policy `version`; requests in flight go on under it."""
         with self.receiver.update(version) as weights:
             self.engine.load_weights(weights, version)

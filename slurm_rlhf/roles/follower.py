@@ -90,8 +90,8 @@ class FollowerRole(EngineRank):
     def do_sync_join(self, parameters: list[list[Any]], rank: int, **group: Any) -> None:
         self.sync_join(parameters, rank=rank + self.place.tp_rank, **group)
 
-    def do_sync_receive(self, version: int) -> None:
-        self.sync_receive(version)
+    def do_sync_receive(self, version: int) -> Any:
+        return self.sync_receive(version)
 
     def do_close(self) -> None:
         super().close()

@@ -88,14 +88,14 @@ class RolloutRole(EngineRank):
         timer.daemon = True
         timer.start()
 
-    def sync_join(self, parameters: list[list[Any]], **group: Any) -> None:
+    def sync_join(self, parameters: list[list[Any]], **group: Any) -> Any:
         """As `EngineRank.sync_join`, with the followers: `rank` is the leader's, theirs come after it."""
         if self.followers is None:
-            super().sync_join(parameters, **group)
-            return
+            return super().sync_join(parameters, **group)
         self.followers.send([["sync_join", {"parameters": parameters, **group}]])
-        super().sync_join(parameters, **group)
+        answer = super().sync_join(parameters, **group)
         self.followers.finish(self.config.timeout.sync)
+        return answer
 
     def handle(self, request: Request) -> None:
         """`generate` is answered when its last response is finished; everything else at once."""

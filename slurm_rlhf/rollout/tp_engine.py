@@ -11,6 +11,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import SyncError
 from slurm_rlhf.records import Sampling, Trajectory
 from slurm_rlhf.rollout.ledger import Ledger
 from slurm_rlhf.rollout.place import EnginePlace
@@ -110,7 +111,9 @@ class LeadingEngine(TpEngine):
         self._tell("sync_receive", version=version)
         super().load_weights(weights, version)
         self._mixture = f"not all of its ranks took policy version {version}"
-        self._followers.finish(self._load_patience)
+        for answer in self._followers.finish(self._load_patience):
+            if isinstance(answer, dict) and "broken" in answer:
+                raise SyncError(f"{self.place}: {answer['broken']}")
         self._mixture = ""
 
     def close(self) -> None:
