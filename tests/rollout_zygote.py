@@ -5,6 +5,7 @@ Run as a program, it reads [arguments, environment, script] lines and answers th
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
@@ -19,9 +20,10 @@ ROOT = Path(__file__).parent.parent
 class Zygote:
     """The test's handle of the program."""
 
-    def __init__(self) -> None:
+    def __init__(self, *modules: str) -> None:
+        """`modules`: what else to import."""
         self.process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -96,6 +98,8 @@ def _main() -> None:
     from slurm_rlhf.rollout.tp_group import tp_executor
 
     tp_executor("")
+    for module in sys.argv[1:]:
+        importlib.import_module(module)
     for line in sys.stdin:
         request, *details = json.loads(line)
         if request == "wait":

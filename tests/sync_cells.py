@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rollout_zygote import Zygote
 from test_training_engine import make_experience, share
 from tiny_models import make_tiny
 from warm_ranks import WarmRank
@@ -42,7 +43,7 @@ class Cell:
 class Ranks:
     """A role whose processes live on from cell to cell."""
 
-    def __init__(self, role: str, count: int) -> None:
+    def __init__(self, zygote: Zygote, root: Path, role: str, count: int) -> None:
         from torch.distributed import TCPStore
 
         self.role = role
@@ -50,7 +51,9 @@ class Ranks:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
         common = {"WORLD_SIZE": str(count), "MASTER_PORT": str(self.store.port)}
-        self.processes = [WarmRank(**common, **number) for number in numbers]
+        self.processes = [
+            WarmRank(zygote, root / f"{role}.{count}.{rank}", **common, **number) for rank, number in enumerate(numbers)
+        ]
 
     def live(self, config: Config) -> ControlServer:
         directory = RunDirectory(Path(config.run_dir))
@@ -81,8 +84,9 @@ class Bench:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.actors = Ranks("actor", ACTORS)
-        self.engines = {tp: Ranks("rollout", tp) for tp in (1, 2)}
+        self.zygote = Zygote("slurm_rlhf.training.policy")
+        self.actors = Ranks(self.zygote, root, "actor", ACTORS)
+        self.engines = {tp: Ranks(self.zygote, root, "rollout", tp) for tp in (1, 2)}
 
     def run(self, cell: Cell) -> list[tuple[float, float]]:
         """After each of two updates: largest difference of the engine's log-probs from a transformers forward of the
@@ -166,6 +170,7 @@ class Bench:
     def end(self) -> None:
         for ranks in (self.actors, *self.engines.values()):
             ranks.end()
+        self.zygote.end()
 
 
 def largest_gap(trajectories: list[Trajectory], directory: Path) -> float:

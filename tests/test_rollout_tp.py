@@ -96,6 +96,25 @@ def test_same_tokens_for_any_number_of_engines_and_ranks(pair: RolloutFleet, sin
     assert [t.response_ids.tolist() for t in generate(pair, 10, 2)] != [t.response_ids.tolist() for t in wide]
 
 
+def test_four_ranks_give_the_same_tokens(zygote: Zygote, single: RolloutFleet, model: Path, tmp_path: Path) -> None:
+    """More ranks than key-value heads, and several followers to keep together."""
+    fleet = RolloutFleet(zygote, config(model, tmp_path / "four", tp=4))
+    try:
+        fleet.start(400)
+        wide, narrow = generate(fleet, 4, 1), generate(single, 4, 1)
+        assert [t.response_ids.tolist() for t in wide] == [t.response_ids.tolist() for t in narrow]
+        for one, other in zip(wide, narrow, strict=True):
+            assert np.abs(one.rollout_logprobs - other.rollout_logprobs).max() < 1e-5
+        fleet.kill(2)
+        assert fleet.ended([0, 1, 3], 10) < 5
+        [(rank, event, data)] = fleet.events
+        assert (rank, event) == (0, "failure")
+        assert "engine 0 (rollout ranks 0 to 3 on" in data["reason"]
+        assert "its rank 2 died" in data["reason"]
+    finally:
+        fleet.close()
+
+
 def test_an_idle_engine_costs_no_cpu(pair: RolloutFleet) -> None:
     def spent() -> float:
         return sum(sum(psutil.Process(p.pid).cpu_times()[:2]) for p in pair.ranks.values())
@@ -190,7 +209,7 @@ def test_a_slow_engine_delays_the_batch_by_its_own_last_sequences_at_most(single
 def test_an_engine_fails_alone_and_by_name(pair: RolloutFleet) -> None:
     """A follower is killed while its leader is inside a step: the engine ends, the other one goes on."""
     wires = [[p.index, p.index, p.token_ids] for p in prompts(40)]
-    order = {"sampling": Sampling(max_new_tokens=200, n=4).to_wire(), "run_seed": 1, "version": 0}
+    order = {"sampling": Sampling(max_new_tokens=100, n=2).to_wire(), "run_seed": 1, "version": 0}
     doomed, safe = (pair.engines.call(engine, "generate", prompts=wires, **order) for engine in (0, 1))
     time.sleep(0.5)
     pair.kill(1)

@@ -69,13 +69,6 @@ def test_two_runs_share_a_machine_and_the_first_engine_does_not_wait_for_the_sec
     (config.parent / "hold").touch()
 
 
-def test_a_run_after_a_killed_one_gives_the_same_bits(config: Path, killed: list[str]) -> None:
-    assert not list(Path("/dev/shm").glob("slurm_rlhf.*"))
-    code, output = train(config, config.parent / "killed", *TP, "--train.max_steps=2", timeout_s=250)
-    assert code == 0, output
-    assert timeless(metrics(config.parent / "killed")) == killed
-
-
 def test_the_late_engine_joins_with_the_current_weights(late: Run) -> None:
     end = time.monotonic() + 200
     while "engine 1 takes part" not in conductor_log(late):
@@ -98,6 +91,13 @@ def test_a_failed_engine_ends_the_run_by_name_within_seconds(late: Run) -> None:
     assert "rank 3" in output
     assert "Traceback" not in output
     late.assert_gone(1)
+
+
+def test_a_run_after_a_killed_one_gives_the_same_bits(config: Path, killed: list[str]) -> None:
+    assert not list(Path("/dev/shm").glob("slurm_rlhf.*"))
+    code, output = train(config, config.parent / "killed", *TP, "--train.max_steps=2", timeout_s=250)
+    assert code == 0, output
+    assert timeless(metrics(config.parent / "killed")) == killed
 
 
 def _rank(pid: int) -> str:

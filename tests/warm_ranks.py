@@ -1,18 +1,18 @@
 """Processes that are a worker again and again: the libraries are imported once, the lives are whole.
 
-Run as a program, this file is such a process: each line of its input is the arguments of one `roles.worker`.
+Run as a program, this file is such a process: each line of the pipe it is given is the arguments of one worker.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+from rollout_zygote import Zygote
 
 
 class LifeOver(BaseException):
@@ -22,51 +22,32 @@ class LifeOver(BaseException):
 class WarmRank:
     """The test's handle of such a process, with `environment` as torchrun would give it."""
 
-    def __init__(self, **environment: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            text=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(ROOT),
-                "CUDA_VISIBLE_DEVICES": "",
-                "OMP_NUM_THREADS": "1",
-                "OMP_WAIT_POLICY": "PASSIVE",
-                "GLOO_SOCKET_IFNAME": "lo",
-                "VLLM_HOST_IP": "127.0.0.1",
-                "MASTER_ADDR": "127.0.0.1",
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": "0",
-                **environment,
-            },
-        )
+    def __init__(self, zygote: Zygote, pipe: Path, **environment: str) -> None:
+        os.mkfifo(pipe)
+        torchrun = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        torchrun |= {"TORCHELASTIC_RESTART_COUNT": "0", "GLOO_SOCKET_IFNAME": "lo"}
+        self.rank = zygote.fork([str(pipe)], torchrun | environment, __file__)
+        self._pipe = open(pipe, "w", encoding="utf-8")  # noqa: SIM115
 
     def live(self, arguments: list[str], environment: dict[str, str]) -> None:
         """Begin a life, after the one before."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps([arguments, environment]) + "\n")
-        self.process.stdin.flush()
+        self._pipe.write(json.dumps([arguments, environment]) + "\n")
+        self._pipe.flush()
 
     def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
+        self.rank.send_signal(signal.SIGKILL)
+        self._pipe.close()
 
 
 def _over(code: int) -> None:
     raise LifeOver(code)
 
 
-def _main() -> None:
-    from slurm_rlhf.roles import engine_rank, worker
+def _main(pipe: str) -> None:
+    from slurm_rlhf.roles import worker
 
-    def once() -> None:
-        if "vllm" not in sys.modules:
-            prepare()
-
-    prepare, engine_rank.prepare_environment = engine_rank.prepare_environment, once
     leave: Any = os._exit
-    for line in sys.stdin:
+    for line in open(pipe, encoding="utf-8"):  # noqa: SIM115
         arguments, environment = json.loads(line)
         os.environ.update(environment)
         sys.argv = ["worker", *arguments]
@@ -81,4 +62,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    _main(sys.argv[1])
