@@ -25,12 +25,6 @@ COMMAND = str(CHECKOUT / ".venv" / "bin" / "slurm-rlhf")
 STEPS = 30
 LENGTH = (f"--train.max_steps={STEPS}", "--train.num_episodes=4")
 WORLD = ("--algo.kl.init_coef=0", "--eval.dataset=", "--train.threads_per_rank=1", *LENGTH)
-    "--algo.kl.init_coef=0",
-    "--eval.dataset=",
-    "--train.threads_per_rank=1",
-    f"--train.max_steps={STEPS}",
-    "--train.num_episodes=4",
-)
 NODES = ("--critic.num_nodes=1", "--vllm.num_nodes=1", "--vllm.num_engines=1")
 
 APPTAINER = """#!/bin/bash
