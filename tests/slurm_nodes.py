@@ -82,10 +82,6 @@ class SlurmNodes:
         """What `scontrol show job` says: JobState, ExitCode, NodeList, ..."""
         return dict(re.findall(r"([\w/]+)=(\S*)", self.run("scontrol", "show", "job", str(number))))
 
-    def job_lines(self, task: str) -> str:
-        """What `scontrol show job` says of a task of an array, one line a job."""
-        return self.run("scontrol", "show", "job", "-o", task)
-
     def wait_over(self, number: int, timeout_s: float) -> tuple[str, int]:
         """(state, exit status) of a job that has ended on every node that still answers."""
         self.wait_until(lambda: self.job(number)["JobState"] in OVER, f"the end of job {number}", timeout_s)

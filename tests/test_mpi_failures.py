@@ -6,8 +6,10 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from mpi_runs import MPIRUN, mpirun
 from training_runs import started, train, workspace
@@ -42,6 +44,35 @@ def test_the_rank_that_is_gone_is_named_and_usr1_saves(config: Path) -> None:
     assert code == 1, output
     assert "error: role critic died: its process group on" in output
     assert "was killed by SIGKILL" in output
+
+
+def test_a_process_of_comm_world_that_is_killed_takes_the_run_along_and_leaves_nothing(config: Path) -> None:
+    run_dir = config.parent / "crashed"
+    with started(config, run_dir, *SMALL, command=mpirun(3)) as run:
+        run.wait_for_step(1, 120)
+        os.kill(rank_process(run.process.pid, 1), signal.SIGKILL)
+        code, output = run.wait(30)
+        conductor = json.loads((run_dir / "session.json").read_text())["pid"]
+        run.assert_gone(15)
+        end = time.monotonic() + 15
+        while psutil.pid_exists(conductor):
+            assert time.monotonic() < end
+            time.sleep(0.1)
+    assert code != 0, output
+    assert "signal 9" in output  # mpirun names the rank and the node
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "died" in summary["error"]
+
+
+def rank_process(launcher: int, rank: int) -> int:
+    """Process id of a rank of COMM_WORLD."""
+    children = psutil.Process(launcher).children(recursive=True)
+    return next(
+        child.pid
+        for child in children
+        if child.environ().get("OMPI_COMM_WORLD_RANK") == str(rank) and "--role" not in " ".join(child.cmdline())
+    )
 
 
 @pytest.mark.parametrize(

@@ -78,3 +78,34 @@ def test_a_script_in_slurms_spool_finds_the_checkout_or_says_so(tmp_path: Path) 
         2,
         f"ppo_32b: no checkout around {tmp_path}. Submit from its top: sbatch sbatch/ppo_32b.sh\n",
     )
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_the_examples_for_a_site_work_as_they_stand_there(name: str, tmp_path: Path) -> None:
+    """A site with modules, one with a venv or conda, one with containers."""
+    text = (SBATCH / f"{name}.sh").read_text()
+    examples = dict(re.findall(r"^# A (site with modules|venv, or conda|container): +(.+)$", text, re.MULTILINE))
+    assert set(examples) == {"site with modules", "venv, or conda", "container"}
+    option = re.search(r"options=\((--slurm\.container=\S+)\)", examples["container"])
+    assert option is not None
+    load_config(SBATCH / f"{name}.toml", [option[1], "--slurm.container_runtime=pyxis"])
+    assert "--slurm.container_runtime=pyxis" in text
+
+    activate = tmp_path / "rlhf" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    (activate.parent / "slurm-rlhf").write_text('#!/bin/sh\nprintf "%s\\n" "$LOADED" "$@"\n')
+    (activate.parent / "slurm-rlhf").chmod(0o755)
+    activate.write_text(f"PATH={activate.parent}:$PATH\n")
+    hooks = [
+        "module() { export LOADED=$*; }",
+        examples["site with modules"],
+        examples["venv, or conda"].partition(",")[0].replace("~", str(tmp_path)),
+    ]
+    edited = text.replace("command=slurm-rlhf\n", "\n".join([*hooks, "command=slurm-rlhf\n"]), 1)
+    (tmp_path / "sbatch").mkdir()
+    (tmp_path / "sbatch" / f"{name}.toml").touch()
+    script = tmp_path / "sbatch" / f"{name}.sh"
+    script.write_text(edited.replace("options=()", option[0], 1))
+    said = subprocess.run(["bash", str(script), "--train.seed=1"], capture_output=True, text=True, check=True).stdout
+    toml = str(tmp_path / "sbatch" / f"{name}.toml")
+    assert said.splitlines() == ["load python/3.11 cuda/12.8", "train", toml, option[1], "--train.seed=1"]

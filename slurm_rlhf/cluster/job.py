@@ -12,7 +12,7 @@ from slurm_rlhf.errors import RunError
 
 _TIMEOUT_S = 30.0
 _FIELD = re.compile(r"(?:^|\s)([A-Z][\w:/]*)=")
-_FORGOTTEN = "Invalid job id"
+_FORGOTTEN = ("Invalid job id", "not found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def ask_jobs(job_id: str) -> list[Job]:
     done = command(["scontrol", "show", "job", "-o", job_id])
     if done.returncode == 0:
         return parse_jobs(done.stdout)
-    if _FORGOTTEN in done.stderr:
+    if any(mark in done.stderr for mark in _FORGOTTEN):
         return []
     raise RunError(
         f"slurmctld says nothing about job {job_id}: {done.stderr.strip()}; ask again in a minute, on a node that can "
