@@ -27,6 +27,14 @@ class Links:
         """The beginning of a command that is to run on a node."""
         return ["nsenter", f"--net=/run/netns/{self._name(node)}"]
 
+    def second(self, node: str, subnet: int) -> str:
+        """Another interface, ib0, in a network of its own; returns its address."""
+        address = f"10.98.{subnet}.1"
+        _run(*self.inside(node), "ip", "link", "add", "ib0", "type", "dummy")
+        _run(*self.inside(node), "ip", "addr", "add", f"{address}/24", "dev", "ib0")
+        _run(*self.inside(node), "ip", "link", "set", "ib0", "up")
+        return address
+
     def cut(self, node: str) -> None:
         """Unplug the node."""
         _run(*self.inside(node), "ip", "link", "set", "eth0", "down")

@@ -90,6 +90,7 @@ RANGES: dict[str, Range] = {
     "ckpt.save_steps": NOT_NEGATIVE,
     "ckpt.max_num": COUNT,
     "sync.bucket_mb": COUNT,
+    "sync.compare": NOT_NEGATIVE,
     "slurm.signal_lead_s": NOT_NEGATIVE,
     "sft.learning_rate": POSITIVE,
     "sft.batch_size": COUNT,

@@ -237,6 +237,8 @@ class Sync:
     """Bytes of weights in flight at a time, in MiB."""
     interface: str = ""
     """Network interface of the weight transfer; empty: the one that reaches the peers."""
+    compare: int = 0
+    """Parameters of each update that are compared byte for byte, by SHA-256. Checksums of all are always compared."""
     fallback: Literal["none", "gloo"] = "none"
     """gloo: go over to it where the backend cannot connect the members or keeps breaking; none: end the run."""
 
