@@ -135,6 +135,8 @@ class Vllm:
     """Sequences an engine works on at once."""
     enable_prefix_caching: bool = True
     """Share the KV cache of common prompt prefixes. The cache is dropped at every weight update."""
+    sync_mode: Literal["drain", "inflight"] = "drain"
+    """drain: new weights wait for responses in flight (exactly on-policy); inflight: they change between two tokens."""
     enforce_eager: bool = False
     """No CUDA graphs. Always on where there is no GPU."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

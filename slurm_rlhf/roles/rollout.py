@@ -37,6 +37,7 @@ class RolloutRole(Role):
         prepare_environment()
         self.sync = EngineEnd(config, f"{seat.role} {seat.rank}")
         self._open: dict[tuple[int, int], tuple[_Order, int]] = {}  # (prompt, sample) -> its order, its position there
+        self._after_drain: list[Request] = []
 
     def calls(self) -> dict[str, Callable[..., Any]]:
         return {
@@ -52,7 +53,13 @@ class RolloutRole(Role):
         self.engine = VllmEngine(self.config, self.seat.rank)
 
     def handle(self, request: Request) -> None:
-        """`generate` is answered when its last response is finished; everything else at once."""
+        """`generate` is answered when its last response is finished; everything else at once.
+
+        New weights wait for the responses in flight, unless vllm.sync_mode lets them change under those.
+        """
+        if request.method == "sync_receive" and self._open and self.config.vllm.sync_mode == "drain":
+            self._after_drain.append(request)
+            return
         if request.method != "generate":
             super().handle(request)
             return
@@ -91,12 +98,18 @@ class RolloutRole(Role):
             order.outstanding -= 1
             if order.outstanding == 0:
                 order.request.reply([[place, found] for place, found in order.finished.items()])
+        self._drained()
+
+    def _drained(self) -> None:
+        while self._after_drain and not self._open:
+            super().handle(self._after_drain.pop(0))
 
     def _drop(self, error: Exception) -> None:
         """An engine that failed a step has lost all of its requests."""
         for request in {id(order.request): order.request for order, _ in self._open.values()}.values():
             request.fail(error)
         self._open.clear()
+        self._drained()
 
     def sync_join(self, parameters: list[list[Any]], **group: Any) -> dict[str, Any]:
         """Join the group of a weight transfer; `parameters` is what the actor will send."""
