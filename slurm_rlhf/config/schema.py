@@ -238,7 +238,8 @@ class Sync:
     bucket_mb: int = 64
     """Bytes of weights in flight at a time, in MiB."""
     interface: str = ""
-    """Network interface of the weight transfer; empty: the one that reaches the peers."""
+    """Network interface of the weight transfer, or several (ib0,ib1): each rank takes one near its GPU, in turn.
+    Empty: the one that reaches the peers."""
     compare: int = 0
     """Parameters of each update that are compared byte for byte, by SHA-256. Checksums of all are always compared."""
     fallback: Literal["none", "gloo"] = "none"

@@ -21,7 +21,8 @@ from slurm_rlhf.sync.failures import FailureBoard
 from slurm_rlhf.sync.gloo import GlooTransport
 from slurm_rlhf.sync.layout import Layout
 from slurm_rlhf.sync.member import Member, Membership
-from slurm_rlhf.sync.nccl import device_name, nccl_available
+from slurm_rlhf.sync.nccl import device_address, device_name, nccl_available
+from slurm_rlhf.sync.rails import rail_of
 from slurm_rlhf.sync.reach import first_of_each, listen, unreachable
 from slurm_rlhf.sync.store import connect, read, wait_until
 from slurm_rlhf.sync.transport import Transport, TransportFailure
@@ -55,7 +56,9 @@ class SyncGroup:
         self.late = False  # it was its deadline that ended it
         self._ended = ""
         self._holds: list[Transport | Carrier] = []
-        address = address_of(joining.interface, "sync.interface") if joining.interface else _towards(joining.host)
+        rails = [name.strip() for name in joining.interface.split(",") if name.strip()]
+        interface = rail_of(rails, device_address(), joining.rank) if rails else ""
+        address = address_of(interface, "sync.interface") if interface else _towards(joining.host)
         self.me = Member(
             joining.rank,
             joining.label or f"rank {joining.rank}",
@@ -63,7 +66,7 @@ class SyncGroup:
             socket.gethostname(),
             os.getpid(),
             address,
-            joining.interface or interface_of(address) or address,
+            interface or interface_of(address) or address,
             _known(joining.backend),
             device_name() if nccl_available() else "",
         )

@@ -17,7 +17,7 @@ class Membership:
     port: int
     timeout_s: float
     backend: str = "auto"
-    interface: str = ""  # empty: the one that reaches the store
+    interface: str = ""  # or several with commas: each rank takes one; empty: the one that reaches the store
     label: str = ""  # how messages name the rank
     node: str = ""  # ranks of one node share it; empty: the host name
     directory: str = ""  # that all members see, for the disk backend
