@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -27,6 +28,27 @@ class Links:
         """The beginning of a command that is to run on a node."""
         return ["nsenter", f"--net=/run/netns/{self._name(node)}"]
 
+    def second(self, node: str, subnet: int) -> str:
+        """Another interface, ib0, in a network of its own; returns its address."""
+        address = f"10.98.{subnet}.1"
+        _run(*self.inside(node), "ip", "link", "add", "ib0", "type", "dummy")
+        _run(*self.inside(node), "ip", "addr", "add", f"{address}/24", "dev", "ib0")
+        _run(*self.inside(node), "ip", "link", "set", "ib0", "up")
+        return address
+
+    def rail(self, rate: str) -> None:
+        """A second interface, ib0, on every node, with a bridge and a network of its own."""
+        _run("ip", "link", "add", f"{self._tag}b2", "type", "bridge")
+        _run("ip", "link", "set", f"{self._tag}b2", "up")
+        for index, node in enumerate(self.nodes):
+            address = f"10.98.{os.getpid() % 250}.{10 + index}"
+            self._attach(node, f"{self._tag}w{index}", "ib0", f"{self._tag}b2", address, rate)
+
+    def sent(self, node: str, interface: str) -> int:
+        """Bytes that have left the node over an interface."""
+        shown = _run(*self.inside(node), "ip", "-s", "-j", "link", "show", "dev", interface)
+        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
+
     def cut(self, node: str) -> None:
         """Unplug the node."""
         _run(*self.inside(node), "ip", "link", "set", "eth0", "down")
@@ -34,23 +56,28 @@ class Links:
     def make(self, rate: str) -> None:
         _run("ip", "link", "add", f"{self._tag}br", "type", "bridge")
         _run("ip", "link", "set", f"{self._tag}br", "up")
-        shape = ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
         for node in self.nodes:
-            space, outer = self._name(node), f"{self._tag}v{self.nodes.index(node)}"
-            _run("ip", "netns", "add", space)
-            _run("ip", "link", "add", outer, "type", "veth", "peer", "name", "eth0", "netns", space)
-            _run("ip", "link", "set", outer, "master", f"{self._tag}br", "up")
-            _run("ip", "-n", space, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
-            for link in ("lo", "eth0"):
-                _run("ip", "-n", space, "link", "set", link, "up")
-            _run("tc", "qdisc", "add", "dev", outer, *shape)
-            _run(*self.inside(node), "tc", "qdisc", "add", "dev", "eth0", *shape)
+            _run("ip", "netns", "add", self._name(node))
+            _run("ip", "-n", self._name(node), "link", "set", "lo", "up")
+            outer = f"{self._tag}v{self.nodes.index(node)}"
+            self._attach(node, outer, "eth0", f"{self._tag}br", self.address(node), rate)
+
+    def _attach(self, node: str, outer: str, inner: str, bridge: str, address: str, rate: str) -> None:
+        space, shape = self._name(node), ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
+        _run("ip", "link", "add", outer, "type", "veth", "peer", "name", inner, "netns", space)
+        _run("ip", "link", "set", outer, "master", bridge, "up")
+        _run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", inner)
+        _run("ip", "-n", space, "link", "set", inner, "up")
+        _run("tc", "qdisc", "add", "dev", outer, *shape)
+        _run(*self.inside(node), "tc", "qdisc", "add", "dev", inner, *shape)
 
     def remove(self) -> None:
         for index, node in enumerate(self.nodes):
-            _run("ip", "link", "del", f"{self._tag}v{index}", check=False)
+            for letter in "vw":
+                _run("ip", "link", "del", f"{self._tag}{letter}{index}", check=False)
             _run("ip", "netns", "del", self._name(node), check=False)
-        _run("ip", "link", "del", f"{self._tag}br", check=False)
+        for bridge in ("br", "b2"):
+            _run("ip", "link", "del", f"{self._tag}{bridge}", check=False)
 
     def _name(self, node: str) -> str:
         return f"{self._tag}-{node}"
@@ -67,7 +94,8 @@ def shaped(nodes: Sequence[str], rate: str) -> Iterator[Links]:
         links.remove()
 
 
-def _run(*command: str, check: bool = True) -> None:
+def _run(*command: str, check: bool = True) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     if check and done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+    return done.stdout

@@ -6,7 +6,8 @@ from typing import Any
 
 from sync_peer import Peer, describe, digest, hold, make_weights
 
-from slurm_rlhf.sync.group import Membership, SyncGroup, join
+from slurm_rlhf.sync.group import SyncGroup, join
+from slurm_rlhf.sync.member import Membership
 from slurm_rlhf.sync.plan import make_plan
 from slurm_rlhf.sync.push import Sender
 from slurm_rlhf.sync.store import SyncStore
@@ -60,15 +61,15 @@ class Fleet:
         return self.group
 
     def sender(
-        self, receivers: int, *, layers: int = 12, actors: int = 1, zero: int = 0, expected: Any = None, **options: Any
+        self, receivers: int, *, layers: int = 12, actors: int = 1, zero: int = 0, compare: int = 0, **options: Any
     ) -> Sender:
         group = self.build(receivers, actors=actors, **options)
         parameters = describe(make_weights(0, layers))
         for peer in self.peers[: actors - 1]:
-            peer.tell("sender_of", parameters=parameters, bucket=BUCKET, zero=zero)
+            peer.tell("sender_of", parameters=parameters, bucket=BUCKET, zero=zero, compare=compare)
         for peer in self.peers[actors - 1 :]:
-            peer.tell("receiver_of", parameters=parameters, bucket=BUCKET, zero=zero)
-        sender = Sender(group, make_plan(parameters, BUCKET, group.layout(zero)))
+            peer.tell("receiver_of", parameters=parameters, bucket=BUCKET, zero=zero, compare=compare)
+        sender = Sender(group, make_plan(parameters, BUCKET, group.layout(zero)), compare)
         for peer in self.peers:
             assert peer.answer() == len(sender.plan.buckets)
         return sender

@@ -7,10 +7,12 @@ import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,10 @@ ROOT = Path(__file__).parent.parent
 class Peer:
     """The test's handle of such a process."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: Sequence[str] = (), host: str = "") -> None:
+        """`prefix`: of its command; `host`: what it takes for the name of its node."""
         self.process = subprocess.Popen(
-            [sys.executable, __file__],
+            [*prefix, sys.executable, __file__, host],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -115,23 +118,25 @@ class _Engine:
         return os.getpid()
 
     def join(self, **where: Any) -> list[str]:
-        from slurm_rlhf.sync.group import Membership, join
+        from slurm_rlhf.sync.group import join
+        from slurm_rlhf.sync.member import Membership
 
         self.group = join(Membership(**where))
         return [str(member) for member in self.group.members]
 
-    def receiver_of(self, parameters: Any, bucket: int, zero: int = 0, expected: Any = None) -> int:
+    def receiver_of(self, parameters: Any, bucket: int, zero: int = 0, expected: Any = None, compare: int = 0) -> int:
         from slurm_rlhf.sync.plan import make_plan
         from slurm_rlhf.sync.receive import Receiver
 
-        self.receiver = Receiver(self.group, make_plan(parameters, bucket, self.group.layout(zero)), expected)
+        plan = make_plan(parameters, bucket, self.group.layout(zero))
+        self.receiver = Receiver(self.group, plan, expected, compare)
         return len(self.receiver.plan.buckets)
 
-    def sender_of(self, parameters: Any, bucket: int, zero: int = 0) -> int:
+    def sender_of(self, parameters: Any, bucket: int, zero: int = 0, compare: int = 0) -> int:
         from slurm_rlhf.sync.plan import make_plan
         from slurm_rlhf.sync.push import Sender
 
-        self.sender = Sender(self.group, make_plan(parameters, bucket, self.group.layout(zero)))
+        self.sender = Sender(self.group, make_plan(parameters, bucket, self.group.layout(zero)), compare)
         return len(self.sender.plan.buckets)
 
     def push(self, version: int, seed: int, layers: int = 12, seconds: float = 0.0) -> dict[str, Any]:
@@ -159,6 +164,8 @@ class _Engine:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if number == at and act == "raise":
                     raise ValueError("no room for this layer")
+                if number == at and act == "scribble":
+                    tensor.view(-1)[-7] += 1
                 if number == at and act == "leave":
                     break
                 if number == at and act == "abort":
@@ -226,6 +233,8 @@ class _Engine:
 
 
 def _main() -> None:
+    if sys.argv[1:] != [""]:
+        socket.gethostname = lambda: sys.argv[1]
     engine = _Engine()
     for line in sys.stdin:
         command, args = json.loads(line)

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from shaped_links import available, shaped
 from sync_peer import Peer, describe, digest, make_weights
 
 from slurm_rlhf.config.schema import Config
@@ -60,10 +61,7 @@ def sync(peers):
 
     def build(**settings: Any) -> WeightSync:
         settings = {"timeout.sync": 6.0, "sync.bucket_mb": 1, "ds.zero_stage": 3} | settings
-        config = Config()
-        for name, value in settings.items():
-            group, _, key = name.partition(".")
-            setattr(getattr(config, group), key, value)
+        config = _configure(settings)
         actor, rollout = Ranks(peers[:ACTORS]), Ranks(peers[ACTORS:])
         for role, ranks in (("actor", actor), ("rollout", rollout)):
             for rank in range(ranks.world):
@@ -71,6 +69,14 @@ def sync(peers):
         return WeightSync(config, actor, rollout, "127.0.0.1")  # type: ignore[arg-type]
 
     return build
+
+
+def _configure(settings: dict[str, Any]) -> Config:
+    config = Config()
+    for name, value in settings.items():
+        group, _, key = name.partition(".")
+        setattr(getattr(config, group), key, value)
+    return config
 
 
 def loaded(weights: WeightSync, engine: int) -> dict[str, str]:
@@ -131,3 +137,35 @@ def test_a_backend_that_cannot_connect_ends_the_run_or_falls_back(sync, fallback
     weights.connect(PARAMETERS, [0, 1])
     weights.update(1)
     assert loaded(weights, 0) == sent(1)
+
+
+@pytest.mark.skipif(not available(), reason="network namespaces need root")
+def test_an_engine_in_a_subnet_out_of_reach_is_named_with_both_interfaces_or_reached_otherwise():
+    """Both nodes have an ib0, in networks that nothing joins, as in the complaint this project began with."""
+    with shaped(["near", "far"], "1gbit") as links:
+        one, other = links.second("near", 1), links.second("far", 2)
+        peers = [Peer(links.inside("near"), "near"), Peer(links.inside("far"), "far")]
+        try:
+            for peer in peers:
+                peer.wait_warm()
+            for fallback in ("none", "gloo"):
+                settings = {"timeout.sync": 60.0, "sync.interface": "ib0", "sync.fallback": fallback}
+                config = _configure(settings)
+                actor, rollout = Ranks(peers[:1]), Ranks(peers[1:])
+                actor.call(0, "become", role="actor", rank=0, settings=settings).result()
+                rollout.call(0, "become", role="rollout", rank=0, settings=settings).result()
+                weights = WeightSync(config, actor, rollout, links.address("near"))  # type: ignore[arg-type]
+                start = time.monotonic()
+                if fallback == "none":
+                    with pytest.raises(RemoteError) as caught:
+                        weights.connect(PARAMETERS, [0])
+                    for words in (f"near (ib0, {one})", f"far (ib0, {other})", "Set sync.interface to a network"):
+                        assert words in str(caught.value)
+                    assert time.monotonic() - start < 25
+                    continue
+                weights.connect(PARAMETERS, [0])
+                weights.update(1)
+                assert loaded(weights, 0) == sent(1)
+        finally:
+            for peer in peers:
+                peer.end()

@@ -17,7 +17,8 @@ from sync_peer import describe, hold, make_weights
 from slurm_rlhf.cluster.route import address_of, interface_of
 from slurm_rlhf.errors import ConfigError, SyncError
 from slurm_rlhf.sync.gloo import GlooTransport
-from slurm_rlhf.sync.group import Membership, SyncGroup, join
+from slurm_rlhf.sync.group import SyncGroup, join
+from slurm_rlhf.sync.member import Membership
 from slurm_rlhf.sync.plan import make_plan
 from slurm_rlhf.sync.push import Sender
 from slurm_rlhf.sync.receive import Receiver
@@ -194,6 +195,18 @@ def test_bytes_changed_on_the_way_are_named_on_both_ends(fleet):
         sender.push(hold(make_weights(0)), 4)
     for peer in fleet.peers:
         assert name in peer.answer()["message"]
+
+
+def test_a_sampled_parameter_that_was_put_together_wrong_is_found_behind_its_checksum(fleet):
+    """Two bytes that a checksum of the pieces never sees: changed after it was compared."""
+    sender = fleet.sender(1, actors=2, zero=3, compare=100)
+    fleet.update(sender, 1)
+    fleet.peers[0].tell("push", version=2, seed=2)
+    fleet.peers[1].tell("update", version=2, at=4, act="scribble")
+    with pytest.raises(SyncError, match=r"rollout 0 on .*1\.weight of policy version 2 differs .* in bytes 501000 to"):
+        sender.push(hold(make_weights(2), 0, 2), 2)
+    for peer in fleet.peers:
+        assert "though its checksum agreed" in peer.answer()["message"]
 
 
 def test_versions_have_to_agree_and_engines_to_read_everything(fleet):

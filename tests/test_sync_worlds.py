@@ -16,7 +16,8 @@ import sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from sync_peer import describe, hold
-from slurm_rlhf.sync.group import Membership, join
+from slurm_rlhf.sync.group import join
+from slurm_rlhf.sync.member import Membership
 from slurm_rlhf.sync.plan import make_plan
 from slurm_rlhf.sync.push import Sender
 from slurm_rlhf.sync.receive import Receiver

@@ -86,6 +86,21 @@ def parameters(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: whole.float().clone() for name, whole in full_parameters(trainer.engine.module)}
 
 
+def assert_held(trainer: Any, zero_stage: int) -> None:
+    """What a rank says it has of each parameter is that part of the whole, and together the ranks have all of it."""
+    from slurm_rlhf.training.parameters import full_parameters
+
+    world, held = trainer.world, trainer.held()
+    wholes = [(name, whole.reshape(-1).clone()) for name, whole in full_parameters(trainer.engine.module.model)]
+    assert list(held) == [name for name, _ in wholes]
+    for name, whole in wholes:
+        first, mine = held[name]
+        step = -(-whole.numel() // world.size) if zero_stage == 3 else whole.numel()
+        low = min(world.rank * step, whole.numel()) if zero_stage == 3 else 0
+        assert first == low
+        assert torch.equal(mine, whole[low : low + step]), name
+
+
 def run_case(case: dict[str, Any], model: Path, out: Path) -> None:
     from slurm_rlhf.training.policy import PolicyTrainer
     from slurm_rlhf.training.value import ValueTrainer
@@ -96,6 +111,8 @@ def run_case(case: dict[str, Any], model: Path, out: Path) -> None:
     trainer = {"policy": PolicyTrainer, "value": ValueTrainer}[case["kind"]](config, 2 * STEPS)
     metrics = train(trainer, range(STEPS), case["max_tokens"])
     final = parameters(trainer)
+    if case["kind"] == "policy":
+        assert_held(trainer, case["zero_stage"])
     if trainer.world.rank == 0:
         save_file(final, out / f"{case['name']}.safetensors")
         (out / f"{case['name']}.json").write_text(json.dumps(metrics))

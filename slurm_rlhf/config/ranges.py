@@ -94,6 +94,7 @@ RANGES: dict[str, Range] = {
     "ckpt.save_steps": NOT_NEGATIVE,
     "ckpt.max_num": COUNT,
     "sync.bucket_mb": COUNT,
+    "sync.compare": NOT_NEGATIVE,
     "slurm.nodes": NOT_NEGATIVE,
     "slurm.gpus_per_node": NOT_NEGATIVE,
     "slurm.cpus_per_task": NOT_NEGATIVE,

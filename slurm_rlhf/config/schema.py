@@ -149,6 +149,8 @@ class Vllm:
     """Sequences an engine works on at once."""
     enable_prefix_caching: bool = True
     """Share the KV cache of common prompt prefixes. The cache is dropped at every weight update."""
+    sync_mode: Literal["drain", "inflight"] = "drain"
+    """drain: new weights wait for responses in flight (exactly on-policy); inflight: they change between two tokens."""
     enforce_eager: bool = False
     """No CUDA graphs. Always on where there is no GPU."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -250,7 +252,10 @@ class Sync:
     bucket_mb: int = 64
     """Bytes of weights in flight at a time, in MiB."""
     interface: str = ""
-    """Network interface of the weight transfer; empty: the one that reaches the peers."""
+    """Network interface of the weight transfer, or several (ib0,ib1): each rank takes one near its GPU, in turn.
+    Empty: the one that reaches the peers."""
+    compare: int = 0
+    """Parameters of each update that are compared byte for byte, by SHA-256. Checksums of all are always compared."""
     fallback: Literal["none", "gloo"] = "none"
     """gloo: go over to it where the backend cannot connect the members or keeps breaking; none: end the run."""
 

@@ -41,6 +41,7 @@ class RolloutRole(EngineRank):
         self.meter = Meter()
         self._tickets = Tickets()
         self._open: dict[tuple[int, int], tuple[int, int]] = {}  # (prompt, sample) -> its stream, its position there
+        self._after_drain: list[Request] = []
         self.followers: Followers | None = None
         if self.place.tp > 1:
             self._store = engine_store(self.place, config.timeout.connect)
@@ -100,7 +101,13 @@ class RolloutRole(EngineRank):
         return next((word for word in theirs if "broken" in word), answer)
 
     def handle(self, request: Request) -> None:
-        """`generate` is answered when as many responses are finished as it asks for; everything else at once."""
+        """`generate` is answered when as many responses are finished as it asks for; everything else at once.
+
+        New weights wait for the responses in flight, unless vllm.sync_mode lets them change under those.
+        """
+        if request.method == "sync_receive" and self._open and self.config.vllm.sync_mode == "drain":
+            self._after_drain.append(request)
+            return
         if request.method != "generate":
             super().handle(request)
             return
@@ -150,11 +157,17 @@ class RolloutRole(EngineRank):
             if completed:
                 request, found = completed
                 request.reply({"found": found, "load": self.meter.take().to_wire()})
+        self._drained()
+
+    def _drained(self) -> None:
+        """No requests are left, perhaps: then do what waited for that."""
         if not self._open:
             self.meter.rest()
+        while self._after_drain and not self._open:
+            super().handle(self._after_drain.pop(0))
 
     def _drop(self, error: Exception) -> None:
         """An engine that failed a step has lost all of its requests."""
         self._tickets.fail(error)
         self._open.clear()
-        self.meter.rest()
+        self._drained()

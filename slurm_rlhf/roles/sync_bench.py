@@ -20,8 +20,9 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from slurm_rlhf.cluster.parent import die_with_parent
-from slurm_rlhf.sync.group import Membership, SyncGroup, join
+from slurm_rlhf.sync.group import SyncGroup, join
 from slurm_rlhf.sync.layout import Layout
+from slurm_rlhf.sync.member import Membership
 from slurm_rlhf.sync.plan import Parameter, SyncPlan, make_plan
 from slurm_rlhf.sync.push import Held, Sender
 from slurm_rlhf.sync.receive import Receiver

@@ -103,5 +103,6 @@ class WeightSync:
         if self.config.sync.fallback == "none" or self._backend:
             return False
         log.warning("%s; going on over sync.fallback = %s", why, self.config.sync.fallback)
-        self._backend = {"backend": self.config.sync.fallback}
+        # The interface that was asked for may be what does not work.
+        self._backend = {"backend": self.config.sync.fallback, "interface": ""}
         return True

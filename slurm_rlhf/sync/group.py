@@ -7,7 +7,8 @@ import logging
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch.distributed import PrefixStore, Store
@@ -19,49 +20,17 @@ from slurm_rlhf.sync.choice import BACKENDS, choose
 from slurm_rlhf.sync.failures import FailureBoard
 from slurm_rlhf.sync.gloo import GlooTransport
 from slurm_rlhf.sync.layout import Layout
-from slurm_rlhf.sync.nccl import device_name, nccl_available
+from slurm_rlhf.sync.member import Member, Membership
+from slurm_rlhf.sync.nccl import device_address, device_name, nccl_available
+from slurm_rlhf.sync.rails import rail_of
+from slurm_rlhf.sync.reach import first_of_each, listen, unreachable
 from slurm_rlhf.sync.store import connect, read, wait_until
 from slurm_rlhf.sync.transport import Transport, TransportFailure
 
 log = logging.getLogger(__name__)
 
 _MARGIN_S = 2.0
-
-
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """How a rank joins a group; the same on all members but for `rank`, `label` and `node`."""
-
-    name: str
-    rank: int  # the actor's ranks count first
-    world: int
-    actors: int  # how many of `world` are the actor's
-    host: str  # of the store
-    port: int
-    timeout_s: float
-    backend: str = "auto"
-    interface: str = ""  # empty: the one that reaches the store
-    label: str = ""  # how messages name the rank
-    node: str = ""  # ranks of one node share it; empty: the host name
-    directory: str = ""  # that all members see, for the disk backend
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """What a rank tells the others about itself."""
-
-    rank: int
-    label: str
-    node: str
-    host: str  # its name for itself
-    pid: int
-    address: str  # that the others connect to
-    interface: str
-    backend: str  # wanted
-    device: str  # its GPU; empty without one
-
-    def __str__(self) -> str:
-        return f"{self.label} on {self.node} (pid {self.pid})"
+_KNOCK_S = 10.0
 
 
 class SyncGroup:
@@ -87,7 +56,9 @@ class SyncGroup:
         self.late = False  # it was its deadline that ended it
         self._ended = ""
         self._holds: list[Transport | Carrier] = []
-        address = address_of(joining.interface, "sync.interface") if joining.interface else _towards(joining.host)
+        rails = [name.strip() for name in joining.interface.split(",") if name.strip()]
+        interface = rail_of(rails, device_address(), joining.rank) if rails else ""
+        address = address_of(interface, "sync.interface") if interface else _towards(joining.host)
         self.me = Member(
             joining.rank,
             joining.label or f"rank {joining.rank}",
@@ -95,7 +66,7 @@ class SyncGroup:
             socket.gethostname(),
             os.getpid(),
             address,
-            joining.interface or interface_of(address) or address,
+            interface or interface_of(address) or address,
             _known(joining.backend),
             device_name() if nccl_available() else "",
         )
@@ -113,10 +84,13 @@ class SyncGroup:
         try:
             self.store = PrefixStore(f"sync/{self.name}", connect(*self._where, self.timeout_s))
             self.board = FailureBoard(self.store, self.rank, str(self.me))
-            self._meet()
+            with closing(listen(self.me.address)) as door:
+                self.me = replace(self.me, port=int(door.getsockname()[1]))
+                self._meet()
+                self._try_roads()
             self.control = GlooTransport(self.store, self.rank, self.world, self.me.address, self.timeout_s)
             self._holds.append(self.control)
-        except (TransportFailure, RuntimeError) as error:
+        except (TransportFailure, RuntimeError, OSError) as error:
             raise SyncError(f"{self.me} could not connect to the members of group {self.name}: {error}") from error
         if self._ended:  # aborted while the connections were being made
             self.abort(self._ended)
@@ -216,6 +190,24 @@ class SyncGroup:
         self.backend = roster["backend"]
         if self.rank == 0:
             log.info("weight transfer group %s uses %s: %s", self.name, self.backend, roster["why"])
+
+    def _try_roads(self) -> None:
+        """Raise SyncError naming two hosts and their interfaces where one cannot reach the other.
+
+        Else the connections would be waited for as long as the time-out, and nobody would know whose fault it is.
+        """
+        if len({member.host for member in self.members}) == 1:
+            return
+        failure = unreachable(self.me, self.members, min(_KNOCK_S, self.timeout_s / 2))
+        if failure:
+            self.refuse(failure)
+            raise SyncError(f"group {self.name}: {failure}")
+        self.store.set(f"roads/{self.rank}", "open")
+        keys = [f"roads/{member.rank}" for member in first_of_each(self.members)]
+        if self.rank == 0:
+            self.wait_for(lambda: self.store.check(keys), "the word of all nodes that they can reach the others")
+            self.store.set("roads", "open")
+        self.wait_for(lambda: self.store.check(["roads"]), "the word of all nodes that they can reach the others")
 
     def _roll_call(self) -> dict[str, Any]:
         """Rank 0 reads what everybody said, so that the others have one key to read: linear in the members."""

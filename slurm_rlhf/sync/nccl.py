@@ -28,6 +28,14 @@ def device_name() -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
+def device_address() -> str:
+    """The current GPU's PCI address, as the kernel spells it; empty without one."""
+    if not torch.cuda.is_available():
+        return ""
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
 class _Done:
     """Work on NCCL's stream, polled: `Work.wait` only orders streams, and a peer that left would show as a hang."""
 

@@ -13,6 +13,7 @@ from slurm_rlhf.errors import SyncError
 from slurm_rlhf.sync.bucket import Source, fill
 from slurm_rlhf.sync.buffers import Pool
 from slurm_rlhf.sync.carriers import carrier_of
+from slurm_rlhf.sync.compare import publish
 from slurm_rlhf.sync.group import SyncGroup
 from slurm_rlhf.sync.plan import ITEM_SIZE, Part, Span, SyncPlan, dtype_name
 from slurm_rlhf.sync.transport import Pending
@@ -40,12 +41,14 @@ class SyncStats:
 class Sender:
     """An actor rank of a group."""
 
-    def __init__(self, group: SyncGroup, plan: SyncPlan) -> None:
+    def __init__(self, group: SyncGroup, plan: SyncPlan, compare: int = 0) -> None:
+        """`compare`: parameters of each update of which the receivers compare every byte, see `compare`."""
         group.agree(plan.fingerprint())
         self.group = group
         self.plan = plan
         self.carrier = carrier_of(group, plan)
         self._pool = Pool(self.carrier.device)
+        self._compare = compare
 
     @property
     def peak(self) -> int:
@@ -77,6 +80,7 @@ class Sender:
                 buffer = self._pool.take(part.nbytes)
                 started = time.monotonic()
                 fill(buffer, part, bucket, version, source)
+                publish(self.group.store, self.plan, part, buffer, version, self._compare)
                 filling += time.monotonic() - started
                 on_the_way.append((bucket, self.carrier.send(bucket, stream, part, buffer)))
                 sent += part.nbytes

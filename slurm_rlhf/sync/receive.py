@@ -13,6 +13,7 @@ from slurm_rlhf.errors import SyncError
 from slurm_rlhf.sync.bucket import Assembly, verify
 from slurm_rlhf.sync.buffers import Pool
 from slurm_rlhf.sync.carriers import carrier_of
+from slurm_rlhf.sync.compare import samples_of
 from slurm_rlhf.sync.group import SyncGroup
 from slurm_rlhf.sync.match import check_match
 from slurm_rlhf.sync.plan import SyncPlan
@@ -22,14 +23,17 @@ from slurm_rlhf.sync.update import following
 class Receiver:
     """An engine rank of a group."""
 
-    def __init__(self, group: SyncGroup, plan: SyncPlan, expected: Sequence[Sequence[Any]] | None = None) -> None:
-        """`expected`: [[name, shape, dtype], ...] that this end is able to load.
+    def __init__(
+        self, group: SyncGroup, plan: SyncPlan, expected: Sequence[Sequence[Any]] | None = None, compare: int = 0
+    ) -> None:
+        """`expected`: [[name, shape, dtype], ...] that this end is able to load; `compare` as `Sender`'s.
 
         Raises SyncError when both ends differ in a name, a shape or a dtype; the other members get to know.
         """
         self.group = group
         self.plan = plan
         self.verify_s = 0.0  # seconds of the last update that went into checksums
+        self._compare = compare
         try:
             if expected is not None:
                 check_match(plan.described, expected, str(group.members[0]), str(group.me))
@@ -64,6 +68,7 @@ class Receiver:
         """One bucket is on its way while the engine loads the one before."""
         assembly = Assembly(self.plan, self.pool)
         self.verify_s = 0.0
+        samples = samples_of(self.group, self.plan, self._stream, version, self._compare)
         buckets = len(self.plan.buckets)
         ahead = self.carrier.receive(0)
         for bucket in range(buckets):
@@ -76,6 +81,9 @@ class Receiver:
             for part in parts:
                 verify(buffer, self.plan, part, bucket, version)
             self.verify_s += time.monotonic() - started
-            yield from assembly.parameters(buffer, parts, copy=incoming.lent)
+            for name, tensor in assembly.parameters(buffer, parts, copy=incoming.lent):
+                yield name, tensor
+                if name in samples:  # as the engine had it, put together and loaded
+                    samples[name].check(tensor, version)
             del buffer
             incoming.release()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SyncBroken
-from slurm_rlhf.sync.group import Membership, SyncGroup, join
+from slurm_rlhf.sync.group import SyncGroup, join
+from slurm_rlhf.sync.member import Membership
 from slurm_rlhf.sync.plan import SyncPlan, make_plan
 from slurm_rlhf.sync.push import Held, Sender
 from slurm_rlhf.sync.receive import Receiver
@@ -45,7 +46,7 @@ class ActorEnd:
         if self._sender is not None:
             self._sender.group.close()
         joined, plan = _join(self._config, self._label, parameters, group)
-        self._sender = Sender(joined, plan)
+        self._sender = Sender(joined, plan, self._config.sync.compare)
         return _connection(joined)
 
     def push(self, held: Held, version: int) -> dict[str, Any]:
@@ -73,7 +74,7 @@ class EngineEnd:
         if self._receiver is not None:
             self._receiver.group.close()
         joined, plan = _join(self._config, self._label, parameters, group)
-        self._receiver = Receiver(joined, plan, expected)
+        self._receiver = Receiver(joined, plan, expected, self._config.sync.compare)
         return _connection(joined)
 
     def receive(self, version: int, load: Callable[[Iterator[tuple[str, Tensor]], int], None]) -> dict[str, Any]:

@@ -1,0 +1,103 @@
+"""When an engine takes new weights: behind the responses in flight, or under them. The engine itself is scripted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.records import Trajectory, VersionSpan
+from slurm_rlhf.roles.role import Seat
+from slurm_rlhf.roles.rollout import RolloutRole
+
+
+class Call:
+    """A request as the role sees it."""
+
+    def __init__(self, method: str, **args: Any) -> None:
+        self.method = method
+        self.args = args
+        self.answer: Any = None
+
+    def reply(self, answer: Any) -> None:
+        self.answer = answer
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+
+class Scripted:
+    """Three tokens for each request, marked with the version they were sampled under."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.tokens: dict[tuple[int, int], list[int]] = {}
+
+    def add(self, request: Any) -> None:
+        self.tokens[request.prompt, request.sample] = []
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        self.version = version
+
+    def step(self) -> list[Trajectory]:
+        landed = []
+        for key, versions in list(self.tokens.items()):
+            versions.append(self.version)
+            if len(versions) == 3:
+                del self.tokens[key]
+                landed.append(_trajectory(key, versions))
+        return landed
+
+
+class Arrived:
+    """The sync end of a role whose weights are always there."""
+
+    def receive(self, version: int, load: Any) -> dict[str, Any]:
+        load(iter([]), version)
+        return {"checksum_s": 0.0}
+
+
+def _trajectory(key: tuple[int, int], versions: list[int]) -> Trajectory:
+    import numpy as np
+
+    spans = [
+        VersionSpan(i, i + versions.count(version), version)
+        for i, version in enumerate(versions)
+        if versions.index(version) == i
+    ]
+    return Trajectory(
+        prompt=key[0],
+        sample=key[1],
+        prompt_ids=np.array([1], dtype=np.int32),
+        response_ids=np.arange(3, dtype=np.int32),
+        rollout_logprobs=np.zeros(3, dtype=np.float32),
+        action_mask=np.ones(3, dtype=bool),
+        finish_reason="length",
+        text="",
+        versions=spans,
+    )
+
+
+@pytest.mark.parametrize(("mode", "versions"), [("drain", [0, 0, 0]), ("inflight", [0, 1, 1])])
+def test_responses_in_flight_when_weights_come(mode: str, versions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slurm_rlhf.roles.rollout.prepare_environment", lambda: None)
+    config = Config()
+    config.vllm.sync_mode = mode  # type: ignore[assignment]
+    role = RolloutRole(config, Seat("rollout", 0, 1, 0, "n"), None)  # type: ignore[arg-type]
+    role.engine, role.sync = Scripted(), Arrived()  # type: ignore[assignment]
+    sampling = {"n": 2, "temperature": 1.0, "max_new_tokens": 3}
+    asked = Call("generate", prompts=[[0, 7, [1]]], sampling=sampling, run_seed=1, version=0)
+    role.handle(asked)
+    role.advance()
+    weights = Call("sync_receive", version=1)
+    role.handle(weights)
+    assert (weights.answer is None) == (mode == "drain")
+    while role.busy():
+        role.advance()
+    assert weights.answer == {"checksum_s": 0.0}
+    assert role.engine.version == 1
+    ((_, trajectories),) = asked.answer
+    for trajectory in trajectories:
+        spans = Trajectory.from_wire(trajectory).versions
+        assert [span.version for span in spans for _ in range(span.start, span.end)] == versions
