@@ -19,8 +19,8 @@ from slurm_rlhf.cli import main as cli
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.errors import RemoteError, RewardError, RoleDied
 
-WITHOUT_FILE = {"status", "cancel", "bench"}
-"""Commands whose argument is a run or a bench and not a configuration."""
+WITHOUT_FILE = {"status", "cancel"}
+"""Commands whose argument is a run and not a configuration."""
 
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"]
 
@@ -47,7 +47,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"slurm-rlhf {__version__}\n"
 
 
-@pytest.mark.parametrize("name", sorted(set(cli.COMMANDS) - WITHOUT_FILE))
+@pytest.mark.parametrize("name", sorted(set(cli.COMMANDS) - WITHOUT_FILE - {"bench"}))
 @pytest.mark.parametrize("columns", [80, 200])
 def test_help_of_a_command(
     name: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -11,6 +11,7 @@ from slurm_rlhf.errors import ConfigError
 BENCHES = {
     "rollout": "the rollout worker against a bare LLM.generate",
     "train": "the actor's update against a bare DeepSpeed and transformers loop",
+    "sync": "a weight update against the raw transfer of its bytes, and against the naive way",
 }
 """Name -> summary; `slurm_rlhf.cli.bench_<name>` is its Command."""
 
