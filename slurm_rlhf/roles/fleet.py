@@ -20,7 +20,7 @@ from slurm_rlhf.control.handles import EngineHandle, RoleHandle
 from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.peers import Peer
 from slurm_rlhf.control.server import ControlServer
-from slurm_rlhf.errors import RemoteError, RoleDied, RunError
+from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError
 from slurm_rlhf.observe.tail import tail
 from slurm_rlhf.roles.role import FAILURE, TERMINATION
 from slurm_rlhf.roles.run_directory import RunDirectory
@@ -120,11 +120,14 @@ class Fleet:
         own = isinstance(error, RemoteError) and error.user_error
         begin = time.monotonic()
         while not own and self._failed is None:
+            waited = time.monotonic() - begin
             if not self._ends:
                 silent = self._silent()
                 self._condemn(silent, str(error))
-                if not silent and time.monotonic() - begin > self._patience_s:
+                if not silent and waited > self._patience_s:
                     break
+            if waited > self._config.timeout.heartbeat + self._patience_s:
+                break
             time.sleep(0.05)
         if self._failed is not None and self._failed is not error:
             raise self._failed from error
@@ -178,7 +181,7 @@ class Fleet:
         silent = self._silent()
         peers = [peer for role in self._ranks.roles for peer in self.server.peers(role)]
         alive = {peer.host for peer in peers if not peer.lost and peer not in silent}
-        reported = {node for end in self._ends for node in expand(end.node)}
+        reported = {node for end in self._ends for node in _names(end.node)}
         return [peer for peer in silent if peer.host not in alive | reported]
 
     @property
@@ -249,3 +252,11 @@ class Fleet:
         log.error("%s", self._failed)
         for name in self._ranks.roles:
             self.server.fail_role(name, self._failed)
+
+
+def _names(nodes: str) -> list[str]:
+    """The nodes of an `Ended`; what somebody else's launcher has written there need not be a list."""
+    try:
+        return expand(nodes)
+    except PlacementError:
+        return [nodes]
