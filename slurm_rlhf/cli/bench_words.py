@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -70,7 +72,16 @@ def read(words: list[str], options: Mapping[str, Option], defaults: list[str], u
 
 @contextmanager
 def model_of(words: BenchWords, mean_response: int) -> Iterator[Config]:
-    """The configuration with a model: the one it names, or a random one for as long as the block runs."""
+    """The configuration with a model: the one it names, or a random one for as long as the block runs.
+
+    What libraries print meanwhile goes to standard error: standard output is the result's.
+    """
+    with contextlib.redirect_stdout(sys.stderr), _model(words, mean_response) as config:
+        yield config
+
+
+@contextmanager
+def _model(words: BenchWords, mean_response: int) -> Iterator[Config]:
     config, options = words.config, words.options
     if "threads" in options:
         # Before torch is imported: that is when it counts.
