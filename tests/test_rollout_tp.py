@@ -259,15 +259,18 @@ def test_what_keeps_an_engine_from_starting_is_told(zygote: Zygote, model: Path,
 def test_an_engine_starts_again_where_a_killed_one_was(
     zygote: Zygote, pair: RolloutFleet, single: RolloutFleet
 ) -> None:
-    """And ends as it should when it is told to."""
+    """Even where that one left its shared memory behind; and it ends as it should when it is told to."""
     single_tokens = [t.response_ids.tolist() for t in generate(single, 4, 1)]
     pair.close()
+    left = SHARED_MEMORY / f"{segment_prefix(pair.config, EnginePlace(0, 0, 2, ''))}0123-tp:0-[0-1]-cpushm_0"
+    left.write_bytes(b"of an engine that was killed while it started")
     fleet = RolloutFleet(zygote, pair.config)
     try:
         fleet.launch([0, 1])
         fleet.server.wait_for("rollout", 2, 120)
         fleet.engines.call(0, "start", total_steps=1).result(timeout=120)
         fleet.engines.ready = [0]
+        assert not left.exists()
         assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == single_tokens
         assert fleet.shut_down() == [0, 0]
     finally:
