@@ -143,3 +143,8 @@ class RolloutRole(EngineRank):
         for request in {id(order.request): order.request for order, _ in self._open.values()}.values():
             request.fail(error)
         self._open.clear()
+
+    def close(self) -> None:
+        if self.place.tp > 1:
+            self._listener.close()  # again, where the engine was started
+        super().close()
