@@ -1,4 +1,4 @@
-"""Engines of two TP ranks: the same tokens as one rank gives, alone in their failures, idle when they have no work."""
+"""Engines of several TP ranks: the same tokens as one rank gives, alone in their failures, stopped when they differ."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ pytestmark = pytest.mark.timeout(500)
 
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.9, n=3)
 WIDTH = 16
+KINDS = ("reversed", "unseeded", "uneven")
+"""What `rollout_misfits` does."""
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +241,7 @@ def test_what_keeps_an_engine_from_starting_is_told(zygote: Zygote, model: Path,
     (bad / "config.json").write_text(json.dumps(settings | {"architectures": ["NoSuchLM"]}))
     wrong = RolloutFleet(zygote, config(bad, tmp_path / "wrong", tp=2))
     made = config(model, tmp_path / "alone", tp=2)
-    made.timeout.connect = 3.0
+    made.timeout.connect = 5.0
     alone = RolloutFleet(zygote, made)
     try:
         wrong.launch()
@@ -259,16 +261,51 @@ def test_what_keeps_an_engine_from_starting_is_told(zygote: Zygote, model: Path,
 def test_an_engine_starts_again_where_a_killed_one_was(
     zygote: Zygote, pair: RolloutFleet, single: RolloutFleet
 ) -> None:
-    """And ends as it should when it is told to."""
+    """Even where that one left its shared memory behind; and it ends as it should when it is told to."""
     single_tokens = [t.response_ids.tolist() for t in generate(single, 4, 1)]
     pair.close()
+    left = SHARED_MEMORY / f"{segment_prefix(pair.config, EnginePlace(0, 0, 2, ''))}0123-tp:0-[0-1]-cpushm_0"
+    left.write_bytes(b"of an engine that was killed while it started")
     fleet = RolloutFleet(zygote, pair.config)
     try:
         fleet.launch([0, 1])
         fleet.server.wait_for("rollout", 2, 120)
         fleet.engines.call(0, "start", total_steps=1).result(timeout=120)
         fleet.engines.ready = [0]
+        assert not left.exists()
         assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == single_tokens
         assert fleet.shut_down() == [0, 0]
     finally:
         fleet.close()
+
+
+@pytest.fixture(scope="module")
+def misfits(zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
+    """One engine of two ranks for each kind of misbehaviour of a follower."""
+    settings = config(model, tmp_path_factory.mktemp("misfits"), engines=len(KINDS), tp=2)
+    made = RolloutFleet(zygote, settings, str(Path(__file__).with_name("rollout_misfits.py")))
+    try:
+        made.launch(MISFIT=",".join(KINDS))
+        made.start(400)
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_follower_that_goes_its_own_way_stops_its_engine(misfits: RolloutFleet, kind: str) -> None:
+    """In seconds, by name, and without handing out a response."""
+    engine = KINDS.index(kind)
+    rng = np.random.default_rng(0)
+    prompts = [[i, i, rng.integers(2, 60, 5 + 3 * i).astype(np.int32)] for i in range(6)]
+    order = {"sampling": Sampling(max_new_tokens=24).to_wire(), "run_seed": 1, "version": 0}
+    started = time.monotonic()
+    answer = misfits.engines.call(engine, "generate", prompts=prompts, **order)
+    misfits.ended([2 * engine], 20)
+    assert time.monotonic() - started < 15
+    [reason] = [data["reason"] for rank, _, data in misfits.events if rank == 2 * engine]
+    assert f"engine {engine} (rollout ranks {2 * engine} to {2 * engine + 1} on" in reason
+    assert f"rollout ranks {2 * engine} and {2 * engine + 1} (TP ranks 0 and 1) did not do the same" in reason
+    # The main thread says so, too, unless it hangs in the collective that the other rank does not join.
+    assert not answer.done() or isinstance(answer.exception(), RunError)
+    misfits.ended([2 * engine + 1], 5)

@@ -171,3 +171,8 @@ class RolloutRole(EngineRank):
         self._tickets.fail(error)
         self._open.clear()
         self._drained()
+
+    def close(self) -> None:
+        if self.place.tp > 1:
+            self._listener.close()  # again, where the engine was started
+        super().close()
