@@ -141,7 +141,7 @@ def test_ten_thousand_attacks_on_the_control_port_change_nothing(config: Path, w
 
 def test_under_mpirun_it_writes_the_same_metrics(config: Path, whole: tuple[Path, str]) -> None:
     run_dir = config.parent / "mpi"
-    code, output = train(config, run_dir, *WORLD, command=mpirun(6))
+    code, output = train(config, run_dir, *WORLD, command=mpirun(6), timeout_s=240)
     assert code == 0, output
     assert "MPI: 6 ranks on 1 node;" in output
     assert "no role is started again alone" in output
