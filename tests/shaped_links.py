@@ -31,7 +31,7 @@ class Links:
     def second(self, node: str, subnet: int) -> str:
         """Another interface, ib0, in a network of its own; returns its address."""
         address = f"10.98.{subnet}.1"
-        _run(*self.inside(node), "ip", "link", "add", "ib0", "type", "dummy")
+        _run(*self.inside(node), "ip", "link", "add", "ib0", "type", "bridge")
         _run(*self.inside(node), "ip", "addr", "add", f"{address}/24", "dev", "ib0")
         _run(*self.inside(node), "ip", "link", "set", "ib0", "up")
         return address

@@ -107,6 +107,12 @@ def _relations(config: Config) -> Iterator[str]:
         )
     if config.ds.zero_stage == 0 and config.ds.param_dtype == "bf16":
         yield "ds.zero_stage = 0 does not go with ds.param_dtype = bf16: use stage 1, 2 or 3, or fp32"
+    holds = {"fp32": ("auto", "fp32"), "bf16": ("auto", "bf16", "fp32")}[config.ds.param_dtype]
+    if config.vllm.dtype not in holds:
+        yield (
+            f"vllm.dtype = {config.vllm.dtype} would round the weights that the actor trains in ds.param_dtype = "
+            f"{config.ds.param_dtype}, at every update: use {' or '.join(holds)}"
+        )
     if config.vllm.tensor_parallel_size != 1:
         yield (
             f"vllm.tensor_parallel_size = {config.vllm.tensor_parallel_size}: engines of one accelerator are all this "
