@@ -53,6 +53,9 @@ class Links:
         """Unplug the node."""
         _run(*self.inside(node), "ip", "link", "set", "eth0", "down")
 
+    def uncut(self, node: str) -> None:
+        _run(*self.inside(node), "ip", "link", "set", "eth0", "up")
+
     def make(self, rate: str) -> None:
         _run("ip", "link", "add", f"{self._tag}br", "type", "bridge")
         _run("ip", "link", "set", f"{self._tag}br", "up")

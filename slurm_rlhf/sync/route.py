@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from slurm_rlhf.sync.layout import distinct
 from slurm_rlhf.sync.plan import SyncPlan
 
+_TAG_BUCKETS = 8  # more than are on their way at a time
+_TAGS_OF_BUCKET = 1 << 26
+
 
 @dataclass(frozen=True, slots=True)
 class Route:
@@ -85,7 +88,3 @@ def routes(plan: SyncPlan, bucket: int, stream: int) -> Iterator[Route]:
             lanes = tuple(rail[(turn + part.index) % len(rail)] for rail in near)
             tag = base + turn * len(parts) + part.index
             yield Route(part.owner, low, high, tag, lanes, heads, tuple(ranks[node] for node in order), local)
-
-
-_TAG_BUCKETS = 8
-_TAGS_OF_BUCKET = 1 << 26
