@@ -235,6 +235,14 @@ def test_buckets_keep_whole_parameters_and_cut_large_ones():
     assert plan.fingerprint() != make_plan(PARAMETERS, 320, ONE).fingerprint()
 
 
+def test_chunks_are_small_only_where_nodes_relay():
+    def chunk(name: str) -> int:
+        return make_plan(PARAMETERS, 256, Layout(*map(tuple, LAYOUTS[name]), 3)).chunk_bytes
+
+    assert chunk("2x2 to 4x2") == chunk("1 actor, 3 engine nodes") == 512 << 10
+    assert chunk("2x2 to 2x2") == chunk("TP 4 on one node") == chunk("6+2 on two nodes") == 4 << 20
+
+
 def test_what_cannot_be_planned():
     with pytest.raises(SyncError, match="'a' twice"):
         make_plan([["a", [1], "fp32"], ["a", [1], "fp32"]], 100, ONE)

@@ -72,6 +72,15 @@ def streams(layout: Layout) -> tuple[Stream, ...]:
     return tuple(Stream(owners, nodes) for owners, nodes in found.items())
 
 
+def relays(layout: Layout) -> bool:
+    """Whether engine nodes hand bytes on to other nodes."""
+    return any(
+        len(set(stream.nodes) - {layout.actors[owner]}) > distinct([layout.actors[other] for other in stream.owners])
+        for stream in streams(layout)
+        for owner in stream.owners
+    )
+
+
 def distinct(nodes: Sequence[str]) -> int:
     """How many different nodes there are in `nodes`."""
     return len(set(nodes))
