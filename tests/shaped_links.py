@@ -31,7 +31,7 @@ class Links:
     def second(self, node: str, subnet: int) -> str:
         """Another interface, ib0, in a network of its own; returns its address."""
         address = f"10.98.{subnet}.1"
-        _run(*self.inside(node), "ip", "link", "add", "ib0", "type", "dummy")
+        _run(*self.inside(node), "ip", "link", "add", "ib0", "type", "bridge")
         _run(*self.inside(node), "ip", "addr", "add", f"{address}/24", "dev", "ib0")
         _run(*self.inside(node), "ip", "link", "set", "ib0", "up")
         return address
@@ -52,6 +52,9 @@ class Links:
     def cut(self, node: str) -> None:
         """Unplug the node."""
         _run(*self.inside(node), "ip", "link", "set", "eth0", "down")
+
+    def uncut(self, node: str) -> None:
+        _run(*self.inside(node), "ip", "link", "set", "eth0", "up")
 
     def make(self, rate: str) -> None:
         _run("ip", "link", "add", f"{self._tag}br", "type", "bridge")

@@ -72,6 +72,12 @@ def test_a_good_one(config: Config) -> None:
         (["algo.kl.init_coef=0", "algo.kl.target=6"], ["algo.kl.target needs a coefficient"]),
         (["timeout.heartbeat=1"], ["timeout.heartbeat = 1 must be at least four heartbeats: 4"]),
         (["vllm.tensor_parallel_size=3"], ["12 attention heads, 2 key-value heads", "Valid sizes: 1, 2, 4"]),
+        (
+            ["ds.param_dtype=fp32", "vllm.dtype=bf16"],
+            ["would round the weights", "ds.param_dtype = fp32", "auto or fp32"],
+        ),
+        (["vllm.dtype=fp16"], ["would round the weights", "use auto or bf16 or fp32"]),
+        (["sync.compare=-1"], ["sync.compare must be at least 0, got -1"]),
         (["data.input_template=Q:"], ["data.input_template needs exactly one {}", "'Q:'"]),
         (["data.input_template={} {}"], ["exactly one {}"]),
         (["data.input_template={x}"], ["exactly one {}"]),

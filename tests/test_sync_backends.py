@@ -76,7 +76,7 @@ def test_conformance(fleet, tmp_path: Path, backend: str):
     assert not [path for path in tmp_path.rglob("*") if path.is_file()], "files are left"
 
 
-def test_nothing_of_a_killed_group_stays_in_shared_memory(fleet):
+def test_shared_memory_has_no_name_any_more_when_it_is_used(fleet):
     before = set(Path("/dev/shm").glob("slurm_rlhf.sync.*"))
     fleet.sender(2, nodes="nnn")
     assert set(Path("/dev/shm").glob("slurm_rlhf.sync.*")) <= before

@@ -55,7 +55,8 @@ def cases(names=tuple(LAYOUTS)):
 def planned(case) -> SyncPlan:
     shapes, (actors, engines), stage, bucket, chunk = case
     described = [[f"p{i}", shape, dtype] for i, (shape, dtype) in enumerate(shapes)]
-    return make_plan(described, bucket, Layout(tuple(actors), tuple(engines), stage), chunk)
+    rails = tuple(f"ib{rank % 3}" for rank in range(len(actors) + len(engines))) if bucket % 2 else ()
+    return make_plan(described, bucket, Layout(tuple(actors), tuple(engines), stage, rails), chunk)
 
 
 def everything(plan: SyncPlan):
@@ -170,6 +171,20 @@ def test_a_node_with_both_roles_is_served_without_the_network_unless_the_model_i
         assert any(plan.layout.node(giver) != plan.layout.node(taker) for giver, taker, _ in edges) == crossing
 
 
+def test_what_leaves_over_a_rail_arrives_on_it():
+    rails = ("ib0", "ib1") * 4
+    plan = make_plan(
+        [["p", [4000, 100], "bf16"]], 1 << 20, Layout(*map(tuple, LAYOUTS["2x2 to 2x2"]), 3, rails), 1 << 12
+    )
+    carried = Counter()
+    for where in everything(plan):
+        for giver, taker, route in follow(plan, *where):
+            if plan.layout.node(giver) != plan.layout.node(taker):
+                assert rails[giver] == rails[taker] == rails[route.owner]
+                carried[rails[giver]] += route.nbytes
+    assert carried["ib0"] == pytest.approx(carried["ib1"], rel=0.02)
+
+
 def test_relays_take_turns_and_every_rail_is_used():
     plan = make_plan([["p", [4000, 100], "bf16"]], 1 << 20, Layout(*map(tuple, LAYOUTS["2x2 to 4x2"]), 3), 1 << 12)
     sent = Counter()
@@ -218,6 +233,14 @@ def test_buckets_keep_whole_parameters_and_cut_large_ones():
     ]
     assert plan.fingerprint() == make_plan(PARAMETERS, 256, ONE).fingerprint()
     assert plan.fingerprint() != make_plan(PARAMETERS, 320, ONE).fingerprint()
+
+
+def test_chunks_are_small_only_where_nodes_relay():
+    def chunk(name: str) -> int:
+        return make_plan(PARAMETERS, 256, Layout(*map(tuple, LAYOUTS[name]), 3)).chunk_bytes
+
+    assert chunk("2x2 to 4x2") == chunk("1 actor, 3 engine nodes") == 512 << 10
+    assert chunk("2x2 to 2x2") == chunk("TP 4 on one node") == chunk("6+2 on two nodes") == 4 << 20
 
 
 def test_what_cannot_be_planned():

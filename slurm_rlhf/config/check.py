@@ -122,6 +122,12 @@ def _relations(config: Config) -> Iterator[str]:
             f"{4 * config.timeout.heartbeat_interval:g} for timeout.heartbeat_interval = "
             f"{config.timeout.heartbeat_interval:g}"
         )
+    holds = {"fp32": ("auto", "fp32"), "bf16": ("auto", "bf16", "fp32")}[config.ds.param_dtype]
+    if config.vllm.dtype not in holds:
+        yield (
+            f"vllm.dtype = {config.vllm.dtype} would round the weights that the actor trains in ds.param_dtype = "
+            f"{config.ds.param_dtype}, at every update: use {' or '.join(holds)}"
+        )
 
 
 def _lists(config: Config) -> Iterator[str]:

@@ -99,7 +99,8 @@ class SyncGroup:
     def layout(self, zero_stage: int) -> Layout:
         """Where the members are. Raises SyncError when the actor or the engines have no rank in the group."""
         nodes = [member.node for member in self.members]
-        return Layout(tuple(nodes[: self.actors]), tuple(nodes[self.actors :]), zero_stage)
+        rails = tuple(member.interface for member in self.members)
+        return Layout(tuple(nodes[: self.actors]), tuple(nodes[self.actors :]), zero_stage, rails)
 
     def agree(self, fingerprint: str) -> None:
         """Raise SyncError unless rank 0 says the same: members with two plans would wait for each other's bytes."""

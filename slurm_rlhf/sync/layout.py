@@ -26,6 +26,7 @@ class Layout:
     actors: tuple[str, ...]
     engines: tuple[str, ...]
     zero_stage: int = 0
+    rails: tuple[str, ...] = ()  # the network interface of each rank of the group; empty: nobody has a choice
 
     def __post_init__(self) -> None:
         if not self.actors or not self.engines:
@@ -38,6 +39,12 @@ class Layout:
     def node(self, rank: int) -> str:
         """Of a rank of the group."""
         return (self.actors + self.engines)[rank]
+
+    def near(self, owner: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
+        """Those of `ranks` that use the owner's interface; all of them if none does."""
+        if not self.rails:
+            return ranks
+        return tuple(rank for rank in ranks if self.rails[rank] == self.rails[owner]) or ranks
 
     @property
     def by_node(self) -> dict[str, tuple[int, ...]]:
@@ -63,6 +70,15 @@ def streams(layout: Layout) -> tuple[Stream, ...]:
         owners = tuple(rank for rank in everybody if layout.actors[rank] == node) or everybody
         found[owners] = (*found.get(owners, ()), node)
     return tuple(Stream(owners, nodes) for owners, nodes in found.items())
+
+
+def relays(layout: Layout) -> bool:
+    """Whether engine nodes hand bytes on to other nodes."""
+    return any(
+        len(set(stream.nodes) - {layout.actors[owner]}) > distinct([layout.actors[other] for other in stream.owners])
+        for stream in streams(layout)
+        for owner in stream.owners
+    )
 
 
 def distinct(nodes: Sequence[str]) -> int:

@@ -17,14 +17,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slurm_rlhf.errors import SyncError
-from slurm_rlhf.sync.layout import Layout, Stream, streams
+from slurm_rlhf.sync.layout import Layout, Stream, relays, streams
 
 ALIGN = 64
 """Bytes; every piece starts at a multiple, so that a view of any dtype on it is legal, and fast."""
 FIXED_HEADER = 2
 """int64 words of a part's header before the checksums: version and bucket index."""
 CHUNK = 512 << 10
-"""Bytes that are handed on at a time: 2 MB and more cost 5 to 10 % where nodes relay, less costs calls."""
+"""Bytes that are handed on at a time where nodes relay: 2 MB and more cost 5 to 10 % there, less costs calls."""
+_DIRECT_CHUNK = 4 << 20
+"""The same where they do not: nobody waits for a chunk in order to hand it on."""
 
 ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -81,7 +83,7 @@ class SyncPlan:
     buckets: tuple[tuple[Span, ...], ...]
     layout: Layout
     streams: tuple[Stream, ...]
-    chunk_bytes: int = CHUNK
+    chunk_bytes: int
     _parts: dict[tuple[int, int], tuple[Part, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -125,11 +127,10 @@ class SyncPlan:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def make_plan(
-    described: Sequence[Sequence[Any]], bucket_bytes: int, layout: Layout, chunk_bytes: int = CHUNK
-) -> SyncPlan:
+def make_plan(described: Sequence[Sequence[Any]], bucket_bytes: int, layout: Layout, chunk_bytes: int = 0) -> SyncPlan:
     """The transfer of parameters [[name, shape, dtype], ...] over `layout`, in buckets of at most `bucket_bytes`.
 
+    `chunk_bytes` 0: as the layout wants it.
     Raises SyncError for a name given twice, a dtype that is not fp32, bf16 or fp16, and for no parameters at all.
     """
     parameters = tuple(_parameter(item) for item in described)
@@ -145,6 +146,7 @@ def make_plan(
     if bucket_bytes < ALIGN:
         raise SyncError(f"buckets of {bucket_bytes} bytes: give them at least {ALIGN}")
     buckets = tuple(_buckets(parameters, bucket_bytes // ALIGN * ALIGN))
+    chunk_bytes = chunk_bytes or (CHUNK if relays(layout) else _DIRECT_CHUNK)
     return SyncPlan(parameters, buckets, layout, streams(layout), chunk_bytes)
 
 

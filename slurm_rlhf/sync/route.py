@@ -2,7 +2,8 @@
 
 A chunk leaves the actor min(nodes of its owners, nodes to reach) times, so that no actor node sends more than one copy
 of the model; rotating heads relay it to the nodes that are left, so that they share this work, too. In a node a
-rotating rank takes it from the wire and hands it to its siblings: over the network every node gets it once.
+rotating rank, of those on the owner's rail, takes it from the wire and hands it to its siblings: over the network
+every node gets it once.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from dataclasses import dataclass
 
 from slurm_rlhf.sync.layout import distinct
 from slurm_rlhf.sync.plan import SyncPlan
+
+_TAG_BUCKETS = 8  # more than are on their way at a time
+_TAGS_OF_BUCKET = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +84,7 @@ def routes(plan: SyncPlan, bucket: int, stream: int) -> Iterator[Route]:
             heads = min(actor_nodes, len(others))
             local = len(order) if home in taking.nodes else -1
             order += [home] if local >= 0 else []
-            lanes = tuple(ranks[node][(turn + part.index) % len(ranks[node])] for node in order)
+            near = [plan.layout.near(part.owner, ranks[node]) for node in order]
+            lanes = tuple(rail[(turn + part.index) % len(rail)] for rail in near)
             tag = base + turn * len(parts) + part.index
             yield Route(part.owner, low, high, tag, lanes, heads, tuple(ranks[node] for node in order), local)
-
-
-_TAG_BUCKETS = 8
-_TAGS_OF_BUCKET = 1 << 26
