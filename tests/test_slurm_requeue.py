@@ -75,8 +75,9 @@ def calm(slurm: SlurmNodes, config: Path) -> Calm:
 
 
 def saved(run_dir: Path) -> list[int]:
-    """Steps of the checkpoints."""
-    return sorted(int(path.name.removeprefix("step_")) for path in (run_dir / "checkpoints").glob("step_*"))
+    """Steps of the checkpoints that are complete."""
+    names = [path.name.removeprefix("step_") for path in (run_dir / "checkpoints").glob("step_*")]
+    return sorted(int(name) for name in names if name.isdigit())
 
 
 def said(run_dir: Path) -> str:
