@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.schema import Config
 
 PYXIS = "pyxis"
@@ -43,6 +44,6 @@ def container_of(config: Config) -> Container:
     slurm = config.slurm
     if not slurm.container:
         return HOST
-    own = [config.run_dir, config.actor.model_name_or_path, config.critic.model_name_or_path]
+    own = [config.run_dir, *(get(config, name) for name in all_keys() if name.endswith(".model_name_or_path"))]
     mounts = tuple(dict.fromkeys([*filter(None, own), *slurm.container_mounts]))
     return Container(slurm.container, slurm.container_runtime, mounts, slurm.container_python)
