@@ -23,17 +23,16 @@ BEFORE, AFTER, SEQUENCES = 2, 2, 12
 
 CASES: list[dict[str, Any]] = [
     {"zero_stage": 0, "param_dtype": "fp32", "kind": "policy"},
-    {"zero_stage": 1, "param_dtype": "fp32", "kind": "policy"},
     {"zero_stage": 2, "param_dtype": "fp32", "kind": "policy", "weight_decay": 0.1},
     {"zero_stage": 3, "param_dtype": "fp32", "kind": "value"},
     {"zero_stage": 1, "param_dtype": "bf16", "kind": "policy"},
-    {"zero_stage": 2, "param_dtype": "bf16", "kind": "value"},
     {"zero_stage": 3, "param_dtype": "bf16", "kind": "policy"},
     # Last: DeepSpeed's autocast, once it was in use, changes how later engines of the same process add up gradients.
     {"zero_stage": 0, "param_dtype": "bf16", "kind": "policy"},
 ]
 MOVES = [(2, 1), (1, 2), (2, 3), (3, 2)]
-STAGES = [(2, 3), (3, 0), (0, 1), (1, 2)]  # the same checkpoints, resumed under another stage
+STAGES = {"policy-zero0-fp32": 1, "policy-zero2-fp32": 3, "value-zero3-fp32": 0, "policy-zero1-bf16": 2}
+"""The same checkpoints, of two ranks, resumed by three under another stage."""
 
 BOUND = {"fp32": 1e-6, "bf16": 5e-4}
 """Of the difference of any element, after four steps of up to 1e-4. AdamW makes a step of a gradient whatever its size,
@@ -95,8 +94,8 @@ def main() -> None:
             start(case, model, out, request["train"])
         for saved in request["loads"]:
             resume(case, model, out, saved, case["zero_stage"])
-            if saved == 2 and case in CASES[: len(STAGES)]:
-                resume(case, model, out, saved, dict(STAGES)[case["zero_stage"]])
+            if torch.distributed.get_world_size() == 3 and name(case) in STAGES:
+                resume(case, model, out, saved, STAGES[name(case)])
 
 
 def start(case: dict[str, Any], model: Path, out: Path, steps: int) -> None:
@@ -164,10 +163,9 @@ def test_another_number_of_ranks_goes_on_where_the_run_was(
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("now", [1, 3])
-@pytest.mark.parametrize("case", CASES[: len(STAGES)], ids=name)
-def test_another_zero_stage_goes_on_where_the_run_was(out: Path, case: dict[str, Any], now: int) -> None:
-    resumed, whole = out / f"{name(case)}.from2to{now}staged", out / f"{name(case)}.whole"
+@pytest.mark.parametrize("case", [case for case in CASES if name(case) in STAGES], ids=name)
+def test_another_zero_stage_goes_on_where_the_run_was(out: Path, case: dict[str, Any]) -> None:
+    resumed, whole = out / f"{name(case)}.from2to3staged", out / f"{name(case)}.whole"
     assert difference(resumed, whole) < BOUND[case["param_dtype"]]
     way = mean_difference(out / f"{name(case)}.from2to1loaded", whole)
     assert mean_difference(resumed, whole) < DRIFT[case["param_dtype"]] * way
@@ -186,7 +184,7 @@ def test_a_checkpoint_of_another_model_or_with_a_missing_file_is_refused(out: Pa
     from slurm_rlhf.training.fragments import Fragment
     from slurm_rlhf.training.shards import ShardReader
 
-    whole, torn = out / f"{name(CASES[2])}.from3", tmp_path / "torn"
+    whole, torn = out / f"{name(CASES[1])}.from3", tmp_path / "torn"
     shutil.copytree(whole, torn)
     key = "model.model.embed_tokens.weight"
     size = torch.load(whole / "rank_00000.pt", weights_only=True)["sizes"][key]
