@@ -153,11 +153,9 @@ class Bench:
     def _generate(self, rollout: EngineHandle, version: int) -> list[Trajectory]:
         rng = np.random.default_rng(version)
         prompts = [[i, i, rng.integers(2, 60, 4 + 5 * i).astype(np.int32)] for i in range(8)]
-        answer = rollout.call(
-            0, "generate", prompts=prompts, sampling=SAMPLING.to_wire(), run_seed=1, version=version
-        ).result()
-        found = answer["found"] if isinstance(answer, dict) else answer
-        return [Trajectory.from_wire(wire) for _, wires in found for wire in wires]
+        order = {"sampling": SAMPLING.to_wire(), "run_seed": 1, "version": version, "stream": version}
+        answer = rollout.call(0, "generate", prompts=prompts, **order).result()
+        return [Trajectory.from_wire(wire) for _, wire in answer["found"]]
 
     def _train(self, actor: RoleHandle) -> None:
         experience = make_experience(0)

@@ -10,6 +10,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Trajectory, VersionSpan
 from slurm_rlhf.roles.role import Seat
 from slurm_rlhf.roles.rollout import RolloutRole
+from slurm_rlhf.rollout.engine import Gauges
 
 
 class Call:
@@ -32,6 +33,7 @@ class Scripted:
 
     def __init__(self) -> None:
         self.version = 0
+        self.gauges = Gauges(0, 0, 0.0)
         self.tokens: dict[tuple[int, int], list[int]] = {}
 
     def add(self, request: Any) -> None:
@@ -81,13 +83,13 @@ def _trajectory(key: tuple[int, int], versions: list[int]) -> Trajectory:
 
 @pytest.mark.parametrize(("mode", "versions"), [("drain", [0, 0, 0]), ("inflight", [0, 1, 1])])
 def test_responses_in_flight_when_weights_come(mode: str, versions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slurm_rlhf.roles.rollout.prepare_environment", lambda: None)
+    monkeypatch.setattr("slurm_rlhf.roles.engine_rank.prepare_environment", lambda: None)
     config = Config()
     config.vllm.sync_mode = mode  # type: ignore[assignment]
     role = RolloutRole(config, Seat("rollout", 0, 1, 0, "n"), None)  # type: ignore[arg-type]
     role.engine, role.sync = Scripted(), Arrived()  # type: ignore[assignment]
     sampling = {"n": 2, "temperature": 1.0, "max_new_tokens": 3}
-    asked = Call("generate", prompts=[[0, 7, [1]]], sampling=sampling, run_seed=1, version=0)
+    asked = Call("generate", prompts=[[0, 7, [1]]], sampling=sampling, run_seed=1, version=0, stream=0)
     role.handle(asked)
     role.advance()
     weights = Call("sync_receive", version=1)
@@ -97,7 +99,7 @@ def test_responses_in_flight_when_weights_come(mode: str, versions: list[int], m
         role.advance()
     assert weights.answer == {"checksum_s": 0.0}
     assert role.engine.version == 1
-    ((_, trajectories),) = asked.answer
-    for trajectory in trajectories:
+    assert len(asked.answer["found"]) == 2
+    for _, trajectory in asked.answer["found"]:
         spans = Trajectory.from_wire(trajectory).versions
         assert [span.version for span in spans for _ in range(span.start, span.end)] == versions

@@ -211,7 +211,7 @@ def test_a_slow_engine_delays_the_batch_by_its_own_last_sequences_at_most(single
 def test_an_engine_fails_alone_and_by_name(pair: RolloutFleet) -> None:
     """A follower is killed while its leader is inside a step: the engine ends, the other one goes on."""
     wires = [[p.index, p.index, p.token_ids] for p in prompts(40)]
-    order = {"sampling": Sampling(max_new_tokens=100, n=2).to_wire(), "run_seed": 1, "version": 0}
+    order = {"sampling": Sampling(max_new_tokens=100, n=2).to_wire(), "run_seed": 1, "version": 0, "stream": 0}
     doomed, safe = (pair.engines.call(engine, "generate", prompts=wires, **order) for engine in (0, 1))
     time.sleep(0.5)
     pair.kill(1)
@@ -222,7 +222,7 @@ def test_an_engine_fails_alone_and_by_name(pair: RolloutFleet) -> None:
     assert "its rank 1 died" in data["reason"]
     assert data["reason"] in pair.log(0)
     assert not doomed.done() or isinstance(doomed.exception(), RunError)
-    assert len(safe.result(timeout=120)) == 40
+    assert len(safe.result(timeout=120)["found"]) == 2 * 40
     assert pair.ranks[2].poll() is pair.ranks[3].poll() is None
 
 
@@ -298,7 +298,7 @@ def test_a_follower_that_goes_its_own_way_stops_its_engine(misfits: RolloutFleet
     engine = KINDS.index(kind)
     rng = np.random.default_rng(0)
     prompts = [[i, i, rng.integers(2, 60, 5 + 3 * i).astype(np.int32)] for i in range(6)]
-    order = {"sampling": Sampling(max_new_tokens=24).to_wire(), "run_seed": 1, "version": 0}
+    order = {"sampling": Sampling(max_new_tokens=24).to_wire(), "run_seed": 1, "version": 0, "stream": 0}
     started = time.monotonic()
     answer = misfits.engines.call(engine, "generate", prompts=prompts, **order)
     misfits.ended([2 * engine], 20)
