@@ -32,7 +32,11 @@ def run(words: list[str]) -> int:
         near = difflib.get_close_matches(given, BENCHES, n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"bench: unknown bench {given!r}{meant} (benches: {', '.join(BENCHES)})\n{USAGE}")
-    return _bench(words[0]).run(words[1:])
+    bench = _bench(words[0])
+    if "-h" in words or "--help" in words:
+        print(bench.help_page(), end="")
+        return 0
+    return bench.run(words[1:])
 
 
 def _bench(name: str) -> Command:

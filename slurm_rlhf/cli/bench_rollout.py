@@ -39,9 +39,6 @@ def help_page() -> str:
 
 def run(words: list[str]) -> int:
     """Prints the comparison. Raises ConfigError, ModelError, RunError."""
-    if "-h" in words or "--help" in words:
-        print(help_page(), end="")
-        return 0
     given = read(words, OPTIONS, DEFAULTS, USAGE)
     options = given.options
     _check_length(given.config, options["prompt_tokens"])

@@ -61,7 +61,7 @@ class World:
 
 def help_page() -> str:
     """All of `slurm-rlhf bench sync --help`."""
-    return f"{USAGE}\n\n{ABOUT}"
+    return f"{USAGE}\n\n{ABOUT}\n"
 
 
 def run(words: list[str]) -> int:
