@@ -40,7 +40,7 @@ class Generation:
     def run(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
         """`sampling.n` trajectories per prompt, ordered by (position in `prompts`, sample)."""
         self.runs += 1
-        self.loads = {engine: EngineLoad() for engine in range(self.rollout.world)}
+        self.loads = {engine: EngineLoad() for engine in self.rollout.ready}
         answers = (
             self._fixed(prompts, sampling, version) if self.deterministic else self._stream(prompts, sampling, version)
         )
@@ -113,6 +113,6 @@ class Generation:
         )
 
     def _take(self, engine: int, answer: dict[str, Any], answers: Answers) -> None:
-        self.loads[engine].add(EngineLoad.from_wire(answer["load"]))
+        self.loads.setdefault(engine, EngineLoad()).add(EngineLoad.from_wire(answer["load"]))
         for position, wire in answer["found"]:
             answers.setdefault(position, []).append(Trajectory.from_wire(wire))
