@@ -33,6 +33,13 @@ def test_checksum_is_the_weighted_sum_it_says():
     assert checksum(data).item() == np.asarray(total).view(np.int64)
 
 
+@pytest.mark.parametrize("lanes", [0, 5, 128, 1 << 16, (1 << 17) + 77])
+def test_checksum_of_a_copy_is_that_of_the_bytes(lanes):
+    data, copy = _random_bytes(8 * lanes), torch.zeros(8 * lanes, dtype=torch.uint8)
+    assert checksum(data, into=copy).item() == checksum(data).item()
+    assert torch.equal(copy, data)
+
+
 @given(st.integers(2, 9000), st.data())
 def test_checksum_sees_a_flipped_bit_a_shift_and_an_exchange(lanes, draw):
     data = _random_bytes(8 * lanes)
@@ -74,15 +81,14 @@ def _filled(plan, bucket: int, version: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("actors", "zero"), [(1, 0), (3, 2), (1, 3), (4, 3)])
 @pytest.mark.parametrize("bucket", [64, 320, 1 << 20])
-def test_what_is_filled_is_what_is_put_together(actors, zero, bucket):
+@pytest.mark.parametrize("way", ["parameters", "copies"])
+def test_what_is_filled_is_what_is_put_together(actors, zero, bucket, way):
     plan = _plan(actors, zero, bucket)
     assembly = Assembly(plan, Pool(torch.device("cpu")))
     got = []
     for index in range(len(plan.buckets)):
-        buffer, parts = _filled(plan, index, 12), plan.parts(index, 0)
-        for part in parts:
-            verify(buffer, plan, part, index, 12)
-        got += list(assembly.parameters(buffer, parts))
+        buffer = _filled(plan, index, 12)
+        got += list(getattr(assembly, way)(buffer, plan.parts(index, 0), index, 12))
     for (name, tensor), (expected, sent) in zip(got, _weights(), strict=True):
         assert name == expected
         assert tensor.dtype == sent.dtype
@@ -97,8 +103,10 @@ def test_a_wrong_byte_and_a_wrong_version_are_named():
         verify(buffer, plan, second, 0, 13)
     buffer[second.pieces[1].offset + 3] += 1
     verify(buffer, plan, first, 0, 12)
-    with pytest.raises(SyncError, match="differs from that of actor 1 in bf16 "):
-        verify(buffer, plan, second, 0, 12)
+    assembly = Assembly(plan, Pool(torch.device("cpu")))
+    for way in (assembly.parameters, assembly.copies):
+        with pytest.raises(SyncError, match="differs from that of actor 1 in bf16 "):
+            list(way(buffer, (first, second), 0, 12))
 
 
 def test_parameters_that_are_not_the_plan():

@@ -217,7 +217,8 @@ def _even(spans: Sequence[Span], parameters: Sequence[Parameter], owners: int) -
 
 def _place_empty(spans: Sequence[Span], owned: list[list[Span]]) -> None:
     """A parameter without elements has bytes nowhere; it is announced by the first rank."""
-    owned[0] += [span for span in spans if span.nbytes == 0]
+    empty = [span for span in spans if span.nbytes == 0]
+    owned[0] = sorted(owned[0] + empty, key=lambda span: (span.parameter, span.low))
 
 
 def _lay_out(owned: Sequence[tuple[int, Sequence[Span]]]) -> tuple[Part, ...]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from slurm_rlhf.errors import SyncError
-from slurm_rlhf.sync.bucket import Assembly, verify
+from slurm_rlhf.sync.bucket import Assembly
 from slurm_rlhf.sync.buffers import Pool
 from slurm_rlhf.sync.carriers import carrier_of
 from slurm_rlhf.sync.compare import samples_of
@@ -32,7 +32,7 @@ class Receiver:
         """
         self.group = group
         self.plan = plan
-        self.verify_s = 0.0  # seconds of the last update that went into checksums
+        self.verify_s = 0.0  # seconds of the last update that went into checksums and into putting parameters together
         self._compare = compare
         try:
             if expected is not None:
@@ -76,14 +76,18 @@ class Receiver:
             if bucket + 1 < buckets:
                 ahead = self.carrier.receive(bucket + 1)
             buffer = incoming.wait()
-            started = time.monotonic()
             parts = self.plan.parts(bucket, self._stream)
-            for part in parts:
-                verify(buffer, self.plan, part, bucket, version)
-            self.verify_s += time.monotonic() - started
-            for name, tensor in assembly.parameters(buffer, parts, copy=incoming.lent):
+            found = (assembly.copies if incoming.lent else assembly.parameters)(buffer, parts, bucket, version)
+            del buffer
+            while True:
+                started = time.monotonic()
+                name, tensor = next(found, ("", None))
+                self.verify_s += time.monotonic() - started
+                if tensor is None:
+                    break
                 yield name, tensor
                 if name in samples:  # as the engine had it, put together and loaded
                     samples[name].check(tensor, version)
-            del buffer
+                del tensor
+            del found
             incoming.release()

@@ -19,6 +19,7 @@ import torch
 from slurm_rlhf.sync.transport import TransportFailure
 
 SLOTS = 3
+"""One that is read, one that comes in, and one for readers that are not equally fast."""
 _DIRECTORY = "/dev/shm"
 _POLL_S = (0.0001, 0.002)  # the first pause, and the longest
 _PAGE = 4096
