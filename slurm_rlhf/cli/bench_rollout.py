@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 
-from slurm_rlhf.cli.bench_words import MODEL_INTRO, MODEL_OPTIONS, Option, model_of, page, read, table
+from slurm_rlhf.cli.bench_words import COMMON_OPTIONS, MODEL_INTRO, Option, model_of, page, read, table
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 
@@ -19,9 +18,7 @@ OPTIONS = {
     "prompts": Option(128, "prompts of a repetition"),
     "prompt_tokens": Option(64, "their mean length, half to one and a half times as many"),
     "mean_response": Option(96, "mean length of the random model's responses"),
-    "repeats": Option(5, "repetitions of each side, after one that does not count"),
-    "threads": Option(max(1, len(os.sched_getaffinity(0))), "CPU threads of a step"),
-    **MODEL_OPTIONS,
+    **COMMON_OPTIONS,
 }
 DEFAULTS = [
     "--data.max_len=512",

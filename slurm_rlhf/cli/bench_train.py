@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 
-from slurm_rlhf.cli.bench_words import MODEL_INTRO, MODEL_OPTIONS, Option, model_of, page, read, table
+from slurm_rlhf.cli.bench_words import COMMON_OPTIONS, MODEL_INTRO, Option, model_of, page, read, table
 
 USAGE = "usage: slurm-rlhf bench train [FILE.toml] [--KEY=VALUE ...] [--OPTION=NUMBER ...] [--json]"
 ABOUT = (
@@ -16,9 +15,7 @@ ABOUT = (
 OPTIONS = {
     "sequences": Option(32, "sequences of an optimizer step"),
     "prompt_tokens": Option(64, "tokens of each prompt"),
-    "repeats": Option(5, "repetitions of each side, after one that does not count"),
-    "threads": Option(max(1, len(os.sched_getaffinity(0))), "CPU threads of a step"),
-    **MODEL_OPTIONS,
+    **COMMON_OPTIONS,
 }
 DEFAULTS = [
     "--data.max_len=512",

@@ -26,7 +26,9 @@ class Option:
     about: str
 
 
-MODEL_OPTIONS = {
+COMMON_OPTIONS = {
+    "repeats": Option(5, "repetitions of each side, after one that does not count"),
+    "threads": Option(max(1, len(os.sched_getaffinity(0))), "CPU threads of a step"),
     "hidden": Option(256, "hidden size of the random model, a multiple of 64 and at least 64"),
     "layers": Option(4, "its layers"),
     "vocab": Option(8192, "its tokens, at least 258"),
@@ -83,9 +85,8 @@ def model_of(words: BenchWords, mean_response: int) -> Iterator[Config]:
 @contextmanager
 def _model(words: BenchWords, mean_response: int) -> Iterator[Config]:
     config, options = words.config, words.options
-    if "threads" in options:
-        # Before torch is imported: that is when it counts.
-        os.environ["OMP_NUM_THREADS"] = str(options["threads"])
+    # Before torch is imported: that is when it counts.
+    os.environ["OMP_NUM_THREADS"] = str(options["threads"])
     if config.actor.model_name_or_path:
         yield config
         return
