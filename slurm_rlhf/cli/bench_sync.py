@@ -19,12 +19,13 @@ from slurm_rlhf.errors import ConfigError, RunError
 USAGE = (
     "usage: slurm-rlhf bench sync [--size=500MB | --model=DIRECTORY] [--actors=NODESxRANKS] [--engines=NODESxRANKS]\n"
     "                             [--zero=STAGE] [--backend=NAME] [--bucket_mb=N] [--repeats=N] [--load] [--no-naive]\n"
-    "                             [--json]"
+    "                             [--one_node] [--json]"
 )
 ABOUT = """Starts actor ranks and engine ranks on this machine, moves the weights of a model of the given size (bf16),
 or of the shapes in a model directory, and prints seconds, bytes and rates: as a run does it, as plain gloo moves the
 same bytes in 64 MB pieces, and naively, one broadcast per parameter from one root. Every byte is compared once. `2x2`
-stands for two nodes of two ranks; on one machine nodes are names, and all of them share its loopback.
+stands for two nodes of two ranks; on one machine nodes are names, and all of them share its loopback. With --one_node
+all ranks are on one node, and what they share goes through its shared memory, as in a run on this machine.
 
   --size=500MB      bytes of the model: kB, MB or GB
   --model=DIR       the shapes of this model instead
@@ -34,6 +35,7 @@ stands for two nodes of two ranks; on one machine nodes are names, and all of th
   --backend=gloo    as sync.backend
   --bucket_mb=64    as sync.bucket_mb
   --repeats=3       measurements; the median is shown
+  --one_node        all ranks on one node
   --load            also time loading into vLLM (with --model)
   --no-naive        leave the naive way out
   --json            one JSON object: seconds, bytes, raw_seconds, share_of_raw, naive_seconds, peak_extra_bytes, ..."""
@@ -66,7 +68,7 @@ def help_page() -> str:
 
 def run(words: list[str]) -> int:
     """Measure and print. Raises ConfigError, RunError, ModelError."""
-    flags = {"json", "load", "naive"}
+    flags = {"json", "load", "naive", "one_node"}
     options = {"size": "500MB", "actors": "1x1", "engines": "1x2", "zero": "0", "backend": "gloo"}
     options |= {"bucket_mb": "64", "repeats": "3", "model": ""}
     chosen = {"naive"}
@@ -135,10 +137,12 @@ def _world(options: dict[str, str], chosen: set[str]) -> World:
         parameters = model_of(_bytes(options["size"]))
     if "load" in chosen and not options["model"]:
         raise ConfigError("--load needs the model that vLLM is to be started on: --model=DIRECTORY")
+    actors, engines = _nodes("actors", options["actors"], "actor"), _nodes("engines", options["engines"], "rollout")
+    one = "one_node" in chosen
     return World(
         parameters,
-        _nodes("actors", options["actors"], "actor"),
-        _nodes("engines", options["engines"], "rollout"),
+        ["node"] * len(actors) if one else actors,
+        ["node"] * len(engines) if one else engines,
         zero=_count("zero", options["zero"], 0),
         backend=options["backend"],
         bucket_bytes=_count("bucket_mb", options["bucket_mb"], 1) << 20,

@@ -20,6 +20,7 @@ import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from slurm_rlhf.cluster.parent import die_with_parent
+from slurm_rlhf.cluster.route import is_loopback
 from slurm_rlhf.sync.group import SyncGroup, join
 from slurm_rlhf.sync.layout import Layout
 from slurm_rlhf.sync.member import Membership
@@ -137,11 +138,13 @@ class Rank:
             self.engine.load_weights(weights, version)
 
     def _raw(self) -> None:
-        """Several nodes: the bytes once over one link, by one stream. One node: a broadcast to all ranks."""
+        """Over a network: the bytes once over one link, by one stream. On loopback: a broadcast to all ranks."""
         layout = Layout(tuple(self.spec.actors), tuple(self.spec.engines))
+        network = not is_loopback(self.group.me.address)
         whole = torch.zeros(min(RAW_PIECE, self.plan.payload), dtype=torch.uint8)
         pieces = [whole[: min(RAW_PIECE, left)] for left in _left(self.plan.payload)]
-        remote = [rank for rank in range(self.plan.layout.world) if layout.node(rank) != layout.node(0)]
+        world = range(layout.world) if network else ()
+        remote = [rank for rank in world if layout.node(rank) != layout.node(0)]
         if not remote:
             for piece in pieces:
                 self.plain.broadcast(piece, 0).wait()
