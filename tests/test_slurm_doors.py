@@ -60,7 +60,7 @@ def client(slurm: SlurmNodes) -> Iterator[pytest.MonkeyPatch]:
 
 
 def test_submitit_is_preempted_goes_on_and_gives_the_summary(slurm: SlurmNodes, config: Path) -> None:
-    run_dir, calm = slurm.shared / "submitit", slurm.shared / "calm"
+    run_dir, calm = slurm.shared / "submitit", slurm.shared / "undisturbed"
     keys = ["--slurm.time=10", "--slurm.signal_lead_s=60", "--slurm.mem=8000", "--slurm.partition=gpu"]
     with client(slurm):
         job = submit(load_config(config, [f"--run_dir={run_dir}", *WORLD, *NODES, *keys, "--slurm.nodes=2"]))

@@ -28,7 +28,8 @@ def test_the_quickstart_is_a_batch_script(slurm: SlurmNodes) -> None:
     assert ended == ("COMPLETED", 0), said
     assert f"{CHECKOUT}/.venv is current" in said
     assert "4/4 PPO" in said
-    assert f"job {job} on gpu001; to look inside: srun --jobid={job}" in said
+    assert f"job {job} on gpu001, run directory {run_dir}" in said
+    assert f"to look inside: srun --jobid={job} " in said
     assert len(metrics(run_dir)) == 2
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "finished"
