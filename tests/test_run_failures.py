@@ -69,7 +69,8 @@ def test_a_killed_rank_ends_the_run_within_30_s_and_is_named(config: Path) -> No
         seconds = time.monotonic() - start
         run.assert_gone(1)
     assert code == 1
-    assert metrics(config.parent / "killed")[0]["rollout_logprob_diff"] < 0.05  # fp32 weights went to a bf16 engine
+    # Weights that are fp32 under autocast went, rounded, to a bf16 engine.
+    assert metrics(config.parent / "killed")[0]["rollout_logprob_diff"] < 0.05
     assert "role critic died" in output
     assert "Traceback" not in output
     assert seconds < 30

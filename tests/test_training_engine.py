@@ -98,7 +98,7 @@ def assert_held(trainer: Any, zero_stage: int) -> None:
         step = -(-whole.numel() // world.size) if zero_stage == 3 else whole.numel()
         low = min(world.rank * step, whole.numel()) if zero_stage == 3 else 0
         assert first == low
-        assert torch.equal(mine, whole[low : low + step]), name
+        assert torch.equal(mine, whole[low : low + step].to(mine.dtype)), name
 
 
 def run_case(case: dict[str, Any], model: Path, out: Path) -> None:

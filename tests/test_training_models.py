@@ -145,7 +145,7 @@ def test_export_loads_with_transformers_and_keeps_tied_embeddings_tied(models: P
 def test_parameters_for_sync_are_described_in_their_order_and_tied_ones_once(models: Path) -> None:
     model = load_policy(models / "qwen2", Ds(param_dtype="bf16"), 100).model
     told = [[name, list(tensor.shape), "bfloat16"] for name, tensor in full_parameters(model)]
-    assert describe(model) == told
+    assert describe(model, torch.bfloat16) == told
     assert {name for name, _, _ in told} == set(load_file(models / "qwen2" / "model.safetensors"))
 
 

@@ -35,6 +35,7 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter.detach()
 
 
-def describe(model: nn.Module) -> list[list[Any]]:
-    """[[name, shape, dtype], ...] of `full_parameters`, dtype as in "float32"."""
-    return [[name, list(whole_shape(p)), str(p.dtype).removeprefix("torch.")] for name, p in model.named_parameters()]
+def describe(model: nn.Module, dtype: torch.dtype) -> list[list[Any]]:
+    """[[name, shape, dtype], ...] of `full_parameters` in precision `dtype`, written as in "float32"."""
+    written = str(dtype).removeprefix("torch.")
+    return [[name, list(whole_shape(p)), written] for name, p in model.named_parameters()]

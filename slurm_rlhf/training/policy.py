@@ -15,8 +15,8 @@ from slurm_rlhf.training.distributed import join_world, seed_rank
 from slurm_rlhf.training.engine import TrainEngine
 from slurm_rlhf.training.export import save_hf
 from slurm_rlhf.training.forward import per_action
-from slurm_rlhf.training.holdings import holdings
-from slurm_rlhf.training.models import load_policy
+from slurm_rlhf.training.holdings import Holdings, Rounded, holdings
+from slurm_rlhf.training.models import DTYPES, load_policy
 from slurm_rlhf.training.parameters import describe
 from slurm_rlhf.training.step import optimizer_step
 from slurm_rlhf.training.zero import EngineConfig, loading
@@ -76,13 +76,13 @@ class PolicyTrainer:
         )
         return result
 
-    def held(self) -> dict[str, tuple[int, Tensor]]:
+    def held(self) -> Holdings:
         """What this rank has of the parameters in `describe`; see `holdings`. Not collective."""
-        return holdings(self.engine.module.model, self.world.rank)
+        return Rounded(holdings(self.engine.module.model, self.world.rank), DTYPES[self.config.ds.param_dtype])
 
     def describe(self) -> list[list[Any]]:
         """[[name, shape, dtype], ...] of the parameters, in layer order, tied ones once. Not collective."""
-        return describe(self.engine.module.model)
+        return describe(self.engine.module.model, DTYPES[self.config.ds.param_dtype])
 
     def save(self, directory: Path) -> None:
         """State for an exact resume, into an existing or new directory that all ranks see."""
