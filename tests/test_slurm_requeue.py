@@ -36,7 +36,7 @@ def reward_func(queries, prompts, labels, **kwargs):
     hits = [float(label in response) for label, response in zip(labels, kwargs["responses"])]
     return {"rewards": hits, "scores": hits}
 """
-CARRIED = ("JobName", "Partition", "TimeLimit", "NumNodes", "CPUs/Task", "MinMemoryNode", "TresPerNode", "StdOut")
+CARRIED = ("JobName", "Partition", "TimeLimit", "CPUs/Task", "MinMemoryNode", "TresPerNode", "StdOut")
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +152,7 @@ def test_requeued_preempted_and_followed_it_writes_the_same_metrics(
     (follower,) = followers(run_dir)
     last, first = slurm.job(follower), slurm.job(job)
     slurm.run("scontrol", "update", f"JobId={follower}", "TimeLimit=20")  # it looks at the clock in a second or two
+    assert last["NumNodes"] in ("3-3", "3")  # as Slurm says it of a job that waits, and later
     assert {name: last[name] for name in CARRIED} == {name: first[name] for name in CARRIED}
     assert slurm.wait_over(follower, 200) == ("COMPLETED", 0), said(run_dir)
     assert slurm.job(follower)["Requeue"] == "0"

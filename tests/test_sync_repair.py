@@ -24,7 +24,9 @@ ACTORS, ENGINES = 2, 2
 
 
 class Ranks:
-    """A role whose ranks are `sync_peer`s: what `RoleHandle` is for the conductor."""
+    """A role whose ranks are `sync_peer`s: what `RoleHandle` and `EngineHandle` are for the conductor."""
+
+    width = 1  # ranks of an engine
 
     def __init__(self, peers: Sequence[Peer]) -> None:
         self.peers = peers

@@ -52,14 +52,14 @@ def test_padded_micro_batches_equal_an_unpadded_forward(models: Path, arch: str)
     config.actor.model_name_or_path = str(models / arch)
     config.rollout.temperature = 0.8
     config.train.logprob_chunk_tokens = 4
-    policy = FrozenPolicy(config)
-    ours = policy.logprobs(EXPERIENCE, MICRO)["logprobs"]
+    ours = FrozenPolicy(config).logprobs(EXPERIENCE, MICRO)["logprobs"]
+    model = load_policy(models / arch, FP32, 4).model
     expected = []
     for index in range(len(EXPERIENCE)):
         one = EXPERIENCE.select([index])
         ids = torch.tensor(one.token_ids.astype(np.int64))[None]
         with torch.no_grad():
-            logprobs = (policy.module.model(input_ids=ids).logits[0] / 0.8).log_softmax(-1)
+            logprobs = (model(input_ids=ids).logits[0] / 0.8).log_softmax(-1)
         prompt, length = int(one.prompt_lens[0]), int(one.lengths[0])
         positions = torch.arange(prompt, length)
         expected.append(logprobs[positions - 1, ids[0, positions]])
