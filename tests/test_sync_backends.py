@@ -16,7 +16,7 @@ from slurm_rlhf.sync.choice import choose
 
 pytestmark = pytest.mark.timeout(240)
 
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="NCCL moves bytes between GPUs")
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: NCCL moves bytes between GPUs")
 BACKENDS = ["gloo", "ipc", "disk", pytest.param("nccl", marks=NEEDS_GPU)]
 
 
