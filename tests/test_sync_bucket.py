@@ -18,22 +18,36 @@ def _random_bytes(n: int) -> torch.Tensor:
     return torch.randint(0, 256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))
 
 
-def test_checksum_is_the_weighted_sum_it_says():
-    data = _random_bytes(8 * (2 * 128 + 5))
+def _odd_words(count: int) -> np.ndarray:
     golden = np.uint64(0x9E3779B97F4A7C15)
     with np.errstate(over="ignore"):
-        mixed = (np.arange(1, 129, dtype=np.int64).view(np.uint64) * golden).view(np.int64)
-        weights = ((mixed ^ (mixed >> 29)).view(np.uint64) * golden) | np.uint64(1)
-        lanes = data.numpy().view(np.uint64)
-        body = lanes[:256].reshape(2, 128)
-        row = np.array([1, 2], dtype=np.uint64)[:, None]
-        total = (body * (weights + row)).sum(dtype=np.uint64) + np.uint64(31) * (lanes[256:] * weights[:5]).sum(
-            dtype=np.uint64
-        )
+        mixed = (np.arange(1, count + 1, dtype=np.int64).view(np.uint64) * golden).view(np.int64)
+        return ((mixed ^ (mixed >> 29)).view(np.uint64) * golden) | np.uint64(1)
+
+
+@pytest.mark.parametrize("lanes", [5, 1 << 15, (2 << 15) + 5])
+def test_checksum_is_the_weighted_sum_it_says(lanes: int):
+    data = _random_bytes(8 * lanes)
+    words = data.numpy().view(np.uint64)
+    block_weights = _odd_words(4)[1:]
+    block_weights[0] = 1
+    with np.errstate(over="ignore"):
+        weights = _odd_words(1 << 15)
+        blocks = [words[low : low + (1 << 15)] for low in range(0, lanes, 1 << 15)]
+        sums = [(block * weights[: len(block)]).sum(dtype=np.uint64) for block in blocks]
+        total = sum((sums[i] * block_weights[i] for i in range(len(sums))), np.uint64(0))
     assert checksum(data).item() == np.asarray(total).view(np.int64)
 
 
-@pytest.mark.parametrize("lanes", [0, 5, 128, 1 << 16, (1 << 17) + 77])
+@pytest.mark.parametrize("lanes", [5, 1 << 15, (2 << 15) + 5, (1 << 20) + 3])
+def test_a_device_that_takes_many_blocks_at_once_finds_the_same(lanes: int, monkeypatch: pytest.MonkeyPatch):
+    data = _random_bytes(8 * lanes)
+    alone = checksum(data).item()
+    monkeypatch.setattr("slurm_rlhf.sync.checksum._is_cpu", lambda tensor: False)
+    assert checksum(data).item() == alone
+
+
+@pytest.mark.parametrize("lanes", [0, 5, 1 << 15, 1 << 16, (1 << 17) + 77])
 def test_checksum_of_a_copy_is_that_of_the_bytes(lanes):
     data, copy = _random_bytes(8 * lanes), torch.zeros(8 * lanes, dtype=torch.uint8)
     assert checksum(data, into=copy).item() == checksum(data).item()

@@ -250,7 +250,8 @@ class Sync:
     backend: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
     """auto, gloo, nccl, ipc (one device or node) or disk (files in run_dir). auto: by the members' nodes and GPUs."""
     bucket_mb: int = 64
-    """Bytes of weights in flight at a time, in MiB."""
+    """Bytes of weights that go at a time, in MiB; an engine rank needs three times as much memory for them. Where
+    engine nodes hand them on to others, they go in eighths."""
     interface: str = ""
     """Network interface of the weight transfer, or several (ib0,ib1): each rank takes one near its GPU, in turn.
     Empty: the one that reaches the peers."""

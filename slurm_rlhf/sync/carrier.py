@@ -43,8 +43,8 @@ class Carrier(Protocol):
         ...
 
     def receive(self, bucket: int) -> Incoming:
-        """An engine rank's next bucket, one ahead of the one that is waited for. Called by the thread that runs the
-        update; blocks only while others of this node still take the buckets before."""
+        """An engine rank's next bucket, up to `plan.depth - 2` ahead of the one that is waited for. Called by the
+        thread that runs the update; blocks only while others of this node still take the buckets before."""
         ...
 
     def flush(self) -> None:

@@ -16,7 +16,7 @@ from slurm_rlhf.sync.nccl import Nccl
 from slurm_rlhf.sync.plan import SyncPlan
 from slurm_rlhf.sync.relay import Relay
 from slurm_rlhf.sync.route import routes
-from slurm_rlhf.sync.shelf import Shelf, reserve
+from slurm_rlhf.sync.shelf import Shelf, ShelfSizes, reserve
 from slurm_rlhf.sync.store import read
 from slurm_rlhf.sync.transport import TransportFailure
 
@@ -57,7 +57,8 @@ def _make(group: SyncGroup, plan: SyncPlan) -> Carrier:
 
 def _on_one_device(group: SyncGroup, plan: SyncPlan) -> Carrier:
     readers = plan.layout.by_node[group.me.node]
-    marks = _shared(group, "marks", tuple(range(group.world)), (8, len(plan.layout.actors), len(readers)))
+    sizes = ShelfSizes(plan.depth, 8, len(plan.layout.actors), len(readers))
+    marks = _shared(group, "marks", tuple(range(group.world)), sizes)
     if marks is None:
         raise SyncError(f"{group.me}: sync.backend = ipc finds no room in /dev/shm: use auto, or make it larger")
     return DeviceIpc(plan, group.rank, group.store, marks, readers)
@@ -81,21 +82,21 @@ def node_shelf(group: SyncGroup, plan: SyncPlan) -> Shelf | None:
     numbers = range(len(plan.buckets))
     slot = max(plan.nbytes(bucket, stream) for bucket in numbers)
     chunks = max(sum(1 for _ in routes(plan, bucket, stream)) for bucket in numbers)
-    return _shared(group, f"shelf/{node}", members, (slot, chunks, len(readers)))
+    return _shared(group, f"shelf/{node}", members, ShelfSizes(plan.depth, slot, chunks, len(readers)))
 
 
-def _shared(group: SyncGroup, key: str, members: tuple[int, ...], sizes: tuple[int, int, int]) -> Shelf | None:
+def _shared(group: SyncGroup, key: str, members: tuple[int, ...], sizes: ShelfSizes) -> Shelf | None:
     path, shelf = "", None
     try:
         if group.rank == members[0]:
             with suppress(OSError):
-                path = reserve(*sizes)
+                path = reserve(sizes)
             group.store.set(f"{key}/path", path)
         else:
             group.wait_for(lambda: group.store.check([f"{key}/path"]), f"the shared memory of {group.me.node}")
             path = read(group.store, f"{key}/path") or ""
         with suppress(OSError):
-            shelf = Shelf(path, *sizes, group.timeout_s) if path else None
+            shelf = Shelf(path, sizes, group.timeout_s) if path else None
         group.store.set(f"{key}/{group.rank}", "mapped" if shelf else "")
         keys = [f"{key}/{rank}" for rank in members]
         group.wait_for(lambda: group.store.check(keys), f"the other members on {group.me.node}")

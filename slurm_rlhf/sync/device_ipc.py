@@ -12,7 +12,7 @@ from torch.distributed import Store
 from slurm_rlhf.sync.buffers import Pool
 from slurm_rlhf.sync.carrier import Incoming
 from slurm_rlhf.sync.plan import Part, SyncPlan
-from slurm_rlhf.sync.shelf import SLOTS, Shelf
+from slurm_rlhf.sync.shelf import Shelf
 from slurm_rlhf.sync.transport import Pending
 
 
@@ -53,14 +53,14 @@ class DeviceIpc:
         self._slots: dict[int, list[torch.Tensor]] = {}
         if rank < len(plan.layout.actors):
             largest = max(part.nbytes for b in range(len(plan.buckets)) for part in plan.parts(b, 0))
-            slots = [torch.empty(largest, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
+            slots = [torch.empty(largest, dtype=torch.uint8, device=self.device) for _ in range(plan.depth)]
             self._slots[rank] = slots
             store.set(f"cuda/{rank}", json.dumps([_handle(slot) for slot in slots]))
 
     def send(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> Pending:
         number = self._number + bucket
         self._marks.slot(number)
-        self._slots[self._rank][number % SLOTS][: part.nbytes].copy_(buffer)
+        self._slots[self._rank][number % self._plan.depth][: part.nbytes].copy_(buffer)
         torch.cuda.synchronize(self.device)
         self._marks.mark(number, [part.index])
         return _Copied()
@@ -74,7 +74,7 @@ class DeviceIpc:
         self._marks.wait(number, len(parts))
         buffer = self.pool.take(self._plan.nbytes(bucket, 0))
         for part in parts:
-            slot = self._owner(part.owner)[number % SLOTS]
+            slot = self._owner(part.owner)[number % self._plan.depth]
             buffer[part.start : part.start + part.nbytes].copy_(slot[: part.nbytes])
         torch.cuda.synchronize(self.device)
         self._marks.give_back(number, self._readers.index(self._rank))

@@ -19,8 +19,6 @@ from slurm_rlhf.sync.plan import ITEM_SIZE, Part, Span, SyncPlan, dtype_name
 from slurm_rlhf.sync.transport import Pending
 from slurm_rlhf.sync.update import following, leading
 
-_BUFFERS = 2  # of this rank's part: one is filled while the other is on its way
-
 Held = Mapping[str, tuple[int, torch.Tensor]]
 """What a rank has of each parameter: index of its first element in the flat parameter, and the elements [n]."""
 
@@ -72,9 +70,10 @@ class Sender:
 
     def _send(self, source: Source, version: int) -> tuple[int, float]:
         on_the_way: deque[tuple[int, Pending]] = deque()
+        buffers = self.plan.depth * 2 // 3  # of this rank's parts: one is filled while the others are on their way
         sent, filling = 0, 0.0
         for bucket in range(len(self.plan.buckets)):
-            while on_the_way and on_the_way[0][0] <= bucket - _BUFFERS:
+            while on_the_way and on_the_way[0][0] <= bucket - buffers:
                 on_the_way.popleft()[1].wait()
             for stream, part in self._mine(bucket):
                 buffer = self._pool.take(part.nbytes)

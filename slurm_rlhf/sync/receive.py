@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.sync.bucket import Assembly
 from slurm_rlhf.sync.buffers import Pool
+from slurm_rlhf.sync.carrier import Incoming
 from slurm_rlhf.sync.carriers import carrier_of
 from slurm_rlhf.sync.compare import samples_of
 from slurm_rlhf.sync.group import SyncGroup
@@ -65,16 +67,18 @@ class Receiver:
             self.carrier.flush()
 
     def _weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """One bucket is on its way while the engine loads the one before."""
+        """Further buckets are on their way while the engine loads one; the last slot is left to slower neighbours."""
         assembly = Assembly(self.plan, self.pool)
         self.verify_s = 0.0
         samples = samples_of(self.group, self.plan, self._stream, version, self._compare)
         buckets = len(self.plan.buckets)
-        ahead = self.carrier.receive(0)
+        ahead: deque[Incoming] = deque()
+        asked = 0
         for bucket in range(buckets):
-            incoming = ahead
-            if bucket + 1 < buckets:
-                ahead = self.carrier.receive(bucket + 1)
+            while asked < min(bucket + self.plan.depth - 1, buckets):
+                ahead.append(self.carrier.receive(asked))
+                asked += 1
+            incoming = ahead.popleft()
             buffer = incoming.wait()
             parts = self.plan.parts(bucket, self._stream)
             found = (assembly.copies if incoming.lent else assembly.parameters)(buffer, parts, bucket, version)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import dataclass
 from queue import SimpleQueue
 
 import torch
@@ -141,7 +142,7 @@ class Relay:
 
     def receive(self, bucket: int) -> Incoming:
         stream = self._plan.stream_to(self._rank)
-        while len(self._arrivals) > 1:
+        while len(self._arrivals) > self._plan.depth - 2:
             self._arrivals.popleft().drain()
         taken = list(routes(self._plan, bucket, stream))
         nbytes = self._plan.nbytes(bucket, stream)
@@ -194,42 +195,38 @@ class Relay:
         return self._threads[giver]
 
 
+@dataclass(slots=True)
 class _Chunk:
     """A chunk that comes from another rank."""
 
-    def __init__(
-        self, relay: Relay, pending: Pending, view: torch.Tensor, route: Route, number: int, index: int, to: _Counted
-    ) -> None:
-        self._relay = relay
-        self._pending = pending
-        self._view = view
-        self._route = route
-        self._number = number
-        self._index = index
-        self.counted = to
+    relay: Relay
+    pending: Pending
+    view: torch.Tensor
+    route: Route
+    number: int  # of its bucket on the shelf
+    index: int  # among the bucket's chunks
+    counted: _Counted
 
     def run(self) -> None:
-        self._pending.wait()
-        self.counted.came(self._relay.hand_on(self._route, self._view, self._number, self._index))
+        self.pending.wait()
+        self.counted.came(self.relay.hand_on(self.route, self.view, self.number, self.index))
 
 
+@dataclass(slots=True)
 class _Shelve:
     """A part that goes to engine ranks of the owner's own node."""
 
-    def __init__(
-        self, shelf: Shelf, number: int, chunks: list[int], part: Part, buffer: torch.Tensor, counted: _Counted
-    ) -> None:
-        self._shelf = shelf
-        self._number = number
-        self._chunks = chunks
-        self._part = part
-        self._buffer = buffer
-        self.counted = counted
+    shelf: Shelf
+    number: int  # of the bucket on the shelf
+    chunks: list[int]
+    part: Part
+    buffer: torch.Tensor
+    counted: _Counted
 
     def run(self) -> None:
-        slot = self._shelf.slot(self._number)
-        slot[self._part.start : self._part.start + self._part.nbytes].copy_(self._buffer)
-        self._shelf.mark(self._number, self._chunks)
+        slot = self.shelf.slot(self.number)
+        slot[self.part.start : self.part.start + self.part.nbytes].copy_(self.buffer)
+        self.shelf.mark(self.number, self.chunks)
         self.counted.came([])
 
 

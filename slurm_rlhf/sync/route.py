@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from slurm_rlhf.sync.layout import distinct
 from slurm_rlhf.sync.plan import SyncPlan
 
-_TAG_BUCKETS = 8  # more than are on their way at a time
-_TAGS_OF_BUCKET = 1 << 26
+_TAG_BUCKETS = 32  # more than are on their way at a time
+_TAGS_OF_BUCKET = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
