@@ -145,13 +145,15 @@ class _Engine:
 
         zero = self.sender.plan.layout.zero_stage == 3
         world = self.group.actors if zero else 1
-        if seconds:
-            import slurm_rlhf.sync.push as module
+        import slurm_rlhf.sync.push as module
 
-            fill = module.fill
-            module.fill = lambda *args: (time.sleep(seconds), fill(*args))[1]
+        fill = module.fill
         held = hold(make_weights(seed, layers), self.group.rank if zero else 0, world)
-        return asdict(self.sender.push(held, version))
+        try:
+            module.fill = lambda *args: (time.sleep(seconds), fill(*args))[1]
+            return asdict(self.sender.push(held, version))
+        finally:
+            module.fill = fill
 
     def update(self, version: int, at: int = -1, act: str = "", seconds: float = 0.0) -> dict[str, str]:
         """Load an update. After `at` parameters: raise, die, freeze, leave or abort. Sleeps `seconds` per parameter."""

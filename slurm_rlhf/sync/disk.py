@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 import time
@@ -65,9 +64,8 @@ class Disk:
         path = self._path(bucket, stream, part)
         fresh = path.with_suffix(".new")
         try:
+            # Closed, it is there for other nodes, too (on NFS as well); it need not outlive a crash of this one.
             save_file({_KEY: buffer}, fresh)
-            with fresh.open("rb") as written:
-                os.fsync(written.fileno())
             fresh.rename(path)
         except (OSError, SafetensorError) as error:
             raise TransportFailure(f"{path} cannot be written: {error}", peer_left=False) from error
