@@ -9,8 +9,12 @@ from slurm_rlhf.errors import ConfigError
 BACKENDS = ("auto", "gloo", "nccl", "ipc", "disk")
 
 
-def choose(wanted: Sequence[str], nodes: Sequence[str], devices: Sequence[str]) -> tuple[str, str]:
+def choose(
+    wanted: Sequence[str], nodes: Sequence[str], devices: Sequence[str], colocated: bool = False
+) -> tuple[str, str]:
     """(backend, why) from what each member wants, its node, and its GPU ("" without one).
+
+    `colocated`: actor and engines share their slots, which without GPUs nothing else shows.
 
     Raises ConfigError, without a name for the members, where they cannot agree.
     """
@@ -26,6 +30,8 @@ def choose(wanted: Sequence[str], nodes: Sequence[str], devices: Sequence[str]) 
         raise ConfigError("sync.backend = nccl needs a GPU and a torch with NCCL for every member: use auto or gloo")
     if backend != "auto":
         return backend, "sync.backend says so"
+    if colocated and one_node:
+        return "ipc", "actor and engines share their slots (train.colocate_all)"
     if not all(devices):
         return "gloo", "not every member has a GPU"
     if len(set(devices)) < len(devices):
