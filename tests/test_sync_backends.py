@@ -100,6 +100,14 @@ def test_the_choice(wanted, nodes, devices, backend):
     assert why
 
 
+def test_colocated_roles_choose_shared_memory_without_gpus_too():
+    """On one node; on several, and where the user says otherwise, nothing is special about them."""
+    chosen, why = choose(["auto"] * 2, ["n", "n"], ["", ""], colocated=True)
+    assert (chosen, why) == ("ipc", "actor and engines share their slots (train.colocate_all)")
+    assert choose(["auto"] * 4, list("nnmm"), [""] * 4, colocated=True)[0] == "gloo"
+    assert choose(["gloo"] * 2, ["n", "n"], ["", ""], colocated=True)[0] == "gloo"
+
+
 def test_what_cannot_be_chosen():
     with pytest.raises(ConfigError, match="different backends: gloo, nccl"):
         choose(["gloo", "nccl"], ["a", "b"], ["", ""])

@@ -25,7 +25,7 @@ def park(engine: Any, stage: int) -> None:
     if stage == 3:
         _move(engine.optimizer, HOST)
     else:
-        engine.offload_states(include=_states(), pin_memory=torch.cuda.is_available())
+        engine.offload_states(include=_states(), pin_memory=True)
     release_cache()
 
 
