@@ -289,10 +289,10 @@ def assert_sleeps_as_one(fleet: RolloutFleet) -> None:
     assert fleet.engines.call(0, "sleep").result(timeout=60) == 0
     with pytest.raises(RemoteError, match=r"engine 0 .* was told to sleep"):
         dropped.result(timeout=60)
-    for part, error in (("weights", "asleep: it has given up its kv_cache"), ("kv_cache", "no update came since")):
+    for part in ("weights", "kv_cache"):
         fleet.engines.call(0, "wake_up", part=part).result(timeout=60)
-        with pytest.raises(RemoteError, match=error):
-            generate(fleet, 1, 1)
+    with pytest.raises(RemoteError, match="no update came since"):
+        generate(fleet, 1, 1)
     ignored = r"cpu_worker\.py:(\d+)\] sleep mode is not supported on CPU"
     lines = [re.findall(ignored, fleet.log(rank)) for rank in (0, 1)]
     assert lines[0] == lines[1]
