@@ -13,6 +13,7 @@ from sync_peer import hold, make_weights
 
 from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
 from slurm_rlhf.sync.choice import choose
+from slurm_rlhf.sync.device_ipc import ordinal_of
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -106,6 +107,12 @@ def test_colocated_roles_choose_shared_memory_without_gpus_too():
     assert (chosen, why) == ("ipc", "actor and engines share their slots (train.colocate_all)")
     assert choose(["auto"] * 4, list("nnmm"), [""] * 4, colocated=True)[0] == "gloo"
     assert choose(["gloo"] * 2, ["n", "n"], ["", ""], colocated=True)[0] == "gloo"
+
+
+def test_the_gpu_of_another_process_by_its_name():
+    assert ordinal_of("GPU-b", ["GPU-a", "GPU-b"], "actor 0") == 1
+    with pytest.raises(SyncError, match=r"of actor 3 are on GPU GPU-c, and this rank sees GPU-a only.*auto"):
+        ordinal_of("GPU-c", ["GPU-a"], "actor 3")
 
 
 def test_what_cannot_be_chosen():
