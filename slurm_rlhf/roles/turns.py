@@ -59,10 +59,10 @@ class TurnTakingEngines(Engines):
         try:
             self._wake(version)
             yield
-        except StopRequested:
             self._hand_back()
+        except StopRequested:
+            self._hand_back()  # again, if that is what the stop broke into
             raise
-        self._hand_back()
 
     def _wake(self, version: int) -> None:
         with self._phases("sync"):
@@ -75,7 +75,9 @@ class TurnTakingEngines(Engines):
             self._all("wake_up", part=KV_CACHE)
             now = time.monotonic()
         self._metrics = metrics | {"time/wake_up": woken - began + now - moved}
-        log.info("engines are awake with policy version %d, by weight transfer group %d", version, self._group)
+        log.info(
+            "engines are awake with policy version %d, by weight transfer group %d", version, self._weights.generation
+        )
 
     def _hand_back(self) -> None:
         began = time.monotonic()
@@ -96,10 +98,6 @@ class TurnTakingEngines(Engines):
 
     def _all(self, method: str, **arguments: Any) -> list[Any]:
         return self._handle.call_all(method, **arguments)
-
-    @property
-    def _group(self) -> int:
-        return self._weights.generation
 
 
 class TurnTakingGeneration(Generation):
