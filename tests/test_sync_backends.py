@@ -102,11 +102,24 @@ def test_the_choice(wanted, nodes, devices, backend):
 
 
 def test_colocated_roles_choose_shared_memory_without_gpus_too():
-    """On one node; on several, and where the user says otherwise, nothing is special about them."""
+    """On one node, and on several if each has the whole model; where the user says otherwise, that counts."""
     chosen, why = choose(["auto"] * 2, ["n", "n"], ["", ""], colocated=True)
     assert (chosen, why) == ("ipc", "actor and engines share their slots (train.colocate_all)")
-    assert choose(["auto"] * 4, list("nnmm"), [""] * 4, colocated=True)[0] == "gloo"
+    assert choose(["auto"] * 4, list("nmnm"), [""] * 4, colocated=True)[0] == "gloo"
+    assert choose(["auto"] * 4, list("nmnm"), [""] * 4, colocated=True, inside=True)[0] == "ipc"
+    assert choose(["auto"] * 4, list("nmnm"), list("ghgh"), colocated=True, inside=True)[0] == "ipc"
     assert choose(["gloo"] * 2, ["n", "n"], ["", ""], colocated=True)[0] == "gloo"
+
+
+def test_colocated_roles_of_two_nodes_stay_inside_them(fleet):
+    """Where each actor rank holds the whole model; with shards in one place only, they have to leave it."""
+    sender = fleet.sender(2, actors=2, nodes="abab", colocated=True, whole=True)
+    assert sender.group.backend == "ipc"
+    assert [(stream.owners, stream.nodes) for stream in sender.plan.streams] == [((0,), ("a",)), ((1,), ("b",))]
+    for version in (1, 2):
+        fleet.update(sender, version)
+    assert fleet.build(2, actors=2, nodes="abab", colocated=True).backend == "gloo"
+    assert fleet.build(2, actors=2, nodes="abaa", colocated=True, whole=True).backend == "gloo"
 
 
 def test_the_gpu_of_another_process_by_its_name():

@@ -56,8 +56,10 @@ def _make(group: SyncGroup, plan: SyncPlan) -> Carrier:
 
 
 def _on_one_device(group: SyncGroup, plan: SyncPlan) -> Carrier:
-    readers = plan.layout.by_node[group.me.node]
-    marks = _shared(group, "marks", tuple(range(group.world)), (8, len(plan.layout.actors), len(readers)))
+    node = group.me.node
+    readers = plan.layout.by_node[node]
+    owners = tuple(rank for rank, place in enumerate(plan.layout.actors) if place == node)
+    marks = _shared(group, f"marks/{node}", (*owners, *readers), (8, len(plan.layout.actors), len(readers)))
     if marks is None:
         raise SyncError(f"{group.me}: sync.backend = ipc finds no room in /dev/shm: use auto, or make it larger")
     return DeviceIpc(plan, group.rank, group.store, marks, readers)

@@ -52,10 +52,11 @@ class DeviceIpc:
         self._store = store
         self._marks = marks
         self._readers = readers
+        self._stream = plan.stream_to(readers[0])
         self._number = 0
         self._slots: dict[int, list[torch.Tensor]] = {}
         if rank < len(plan.layout.actors):
-            largest = max(part.nbytes for b in range(len(plan.buckets)) for part in plan.parts(b, 0))
+            largest = max(part.nbytes for b in range(len(plan.buckets)) for part in plan.parts(b, self._stream))
             slots = [torch.empty(largest, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)]
             self._slots[rank] = slots
             store.set(f"cuda/{rank}", json.dumps([device_name(), *(_handle(slot) for slot in slots)]))
@@ -73,9 +74,9 @@ class DeviceIpc:
 
     def copy(self, bucket: int, number: int) -> torch.Tensor:
         """A bucket out of its owners' slots."""
-        parts = self._plan.parts(bucket, 0)
+        parts = self._plan.parts(bucket, self._stream)
         self._marks.wait(number, len(parts))
-        buffer = self.pool.take(self._plan.nbytes(bucket, 0))
+        buffer = self.pool.take(self._plan.nbytes(bucket, self._stream))
         for part in parts:
             slot = self._owner(part.owner)[number % SLOTS]
             buffer[part.start : part.start + part.nbytes].copy_(slot[: part.nbytes])
