@@ -181,6 +181,14 @@ def describe() -> tuple[int, list[list[Any]]]:
     return engine.version, engine.describe()
 
 
+def sleep() -> int:
+    return engine.sleep()
+
+
+def wake_up(part: str) -> None:
+    engine.wake_up(part)
+
+
 def add(request: GenerateRequest) -> None:
     engine.add(request)
 

@@ -102,8 +102,9 @@ def test_the_number_of_processes_is_that_of_the_ranks() -> None:
         place_processes(six(), cpus(*["n1"] * 5), SIX)
 
 
-def test_colocation_is_refused() -> None:
+@pytest.mark.parametrize("key", ["colocate_all", "colocate_actor_ref", "colocate_critic_reward"])
+def test_colocation_is_refused(key: str) -> None:
     config = six(actor=1)
-    config.train.colocate_actor_ref = True
+    setattr(config.train, key, True)
     with pytest.raises(ConfigError, match="Switch colocation off, or start the run by sbatch"):
         place_processes(config, cpus(*["n1"] * 6), SIX)

@@ -15,6 +15,12 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.values import from_text
 from slurm_rlhf.errors import ConfigError, ModelError
 
+COLOCATED = (
+    "critic has 1 x 1 slots, the actor 1 x 8: set critic.num_nodes = 1 and critic.num_gpus_per_node = 8",
+    "set ref.num_nodes = 1 and ref.num_gpus_per_node = 8",
+    "vllm.num_engines * vllm.tensor_parallel_size is 1 * 1 = 1; engines inside a node: use 8 x 1 or 4 x 2 or 2 x 4 or",
+)
+
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
@@ -99,6 +105,24 @@ def test_a_good_one(config: Config) -> None:
         (["resume=/no/where"], ["resume takes auto, never or a checkpoint directory", "/no/where"]),
         (["run_dir="], ["run_dir is not set"]),
         (["run_dir=/dev/null/run"], ["run_dir: /dev/null is a file, not a directory", "/dev/null/run"]),
+        (["train.colocate_all=true", "actor.num_gpus_per_node=8"], ["3 problems", *COLOCATED]),
+        (
+            [
+                *("train.colocate_all=true", "algo.kl.init_coef=0", "actor.num_nodes=2", "critic.num_nodes=2"),
+                *("vllm.num_engines=2", "vllm.num_nodes=1"),
+            ],
+            ["vllm.num_nodes is 1: set it to 0 or 2"],
+        ),
+        (
+            ["train.colocate_all=true", "vllm.sync_mode=inflight"],
+            ["colocate_all and vllm.sync_mode = inflight exclude each other", "Use vllm.sync_mode = drain"],
+        ),
+        (["train.colocate_all=true", "sync.backend=nccl"], ["NCCL refuses two ranks on one GPU", "auto, ipc, gloo"]),
+        (["ds.enable_sleep=true"], ["ds.enable_sleep makes room", "needs train.colocate_all = true"]),
+        (
+            ["train.colocate_all=true", "ds.enable_sleep=true", "ds.zero_stage=1"],
+            ["ds.enable_sleep needs ds.zero_stage 2 or 3, got 1"],
+        ),
         (["train.seed=-1", "eval.steps=-1"], ["2 problems", "train.seed", "eval.steps"]),
     ],
 )
@@ -113,6 +137,10 @@ def test_good_variants(config: Config) -> None:
     check(change(config, "rollout.batch_size=64", "rollout.n_samples_per_prompt=4", "actor.num_gpus_per_node=8"))
     check(change(config, "algo.kl.init_coef=0", "ref.num_gpus_per_node=3"))
     check(change(config, "data.input_template={{{}}}", "resume=never"))
+    shape = ["actor.num_gpus_per_node=4", "critic.num_gpus_per_node=4", "vllm.num_engines=2"]
+    shape += ["vllm.tensor_parallel_size=2", "ref.num_gpus_per_node=3", "algo.kl.init_coef=0"]
+    check(change(config, "train.colocate_all=true", "ds.enable_sleep=true", "rollout.batch_size=128", *shape))
+    change(config, "train.colocate_all=false", "ds.enable_sleep=false", "ref.num_gpus_per_node=1")
     check(change(config, "ds.zero_stage=0", "ds.param_dtype=bf16", "ref.zero_stage=3", "ref.offload=true"))
 
 

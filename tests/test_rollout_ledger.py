@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import numpy as np
@@ -77,9 +78,13 @@ def test_places() -> None:
 def test_an_engine_sees_its_own_gpus(
     monkeypatch: pytest.MonkeyPatch, local_rank: int, tp: int, visible: str, own: str
 ) -> None:
-    import os
-
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         monkeypatch.setenv(name, visible)
     own_devices(local_rank, tp)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == os.environ["HIP_VISIBLE_DEVICES"] == own
+
+
+def test_a_colocated_engine_sees_the_actors_other_gpus_behind_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,6,7")
+    own_devices(2, 2, others=True)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "6,7,0,1"

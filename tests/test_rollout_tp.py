@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -274,9 +275,30 @@ def test_an_engine_starts_again_where_a_killed_one_was(
         fleet.engines.ready = [0]
         assert not left.exists()
         assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == single_tokens
+        assert_sleeps_as_one(fleet)
         assert fleet.shut_down() == [0, 0]
     finally:
         fleet.close()
+
+
+def assert_sleeps_as_one(fleet: RolloutFleet) -> None:
+    """Each rank of engine 0 passes every word on to its vLLM, in the same order, and drops the same requests."""
+    wires = [[p.index, p.index, p.token_ids] for p in prompts(40)]
+    order = {"sampling": Sampling(max_new_tokens=200, n=2).to_wire(), "run_seed": 1, "version": 0, "stream": 9}
+    dropped = fleet.engines.call(0, "generate", prompts=wires, **order)
+    assert fleet.engines.call(0, "sleep").result(timeout=60) == 0
+    with pytest.raises(RemoteError, match=r"engine 0 .* was told to sleep"):
+        dropped.result(timeout=60)
+    for part in ("weights", "kv_cache"):
+        fleet.engines.call(0, "wake_up", part=part).result(timeout=60)
+    with pytest.raises(RemoteError, match="no update came since"):
+        generate(fleet, 1, 1)
+    ignored = r"cpu_worker\.py:(\d+)\] sleep mode is not supported on CPU"
+    lines = [re.findall(ignored, fleet.log(rank)) for rank in (0, 1)]
+    assert lines[0] == lines[1]
+    asleep, *awake = lines[0]
+    assert awake == [awake[0]] * 2
+    assert asleep != awake[0]
 
 
 @pytest.fixture(scope="module")

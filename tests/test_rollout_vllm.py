@@ -169,6 +169,35 @@ def test_an_update_between_two_steps(fresh: EngineProcess) -> None:
     assert fresh.run(child.differences, mixed, [0], SAMPLING.temperature)[0] > 0.1
 
 
+def test_it_sleeps_and_comes_back_part_by_part(fresh: EngineProcess) -> None:
+    """In this order only, on CPUs too, where the memory stays: on a GPU another one would read what is not there."""
+    wanted = child.requests(SAMPLING)
+    before = fresh.run(child.generate, wanted)
+    fresh.run(child.add, wanted[0])
+    assert fresh.run(child.sleep) == 0
+    assert fresh.run(child.drain) == []  # what was in flight is gone
+    fresh.run(child.add, wanted[0])
+    with pytest.raises(RunError, match="asleep: it has given up its weights and kv_cache"):
+        fresh.run(child.drain)
+    with pytest.raises(RunError, match="asleep: it has given up its weights"):
+        fresh.run(child.update, 1)
+    fresh.run(child.wake_up, "weights")
+    with pytest.raises(RunError, match=r"has its weights already; parts that it lacks: .'kv_cache'"):
+        fresh.run(child.wake_up, "weights")
+    with pytest.raises(RunError, match="asleep: it has given up its kv_cache"):
+        fresh.run(child.drain)
+    fresh.run(child.wake_up, "kv_cache")
+    with pytest.raises(RunError, match="no usable weights: it has slept, and no update came since"):
+        fresh.run(child.drain)
+    fresh.run(child.sleep)
+    fresh.run(child.wake_up, "weights")
+    fresh.run(child.update, 0)
+    fresh.run(child.wake_up, "kv_cache")
+    after = fresh.run(child.generate, wanted)
+    assert tokens(after) == tokens(before)
+    assert logprobs(after) == logprobs(before)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "told"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from attackers import Fire, counted, record
+from call_times import Call, calls, noted
 from mpi_runs import mpirun
 from training_runs import assert_close_metrics, metrics, started, timeless, train, workspace
 
@@ -18,6 +20,7 @@ from slurm_rlhf.control.keys import RunKeys
 pytestmark = pytest.mark.timeout(400)
 
 WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2")
+SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2")
 STEPS = 4
 
 
@@ -151,11 +154,59 @@ def test_under_mpirun_it_writes_the_same_metrics(config: Path, whole: tuple[Path
     }
 
 
-def test_one_rank_and_one_engine_agree_to_rounding(config: Path, whole: tuple[Path, str]) -> None:
+@pytest.fixture(scope="module")
+def small(config: Path) -> Path:
     run_dir = config.parent / "small"
-    code, output = train(config, run_dir, "--algo.kl.init_coef=0", "--train.max_steps=1")
+    code, output = train(config, run_dir, *SMALL)
     assert code == 0, output
-    summary = json.loads((run_dir / "summary.json").read_text())
+    return run_dir
+
+
+def test_one_rank_and_one_engine_agree_to_rounding(small: Path, whole: tuple[Path, str]) -> None:
+    summary = json.loads((small / "summary.json").read_text())
     assert summary["world"] == {"actor": 1, "critic": 1, "rollout": 1}  # no KL, no reference
-    assert metrics(run_dir)[0]["reward"] == metrics(whole[0])[0]["reward"]
-    assert metrics(run_dir)[0]["entropy"] == pytest.approx(metrics(whole[0])[0]["entropy"], rel=1e-5)
+    assert metrics(small)[0]["reward"] == metrics(whole[0])[0]["reward"]
+    assert metrics(small)[0]["entropy"] == pytest.approx(metrics(whole[0])[0]["entropy"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def colocated(config: Path) -> tuple[Path, list[Call]]:
+    """(run directory, what its ranks did) of the small run on one slot in place of three."""
+    run_dir = config.parent / "colocated"
+    with noted(config.parent / "noted") as file:
+        code, output = train(config, run_dir, *SMALL, "--train.colocate_all=true", "--ds.enable_sleep=true")
+    assert code == 0, output
+    return run_dir, calls(file)
+
+
+def test_on_shared_slots_it_writes_the_same_metrics(colocated: tuple[Path, list[Call]], small: Path) -> None:
+    run_dir, _ = colocated
+    assert timeless(metrics(run_dir)) == timeless(metrics(small))
+    log = next((run_dir / "logs").glob("conductor.*.log")).read_text()
+    assert "weight transfer group 1: {'address': '127.0.0.1', 'backend': 'ipc'" in log
+    assert "engines sleep: vLLM frees no memory on CPUs" in log
+    for row in metrics(run_dir):
+        assert row["perf/sync_bytes"] == metrics(small)[0]["perf/sync_bytes"] > 0
+        assert row["rollout_logprob_diff_max"] < 1e-5
+        assert {"time/sync", "time/sleep", "time/wake_up"} <= set(row)
+
+
+def test_on_shared_slots_one_after_the_other_computes(colocated: tuple[Path, list[Call]]) -> None:
+    _, done = colocated
+    park, unpark = {"actor.sleep", "critic.sleep"}, {"actor.wake_up", "critic.wake_up"}
+    meet = [{"actor.sync_listen"}, {"actor.sync_join", "rollout.sync_join"}]
+    sample = [{"actor.sync_push", "rollout.sync_receive"}, {"rollout.wake_up.kv_cache"}, {"rollout.generate"}]
+    sample += [{"rollout.sleep"}, unpark]
+    turn, first_turn = [[park, {"rollout.wake_up.weights"}, *first, *sample] for first in ([], meet)]
+    learn = [{"actor.logprobs"}, {"critic.values"}, *[{"actor.train_step"}, {"critic.train_step"}] * 4]
+    start = [{"rollout.start"}, {"rollout.sleep"}, {"actor.start", "critic.start"}]
+    evaluate, step = turn, [*turn, *learn]
+    stages = [*start, *first_turn, *step, *step, *evaluate, {"actor.save", "critic.save"}, {"actor.export"}]
+    left = iter(call for call in done if call.method != "shutdown")
+    before = 0
+    for stage in stages:
+        together = list(itertools.islice(left, len(stage)))
+        assert {str(call) for call in together} == stage
+        assert min(call.begin for call in together) > before  # what comes first has been answered
+        before = max(call.end for call in together)
+    assert list(left) == []

@@ -13,6 +13,7 @@ from sync_peer import hold, make_weights
 
 from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
 from slurm_rlhf.sync.choice import choose
+from slurm_rlhf.sync.device_ipc import ordinal_of
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -98,6 +99,33 @@ def test_the_choice(wanted, nodes, devices, backend):
     chosen, why = choose([wanted] * len(nodes), list(nodes), devices)
     assert chosen == backend
     assert why
+
+
+def test_colocated_roles_choose_shared_memory_without_gpus_too():
+    """On one node, and on several if each has the whole model; where the user says otherwise, that counts."""
+    chosen, why = choose(["auto"] * 2, ["n", "n"], ["", ""], colocated=True)
+    assert (chosen, why) == ("ipc", "actor and engines share their slots (train.colocate_all)")
+    assert choose(["auto"] * 4, list("nmnm"), [""] * 4, colocated=True)[0] == "gloo"
+    assert choose(["auto"] * 4, list("nmnm"), [""] * 4, colocated=True, inside=True)[0] == "ipc"
+    assert choose(["auto"] * 4, list("nmnm"), list("ghgh"), colocated=True, inside=True)[0] == "ipc"
+    assert choose(["gloo"] * 2, ["n", "n"], ["", ""], colocated=True)[0] == "gloo"
+
+
+def test_colocated_roles_of_two_nodes_stay_inside_them(fleet):
+    """Where each actor rank holds the whole model; with shards in one place only, they have to leave it."""
+    sender = fleet.sender(2, actors=2, nodes="abab", colocated=True, whole=True)
+    assert sender.group.backend == "ipc"
+    assert [(stream.owners, stream.nodes) for stream in sender.plan.streams] == [((0,), ("a",)), ((1,), ("b",))]
+    for version in (1, 2):
+        fleet.update(sender, version)
+    assert fleet.build(2, actors=2, nodes="abab", colocated=True).backend == "gloo"
+    assert fleet.build(2, actors=2, nodes="abaa", colocated=True, whole=True).backend == "gloo"
+
+
+def test_the_gpu_of_another_process_by_its_name():
+    assert ordinal_of("GPU-b", ["GPU-a", "GPU-b"], "actor 0") == 1
+    with pytest.raises(SyncError, match=r"of actor 3 are on GPU GPU-c, and this rank sees GPU-a only.*auto"):
+        ordinal_of("GPU-c", ["GPU-a"], "actor 3")
 
 
 def test_what_cannot_be_chosen():

@@ -134,12 +134,31 @@ def run_resume(model: Path, out: Path, zero_stage: int, param_dtype: str) -> Non
     resumed = PolicyTrainer(config, 2 * STEPS)
     assert train(resumed, range(STEPS), 40) == first, "the same steps in the same process differ from run to run"
     resumed.load(directory)
+    if zero_stage >= 2:
+        park_and_unpark(resumed)
     assert train(resumed, range(STEPS, 2 * STEPS), 40) == last
     assert torch.equal(torch.rand(3), draw)
     for name, value in parameters(resumed).items():
         assert torch.equal(value, expected[name]), name
     with pytest.raises(CheckpointError, match="not a checkpoint of this role"):
         resumed.load(out)
+
+
+def park_and_unpark(trainer: Any) -> None:
+    """As on a GPU, where parked states are other memory than before: what still looked at the old one reads NaN."""
+    from slurm_rlhf.training import offload
+
+    def elsewhere(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        copy = tensor.to(device, copy=True)
+        tensor.fill_(float("nan"))
+        return copy
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "_at", elsewhere)
+        before = parameters(trainer)
+        trainer.engine.sleep()
+        assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
+        trainer.engine.wake_up()
 
 
 def run_nan(model: Path, zero_stage: int) -> None:

@@ -36,9 +36,9 @@ def layout_somewhere(config: Config, environ: Mapping[str, str] = os.environ) ->
     nodes = _imagined(config, environ)
     if nodes == 0:
         return layout_here(config, environ)
-    roles = role_sizes(config)
+    roles, colocate = role_sizes(config), colocations(config)
     topology = Topology(tuple(Node(name, 0) for name in numbered_names(nodes)), CPU)
-    return place(process_slots(topology, roles), roles, colocations(config))
+    return place(process_slots(topology, roles, colocate), roles, colocate)
 
 
 def draw_layout(config: Config, environ: Mapping[str, str] = os.environ) -> str:

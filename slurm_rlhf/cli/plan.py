@@ -42,6 +42,7 @@ ROLES = ("actor", "critic", "ref", "reward")
 KEYS = [f"{role}.{size}" for role in ROLES for size in ("num_nodes", "num_gpus_per_node")]
 KEYS += ["vllm.num_engines", "vllm.tensor_parallel_size", "vllm.num_nodes"]
 KEYS += ["algo.kl.init_coef", "reward.model_name_or_path"]
+KEYS += ["train.colocate_all", "train.colocate_actor_ref", "train.colocate_critic_reward"]
 KEYS += ["ds.zero_stage", "ds.param_dtype", "sync.bucket_mb"]
 
 

@@ -33,7 +33,7 @@ def current_topology(
     if slurm is None:
         return local_topology(config, colocate, environ)
     topology = slurm.topology(_gpus(slurm))
-    return process_slots(topology, role_sizes(config)) if topology.accelerator == CPU else topology
+    return process_slots(topology, role_sizes(config), colocate) if topology.accelerator == CPU else topology
 
 
 def _gpus(slurm: SlurmEnvironment) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from slurm_rlhf.cluster.devices import local_gpus
-from slurm_rlhf.cluster.placement import RoleSize, place, role_sizes
+from slurm_rlhf.cluster.placement import RoleSize, make_blocks, place, role_sizes
 from slurm_rlhf.cluster.topology import CPU, GPU, Node, Topology
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
@@ -34,7 +34,7 @@ def local_topology(
     cpus = len(os.sched_getaffinity(0))
     gpus = local_gpus(environ)
     if not gpus:
-        return process_slots(Topology((Node(name, 0, cpus),), CPU), roles)
+        return process_slots(Topology((Node(name, 0, cpus),), CPU), roles, colocate)
     topology = Topology((Node(name, len(gpus), cpus, gpus),), GPU)
     try:
         place(topology, roles, colocate)
@@ -45,11 +45,14 @@ def local_topology(
     return topology
 
 
-def process_slots(topology: Topology, roles: Sequence[RoleSize]) -> Topology:
-    """`topology` without GPUs: on each node as many slots as the roles put on one node."""
+def process_slots(topology: Topology, roles: Sequence[RoleSize], colocate: Sequence[frozenset[str]] = ()) -> Topology:
+    """`topology` without GPUs: on each node as many slots as the roles put on one node; colocated ones share theirs.
+
+    Raises PlacementError where colocated roles differ in size.
+    """
     count = len(topology.nodes)
     slots = 0
-    for size in roles:
-        engines = -(-size.engines // (size.num_nodes or count))
-        slots += engines * size.tp if size.engines else size.num_gpus_per_node
+    for block in make_blocks(roles, colocate):
+        engines = -(-block.engines // (block.num_nodes or count))
+        slots += block.per_node or engines * block.tp
     return Topology(tuple(Node(node.name, slots, node.cpus) for node in topology.nodes), CPU)

@@ -90,6 +90,7 @@ def role_sizes(config: Config) -> list[RoleSize]:
 def colocations(config: Config) -> list[frozenset[str]]:
     """The sets of roles that share their slots, as `train.colocate_...` says."""
     pairs = {
+        frozenset(ROLE_ORDER): config.train.colocate_all,
         frozenset({ACTOR, REFERENCE}): config.train.colocate_actor_ref,
         frozenset({CRITIC, REWARD}): config.train.colocate_critic_reward,
     }

@@ -7,6 +7,7 @@ import string
 from collections.abc import Iterator
 from pathlib import Path
 
+from slurm_rlhf.config.colocated import colocated
 from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import check_length, check_model_directory, check_tensor_parallel
 from slurm_rlhf.config.ranges import out_of_range
@@ -66,6 +67,7 @@ def _training_problems(config: Config) -> Iterator[str]:
     if not in_range:
         yield from _batches(config)
         yield from _relations(config)
+        yield from colocated(config)
 
 
 def _batches(config: Config) -> Iterator[str]:

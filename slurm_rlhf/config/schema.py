@@ -142,7 +142,8 @@ class Vllm:
     num_nodes: int = 0
     """Nodes the engines are spread over; 0: as few as hold them."""
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory for weights and KV cache."""
+    """Share of a GPU's memory for weights and KV cache. With train.colocate_all: while the engine is awake, beside what
+    the other roles keep, so about 0.5."""
     cpu_kvcache_gib: float = 1.0
     """KV cache of one engine rank where there is no GPU, in GiB."""
     max_num_seqs: int = 256
@@ -163,6 +164,8 @@ class Ds:
     """DeepSpeed ZeRO stage of actor and critic."""
     param_dtype: Literal["bf16", "fp32"] = "bf16"
     """bf16 (with fp32 master weights; at ZeRO stage 0 fp32 weights under autocast) or fp32."""
+    enable_sleep: bool = False
+    """With train.colocate_all: actor and critic keep their optimizer states in host memory while the engines work."""
     attn_implementation: str = "sdpa"
     """Hugging Face attention implementation."""
 
@@ -215,6 +218,9 @@ class Train:
     """Actor and reference share their accelerator slots, so they must be of the same size."""
     colocate_critic_reward: bool = False
     """Critic and reward model share their accelerator slots. A reward function has none."""
+    colocate_all: bool = False
+    """All roles share the actor's accelerator slots and take turns: engines start first and sleep unless they generate.
+    Roles must be of one size, and vllm.num_engines * vllm.tensor_parallel_size the actor's slots."""
     seed: int = 42
     """Every random choice of a run derives from it."""
     full_determinism: bool = False
@@ -286,7 +292,8 @@ class Timeout:
     collective: float = 1800.0
     """Any collective inside a role (training groups)."""
     sync: float = 600.0
-    """One weight update. Half of it for a single operation, so that members find out who is behind."""
+    """One weight update. Half of it for a single operation, so that members find out who is behind.
+    With train.colocate_all also how long a role may take to make room for another."""
     checkpoint: float = 3600.0
     """Saving or loading one role's state."""
     reward: float = 600.0

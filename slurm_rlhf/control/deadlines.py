@@ -16,6 +16,8 @@ DEADLINES: dict[str, str] = {
     "sync_join": "sync",
     "sync_push": "sync",
     "sync_receive": "sync",
+    "sleep": "sync",
+    "wake_up": "sync",
     "save": "checkpoint",
     "load": "checkpoint",
     "export": "checkpoint",

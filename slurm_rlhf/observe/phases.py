@@ -10,6 +10,7 @@ from contextlib import contextmanager
 class Phases:
     """Adds up wall time per phase: `with phases("rollout"): ...`, then `take()` once a step.
 
+    Time in a phase inside another one counts for the inner one alone, so that phases add up to at most the step.
     `watch` is told the phase that begins, and the one around it, or "", when it is over.
     """
 
@@ -28,7 +29,11 @@ class Phases:
         finally:
             self._open.pop()
             self._watch(self._open[-1] if self._open else "")
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.monotonic() - start
+            seconds = time.monotonic() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            if self._open:
+                outer = self._open[-1]
+                self._seconds[outer] = self._seconds.get(outer, 0.0) - seconds
 
     def take(self) -> dict[str, float]:
         """Seconds per phase since the last call, as `time/<phase>`."""

@@ -10,6 +10,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.records import Experience
 from slurm_rlhf.roles.role import Role, Seat
+from slurm_rlhf.roles.sharing import taking_turns
 from slurm_rlhf.sync.session import ActorEnd
 from slurm_rlhf.training.policy import PolicyTrainer
 
@@ -20,7 +21,7 @@ class ActorRole(Role):
         self.sync = ActorEnd(config, f"{seat.role} {seat.rank}")
 
     def calls(self) -> dict[str, Callable[..., Any]]:
-        return {
+        calls: dict[str, Callable[..., Any]] = {
             "start": self.start,
             "logprobs": self.logprobs,
             "train_step": self.train_step,
@@ -30,7 +31,17 @@ class ActorRole(Role):
             "sync_listen": self.sync.listen,
             "sync_join": self.sync.join,
             "sync_push": self.sync_push,
+            "sleep": self.sleep,
+            "wake_up": self.wake_up,
         }
+        return taking_turns(self.config, calls)
+
+    def sleep(self) -> None:
+        """Put the optimizer's states away until `wake_up`."""
+        self.trainer.engine.sleep()
+
+    def wake_up(self) -> None:
+        self.trainer.engine.wake_up()
 
     def start(self, total_steps: int) -> list[list[Any]]:
         """Load the model; answers its parameters as [[name, shape, dtype], ...]."""

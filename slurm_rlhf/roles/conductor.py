@@ -39,6 +39,7 @@ from slurm_rlhf.roles.scoring import ModelRewards
 from slurm_rlhf.roles.standstill import refuse_standstill
 from slurm_rlhf.roles.state import RunState
 from slurm_rlhf.roles.training_run import TrainingRun
+from slurm_rlhf.roles.turns import TurnTakingEngines, TurnTakingGeneration
 from slurm_rlhf.roles.weights import WeightSync
 from slurm_rlhf.rollout.rewards import RewardFunction
 
@@ -175,8 +176,9 @@ class Conductor:
         rollout = fleet.roles["rollout"]
         assert isinstance(rollout, EngineHandle)
         weights = WeightSync(config, fleet.roles["actor"], rollout, fleet.sync_host)
-        engines = Engines(fleet, rollout, weights, config.timeout.connect, config.train.full_determinism)
+        engines, generate = self._engines(fleet, rollout, weights, phases)
         engines.begin()
+        log.info("trainers start")
         starts = {
             role: handle.start_all("start", total_steps=optimizer_steps)
             for role, handle in fleet.roles.items()
@@ -186,7 +188,7 @@ class Conductor:
         first = engines.wait(starts["actor"][0].result())
         if len(first) < rollout.world:
             self.reporting.note(f"{len(first)} of {rollout.world} engines are ready; the others join when they are")
-        generation = Generation(
+        generation = generate(
             rollout, config.train.seed, config.vllm.max_num_seqs, config.train.full_determinism, engines
         )
         reward = inputs.reward or ModelRewards(fleet.roles["reward"], config.train.max_tokens_per_gpu)
@@ -212,6 +214,14 @@ class Conductor:
         if checkpoint is not None:
             training.load(checkpoint)
         return training
+
+    def _engines(
+        self, fleet: Fleet, rollout: EngineHandle, weights: WeightSync, phases: Phases
+    ) -> tuple[Engines, type[Generation]]:
+        config = self.config
+        if config.train.colocate_all:
+            return TurnTakingEngines(fleet, rollout, weights, config, phases), TurnTakingGeneration
+        return Engines(fleet, rollout, weights, config.timeout.connect, config.train.full_determinism), Generation
 
 
 @contextlib.contextmanager

@@ -8,18 +8,29 @@ from typing import Any
 
 from slurm_rlhf.records import Experience
 from slurm_rlhf.roles.role import Role
+from slurm_rlhf.roles.sharing import taking_turns
 from slurm_rlhf.training.value import ValueTrainer
 
 
 class CriticRole(Role):
     def calls(self) -> dict[str, Callable[..., Any]]:
-        return {
+        calls: dict[str, Callable[..., Any]] = {
             "start": self.start,
             "values": self.values,
             "train_step": self.train_step,
             "save": lambda path: self.trainer.save(Path(path)),
             "load": lambda path: self.trainer.load(Path(path)),
+            "sleep": self.sleep,
+            "wake_up": self.wake_up,
         }
+        return taking_turns(self.config, calls)
+
+    def sleep(self) -> None:
+        """Put the optimizer's states away until `wake_up`."""
+        self.trainer.engine.sleep()
+
+    def wake_up(self) -> None:
+        self.trainer.engine.wake_up()
 
     def start(self, total_steps: int) -> None:
         """Load the model."""

@@ -30,7 +30,7 @@ class EngineRank(Role):
     def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
         super().__init__(config, seat, client)
         self.place = EnginePlace.of(seat.rank, config.vllm.tensor_parallel_size, seat.node)
-        own_devices(seat.local_rank, self.place.tp)
+        own_devices(seat.local_rank, self.place.tp, others=config.train.colocate_all)
         prepare_environment()
         self.sync = EngineEnd(config, f"{seat.role} {seat.rank}")
 
@@ -48,13 +48,17 @@ class EngineRank(Role):
             self.engine.close()
 
 
-def own_devices(local_rank: int, tp: int) -> None:
-    """Leave only this engine's GPUs visible, TP rank i's as the i-th. Comes before CUDA is initialized."""
+def own_devices(local_rank: int, tp: int, others: bool = False) -> None:
+    """Leave only this engine's GPUs visible, TP rank i's as the i-th. Comes before CUDA is initialized.
+
+    With `others` the role's other GPUs come after them: weights by ipc are read where the actor's ranks have them.
+    """
     first = local_rank - local_rank % tp
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         visible = [device for device in os.environ.get(name, "").split(",") if device]
         if visible:
-            os.environ[name] = ",".join(visible[first : first + tp])
+            own = visible[first : first + tp]
+            os.environ[name] = ",".join([*own, *(visible[:first] + visible[first + tp :] if others else [])])
 
 
 def segment_prefix(config: Config, place: EnginePlace) -> str:

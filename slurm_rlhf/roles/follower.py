@@ -93,6 +93,12 @@ class FollowerRole(EngineRank):
     def do_sync_receive(self, version: int) -> dict[str, Any]:
         return self.sync_receive(version)
 
+    def do_sleep(self) -> None:
+        self.engine.sleep()
+
+    def do_wake_up(self, part: str) -> None:
+        self.engine.wake_up(part)
+
     def do_close(self) -> None:
         super().close()
         self._closed = True

@@ -13,7 +13,7 @@ from slurm_rlhf.errors import CallTimeout, RunError
 from slurm_rlhf.rollout.place import EnginePlace
 from slurm_rlhf.rollout.tp_engine import Command, diverged
 
-WITH_ANSWER = ("start", "check", "sync_join", "sync_receive")
+WITH_ANSWER = ("start", "check", "sync_join", "sync_receive", "sleep", "wake_up")
 """Commands that a follower answers, with ["done", id, result] or ["failed", id, error]."""
 
 

@@ -73,6 +73,8 @@ class PPO:
         owners = [prompt for prompt in prompts for _ in range(self.config.rollout.n_samples_per_prompt)]
         with self.phases("forward"):
             scored = in_background(self.reward, owners, trajectories)
+            if "reward" in self.roles:
+                self._take_turns([scored])
             self._forward(experience)
         with self.phases("reward"):
             try:
@@ -102,9 +104,15 @@ class PPO:
                 handle = self.roles[role]
                 parts = shards(experience, handle.world, self.config.train.max_tokens_per_gpu)
                 calls = [handle.call(rank, method, **part.to_wire()) for rank, part in enumerate(parts)]
+                self._take_turns(calls)
                 running.append((method, parts, calls, column))
         for method, parts, calls, column in running:
             experience.columns[column] = assemble(experience, parts, [answer[method] for answer in gather(calls)])
+
+    def _take_turns(self, calls: list[Future[Any]]) -> None:
+        """Where all roles share their accelerators, one computes at a time: their peaks of memory do not add up."""
+        if self.config.train.colocate_all:
+            gather(calls)
 
     def _advantages(self, experience: Experience) -> Metrics:
         config, columns, offsets = self.config.algo, experience.columns, experience.action_offsets
@@ -155,6 +163,7 @@ class PPO:
                         handle.call(rank, "train_step", denominator=tokens, **part.to_wire())
                         for rank, part in enumerate(parts)
                     ]
+                    self._take_turns(calls)
                     pending.append((role, tokens, calls))
         finished = [(role, tokens, gather(calls)) for role, tokens, calls in pending]
         return _means(finished)

@@ -7,12 +7,13 @@ from typing import Any
 
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.roles.role import Role
+from slurm_rlhf.roles.sharing import taking_turns
 from slurm_rlhf.training.reward_model import RewardModel
 
 
 class RewardRole(Role):
     def calls(self) -> dict[str, Callable[..., Any]]:
-        return {"start": self.start, "score": self.score}
+        return taking_turns(self.config, {"start": self.start, "score": self.score})
 
     def start(self, total_steps: int) -> None:
         """Load the model. `total_steps` is of no use to a model that is not trained."""

@@ -12,7 +12,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.local_stream import LocalListener, LocalStream, accept_all
 from slurm_rlhf.control.request import Request
-from slurm_rlhf.errors import CallTimeout
+from slurm_rlhf.errors import CallTimeout, RunError
 from slurm_rlhf.records import Sampling
 from slurm_rlhf.roles.engine_rank import EngineRank, publish_meeting
 from slurm_rlhf.roles.follower import FollowerRole
@@ -53,6 +53,8 @@ class RolloutRole(EngineRank):
             "start": self.start,
             "sync_join": self.sync_join,
             "sync_receive": self.sync_receive,
+            "sleep": self.sleep,
+            "wake_up": self.wake_up,
         }
 
     def start(self, total_steps: int) -> None:
@@ -99,6 +101,16 @@ class RolloutRole(EngineRank):
             return answer
         theirs: list[dict[str, Any]] = self.engine.settle()
         return next((word for word in theirs if "broken" in word), answer)
+
+    def sleep(self) -> int:
+        """Let others have the accelerator: as `Sleeper.sleep`. What is in flight is of a run that is being stopped."""
+        self._drop(RunError(f"{self.place} was told to sleep"))
+        freed: int = self.engine.sleep()
+        return freed
+
+    def wake_up(self, part: str) -> None:
+        """As `Sleeper.wake_up`."""
+        self.engine.wake_up(part)
 
     def handle(self, request: Request) -> None:
         """`generate` is answered when as many responses are finished as it asks for; everything else at once.

@@ -121,6 +121,17 @@ class LeadingEngine(TpEngine):
             self._mixture = ""
         return answers
 
+    def sleep(self) -> int:
+        self._tell("sleep")
+        freed = super().sleep()
+        self._followers.finish(self._load_patience)
+        return freed
+
+    def wake_up(self, part: str) -> None:
+        self._tell("wake_up", part=part)
+        super().wake_up(part)
+        self._followers.finish(self._load_patience)
+
     def close(self) -> None:
         self._tell("close")
         super().close()

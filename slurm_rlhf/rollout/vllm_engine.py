@@ -16,13 +16,14 @@ from slurm_rlhf.rollout.engine import Gauges
 from slurm_rlhf.rollout.flight import Flight
 from slurm_rlhf.rollout.parameters import checked, parameter_shapes
 from slurm_rlhf.rollout.request import GenerateRequest
+from slurm_rlhf.rollout.sleep import KV_CACHE, WEIGHTS, DeviceMemory
 from slurm_rlhf.rollout.text import response_text
 from slurm_rlhf.rollout.vllm_reload import reload_weights
 from slurm_rlhf.rollout.vllm_settings import engine_config
 
 
 class VllmEngine:
-    """Implements `engine.Engine` on vLLM's `LLMEngine`.
+    """Implements `engine.Engine` and `sleep.Sleeper` on vLLM's `LLMEngine`.
 
     `response_ids` are the tokens as sampled. The end-of-sequence token is among them if it was sampled, and so are the
     tokens of a stop string, the last of them whole even where the stop string ends inside it: what the policy chose is
@@ -62,6 +63,7 @@ class VllmEngine:
         self._shapes = parameter_shapes(self._path)
         self._flights: dict[str, Flight] = {}
         self._mixture = ""
+        self._memory = DeviceMemory(self._llm, config.vllm.gpu_memory_utilization)
         self._tokens_sampled = 0
 
     @property
@@ -130,6 +132,7 @@ class VllmEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See `Engine.load_weights`."""
+        self._memory.require(WEIGHTS)
         self._mixture = f"the update to policy version {version} failed, and weights of two policies are mixed"
         model = self._llm.model_executor.driver_worker.model_runner.get_model()
         reload_weights(model, self._config, checked(weights, self._shapes, version))
@@ -143,6 +146,16 @@ class VllmEngine:
         dtype = str(self._config.model_config.dtype).removeprefix("torch.")
         return [[name, list(shape), dtype] for name, shape in self._shapes.items()]
 
+    def sleep(self) -> int:
+        """See `Sleeper.sleep`."""
+        self._flights.clear()
+        self._mixture = "it has slept, and no update came since"
+        return self._memory.give_up()
+
+    def wake_up(self, part: str) -> None:
+        """See `Sleeper.wake_up`."""
+        self._memory.take_back(part)
+
     def close(self) -> None:
         """See `Engine.close`."""
         self._flights.clear()
@@ -154,6 +167,7 @@ class VllmEngine:
         return Executor.get_class(self._config)
 
     def _check_usable(self) -> None:
+        self._memory.require(WEIGHTS, KV_CACHE)
         if self._mixture:
             raise RunError(f"engine {self._index} has no usable weights: {self._mixture}")
 

@@ -30,6 +30,11 @@ def engine_config(config: Config) -> Any:
     check_model_directory("actor.model_name_or_path", path, tokenizer=True)
     check_tensor_parallel("actor.model_name_or_path", path, config.vllm.tensor_parallel_size)
     on_cpu = current_platform.is_cpu()
+    if config.train.colocate_all and not (on_cpu or current_platform.is_sleep_mode_available()):
+        raise ConfigError(
+            f"train.colocate_all needs vLLM's sleep mode, which it does not have on {current_platform.device_name}: "
+            "give the engines accelerators of their own"
+        )
     import_model_class(path)
     args = EngineArgs(
         model=path,
@@ -46,6 +51,8 @@ def engine_config(config: Config) -> Any:
         kv_cache_memory_bytes=int(config.vllm.cpu_kvcache_gib * GIB) if on_cpu else None,
         enable_prefix_caching=config.vllm.enable_prefix_caching,
         enforce_eager=on_cpu or config.vllm.enforce_eager,
+        # On CPUs vLLM refuses the option and takes the calls.
+        enable_sleep_mode=config.train.colocate_all and not on_cpu,
         # Off, so that "between two steps" is a point in time: with it a step is on its way while another returns.
         async_scheduling=False,
         scheduling_policy="fcfs",

@@ -56,9 +56,11 @@ def _make(group: SyncGroup, plan: SyncPlan) -> Carrier:
 
 
 def _on_one_device(group: SyncGroup, plan: SyncPlan) -> Carrier:
-    readers = plan.layout.by_node[group.me.node]
+    node = group.me.node
+    readers = plan.layout.by_node[node]
+    owners = tuple(rank for rank, place in enumerate(plan.layout.actors) if place == node)
     sizes = ShelfSizes(plan.depth, 8, len(plan.layout.actors), len(readers))
-    marks = _shared(group, "marks", tuple(range(group.world)), sizes)
+    marks = _shared(group, f"marks/{node}", (*owners, *readers), sizes)
     if marks is None:
         raise SyncError(f"{group.me}: sync.backend = ipc finds no room in /dev/shm: use auto, or make it larger")
     return DeviceIpc(plan, group.rank, group.store, marks, readers)

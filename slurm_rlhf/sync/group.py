@@ -47,6 +47,7 @@ class SyncGroup:
         self.actors = joining.actors
         self.timeout_s = joining.timeout_s
         self.directory = joining.directory
+        self._colocated, self._whole = joining.colocated, joining.whole
         self.members: tuple[Member, ...] = ()
         self.backend = ""  # that the members agreed on
         self.store: Store
@@ -219,7 +220,8 @@ class SyncGroup:
         if not error:
             try:
                 wanted, nodes, devices = zip(*((m.backend, m.node, m.device) for m in members), strict=True)
-                backend, why = choose(wanted, nodes, devices)
+                inside = self._whole and set(nodes[: self.actors]) == set(nodes[self.actors :])
+                backend, why = choose(wanted, nodes, devices, self._colocated, inside)
             except ConfigError as refused:
                 error = str(refused)
         return {"members": [asdict(m) for m in members], "error": error, "backend": backend, "why": why}

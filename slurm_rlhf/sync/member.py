@@ -21,6 +21,8 @@ class Membership:
     label: str = ""  # how messages name the rank
     node: str = ""  # ranks of one node share it; empty: the host name
     directory: str = ""  # that all members see, for the disk backend
+    colocated: bool = False  # actor and engines share their slots
+    whole: bool = False  # each of the actor's ranks holds the whole model
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,11 @@ def device_name() -> str:
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
+def device_names() -> list[str]:
+    """`device_name` of every GPU that this process sees, by its number here."""
+    return [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+
+
 def device_address() -> str:
     """The current GPU's PCI address, as the kernel spells it; empty without one."""
     if not torch.cuda.is_available():

@@ -95,6 +95,8 @@ def _join(config: Config, label: str, parameters: Described, group: dict[str, An
         "backend": sync.backend,
         "interface": sync.interface,
         "directory": str(Path(config.run_dir) / "sync"),
+        "colocated": config.train.colocate_all,
+        "whole": config.ds.zero_stage < 3,
     }
     joined = join(Membership(label=label, **{**settings, **group}))
     return joined, make_plan(parameters, sync.bucket_mb << 20, joined.layout(config.ds.zero_stage))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.training.distributed import World
 from slurm_rlhf.training.fragments import fragments_to_fill, local_fragments, make_moments, publish, sizes
+from slurm_rlhf.training.offload import park, unpark
 from slurm_rlhf.training.schedule import learning_rate
 from slurm_rlhf.training.shards import ShardReader, write_shard
 from slurm_rlhf.training.zero import EngineConfig, start_deepspeed
@@ -61,6 +62,14 @@ class TrainEngine:
             self._raise_not_finite()
         self.steps += 1
         return StepStats(norm, lr)
+
+    def sleep(self) -> None:
+        """Keep the optimizer's states in host memory until `wake_up`. No other call may come in between but reads."""
+        park(self._engine, self.cfg.zero_stage)
+
+    def wake_up(self) -> None:
+        """Bring the optimizer's states back to the device."""
+        unpark(self._engine, self.cfg.zero_stage, self.world.device)
 
     def save(self, directory: Path) -> None:
         """Write everything that shapes the next steps. Collective: every rank calls it with the same directory."""

@@ -57,7 +57,7 @@ def fragments_to_fill(module: nn.Module, optimizer: Any) -> Iterator[Fragment]:
 def make_moments(optimizer: Any, steps: int) -> None:
     """Give AdamW zero moments as after `steps` steps, which it would make in its first."""
     adamw = getattr(optimizer, "optimizer", optimizer)
-    for master in _masters(optimizer):
+    for master in masters(optimizer):
         moments = {moment: torch.zeros_like(master) for moment in MOMENTS}
         adamw.state[master] = {**moments, "step": torch.tensor(float(steps))}
 
@@ -74,7 +74,7 @@ def publish(optimizer: Any) -> None:
         optimizer.update_lp_params()
 
 
-def _masters(optimizer: Any) -> list[Tensor]:
+def masters(optimizer: Any) -> list[Tensor]:
     """The tensors that AdamW updates: one for each group of parameters, without ZeRO one for each parameter."""
     for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
         if hasattr(optimizer, name):
@@ -86,7 +86,7 @@ def _of_zero3(name: str, parameter: Any, optimizer: Any) -> Iterator[Fragment]:
     group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
     start = length * optimizer._get_param_partition_rank(parameter)
     length = min(length, parameter.ds_numel - start)  # the rest is padding
-    master = _masters(optimizer)[group]
+    master = masters(optimizer)[group]
     if length > 0:
         yield Fragment(name, start, _tensors(master, optimizer.optimizer.state.get(master, {}), offset, length))
 
@@ -95,7 +95,7 @@ def _of_flat_group(name: str, parameter: Any, optimizer: Any) -> Iterator[Fragme
     mapping = parameter._hp_mapping
     if mapping is not None:  # else all of it is other ranks'
         # Not `mapping.optim_fragment`: DeepSpeed links it after the first group's first step, before others have state.
-        master, place = _masters(optimizer)[mapping.param_group_index], mapping.hp_fragment_address
+        master, place = masters(optimizer)[mapping.param_group_index], mapping.hp_fragment_address
         tensors = _tensors(master, optimizer.optimizer.state.get(master, {}), place.start, place.numel)
         yield Fragment(name, mapping.lp_fragment_address.start, tensors)
 
