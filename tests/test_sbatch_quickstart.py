@@ -27,7 +27,7 @@ def test_it_learns_without_a_network(tmp_path: Path) -> None:
     prefix = [*offline, sys.executable, "-c", LOOPBACK_UP] if offline else []
     run_dir = tmp_path / "run"
     done = subprocess.run(
-        [*prefix, "bash", str(ROOT / "sbatch" / "quickstart.sh"), f"--run_dir={run_dir}", "--train.max_steps=24"],
+        [*prefix, "bash", str(ROOT / "sbatch" / "quickstart.sh"), f"--run_dir={run_dir}", "--train.max_steps=10"],
         env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -37,9 +37,9 @@ def test_it_learns_without_a_network(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "4/4 PPO" in done.stdout
-    assert "24/24" in done.stdout
+    assert "10/10" in done.stdout
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["world"] == {"actor": 1, "critic": 1, "reference": 1, "rollout": 1}
     assert summary["eval_before"] <= 0.65
-    assert summary["eval_after"] >= summary["eval_before"] + 0.15
+    assert summary["eval_after"] >= summary["eval_before"] + 0.2
