@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import os
 import signal
@@ -97,9 +96,6 @@ def main() -> None:
     parser.add_argument("--world", required=True, type=int)
     arguments = parser.parse_args()
 
-    # The libraries of a role are a million objects that stay. To look through them for garbage over and over while
-    # they are imported takes a fifth of a rank's start.
-    gc.set_threshold(50_000, 20, 100)
     die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the conductor's to answer
     held = hold_termination()
