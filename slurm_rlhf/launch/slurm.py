@@ -106,8 +106,6 @@ class SlurmLauncher:
             return False
         if item.step.code is None:
             if not item.ending:
-                # Tasks on its other nodes wait for the one that failed, deaf to SIGTERM; srun's own -K kills them only
-                # after KillWait.
                 item.ending = True
                 item.step.signal(signal.SIGTERM)
             return True
