@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from slurm_calm import STEPS, Calm, calm_run
 from slurm_nodes import CHECKOUT, SlurmNodes, slurm
-from slurm_runs import left, said, saved, steps, submit, summary
+from slurm_runs import left, said, saved, start_soon, steps, submit, summary
 from training_runs import metrics, timeless
 
 from slurm_rlhf.config.load import load_config
@@ -102,6 +102,7 @@ def test_requeued_preempted_and_followed_it_writes_the_same_metrics(slurm: Slurm
     assert "was told to terminate" in next((run_dir / "logs").glob("conductor.*.log")).read_text()
     # From here on this job may not be requeued, and its time is short.
     slurm.run("scontrol", "update", f"JobId={job}", "Requeue=0", f"TimeLimit={limit_min}")
+    start_soon(slurm, job)
     hold.unlink()
     release.touch()
     assert slurm.wait_over(urgent, 30) == ("COMPLETED", 0)
