@@ -58,7 +58,7 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Sl
     slurm.cluster("crash", "gpu002")  # and with it one of the actor's ranks: the other's collective breaks at once
     ended = slurm.wait_until(lambda: slurm.job(job)["JobState"] != "RUNNING", "end of the job", 30)
     clean = slurm.wait_until(lambda: not left(slurm, second, "gpu001", "gpu003"), "end of its processes", 30 - ended)
-    slurm.cluster("restart", "gpu002")
+    slurm.restart("gpu002")
     assert ended + clean < 30
     assert slurm.job(job)["ExitCode"] == "1:0"
     named = re.search(
