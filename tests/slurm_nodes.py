@@ -96,6 +96,11 @@ class SlurmNodes:
             time.sleep(0.2)
         return time.monotonic() - start
 
+    def restart(self, node: str) -> None:
+        """Start a crashed node again; its daemon is the last that comes up."""
+        self.cluster("restart", node)
+        self.wait_until(lambda: any("slurmd -D" in line for _, line in self.numbered(node)), f"start of {node}", 30)
+
     def processes(self, node: str) -> list[str]:
         """Command lines of what runs on a node beside Slurm's daemon."""
         return [line for _, line in self.numbered(node) if not any(own in line for own in OWN)]

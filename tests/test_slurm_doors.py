@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from slurm_nodes import CHECKOUT, SlurmNodes, slurm
+from slurm_runs import COMMAND, start_soon
 from training_runs import metrics, timeless, train, workspace
 
 from slurm_rlhf.cluster.job import parse_jobs
@@ -21,7 +22,6 @@ from slurm_rlhf.launch.train_job import SIGNAL
 __all__ = ["slurm"]
 pytestmark = pytest.mark.timeout(400)
 
-COMMAND = str(CHECKOUT / ".venv" / "bin" / "slurm-rlhf")
 STEPS = 30
 LENGTH = (f"--train.max_steps={STEPS}", "--train.num_episodes=4")
 WORLD = ("--algo.kl.init_coef=0", "--eval.dataset=", "--train.threads_per_rank=1", *LENGTH)
@@ -59,33 +59,77 @@ def client(slurm: SlurmNodes) -> Iterator[pytest.MonkeyPatch]:
         yield patch
 
 
-def test_submitit_is_preempted_goes_on_and_gives_the_summary(slurm: SlurmNodes, config: Path) -> None:
-    run_dir, calm = slurm.shared / "submitit", slurm.shared / "undisturbed"
+@pytest.fixture(scope="module")
+def calm(config: Path) -> list[str]:
+    """Metrics of the same run left alone, without Slurm."""
+    run_dir = config.parent / "calm"
+    code, said = train(config, run_dir, *WORLD)
+    assert code == 0, said
+    return timeless(metrics(run_dir))
+
+
+def wait_for_step(slurm: SlurmNodes, run_dir: Path, step: int) -> None:
+    slurm.wait_until(lambda: len(metrics(run_dir)) >= step, f"step {step} of {run_dir.name}", 150)
+
+
+def wait_for_restart(slurm: SlurmNodes, job: int, run_dir: Path, restart: int) -> None:
+    """It has saved and is back in the queue."""
+    slurm.wait_until(lambda: slurm.job(job)["Restarts"] == str(restart), f"restart {restart}", 60)
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
+
+
+def test_submitit_is_preempted_and_timed_out_goes_on_and_gives_the_summary(
+    slurm: SlurmNodes, config: Path, calm: list[str]
+) -> None:
+    """Issue 5.1: the Python call, on Slurm. An urgent job's preemption and the signal before the end of the time both
+    go through submitit's checkpoint protocol, both end in an exact resume, and `result()` gives the summary.
+    """
+    run_dir = slurm.shared / "submitit"
     keys = ["--slurm.time=10", "--slurm.signal_lead_s=60", "--slurm.mem=8000", "--slurm.partition=gpu"]
     with client(slurm):
         job = submit(load_config(config, [f"--run_dir={run_dir}", *WORLD, *NODES, *keys, "--slurm.nodes=2"]))
-        slurm.wait_until(lambda: len(metrics(run_dir)) >= 2, "second step", 150)
+        number = int(job.job_id)
+        wait_for_step(slurm, run_dir, 2)
+        release = slurm.shared / "release"
+        urgent = slurm.sbatch(
+            *("--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null"),
+            f"--wrap=until [ -e {release} ]; do sleep 0.2; done",
+        )
+        wait_for_restart(slurm, number, run_dir, 1)
+        slurm.wait_until(lambda: slurm.job(urgent)["JobState"] == "RUNNING", "start of the urgent job", 30)
+        assert slurm.job(number)["JobState"] == "PENDING"
+        release.touch()
+        assert slurm.wait_over(urgent, 30) == ("COMPLETED", 0)
+        start_soon(slurm, number)
+
+        wait_for_step(slurm, run_dir, len(metrics(run_dir)) + 1)
         # As at the end of its time: Slurm sends the batch step what --signal=B:USR2@... asks for.
-        slurm.run("scancel", "--batch", f"--signal={SIGNAL.name}", job.job_id)
-        slurm.wait_until(lambda: slurm.job(int(job.job_id))["Restarts"] == "1", "requeue", 60)
-        assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
-        slurm.wait_over(int(job.job_id), 200)
+        slurm.run("scancel", "--batch", f"--signal={SIGNAL.name}", str(number))
+        wait_for_restart(slurm, number, run_dir, 2)
+        start_soon(slurm, number)
+        assert slurm.wait_over(number, 200) == ("COMPLETED", 0), Path(job.paths.stdout).read_text()
         result = job.result()
-    code, said = train(config, calm, *WORLD)
-    assert code == 0, said
     assert result["status"] == "finished"
     assert result["steps"] == STEPS
-    assert timeless(metrics(run_dir)) == timeless(metrics(calm))
+    assert timeless(metrics(run_dir)) == calm
     output = Path(job.paths.stdout).read_text()
-    assert "Caught signal SIGUSR2" in output
-    assert "resuming from" in output
+    assert len(set(re.findall(r"\(([^)]*)\) - Caught signal SIGUSR2 on gpu001: ", output))) == 2  # each is said twice
+    assert output.count("resuming from") == 2
+    assert "was told to terminate" in next((run_dir / "logs").glob("conductor.*.log")).read_text()
     header = Path(job.paths.submission_file).read_text()
     assert "#SBATCH --signal=B:USR2@60\n" in header
     assert "\nsrun" not in header
 
 
-def test_a_chain_ends_with_the_run_and_its_ranks_are_in_a_container(slurm: SlurmNodes, config: Path) -> None:
-    """The conductor has no torch at all: the one on its path raises when it is imported."""
+def test_a_chain_goes_on_ends_with_the_run_and_its_ranks_are_in_a_container(
+    slurm: SlurmNodes, config: Path, calm: list[str]
+) -> None:
+    """Issue 5.4: the second link of a chain goes on with what the first left unfinished, to the numbers of an
+    undisturbed run, and what is left of the chain goes when the run is finished, at once when it already was.
+
+    5.5: ranks run in a (stand-in) container while the conductor has no torch at all: the one on its path raises when it
+    is imported. 5.3: status shows the job, step and reward, and the attach line.
+    """
     run_dir, poison, program = slurm.shared / "chain", slurm.shared / "poison", slurm.shared / "bin" / "apptainer"
     for name in ("torch", "vllm", "deepspeed", "transformers"):
         (poison / name).mkdir(parents=True)
@@ -99,7 +143,7 @@ def test_a_chain_ends_with_the_run_and_its_ranks_are_in_a_container(slurm: Slurm
     script.write_text(CHAIN.format(bin=program.parent, poison=poison, **words))
     header = ["--nodes=2", "--ntasks-per-node=1", "--gres=gpu:8", "--mem=8000", f"--output={run_dir}.log"]
     job = slurm.sbatch("--array=1-3%1", "--open-mode=append", *header, str(script), *WORLD, *NODES)
-    slurm.wait_until(lambda: len(metrics(run_dir)) >= 1, "first step", 150)
+    wait_for_step(slurm, run_dir, 1)
     with client(slurm):
         for word in (str(run_dir), str(job)):
             shown = subprocess.run([COMMAND, "status", word], capture_output=True, text=True, check=True).stdout
@@ -108,16 +152,21 @@ def test_a_chain_ends_with_the_run_and_its_ranks_are_in_a_container(slurm: Slurm
             assert re.search(
                 r"^look inside srun --jobid=\d+ --overlap --pty .*--nodelist=gpu001 bash$", shown, re.MULTILINE
             )
-    slurm.wait_until(lambda: not slurm.run("squeue", "-h"), "end of the chain", 120)
+    # Of a task of an array scancel tries again until it is gone, and then complains of that (Slurm 22.05).
+    slurm.run("bash", "-c", f"scancel --batch --signal=USR1 {job}_1 || true")
+    slurm.wait_until(lambda: not slurm.run("squeue", "-h"), "end of the chain", 200)
     said = Path(f"{run_dir}.log").read_text()
+    assert said.count("the next job of the chain goes on") == 1, said
+    assert said.count("resuming from") == 1
+    assert timeless(metrics(run_dir)) == calm
     assert said.count(f"finished {STEPS} steps") == 1, said
     assert "the jobs that waited to go on with this run are cancelled" in said
     states = {task.id: task.state for task in parse_jobs(slurm.run("scontrol", "show", "job", "-o", str(job)))}
-    assert states.pop(f"{job}_1") == "COMPLETED"
+    assert {states.pop(f"{job}_{link}") for link in (1, 2)} == {"COMPLETED"}
     assert set(states.values()) == {"CANCELLED"}
     inside = (slurm.shared / "apptainer.log").read_text().splitlines()
     roles = [line for line in inside if "slurm_rlhf.launch.node" in line]
-    assert len(roles) == 3  # actor, critic, rollout: one node each
+    assert len(roles) == 2 * 3  # actor, critic, rollout: one node each, in two links
     assert all(f"exec --nv --bind={run_dir} --bind={config.parent / 'model'} /images/rlhf.sif" in r for r in roles)
 
     again = slurm.sbatch("--job-name=late", "--dependency=singleton", *header, str(script), *WORLD, *NODES)

@@ -34,6 +34,7 @@ class _Role:
     step: RunningStep
     attempt: int = 0
     reported: int = 0  # of its failures
+    ending: bool = False  # told to end, before it is started again
 
 
 class SlurmLauncher:
@@ -104,8 +105,12 @@ class SlurmLauncher:
         if self._stopping or item.attempt + 1 == ATTEMPTS or not item.step.worth_another_try():
             return False
         if item.step.code is None:
+            if not item.ending:
+                item.ending = True
+                item.step.signal(signal.SIGTERM)
             return True
         item.attempt += 1
+        item.ending = False
         item.order = replace(item.order, port=self._port(item.step.step, item.attempt))
         item.order.write(item.file)
         item.step.start()

@@ -34,7 +34,7 @@ class Step:
 
     `cpus` of each node; 0: left to Slurm. `gpus` on each of them, in the same order; empty: none. `uneven`: the job
     has not the same number of GPUs on each of its nodes. `output` may hold srun's patterns; empty: srun's own output.
-    `together`: the end of one task ends the others. `options`: more of srun's own.
+    `together`: its tasks are of no use without each other, so a node that dies ends it. `options`: more of srun's own.
     """
 
     name: str
@@ -77,7 +77,8 @@ def _component(step: Step, nodes: tuple[str, ...], resources: str, command: list
         f"--nodelist={','.join(nodes)}",
         *([f"--cpus-per-task={step.cpus}"] if step.cpus else []),
         resources,
-        *(["--kill-on-bad-exit=1"] if step.together else ["--kill-on-bad-exit=0", "--no-kill"]),
+        "--kill-on-bad-exit=0",
+        *([] if step.together else ["--no-kill"]),
         "--wait=0",
         "--input=none",
         "--mpi=none",

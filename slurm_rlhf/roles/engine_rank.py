@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,8 +46,18 @@ class EngineRank(Role):
 
     def close(self) -> None:
         if hasattr(self, "engine"):
-            gc.freeze()  # vLLM collects garbage twice in here; the process is about to end anyway
-            self.engine.close()
+            with _without_collecting():
+                self.engine.close()
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """vLLM thaws what was frozen and collects all garbage twice while it ends, and the process ends right after it."""
+    collect, gc.collect = gc.collect, lambda generation=2: 0
+    try:
+        yield
+    finally:
+        gc.collect = collect
 
 
 def own_devices(local_rank: int, tp: int, others: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import os
 import signal
@@ -30,6 +31,9 @@ ROLES = {
     "rollout": ("slurm_rlhf.roles.rollout", "engine_role"),
 }
 
+_USUAL = gc.get_threshold()[0]
+_RARELY = 100_000  # new objects
+
 
 def take_seat(role: str, first_rank: int, world: int) -> Seat:
     """Who this process is: torchrun counts the processes of this node, the rank map says where its count begins."""
@@ -46,21 +50,37 @@ def log_to(path: Path) -> None:
     os.close(descriptor)
 
 
+def collect_rarely() -> None:
+    """Look for garbage rarely until `collect_as_usual`: imports make a million objects, and next to no garbage."""
+    gc.set_threshold(_RARELY)
+
+
+def collect_as_usual() -> None:
+    """What is left now of starting stays, and no later collection looks at it again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_USUAL)
+
+
 def serve(client: ControlClient, role: Role) -> None:
     """Answer calls until the conductor says `shutdown`."""
+    started = False
     while True:
         request = client.receive(0.0 if role.busy() else None)
         if request is None:
             role.advance()
-            continue
-        client.phase = request.method
-        if request.method == "shutdown":
-            role.close()
-            request.reply("done")
-            return
-        role.handle(request)
-        if not role.busy():
-            client.phase = f"idle after {request.method}"
+        else:
+            client.phase = request.method
+            if request.method == "shutdown":
+                role.close()
+                request.reply("done")
+                return
+            role.handle(request)
+            if not role.busy():
+                client.phase = f"idle after {request.method}"
+        if not started:  # the first thing that a rank is told is to load what it works with
+            started = True
+            collect_as_usual()
 
 
 def hold_termination() -> bool:
@@ -96,6 +116,7 @@ def main() -> None:
     parser.add_argument("--world", required=True, type=int)
     arguments = parser.parse_args()
 
+    collect_rarely()
     die_with_parent(os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the conductor's to answer
     held = hold_termination()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,22 @@ def import_deepspeed(device: torch.device) -> Any:
     # On CPUs DeepSpeed compiles this extension (half a minute of g++) where a compiler is found. It all-reduces
     # through shared memory with names of its own, which runs on one host would share; gloo does without it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _import_muon()
     return deepspeed
+
+
+def _import_muon() -> None:
+    """Import the optimizer that DeepSpeed compares every other one with, without compiling it.
+
+    DeepSpeed's own import of it brings in torch's compiler, which is a fifth of the start of a rank that trains.
+    """
+    from deepspeed.runtime import compiler
+
+    compile_, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = compile_
 
 
 def zero3_config(param_dtype: str, offload: bool = False, elements: int = 0) -> dict[str, Any]:
