@@ -150,7 +150,8 @@ class Vllm:
     enable_prefix_caching: bool = True
     """Share the KV cache of common prompt prefixes. The cache is dropped at every weight update."""
     sync_mode: Literal["drain", "inflight"] = "drain"
-    """drain: new weights wait for responses in flight (exactly on-policy); inflight: they change between two tokens."""
+    """drain: sample, then train (exactly on-policy); inflight: sample the next batch while the actor trains, up to
+    train.async_queue_size ahead. New weights then come between two tokens of the responses in flight."""
     enforce_eager: bool = False
     """No CUDA graphs. Always on where there is no GPU."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -217,6 +218,8 @@ class Train:
     """Critic and reward model share their accelerator slots. A reward function has none."""
     seed: int = 42
     """Every random choice of a run derives from it."""
+    async_queue_size: int = 1
+    """Batches sampled ahead with vllm.sync_mode = inflight: no token is older than so many updates when trained on."""
     full_determinism: bool = False
     """Bitwise equal metrics from run to run and over a resume: fixed prompt-to-engine assignment and order."""
     threads_per_rank: int = 0
