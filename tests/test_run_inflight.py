@@ -1,0 +1,123 @@
+"""A run that samples while it trains, stopped and resumed in the middle: weights change under responses in flight."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_runs import metrics, started, train, workspace
+
+from slurm_rlhf.data.order import PromptOrder
+
+pytestmark = pytest.mark.timeout(400)
+
+PROMPTS, SAMPLES, STEPS = 8, 2, 6
+WORLD = (
+    "--vllm.sync_mode=inflight",
+    "--train.full_determinism=false",
+    f"--rollout.batch_size={PROMPTS}",
+    f"--rollout.n_samples_per_prompt={SAMPLES}",
+    # Sampling takes several times as long as training: an update meets responses half way, however busy the machine.
+    "--rollout.max_new_tokens=48",
+    "--vllm.max_num_seqs=4",
+    "--train.batch_size=16",
+    "--train.max_epochs=1",
+    f"--train.max_steps={STEPS}",
+    "--algo.kl.init_coef=0",
+    "--eval.steps=2",
+    "--ckpt.save_steps=1",
+)
+
+REWARD = """
+import json
+from pathlib import Path
+
+def reward_func(queries, prompts, labels, **kwargs):
+    with Path(__file__).with_name("asked.jsonl").open("a") as file:
+        file.write(json.dumps(prompts) + "\\n")
+    return [float(len(response) % 3) for response in kwargs["responses"]]
+"""
+
+
+class Whole:
+    """A run that SIGTERM stopped after its second step, with requests in flight, and the one that went on."""
+
+    def __init__(self, path: Path) -> None:
+        config = workspace(path, REWARD)
+        self.run_dir = path / "run"
+        self.path = path
+        with started(config, self.run_dir, *WORLD) as run:
+            run.wait_for_step(2, 150)
+            run.process.terminate()
+            self.stopped, self.first = run.wait(60)
+            run.assert_gone(5)
+        self.saved = json.loads((self.run_dir / "summary.json").read_text())
+        self.state = json.loads(max((self.run_dir / "checkpoints").glob("*/state.json")).read_text())
+        self.code, self.second = train(config, self.run_dir, *WORLD)
+        self.rows = metrics(self.run_dir)
+
+    def asked(self) -> list[tuple[str, ...]]:
+        """Prompts of the batches that were scored, each once and in order; of a batch done again only the last time."""
+        lines = [json.loads(line) for line in (self.path / "asked.jsonl").read_text().splitlines()]
+        batches = [tuple(dict.fromkeys(line)) for line in lines if len(line) == PROMPTS * SAMPLES]
+        return [batch for batch, _ in groupby(batches)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    made = Whole(tmp_path_factory.mktemp("inflight"))
+    assert made.stopped == 143, made.first
+    assert made.code == 0, made.second
+    return made
+
+
+def test_updates_meet_responses_in_flight_and_none_is_dropped(whole: Whole) -> None:
+    rows = whole.rows
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        print({name: row.get(name) for name in ("mixed_responses", "stale_tokens", "time/rollout", "time/update")})
+        assert row["perf/engine/0/responses"] == PROMPTS * SAMPLES
+    assert max(row["mixed_responses"] for row in rows) > 0
+    assert rows[-1]["policy_version"] == STEPS
+
+
+def test_no_token_is_older_than_the_bound(whole: Whole) -> None:
+    assert rows_with(whole, "staleness_max", 1)
+    for row in whole.rows:
+        assert row["staleness_max"] <= 1
+        assert 0 <= row["stale_tokens"] <= 1
+        assert (row["stale_tokens"] > 0) == (row["staleness_max"] > 0) == ("stale_logprob_diff" in row)
+    # The first step after a start has nothing that could have been sampled ahead.
+    for step in (1, whole.saved["steps"] + 1):
+        assert whole.rows[step - 1]["stale_tokens"] == 0
+
+
+def test_engine_and_actor_are_compared_under_the_same_policy_only(whole: Whole) -> None:
+    compared = [row["rollout_logprob_diff_max"] for row in whole.rows if "rollout_logprob_diff_max" in row]
+    moved = [row["stale_logprob_diff"] for row in whole.rows if "stale_logprob_diff" in row]
+    print("largest difference under one policy:", compared, "mean difference from an older one:", moved)
+    assert len(compared) >= 2
+    assert max(compared) < 1e-5
+    assert max(moved) > 100 * max(compared)
+
+
+def test_every_prompt_is_trained_on_once(whole: Whole) -> None:
+    rows = [json.loads(line)["input"] for line in (whole.path / "prompts.jsonl").read_text().splitlines()]
+    order = PromptOrder(len(rows), PROMPTS, 1, 42)
+    expected = [tuple(rows[position] for position in order.next() or []) for _ in range(STEPS)]
+    assert whole.asked() == expected
+
+
+def test_a_checkpoint_stands_behind_the_last_batch_that_was_trained_on(whole: Whole) -> None:
+    assert whole.saved["status"] == "stopped"
+    assert 2 <= whole.saved["steps"] < STEPS
+    assert whole.state["order"]["taken"] == whole.state["run"]["step"] == whole.saved["steps"]
+    assert f"resuming from {whole.run_dir / 'checkpoints'}" in whole.second
+    assert all("eval" in row for row in whole.rows if row["step"] % 2 == 0)
+
+
+def rows_with(whole: Whole, name: str, value: Any) -> list[int]:
+    return [row["step"] for row in whole.rows if row[name] == value]
