@@ -14,7 +14,7 @@ from slurm_rlhf.data.order import PromptOrder
 
 pytestmark = pytest.mark.timeout(400)
 
-PROMPTS, SAMPLES, STEPS = 8, 2, 6
+PROMPTS, SAMPLES, STEPS = 8, 4, 6
 WORLD = (
     "--vllm.sync_mode=inflight",
     "--train.full_determinism=false",
@@ -23,7 +23,7 @@ WORLD = (
     # Sampling takes several times as long as training: an update meets responses half way, however busy the machine.
     "--rollout.max_new_tokens=48",
     "--vllm.max_num_seqs=4",
-    "--train.batch_size=16",
+    "--train.batch_size=32",
     "--train.max_epochs=1",
     f"--train.max_steps={STEPS}",
     "--algo.kl.init_coef=0",
