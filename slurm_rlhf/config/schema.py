@@ -289,6 +289,8 @@ class Timeout:
     """Any collective inside a role (training groups)."""
     sync: float = 600.0
     """One weight update. Half of it for a single operation, so that members find out who is behind."""
+    sync_silence: float = 15.0
+    """During a weight update: without a sign of life from a member, whatever it is waiting for, its link is cut."""
     checkpoint: float = 3600.0
     """Saving or loading one role's state."""
     reward: float = 600.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Callable
 from contextlib import closing
@@ -17,11 +18,12 @@ from slurm_rlhf.cluster.route import address_of, address_towards, interface_of, 
 from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
 from slurm_rlhf.sync.carrier import Carrier
 from slurm_rlhf.sync.choice import BACKENDS, choose
-from slurm_rlhf.sync.failures import FailureBoard
+from slurm_rlhf.sync.failures import FailureBoard, Names
 from slurm_rlhf.sync.gloo import GlooTransport
 from slurm_rlhf.sync.layout import Layout
 from slurm_rlhf.sync.member import Member, Membership
 from slurm_rlhf.sync.nccl import device_address, device_name, nccl_available
+from slurm_rlhf.sync.pulse import Pulse
 from slurm_rlhf.sync.rails import rail_of
 from slurm_rlhf.sync.reach import first_of_each, listen, unreachable
 from slurm_rlhf.sync.store import connect, read, wait_until
@@ -54,6 +56,9 @@ class SyncGroup:
         self.control: GlooTransport
         self._where = (joining.host, joining.port)
         self.late = False  # it was its deadline that ended it
+        self.quiet: tuple[int, ...] = ()  # whose signs of life stayed out during an update
+        self.pulse: Pulse
+        self._silence_s = joining.silence_s
         self._ended = ""
         self._holds: list[Transport | Carrier] = []
         rails = [name.strip() for name in joining.interface.split(",") if name.strip()]
@@ -82,10 +87,11 @@ class SyncGroup:
         Raises SyncError naming the ranks that did not come within `timeout_s`, or why these members cannot talk.
         """
         try:
-            self.store = PrefixStore(f"sync/{self.name}", connect(*self._where, self.timeout_s))
+            self.store = PrefixStore(f"sync/{self.name}", connect(*self._where, self.timeout_s, self._silence_s))
             self.board = FailureBoard(self.store, self.rank, str(self.me))
             with closing(listen(self.me.address)) as door:
-                self.me = replace(self.me, port=int(door.getsockname()[1]))
+                self.pulse = Pulse(self.me.address, self._silence_s)
+                self.me = replace(self.me, port=int(door.getsockname()[1]), pulse=self.pulse.port)
                 self._meet()
                 self._try_roads()
             self.control = GlooTransport(self.store, self.rank, self.world, self.me.address, self.timeout_s)
@@ -161,6 +167,7 @@ class SyncGroup:
             self.board.post(reason)  # before the others see the connections close
         self._ended = self._ended or reason
         self.drop()
+        self._still()
 
     def drop(self) -> None:
         """Close the connections of a group that failed, before it is known why."""
@@ -172,6 +179,21 @@ class SyncGroup:
         self._ended = self._ended or "it was closed"
         for held in reversed(self._holds):
             held.close()
+        self._still()
+
+    def miss(self, quiet: tuple[int, ...]) -> None:
+        """Tell the others whom this rank has not heard from, before it drops its connections."""
+        self.quiet = quiet
+        self.board.post(quiet=quiet)
+
+    def names(self) -> Names:
+        """How messages call the members."""
+        short, ends = ({m.rank: call(m) for m in self.members} for call in (str, lambda m: m.end))
+        return Names(short, ends, self.timeout_s, self._silence_s)
+
+    def _still(self) -> None:
+        if hasattr(self, "pulse"):
+            self.pulse.close()
 
     def _meet(self) -> None:
         mine = json.dumps(asdict(self.me))
@@ -189,6 +211,7 @@ class SyncGroup:
             raise SyncError(f"group {self.name}: {roster['error']}")
         self.members = tuple(Member(**member) for member in roster["members"])
         self.backend = roster["backend"]
+        self.pulse.start(self.members, self.rank, roster["token"])
         if self.rank == 0:
             log.info("weight transfer group %s uses %s: %s", self.name, self.backend, roster["why"])
 
@@ -222,7 +245,13 @@ class SyncGroup:
                 backend, why = choose(wanted, nodes, devices)
             except ConfigError as refused:
                 error = str(refused)
-        return {"members": [asdict(m) for m in members], "error": error, "backend": backend, "why": why}
+        return {
+            "members": [asdict(m) for m in members],
+            "error": error,
+            "backend": backend,
+            "why": why,
+            "token": secrets.token_hex(8),
+        }
 
     def _objection(self, members: list[Member]) -> str:
         if self._ended:

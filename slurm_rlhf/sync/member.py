@@ -21,6 +21,7 @@ class Membership:
     label: str = ""  # how messages name the rank
     node: str = ""  # ranks of one node share it; empty: the host name
     directory: str = ""  # that all members see, for the disk backend
+    silence_s: float = 15.0  # a member that is not heard for so long during an update has broken it
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,12 @@ class Member:
     backend: str  # wanted
     device: str  # its GPU; empty without one
     port: int = 0  # at which the others may try whether they can reach it
+    pulse: int = 0  # port for its peers' signs of life
 
     def __str__(self) -> str:
         return f"{self.label} on {self.node} (pid {self.pid})"
+
+    @property
+    def end(self) -> str:
+        """The member as an end of a link."""
+        return f"{self.label} on {self.node} ({self.interface}, {self.address})"
