@@ -126,6 +126,24 @@ def test_a_receiver_that_hangs_is_named_after_the_timeout(fleet):
     hanging.end()
 
 
+def test_an_engine_that_loads_for_long_is_not_suspected_and_one_that_hangs_is(fleet):
+    """By its signs of life, which come while it loads and stay out when its process stands still."""
+    sender = fleet.sender(1, layers=2, silence_s=1.0)
+    (peer,) = fleet.peers
+    peer.tell("update", version=1, at=3, act="slow", seconds=2.5)
+    start = time.monotonic()
+    sender.push(hold(make_weights(1, 2)), 1)
+    assert time.monotonic() - start > 2.5
+    assert "1.weight" in peer.answer()
+    peer.tell("update", version=2, at=3, act="freeze")
+    start = time.monotonic()
+    with pytest.raises(SyncError, match=r"actor 0 on n \(.*\) heard nothing from rollout 0 on n .* or it hangs"):
+        sender.push(hold(make_weights(2, 2)), 2)
+    assert time.monotonic() - start < 12  # an operation has 30 s
+    fleet.peers.remove(peer)
+    peer.end()
+
+
 @pytest.mark.parametrize(
     "act, expected",
     [("raise", "rollout 1 on .*: ValueError: no room for this layer"), ("abort", "rollout 1 .*told by the conductor")],

@@ -63,6 +63,7 @@ class FailureBoard:
         self._rank = rank
         self._label = label
         self._posted = Post()
+        self._cut_off = False  # the store does not answer; its client can do one thing at a time
 
     def post(self, reason: str = "", quiet: Sequence[int] = ()) -> None:
         """Say why this rank gave up; nothing: it lost the others. Keeps what it said before of others' silence."""
@@ -73,7 +74,7 @@ class FailureBoard:
             if reason:
                 self._store.set("refused", f"{self._label}: {reason}")
 
-        within(GRACE_S, write)
+        self._within(GRACE_S, write)
 
     def refusal(self) -> str | None:
         """Who gave up of its own and why, for those who wait for it; None if nobody did. Raises RuntimeError."""
@@ -106,7 +107,7 @@ class FailureBoard:
         return Verdict(f"no answer from {' and '.join(silent)} within {names.timeout_s:g} s (timeout.sync)")
 
     def publish(self, verdict: Verdict) -> None:
-        within(GRACE_S, lambda: self._store.set("verdict", json.dumps(asdict(verdict))))
+        self._within(GRACE_S, lambda: self._store.set("verdict", json.dumps(asdict(verdict))))
 
     def verdict(self) -> Verdict | None:
         """What rank 0 found, None if it does not say within its grace, and itself is probably gone or cut off."""
@@ -116,8 +117,24 @@ class FailureBoard:
                 return Verdict(**json.loads(read(self._store, "verdict") or "{}"))
             return None
 
-        found: Verdict | None = within(GRACE_S + 2.0, wait)
+        found: Verdict | None = self._within(GRACE_S + 2.0, wait)
         return found
+
+    def _within(self, seconds: float, work: Callable[[], Any]) -> Any:
+        """What `work` returns; None where it takes longer, or the store's process is gone."""
+        if self._cut_off:
+            return None
+        found: list[Any] = []
+
+        def run() -> None:
+            with suppress(RuntimeError):
+                found.append(work())
+
+        thread = threading.Thread(target=run, name="sync-store", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        self._cut_off = thread.is_alive()
+        return found[0] if found else None
 
 
 def cut(quiet: Mapping[int, Sequence[int]], spoke: Collection[int], names: Names) -> str:
@@ -138,20 +155,6 @@ def cut(quiet: Mapping[int, Sequence[int]], spoke: Collection[int], names: Names
         f"{names.ends[one]} heard nothing from {names.ends[other]} {for_so_long}, though both are alive: the link "
         "between them is cut. Set sync.interface to a network that joins both nodes"
     )
-
-
-def within(seconds: float, work: Callable[[], Any]) -> Any:
-    """What `work` returns; None where it takes longer, or the store's process is gone."""
-    found: list[Any] = []
-
-    def run() -> None:
-        with suppress(RuntimeError):
-            found.append(work())
-
-    thread = threading.Thread(target=run, name="sync-store", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return found[0] if found else None
 
 
 def _post(text: str) -> Post:

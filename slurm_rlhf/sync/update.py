@@ -205,7 +205,8 @@ def _broken(group: SyncGroup, version: int, lost: TransportFailure) -> SyncError
     ended = _ended(group)
     group.board.post(ended.text if ended and ended.refused else "")
     group.drop()
-    verdict = ended or group.board.verdict()
+    # Who does not hear rank 0 does not wait for its word.
+    verdict = ended or (None if 0 in group.quiet else group.board.verdict())
     if verdict is None and group.quiet:
         verdict = Verdict(cut({group.rank: group.quiet}, {group.rank}, group.names()))
     if verdict is None:
