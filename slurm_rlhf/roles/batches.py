@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 from slurm_rlhf.data.order import PromptOrder
@@ -87,67 +87,54 @@ class Ahead:
     def __init__(self, sample: Callable[[int], Batch], size: int, last: int) -> None:
         """`size`: at least 1; `last`: the last step of the run. The first `take` starts it all."""
         self._sample = sample
-        self._size = size
         self._last = last
-        self._taken = 0
-        self._held = False
-        self._sampling = False
+        # A stop may interrupt `take` anywhere: these have no lock that it could leave taken.
+        self._permits: SimpleQueue[None] = SimpleQueue()
+        self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
+        for _ in range(size):
+            self._permits.put(None)
+        self._engines = threading.Lock()
+        self._free = threading.Event()  # nobody waits for the engines, so the next batch may be begun
+        self._free.set()
         self._closed = False
-        self._ready: deque[Batch | BaseException] = deque()
-        self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
     def take(self, step: int) -> Batch:
-        with self._changed:
-            if self._thread is None:
-                self._taken = step - 1
-                self._thread = threading.Thread(target=self._work, args=(step,), name="batches", daemon=True)
-                self._thread.start()
-            self._changed.wait_for(lambda: self._ready)
-            if isinstance(self._ready[0], BaseException):
-                raise self._ready[0]
-            batch = self._ready.popleft()
-            assert isinstance(batch, Batch)
-            self._taken = step
-            self._changed.notify_all()
-        return batch
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, args=(step,), name="batches", daemon=True)
+            self._thread.start()
+        found = self._ready.get()
+        if isinstance(found, BaseException):
+            self._ready.put(found)
+            raise found
+        self._permits.put(None)
+        return found
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        with self._changed:
-            self._held = True
-            self._changed.wait_for(lambda: not self._sampling)
+        self._free.clear()
         try:
-            yield
+            with self._engines:
+                yield
         finally:
-            with self._changed:
-                self._held = False
-                self._changed.notify_all()
+            self._free.set()
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
+        self._closed = True
+        self._permits.put(None)
 
     def _work(self, first: int) -> None:
+        """Its waits end with the run: by `close`, and by the time-outs of the engines' calls."""
         for step in range(first, self._last + 1):
-            if not self._may_begin(step):
+            self._permits.get()
+            self._free.wait()
+            if self._closed:
                 return
-            found: Batch | BaseException
-            try:
-                found = self._sample(step)
-            except BaseException as error:
-                found = error
-            with self._changed:
-                self._sampling = False
-                self._ready.append(found)
-                self._changed.notify_all()
+            with self._engines:
+                try:
+                    found: Batch | BaseException = self._sample(step)
+                except BaseException as error:
+                    found = error
+            self._ready.put(found)
             if isinstance(found, BaseException):
                 return
-
-    def _may_begin(self, step: int) -> bool:
-        """When the bound allows it and nobody wants the engines for himself; False: not any more."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed or (not self._held and step <= self._taken + self._size))
-            self._sampling = not self._closed
-            return self._sampling
