@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import groupby
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from slurm_rlhf.data.order import PromptOrder
 pytestmark = pytest.mark.timeout(400)
 
 PROMPTS, SAMPLES, STEPS = 8, 4, 6
+SILENCE = 3
 WORLD = (
     "--vllm.sync_mode=inflight",
     "--train.full_determinism=false",
@@ -28,6 +30,7 @@ WORLD = (
     "--algo.kl.init_coef=0",
     "--eval.steps=2",
     "--ckpt.save_steps=1",
+    f"--timeout.sync_silence={SILENCE}",
 )
 
 REWARD = """
@@ -42,8 +45,10 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 
 PATIENT = """
-import importlib.abc, importlib.machinery, sys, time
+import importlib.abc, importlib.machinery, os, signal, subprocess, sys, time
+from pathlib import Path
 
+STOPPED = Path(__file__).with_name("stopped")
 NAME = "slurm_rlhf.rollout.vllm_engine"
 BATCH = 32  # responses
 
@@ -68,8 +73,16 @@ class Slowing(importlib.abc.MetaPathFinder):
                         time.sleep(0.02)
                 return landed
             def load_weights(engine, weights, version):
-                load(engine, weights, version)
+                load(engine, stand_still(engine, weights) if version == 2 else weights, version)
                 engine.patience = 0
+            def stand_still(engine, weights):
+                for number, pair in enumerate(weights):
+                    if number == 5 and not STOPPED.exists():
+                        STOPPED.write_text(str(len(engine._flights)))
+                        wake = f"sleep 6; kill -CONT {os.getpid()}"
+                        subprocess.Popen(["sh", "-c", wake], start_new_session=True)
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    yield pair
             module.VllmEngine.served = module.VllmEngine.patience = 0
             module.VllmEngine.step, module.VllmEngine.load_weights = slow_step, load_weights
         spec.loader.exec_module = exec_module
@@ -79,7 +92,8 @@ if "--role=rollout" in sys.orig_argv:
     sys.meta_path.insert(0, Slowing())
 """
 """From the second batch on, the engine pauses after each of the first hundred steps until new weights come: they meet
-it half way however busy the machine is. Evaluations, which are greedy, are left alone."""
+it half way however busy the machine is. Evaluations, which are greedy, are left alone. In the update to policy version
+2 its process stands still for six seconds."""
 
 
 class Whole:
@@ -102,6 +116,7 @@ class Whole:
             run.process.terminate()
             self.stopped, self.first = run.wait(60)
             run.assert_gone(5)
+            self.log = run.log()
         self.saved = json.loads((self.run_dir / "summary.json").read_text())
         self.state = json.loads(max((self.run_dir / "checkpoints").glob("*/state.json")).read_text())
         self.code, self.second = train(config, self.run_dir, *WORLD)
@@ -130,6 +145,15 @@ def test_updates_meet_responses_in_flight_and_none_is_dropped(whole: Whole) -> N
     # Not the first ones after a start, which nothing was sampled ahead of.
     assert sum(row["mixed_responses"] > 0 for row in rows) >= 2
     assert rows[-1]["policy_version"] == STEPS
+
+
+def test_responses_survive_an_update_that_breaks_off_under_them(whole: Whole) -> None:
+    assert int((whole.path / "patch" / "stopped").read_text()) > 0  # so many were in flight
+    told = next(line for line in whole.log.splitlines() if "once more over a new group" in line)
+    assert f"heard nothing from rollout 0 on {gethostname()}" in told
+    assert f"for {SILENCE} s (timeout.sync_silence)" in told
+    assert whole.rows[1]["perf/sync_group"] > whole.rows[0]["perf/sync_group"]
+    assert whole.rows[1]["time/sync"] < 30  # and not half of timeout.sync
 
 
 def test_no_token_is_older_than_the_bound(whole: Whole) -> None:

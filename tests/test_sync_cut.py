@@ -118,13 +118,16 @@ def member(rank: int, node: str, **more: Any) -> Member:
 
 def test_every_pair_of_nodes_is_watched_and_a_pulse_costs_a_datagram_per_node() -> None:
     members = [member(rank, "aabbbbccd"[rank]) for rank in range(9)]
-    sends = {rank: partners(members, rank) for rank in range(9)}
+    sends = dict(enumerate(partners(members)))
     assert sends[0] == tuple(range(1, 9))
     assert all(0 in sends[rank] for rank in range(1, 9))
     pairs = {(members[one].node, members[other].node) for one, others in sends.items() for other in others}
     assert pairs >= {(one, other) for one in "abcd" for other in "abcd" if one != other}
     assert all(len(others) <= 4 for rank, others in sends.items() if rank)
     assert sends[5] == (0, 1, 7, 8)
+    many = partners([member(rank, str(rank // 8)) for rank in range(8 * 200)])
+    assert sum(map(len, many)) < 67 * len(many)
+    assert {8 * node + 3 for node in (68, 99, 101, 132)} <= set(many[8 * 100 + 3])
 
 
 def test_pulses(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -153,7 +153,7 @@ def cut(quiet: Mapping[int, Sequence[int]], spoke: Collection[int], names: Names
     one, other = next((rank, ranks[0]) for rank, ranks in sorted(quiet.items()) if ranks)
     return (
         f"{names.ends[one]} heard nothing from {names.ends[other]} {for_so_long}, though both are alive: the link "
-        "between them is cut. Set sync.interface to a network that joins both nodes"
+        "between them is cut, or one of them stood still. Set sync.interface to a network that joins both nodes"
     )
 
 

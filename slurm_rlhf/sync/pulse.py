@@ -16,26 +16,33 @@ from typing import Any
 from slurm_rlhf.sync.member import Member
 
 _PER_SILENCE = 10  # pulses in the time of silence that counts: that all of them are lost by chance is unlikely
+_NODES = 64  # on which a member has partners, at most
 _RANK = struct.Struct("<q")
 _LONGEST = 64  # bytes; longer datagrams are not ours
 
 OnSilence = Callable[[tuple[int, ...]], None]
 
 
-def partners(members: Sequence[Member], rank: int) -> tuple[int, ...]:
-    """To whom `rank` sends pulses: rank 0 and all others each way, and one rank of each other node, near it in number.
+def partners(members: Sequence[Member]) -> list[tuple[int, ...]]:
+    """To whom each member sends pulses, by rank: rank 0 and all others each way, and one rank of each other node.
 
-    So whatever link between two nodes carries buckets, some pair watches it, and a pulse costs a member a datagram
-    per node and not one per rank.
+    So a link between two nodes is watched by some pair, whatever buckets it carries. With more than `_NODES` other
+    nodes a member has partners on those next to its own in the roster only, which keeps the whole linear in the ranks:
+    a node that is cut off is noticed by rank 0, a single bad link between two far ones by its time-outs.
     """
-    if rank == 0:
-        return tuple(member.rank for member in members if member.rank)
     nodes: dict[str, list[int]] = {}
     for member in members:
         nodes.setdefault(member.node, []).append(member.rank)
-    mine = nodes.pop(members[rank].node)
-    place = mine.index(rank)
-    return tuple(sorted({0, *(ranks[place % len(ranks)] for ranks in nodes.values())}))
+    ring = list(nodes)
+    reach = min(len(ring) // 2, _NODES // 2)
+    sends: list[tuple[int, ...]] = [()] * len(members)
+    for at, node in enumerate(ring):
+        near = {(at + step) % len(ring) for step in range(-reach, reach + 1)} - {at}
+        others = [nodes[ring[other]] for other in near]
+        for place, rank in enumerate(nodes[node]):
+            sends[rank] = tuple(sorted({0, *(ranks[place % len(ranks)] for ranks in others)}))
+    sends[0] = tuple(range(1, len(members)))
+    return sends
 
 
 class Pulse:
@@ -66,11 +73,12 @@ class Pulse:
         self._started = False
 
     def start(self, members: Sequence[Member], rank: int, token: str) -> None:
-        """Send to the `partners` of `rank`, and hear those whose partner it is. `token`: the group's own."""
+        """Send to the partners of `rank`, and hear those whose partner it is. `token`: the group's own."""
         self._token = token.encode()
         self._message = self._token + _RANK.pack(rank)
-        self._targets = [(members[other].address, members[other].pulse) for other in partners(members, rank)]
-        self.expected = tuple(m.rank for m in members if m.rank != rank and rank in partners(members, m.rank))
+        sends = partners(members)
+        self._targets = [(members[other].address, members[other].pulse) for other in sends[rank]]
+        self.expected = tuple(other for other, to in enumerate(sends) if rank in to)
         self._started = True
         threading.Thread(target=self._run, name="sync-pulse", daemon=True).start()
 
