@@ -36,6 +36,7 @@ def cluster() -> Iterator[tuple[Links, WeightSync]]:
             for peer in peers:
                 peer.wait_warm()
             settings = {"timeout.sync": 240.0, "timeout.sync_silence": SILENCE, "sync.bucket_mb": 1, "ds.zero_stage": 3}
+            settings["sync.compare"] = 100  # so that the engine asks the store, which is behind the cut, all the time
             actor, rollout = Ranks(peers[:2]), Ranks(peers[2:])
             for name, ranks in (("actor", actor), ("rollout", rollout)):
                 for rank in range(ranks.world):

@@ -7,6 +7,8 @@ import logging
 import os
 import secrets
 import socket
+import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -33,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _MARGIN_S = 2.0
 _KNOCK_S = 10.0
+_LOOK_S = 0.1
 
 
 class SyncGroup:
@@ -137,17 +140,41 @@ class SyncGroup:
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
         """Poll `ready` within the time-out. Raises SyncError naming `what`, or why the group ended meanwhile.
 
-        Waits a little longer than the time-out: if rank 0 gives up at the same time, it knows more.
+        Waits a little longer than the time-out: if rank 0 gives up at the same time, it knows more. Raises
+        TransportFailure where members are not heard any more.
         """
-        refusal = self.board.refusal
-        try:
-            came = wait_until(lambda: bool(self._ended or refusal()) or ready(), self.timeout_s + _MARGIN_S)
-            refused = refusal()
-        except RuntimeError as error:
-            raise SyncError(f"group {self.name}: the process that holds its store is gone: {error}") from error
+        found: list[str | Exception | None] = []
+        came: list[bool] = []
+
+        def poll() -> None:
+            refusal = self.board.refusal
+            try:
+                came.append(wait_until(lambda: bool(self._ended or refusal()) or ready(), self.timeout_s + _MARGIN_S))
+                found.append(refusal())
+            except Exception as error:
+                found.append(error)
+
+        # In a thread, because a store behind a cut link does not answer as long as TCP tries.
+        asking = threading.Thread(target=poll, name="sync-wait", daemon=True)
+        asking.start()
+        end = time.monotonic() + self.timeout_s + 2 * _MARGIN_S
+        while asking.is_alive() and not self.quiet and time.monotonic() < end:
+            asking.join(_LOOK_S)
+            if self._ended:
+                end = min(end, time.monotonic() + _MARGIN_S)
+        if not found and self.quiet:
+            raise TransportFailure(f"members are not heard any more, {what} did not come", peer_left=False)
+        self._conclude(found[0] if found else None, bool(came and came[0]), what)
+
+    def _conclude(self, refused: str | Exception | None, came: bool, what: str) -> None:
+        """The end of a wait."""
+        if isinstance(refused, RuntimeError):
+            raise SyncError(f"group {self.name}: the process that holds its store is gone: {refused}") from refused
+        if isinstance(refused, Exception):
+            raise refused
         if refused and not self._ended:
             self._ended = refused
-        if not came:
+        if not came and not self._ended:
             raise SyncError(f"group {self.name}: {what} did not come within {self.timeout_s:g} s (timeout.sync)")
         self.check()
 
