@@ -9,6 +9,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,13 @@ def requests(sampling: Sampling, samples: int = 1, version: int = 0, run_seed: i
     return made
 
 
-def generate(wanted: list[GenerateRequest], update_after: int = 0, seed: int = 0) -> list[Trajectory]:
-    """Trajectories in the order of `wanted`; with `update_after`, `update(seed)` between that step and the next."""
+def generate(
+    wanted: list[GenerateRequest], update_after: int = 0, seed: int = 0, broken: bool = False
+) -> list[Trajectory]:
+    """Trajectories in the order of `wanted`; with `update_after`, `update(seed)` between that step and the next.
+
+    `broken`: an update to `seed` that is cut off comes before it.
+    """
     for request in wanted:
         engine.add(request)
     done, steps = [], 0
@@ -88,6 +94,9 @@ def generate(wanted: list[GenerateRequest], update_after: int = 0, seed: int = 0
         done += engine.step()
         steps += 1
         if steps == update_after:
+            if broken:
+                with suppress(ConnectionResetError):
+                    update_with("cut", seed)
             update(seed)
     return sorted(done, key=lambda t: (t.prompt, t.sample))
 

@@ -49,12 +49,21 @@ class Links:
         shown = _run(*self.inside(node), "ip", "-s", "-j", "link", "show", "dev", interface)
         return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
-    def cut(self, node: str) -> None:
-        """Unplug the node."""
-        _run(*self.inside(node), "ip", "link", "set", "eth0", "down")
+    def vanish(self, node: str) -> None:
+        """Let everything from and to the node disappear, while its link looks fine at both ends."""
+        _run("ip", "link", "set", f"{self._tag}v{self.nodes.index(node)}", "nomaster")
 
-    def uncut(self, node: str) -> None:
-        _run(*self.inside(node), "ip", "link", "set", "eth0", "up")
+    def appear(self, node: str) -> None:
+        _run("ip", "link", "set", f"{self._tag}v{self.nodes.index(node)}", "master", f"{self._tag}br")
+
+    def part(self, one: str, other: str) -> None:
+        """Let what two nodes send each other disappear; others reach both."""
+        for here, there in ((one, other), (other, one)):
+            _run("ip", "-n", self._name(here), "route", "add", "blackhole", f"{self.address(there)}/32")
+
+    def join(self, one: str, other: str) -> None:
+        for here, there in ((one, other), (other, one)):
+            _run("ip", "-n", self._name(here), "route", "del", "blackhole", f"{self.address(there)}/32")
 
     def make(self, rate: str) -> None:
         _run("ip", "link", "add", f"{self._tag}br", "type", "bridge")

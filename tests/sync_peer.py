@@ -156,7 +156,8 @@ class _Engine:
             module.fill = fill
 
     def update(self, version: int, at: int = -1, act: str = "", seconds: float = 0.0) -> dict[str, str]:
-        """Load an update. After `at` parameters: raise, die, freeze, leave or abort. Sleeps `seconds` per parameter."""
+        """Load an update. After `at` parameters: raise, die, freeze, leave or abort. Sleeps `seconds` per parameter,
+        or at the one of `at`, if it is to be slow."""
         kept = {}
         with self.receiver.update(version) as weights:
             for number, (name, tensor) in enumerate(weights):
@@ -173,7 +174,8 @@ class _Engine:
                 if number == at and act == "abort":
                     threading.Timer(0.2, lambda: self.group.abort("told by the conductor")).start()
                 kept[name] = tensor  # as vLLM's layerwise reload does
-                time.sleep(seconds)
+                if act != "slow" or number == at:
+                    time.sleep(seconds)
         return {name: digest(tensor) for name, tensor in kept.items()}
 
     def listen(self) -> int:

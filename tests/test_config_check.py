@@ -77,6 +77,11 @@ def test_a_good_one(config: Config) -> None:
         (["reward.clip_range=5,-5"], ["the lower first, got [5.0, -5.0]"]),
         (["algo.kl.init_coef=0", "algo.kl.target=6"], ["algo.kl.target needs a coefficient"]),
         (["timeout.heartbeat=1"], ["timeout.heartbeat = 1 must be at least four heartbeats: 4"]),
+        (
+            ["vllm.sync_mode=inflight", "train.full_determinism=true"],
+            ["train.full_determinism = true excludes vllm.sync_mode = inflight"],
+        ),
+        (["train.async_queue_size=2"], ["train.async_queue_size = 2 has no effect with vllm.sync_mode = drain"]),
         (["vllm.tensor_parallel_size=3"], ["12 attention heads, 2 key-value heads", "Valid sizes: 1, 2, 4"]),
         (
             ["ds.param_dtype=fp32", "vllm.dtype=bf16"],

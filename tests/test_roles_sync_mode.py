@@ -53,9 +53,15 @@ class Scripted:
 
 
 class Arrived:
-    """The sync end of a role whose weights are always there."""
+    """The sync end of a role whose weights are there, after so many updates that break off."""
+
+    def __init__(self, broken: int = 0) -> None:
+        self.broken = broken
 
     def receive(self, version: int, load: Any) -> dict[str, Any]:
+        self.broken -= 1
+        if self.broken >= 0:
+            return {"broken": "somebody died"}
         load(iter([]), version)
         return {"checksum_s": 0.0}
 
@@ -81,17 +87,38 @@ def _trajectory(key: tuple[int, int], versions: list[int]) -> Trajectory:
     )
 
 
-@pytest.mark.parametrize(("mode", "versions"), [("drain", [0, 0, 0]), ("inflight", [0, 1, 1])])
-def test_responses_in_flight_when_weights_come(mode: str, versions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def _outside_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slurm_rlhf.roles.engine_rank.prepare_environment", lambda: None)
+
+
+def make_role(mode: str, broken: int = 0) -> RolloutRole:
     config = Config()
     config.vllm.sync_mode = mode  # type: ignore[assignment]
     role = RolloutRole(config, Seat("rollout", 0, 1, 0, "n"), None)  # type: ignore[arg-type]
-    role.engine, role.sync = Scripted(), Arrived()  # type: ignore[assignment]
+    role.engine, role.sync = Scripted(), Arrived(broken)  # type: ignore[assignment]
+    return role
+
+
+def ask(role: RolloutRole) -> Call:
+    """Two responses, and the first token of each."""
     sampling = {"n": 2, "temperature": 1.0, "max_new_tokens": 3}
     asked = Call("generate", prompts=[[0, 7, [1]]], sampling=sampling, run_seed=1, version=0, stream=0)
     role.handle(asked)
     role.advance()
+    return asked
+
+
+def versions_of(asked: Call) -> list[list[int]]:
+    """Of each token of each response."""
+    found = [Trajectory.from_wire(wire).versions for _, wire in asked.answer["found"]]
+    return [[span.version for span in spans for _ in range(span.start, span.end)] for spans in found]
+
+
+@pytest.mark.parametrize(("mode", "versions"), [("drain", [0, 0, 0]), ("inflight", [0, 1, 1])])
+def test_responses_in_flight_when_weights_come(mode: str, versions: list[int]) -> None:
+    role = make_role(mode)
+    asked = ask(role)
     weights = Call("sync_receive", version=1)
     role.handle(weights)
     assert (weights.answer is None) == (mode == "drain")
@@ -99,7 +126,19 @@ def test_responses_in_flight_when_weights_come(mode: str, versions: list[int], m
         role.advance()
     assert weights.answer == {"checksum_s": 0.0}
     assert role.engine.version == 1
-    assert len(asked.answer["found"]) == 2
-    for _, trajectory in asked.answer["found"]:
-        spans = Trajectory.from_wire(trajectory).versions
-        assert [span.version for span in spans for _ in range(span.start, span.end)] == versions
+    assert versions_of(asked) == [versions, versions]
+
+
+def test_responses_wait_while_an_update_that_broke_off_is_repeated() -> None:
+    role = make_role("inflight", broken=1)
+    asked = ask(role)
+    first, again = Call("sync_receive", version=1), Call("sync_receive", version=1)
+    role.handle(first)
+    assert first.answer == {"broken": "somebody died"}
+    assert not role.busy()  # so the worker waits for calls instead of stepping an engine without usable weights
+    role.advance()
+    role.handle(again)
+    assert role.busy()
+    while role.busy():
+        role.advance()
+    assert versions_of(asked) == [[0, 1, 1], [0, 1, 1]]

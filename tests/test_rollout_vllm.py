@@ -154,12 +154,13 @@ def test_more_prompt_tokens_at_once_than_a_step_takes(fresh: EngineProcess) -> N
     assert load.sampled >= sum(len(t.response_ids) for t in together)
 
 
-def test_an_update_between_two_steps(fresh: EngineProcess) -> None:
+@pytest.mark.parametrize("broken", [False, True], ids=["whole", "repeated"])
+def test_an_update_between_two_steps(fresh: EngineProcess, broken: bool) -> None:
     wanted = child.requests(SAMPLING, samples=2)
     undisturbed = fresh.run(child.generate, wanted)
     same = fresh.run(child.generate, wanted, 6, 0)
     assert tokens(same) == tokens(undisturbed)
-    mixed = fresh.run(child.generate, wanted, 6, 1)
+    mixed = fresh.run(child.generate, wanted, 6, 1, broken)
     for t in mixed:
         length = len(t.response_ids)
         spans = [VersionSpan(0, 6, 0), VersionSpan(6, length, 1)]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from sync_fleet import BUCKET, Fleet
-from sync_peer import describe, hold, make_weights
+from sync_peer import Peer, describe, hold, make_weights
 
 from slurm_rlhf.cluster.route import address_of, interface_of
 from slurm_rlhf.errors import ConfigError, SyncError
@@ -22,6 +22,9 @@ from slurm_rlhf.sync.member import Membership
 from slurm_rlhf.sync.plan import make_plan
 from slurm_rlhf.sync.push import Sender
 from slurm_rlhf.sync.receive import Receiver
+from slurm_rlhf.sync.relay import _Shelved
+from slurm_rlhf.sync.shelf import SLOTS
+from slurm_rlhf.sync.store import wait_until
 from slurm_rlhf.sync.transport import TransportFailure
 
 pytestmark = pytest.mark.timeout(120)
@@ -123,6 +126,24 @@ def test_a_receiver_that_hangs_is_named_after_the_timeout(fleet):
     hanging.end()
 
 
+def test_an_engine_that_loads_for_long_is_not_suspected_and_one_that_hangs_is(fleet):
+    """By its signs of life, which come while it loads and stay out when its process stands still."""
+    sender = fleet.sender(1, layers=2, silence_s=1.0)
+    (peer,) = fleet.peers
+    peer.tell("update", version=1, at=3, act="slow", seconds=2.5)
+    start = time.monotonic()
+    sender.push(hold(make_weights(1, 2)), 1)
+    assert time.monotonic() - start > 2.5
+    assert "1.weight" in peer.answer()
+    peer.tell("update", version=2, at=3, act="freeze")
+    start = time.monotonic()
+    with pytest.raises(SyncError, match=r"actor 0 on n \(.*\) heard nothing from rollout 0 on n .* or it hangs"):
+        sender.push(hold(make_weights(2, 2)), 2)
+    assert time.monotonic() - start < 12  # an operation has 30 s
+    fleet.peers.remove(peer)
+    peer.end()
+
+
 @pytest.mark.parametrize(
     "act, expected",
     [("raise", "rollout 1 on .*: ValueError: no room for this layer"), ("abort", "rollout 1 .*told by the conductor")],
@@ -148,17 +169,25 @@ def test_receivers_learn_why_the_sender_gave_up(fleet):
         assert "no parameter '3.half'" in peer.answer()["message"]
 
 
-def test_a_sender_that_dies_is_named(fleet):
+def _receiver_here(fleet: Fleet, nodes: str) -> tuple[Peer, Receiver]:
+    """This process as the only engine rank of another one that is the actor."""
     fleet.hire(1)
-    sender = fleet.peers.pop()
+    sender = fleet.peers[0]
     sender.tell("listen")
-    where = {"name": "g", "world": 2, "actors": 1, "host": "127.0.0.1", "port": sender.answer(), "timeout_s": 30}
-    sender.tell("join", rank=0, label="actor 0", **where)
-    group = join(Membership(rank=1, label="rollout 0", **where))
+    where = {"name": f"here-{nodes}", "world": 2, "actors": 1, "host": "127.0.0.1", "port": sender.answer()}
+    where["timeout_s"] = 30
+    sender.tell("join", rank=0, label="actor 0", node=nodes[0], **where)
+    group = join(Membership(rank=1, label="rollout 0", node=nodes[1], **where))
     sender.answer()
     sender.tell("sender_of", parameters=PARAMETERS, bucket=BUCKET)
     receiver = Receiver(group, make_plan(PARAMETERS, BUCKET, group.layout(0)))
     sender.answer()
+    return sender, receiver
+
+
+def test_a_sender_that_dies_is_named(fleet):
+    sender, receiver = _receiver_here(fleet, "nn")
+    fleet.peers.remove(sender)
     sender.tell("push", version=1, seed=1, seconds=0.2)
     arrived = []
 
@@ -174,6 +203,42 @@ def test_a_sender_that_dies_is_named(fleet):
         load()
     assert 3 <= len(arrived) < len(PARAMETERS)
     assert time.monotonic() - start < 8
+
+
+def _is_there(incoming: Any) -> bool:
+    """All chunks of a bucket are in this node's memory; nothing is asked for by looking."""
+    if isinstance(incoming, _Shelved):
+        row = incoming._shelf._filled[incoming._number % SLOTS, : incoming._chunks]
+        return bool((row == incoming._number + 1).all())
+    return bool(incoming._counted._left == 0)
+
+
+@pytest.mark.parametrize("nodes", ["an", "nn"], ids=["wire", "shared memory"])
+def test_a_bucket_arrives_while_the_one_before_is_loaded(fleet, nodes):
+    """Loading a bucket does not end before the next one is there. If that only came afterwards, it would never end."""
+    sender, receiver = _receiver_here(fleet, nodes)
+    plan, asked = receiver.plan, []
+    complete_in = {
+        piece.span.parameter: bucket
+        for bucket in range(len(plan.buckets))
+        for part in plan.parts(bucket, 0)
+        for piece in part.pieces
+    }
+    receive = receiver.carrier.receive
+    receiver.carrier.receive = lambda bucket: asked.append(receive(bucket)) or asked[-1]
+    sender.tell("push", version=1, seed=1)
+    last, waits = len(plan.buckets) - 1, 0
+    with receiver.update(1) as weights:
+        for number, (name, _) in enumerate(weights):
+            assert name == plan.parameters[number].name
+            following = complete_in[number] + 1
+            if following <= last:
+                assert len(asked) == following + 1, "it was not even asked for"
+                assert wait_until(lambda: _is_there(asked[following]), 10), f"bucket {following} waits for the engine"  # noqa: B023
+                waits += 1
+    assert waits > 5
+    assert sender.answer()["buckets"] == last + 1
+    receiver.group.close()
 
 
 def test_bytes_changed_on_the_way_are_named_on_both_ends(fleet):

@@ -124,11 +124,26 @@ def _relations(config: Config) -> Iterator[str]:
             f"{4 * config.timeout.heartbeat_interval:g} for timeout.heartbeat_interval = "
             f"{config.timeout.heartbeat_interval:g}"
         )
+    yield from _ahead(config)
     holds = {"fp32": ("auto", "fp32"), "bf16": ("auto", "bf16", "fp32")}[config.ds.param_dtype]
     if config.vllm.dtype not in holds:
         yield (
             f"vllm.dtype = {config.vllm.dtype} would round the weights that the actor trains in ds.param_dtype = "
             f"{config.ds.param_dtype}, at every update: use {' or '.join(holds)}"
+        )
+
+
+def _ahead(config: Config) -> Iterator[str]:
+    """What sampling while the actor trains excludes, and what means nothing without it."""
+    if config.vllm.sync_mode == "inflight" and config.train.full_determinism:
+        yield (
+            "train.full_determinism = true excludes vllm.sync_mode = inflight: between which two tokens the weights "
+            "change depends on time. Use vllm.sync_mode = drain, or leave full_determinism out"
+        )
+    if config.vllm.sync_mode == "drain" and config.train.async_queue_size > 1:
+        yield (
+            f"train.async_queue_size = {config.train.async_queue_size} has no effect with vllm.sync_mode = drain, "
+            "which samples nothing ahead: set vllm.sync_mode = inflight, or leave the key out"
         )
 
 

@@ -85,6 +85,7 @@ RANGES: dict[str, Range] = {
     "train.max_steps": NOT_NEGATIVE,
     "train.max_tokens_per_gpu": COUNT,
     "train.logprob_chunk_tokens": COUNT,
+    "train.async_queue_size": COUNT,
     "train.seed": Range(0, 2**32 - 1),
     "train.threads_per_rank": NOT_NEGATIVE,
     "eval.steps": NOT_NEGATIVE,

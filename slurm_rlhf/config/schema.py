@@ -151,7 +151,8 @@ class Vllm:
     enable_prefix_caching: bool = True
     """Share the KV cache of common prompt prefixes. The cache is dropped at every weight update."""
     sync_mode: Literal["drain", "inflight"] = "drain"
-    """drain: new weights wait for responses in flight (exactly on-policy); inflight: they change between two tokens."""
+    """drain: sample, then train (exactly on-policy); inflight: sample the next batch while the actor trains, up to
+    train.async_queue_size ahead. New weights then come between two tokens of the responses in flight."""
     enforce_eager: bool = False
     """No CUDA graphs. Always on where there is no GPU."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -223,6 +224,8 @@ class Train:
     Roles must be of one size, and vllm.num_engines * vllm.tensor_parallel_size the actor's slots."""
     seed: int = 42
     """Every random choice of a run derives from it."""
+    async_queue_size: int = 1
+    """Batches sampled ahead with vllm.sync_mode = inflight: no token is older than so many updates when trained on."""
     full_determinism: bool = False
     """Bitwise equal metrics from run to run and over a resume: fixed prompt-to-engine assignment and order."""
     threads_per_rank: int = 0
@@ -294,6 +297,8 @@ class Timeout:
     sync: float = 600.0
     """One weight update. Half of it for a single operation, so that members find out who is behind.
     With train.colocate_all also how long a role may take to make room for another."""
+    sync_silence: float = 15.0
+    """During a weight update: without a sign of life from a member, whatever it is waiting for, its link is cut."""
     checkpoint: float = 3600.0
     """Saving or loading one role's state."""
     reward: float = 600.0

@@ -27,6 +27,7 @@ from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, RemoteError, RunError
 from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.roles.batches import Ahead, OnDemand, Sampler
 from slurm_rlhf.roles.engine_watch import EngineWatch
 from slurm_rlhf.roles.engines import Engines
 from slurm_rlhf.roles.environment import role_environment
@@ -188,19 +189,27 @@ class Conductor:
         first = engines.wait(starts["actor"][0].result())
         if len(first) < rollout.world:
             self.reporting.note(f"{len(first)} of {rollout.world} engines are ready; the others join when they are")
+        ahead = config.vllm.sync_mode == "inflight"
         generation = generate(
-            rollout, config.train.seed, config.vllm.max_num_seqs, config.train.full_determinism, engines
+            rollout,
+            config.train.seed,
+            config.vllm.max_num_seqs,
+            config.train.full_determinism,
+            # While the actor trains it has no weights to give: late engines get theirs with the next update.
+            None if ahead else engines,
         )
         reward = inputs.reward or ModelRewards(fleet.roles["reward"], config.train.max_tokens_per_gpu)
         kl = KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon)
+        ppo = PPO(config, fleet.roles, generation, reward, kl, phases)
+        sample = Sampler(inputs.prompts, inputs.order, generation, ppo.sampling())
         training = TrainingRun(
             config=config,
             directory=self.directory,
             fleet=fleet,
-            prompts=inputs.prompts,
             eval_prompts=inputs.evaluation,
             order=inputs.order,
-            ppo=PPO(config, fleet.roles, generation, reward, kl, phases),
+            ppo=ppo,
+            batches=Ahead(sample, config.train.async_queue_size, inputs.total_steps) if ahead else OnDemand(sample),
             weights=engines,
             checkpoints=self.checkpoints,
             state=state,

@@ -33,7 +33,7 @@ class Generation:
     run_seed: int
     max_num_seqs: int  # sequences an engine works on at once
     deterministic: bool
-    engines: Engines | None = None  # who brings in engines that start late; None: all are ready
+    engines: Engines | None = None  # who brings in engines that start late; None: all are ready, or somebody else does
     loads: dict[int, EngineLoad] = field(default_factory=dict, init=False)  # engine -> what it did in the last `run`
     runs: int = field(default=0, init=False)  # so far
 
@@ -66,6 +66,7 @@ class Generation:
         held = [0] * self.rollout.world  # responses that each engine owes
         pending: dict[Future[Any], tuple[int, int]] = {}  # call -> engine, how many responses
         answers: Answers = {}
+        begun = set(self.rollout.ready)
 
         def feed(engine: int) -> bool:
             """Hand out one portion, if the engine may hold it."""
@@ -87,7 +88,10 @@ class Generation:
         while pending:
             done, _ = wait(pending, self._look_around(bool(left)), return_when=FIRST_COMPLETED)
             if left and self.engines is not None:
-                fill(self.engines.admit(version))
+                self.engines.admit(version)
+            late = [engine for engine in self.rollout.ready if engine not in begun]
+            begun.update(late)
+            fill(late)
             for call in done:
                 engine, count = pending.pop(call)
                 held[engine] -= count

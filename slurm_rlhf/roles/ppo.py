@@ -24,9 +24,11 @@ from slurm_rlhf.control.handles import RoleHandle, gather
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.observe.phases import Phases
 from slurm_rlhf.records import F32, Experience, Prompt, Sampling, Trajectory, pack
+from slurm_rlhf.roles.batches import Batch
 from slurm_rlhf.roles.generation import Generation
 from slurm_rlhf.roles.scoring import ModelRewards
 from slurm_rlhf.roles.sharding import Shard, assemble, shards
+from slurm_rlhf.roles.staleness import ages, staleness
 from slurm_rlhf.rollout.rewards import RewardFunction, Rewards
 
 Metrics = dict[str, float]
@@ -43,17 +45,20 @@ class PPO:
     kl: KLController
     phases: Phases
 
-    def collect(self, number: int, prompts: list[Prompt], version: int) -> tuple[Experience, Metrics]:
-        """Sample with policy `version` and score: everything a step needs before anything changes.
+    def collect(self, batch: Batch, version: int) -> tuple[Experience, Metrics]:
+        """Score a step's batch with the actor at policy `version`: what the step needs before anything changes.
 
         It may be dropped and done again: the same numbers come out.
+
+        The ratio of the update is taken to the actor's own log-probs at `version`, whichever policies sampled the
+        tokens; that these may be older ones (vllm.sync_mode = inflight) is bounded, and not corrected for. So what is
+        clipped is the distance from the newest policy. Source: Hilton et al., Batch size-invariance for policy
+        optimization (2022), there with the weight of the proximal to the behaviour policy, which is 1 here.
         """
-        with self.phases("rollout"):
-            trajectories = self.generation.run(prompts, self.sampling(), version)
-        rewards, experience = self._score(number, prompts, trajectories)
+        rewards, experience = self._score(batch.step, batch.prompts, batch.trajectories)
         with self.phases("advantages"):
             metrics = self._advantages(experience)
-        return experience, metrics | self._sample_metrics(trajectories, rewards, experience)
+        return experience, metrics | self._sample_metrics(batch.trajectories, rewards, experience, version)
 
     def update(self, number: int, experience: Experience, metrics: Metrics) -> Metrics:
         """Train actor and critic on a step's experience; `metrics` are those of `collect`."""
@@ -168,18 +173,26 @@ class PPO:
         finished = [(role, tokens, gather(calls)) for role, tokens, calls in pending]
         return _means(finished)
 
-    def _sample_metrics(self, trajectories: list[Trajectory], rewards: Rewards, experience: Experience) -> Metrics:
+    def _sample_metrics(
+        self, trajectories: list[Trajectory], rewards: Rewards, experience: Experience, version: int
+    ) -> Metrics:
         mask, columns = experience.action_mask, experience.columns
-        drift = np.abs(columns["rollout_logprobs"] - columns["logprobs"])[mask]
+        drift = np.abs(columns["rollout_logprobs"] - columns["logprobs"])
         metrics = {
             "reward": float(np.mean(rewards.rewards)),
             "response_length": float(np.mean(experience.response_lens)),
             "response_tokens": float(np.sum(experience.response_lens)),
             "truncated": float(np.mean([t.finish_reason == "length" for t in trajectories])),
-            # Engine against actor on the same tokens: stale or damaged weights would show here first.
-            "rollout_logprob_diff": float(drift.mean()) if drift.size else 0.0,
-            "rollout_logprob_diff_max": float(drift.max(initial=0.0)),
         }
+        age = ages(trajectories, version)
+        fresh = drift[mask & (age == 0)]
+        ahead = self.config.vllm.sync_mode == "inflight"
+        if fresh.size or not ahead:
+            # Engine against actor on the same tokens under the same policy: damaged weights would show here first.
+            metrics["rollout_logprob_diff"] = float(fresh.mean()) if fresh.size else 0.0
+            metrics["rollout_logprob_diff_max"] = float(fresh.max(initial=0.0))
+        if ahead:
+            metrics |= staleness(trajectories, age, mask, drift)
         if rewards.scores is not None:
             metrics["accuracy"] = float(np.mean(rewards.scores))
         return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in rewards.extra_logs.items()}

@@ -42,6 +42,7 @@ class RolloutRole(EngineRank):
         self._tickets = Tickets()
         self._open: dict[tuple[int, int], tuple[int, int]] = {}  # (prompt, sample) -> its stream, its position there
         self._after_drain: list[Request] = []
+        self._halted = False  # by an update that broke off under responses in flight: they wait for the next one
         self.followers: Followers | None = None
         if self.place.tp > 1:
             self._store = engine_store(self.place, config.timeout.connect)
@@ -97,10 +98,11 @@ class RolloutRole(EngineRank):
     def sync_receive(self, version: int) -> dict[str, Any]:
         """As `EngineRank.sync_receive`; where a follower's part broke off, that is the answer."""
         answer = super().sync_receive(version)
-        if self.followers is None or "broken" in answer:
-            return answer
-        theirs: list[dict[str, Any]] = self.engine.settle()
-        return next((word for word in theirs if "broken" in word), answer)
+        if self.followers is not None and "broken" not in answer:
+            theirs: list[dict[str, Any]] = self.engine.settle()
+            answer = next((word for word in theirs if "broken" in word), answer)
+        self._halted = bool(self._open) and "broken" in answer
+        return answer
 
     def sleep(self) -> int:
         """Let others have the accelerator: as `Sleeper.sleep`. What is in flight is of a run that is being stopped."""
@@ -150,11 +152,11 @@ class RolloutRole(EngineRank):
                 self.engine.add(GenerateRequest(f"{prompt}.{sample}", prompt, sample, token_ids, how, seed))
 
     def busy(self) -> bool:
-        return bool(self._open)
+        return bool(self._open) and not self._halted
 
     def advance(self) -> None:
         """One engine step; answers the calls that it completed."""
-        if not self._open:
+        if not self.busy():
             return
         self.meter.begin()
         try:

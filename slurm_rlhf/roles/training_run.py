@@ -18,6 +18,7 @@ from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.observe.phases import Phases
 from slurm_rlhf.records import Sampling
+from slurm_rlhf.roles.batches import Batches
 from slurm_rlhf.roles.engine_watch import EngineWatch
 from slurm_rlhf.roles.engines import Engines
 from slurm_rlhf.roles.fleet import Fleet
@@ -36,10 +37,10 @@ class TrainingRun:
     config: Config
     directory: RunDirectory
     fleet: Fleet
-    prompts: PromptSet
     eval_prompts: PromptSet | None
     order: PromptOrder
     ppo: PPO
+    batches: Batches
     weights: Engines
     checkpoints: CheckpointDir
     state: RunState
@@ -50,9 +51,11 @@ class TrainingRun:
     stop: Stop
     clock: float  # time.monotonic() up to which `state.wall_s` has counted
     _saved_step: int = field(default=-1, init=False)
+    _order: dict[str, Any] = field(default_factory=dict, init=False)  # behind the last batch that was trained on
 
     def run(self) -> None:
         """All steps that are left, then the final evaluation, checkpoint and export."""
+        self._order = self.order.state_dict()
         self.weights.update(self.state.policy_version)
         if self.state.eval_before is None and self.eval_prompts:
             with self.stop.droppable():
@@ -67,6 +70,8 @@ class TrainingRun:
         except StopRequested:
             self._save_once()
             raise
+        finally:
+            self.batches.close()
         self._save_once()
         self._export()
 
@@ -78,16 +83,12 @@ class TrainingRun:
             self.stop.check()
 
     def _step(self) -> None:
-        started = time.monotonic()
-        number, before = self.state.step + 1, self.order.state_dict()
-        try:
-            with self.stop.droppable():
-                prompts = [self.prompts[position] for position in self.order.next() or []]
-                experience, metrics = self.ppo.collect(number, prompts, self.state.policy_version)
-        except StopRequested:
-            self.order.load_state_dict(before)
-            raise
-        measured, notes = self.engines.step(number, self.ppo.generation.loads)
+        started, number = time.monotonic(), self.state.step + 1
+        with self.stop.droppable():
+            with self.phases("rollout"):
+                batch = self.batches.take(number)
+            experience, metrics = self.ppo.collect(batch, self.state.policy_version)
+        measured, notes = self.engines.step(number, batch.loads)
         for note in notes:
             self.reporting.note(note)
         metrics = self.ppo.update(number, experience, metrics | measured)
@@ -96,13 +97,14 @@ class TrainingRun:
             metrics |= self.weights.update(version)
         tokens = int(metrics["response_tokens"])
         self._count(number, version, tokens, metrics)
+        self._order = batch.order
         if self._due(self.config.eval.steps) and self.eval_prompts:
-            with self.phases("eval"):
+            with self.phases("eval"), self.batches.alone():
                 self.state.eval_after = metrics["eval"] = self._evaluate()
         seconds = time.monotonic() - started
         timings = self.phases.take()
         metrics |= timings | {"time/step": seconds, "perf/tokens_per_s": tokens / seconds}
-        metrics["perf/rollout_tokens_per_s"] = tokens / max(timings["time/rollout"], 1e-9)
+        metrics["perf/rollout_tokens_per_s"] = tokens / max(batch.seconds, 1e-9)
         # Before the checkpoint: whatever a checkpoint has behind it has its line, and a later line is cut on resume.
         self.reporting.step(number, self.total_steps, metrics)
 
@@ -153,7 +155,7 @@ class TrainingRun:
             (path / role).mkdir()
             futures += self.fleet.roles[role].start_all("save", path=str(path / role))
         gather(futures)
-        state = {"run": self.state.to_json(), "order": self.order.state_dict(), "kl": self.ppo.kl.state_dict()}
+        state = {"run": self.state.to_json(), "order": self._order, "kl": self.ppo.kl.state_dict()}
         self.checkpoints.commit(step, state)
         self.checkpoints.prune(self.config.ckpt.max_num)
         self._saved_step = step

@@ -16,6 +16,7 @@ class Ledger:
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
         self.batches = 0
+        self._version = 0
 
     def added(self, request: GenerateRequest) -> None:
         """A request was queued."""
@@ -26,20 +27,25 @@ class Ledger:
         """A batch is about to run, `scheduled` tokens of each request: (its number, digest of all up to here)."""
         self.batches += 1
         for key, count in scheduled.items():
-            self._note(b"b", key, struct.pack("<q", count))
+            self._note(b"b", key, struct.pack("<qq", self._version, count))
         return self.batches, self.digest()
 
     def sampled(self, key: str, tokens: list[int]) -> None:
         """A request got its next tokens."""
-        self._note(b"s", key, array("i", tokens).tobytes())
+        self._note(b"s", key, struct.pack("<q", self._version) + array("i", tokens).tobytes())
 
     def loaded(self, version: int) -> None:
-        """The weights became those of policy `version`."""
-        self._note(b"w", "", struct.pack("<q", version))
+        """The weights became those of policy `version`.
+
+        Not an event of its own: of an update that broke off and was repeated, one rank may have had the whole before.
+        """
+        self._version = version
 
     def digest(self) -> bytes:
         """16 bytes."""
-        return self._hash.copy().digest()
+        whole = self._hash.copy()
+        whole.update(struct.pack("<q", self._version))
+        return whole.digest()
 
     def _note(self, kind: bytes, key: str, content: bytes) -> None:
         name = key.encode()

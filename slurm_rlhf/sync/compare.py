@@ -57,9 +57,14 @@ class Sample:
                 )
 
     def _said(self, key: str, version: int) -> str:
-        store, start = self.group.store, f"{version} "
-        self.group.wait_for(lambda: (read(store, key) or "").startswith(start), f"the digest of {self.name}")
-        return read(store, key) or ""
+        found: list[str] = []
+
+        def came() -> bool:
+            found[:] = [read(self.group.store, key) or ""]
+            return found[0].startswith(f"{version} ")
+
+        self.group.wait_for(came, f"the digest of {self.name}")
+        return found[0]
 
 
 def samples_of(group: SyncGroup, plan: SyncPlan, stream: int, version: int, count: int) -> dict[str, Sample]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 import socket
+import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -17,11 +20,12 @@ from slurm_rlhf.cluster.route import address_of, address_towards, interface_of, 
 from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
 from slurm_rlhf.sync.carrier import Carrier
 from slurm_rlhf.sync.choice import BACKENDS, choose
-from slurm_rlhf.sync.failures import FailureBoard
+from slurm_rlhf.sync.failures import FailureBoard, Names
 from slurm_rlhf.sync.gloo import GlooTransport
 from slurm_rlhf.sync.layout import Layout
 from slurm_rlhf.sync.member import Member, Membership
 from slurm_rlhf.sync.nccl import device_address, device_name, nccl_available
+from slurm_rlhf.sync.pulse import Pulse
 from slurm_rlhf.sync.rails import rail_of
 from slurm_rlhf.sync.reach import first_of_each, listen, unreachable
 from slurm_rlhf.sync.store import connect, read, wait_until
@@ -31,6 +35,7 @@ log = logging.getLogger(__name__)
 
 _MARGIN_S = 2.0
 _KNOCK_S = 10.0
+_LOOK_S = 0.1
 
 
 class SyncGroup:
@@ -55,6 +60,9 @@ class SyncGroup:
         self.control: GlooTransport
         self._where = (joining.host, joining.port)
         self.late = False  # it was its deadline that ended it
+        self.quiet: tuple[int, ...] = ()  # whose signs of life stayed out during an update
+        self.pulse: Pulse
+        self._silence_s = joining.silence_s
         self._ended = ""
         self._holds: list[Transport | Carrier] = []
         rails = [name.strip() for name in joining.interface.split(",") if name.strip()]
@@ -83,10 +91,11 @@ class SyncGroup:
         Raises SyncError naming the ranks that did not come within `timeout_s`, or why these members cannot talk.
         """
         try:
-            self.store = PrefixStore(f"sync/{self.name}", connect(*self._where, self.timeout_s))
+            self.store = PrefixStore(f"sync/{self.name}", connect(*self._where, self.timeout_s, self._silence_s))
             self.board = FailureBoard(self.store, self.rank, str(self.me))
             with closing(listen(self.me.address)) as door:
-                self.me = replace(self.me, port=int(door.getsockname()[1]))
+                self.pulse = Pulse(self.me.address, self._silence_s)
+                self.me = replace(self.me, port=int(door.getsockname()[1]), pulse=self.pulse.port)
                 self._meet()
                 self._try_roads()
             self.control = GlooTransport(self.store, self.rank, self.world, self.me.address, self.timeout_s)
@@ -132,17 +141,41 @@ class SyncGroup:
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
         """Poll `ready` within the time-out. Raises SyncError naming `what`, or why the group ended meanwhile.
 
-        Waits a little longer than the time-out: if rank 0 gives up at the same time, it knows more.
+        Waits a little longer than the time-out: if rank 0 gives up at the same time, it knows more. Raises
+        TransportFailure where members are not heard any more.
         """
-        refusal = self.board.refusal
-        try:
-            came = wait_until(lambda: bool(self._ended or refusal()) or ready(), self.timeout_s + _MARGIN_S)
-            refused = refusal()
-        except RuntimeError as error:
-            raise SyncError(f"group {self.name}: the process that holds its store is gone: {error}") from error
+        found: list[str | Exception | None] = []
+        came: list[bool] = []
+
+        def poll() -> None:
+            refusal = self.board.refusal
+            try:
+                came.append(wait_until(lambda: bool(self._ended or refusal()) or ready(), self.timeout_s + _MARGIN_S))
+                found.append(refusal())
+            except Exception as error:
+                found.append(error)
+
+        # In a thread, because a store behind a cut link does not answer as long as TCP tries.
+        asking = threading.Thread(target=poll, name="sync-wait", daemon=True)
+        asking.start()
+        end = time.monotonic() + self.timeout_s + 2 * _MARGIN_S
+        while asking.is_alive() and not self.quiet and time.monotonic() < end:
+            asking.join(_LOOK_S)
+            if self._ended:
+                end = min(end, time.monotonic() + _MARGIN_S)
+        if not found and self.quiet:
+            raise TransportFailure(f"members are not heard any more, {what} did not come", peer_left=False)
+        self._conclude(found[0] if found else None, bool(came and came[0]), what)
+
+    def _conclude(self, refused: str | Exception | None, came: bool, what: str) -> None:
+        """The end of a wait."""
+        if isinstance(refused, RuntimeError):
+            raise SyncError(f"group {self.name}: the process that holds its store is gone: {refused}") from refused
+        if isinstance(refused, Exception):
+            raise refused
         if refused and not self._ended:
             self._ended = refused
-        if not came:
+        if not came and not self._ended:
             raise SyncError(f"group {self.name}: {what} did not come within {self.timeout_s:g} s (timeout.sync)")
         self.check()
 
@@ -162,6 +195,7 @@ class SyncGroup:
             self.board.post(reason)  # before the others see the connections close
         self._ended = self._ended or reason
         self.drop()
+        self._still()
 
     def drop(self) -> None:
         """Close the connections of a group that failed, before it is known why."""
@@ -173,6 +207,21 @@ class SyncGroup:
         self._ended = self._ended or "it was closed"
         for held in reversed(self._holds):
             held.close()
+        self._still()
+
+    def miss(self, quiet: tuple[int, ...]) -> None:
+        """Tell the others whom this rank has not heard from, before it drops its connections."""
+        self.quiet = quiet
+        self.board.post(quiet=quiet)
+
+    def names(self) -> Names:
+        """How messages call the members."""
+        short, ends = ({m.rank: call(m) for m in self.members} for call in (str, lambda m: m.end))
+        return Names(short, ends, self.timeout_s, self._silence_s)
+
+    def _still(self) -> None:
+        if hasattr(self, "pulse"):
+            self.pulse.close()
 
     def _meet(self) -> None:
         mine = json.dumps(asdict(self.me))
@@ -190,6 +239,7 @@ class SyncGroup:
             raise SyncError(f"group {self.name}: {roster['error']}")
         self.members = tuple(Member(**member) for member in roster["members"])
         self.backend = roster["backend"]
+        self.pulse.start(self.members, self.rank, roster["token"])
         if self.rank == 0:
             log.info("weight transfer group %s uses %s: %s", self.name, self.backend, roster["why"])
 
@@ -224,7 +274,13 @@ class SyncGroup:
                 backend, why = choose(wanted, nodes, devices, self._colocated, inside)
             except ConfigError as refused:
                 error = str(refused)
-        return {"members": [asdict(m) for m in members], "error": error, "backend": backend, "why": why}
+        return {
+            "members": [asdict(m) for m in members],
+            "error": error,
+            "backend": backend,
+            "why": why,
+            "token": secrets.token_hex(8),
+        }
 
     def _objection(self, members: list[Member]) -> str:
         if self._ended:

@@ -23,6 +23,7 @@ class Membership:
     directory: str = ""  # that all members see, for the disk backend
     colocated: bool = False  # actor and engines share their slots
     whole: bool = False  # each of the actor's ranks holds the whole model
+    silence_s: float = 15.0  # a member that is not heard for so long during an update has broken it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,12 @@ class Member:
     backend: str  # wanted
     device: str  # its GPU; empty without one
     port: int = 0  # at which the others may try whether they can reach it
+    pulse: int = 0  # port for its peers' signs of life
 
     def __str__(self) -> str:
         return f"{self.label} on {self.node} (pid {self.pid})"
+
+    @property
+    def end(self) -> str:
+        """The member as an end of a link."""
+        return f"{self.label} on {self.node} ({self.interface}, {self.address})"

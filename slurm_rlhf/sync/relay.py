@@ -28,13 +28,27 @@ class _All:
             self._works.pop().wait()
 
 
+class _Stop:
+    """Ends all waiting of a relay: gloo leaves a receive that is half done alone when its connection is closed."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.failure: TransportFailure | None = None
+
+    def set(self) -> None:
+        with self.changed:
+            self.failure = self.failure or TransportFailure("the transfer was given up", peer_left=False)
+            self.changed.notify_all()
+
+
 class _Counted:
     """Chunks that are still to come; threads count them down, and keep what they handed on."""
 
-    def __init__(self, chunks: int) -> None:
+    def __init__(self, chunks: int, stop: _Stop) -> None:
         self._left = chunks
         self._failure: TransportFailure | None = None
-        self._changed = threading.Condition()
+        self._stop = stop
+        self._changed = stop.changed
         self._handed_on: deque[Pending] = deque()
 
     def came(self, handed_on: list[Pending]) -> None:
@@ -51,9 +65,10 @@ class _Counted:
     def wait(self) -> None:
         # The chunks have the group's time-out, and whatever happens to them is told here.
         with self._changed:
-            self._changed.wait_for(lambda: self._left == 0 or self._failure is not None)
-            if self._failure is not None:
-                raise self._failure
+            self._changed.wait_for(lambda: self._left == 0 or self._failure or self._stop.failure)
+            failure = self._failure or (self._stop.failure if self._left else None)
+            if failure is not None:
+                raise failure
 
     def drain(self) -> None:
         """Wait until everything that this rank hands on has been taken, too."""
@@ -117,6 +132,7 @@ class Relay:
         self._node = plan.layout.node(rank)
         self._transport = transport
         self._shelf = shelf
+        self._stop = _Stop()
         self._threads: dict[int, SimpleQueue[_Task | None]] = {}
         self._arrivals: deque[_Counted] = deque()
         self._number = 0  # of the first bucket of this update on the shelf
@@ -135,7 +151,7 @@ class Relay:
                 else:
                     works.append(self._transport.send(view, taker, route.tag))
         if shelved and self._shelf is not None:
-            counted = _Counted(1)
+            counted = _Counted(1, self._stop)
             self._thread(self._rank).put(_Shelve(self._shelf, self._number + bucket, shelved, part, buffer, counted))
             works.append(counted)
         return _All(works)
@@ -149,7 +165,7 @@ class Relay:
         number = self._number + bucket
         buffer = self._shelf.slot(number)[:nbytes] if self._shelf else self.pool.take(nbytes)
         mine = [(index, route) for index, route in enumerate(taken) if self._comes_by_wire(route)]
-        counted = _Counted(len(mine))
+        counted = _Counted(len(mine), self._stop)
         # All receives first: then no sender waits for a handshake.
         for index, route in mine:
             giver, view = route.giver(self._rank), buffer[route.low : route.high]
@@ -169,6 +185,7 @@ class Relay:
         if self._shelf is not None:
             self._shelf.abort()
         self._transport.abort()
+        self._stop.set()
 
     def close(self) -> None:
         for queue in self._threads.values():

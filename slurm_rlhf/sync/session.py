@@ -92,6 +92,7 @@ def _join(config: Config, label: str, parameters: Described, group: dict[str, An
     sync = config.sync
     settings = {
         "timeout_s": _OPERATION * config.timeout.sync,
+        "silence_s": config.timeout.sync_silence,
         "backend": sync.backend,
         "interface": sync.interface,
         "directory": str(Path(config.run_dir) / "sync"),

@@ -51,8 +51,13 @@ class SyncStore:
         return cls(server, host, port)
 
 
-def connect(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A client of the store at `host:port`. Raises SyncError when it cannot be reached within `timeout_s`."""
+def connect(host: str, port: int, timeout_s: float, answer_s: float) -> TCPStore:
+    """A client of the store at `host:port`. Raises SyncError when it cannot be reached within `timeout_s`.
+
+    Or when nothing answers there for `answer_s`, not even with a refusal: the store's node accepts connections however
+    busy the process is.
+    """
+    _knock(host, port, min(answer_s, timeout_s))
     try:
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, OSError) as error:
@@ -60,6 +65,24 @@ def connect(host: str, port: int, timeout_s: float) -> TCPStore:
             f"{socket.gethostname()} cannot reach the weight sync store at {host}:{port} within {timeout_s:g} s: "
             f"{str(error).splitlines()[0]}. Is the actor alive, and can this node connect to it?"
         ) from error
+
+
+def _knock(host: str, port: int, answer_s: float) -> None:
+    end = time.monotonic() + answer_s
+    while True:
+        try:
+            socket.create_connection((host, port), max(end - time.monotonic(), _POLL_S[1])).close()
+            return
+        except ConnectionRefusedError:
+            return  # an answer
+        except OSError as error:
+            if time.monotonic() > end:
+                raise SyncError(
+                    f"{socket.gethostname()} gets no answer from the weight sync store at {host}:{port} within "
+                    f"{answer_s:g} s ({error.strerror or error}): the link to {host} is cut, or something drops what "
+                    "is sent there"
+                ) from error
+        time.sleep(_POLL_S[1])
 
 
 def wait_until(ready: Callable[[], bool], timeout_s: float) -> bool:

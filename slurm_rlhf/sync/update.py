@@ -5,6 +5,7 @@ Rank 0 leads: it waits for everybody's word, judges a failure and publishes the 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 import torch
 
 from slurm_rlhf.errors import SyncBroken, SyncError
-from slurm_rlhf.sync.failures import Verdict
+from slurm_rlhf.sync.failures import Verdict, cut
 from slurm_rlhf.sync.group import SyncGroup
 from slurm_rlhf.sync.transport import TransportFailure
 
@@ -22,6 +23,9 @@ REPORT_TAG = (1 << 30) + 1
 DONE_TAG = (1 << 30) + 2
 """Of rank 0's that everybody has."""
 _SETTLE_S = 0.3
+
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -34,10 +38,19 @@ def leading(group: SyncGroup, version: int) -> Iterator[None]:
     deadline = _Deadline(group, version)
     watch = _Watch(group)
     try:
-        yield
-        watch.join()
+        with group.pulse.watched(watch.miss):
+            yield
+            watch.join()
         for rank in group.peers:
             group.control.send(_word(), rank, DONE_TAG).wait()
+        if group.pulse.unheard:
+            log.warning(
+                "%s hears no signs of life from members %s: their datagrams do not come through, so that a cut link "
+                "would be found after %g s",
+                group.me,
+                list(group.pulse.unheard),
+                group.timeout_s,
+            )
     except TransportFailure as error:
         watch.drop()
         found = _ended(group) or _judge(group, watch.left)
@@ -61,9 +74,10 @@ def following(group: SyncGroup, version: int) -> Iterator[None]:
     deadline = _Deadline(group, version)
     line = _Line(group)
     try:
-        yield
-        group.control.send(_word(), 0, REPORT_TAG).wait()
-        line.join()
+        with group.pulse.watched(line.miss):
+            yield
+            group.control.send(_word(), 0, REPORT_TAG).wait()
+            line.join()
     except BaseException as error:
         found = _transport_failure(error)
         if found is None:
@@ -115,6 +129,11 @@ class _Watch:
         if self._failure is not None:
             raise self._failure
 
+    def miss(self, quiet: tuple[int, ...]) -> None:
+        """Members are not heard any more."""
+        self._group.miss(quiet)
+        self.drop()
+
     def drop(self) -> None:
         """Let go of all connections, so that every member notices; those that closed before are in `left`."""
         with self._dropping:
@@ -144,6 +163,11 @@ class _Line:
         self._thread = threading.Thread(target=self._wait, name="sync-line", daemon=True)
         self._thread.start()
 
+    def miss(self, quiet: tuple[int, ...]) -> None:
+        """Members are not heard any more."""
+        self._group.miss(quiet)
+        self._group.drop()
+
     def join(self) -> None:
         """Wait for the word. Raises TransportFailure."""
         self._thread.join()
@@ -164,8 +188,7 @@ def _word() -> torch.Tensor:
 
 
 def _judge(group: SyncGroup, left: set[int]) -> Verdict:
-    names = {member.rank: str(member) for member in group.members}
-    return group.board.judge(group.peers, left, names, group.timeout_s)
+    return group.board.judge(group.peers, left, group.quiet, group.names())
 
 
 def _ended(group: SyncGroup) -> Verdict | None:
@@ -182,7 +205,10 @@ def _broken(group: SyncGroup, version: int, lost: TransportFailure) -> SyncError
     ended = _ended(group)
     group.board.post(ended.text if ended and ended.refused else "")
     group.drop()
-    verdict = ended or group.board.verdict()
+    # Who does not hear rank 0 does not wait for its word.
+    verdict = ended or (None if 0 in group.quiet else group.board.verdict())
+    if verdict is None and group.quiet:
+        verdict = Verdict(cut({group.rank: group.quiet}, {group.rank}, group.names()))
     if verdict is None:
         verdict = Verdict(f"{group.members[0]}, which leads the update, is gone or hangs: {lost}")
     group.abort(verdict.text)

@@ -1,0 +1,195 @@
+"""A run that samples while it trains, stopped and resumed in the middle: weights change under responses in flight."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from pathlib import Path
+from socket import gethostname
+from typing import Any
+
+import pytest
+from training_runs import metrics, started, train, workspace
+
+from slurm_rlhf.data.order import PromptOrder
+
+pytestmark = pytest.mark.timeout(400)
+
+PROMPTS, SAMPLES, STEPS = 8, 4, 6
+SILENCE = 3
+WORLD = (
+    "--vllm.sync_mode=inflight",
+    "--train.full_determinism=false",
+    f"--rollout.batch_size={PROMPTS}",
+    f"--rollout.n_samples_per_prompt={SAMPLES}",
+    "--rollout.max_new_tokens=48",
+    "--vllm.max_num_seqs=8",
+    "--train.batch_size=32",
+    "--train.max_epochs=1",
+    f"--train.max_steps={STEPS}",
+    "--algo.kl.init_coef=0",
+    "--eval.steps=2",
+    "--ckpt.save_steps=1",
+    f"--timeout.sync_silence={SILENCE}",
+)
+
+REWARD = """
+import json
+from pathlib import Path
+
+def reward_func(queries, prompts, labels, **kwargs):
+    with Path(__file__).with_name("asked.jsonl").open("a") as file:
+        file.write(json.dumps(prompts) + "\\n")
+    return [float(len(response) % 3) for response in kwargs["responses"]]
+"""
+
+
+PATIENT = """
+import importlib.abc, importlib.machinery, os, signal, subprocess, sys, time
+from pathlib import Path
+
+STOPPED = Path(__file__).with_name("stopped")
+NAME = "slurm_rlhf.rollout.vllm_engine"
+BATCH = 32  # responses
+
+class Slowing(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != NAME:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            step, load = module.VllmEngine.step, module.VllmEngine.load_weights
+            def slow_step(engine):
+                training = any(flight.request.sampling.temperature for flight in engine._flights.values())
+                landed = step(engine)
+                if training:
+                    engine.served += len(landed)
+                    if engine.served == BATCH:
+                        engine.served, engine.patience = 0, 100
+                    elif engine.patience > 0:
+                        engine.patience -= 1
+                        time.sleep(0.02)
+                return landed
+            def load_weights(engine, weights, version):
+                load(engine, stand_still(engine, weights) if version == 2 else weights, version)
+                engine.patience = 0
+            def stand_still(engine, weights):
+                for number, pair in enumerate(weights):
+                    if number == 5 and not STOPPED.exists():
+                        STOPPED.write_text(str(len(engine._flights)))
+                        wake = f"sleep 6; kill -CONT {os.getpid()}"
+                        subprocess.Popen(["sh", "-c", wake], start_new_session=True)
+                        os.kill(os.getpid(), signal.SIGSTOP)
+                    yield pair
+            module.VllmEngine.served = module.VllmEngine.patience = 0
+            module.VllmEngine.step, module.VllmEngine.load_weights = slow_step, load_weights
+        spec.loader.exec_module = exec_module
+        return spec
+
+if "--role=rollout" in sys.orig_argv:
+    sys.meta_path.insert(0, Slowing())
+"""
+"""From the second batch on, the engine pauses after each of the first hundred steps until new weights come: they meet
+it half way however busy the machine is. Evaluations, which are greedy, are left alone. In the update to policy version
+2 its process stands still for six seconds."""
+
+
+class Whole:
+    """A run that SIGTERM stopped after its second step, with requests in flight, and the one that went on."""
+
+    def __init__(self, path: Path) -> None:
+        config = workspace(path, REWARD)
+        self.run_dir = path / "run"
+        self.path = path
+        (path / "patch").mkdir()
+        (path / "patch" / "sitecustomize.py").write_text(PATIENT)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(path / "patch"))
+            self._train(config)
+        self.rows = metrics(self.run_dir)
+
+    def _train(self, config: Path) -> None:
+        with started(config, self.run_dir, *WORLD) as run:
+            run.wait_for_step(2, 150)
+            run.process.terminate()
+            self.stopped, self.first = run.wait(60)
+            run.assert_gone(5)
+            self.log = run.log()
+        self.saved = json.loads((self.run_dir / "summary.json").read_text())
+        self.state = json.loads(max((self.run_dir / "checkpoints").glob("*/state.json")).read_text())
+        self.code, self.second = train(config, self.run_dir, *WORLD)
+
+    def asked(self) -> list[tuple[str, ...]]:
+        """Prompts of the batches that were scored, each once and in order; of a batch done again only the last time."""
+        lines = [json.loads(line) for line in (self.path / "asked.jsonl").read_text().splitlines()]
+        batches = [tuple(dict.fromkeys(line)) for line in lines if len(line) == PROMPTS * SAMPLES]
+        return [batch for batch, _ in groupby(batches)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    made = Whole(tmp_path_factory.mktemp("inflight"))
+    assert made.stopped == 143, made.first
+    assert made.code == 0, made.second
+    return made
+
+
+def test_updates_meet_responses_in_flight_and_none_is_dropped(whole: Whole) -> None:
+    rows = whole.rows
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        print({name: row.get(name) for name in ("mixed_responses", "stale_tokens", "time/rollout", "time/update")})
+        assert row["perf/engine/0/responses"] == PROMPTS * SAMPLES
+    # Not the first ones after a start, which nothing was sampled ahead of.
+    assert sum(row["mixed_responses"] > 0 for row in rows) >= 2
+    assert rows[-1]["policy_version"] == STEPS
+
+
+def test_responses_survive_an_update_that_breaks_off_under_them(whole: Whole) -> None:
+    assert int((whole.path / "patch" / "stopped").read_text()) > 0  # so many were in flight
+    told = next(line for line in whole.log.splitlines() if "once more over a new group" in line)
+    assert f"heard nothing from rollout 0 on {gethostname()}" in told
+    assert f"for {SILENCE} s (timeout.sync_silence)" in told
+    assert whole.rows[1]["perf/sync_group"] > whole.rows[0]["perf/sync_group"]
+    assert whole.rows[1]["time/sync"] < 30  # and not half of timeout.sync
+
+
+def test_no_token_is_older_than_the_bound(whole: Whole) -> None:
+    assert rows_with(whole, "staleness_max", 1)
+    for row in whole.rows:
+        assert row["staleness_max"] <= 1
+        assert 0 <= row["stale_tokens"] <= 1
+        assert (row["stale_tokens"] > 0) == (row["staleness_max"] > 0) == ("stale_logprob_diff" in row)
+    # The first step after a start has nothing that could have been sampled ahead.
+    for step in (1, whole.saved["steps"] + 1):
+        assert whole.rows[step - 1]["stale_tokens"] == 0
+
+
+def test_engine_and_actor_are_compared_under_the_same_policy_only(whole: Whole) -> None:
+    compared = [row["rollout_logprob_diff_max"] for row in whole.rows if "rollout_logprob_diff_max" in row]
+    moved = [row["stale_logprob_diff"] for row in whole.rows if "stale_logprob_diff" in row]
+    print("largest difference under one policy:", compared, "mean difference from an older one:", moved)
+    assert len(compared) >= 2
+    assert max(compared) < 1e-5
+    assert max(moved) > 100 * max(compared)
+
+
+def test_every_prompt_is_trained_on_once(whole: Whole) -> None:
+    rows = [json.loads(line)["input"] for line in (whole.path / "prompts.jsonl").read_text().splitlines()]
+    order = PromptOrder(len(rows), PROMPTS, 1, 42)
+    expected = [tuple(rows[position] for position in order.next() or []) for _ in range(STEPS)]
+    assert whole.asked() == expected
+
+
+def test_a_checkpoint_stands_behind_the_last_batch_that_was_trained_on(whole: Whole) -> None:
+    assert whole.saved["status"] == "stopped"
+    assert 2 <= whole.saved["steps"] < STEPS
+    assert whole.state["order"]["taken"] == whole.state["run"]["step"] == whole.saved["steps"]
+    assert f"resuming from {whole.run_dir / 'checkpoints'}" in whole.second
+    assert all("eval" in row for row in whole.rows if row["step"] % 2 == 0)
+
+
+def rows_with(whole: Whole, name: str, value: Any) -> list[int]:
+    return [row["step"] for row in whole.rows if row[name] == value]
