@@ -259,11 +259,9 @@ class Sync:
     backend: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
     """auto, gloo, nccl, ipc (one device or node) or disk (files in run_dir). auto: by the members' nodes and GPUs."""
     bucket_mb: int = 64
-    """Bytes of weights that go at a time, in MiB; an engine rank needs three times as much memory for them. Where
-    engine nodes hand them on to others, they go in eighths."""
+    """MiB of weights that go at a time; an engine rank needs three times as much. In eighths where nodes relay them."""
     interface: str = ""
-    """Network interface of the weight transfer, or several (ib0,ib1): each rank takes one near its GPU, in turn.
-    Empty: the one that reaches the peers."""
+    """Network interface of the weight transfer, or several (ib0,ib1), near each rank's GPU. Empty: what reaches peers."""
     compare: int = 0
     """Parameters of each update that are compared byte for byte, by SHA-256. Checksums of all are always compared."""
     fallback: Literal["none", "gloo"] = "none"
@@ -295,8 +293,7 @@ class Timeout:
     collective: float = 1800.0
     """Any collective inside a role (training groups)."""
     sync: float = 600.0
-    """One weight update. Half of it for a single operation, so that members find out who is behind.
-    With train.colocate_all also how long a role may take to make room for another."""
+    """One weight update, half of it for a single operation; with train.colocate_all, making room for another role."""
     sync_silence: float = 15.0
     """During a weight update: without a sign of life from a member, whatever it is waiting for, its link is cut."""
     checkpoint: float = 3600.0
