@@ -22,7 +22,7 @@ from slurm_rlhf.launch.train_job import SIGNAL
 __all__ = ["slurm"]
 pytestmark = pytest.mark.timeout(400)
 
-STEPS = 30
+STEPS = 24
 LENGTH = (f"--train.max_steps={STEPS}", "--train.num_episodes=4")
 WORLD = ("--algo.kl.init_coef=0", "--eval.dataset=", "--train.threads_per_rank=1", *LENGTH)
 NODES = ("--critic.num_nodes=1", "--vllm.num_nodes=1", "--vllm.num_engines=1")

@@ -20,7 +20,7 @@ from slurm_rlhf.launch.train_job import SIGNAL
 
 pytestmark = pytest.mark.timeout(300)
 
-STEPS = 30
+STEPS = 16
 SMALL = ("--algo.kl.init_coef=0", "--eval.dataset=", "--slurm.time=30", "--slurm.signal_lead_s=60")
 """An actor rank, a critic rank, an engine."""
 LOOK = "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"
