@@ -261,7 +261,7 @@ class Sync:
     bucket_mb: int = 64
     """MiB of weights that go at a time; an engine rank needs three times as much. In eighths where nodes relay them."""
     interface: str = ""
-    """Network interface of the weight transfer, or several (ib0,ib1), near the ranks' GPUs. Empty: any that connects."""
+    """Network interface of the weight transfer, or several (ib0,ib1), near the GPUs. Empty: any that connects."""
     compare: int = 0
     """Parameters of each update that are compared byte for byte, by SHA-256. Checksums of all are always compared."""
     fallback: Literal["none", "gloo"] = "none"
