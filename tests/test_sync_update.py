@@ -19,11 +19,10 @@ from slurm_rlhf.errors import ConfigError, SyncError
 from slurm_rlhf.sync.gloo import GlooTransport
 from slurm_rlhf.sync.group import SyncGroup, join
 from slurm_rlhf.sync.member import Membership
-from slurm_rlhf.sync.plan import make_plan
+from slurm_rlhf.sync.plan import DEPTH, make_plan
 from slurm_rlhf.sync.push import Sender
 from slurm_rlhf.sync.receive import Receiver
 from slurm_rlhf.sync.relay import _Shelved
-from slurm_rlhf.sync.shelf import SLOTS
 from slurm_rlhf.sync.store import wait_until
 from slurm_rlhf.sync.transport import TransportFailure
 
@@ -208,7 +207,7 @@ def test_a_sender_that_dies_is_named(fleet):
 def _is_there(incoming: Any) -> bool:
     """All chunks of a bucket are in this node's memory; nothing is asked for by looking."""
     if isinstance(incoming, _Shelved):
-        row = incoming._shelf._filled[incoming._number % SLOTS, : incoming._chunks]
+        row = incoming._shelf._filled[incoming._number % DEPTH, : incoming._chunks]
         return bool((row == incoming._number + 1).all())
     return bool(incoming._counted._left == 0)
 

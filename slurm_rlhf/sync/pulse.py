@@ -19,6 +19,7 @@ _PER_SILENCE = 10  # pulses in the time of silence that counts: that all of them
 _NODES = 64  # on which a member has partners, at most
 _RANK = struct.Struct("<q")
 _LONGEST = 64  # bytes; longer datagrams are not ours
+_AT_ONCE = 10_000  # datagrams between two pulses of our own: a flood must not silence this member
 
 OnSilence = Callable[[tuple[int, ...]], None]
 
@@ -116,7 +117,9 @@ class Pulse:
 
     def _listen(self, until: float) -> None:
         """Until then, and then whatever is there already: this process may have slept while they came."""
-        while not self._closing.is_set():
+        for _ in range(_AT_ONCE):
+            if self._closing.is_set():
+                return
             left = until - time.monotonic()
             self._socket.settimeout(max(left, 0.0))
             try:
