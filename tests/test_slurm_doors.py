@@ -90,7 +90,7 @@ def test_submitit_is_preempted_and_timed_out_goes_on_and_gives_the_summary(
         job = submit(load_config(config, [f"--run_dir={run_dir}", *WORLD, *NODES, *keys, "--slurm.nodes=2"]))
         number = int(job.job_id)
         wait_for_step(slurm, run_dir, 2)
-        release = slurm.shared / "release"
+        release = slurm.shared / f"{run_dir.name}.release"
         urgent = slurm.sbatch(
             *("--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null"),
             f"--wrap=until [ -e {release} ]; do sleep 0.2; done",

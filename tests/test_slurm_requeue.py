@@ -90,7 +90,7 @@ def test_requeued_preempted_and_followed_it_writes_the_same_metrics(slurm: Slurm
 
     wait_for_another_step(slurm, run_dir)
     hold.touch()  # no step ends any more: what is in flight is dropped
-    release = slurm.shared / "release"
+    release = slurm.shared / f"{run_dir.name}.release"
     urgent = slurm.sbatch(
         *("--partition=high", "--nodes=3", "--nodelist=gpu[001-003]", "--gres=gpu:8", "--output=/dev/null"),
         f"--wrap=until [ -e {release} ]; do sleep 0.2; done",
