@@ -205,3 +205,5 @@ def test_what_is_no_reward_model_is_refused(models: Path, tmp_path: Path) -> Non
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    os._exit(0)  # as a rank of a run: the interpreter's teardown of torch and gloo can abort
