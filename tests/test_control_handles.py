@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.config.schema import Timeout
+from slurm_rlhf.config.schema_timeout import Timeout
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.deadlines import DEADLINES, deadline
 from slurm_rlhf.control.handles import RoleHandle, gather

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import ast
 import difflib
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from slurm_rlhf.config import schema
 from slurm_rlhf.config.schema import Config
 
 
@@ -86,14 +86,12 @@ def put(config: Config, name: str, value: Any) -> None:
 def documentation() -> dict[str, str]:
     """Dotted name -> the docstring under the field, and group -> the docstring of its class.
 
-    Docstrings of fields exist in the source only, so this parses `schema.py`.
+    Docstrings of fields exist in the source only, so this parses the files of the schema.
     """
-    tree = ast.parse(Path(schema.__file__).read_text(encoding="utf-8"))
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     found: dict[str, str] = {}
 
     def visit(group: Any, prefix: str) -> None:
-        node = classes[type(group).__name__]
+        node = _class_nodes(type(group).__module__)[type(group).__name__]
         if prefix:
             found[prefix[:-1]] = ast.get_docstring(node) or ""
         for statement, text in zip(node.body, [*node.body[1:], ast.Pass()], strict=True):
@@ -106,6 +104,12 @@ def documentation() -> dict[str, str]:
 
     visit(Config(), "")
     return found
+
+
+@cache
+def _class_nodes(module: str) -> dict[str, ast.ClassDef]:
+    tree = ast.parse(Path(str(sys.modules[module].__file__)).read_text(encoding="utf-8"))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def nearest(name: str) -> list[str]:

@@ -1,13 +1,17 @@
 """The configuration: dotted keys in OpenRLHF's words, one dataclass per group, a docstring under each field.
 
 No torch here. `config/load.py` reads TOML and dotted overrides into these classes; `config/ranges.py` holds the
-range of every number and `config/check.py` the rules that span several fields. The docstrings are the help.
+range of every number and `config/check.py` the rules that span several fields. The docstrings are the help. The two
+groups that belong to the cluster and not to the training stand in files of their own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
+
+from slurm_rlhf.config.schema_slurm import Slurm
+from slurm_rlhf.config.schema_timeout import Timeout
 
 FilePath = Annotated[str, "path"]
 """A file or directory: made absolute when it is read. Empty stays empty."""
@@ -274,87 +278,6 @@ class Logger:
     """Write TensorBoard events."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """auto (rich on a terminal, plain lines elsewhere), rich, plain or none."""
-
-
-@dataclass(slots=True)
-class Timeout:
-    """The one table of time-outs, in seconds."""
-
-    connect: float = 300.0
-    """From the start of a role's process to its first message."""
-    start: float = 1800.0
-    """Loading the model, starting the engine."""
-    generate: float = 3600.0
-    """Silence of an engine that has requests: no finished response within this time."""
-    forward: float = 1800.0
-    """Log-probs, values or a reward model's scores of one batch."""
-    train_step: float = 3600.0
-    """One optimizer step."""
-    collective: float = 1800.0
-    """Any collective inside a role (training groups)."""
-    sync: float = 600.0
-    """One weight update, half of it for a single operation; with train.colocate_all, making room for another role."""
-    sync_silence: float = 15.0
-    """During a weight update: without a sign of life from a member, whatever it is waiting for, its link is cut."""
-    checkpoint: float = 3600.0
-    """Saving or loading one role's state."""
-    reward: float = 600.0
-    """One call of the reward function."""
-    heartbeat_interval: float = 1.0
-    """Between a rank's heartbeats."""
-    heartbeat: float = 20.0
-    """Silence after which a rank is lost."""
-    shutdown: float = 8.0
-    """From the request to leave to SIGTERM, and again to SIGKILL (half each)."""
-
-
-@dataclass(slots=True)
-class Slurm:
-    """The job, in sbatch's words."""
-
-    partition: str = ""
-    """Empty: the cluster's default. From here to slurm.setup for `slurm-rlhf submit` only: scripts have headers."""
-    account: str = ""
-    """Empty: yours by default."""
-    qos: str = ""
-    """Quality of service."""
-    constraint: str = ""
-    """Features that the nodes must have."""
-    exclude: str = ""
-    """Nodes to leave out, in Slurm's words: gpu[007,012]."""
-    reservation: str = ""
-    """Reservation to run in."""
-    job_name: str = ""
-    """Empty: the name of the run directory."""
-    time: str = "24:00:00"
-    """Time limit. Before it is over, the run saves and requeues itself."""
-    nodes: int = 0
-    """Nodes of the job; 0: as few as the roles fit on."""
-    gpus_per_node: int = 0
-    """GPUs of each node; 0: none, the run takes CPUs."""
-    cpus_per_task: int = 0
-    """CPUs of each node; 0: left to Slurm."""
-    mem: str = ""
-    """Memory of each node, such as 64G; 0: all of it; empty: left to Slurm."""
-    exclusive: bool = False
-    """Share the nodes with no other job."""
-    dependency: str = ""
-    """What the job waits for: singleton (no other job of this name runs), afterany:12, ..."""
-    setup: list[str] = field(default_factory=list)
-    """Shell lines before the run: module load, source activate, export."""
-    container: str = ""
-    """Image in which the ranks run, while the conductor stays outside: a .sif or .sqsh file, or docker://..."""
-    container_runtime: Literal["apptainer", "singularity", "pyxis"] = "apptainer"
-    """apptainer, singularity, or pyxis (srun --container-image)."""
-    container_mounts: list[str] = field(default_factory=list)
-    """Directories to show inside beside run_dir and the models: PATH or PATH:PATH_INSIDE."""
-    container_python: str = "python3"
-    """The interpreter inside."""
-    chain: bool = False
-    """The job is one of many that go on with one run (--array=1-10%1, --dependency=singleton): instead of requeueing
-    itself it leaves the rest to the next one, and when the run is finished it cancels those that still wait."""
-    signal_lead_s: float = 600.0
-    """Seconds before the end of the allocation at which a run saves and requeues itself, as in --signal=B:USR1@600."""
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from slurm_rlhf.config.schema import Timeout
+from slurm_rlhf.config.schema_timeout import Timeout
 from slurm_rlhf.errors import RunError
 
 DEADLINES: dict[str, str] = {

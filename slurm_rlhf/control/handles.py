@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
-from slurm_rlhf.config.schema import Timeout
+from slurm_rlhf.config.schema_timeout import Timeout
 from slurm_rlhf.control.deadlines import deadline
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import RemoteError, RunError
