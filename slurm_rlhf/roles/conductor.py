@@ -209,7 +209,7 @@ class Conductor:
             # While the actor trains it has no weights to give: late engines get theirs with the next update.
             None if ahead else engines,
         )
-        source = inputs.reward or ModelRewards(fleet.roles["reward"], config.train.max_tokens_per_gpu)
+        source = inputs.reward or ModelRewards(fleet.roles["reward"], config.train.forward_tokens)
         kl = KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon)
         scale, told = reward_scale(config)
         if told:
