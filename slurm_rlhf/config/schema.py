@@ -256,6 +256,11 @@ class Train:
     """Bitwise equal metrics from run to run and over a resume: fixed prompt-to-engine assignment and order."""
     threads_per_rank: int = 0
     """CPU threads of a process; 0: the CPUs of the node divided by the busiest phase's processes."""
+    kernel_cache: FilePath = "auto"
+    """Where ranks keep compiled kernels from run to run: auto (with GPUs: a disk of the node's own), none, or a
+    directory. Your own one below it, closed to others, with one for each set of versions and each rank."""
+    kernel_cache_gib: float = 20.0
+    """Size of all of them on a node; the longest unused go first."""
 
     @property
     def forward_tokens(self) -> int:
