@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from slurm_rlhf.config.reward import critic_directory
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement import activations as act
 from slurm_rlhf.placement import states as st
@@ -55,11 +56,11 @@ class Holding:
 def read_models(config: Config) -> Models:
     """Read the config.json files that `config` names. Raises ModelError."""
     actor = read_shape("actor.model_name_or_path", config.actor.model_name_or_path)
-    critic = config.critic.model_name_or_path
+    critic = critic_directory(config)
     reward = config.reward.model_name_or_path
     return Models(
         actor,
-        read_shape("critic.model_name_or_path", critic) if critic else actor,
+        actor if critic == config.actor.model_name_or_path else read_shape("critic.model_name_or_path", critic),
         read_shape("reward.model_name_or_path", reward) if reward else None,
     )
 
