@@ -84,6 +84,7 @@ RANGES: dict[str, Range] = {
     "train.num_episodes": COUNT,
     "train.max_steps": NOT_NEGATIVE,
     "train.max_tokens_per_gpu": COUNT,
+    "train.forward_max_tokens_per_gpu": NOT_NEGATIVE,
     "train.logprob_chunk_tokens": COUNT,
     "train.async_queue_size": COUNT,
     "train.seed": Range(0, 2**32 - 1),

@@ -16,6 +16,10 @@ from slurm_rlhf.config.schema_timeout import Timeout
 FilePath = Annotated[str, "path"]
 """A file or directory: made absolute when it is read. Empty stays empty."""
 
+FORWARD_SHARE = 4
+"""Tokens of a pass without gradients for one of a pass with them, unless the user says so: it keeps the states of one
+layer and not of all. Under ZeRO-3 each micro-batch gathers the model again, so fewer are faster."""
+
 
 @dataclass(slots=True)
 class Data:
@@ -217,6 +221,9 @@ class Train:
     """Stop after this many training steps; 0: when the episodes are over."""
     max_tokens_per_gpu: int = 16384
     """Token budget of a micro-batch; a longer single sequence is a micro-batch of its own."""
+    forward_max_tokens_per_gpu: int = 0
+    """The same in passes without gradients (old log-probs, reference, values, reward model), which keep no activations;
+    0: four times train.max_tokens_per_gpu."""
     logprob_chunk_tokens: int = 2048
     """Logits over the vocabulary exist for this many tokens at a time."""
     colocate_actor_ref: bool = False
@@ -234,6 +241,11 @@ class Train:
     """Bitwise equal metrics from run to run and over a resume: fixed prompt-to-engine assignment and order."""
     threads_per_rank: int = 0
     """CPU threads of a process; 0: the CPUs of the node divided by the busiest phase's processes."""
+
+    @property
+    def forward_tokens(self) -> int:
+        """Token budget of a micro-batch that is not trained on."""
+        return self.forward_max_tokens_per_gpu or FORWARD_SHARE * self.max_tokens_per_gpu
 
 
 @dataclass(slots=True)

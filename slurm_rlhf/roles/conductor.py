@@ -198,7 +198,7 @@ class Conductor:
             # While the actor trains it has no weights to give: late engines get theirs with the next update.
             None if ahead else engines,
         )
-        reward = inputs.reward or ModelRewards(fleet.roles["reward"], config.train.max_tokens_per_gpu)
+        reward = inputs.reward or ModelRewards(fleet.roles["reward"], config.train.forward_tokens)
         kl = KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon)
         ppo = PPO(config, fleet.roles, generation, reward, kl, phases)
         sample = Sampler(inputs.prompts, inputs.order, generation, ppo.sampling())

@@ -107,7 +107,7 @@ class PPO:
         for role, method, column in wanted:
             if role in self.roles:
                 handle = self.roles[role]
-                parts = shards(experience, handle.world, self.config.train.max_tokens_per_gpu)
+                parts = shards(experience, handle.world, self.config.train.forward_tokens)
                 calls = [handle.call(rank, method, **part.to_wire()) for rank, part in enumerate(parts)]
                 self._take_turns(calls)
                 running.append((method, parts, calls, column))
