@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from gpu_seats import device, seat
+from kit_seats import device, seat
 
 ROOT = Path(__file__).parent.parent
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import rollout_engine
-from gpu_kit import Finding, Place
-from gpu_seats import device, seat
+from kit import Finding, Place
+from kit_seats import device, seat
 from tiny_models import make_tiny
 
 from slurm_rlhf.config.schema import Config

@@ -1,6 +1,6 @@
 """The acceptance kit: what a GPU has to show, each check in a process of its own that cannot outlive its deadline.
 
-`tests/test_gpu_kit.py` runs it on GPUs, `tests/test_gpu_rehearsal.py` the same checks on CPUs, where gloo and shared
+`tests/test_kit_gpu.py` runs it on GPUs, `tests/test_kit_rehearsal.py` the same checks on CPUs, where gloo and shared
 memory stand in for NCCL and CUDA IPC.
 """
 
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_seats import GPUS
+from kit_seats import GPUS
 
 BUDGET_S = 600.0
 """Of all checks together."""
@@ -26,7 +26,7 @@ LEAST_S = 20.0
 """A check that would have less is not begun."""
 PASSED, FAILED, SKIPPED = "passed", "FAILED", "skipped"
 
-PROGRAM = Path(__file__).with_name("gpu_check.py")
+PROGRAM = Path(__file__).with_name("kit_check.py")
 MARK = "SLURM_RLHF_GPU_CHECK"
 """In the environment of everything that a check starts."""
 
@@ -51,8 +51,7 @@ class Place:
     gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them; of a rehearsal: made up
     rehearse: bool = False
     nodes: tuple[str, ...] = ()  # of the allocation, this one first; empty outside Slurm
-    scratch: str = ""  # the check's own directory
-    shared: str = ""  # a directory that all nodes see; empty outside Slurm
+    scratch: str = ""  # the check's own directory, which all nodes see
 
     def backend(self, wanted: str) -> str:
         """What is to carry weights: on CPUs gloo stands in for nccl."""
@@ -81,30 +80,30 @@ class Outcome:
 
 
 CHECKS = (
-    Check("sync nccl", "weights by NCCL, byte for byte; abort; a death", "gpu_checks_sync:nccl", 75),
-    Check("sync ipc", "the same on one GPU by CUDA IPC", "gpu_checks_sync:ipc", 75),
-    Check("sync repair", "a rank killed amid an update: repeated", "gpu_checks_sync:repair", 60),
-    Check("log-probs fp32", "engine against actor, same weights", "gpu_checks_engine:logprobs_fp32", 90),
-    Check("log-probs bf16", "the same in bf16", "gpu_checks_engine:logprobs_bf16", 90),
-    Check("sleep", "an engine gives up its memory and comes back", "gpu_checks_engine:sleep", 90),
-    Check("zero 2", "two ranks of ZeRO-2 against one rank", "gpu_checks_train:zero2", 90),
-    Check("zero 3", "two ranks of ZeRO-3 against one rank", "gpu_checks_train:zero3", 90),
-    Check("ppo colocated", "PPO, TP 1, all roles on one GPU with sleep", "gpu_checks_train:ppo_colocated", 150),
+    Check("sync nccl", "weights by NCCL, byte for byte; abort; a death", "kit_sync:nccl", 75),
+    Check("sync ipc", "the same on one GPU by CUDA IPC", "kit_sync:ipc", 75),
+    Check("sync repair", "a rank killed amid an update: repeated", "kit_sync:repair", 60),
+    Check("log-probs fp32", "engine against actor, same weights", "kit_engine:logprobs_fp32", 90),
+    Check("log-probs bf16", "the same in bf16", "kit_engine:logprobs_bf16", 90),
+    Check("sleep", "an engine gives up its memory and comes back", "kit_engine:sleep", 90),
+    Check("zero 2", "two ranks of ZeRO-2 against one rank", "kit_train:zero2", 90),
+    Check("zero 3", "two ranks of ZeRO-3 against one rank", "kit_train:zero3", 90),
+    Check("ppo colocated", "PPO, TP 1, all roles on one GPU with sleep", "kit_train:ppo_colocated", 150),
     Check(
         "ppo tp 1",
         "PPO, every role on a GPU of its own",
-        "gpu_checks_train:ppo_tp1",
+        "kit_train:ppo_tp1",
         150,
         gpus=3,
         why="actor, critic and engine have a GPU each; `ppo colocated` is TP 1 on one",
     ),
-    Check("ppo tp 2", "PPO, an engine of two ranks", "gpu_checks_train:ppo_tp2", 150, gpus=2, why="one per TP rank"),
-    Check("bench sync", "a weight update against raw NCCL", "gpu_checks_bench:sync", 75),
-    Check("bench train", "the actor's update: tokens/s, MFU", "gpu_checks_bench:train", 100),
-    Check("bench rollout", "the engine: tokens/s", "gpu_checks_bench:rollout", 120),
-    Check("nodes", "every node's directory, packages, GPUs", "gpu_checks_nodes:look", 75, nodes=2),
-    Check("nodes sync", "weights between nodes against the raw link", "gpu_checks_nodes:sync", 90, nodes=2),
-    Check("nodes ppo", "PPO over all nodes", "gpu_checks_nodes:ppo", 180, nodes=2),
+    Check("ppo tp 2", "PPO, an engine of two ranks", "kit_train:ppo_tp2", 150, gpus=2, why="one per TP rank"),
+    Check("bench sync", "a weight update against raw NCCL", "kit_bench:sync", 75),
+    Check("bench train", "the actor's update: tokens/s, MFU", "kit_bench:train", 100),
+    Check("bench rollout", "the engine: tokens/s", "kit_bench:rollout", 120),
+    Check("nodes", "every node's directory, packages, GPUs", "kit_nodes:look", 75, nodes=2),
+    Check("nodes sync", "weights between nodes against the raw link", "kit_nodes:sync", 90, nodes=2),
+    Check("nodes ppo", "PPO over all nodes", "kit_nodes:ppo", 180, nodes=2),
 )
 
 
@@ -112,9 +111,9 @@ def unfit(check: Check, place: Place, left_s: float) -> str:
     """Why `check` is left out here; empty: it is not."""
     reason = ""
     if check.nodes > max(1, len(place.nodes)):
-        reason = f"needs {check.nodes} nodes: sbatch --nodes=2 sbatch/gpu_check.sh"
+        reason = f"needs several GPUs: on {check.nodes} nodes, sbatch --nodes=2 sbatch/gpu_check.sh"
     elif check.gpus > len(place.gpus):
-        reason = f"needs {check.gpus} GPUs, here {len(place.gpus)}: {check.why}"
+        reason = f"needs several GPUs: {check.gpus}, here are {len(place.gpus)}; {check.why}"
     elif left_s < LEAST_S:
         reason = f"the {BUDGET_S / 60:.0f} minutes of the kit were over"
     return reason
@@ -137,7 +136,7 @@ def perform(check: Check, place: Place, left_s: float = BUDGET_S) -> Outcome:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **told},
+            env={**_environment(check), **told},
             start_new_session=True,
         )
         try:
@@ -149,6 +148,12 @@ def perform(check: Check, place: Place, left_s: float = BUDGET_S) -> Outcome:
             end_marked(mark)
             process.wait()
     return _outcome(check, scratch, late or f"its process ended with {process.returncode}", time.monotonic() - began)
+
+
+def _environment(check: Check) -> dict[str, str]:
+    """A check of one machine knows of no allocation: its runs start subprocesses and not steps of Slurm."""
+    hidden = ("SLURM_",) if check.nodes == 1 else ()
+    return {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
 
 
 def _outcome(check: Check, scratch: Path, otherwise: str, seconds: float) -> Outcome:

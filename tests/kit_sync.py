@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
-from gpu_kit import Finding, Place
-from gpu_seats import GPUS, device, seat
+from kit import Finding, Place
+from kit_seats import GPUS, device, seat
 from sync_fleet import Fleet
 from sync_peer import hold, make_weights
 

@@ -1,4 +1,4 @@
-"""`gpu_check.py MODULE:FUNCTION DIRECTORY`: one check of the acceptance kit; its finding goes to DIRECTORY."""
+"""`kit_check.py MODULE:FUNCTION DIRECTORY`: one check of the acceptance kit; its finding goes to DIRECTORY."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import traceback
 from dataclasses import asdict
 from pathlib import Path
 
-from gpu_kit import Place
+from kit import Place
 
 LONGEST = 300  # characters of a reason, which is a cell of a table
 
