@@ -48,14 +48,24 @@ require_gpu() {
   exit 2
 }
 
+# Ends the script where .venv is the GPU environment: its vLLM does not run on CPUs, and to replace it is the user's to say.
+require_cpu_environment() {
+  [[ $(cat "$root/.venv/kind" 2>/dev/null) == gpu ]] || return 0
+  printf 'tests: .venv is the GPU environment, and these tests run on CPUs: use another checkout, or replace it by %s\n' \
+    'bash sbatch/environment.sh --cpu' >&2
+  exit 2
+}
+
 if chooses_gpu "$@" && [[ " $* " != *" --rehearse "* ]]; then
   require_gpu
   bash "$root/sbatch/environment.sh" --gpu
 elif chooses_gpu "$@"; then
-  bash "$root/sbatch/environment.sh"
+  require_cpu_environment
+  bash "$root/sbatch/environment.sh" --cpu
 else
+  require_cpu_environment
   install_slurm
-  bash "$root/sbatch/environment.sh"
+  bash "$root/sbatch/environment.sh" --cpu
   install_slurm
 fi
 cd "$root"
