@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,7 +48,7 @@ def test_a_check_that_hangs_or_dies_is_ended_with_all_its_processes_and_the_othe
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     place = Place(("0",), rehearse=True, scratch=str(tmp_path / "hang"))
-    hung = perform(check("sleeper", deadline_s=4), place)
+    hung = perform(check("sleeper", deadline_s=1), place)
     assert (hung.verdict, hung.figure) == (FAILED, "hung: ended after its 4 s")
     for pid in map(int, (tmp_path / "hang" / "pids").read_text().split()):
         state = Path(f"/proc/{pid}/stat")
@@ -163,6 +164,22 @@ def test_without_a_gpu_the_kit_ends_with_one_line(tmp_path: Path, words: tuple[s
     (line,) = done.stderr.splitlines()
     assert line.startswith("tests: no GPU here (nvidia-smi -L: No devices were found)")
     assert "--rehearse" in line
+
+
+def test_a_batch_script_in_slurms_spool_finds_the_kit_or_says_how_to_submit(tmp_path: Path) -> None:
+    checkout, spool = tmp_path / "checkout", tmp_path / "spool"
+    (checkout / "tests").mkdir(parents=True)
+    (checkout / "tests" / "run.sh").write_text('printf "%s\\n" "$@"\n')
+    spool.mkdir()
+    script = shutil.copy(RUN_SH.parents[1] / "sbatch" / "gpu_check.sh", spool / "slurm_script")
+    environment = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(checkout)}
+    words = ["bash", str(script), "--rehearse", "-k", "a or b"]
+    said = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == ["-m", "gpu", "--rehearse", "-k", "a or b"]
+    environment["SLURM_SUBMIT_DIR"] = str(tmp_path)
+    lost = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    told = f"gpu_check: no checkout around {tmp_path}. Submit from its top: sbatch sbatch/gpu_check.sh\n"
+    assert (lost.returncode, lost.stderr) == (2, told)
 
 
 def test_the_kit_is_no_part_of_the_ordinary_run() -> None:
