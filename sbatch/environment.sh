@@ -173,6 +173,7 @@ main() {
     say "$venv is current ($kind)"
     return
   fi
+  [[ ! -L $venv ]] || fail "$venv is a link to $(readlink "$venv"): remove it, and an environment is made in its place."
   if [[ -e $venv && ! -e $venv/packages.stamp ]]; then
     fail "$venv is there and was not made by this script: move it away."
   fi

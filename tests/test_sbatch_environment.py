@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-MADE_HERE = (ROOT / ".venv" / "packages.stamp").is_file()
+STAMP = ROOT / ".venv" / "packages.stamp"
+MADE_HERE = STAMP.is_file() and STAMP.read_text().rstrip().endswith(f" {ROOT}")
 
 
 def run(script: Path, *args: str, prefix: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
@@ -104,6 +105,16 @@ def test_an_environment_of_somebody_else_is_left_alone(checkout: Path) -> None:
     assert result.returncode == 1
     assert "was not made by this script: move it away" in result.stderr
     assert theirs.exists()
+
+
+def test_a_link_to_another_checkouts_environment_is_left_alone(checkout: Path, stub: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "packages.stamp").touch()
+    (checkout / ".venv").symlink_to(tmp_path / "theirs")
+    result = run(checkout / "sbatch" / "environment.sh", SLURM_RLHF_PYTHON=stub)
+    assert result.returncode == 1
+    assert f".venv is a link to {tmp_path / 'theirs'}: remove it" in result.stderr
+    assert (checkout / ".venv").is_symlink()
 
 
 def test_two_at_once_wait_for_each_other(checkout: Path) -> None:

@@ -35,7 +35,7 @@ class _Worker:
         client.connect(config.timeout.connect)
         role = RolloutRole(config, Seat("rollout", 0, 1, 0, socket.gethostname()), client)
         self._client = client
-        self._thread = threading.Thread(target=serve, args=(client, role), name="rollout", daemon=True)
+        self._thread = threading.Thread(target=serve, args=(client, role, None), name="rollout", daemon=True)
         self._thread.start()
         self.handle = EngineHandle(self.server, "rollout", 1, 1, config.timeout)
         self.handle.call(0, "start", total_steps=1).result()
