@@ -18,7 +18,10 @@ class RewardModel:
 
     def __init__(self, config: Config) -> None:
         """Raises ModelError."""
-        self.model = Frozen(config, config.reward, lambda: load_reward(config.reward.model_name_or_path, config.ds))
+        path, max_len = config.reward.model_name_or_path, config.data.max_len
+        self.model = Frozen(
+            config, config.reward, config.ds.param_dtype, lambda: load_reward(path, config.ds, max_len=max_len)
+        )
 
     def score(self, exp: Experience, micro: list[list[int]]) -> F32:
         """Scores, fp32 [N], of the state at each sequence's last token: the end-of-sequence token where one was
