@@ -66,7 +66,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 
 def make_model(path: Path, arch: str, noisy: bool = True, **changes: Any) -> Path:
-    """Write a model of `arch`, a key of ARCHITECTURES, with `changes` to its config; `noisy`: with dropout in config.json."""
+    """Write a model of `arch`, a key of ARCHITECTURES, with `changes` to its config; `noisy`: with dropout."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 

@@ -18,7 +18,7 @@ from slurm_rlhf.training.logprobs import chunked_logprobs
 from slurm_rlhf.training.parameters import is_sharded
 from slurm_rlhf.training.rotary import fix_frequencies
 from slurm_rlhf.training.sharded import restore_buffers
-from slurm_rlhf.training.value_head import ValueHead, load_head
+from slurm_rlhf.training.value_head import ValueHead, head_name, load_head, take_head
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -66,13 +66,13 @@ class ValueModule(nn.Module):
     def __init__(self, model: Any, seed: int) -> None:
         super().__init__()
         self.model = model
+        self.head: str | None = None  # of `value_head.HEADS`, where the head is a reward model's
         hidden = model.config.get_text_config().hidden_size
         self.value_head = ValueHead(hidden)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             # Small, so that a fresh critic starts close to zero. Source: OpenRLHF, `models/model.py`.
             self.value_head.weight.normal_(0.0, 1.0 / (hidden + 1), generator=generator)
-        self.value_head.store_as(model.dtype)
 
     def forward(self, input_ids: Tensor, action_index: Tensor) -> Tensor:
         """Values, fp32 [A]; arguments as in `collate.TokenBatch`."""
@@ -110,12 +110,27 @@ def load_policy(
 
 
 def load_critic(
-    path: str | Path, ds: Ds, seed: int, gradient_checkpointing: bool = False, *, max_len: int = 0
+    path: str | Path,
+    ds: Ds,
+    seed: int,
+    gradient_checkpointing: bool = False,
+    *,
+    statistics: tuple[float, float] | None = None,
+    max_len: int = 0,
 ) -> ValueModule:
-    """The body of the language model in `path` under a new value head. `max_len` and errors as in `load_policy`."""
+    """The body of the language model in `path` under its own head if it is a reward model, else under a new one.
+
+    `statistics`: mean and std by which rewards are normalised, and with them what a reward model's head answers.
+    `max_len` and errors as in `load_policy`.
+    """
     from transformers import AutoModel
 
-    return ValueModule(_load(AutoModel, Path(path), ds, gradient_checkpointing, max_len), seed)
+    module = ValueModule(_load(AutoModel, Path(path), ds, gradient_checkpointing, max_len), seed)
+    module.head = head_name(Path(path))
+    if module.head:
+        take_head(Path(path), module.value_head, statistics)
+    module.value_head.store_as(module.model.dtype)
+    return module
 
 
 def load_reward(path: str | Path, ds: Ds, *, max_len: int = 0) -> RewardModule:
