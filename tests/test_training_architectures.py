@@ -74,22 +74,34 @@ def test_train_mode_equals_transformers_in_eval_mode(tmp_path: Path, arch: str) 
     }
 
 
-def test_the_soft_cap_of_a_text_model_inside_another_is_seen(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
+SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+TEXT = {**SMALL, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 69, "final_logit_softcapping": 3.0}
 
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    text = {**sizes, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 69, "final_logit_softcapping": 3.0}
-    vision = {**sizes, "image_size": 16, "patch_size": 8}
-    config = Gemma3Config(text_config={**text, "initializer_range": 0.2}, vision_config=vision, mm_tokens_per_image=4)
+
+def test_the_soft_cap_of_a_text_model_inside_another_is_applied(tmp_path: Path) -> None:
+    from transformers import Gemma4Config, Gemma4ForConditionalGeneration
+
+    text = {**TEXT, "initializer_range": 0.2, "hidden_size_per_layer_input": 0, "sliding_window": 16}
+    config = Gemma4Config(text_config={**text, "layer_types": ["sliding_attention", "full_attention"]})
     torch.manual_seed(0)
-    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    Gemma4ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
     policy = load_policy(tmp_path / "model", FP32, 7)
     assert policy.head_math is not None
     assert policy.head_math.cap == 3.0
-    torch.testing.assert_close(ours(policy).double(), plain(tmp_path / "model", EXPERIENCE), rtol=0, atol=1e-5)
-    plainer = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    plainer.config.get_text_config().final_logit_softcapping = None
-    assert (ours(PolicyModule(plainer, 7)).double() - plain(tmp_path / "model", EXPERIENCE)).abs().max() > 0.1
+    expected = plain(tmp_path / "model", EXPERIENCE)
+    torch.testing.assert_close(ours(policy).double(), expected, rtol=0, atol=1e-5)
+    without = ours(PolicyModule(policy.model, 7)).double()
+    assert (without - expected).abs().max() > 0.1, "the cap makes no difference here"
+
+
+def test_a_soft_cap_that_the_model_around_ignores_is_refused(tmp_path: Path) -> None:
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    vision = {**SMALL, "image_size": 16, "patch_size": 8}
+    config = Gemma3Config(text_config=TEXT, vision_config=vision, mm_tokens_per_image=4)
+    Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
+    with pytest.raises(ModelError, match=r"final_logit_softcapping = 3\.0.*how a gemma3 does is not known"):
+        load_policy(tmp_path / "model", FP32, 7)
 
 
 @pytest.mark.parametrize("max_len", [ORIGINAL, MAX_LEN])

@@ -9,7 +9,12 @@ from pathlib import Path
 
 from slurm_rlhf.config.colocated import colocated
 from slurm_rlhf.config.load import joined
-from slurm_rlhf.config.model_directory import check_length, check_model_directory, check_tensor_parallel
+from slurm_rlhf.config.model_directory import (
+    check_architecture,
+    check_length,
+    check_model_directory,
+    check_tensor_parallel,
+)
 from slurm_rlhf.config.ranges import out_of_range
 from slurm_rlhf.config.reward import check_reward_model, reward_source
 from slurm_rlhf.config.sampling import sampling
@@ -27,6 +32,7 @@ def check(config: Config) -> None:
     actor = config.actor.model_name_or_path
     check_model_directory("actor.model_name_or_path", actor, tokenizer=True)
     check_length("actor.model_name_or_path", actor, config.data.max_len)
+    check_architecture("actor.model_name_or_path", actor, config.data.max_len)
     check_tensor_parallel("actor.model_name_or_path", actor, config.vllm.tensor_parallel_size)
     if config.critic.model_name_or_path:
         check_model_directory("critic.model_name_or_path", config.critic.model_name_or_path, tokenizer=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from slurm_rlhf.config.architectures import HEAD_FIELDS, HEAD_MATH
+from slurm_rlhf.config.architectures import HEAD_FIELDS, head_fields
 from slurm_rlhf.errors import ModelError
 
 
@@ -31,16 +31,17 @@ def head_math(config: Any, where: str) -> HeadMath:
     Raises ModelError, naming `where`, for a field of HEAD_FIELDS that is not known to be the formula of this model.
     """
     text = config.get_text_config()
-    known = HEAD_MATH.get(text.model_type)
+    known = head_fields(config.model_type, text.model_type)
     factor, cap = 1.0, 0.0
     for name in HEAD_FIELDS:
         value = getattr(text, name, None)
         if value is None or value == 1.0:
             continue
-        if known is None or name not in known.fields:
+        if name not in known.fields:
             raise ModelError(
-                f"{where}: config.json has {name} = {value}, by which a {text.model_type} model may change its logits "
-                f"behind the head in a way that is not known here: log-probs could be wrong. Use one without {name}."
+                f"{where}: config.json has {name} = {value}, by which models change their logits behind the "
+                f"head, and how a {config.model_type} does is not known here: log-probs could be wrong. Use a model "
+                f"without {name}."
             )
         if name == known.cap:
             cap = float(value)
