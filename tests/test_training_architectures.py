@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from model_matrix import ARCHITECTURES, ORIGINAL, make_model
+from safetensors.torch import load_file
 from test_training_models import edit_config, make_experience
 
 from slurm_rlhf.config.schema import Config, Ds
@@ -68,6 +69,7 @@ def test_train_mode_equals_transformers_in_eval_mode(tmp_path: Path, arch: str) 
     assert torch.equal(ours(policy.eval()), first)
 
     save_hf(policy.model, path, tmp_path / "out", rank=0)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(path / "model.safetensors").keys()
     exported = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {n: v for n, v in exported.items() if RANDOM.search(n)} == {
         n: v for n, v in written.items() if RANDOM.search(n) and n in exported
