@@ -37,6 +37,7 @@ from slurm_rlhf.roles.ppo import PPO
 from slurm_rlhf.roles.reporting import Reporting
 from slurm_rlhf.roles.run_directory import RunDirectory
 from slurm_rlhf.roles.scoring import ModelRewards
+from slurm_rlhf.roles.self_check import SelfCheck
 from slurm_rlhf.roles.standstill import refuse_standstill
 from slurm_rlhf.roles.state import RunState
 from slurm_rlhf.roles.training_run import TrainingRun
@@ -88,6 +89,7 @@ class Inputs:
     order: PromptOrder
     reward: RewardFunction | None  # None: a model's
     total_steps: int
+    shares: dict[str, float]  # of the prompts, for the self-check
 
 
 class Conductor:
@@ -154,7 +156,8 @@ class Conductor:
         )
         total = min(order.total, config.train.max_steps or order.total)
         reward = None if config.reward.model_name_or_path else RewardFunction.load(config.reward.remote_url)
-        return Inputs(prompts, evaluation, order, reward, total)
+        shares = {"prompts_dropped": prompts.dropped / (prompts.dropped + len(prompts))}
+        return Inputs(prompts, evaluation, order, reward, total, shares)
 
     def _resume(self) -> tuple[RunState, Path | None]:
         if self.config.resume == "never" and self.directory.metrics.exists():
@@ -215,6 +218,9 @@ class Conductor:
             state=state,
             total_steps=inputs.total_steps,
             reporting=self.reporting,
+            self_check=SelfCheck(
+                config, fleet.roles["actor"], self.reporting.note, inputs.shares, self.reporting.self_check
+            ),
             phases=phases,
             engines=EngineWatch([group.node for group in self.ranks.tp_groups if group.role == "rollout"]),
             stop=self.stop,

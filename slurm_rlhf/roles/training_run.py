@@ -25,6 +25,7 @@ from slurm_rlhf.roles.fleet import Fleet
 from slurm_rlhf.roles.ppo import PPO
 from slurm_rlhf.roles.reporting import Reporting
 from slurm_rlhf.roles.run_directory import RunDirectory
+from slurm_rlhf.roles.self_check import SelfCheck
 from slurm_rlhf.roles.state import RunState
 
 SAVING = ("actor", "critic")
@@ -46,6 +47,7 @@ class TrainingRun:
     state: RunState
     total_steps: int
     reporting: Reporting
+    self_check: SelfCheck
     phases: Phases
     engines: EngineWatch
     stop: Stop
@@ -88,10 +90,15 @@ class TrainingRun:
             with self.phases("rollout"):
                 batch = self.batches.take(number)
             experience, metrics = self.ppo.collect(batch, self.state.policy_version)
+            with self.phases("self_check"):
+                self.self_check.before_update(
+                    number, batch.trajectories, experience, metrics, self.state.policy_version
+                )
         measured, notes = self.engines.step(number, batch.loads)
         for note in notes:
             self.reporting.note(note)
         metrics = self.ppo.update(number, experience, metrics | measured)
+        self.self_check.after_update(number, metrics)
         version = self.state.policy_version + 1
         with self.phases("sync"):
             metrics |= self.weights.update(version)
