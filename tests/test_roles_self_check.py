@@ -17,11 +17,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from lookalikes import llama_like
 from test_training_engine import make_config
 from tiny_models import make_tiny
 
+from slurm_rlhf.config.schema import Data
+from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
-from slurm_rlhf.roles.self_check import PER_RANK, SelfCheck, few
+from slurm_rlhf.roles.self_check import PER_RANK, PromptFindings, SelfCheck, few
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -70,7 +74,8 @@ class Bench:
         missing: Any = None
         self.ppo = PPO(self.config, roles, missing, missing, KLController(0.0, 0.0, 1), Phases())
         self.notes: list[str] = []
-        self.check = SelfCheck(self.config, roles["actor"], self.notes.append, {"prompts_dropped": 0.25}, {})
+        findings = PromptFindings({"prompts_dropped": 0.25}, "the chat template ends an answer by nothing")
+        self.check = SelfCheck(self.config, roles["actor"], self.notes.append, findings, {})
 
     def trajectories(self, version: int) -> list[Trajectory]:
         """Prompts and responses of unlike lengths, with the log-probs that the frozen policy gives them."""
@@ -194,6 +199,7 @@ def test_a_sound_run_passes_with_a_line_for_each_group_of_checks(found: dict[str
     assert [note.partition(":")[0] for note in sound["notes"]] == [
         "self-check, prompts",
         "warning",  # a quarter of the prompts was dropped
+        "warning",  # the template
         "self-check, rewards",
         "self-check, actor's forward",
         "self-check, sampled tokens",
@@ -277,6 +283,32 @@ def test_a_few_sequences_of_unlike_lengths_are_chosen_and_every_other_one_is_cut
         whole, mine = exp.token_offsets[source], chosen.token_offsets[row]
         assert (chosen.token_ids[mine : mine + 5 + length] == tokens[whole : whole + 5 + length]).all()
     assert len(few(exp.select([0, 1, 2]), 2)) == 2
+
+
+BEGIN = "{{ bos_token }}{% for m in messages %}{{ m.content }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "doubled", "unended"),
+    [
+        (BEGIN + "{{ eos_token }}{% endfor %}", "1+1", 0.0, False),
+        (BEGIN + "{{ eos_token }}{% endfor %}", "<|begin_of_text|>1+1", 0.5, False),
+        (BEGIN + "</turn>{% endfor %}", "1+1", 0.0, True),
+        (BEGIN + "{{ raise_exception('one turn only') if messages|length > 1 }}{% endfor %}", "1+1", 0.0, True),
+    ],
+)
+def test_prompts_with_two_bos_and_templates_without_eos_are_found(
+    tmp_path: Path, template: str, text: str, doubled: float, unended: bool
+) -> None:
+    tokenizer = Tokenizer.load(llama_like(tmp_path, template=template))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"input": row}) + "\n" for row in ("2+2", text, "3" * 50)))
+    prompts = PromptSet.load(file, tokenizer, Data(apply_chat_template=True), 40)
+    found = PromptFindings.of(prompts, tokenizer, True)
+    assert found.shares == {"prompts_dropped": pytest.approx(1 / 3), "prompts_double_bos": doubled}
+    assert bool(found.template) is unended
+    assert "chat template" in found.template or not unended
+    assert PromptFindings.of(prompts, tokenizer, False).template == ""
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import pytest
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SelfCheckError
-from slurm_rlhf.roles.self_check import SelfCheck
+from slurm_rlhf.roles.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.roles.verdicts import (
     BOUNDS,
     PROMPT_SHARES,
@@ -17,7 +17,6 @@ from slurm_rlhf.roles.verdicts import (
     WORDS,
     agreement_line,
     bounds,
-    clipped_share,
     compare,
     constant_share,
     drift,
@@ -123,23 +122,19 @@ def test_the_first_update_begins_at_ratio_one(ratio: float, approx_kl: float, dt
 
 
 @pytest.mark.parametrize(
-    ("rewards", "group", "clipped", "constant"),
+    ("rewards", "group", "constant"),
     [
-        (np.random.default_rng(0).normal(25, 3, 64), 4, 1.0, 0.0),  # what the issue names: all become 10
-        (np.random.default_rng(0).normal(0, 3, 64), 4, 0.0, 0.0),
-        (np.ones(64), 4, 0.0, 1.0),
-        (np.repeat([0.0, 1.0, 0.0, 1.0], 4), 4, 0.0, 1.0),
-        (np.array([0.0, 1.0, 0.0, 0.0]), 2, 0.0, 0.5),
-        (np.array([0.0, 1.0, 0.0, 0.0]), 1, 0.0, 0.0),  # without groups: the batch
-        (np.zeros(4), 1, 0.0, 1.0),
-        (np.array([-10.0, 10.0]), 2, 0.0, 0.0),
-        (np.array([-10.5, 10.0]), 2, 0.5, 0.0),
+        (np.random.default_rng(0).normal(0, 3, 64), 4, 0.0),
+        (np.ones(64), 4, 1.0),
+        (np.repeat([0.0, 1.0, 0.0, 1.0], 4), 4, 1.0),
+        (np.array([0.0, 1.0, 0.0, 0.0]), 2, 0.5),
+        (np.array([0.0, 1.0, 0.0, 0.0]), 1, 0.0),  # without groups: the batch
+        (np.zeros(4), 1, 1.0),
+        (np.array([np.nan, 0.0]), 2, 0.0),
     ],
 )
-def test_shares_of_rewards(rewards: np.ndarray, group: int, clipped: float, constant: float) -> None:
-    values = rewards.astype(np.float32)
-    assert clipped_share(values, [-10.0, 10.0]) == clipped
-    assert constant_share(values, group) == constant
+def test_share_of_groups_without_a_difference(rewards: np.ndarray, group: int, constant: float) -> None:
+    assert constant_share(rewards.astype(np.float32), group) == constant
 
 
 def test_rewards_that_are_no_numbers_are_an_error() -> None:
@@ -154,9 +149,11 @@ def test_shares_above_their_limit_are_warned_of_and_others_told() -> None:
     assert shares_line("rewards", shares, REWARD_SHARES) == (
         "self-check, rewards: 5 % clipped, 80 % of the groups constant, under 1 % truncated"
     )
-    (warning,) = warnings(shares, REWARD_SHARES)
-    assert warning.startswith("warning: 5 % of the rewards are outside reward.clip_range")
-    assert warnings({"reward_clipped": 0.05, "truncated": 0.5}, REWARD_SHARES) == []
+    assert warnings(shares, REWARD_SHARES) == []
+    # Of the first each step warns by itself.
+    assert warnings({"reward_clipped": 1.0, "truncated": 0.5}, REWARD_SHARES) == []
+    (constant,) = warnings({**shares, "reward_constant": 0.81}, REWARD_SHARES)
+    assert constant.startswith("warning: 81 % of the groups have one reward for all of their responses")
     assert len(warnings({"reward_constant": 0.9, "truncated": float("nan")}, REWARD_SHARES)) == 2
     (doubled,) = warnings({"prompts_double_bos": 0.004, "prompts_dropped": 0.1}, PROMPT_SHARES)
     assert doubled.startswith("warning: under 1 % of the prompts begin with two BOS tokens")
@@ -173,7 +170,7 @@ def test_drift_is_warned_of_at_once_and_when_it_has_doubled_and_ends_the_run_at_
     config, notes = Config(), []
     config.ds.param_dtype, config.train.self_check_stop = "fp32", 5.0
     nobody: object = None
-    check = SelfCheck(config, nobody, notes.append, {}, {})  # type: ignore[arg-type]
+    check = SelfCheck(config, nobody, notes.append, PromptFindings({}), {})  # type: ignore[arg-type]
     for step, mean in enumerate((1e-5, 1.5e-4, 1.6e-4, 2.9e-4, 3.1e-4, 4.9e-4), start=2):
         check._watch(step, drift(mean, "fp32"))
     assert [note.split(":")[1] for note in notes] == [" step 3", " step 6"]

@@ -87,10 +87,10 @@ def test_nothing_was_trained_or_saved(stopped: tuple[Path, int, str]) -> None:
 def test_prompts_that_were_dropped_and_rewards_that_are_clipped_are_warned_of(stopped: tuple[Path, int, str]) -> None:
     run_dir, _, output = stopped
     lines = output.splitlines()
-    assert "self-check, prompts: 20 % dropped" in lines[lines.index("roles: actor x 1, critic x 1, rollout x 1") :]
+    assert "self-check, prompts: 20 % dropped, 0 % with a doubled BOS" in lines
     assert any(line.startswith("warning: 20 % of the prompts are longer than data.max_len") for line in lines)
     assert any(line.startswith("self-check, rewards: 100 % clipped, ") for line in lines)
-    assert any(line.startswith("warning: 100 % of the rewards are outside reward.clip_range") for line in lines)
+    assert any(line.startswith("step 1: warning: 100% of the rewards lie outside reward.clip_range") for line in lines)
     assert any(line.startswith("warning:") and "were cut off at rollout.max_new_tokens" in line for line in lines)
     log = next((run_dir / "logs").glob("conductor.*.log")).read_text()
     assert "self-check, rewards: 100 % clipped" in log

@@ -16,6 +16,10 @@ from slurm_rlhf.config.schema_timeout import Timeout
 FilePath = Annotated[str, "path"]
 """A file or directory: made absolute when it is read. Empty stays empty."""
 
+FORWARD_SHARE = 4
+"""Tokens of a pass without gradients for one of a pass with them, unless the user says so: it keeps the states of one
+layer and not of all. Under ZeRO-3 each micro-batch gathers the model again, so fewer are faster."""
+
 
 @dataclass(slots=True)
 class Data:
@@ -74,7 +78,8 @@ class Actor:
 @dataclass(slots=True)
 class Critic:
     model_name_or_path: FilePath = ""
-    """Directory the value model starts from; empty: the actor's."""
+    """Directory the value model starts from; empty: the reward model's, or the actor's where a function rewards. A
+    reward model's head is kept, any other directory gets a new one. The log says which."""
     num_nodes: int = 1
     """Nodes of this role."""
     num_gpus_per_node: int = 1
@@ -84,7 +89,7 @@ class Critic:
     value_clip: float = 0.5
     """Clip range of the value update; 0: not clipped."""
     freezing_steps: int = 0
-    """The actor is not trained during the first steps, the critic is."""
+    """The actor is not trained during the first steps, the critic is. They do not count in the actor's schedule."""
 
 
 @dataclass(slots=True)
@@ -102,7 +107,8 @@ class Ref:
 @dataclass(slots=True)
 class Reward:
     remote_url: FilePath = ""
-    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF."""
+    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF. README.md says what it can
+    take."""
     model_name_or_path: FilePath = ""
     """Directory of a reward model, instead of a function: sequence classification with one label, or a value head."""
     num_nodes: int = 1
@@ -113,8 +119,16 @@ class Reward:
     """0: the whole model on every rank; 3: cut over the role's ranks by DeepSpeed ZeRO-3."""
     offload: bool = False
     """Keep the parameters in host memory and fetch layer by layer; needs zero_stage 3."""
+    pooling: Literal["auto", "last", "last_not_pad"] = "auto"
+    """Token whose score counts: last (the end-of-sequence token included; OpenRLHF, TRL's value head) or last_not_pad
+    (transformers' sequence classification). They differ where pad and end-of-sequence token are one. auto: by whoever
+    saved the model."""
+    normalize_enable: bool = False
+    """Bring rewards to mean 0 and standard deviation 1: by `mean` and `std` in the reward model's config.json, and
+    without them by all rewards of the run so far (kept in checkpoints). `reward` in the metrics stays as it was."""
     clip_range: list[float] = field(default_factory=lambda: [-10.0, 10.0])
-    """Rewards are clipped to these two values before they reach the advantages."""
+    """Rewards are clipped to these two values, after normalisation, before they reach the advantages; `reward_clipped`
+    in the metrics is the share of those that it changes."""
     shuffle: bool = False
     """Control experiment: permute the rewards over the batch, so that there is nothing to learn."""
 
@@ -128,11 +142,11 @@ class Rollout:
     max_new_tokens: int = 1024
     """Longest response in tokens."""
     temperature: float = 1.0
-    """Sampling temperature; log-probs and entropy are taken at the same temperature."""
+    """Sampling temperature, 0.01 to 2; log-probs and entropy are taken at the same temperature."""
     top_p: float = 1.0
-    """Nucleus sampling."""
+    """1: the trainer's log-probs are over the whole vocabulary, so nucleus sampling is refused."""
     top_k: int = -1
-    """Sample among the k likeliest tokens; -1: all."""
+    """-1 (all), for the same reason."""
     stop: list[str] = field(default_factory=list)
     """Strings that end a response."""
 
@@ -217,6 +231,9 @@ class Train:
     """Stop after this many training steps; 0: when the episodes are over."""
     max_tokens_per_gpu: int = 16384
     """Token budget of a micro-batch; a longer single sequence is a micro-batch of its own."""
+    forward_max_tokens_per_gpu: int = 0
+    """The same in passes without gradients (old log-probs, reference, values, reward model), which keep no activations;
+    0: four times train.max_tokens_per_gpu."""
     logprob_chunk_tokens: int = 2048
     """Logits over the vocabulary exist for this many tokens at a time."""
     colocate_actor_ref: bool = False
@@ -239,6 +256,11 @@ class Train:
     """A later step that is beyond a bound of the self-check warns; at this multiple of it the run ends. 0: never."""
     threads_per_rank: int = 0
     """CPU threads of a process; 0: the CPUs of the node divided by the busiest phase's processes."""
+
+    @property
+    def forward_tokens(self) -> int:
+        """Token budget of a micro-batch that is not trained on."""
+        return self.forward_max_tokens_per_gpu or FORWARD_SHARE * self.max_tokens_per_gpu
 
 
 @dataclass(slots=True)

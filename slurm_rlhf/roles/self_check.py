@@ -15,7 +15,10 @@ import numpy as np
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import RoleHandle, gather
-from slurm_rlhf.errors import SelfCheckError
+from slurm_rlhf.data.framing import has_double_bos, missing_eos
+from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import ModelError, SelfCheckError
 from slurm_rlhf.records import F32, Experience, Trajectory
 from slurm_rlhf.roles.sharding import assemble, shards
 from slurm_rlhf.roles.staleness import ages
@@ -39,6 +42,29 @@ PER_RANK = 4
 """Sequences that a rank of the actor computes again."""
 
 
+@dataclass(frozen=True, slots=True)
+class PromptFindings:
+    """What is known of the training prompts before anything is sampled."""
+
+    shares: dict[str, float]  # of all prompts, by the names of verdicts.PROMPT_SHARES
+    template: str = ""  # what is wrong with how the chat template ends an answer
+
+    @classmethod
+    def of(cls, prompts: PromptSet, tokenizer: Tokenizer, templated: bool) -> PromptFindings:
+        """`templated`: prompts are put into the tokenizer's chat template."""
+        shares = {
+            "prompts_dropped": prompts.dropped / (prompts.dropped + len(prompts)),
+            "prompts_double_bos": sum(has_double_bos(p.token_ids[:2].tolist(), tokenizer) for p in prompts)
+            / len(prompts),
+        }
+        if not templated:
+            return cls(shares)
+        try:
+            return cls(shares, missing_eos(tokenizer))
+        except ModelError as error:
+            return cls(shares, f"whether the chat template ends answers with an end token cannot be told: {error}")
+
+
 @dataclass(slots=True)
 class SelfCheck:
     """The conductor calls `before_update` and `after_update` in every step; in the first they wait for the actor.
@@ -49,7 +75,7 @@ class SelfCheck:
     config: Config
     actor: RoleHandle
     note: Callable[[str], None]
-    prompts: dict[str, float]  # shares of the prompt data set, by the names of verdicts.PROMPT_SHARES
+    prompts: PromptFindings
     figures: dict[str, float]  # check -> what was found: filled by the first step
     _begun: bool = field(default=False, init=False)
     _updated: bool = field(default=False, init=False)
@@ -66,7 +92,9 @@ class SelfCheck:
                 self._watch(step, drift(mean, self.config.ds.param_dtype))
             return
         self._begun = True
-        self._shares("prompts", self.prompts, PROMPT_SHARES)
+        self._shares("prompts", self.prompts.shares, PROMPT_SHARES)
+        if self.prompts.template:
+            self.note(f"warning: {self.prompts.template}")
         self._shares("rewards", metrics, REWARD_SHARES)
         if wrong := not_finite(exp.rewards):
             raise SelfCheckError(wrong)

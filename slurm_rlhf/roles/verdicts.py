@@ -88,8 +88,7 @@ WORDS: dict[str, Words] = {
         "the log-probs of engine and actor of the tokens that the engine sampled",
         "the engine has other weights, samples at another temperature or with other parameters than the actor is "
         "trained with, or vLLM computes this architecture otherwise than transformers",
-        "look at rollout.temperature, rollout.top_p and rollout.top_k, compare weights with sync.compare, or set "
-        "vllm.dtype = fp32",
+        "look at rollout.temperature, compare weights with sync.compare, or set vllm.dtype = fp32",
     ),
     "reference": Words(
         "the log-probs of actor and reference, which are the same model before the first step,",
@@ -196,10 +195,9 @@ class Share:
 
 SHARES: dict[str, Share] = {
     "reward_clipped": Share(
-        0.05,
+        1.0,
         "clipped",
-        "of the rewards are outside reward.clip_range and were clipped to its ends: unlike responses then count as "
-        "equal. Widen reward.clip_range, or scale the rewards",
+        "",  # `algorithms.reward_scale.clip_warning`, in every step
     ),
     "reward_constant": Share(
         0.8,
@@ -223,17 +221,12 @@ SHARES: dict[str, Share] = {
     "prompts_double_bos": Share(
         0.0,
         "with a doubled BOS",
-        "of the prompts begin with two BOS tokens: the text has one, and the tokenizer adds another. Take it out of "
-        "the text or of data.input_template, or give messages and set data.apply_chat_template = true",
+        "of the prompts begin with two BOS tokens: no model was trained on that. Take one out of the text in "
+        "data.input_key, of data.input_template or of the chat template",
     ),
 }
 REWARD_SHARES = ("reward_clipped", "reward_constant", "truncated")
 PROMPT_SHARES = ("prompts_dropped", "prompts_double_bos")
-
-
-def clipped_share(rewards: F32, clip_range: Sequence[float]) -> float:
-    """Share of the rewards [N] that are outside the range."""
-    return float(np.mean((rewards < clip_range[0]) | (rewards > clip_range[1]))) if len(rewards) else 0.0
 
 
 def constant_share(rewards: F32, group: int) -> float:
