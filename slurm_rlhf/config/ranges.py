@@ -92,6 +92,7 @@ RANGES: dict[str, Range] = {
     "train.seed": Range(0, 2**32 - 1),
     "train.self_check_stop": NOT_NEGATIVE,
     "train.threads_per_rank": NOT_NEGATIVE,
+    "train.kernel_cache_gib": POSITIVE,
     "eval.steps": NOT_NEGATIVE,
     "eval.temperature": Range(0, 2),
     "eval.n_samples_per_prompt": COUNT,
