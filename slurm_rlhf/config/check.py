@@ -67,6 +67,8 @@ def _training_problems(config: Config) -> Iterator[str]:
     yield from _file("data.prompt_dataset", config.data.prompt_dataset, "a JSONL file of prompts")
     if config.eval.dataset:
         yield from _file("eval.dataset", config.eval.dataset, "a JSONL file of prompts")
+    if config.train.kernel_cache not in ("auto", "none"):
+        yield from _output("train.kernel_cache", config.train.kernel_cache, "auto, none or a directory")
     yield from reward_source(config)
     yield from _resume(config)
     yield from _frozen(config)
@@ -121,6 +123,11 @@ def _relations(config: Config) -> Iterator[str]:
         yield (
             f"data.max_len = {config.data.max_len} leaves no room for a prompt beside "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: raise the one or lower the other"
+        )
+    if 0 < config.train.self_check_stop < 1:
+        yield (
+            f"train.self_check_stop = {config.train.self_check_stop:g} would end a run within the bound that it is "
+            "a multiple of: use 1 or more, or 0 to be warned only"
         )
     if config.algo.kl.target and not config.algo.kl.init_coef:
         yield "algo.kl.target needs a coefficient to start from: set algo.kl.init_coef above 0"
