@@ -104,5 +104,8 @@ def _prompts(number: int, count: int, tokens: int, vocab: int) -> list[Prompt]:
 
 def _vocab(config: Config) -> int:
     from slurm_rlhf.rollout.parameters import parameter_shapes
+    from slurm_rlhf.rollout.saved_names import skeleton
 
-    return max(shape[0] for shape in parameter_shapes(config.actor.model_name_or_path).values() if len(shape) == 2)
+    return max(
+        shape[0] for shape in parameter_shapes(skeleton(config.actor.model_name_or_path)).values() if len(shape) == 2
+    )
