@@ -184,11 +184,11 @@ class Ds:
     zero_stage: int = 2
     """DeepSpeed ZeRO stage of actor and critic."""
     param_dtype: Literal["bf16", "fp32"] = "bf16"
-    """bf16 (with fp32 master weights; at ZeRO stage 0 fp32 weights under autocast) or fp32."""
+    """bf16 (with fp32 master weights; at stage 0 fp32 weights under autocast, the reference's too) or fp32."""
     enable_sleep: bool = False
     """With train.colocate_all: actor and critic keep their optimizer states in host memory while the engines work."""
     attn_implementation: str = "sdpa"
-    """Hugging Face attention implementation."""
+    """Of Hugging Face. sdpa: eager for models that have no sdpa, or cap their attention scores, which it ignores."""
 
 
 @dataclass(slots=True)
@@ -258,6 +258,11 @@ class Train:
     """Kind of the GPUs (h100, a100_40gb, ...), whose memory is checked before anything starts; empty: found out."""
     gpu_memory_gb: float = 0.0
     """Memory of a GPU, as it is sold (80), where the kind is unknown; 0: found out."""
+    self_check: bool = True
+    """Look at the first batch before training on it: actor, reference and engine agree, forwards repeat, rewards and
+    prompts are sane. What fails ends the run; later steps watch for drift. README.md: When something is wrong."""
+    self_check_stop: float = 10.0
+    """A later step that is beyond a bound of the self-check warns; at this multiple of it the run ends. 0: never."""
     threads_per_rank: int = 0
     """CPU threads of a process; 0: the CPUs of the node divided by the busiest phase's processes."""
     kernel_cache: FilePath = "auto"
