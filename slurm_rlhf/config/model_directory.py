@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
