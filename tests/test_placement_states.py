@@ -71,7 +71,9 @@ def measure(stage: int, param_dtype: str, kind: str, model: Path) -> dict[str, i
 
     def measuring(*arguments: Any, **named: Any) -> None:
         accumulate(*arguments, **named)
-        found["gradients"] = max(found.get("gradients", 0), sum(storages(gradients()).values()))
+        # Of a gradient that crosses the border of two ranks' parts, ZeRO-2 in fp32 keeps a view.
+        size = sum(grad.nbytes for grad in gradients()) if stage == 2 else sum(storages(gradients()).values())
+        found["gradients"] = max(found.get("gradients", 0), size)
 
     def gradients() -> list[torch.Tensor]:
         optimizer = deepspeed.optimizer
