@@ -34,6 +34,15 @@ def storages(tensors: Any) -> dict[int, int]:
     return found
 
 
+def shown(tensors: list[torch.Tensor]) -> int:
+    """Bytes of `tensors`, each place once. Of a gradient across two ranks' parts ZeRO-2 in fp32 keeps a view."""
+    views: dict[int, dict[int, int]] = {}
+    for tensor in tensors:
+        views.setdefault(tensor.untyped_storage().data_ptr(), {})[tensor.data_ptr()] = tensor.nbytes
+    whole = storages(tensors)
+    return sum(min(size, sum(views[place].values())) for place, size in whole.items())
+
+
 def reachable(*roots: Any) -> list[torch.Tensor]:
     """All tensors that can be reached from `roots` through attributes and containers, and their gradients."""
     skipped = (type, types.ModuleType, types.FunctionType, types.FrameType, types.CodeType)
@@ -71,9 +80,7 @@ def measure(stage: int, param_dtype: str, kind: str, model: Path) -> dict[str, i
 
     def measuring(*arguments: Any, **named: Any) -> None:
         accumulate(*arguments, **named)
-        # Of a gradient that crosses the border of two ranks' parts, ZeRO-2 in fp32 keeps a view.
-        size = sum(grad.nbytes for grad in gradients()) if stage == 2 else sum(storages(gradients()).values())
-        found["gradients"] = max(found.get("gradients", 0), size)
+        found["gradients"] = max(found.get("gradients", 0), shown(gradients()))
 
     def gradients() -> list[torch.Tensor]:
         optimizer = deepspeed.optimizer
