@@ -125,6 +125,10 @@ def main() -> None:
     log_to(directory.role_log(seat.role, seat.node, seat.rank))
     config = load_config(directory.config, [])
     store = open_store()  # alive as long as this process
+    # Before there is a client: from its hello on, silence is a sign of death.
+    importlib.import_module("slurm_rlhf.roles.libraries").import_libraries(config, seat)
+    module, name = ROLES[seat.role]
+    role = getattr(importlib.import_module(module), name)
     client = ControlClient(
         arguments.endpoint,
         RunKeys.parse(os.environ[KEYS], KEYS) if KEYS in os.environ else RunKeys.load(directory.keys),
@@ -140,8 +144,7 @@ def main() -> None:
     if held:
         relay_termination(client)
     try:
-        module, name = ROLES[seat.role]
-        serve(client, getattr(importlib.import_module(module), name)(config, seat, client))
+        serve(client, role(config, seat, client))
         client.close()
         del store
     except BaseException:

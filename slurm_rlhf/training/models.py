@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.training.logprobs import chunked_logprobs
+from slurm_rlhf.training.logprobs import LogprobHead
 from slurm_rlhf.training.parameters import is_sharded
 from slurm_rlhf.training.sharded import restore_buffers
 from slurm_rlhf.training.value_head import load_head
@@ -27,7 +27,7 @@ class PolicyModule(nn.Module):
     def __init__(self, model: Any, chunk_tokens: int) -> None:
         super().__init__()
         self.model = model
-        self.chunk_tokens = chunk_tokens
+        self.head = LogprobHead(model.get_output_embeddings(), chunk_tokens)
 
     def forward(
         self,
@@ -39,16 +39,8 @@ class PolicyModule(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(log-probs, entropies), fp32 [A] each; arguments as in `collate.TokenBatch` and `chunked_logprobs`."""
         hidden = _action_states(self.model.base_model, input_ids, action_index)
-        head = self.model.get_output_embeddings()
-        return chunked_logprobs(
-            head,
-            hidden,
-            targets,
-            temperature,
-            self.chunk_tokens,
-            entropy_grad=entropy_grad,
-            same_chunks=is_sharded(head.weight),
-        )
+        answer: tuple[Tensor, Tensor] = self.head(hidden, targets, temperature, entropy_grad)
+        return answer
 
 
 class ValueModule(nn.Module):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import F32, Experience
-from slurm_rlhf.training.collate import collate
+from slurm_rlhf.training.collate import collate, to_device
 from slurm_rlhf.training.frozen import Frozen
 from slurm_rlhf.training.models import load_reward
 
@@ -25,14 +25,16 @@ class RewardModel:
         sampled. Every row must be in one micro-batch (rows of `exp`). Collective under ZeRO-3.
         """
         scores = np.full(len(exp), np.nan, dtype=np.float32)
+        answers = []
         for rows in micro:
             part = exp.select(rows)
             batch = collate(part, self.model.device)
-            scores[rows] = self.model(batch.input_ids, last_token(part, batch.input_ids)).cpu().numpy()
+            answers.append(self.model(batch.input_ids, last_token(part, batch.input_ids)))
+        scores[[row for rows in micro for row in rows]] = torch.cat(answers).cpu().numpy()
         return scores
 
 
 def last_token(exp: Experience, input_ids: Tensor) -> Tensor:
     """Where in the flattened `input_ids` [B, L] each sequence ends, int64 [B]."""
-    lengths = torch.from_numpy(exp.lengths.astype(np.int64)).to(input_ids.device)
+    lengths = to_device(exp.lengths.astype(np.int64), input_ids.device)
     return torch.arange(len(exp), device=input_ids.device) * input_ids.shape[1] + lengths - 1
