@@ -24,12 +24,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "config": {"errors"},
     "data": BASE,
+    "placement": BASE,
     "cluster": BASE,
     "launch": BASE | {"cluster"},
     "control": BASE,
     "algorithms": {"records", "errors"},
-    "rollout": BASE | {"observe"},
-    "training": BASE | {"observe", "algorithms", "data"},
+    "rollout": BASE | {"observe", "placement"},
+    "training": BASE | {"observe", "algorithms", "data", "placement"},
     "sync": BASE | {"observe", "cluster"},
     "checkpoint": BASE | {"observe"},
     "observe": BASE,
@@ -160,7 +161,7 @@ def dotted(module: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-LIGHT_ROOMS = ("config", "data", "cluster", "launch", "control", "cli", "checkpoint")
+LIGHT_ROOMS = ("config", "data", "placement", "cluster", "launch", "control", "cli", "checkpoint")
 LIGHT = [dotted(module) for module in MODULES if room(module) in LIGHT_ROOMS] + [
     "slurm_rlhf.records",
     "slurm_rlhf.errors",
@@ -195,5 +196,5 @@ def test_login_node_and_conductor_load_nothing_heavy() -> None:
 
 
 def test_the_command_line_and_the_planner_load_no_numpy_either() -> None:
-    names = [dotted(module) for module in MODULES if room(module) in ("config", "cli", "cluster")]
+    names = [dotted(module) for module in MODULES if room(module) in ("config", "cli", "cluster", "placement")]
     assert loaded(HEAVY | {"numpy", "zmq", "rich", "tokenizers"}, names) == []

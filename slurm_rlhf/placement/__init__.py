@@ -1,0 +1,1 @@
+"""What a run needs of its accelerators, computed before anything starts. Pure: no torch, no I/O but config.json."""

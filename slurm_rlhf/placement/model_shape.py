@@ -1,0 +1,213 @@
+"""A language model's shape, read from its `config.json` alone: its tensors, heads, layers and experts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.errors import ModelError
+from slurm_rlhf.placement.families import FAMILIES, Family
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """`count` parameters of `elements` each. The activations of `active` of them take part in a token's computation."""
+
+    kind: str  # embedding, head, attention, mlp, experts, router, norm or bias
+    elements: int
+    count: int
+    active: float = 0.0  # 0: all
+
+    @property
+    def total(self) -> int:
+        return self.elements * self.count
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What memory and time of a model follow from. Widths in elements of a hidden state."""
+
+    family: str  # `model_type`
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    width: int  # inner width of a dense MLP
+    vocab: int
+    tied: bool  # the head is the embedding
+    activation: str
+    qk_norm: str  # "": none, "head": each head for itself, "full": all heads as one
+    post_norms: bool  # norms behind attention and MLP, too
+    float_norms: bool  # norms multiply by their weight in fp32
+    windows: tuple[int, ...]  # of each layer: tokens that attention looks back; 0: all
+    experts: int  # 0: dense
+    experts_per_token: int
+    expert_width: int
+    shared_width: int  # inner width of an expert that all tokens visit; 0: there is none
+    moe_layers: int
+    tensors: tuple[Tensors, ...]
+
+    @property
+    def parameters(self) -> int:
+        """All parameters; a tied head counts once."""
+        return sum(tensor.total for tensor in self.tensors)
+
+    @property
+    def active(self) -> int:
+        """Parameters that a token meets: of the experts only those that it is sent to."""
+        return round(sum(tensor.total * (tensor.active or 1.0) for tensor in self.tensors))
+
+    @property
+    def head(self) -> int:
+        """Elements of the matrix that makes logits of a hidden state."""
+        return self.hidden * self.vocab
+
+    @property
+    def body(self) -> int:
+        """Parameters of a value or reward model before its own head: those without an untied head."""
+        return self.parameters - self.of_kind("head")
+
+    def of_kind(self, *kinds: str) -> int:
+        """Parameters of these kinds."""
+        return sum(tensor.total for tensor in self.tensors if tensor.kind in kinds)
+
+
+def read_shape(key: str, path: str | Path) -> ModelShape:
+    """The shape of the model in directory `path`, which `key` of the configuration names.
+
+    Raises ModelError where there is no config.json, where the weights are quantised, and for an architecture whose
+    shape is not known here.
+    """
+    file = Path(path) / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{key}: {path} holds no config.json") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{key}: {file} cannot be read: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{key}: {file} is not a JSON object")
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
+        raise ModelError(
+            f"{key}: {path} holds quantised weights (quantization_config, {method or 'no method named'}), which cannot "
+            "be trained here: use the model it was made from, in bf16 or fp32"
+        )
+    try:
+        return shape_of(config)
+    except KeyError as error:
+        raise ModelError(f"{key}: {file} does not say {error.args[0]}") from None
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """The shape in a parsed config.json. Raises KeyError for what is missing, ModelError as `read_shape`."""
+    name = str(config.get("model_type", ""))
+    family = FAMILIES.get(name)
+    if family is None:
+        raise ModelError(f"model_type {name!r} has no known memory model; known: {', '.join(FAMILIES)}")
+    layers, hidden, heads = (
+        int(config[field]) for field in ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    )
+    tied = config.get("tie_word_embeddings")
+    experts, per_token, width = (_number(config, field) for field in family.experts)
+    moe_layers = _moe_layers(config, layers) if experts else 0
+    shape = ModelShape(
+        family=name,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_number(config, "num_key_value_heads") or heads,
+        head_dim=_number(config, "head_dim") or family.head_dim or hidden // heads,
+        width=int(config["intermediate_size"]),
+        vocab=int(config["vocab_size"]),
+        tied=family.tied if tied is None else bool(tied),
+        activation=str(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
+        qk_norm=family.qk_norm,
+        post_norms=family.norms == 4,
+        float_norms=family.float_norms,
+        windows=_windows(config, family, layers),
+        experts=experts,
+        experts_per_token=per_token,
+        expert_width=width,
+        shared_width=_number(config, "shared_expert_intermediate_size") if experts else 0,
+        moe_layers=moe_layers,
+        tensors=(),
+    )
+    return _with_tensors(shape, config, family)
+
+
+def _with_tensors(shape: ModelShape, config: Mapping[str, Any], family: Family) -> ModelShape:
+    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    rows: list[Tensors] = [Tensors("embedding", hidden * shape.vocab, 1)]
+    if not shape.tied:
+        rows.append(Tensors("head", hidden * shape.vocab, 1))
+    rows += [Tensors("attention", hidden * queries, 2 * shape.layers)]
+    rows += [Tensors("attention", hidden * keys, 2 * shape.layers)]
+    dense = shape.layers - shape.moe_layers
+    if dense:
+        rows += [Tensors("mlp", hidden * shape.width, 3 * dense)]
+    if shape.moe_layers:
+        rows += _expert_tensors(shape, family)
+    rows += [Tensors("norm", hidden, family.norms * shape.layers + 1)]
+    if family.qk_norm:
+        whole = family.qk_norm == "full"
+        rows += [Tensors("norm", queries if whole else shape.head_dim, shape.layers)]
+        rows += [Tensors("norm", keys if whole else shape.head_dim, shape.layers)]
+    if _flag(config, family.qkv_bias):
+        rows += [Tensors("bias", queries, shape.layers), Tensors("bias", keys, 2 * shape.layers)]
+    if _flag(config, family.output_bias):
+        rows += [Tensors("bias", hidden, shape.layers)]
+    if _flag(config, family.mlp_bias):
+        rows += [Tensors("bias", shape.width, 2 * dense), Tensors("bias", hidden, dense)]
+    return replace(shape, tensors=tuple(rows))
+
+
+def _expert_tensors(shape: ModelShape, family: Family) -> list[Tensors]:
+    """Transformers holds all experts of a layer as two tensors."""
+    share = shape.experts_per_token / shape.experts
+    one = shape.hidden * shape.expert_width
+    rows = [
+        Tensors("experts", shape.experts * 2 * one, shape.moe_layers, share),
+        Tensors("experts", shape.experts * one, shape.moe_layers, share),
+        Tensors("router", shape.experts * shape.hidden, shape.moe_layers),
+    ]
+    if shape.shared_width:
+        rows += [Tensors("mlp", shape.hidden * shape.shared_width, 3 * shape.moe_layers)]
+        rows += [Tensors("router", shape.hidden, shape.moe_layers)]
+    return rows
+
+
+def _moe_layers(config: Mapping[str, Any], layers: int) -> int:
+    """Layers with experts. Source: transformers, `Qwen2MoeDecoderLayer`."""
+    dense, step = config.get("mlp_only_layers") or [], _number(config, "decoder_sparse_step") or 1
+    return sum(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
+
+
+def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
+    """Source: transformers, `sliding_window` and `layer_types` of the families' configurations."""
+    window = _number(config, "sliding_window") if config.get("use_sliding_window", family.windows) else 0
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list) and len(kinds) == layers:
+        return tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    if "max_window_layers" in config:
+        first = _number(config, "max_window_layers")
+        return tuple(window if layer >= first else 0 for layer in range(layers))
+    pattern = _number(config, "sliding_window_pattern")
+    if pattern:
+        return tuple(window if (layer + 1) % pattern else 0 for layer in range(layers))
+    return (window,) * layers
+
+
+def _flag(config: Mapping[str, Any], value: bool | tuple[str, bool]) -> bool:
+    """A family's constant, or the field of config.json that decides."""
+    return bool(config.get(*value)) if isinstance(value, tuple) else value
+
+
+def _number(config: Mapping[str, Any], field: str) -> int:
+    value = config.get(field)
+    return int(value) if isinstance(value, int | float) else 0

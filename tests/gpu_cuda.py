@@ -1,0 +1,337 @@
+"""torch.cuda's functions for the stand-ins, and streams that notice who does not wait for whom. See gpu_standins.py."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_signatures import Stub, standin_only
+
+Clock = dict[int, int]
+
+
+class StreamRace(AssertionError):
+    """Two streams touched the same memory, one of them writing, and nothing made the later wait for the earlier."""
+
+
+@dataclass
+class Properties:
+    """As torch.cuda.get_device_properties gives them; its fields are compared with the stub's."""
+
+    name: str
+    uuid: str
+    total_memory: int
+    major: int = 9
+    minor: int = 0
+    multi_processor_count: int = 132
+    pci_domain_id: int = 0
+    pci_bus_id: int = 0
+    pci_device_id: int = 0
+
+
+def properties_in_torch() -> set[str]:
+    """What a GPU's properties have: by the stub, and by torch's own use of what the stub forgets (PCI addresses)."""
+    if hasattr(torch._C, "_CudaDeviceProperties"):
+        return set(dir(torch._C._CudaDeviceProperties))
+    home = Path(torch.__file__).parent
+    used = re.findall(r"device_properties\.(\w+)", (home / "numa" / "binding.py").read_text())
+    return Stub(home / "_C" / "__init__.pyi", "_CudaDeviceProperties").fields | set(used)
+
+
+class Streams:
+    """The streams of a process, whose current one a thread has, and what the host knows to be over."""
+
+    def __init__(self, syncs: Counter[str]) -> None:
+        self.syncs = syncs
+        self.host: Clock = {}
+        self.lock = threading.RLock()
+        self._local = threading.local()
+        self._uses: dict[int, tuple[tuple[int, int] | None, Clock]] = {}
+        self.known: list[Any] = []
+        owner = self
+
+        class Stream:
+            """torch.cuda.Stream."""
+
+            def __init__(self, device: Any = None, priority: int = 0, **kwargs: Any) -> None:
+                self._clock: Clock = {}
+                self._pending: list[Any] = []
+                self._number = len(owner.known)
+                owner.known.append(self)
+
+            def wait_stream(self, stream: Stream) -> None:
+                self._take(stream._clock, stream._pending)
+
+            def wait_event(self, event: Event) -> None:
+                self._take(event._clock, event._pending)
+
+            def record_event(self, event: Event | None = None) -> Event:
+                event = event or Event()
+                event.record(self)
+                return event
+
+            def query(self) -> bool:
+                return all(work.over() for work in self._pending)
+
+            def synchronize(self) -> None:
+                owner.syncs["stream.synchronize"] += 1
+                self.synchronize_quietly()
+
+            @standin_only
+            def synchronize_quietly(self) -> None:
+                self.settle()
+                owner.merge(owner.host, self._clock)
+
+            @standin_only
+            def settle(self) -> None:
+                """Wait for what this stream waits for: a CPU computes at once what a GPU would have queued."""
+                pending, self._pending = self._pending, []
+                for work in pending:
+                    work.finish()
+
+            @standin_only
+            def _take(self, clock: Clock, pending: Sequence[Any] = ()) -> None:
+                owner.merge(self._clock, clock)
+                self._pending += pending
+
+            @standin_only
+            def tick(self) -> tuple[int, int]:
+                owner.merge(self._clock, owner.host)
+                self._clock[self._number] = self._clock.get(self._number, 0) + 1
+                return self._number, self._clock[self._number]
+
+        class Event:
+            """torch.cuda.Event."""
+
+            def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
+                self._clock: Clock = {}
+                self._pending: list[Any] = []
+                self._timed = enable_timing
+
+            def record(self, stream: Any = None) -> None:
+                stream = stream or owner.current()
+                self._clock = dict(stream._clock)
+                self._pending = list(stream._pending)
+
+            def wait(self, stream: Any = None) -> None:
+                (stream or owner.current()).wait_event(self)
+
+            def query(self) -> bool:
+                over = all(work.over() for work in self._pending)
+                if over:
+                    owner.merge(owner.host, self._clock)
+                return over
+
+            def synchronize(self) -> None:
+                owner.syncs["event.synchronize"] += 1
+                for work in self._pending:
+                    work.finish()
+                owner.merge(owner.host, self._clock)
+
+            def elapsed_time(self, end_event: Event) -> float:
+                if not (self._timed and end_event._timed):
+                    raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+                return 1.0
+
+        self.Stream, self.Event = Stream, Event
+        self.default = Stream()
+
+    def merge(self, into: Clock, other: Clock) -> None:
+        with self.lock:
+            for key, at in other.items():
+                into[key] = max(into.get(key, 0), at)
+
+    def current(self) -> Any:
+        return getattr(self._local, "stream", self.default)
+
+    def choose(self, stream: Any) -> Any:
+        before = self.current()
+        self._local.stream = stream
+        return before
+
+    def catch_up(self) -> None:
+        """Before the current stream does anything."""
+        self.current().settle()
+
+    def touched(self, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], stream: Any = None) -> None:
+        """The stream (the current one) reads and writes. Raises StreamRace."""
+        with self.lock:
+            stream = stream or self.current()
+            at = stream.tick()
+            for tensor in read:
+                write, reads = self._uses.get(_key(tensor), (None, {}))
+                self._ordered(stream, write, "reads what", "wrote")
+                reads[at[0]] = at[1]
+                self._uses[_key(tensor)] = (write, reads)
+            for tensor in written:
+                write, reads = self._uses.get(_key(tensor), (None, {}))
+                self._ordered(stream, write, "writes where", "wrote")
+                for each in reads.items():
+                    if each != at:
+                        self._ordered(stream, each, "writes where", "read")
+                self._uses[_key(tensor)] = (at, {})
+
+    def forget(self, storage: Any) -> None:
+        """New memory: whoever had its address before is gone."""
+        with self.lock:
+            self._uses.pop(storage._cdata, None)
+
+    def _ordered(self, stream: Any, use: tuple[int, int] | None, does: str, did: str) -> None:
+        if use is not None and stream._clock.get(use[0], 0) < use[1]:
+            raise StreamRace(
+                f"stream {stream._number} {does} stream {use[0]} {did}, and does not wait for it: an event, "
+                "wait_stream or work.wait() is missing"
+            )
+
+
+def _key(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class Cuda:
+    """The functions of torch.cuda that have a stand-in; `_` ones are the stand-ins' own."""
+
+    def __init__(self, gpus: Sequence[str], memory: Any, streams: Streams, syncs: Counter[str]) -> None:
+        self._gpus, self._memory, self._streams, self._syncs = gpus, memory, streams, syncs
+        self._current = 0
+        self._seed = 0
+        self._states: dict[int, torch.Tensor] = {}
+        self.Stream, self.Event = streams.Stream, streams.Event
+        wrong = set(Properties.__dataclass_fields__) - properties_in_torch()
+        assert not wrong, f"a GPU's properties have no {wrong}"
+        cuda = self
+
+        class device:
+            """torch.cuda.device: within it another GPU is the current one."""
+
+            def __init__(self, device: Any) -> None:
+                self.idx = cuda._device(device).index
+
+            def __enter__(self) -> None:
+                self.prev_idx, cuda._current = cuda._current, self.idx
+
+            def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
+                cuda._current = self.prev_idx
+
+        class StreamContext:
+            """What torch.cuda.stream returns."""
+
+            def __init__(self, stream: Any) -> None:
+                self.stream = stream
+
+            def __enter__(self) -> None:
+                self.before = streams.choose(self.stream) if self.stream is not None else None
+
+            def __exit__(self, type: Any, value: Any, traceback: Any) -> None:
+                if self.stream is not None:
+                    streams.choose(self.before)
+
+        self.device, self.StreamContext = device, StreamContext
+
+    def _device(self, device: Any = None) -> torch.device:
+        """With its number. Raises RuntimeError for one that is not there."""
+        if device is None:
+            return torch.device("cuda", self._current)
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+        if found.type != "cuda":
+            return found
+        found = torch.device("cuda", self._current if found.index is None else found.index)
+        if found.index >= len(self._gpus):
+            raise RuntimeError("CUDA error: invalid device ordinal")
+        return found
+
+    def is_available(self) -> bool:
+        return bool(self._gpus)
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def init(self) -> None: ...
+
+    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return len(self._gpus)
+
+    def current_device(self) -> int:
+        return self._current
+
+    def set_device(self, device: Any) -> None:
+        self._current = self._device(device).index
+
+    def get_device_name(self, device: Any = None) -> str:
+        return self.get_device_properties(device).name
+
+    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
+        return 9, 0
+
+    def get_device_properties(self, device: Any = None) -> Properties:
+        index = self._device(device).index
+        return Properties("NVIDIA H100 80GB HBM3", self._gpus[index], self._memory.total, pci_bus_id=index)
+
+    def synchronize(self, device: Any = None) -> None:
+        self._syncs["synchronize"] += 1
+        for stream in list(self._streams.known):
+            stream.synchronize_quietly()
+
+    def current_stream(self, device: Any = None) -> Any:
+        return self._streams.current()
+
+    def default_stream(self, device: Any = None) -> Any:
+        return self._streams.default
+
+    def set_stream(self, stream: Any) -> None:
+        self._streams.choose(stream)
+
+    def stream(self, stream: Any) -> Any:
+        return self.StreamContext(stream)
+
+    def is_current_stream_capturing(self) -> bool:
+        return False
+
+    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
+        return self._memory.total - self.memory_allocated(device), self._memory.total
+
+    def memory_allocated(self, device: Any = None) -> int:
+        return int(self._memory.held(self._device(device).index))
+
+    memory_reserved = memory_allocated
+
+    def max_memory_allocated(self, device: Any = None) -> int:
+        self.memory_allocated(device)
+        return int(self._memory.peak[self._device(device).index])
+
+    max_memory_reserved = max_memory_allocated
+
+    def reset_peak_memory_stats(self, device: Any = None) -> None:
+        index = self._device(device).index
+        self._memory.peak[index] = self._memory.held(index)
+
+    def empty_cache(self) -> None: ...
+
+    def ipc_collect(self) -> None: ...
+
+    def manual_seed(self, seed: int) -> None:
+        self._seed = seed
+
+    def manual_seed_all(self, seed: int) -> None:
+        self._seed = seed
+
+    def initial_seed(self) -> int:
+        return self._seed
+
+    def get_rng_state(self, device: Any = "cuda") -> torch.Tensor:
+        index = self._device(device).index
+        return self._states.setdefault(index, torch.full((16,), self._seed % 251, dtype=torch.uint8)).clone()
+
+    def set_rng_state(self, new_state: torch.Tensor, device: Any = "cuda") -> None:
+        if new_state.device.type != "cpu" or new_state.dtype != torch.uint8:
+            raise TypeError("RNG state must be a torch.ByteTensor")
+        self._states[self._device(device).index] = new_state.clone()

@@ -1,0 +1,191 @@
+"""The stand-ins are as strict as they say: what is wrong on a GPU fails here, too."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+from gpu_signatures import Mismatch, of_binding
+from gpu_standins import FakeCuda, NoStandIn, check_signature, fake_cuda
+from torch.distributed import HashStore
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def cuda():
+    with fake_cuda(["GPU-a", "GPU-b"], memory=1 << 20) as fake:
+        yield fake
+
+
+def test_tensors_say_where_they_are(cuda: FakeCuda):
+    here = torch.arange(6, dtype=torch.float32)
+    there = here.to("cuda", non_blocking=True)
+    assert (there.device, there.is_cuda, there[2:].device) == (torch.device("cuda:0"), True, torch.device("cuda:0"))
+    assert here.device.type == "cpu"
+    assert (there * 2).device == there.device
+    assert torch.empty_like(there).is_cuda
+    assert not torch.empty_like(there, device="cpu").is_cuda
+    assert not cuda.syncs
+    assert there.cpu().tolist() == here.tolist()
+    assert cuda.syncs == {"to": 1}
+    assert float(there.sum()) == 15.0
+    assert sum(cuda.syncs.values()) == 2
+    assert torch.cuda.memory_allocated() >= 24
+    weight = torch.nn.Linear(2, 2).to("cuda").weight
+    assert weight.is_cuda
+    weight.sum().backward()
+    assert weight.grad.is_cuda
+
+
+def test_what_cuda_refuses(cuda: FakeCuda):
+    here, there = torch.ones(2), torch.ones(2, device="cuda")
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        here + there
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.cat([there, torch.ones(2, device="cuda:1")])
+    with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
+        there.numpy()
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        torch.ones(2, device="cuda:2")
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(cuda.memory.total + 1, dtype=torch.uint8, device="cuda")
+    assert (there + torch.tensor(1.0)).is_cuda, "a number may come from the CPU"
+
+
+def test_an_unknown_function_of_torch_cuda_fails_loudly(cuda: FakeCuda):
+    with pytest.raises(NoStandIn, match=r"torch.cuda.memory_snapshot has no stand-in"):
+        torch.cuda.memory_snapshot()
+    with pytest.raises(AttributeError):
+        torch.cuda.syncronize()
+    with pytest.raises(TypeError):
+        torch.cuda.synchronize(0, 1)
+
+
+def test_cuda_is_absent_again_afterwards():
+    with fake_cuda():
+        assert torch.cuda.is_available()
+    assert not torch.cuda.is_available()
+    with pytest.raises(AssertionError, match="not compiled with CUDA"):
+        torch.empty(1, device="cuda")
+
+
+def test_streams_have_to_wait(cuda: FakeCuda):
+    from gpu_cuda import StreamRace
+
+    side = torch.cuda.Stream()
+    data = torch.zeros(4, device="cuda")
+    with torch.cuda.stream(side):
+        with pytest.raises(StreamRace, match="does not wait"):
+            data.add_(1)
+        side.wait_stream(torch.cuda.default_stream())
+        data.add_(1)
+    with pytest.raises(StreamRace):
+        data.clone()
+    torch.cuda.current_stream().wait_event(side.record_event())
+    assert data.clone().is_cuda
+
+
+# What check_signature compares: a library's class and stand-ins for it.
+
+
+class Real:
+    def __init__(self, model: str, seed: int = 0) -> None:
+        self.model = model
+
+    def step(self, tokens: list[int], *, tags: list[str] | None = None) -> int:
+        return len(tokens)
+
+
+class Good:
+    def __init__(self, model: str) -> None: ...
+
+    def step(self, tokens: list[int]) -> int:
+        return 0
+
+
+class Renamed(Good):
+    def step(self, ids: list[int]) -> int:
+        return 0
+
+
+class Swallows(Good):
+    def step(self, *args: object) -> int:
+        return 0
+
+
+class Lenient(Good):
+    def step(self, tokens: list[int] | None = None) -> int:
+        return 0
+
+
+class Invents(Good):
+    def advance(self) -> None: ...
+
+
+class Forgets(Good):
+    def __init__(self) -> None: ...
+
+
+def test_the_check_accepts_what_is_right():
+    check_signature(Real, Good)
+    check_signature(Real.step, Real.step)
+
+
+@pytest.mark.parametrize("broken", [Renamed, Swallows, Lenient, Invents, Forgets])
+def test_a_broken_signature_is_caught(broken: type):
+    """The honesty of the check itself."""
+    with pytest.raises(Mismatch):
+        check_signature(Real, broken)
+
+
+def test_a_stand_in_that_torch_would_refuse_is_caught_when_it_is_installed(monkeypatch: pytest.MonkeyPatch):
+    """torch changes, or the stand-in is wrong: the same test that uses it fails."""
+    from gpu_cuda import Cuda
+
+    monkeypatch.setattr(Cuda, "synchronize", lambda self, device=None, stream=None: None)
+    with pytest.raises(Mismatch, match=r"torch.cuda.synchronize: the stand-in takes 'stream'"):
+        FakeCuda().install()
+    monkeypatch.setattr(Cuda, "synchronize", lambda self, device=None: None)
+    monkeypatch.setattr(Cuda, "flush", lambda self: None, raising=False)
+    with pytest.raises(AssertionError, match=r"torch\.cuda has no flush"):
+        FakeCuda().install()
+
+
+def test_bindings_are_read_from_their_docstrings():
+    backend = torch._C._distributed_c10d.Backend
+    assert [list(each.parameters) for each in of_binding(backend._start_coalescing.__doc__)] == [[]]
+    assert [list(each.parameters) for each in of_binding(backend.send.__doc__)] == [["tensors", "dstRank", "tag"]]
+    assert len(of_binding(backend.allreduce.__doc__)) == 3
+
+
+def test_a_bare_nccl_group_takes_what_its_bindings_take(cuda: FakeCuda):
+    """Defect 1: `_start_coalescing` of a Backend has no argument, unlike that of a ProcessGroup."""
+    kind = torch.distributed.ProcessGroupNCCL
+    options = kind.Options()
+    options._timeout = timedelta(seconds=5)
+    with pytest.raises(AttributeError):
+        options.timeout_s = 5
+    with pytest.raises(TypeError):
+        kind(HashStore(), 0, 1)
+    group = kind(HashStore(), 0, 1, options)
+    with pytest.raises(TypeError, match="incompatible function arguments"):
+        group._start_coalescing(torch.device("cuda", 0))
+    with pytest.raises(TypeError):
+        group.allreduce()
+    with pytest.raises(AttributeError, match="no attribute 'all_to_all_single'"):
+        group.all_to_all_single([])
+    with pytest.raises(ValueError, match="must be CUDA"):
+        group.allreduce([torch.zeros(1)])
+    assert not group._is_initialized()
+    ones = torch.ones(2, device="cuda")
+    work = group.allreduce([ones])
+    assert work.wait()
+    assert ones.tolist() == [1.0, 1.0]
+    assert group._is_initialized()
+    with pytest.raises(AttributeError):
+        work.is_done()
+    group.abort()
+    with pytest.raises(RuntimeError, match="aborted"):
+        group.allreduce([ones])
