@@ -1,7 +1,7 @@
 """The heavy libraries of a role, imported before anybody listens for a rank's heartbeats.
 
-Opening a library of gigabytes on a file system that many nodes read at once takes minutes, and the interpreter's lock is
-held all the while: no heartbeat would leave, and the rank would count as lost.
+Opening a library of gigabytes on a file system that many nodes read at once takes minutes, and the interpreter's lock
+is held all the while: no heartbeat would leave, and the rank would count as lost.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ def import_libraries(config: Config, seat: Seat) -> None:
         return
     import transformers.modeling_utils  # noqa: F401
 
-    frozen = {"reference": config.ref, "reward": config.reward}.get(seat.role)
-    if frozen is None or frozen.zero_stage == 3:
+    stage = {"reference": config.ref.zero_stage, "reward": config.reward.zero_stage}
+    if stage.get(seat.role, 3) == 3:  # a frozen model that is whole does without
         from slurm_rlhf.training.distributed import local_device
         from slurm_rlhf.training.sharded import import_deepspeed
 
@@ -31,8 +31,8 @@ def _import_vllm(config: Config, seat: Seat) -> None:
     from slurm_rlhf.roles.engine_rank import prepare_process
 
     prepare_process(config, seat)
-    import vllm._custom_ops  # noqa: F401  its kernels
-    import vllm.v1.engine.llm_engine  # noqa: F401
+    import vllm._custom_ops  # with its kernels
+    import vllm.v1.engine.llm_engine
     from vllm.platforms import current_platform
 
     if current_platform.is_cuda():
