@@ -13,6 +13,7 @@ from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.training.logprobs import LogprobHead
 from slurm_rlhf.training.parameters import is_sharded
+from slurm_rlhf.training.rows import rows_are_sequences
 from slurm_rlhf.training.sharded import restore_buffers
 from slurm_rlhf.training.value_head import load_head
 
@@ -110,7 +111,8 @@ def load_reward(path: str | Path, ds: Ds) -> RewardModule:
 
 def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor) -> Tensor:
     """Hidden states [A, H] of the tokens that `action_index` [A] points at."""
-    states = body(input_ids=input_ids, use_cache=False).last_hidden_state
+    with rows_are_sequences():
+        states = body(input_ids=input_ids, use_cache=False).last_hidden_state
     return states.flatten(0, 1).index_select(0, action_index)
 
 
