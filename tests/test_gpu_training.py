@@ -244,7 +244,7 @@ def test_a_checkpoint_keeps_the_random_state_of_the_gpu(
 
 
 class Optimizer:
-    """What `park` moves of ZeRO-3's: this rank's fp32 part of two groups, AdamW's states, gradients and their bucket."""
+    """What `park` moves of ZeRO-3's: this rank's part of two groups, AdamW's states, gradients and their bucket."""
 
     def __init__(self) -> None:
         self.fp32_partitioned_groups_flat = [torch.ones(1000, device=GPU), torch.ones(500, device=GPU)]

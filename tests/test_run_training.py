@@ -19,8 +19,10 @@ from slurm_rlhf.control.keys import RunKeys
 
 pytestmark = pytest.mark.timeout(400)
 
-WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2")
-SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2")
+# Running statistics of the rewards are one more thing that a resumed run must have kept.
+NORMALIZED = "--reward.normalize_enable=true"
+WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", NORMALIZED)
+SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2", NORMALIZED)
 STEPS = 4
 
 
@@ -105,7 +107,7 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
 def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, whole: tuple[Path, str]) -> None:
     """From the whole run's checkpoint: the actor shrinks, the critic grows, one engine is left of two."""
     run_dir, half = config.parent / "resized", whole[0] / "checkpoints" / "step_000002"
-    code, output = train(config, run_dir, f"--resume={half}", "--critic.num_gpus_per_node=2")
+    code, output = train(config, run_dir, f"--resume={half}", "--critic.num_gpus_per_node=2", NORMALIZED)
     assert code == 0, output
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["world"] == {"actor": 1, "critic": 2, "reference": 1, "rollout": 1}

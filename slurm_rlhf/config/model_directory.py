@@ -20,7 +20,7 @@ def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
             f"{key}: no such directory: {path} (a model of the Hugging Face hub must be downloaded first: "
             "`hf download <name> --local-dir <directory>`)"
         )
-    _read_config(key, directory)
+    read_config(key, directory)
     if not any((directory / name).is_file() for name in WEIGHTS):
         raise ModelError(f"{key}: {path} holds no weights (none of {', '.join(WEIGHTS)})")
     if tokenizer:
@@ -46,7 +46,7 @@ def require_tokenizer(directory: Path, where: str = "") -> Path:
 
 def check_length(key: str, path: str, max_len: int) -> None:
     """Raises ModelError when sequences of `max_len` tokens are longer than the model's positions."""
-    config = _read_config(key, Path(path))
+    config = read_config(key, Path(path))
     positions = config.get("max_position_embeddings")
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if isinstance(positions, int) and "factor" not in scaling and max_len > positions:
@@ -62,7 +62,7 @@ def check_tensor_parallel(key: str, path: str, size: int) -> None:
     As vLLM divides: attention heads and the inner width of an MLP evenly, key-value heads evenly or each for several
     ranks, the vocabulary padded to a multiple of 64.
     """
-    config = _read_config(key, Path(path))
+    config = read_config(key, Path(path))
     config = config.get("text_config") or config
     heads, width = config.get("num_attention_heads"), config.get("intermediate_size")
     shared = config.get("num_key_value_heads") or heads
@@ -81,7 +81,8 @@ def check_tensor_parallel(key: str, path: str, size: int) -> None:
         )
 
 
-def _read_config(key: str, directory: Path) -> dict[str, Any]:
+def read_config(key: str, directory: Path) -> dict[str, Any]:
+    """The object in the directory's config.json. Raises ModelError, its message starting with `key`."""
     file = directory / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

@@ -78,7 +78,8 @@ class Actor:
 @dataclass(slots=True)
 class Critic:
     model_name_or_path: FilePath = ""
-    """Directory the value model starts from; empty: the actor's."""
+    """Directory the value model starts from; empty: the reward model's, or the actor's where a function rewards. A
+    reward model's head is kept, any other directory gets a new one. The log says which."""
     num_nodes: int = 1
     """Nodes of this role."""
     num_gpus_per_node: int = 1
@@ -88,7 +89,7 @@ class Critic:
     value_clip: float = 0.5
     """Clip range of the value update; 0: not clipped."""
     freezing_steps: int = 0
-    """The actor is not trained during the first steps, the critic is."""
+    """The actor is not trained during the first steps, the critic is. They do not count in the actor's schedule."""
 
 
 @dataclass(slots=True)
@@ -106,7 +107,8 @@ class Ref:
 @dataclass(slots=True)
 class Reward:
     remote_url: FilePath = ""
-    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF."""
+    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF. README.md says what it can
+    take."""
     model_name_or_path: FilePath = ""
     """Directory of a reward model, instead of a function: sequence classification with one label, or a value head."""
     num_nodes: int = 1
@@ -117,8 +119,16 @@ class Reward:
     """0: the whole model on every rank; 3: cut over the role's ranks by DeepSpeed ZeRO-3."""
     offload: bool = False
     """Keep the parameters in host memory and fetch layer by layer; needs zero_stage 3."""
+    pooling: Literal["auto", "last", "last_not_pad"] = "auto"
+    """Token whose score counts: last (the end-of-sequence token included; OpenRLHF, TRL's value head) or last_not_pad
+    (transformers' sequence classification). They differ where pad and end-of-sequence token are one. auto: by whoever
+    saved the model."""
+    normalize_enable: bool = False
+    """Bring rewards to mean 0 and standard deviation 1: by `mean` and `std` in the reward model's config.json, and
+    without them by all rewards of the run so far (kept in checkpoints). `reward` in the metrics stays as it was."""
     clip_range: list[float] = field(default_factory=lambda: [-10.0, 10.0])
-    """Rewards are clipped to these two values before they reach the advantages."""
+    """Rewards are clipped to these two values, after normalisation, before they reach the advantages; `reward_clipped`
+    in the metrics is the share of those that it changes."""
     shuffle: bool = False
     """Control experiment: permute the rewards over the batch, so that there is nothing to learn."""
 

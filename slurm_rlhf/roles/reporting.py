@@ -65,6 +65,11 @@ class Reporting:
             self._events.scalars(step, metrics)
         self._progress.step(step, total, metrics)
 
+    def step_again(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        """As `step`, in place of the line that the step may have already."""
+        self._metrics.truncate_after(step - 1)
+        self.step(step, total, metrics)
+
     def finished(self) -> None:
         """All steps are done and everything is written."""
         self._end()

@@ -15,7 +15,7 @@ from slurm_rlhf.training.logprobs import LogprobHead
 from slurm_rlhf.training.parameters import is_sharded
 from slurm_rlhf.training.rows import rows_are_sequences
 from slurm_rlhf.training.sharded import restore_buffers
-from slurm_rlhf.training.value_head import load_head
+from slurm_rlhf.training.value_head import head_name, load_head, take_head
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 # Fields of a Hugging Face config by which a model changes its logits after the head, which `PolicyModule` does not do.
@@ -50,6 +50,7 @@ class ValueModule(nn.Module):
     def __init__(self, model: Any, seed: int) -> None:
         super().__init__()
         self.model = model
+        self.head: str | None = None  # of `value_head.HEADS`, where the head is a reward model's
         hidden = model.config.get_text_config().hidden_size
         self.value_head = nn.Linear(hidden, 1, bias=False, dtype=model.dtype)
         generator = torch.Generator().manual_seed(seed)
@@ -93,11 +94,26 @@ def load_policy(path: str | Path, ds: Ds, chunk_tokens: int, gradient_checkpoint
     return PolicyModule(model, chunk_tokens)
 
 
-def load_critic(path: str | Path, ds: Ds, seed: int, gradient_checkpointing: bool = False) -> ValueModule:
-    """The body of the language model in `path` under a new value head. Raises as `load_policy`."""
+def load_critic(
+    path: str | Path,
+    ds: Ds,
+    seed: int,
+    gradient_checkpointing: bool = False,
+    *,
+    statistics: tuple[float, float] | None = None,
+) -> ValueModule:
+    """The body of the language model in `path` under its own head if it is a reward model, else under a new one.
+
+    `statistics`: mean and std by which rewards are normalised, and with them what a reward model's head answers.
+    Raises as `load_policy`.
+    """
     from transformers import AutoModel
 
-    return ValueModule(_load(AutoModel, Path(path), ds, gradient_checkpointing), seed)
+    module = ValueModule(_load(AutoModel, Path(path), ds, gradient_checkpointing), seed)
+    module.head = head_name(Path(path))
+    if module.head:
+        take_head(Path(path), module.value_head, statistics)
+    return module
 
 
 def load_reward(path: str | Path, ds: Ds) -> RewardModule:

@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from slurm_rlhf.algorithms.losses import Metrics, value_loss
+from slurm_rlhf.config.reward import critic_directory, reward_statistics
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.training.collate import TokenBatch, action_mask, collate, column
@@ -26,9 +27,14 @@ class ValueTrainer:
         self.config = config
         self.world = join_world(config.timeout.collective)
         seed_rank(config.train.seed, self.world.rank, config.train.full_determinism)
-        path = config.critic.model_name_or_path or config.actor.model_name_or_path
+        path = critic_directory(config)
+        statistics = reward_statistics(path) if config.reward.normalize_enable else None
+        recompute = config.actor.gradient_checkpointing_enable
         with loading(config.ds, self.world) as ds:
-            module = load_critic(path, ds, config.train.seed, config.actor.gradient_checkpointing_enable)
+            module = load_critic(path, ds, config.train.seed, recompute, statistics=statistics)
+        self.origin = f"critic: starts from {path}, " + (
+            f"a reward model, and keeps its head ({module.head})" if module.head else "with a new head"
+        )
         cfg = EngineConfig.of_actor(config, config.critic.learning_rate, total_steps)
         self.engine = TrainEngine(module, cfg, self.world)
 

@@ -16,6 +16,29 @@ HEADS = ("score", "value_head", "v_head.summary")
 layer with one output, `<head>.weight` [1, H] and perhaps `<head>.bias` [1], on the body's last hidden states."""
 
 
+def head_name(directory: Path) -> str | None:
+    """Which of HEADS the directory holds; None where it holds none. Raises ModelError for several."""
+    names = {key for file in _weight_files(directory) for key in _keys(file)}
+    found = [head for head in HEADS if f"{head}.weight" in names]
+    if len(found) > 1:
+        raise ModelError(f"{directory}: {' and '.join(found)} are in it: which of them is the head cannot be told")
+    return found[0] if found else None
+
+
+def take_head(directory: Path, head: nn.Linear, statistics: tuple[float, float] | None) -> None:
+    """Give `head` the weights of the directory's head, so that it answers (score - mean) / std with `statistics`.
+
+    Raises ModelError as `load_head`.
+    """
+    theirs = load_head(directory, head.in_features, torch.float32)
+    mean, std = statistics or (0.0, 1.0)
+    with torch.no_grad():
+        head.weight.copy_(theirs.weight / std)
+        if theirs.bias is not None or mean:
+            shift = -mean if theirs.bias is None else float(theirs.bias) - mean
+            head.bias = nn.Parameter(torch.full((1,), shift / std, dtype=head.weight.dtype))
+
+
 def load_head(directory: Path, hidden: int, dtype: torch.dtype) -> nn.Linear:
     """The directory's head. Raises ModelError when there is none or it does not give one number per token."""
     names = {key: file for file in _weight_files(directory) for key in _keys(file)}
