@@ -61,6 +61,8 @@ def _training_problems(config: Config) -> Iterator[str]:
     yield from _file("data.prompt_dataset", config.data.prompt_dataset, "a JSONL file of prompts")
     if config.eval.dataset:
         yield from _file("eval.dataset", config.eval.dataset, "a JSONL file of prompts")
+    if config.train.kernel_cache not in ("auto", "none"):
+        yield from _output("train.kernel_cache", config.train.kernel_cache, "auto, none or a directory")
     yield from reward_source(config)
     yield from _resume(config)
     yield from _frozen(config)

@@ -91,6 +91,7 @@ RANGES: dict[str, Range] = {
     "train.async_queue_size": COUNT,
     "train.seed": Range(0, 2**32 - 1),
     "train.threads_per_rank": NOT_NEGATIVE,
+    "train.kernel_cache_gib": POSITIVE,
     "eval.steps": NOT_NEGATIVE,
     "eval.temperature": Range(0, 2),
     "eval.n_samples_per_prompt": COUNT,

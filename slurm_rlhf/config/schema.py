@@ -54,9 +54,11 @@ class Actor:
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    """constant, linear or cosine (both after warm-up, down to lr_min_ratio)."""
+    """constant, linear or cosine (both after warm-up, down to lr_min_ratio). Constant, where OpenRLHF has cosine: the
+    others are laid over the length of the run, so a run that is resumed with more steps would bend its past."""
     lr_warmup_ratio: float = 0.0
-    """Share of all optimizer steps over which the learning rate rises from zero."""
+    """Share of all optimizer steps over which the learning rate rises from zero. 0, where OpenRLHF has 0.03: for the
+    same reason, and because AdamW's first updates are no larger than later ones."""
     lr_min_ratio: float = 0.1
     """Where linear and cosine schedules end, as a share of the peak."""
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
@@ -199,8 +201,9 @@ class Advantage:
     """How advantages are estimated."""
     gamma: float = 1.0
     """Discount per token."""
-    lambd: float = 0.95
-    """GAE's lambda."""
+    lambd: float = 1.0
+    """GAE's lambda. 1, as in OpenRLHF: the reward reaches every token. At 0.95 a hundredth of it is left 90 tokens from
+    the end, and before that the critic's guess decides; less noise, so good for short responses."""
     no_whitening: bool = False
     """Leave advantages as they are instead of giving the batch mean 0 and standard deviation 1."""
 
@@ -226,7 +229,9 @@ class Algo:
 @dataclass(slots=True)
 class Train:
     batch_size: int = 128
-    """Responses per optimizer step, over all ranks."""
+    """Responses per optimizer step, over all ranks. By default one step of them per rollout, so that every update is
+    on-policy; OpenRLHF's defaults make 8 (rollout.batch_size 1024), which learns more from a response and strays
+    further from the policy that sampled it."""
     max_epochs: int = 1
     """Passes over the experience of a step."""
     num_episodes: int = 1
@@ -255,6 +260,11 @@ class Train:
     """Bitwise equal metrics from run to run and over a resume: fixed prompt-to-engine assignment and order."""
     threads_per_rank: int = 0
     """CPU threads of a process; 0: the CPUs of the node divided by the busiest phase's processes."""
+    kernel_cache: FilePath = "auto"
+    """Where ranks keep compiled kernels from run to run: auto (with GPUs: a disk of the node's own), none, or a
+    directory. Your own one below it, closed to others, with one for each set of versions and each rank."""
+    kernel_cache_gib: float = 20.0
+    """Size of all of them on a node; the longest unused go first."""
 
     @property
     def forward_tokens(self) -> int:

@@ -34,6 +34,7 @@ from slurm_rlhf.roles.engines import Engines
 from slurm_rlhf.roles.environment import role_environment
 from slurm_rlhf.roles.fleet import Fleet
 from slurm_rlhf.roles.generation import Generation
+from slurm_rlhf.roles.optimizer_steps import optimizer_steps
 from slurm_rlhf.roles.ppo import PPO
 from slurm_rlhf.roles.reporting import Reporting
 from slurm_rlhf.roles.run_directory import RunDirectory
@@ -177,11 +178,6 @@ class Conductor:
         config, phases = self.config, Phases(self.reporting.phase)
         fleet.start(role_environment(config, self.ranks, len(os.sched_getaffinity(0))))
         self.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.ranks.worlds.items()))
-        responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-        per_step = config.train.max_epochs * responses // config.train.batch_size
-        # Of the whole run, for the schedules; while the actor is frozen its own stands still.
-        optimizer_steps = dict.fromkeys(fleet.roles, inputs.total_steps * per_step)
-        optimizer_steps["actor"] = max(inputs.total_steps - config.critic.freezing_steps, 0) * per_step
         rollout = fleet.roles["rollout"]
         assert isinstance(rollout, EngineHandle)
         weights = WeightSync(config, fleet.roles["actor"], rollout, fleet.sync_host)
@@ -189,7 +185,7 @@ class Conductor:
         engines.begin()
         log.info("trainers start")
         starts = {
-            role: handle.start_all("start", total_steps=optimizer_steps[role])
+            role: handle.start_all("start", total_steps=optimizer_steps(config, role, inputs.total_steps))
             for role, handle in fleet.roles.items()
             if handle is not rollout
         }
