@@ -159,12 +159,7 @@ def main() -> None:
     if held:
         relay_termination(client)
     try:
-<<<<<<< HEAD
-        serve(client, role(config, seat, client))
-=======
-        module, name = ROLES[seat.role]
-        serve(client, getattr(importlib.import_module(module), name)(config, seat, client), cache)
->>>>>>> main
+        serve(client, role(config, seat, client), cache)
         client.close()
         del store
     except BaseException:
