@@ -118,6 +118,11 @@ def _relations(config: Config) -> Iterator[str]:
             f"data.max_len = {config.data.max_len} leaves no room for a prompt beside "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: raise the one or lower the other"
         )
+    if 0 < config.train.self_check_stop < 1:
+        yield (
+            f"train.self_check_stop = {config.train.self_check_stop:g} would end a run within the bound that it is "
+            "a multiple of: use 1 or more, or 0 to be warned only"
+        )
     if config.algo.kl.target and not config.algo.kl.init_coef:
         yield "algo.kl.target needs a coefficient to start from: set algo.kl.init_coef above 0"
     if config.timeout.heartbeat < 4 * config.timeout.heartbeat_interval:

@@ -258,6 +258,11 @@ class Train:
     """Batches sampled ahead with vllm.sync_mode = inflight: no token is older than so many updates when trained on."""
     full_determinism: bool = False
     """Bitwise equal metrics from run to run and over a resume: fixed prompt-to-engine assignment and order."""
+    self_check: bool = True
+    """Look at the first batch before training on it: actor, reference and engine agree, forwards repeat, rewards and
+    prompts are sane. What fails ends the run; later steps watch for drift. README.md: When something is wrong."""
+    self_check_stop: float = 10.0
+    """A later step that is beyond a bound of the self-check warns; at this multiple of it the run ends. 0: never."""
     threads_per_rank: int = 0
     """CPU threads of a process; 0: the CPUs of the node divided by the busiest phase's processes."""
     kernel_cache: FilePath = "auto"

@@ -39,6 +39,7 @@ from slurm_rlhf.roles.ppo import PPO
 from slurm_rlhf.roles.reporting import Reporting
 from slurm_rlhf.roles.run_directory import RunDirectory
 from slurm_rlhf.roles.scoring import ModelRewards, Scoring, reward_scale
+from slurm_rlhf.roles.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.roles.standstill import refuse_standstill
 from slurm_rlhf.roles.state import RunState
 from slurm_rlhf.roles.training_run import UNEVALUATED, TrainingRun
@@ -90,6 +91,7 @@ class Inputs:
     order: PromptOrder
     reward: RewardFunction | None  # None: a model's
     total_steps: int
+    findings: PromptFindings  # for the self-check
 
 
 class Conductor:
@@ -158,7 +160,8 @@ class Conductor:
         )
         total = min(order.total, config.train.max_steps or order.total)
         reward = None if config.reward.model_name_or_path else RewardFunction.load(config.reward.remote_url)
-        return Inputs(prompts, evaluation, order, reward, total)
+        findings = PromptFindings.of(prompts, tokenizer, config.data.apply_chat_template)
+        return Inputs(prompts, evaluation, order, reward, total, findings)
 
     def _resume(self) -> tuple[RunState, Path | None, bool]:
         """Where the run stands, the checkpoint it goes on from, and whether that step's evaluation is done."""
@@ -225,6 +228,9 @@ class Conductor:
             state=state,
             total_steps=inputs.total_steps,
             reporting=self.reporting,
+            self_check=SelfCheck(
+                config, fleet.roles["actor"], self.reporting.note, inputs.findings, self.reporting.self_check
+            ),
             phases=phases,
             engines=EngineWatch([group.node for group in self.ranks.tp_groups if group.role == "rollout"]),
             stop=self.stop,

@@ -29,6 +29,8 @@ class Reporting:
         self._total = 0
         self._lead_s = config.slurm.signal_lead_s
         self._warned = False
+        self.self_check: dict[str, float] = {}
+        """What the self-check of this session found; `SelfCheck` fills it in."""
         self.moved = False
         """A step was done since `begin`."""
 
@@ -127,5 +129,6 @@ class Reporting:
             policy_version=state.policy_version,
             world=self._world,
             seed=state.seed,
+            self_check=self.self_check,
             error=error,
         ).write(self._directory.summary)
