@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-HeadMath = Callable[[Tensor], Tensor]
-"""What a model does with the logits of its head, fp32 [A, V]."""
+from slurm_rlhf.training.head_math import HeadMath
 
 
 class LogprobHead(nn.Module):
