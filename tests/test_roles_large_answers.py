@@ -74,7 +74,7 @@ def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic:
         client.connect(20.0)
         role = RolloutRole(Config(), Seat("rollout", 0, 1, 0, "n"), client)
         role.engine = engine
-        thread = threading.Thread(target=serve, args=(client, role), daemon=True)
+        thread = threading.Thread(target=serve, args=(client, role, None), daemon=True)
         thread.start()
         handle = EngineHandle(server, "rollout", 1, 1, Timeout(generate=30.0))
         prompts = [Prompt(100 + i, "", np.full(10, i, dtype=np.int32)) for i in range(PROMPTS)]
