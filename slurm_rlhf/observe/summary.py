@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from slurm_rlhf.observe.metrics import finite
 
@@ -27,10 +28,13 @@ class Summary:
     world: dict[str, int]  # role -> ranks
     seed: int
     error: str = ""
+    gpus: dict[str, Any] | None = None  # `roles.gpu_account.GpuAccount.summary`; without GPUs not written
 
     def write(self, path: Path) -> None:
         """Replace `path` atomically: whoever reads it, after a crash of the node too, sees a whole one."""
         fields = asdict(self)
+        if self.gpus is None:
+            del fields["gpus"]
         fields |= {name: finite(value) for name, value in fields.items() if isinstance(value, float)}
         temporary = path.with_suffix(".tmp")
         with temporary.open("w", encoding="utf-8") as file:
