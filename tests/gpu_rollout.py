@@ -133,6 +133,7 @@ def sampling_limits() -> tuple[float, str]:
 
 def arguments(path: Path, sleeps: bool = True, **changes: Any) -> dict[str, Any] | str:
     """The engine arguments on a GPU, with `changes` of the configuration; or the error."""
+    import vllm.model_executor.models.qwen2  # noqa: F401
     from vllm.engine.arg_utils import EngineArgs
 
     from slurm_rlhf.config.keys import put
@@ -170,6 +171,9 @@ def arguments(path: Path, sleeps: bool = True, **changes: Any) -> dict[str, Any]
 
 def tied_heads_on_a_gpu() -> int:
     """How many modules were looked at after a reload: none, they are used as they are loaded."""
+    # While vLLM imports, its platform is the real one.
+    import vllm.model_executor.layers.vocab_parallel_embedding  # noqa: F401
+
     from slurm_rlhf.rollout import vllm_reload
 
     looked = []

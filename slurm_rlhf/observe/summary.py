@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ class Summary:
     policy_version: int
     world: dict[str, int]  # role -> ranks
     seed: int
+    self_check: dict[str, float] = field(default_factory=dict)  # check -> figure, of this session
     error: str = ""
     gpus: dict[str, Any] | None = None  # `roles.gpu_account.GpuAccount.summary`; without GPUs not written
 
@@ -36,6 +37,7 @@ class Summary:
         if self.gpus is None:
             del fields["gpus"]
         fields |= {name: finite(value) for name, value in fields.items() if isinstance(value, float)}
+        fields["self_check"] = {name: finite(value) for name, value in self.self_check.items()}
         temporary = path.with_suffix(".tmp")
         with temporary.open("w", encoding="utf-8") as file:
             file.write(json.dumps(fields, indent=2, allow_nan=False) + "\n")

@@ -36,10 +36,12 @@ from slurm_rlhf.roles.environment import role_environment
 from slurm_rlhf.roles.fleet import Fleet
 from slurm_rlhf.roles.generation import Generation
 from slurm_rlhf.roles.gpu_account import GpuAccount
+from slurm_rlhf.roles.optimizer_steps import optimizer_steps
 from slurm_rlhf.roles.ppo import PPO
 from slurm_rlhf.roles.reporting import Reporting
 from slurm_rlhf.roles.run_directory import RunDirectory
 from slurm_rlhf.roles.scoring import ModelRewards, Scoring, reward_scale
+from slurm_rlhf.roles.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.roles.standstill import refuse_standstill
 from slurm_rlhf.roles.state import RunState
 from slurm_rlhf.roles.training_run import UNEVALUATED, TrainingRun
@@ -91,6 +93,7 @@ class Inputs:
     order: PromptOrder
     reward: RewardFunction | None  # None: a model's
     total_steps: int
+    findings: PromptFindings  # for the self-check
 
 
 class Conductor:
@@ -159,7 +162,8 @@ class Conductor:
         )
         total = min(order.total, config.train.max_steps or order.total)
         reward = None if config.reward.model_name_or_path else RewardFunction.load(config.reward.remote_url)
-        return Inputs(prompts, evaluation, order, reward, total)
+        findings = PromptFindings.of(prompts, tokenizer, config.data.apply_chat_template)
+        return Inputs(prompts, evaluation, order, reward, total, findings)
 
     def _resume(self) -> tuple[RunState, Path | None, bool]:
         """Where the run stands, the checkpoint it goes on from, and whether that step's evaluation is done."""
@@ -179,11 +183,6 @@ class Conductor:
         config, phases = self.config, Phases(self.reporting.phase)
         fleet.start(role_environment(config, self.ranks, len(os.sched_getaffinity(0))))
         self.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.ranks.worlds.items()))
-        responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-        per_step = config.train.max_epochs * responses // config.train.batch_size
-        # Of the whole run, for the schedules; while the actor is frozen its own stands still.
-        optimizer_steps = dict.fromkeys(fleet.roles, inputs.total_steps * per_step)
-        optimizer_steps["actor"] = max(inputs.total_steps - config.critic.freezing_steps, 0) * per_step
         rollout = fleet.roles["rollout"]
         assert isinstance(rollout, EngineHandle)
         weights = WeightSync(config, fleet.roles["actor"], rollout, fleet.sync_host)
@@ -192,7 +191,7 @@ class Conductor:
         engines.begin()
         log.info("trainers start")
         starts = {
-            role: handle.start_all("start", total_steps=optimizer_steps[role])
+            role: handle.start_all("start", total_steps=optimizer_steps(config, role, inputs.total_steps))
             for role, handle in fleet.roles.items()
             if handle is not rollout
         }
@@ -232,6 +231,9 @@ class Conductor:
             state=state,
             total_steps=inputs.total_steps,
             reporting=self.reporting,
+            self_check=SelfCheck(
+                config, fleet.roles["actor"], self.reporting.note, inputs.findings, self.reporting.self_check
+            ),
             phases=phases,
             engines=EngineWatch([group.node for group in self.ranks.tp_groups if group.role == "rollout"]),
             stop=self.stop,

@@ -27,6 +27,7 @@ from slurm_rlhf.roles.generation import Generation
 from slurm_rlhf.roles.scoring import Scoring
 from slurm_rlhf.roles.sharding import Shard, assemble, shards
 from slurm_rlhf.roles.staleness import ages, staleness
+from slurm_rlhf.roles.verdicts import constant_share
 from slurm_rlhf.rollout.reward_values import Rewards
 
 Metrics = dict[str, float]
@@ -169,7 +170,7 @@ class PPO:
                     self._take_turns(calls)
                     pending.append((role, tokens, calls))
         finished = [(role, tokens, gather(calls)) for role, tokens, calls in pending]
-        return _means(finished)
+        return _means(finished) | _first_of_actor(finished)
 
     def _sample_metrics(
         self, trajectories: list[Trajectory], rewards: Rewards, experience: Experience, version: int
@@ -181,6 +182,7 @@ class PPO:
             "response_length": float(np.mean(experience.response_lens)),
             "response_tokens": float(np.sum(experience.response_lens)),
             "truncated": float(np.mean([t.finish_reason == "length" for t in trajectories])),
+            "reward_constant": constant_share(experience.rewards, self.config.rollout.n_samples_per_prompt),
         }
         age = ages(trajectories, version)
         fresh = drift[mask & (age == 0)]
@@ -210,3 +212,14 @@ def _means(finished: list[tuple[str, float, list[dict[str, float]]]]) -> Metrics
             else:
                 steps.setdefault(name, []).append(sum(answer[name] for answer in answers) / max(tokens, 1.0))
     return {name: float(np.mean(values)) for name, values in steps.items()}
+
+
+def _first_of_actor(finished: list[tuple[str, float, list[dict[str, float]]]]) -> Metrics:
+    """`ratio` and `approx_kl` of the actor's first optimizer step alone: its weights are those of the old log-probs."""
+    for role, tokens, answers in finished:
+        if role == "actor":
+            return {
+                f"first_{name}": sum(answer[name] for answer in answers) / max(tokens, 1.0)
+                for name in ("ratio", "approx_kl")
+            }
+    return {}

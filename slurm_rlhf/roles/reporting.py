@@ -30,6 +30,8 @@ class Reporting:
         self._total = 0
         self._lead_s = config.slurm.signal_lead_s
         self._warned = False
+        self.self_check: dict[str, float] = {}
+        """What the self-check of this session found; `SelfCheck` fills it in."""
         self.moved = False
         """A step was done since `begin`."""
         self.gpus: GpuAccount | None = None
@@ -139,6 +141,7 @@ class Reporting:
             policy_version=state.policy_version,
             world=self._world,
             seed=state.seed,
+            self_check=self.self_check,
             error=error,
             gpus=self.gpus.summary() if self.gpus else None,
         ).write(self._directory.summary)

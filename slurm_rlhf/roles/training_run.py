@@ -28,6 +28,7 @@ from slurm_rlhf.roles.gpu_account import GpuAccount
 from slurm_rlhf.roles.ppo import PPO
 from slurm_rlhf.roles.reporting import Reporting
 from slurm_rlhf.roles.run_directory import RunDirectory
+from slurm_rlhf.roles.self_check import SelfCheck
 from slurm_rlhf.roles.state import RunState
 
 SAVING = ("actor", "critic")
@@ -51,6 +52,7 @@ class TrainingRun:
     state: RunState
     total_steps: int
     reporting: Reporting
+    self_check: SelfCheck
     phases: Phases
     engines: EngineWatch
     stop: Stop
@@ -101,17 +103,22 @@ class TrainingRun:
             with self.phases("rollout"):
                 batch = self.batches.take(number)
             experience, metrics = self.ppo.collect(batch, self.state.policy_version)
+            self._warn(number, metrics)
+            with self.phases("self_check"):
+                self.self_check.before_update(
+                    number, batch.trajectories, experience, metrics, self.state.policy_version
+                )
         measured, notes = self.engines.step(number, batch.loads)
         for note in notes:
             self.reporting.note(note)
         metrics = self.ppo.update(number, experience, metrics | measured)
+        self.self_check.after_update(number, metrics)
         version = self.state.policy_version + 1
         with self.phases("sync"):
             metrics |= self.weights.update(version)
         tokens = int(metrics["response_tokens"])
         self._count(number, version, tokens, metrics)
         self._order = batch.order
-        self._warn(metrics)
 
         def timed() -> dict[str, Any]:
             seconds = time.monotonic() - started
@@ -155,11 +162,11 @@ class TrainingRun:
             self._unevaluated, self._saved_step = None, -1
             self.reporting.step_again(self.state.step, self.total_steps, metrics)
 
-    def _warn(self, metrics: dict[str, float]) -> None:
+    def _warn(self, number: int, metrics: dict[str, float]) -> None:
         share, allowed = metrics["reward_clipped"], self.config.reward.clip_range
         if warning := clip_warning(share, self._told_clipped, allowed):
             self._told_clipped = share
-            self.reporting.note(f"step {self.state.step}: {warning}")
+            self.reporting.note(f"step {number}: {warning}")
 
     def _count(self, number: int, version: int, tokens: int, metrics: dict[str, float]) -> None:
         state = self.state
