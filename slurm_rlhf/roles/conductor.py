@@ -23,7 +23,6 @@ from slurm_rlhf.cluster.topology import CPU
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import EngineHandle, gather
-from slurm_rlhf.data.framing import missing_eos
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -150,8 +149,6 @@ class Conductor:
         for name, found in (("data.prompt_dataset", prompts), ("eval.dataset", evaluation)):
             if found and found.dropped:
                 self.reporting.note(f"{name}: {found.dropped} prompts longer than {longest} tokens were dropped")
-        if config.data.apply_chat_template and (endless := missing_eos(tokenizer)):
-            self.reporting.note(f"warning: {endless}")
         order = PromptOrder(
             len(prompts),
             config.rollout.batch_size,
