@@ -184,11 +184,11 @@ class Ds:
     zero_stage: int = 2
     """DeepSpeed ZeRO stage of actor and critic."""
     param_dtype: Literal["bf16", "fp32"] = "bf16"
-    """bf16 (with fp32 master weights; at ZeRO stage 0 fp32 weights under autocast) or fp32."""
+    """bf16 (with fp32 master weights; at stage 0 fp32 weights under autocast, the reference's too) or fp32."""
     enable_sleep: bool = False
     """With train.colocate_all: actor and critic keep their optimizer states in host memory while the engines work."""
     attn_implementation: str = "sdpa"
-    """Hugging Face attention implementation."""
+    """Of Hugging Face. sdpa: eager for models that have no sdpa, or cap their attention scores, which it ignores."""
 
 
 @dataclass(slots=True)

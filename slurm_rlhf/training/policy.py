@@ -33,7 +33,11 @@ class PolicyTrainer:
         seed_rank(config.train.seed, self.world.rank, config.train.full_determinism)
         with loading(config.ds, self.world) as ds:
             module = load_policy(
-                actor.model_name_or_path, ds, config.train.logprob_chunk_tokens, actor.gradient_checkpointing_enable
+                actor.model_name_or_path,
+                ds,
+                config.train.logprob_chunk_tokens,
+                actor.gradient_checkpointing_enable,
+                max_len=config.data.max_len,
             )
         self.engine = TrainEngine(module, EngineConfig.of_actor(config, actor.learning_rate, total_steps), self.world)
         self.clip_low, self.clip_high = actor.eps_clip_low_high or (actor.eps_clip, actor.eps_clip)

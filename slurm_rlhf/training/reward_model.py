@@ -27,11 +27,11 @@ class RewardModel:
         self.pad: int | None = None
 
         def load() -> RewardModule:
-            module = load_reward(path, config.ds)
+            module = load_reward(path, config.ds, max_len=config.data.max_len)
             self.pad = module.model.config.get_text_config().pad_token_id
             return module
 
-        self.model = Frozen(config, config.reward, load)
+        self.model = Frozen(config, config.reward, config.ds.param_dtype, load)
         self.pooling, why = pooling(config.reward.pooling, head_name(path), read_config("", path))
         token = {"last": "last token", "last_not_pad": "last token that is not the padding token"}[self.pooling]
         self.told = f"reward model: a response's score is that of its {token} ({why})"
