@@ -8,7 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from slurm_rlhf.cli.arguments import page, parse
-from slurm_rlhf.cli.layout import draw_layout, layout_here
+from slurm_rlhf.cli.layout import draw_layout, layout_here, layout_somewhere
+from slurm_rlhf.cli.memory import draw_memory, insist_on_memory, memory_on, refuse
 from slurm_rlhf.cluster.current import node_name
 from slurm_rlhf.cluster.environment import read_slurm
 from slurm_rlhf.cluster.launcher import Launcher
@@ -25,7 +26,7 @@ ABOUT = (
     "Trains a policy by PPO: starts actor, critic, reference and rollout as process groups of their own, and puts "
     "everything of the run into run_dir. Started again, it goes on from the newest checkpoint."
 )
-FLAGS = {"dry_run": "print the resolved configuration and the rank map (as TOML and its comments), start nothing"}
+FLAGS = {"dry_run": "print the resolved configuration, rank map and memory (as TOML and its comments), start nothing"}
 GROUPS = [field.name for field in fields(Config) if field.name != "sft"]
 
 
@@ -46,10 +47,13 @@ def run(words: list[str]) -> int:
     check(config)
     if "dry_run" in arguments.flags:
         layout = draw_layout(config)
+        memory = memory_on(config, layout_somewhere(config))
         print(dump_toml(config))
-        print(textwrap.indent(layout, "# "))
+        print(textwrap.indent(f"{layout}\n\n{draw_memory(config, memory)}", "# ", lambda line: True), flush=True)
+        refuse(config, memory)
         return 0
     ranks = layout_here(config)
+    insist_on_memory(config, ranks)
     from slurm_rlhf.launch.chain import continuation_of
     from slurm_rlhf.roles import conductor
 
@@ -61,18 +65,27 @@ def run(words: list[str]) -> int:
 
 def _launcher(config: Config, ranks: RankMap) -> Launcher:
     """srun in a Slurm allocation, after a look at its nodes; subprocesses elsewhere."""
-    slurm, run_dir = read_slurm(os.environ), Path(config.run_dir)
+    from slurm_rlhf.launch.accelerators import Wanted
+    from slurm_rlhf.launch.preflight import check_here, check_nodes
+
+    slurm, run_dir, wanted = read_slurm(os.environ), Path(config.run_dir), Wanted.by(ranks, config)
     if slurm is None:
         from slurm_rlhf.launch.local import LocalLauncher
 
+        _say(check_here(wanted, os.environ))
         return LocalLauncher(run_dir, ranks)
     from slurm_rlhf.launch.container import container_of
-    from slurm_rlhf.launch.preflight import check_nodes
     from slurm_rlhf.launch.slurm import SlurmLauncher, used_nodes
 
     nodes = used_nodes(ranks)
     container = container_of(config)
-    check_nodes(run_dir, nodes, container)
+    gpus = [ranks.topology.node(node).gpus for node in nodes] if wanted.slots else []
+    _say(check_nodes(run_dir, nodes, container, wanted, gpus))
     print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}, run directory {run_dir}")
     print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
     return SlurmLauncher(run_dir, ranks, slurm, container)
+
+
+def _say(notes: list[str]) -> None:
+    for note in notes:
+        print(note, flush=True)

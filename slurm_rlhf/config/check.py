@@ -7,6 +7,7 @@ import string
 from collections.abc import Iterator
 from pathlib import Path
 
+from slurm_rlhf.config.attention import problem as attention_problem
 from slurm_rlhf.config.colocated import colocated
 from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import (
@@ -72,6 +73,7 @@ def _training_problems(config: Config) -> Iterator[str]:
     yield from reward_source(config)
     yield from _resume(config)
     yield from _frozen(config)
+    yield from filter(None, [attention_problem(config.ds.attn_implementation)])
     yield from _slurm(config)
     if not in_range:
         yield from _batches(config)
