@@ -94,8 +94,8 @@ def test_the_soft_cap_of_a_text_model_inside_another_is_applied(tmp_path: Path) 
     torch.manual_seed(0)
     Gemma4ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
     policy = load_policy(tmp_path / "model", FP32, 7)
-    assert policy.head_math is not None
-    assert policy.head_math.cap == 3.0
+    assert policy.head.head_math is not None
+    assert policy.head.head_math.cap == 3.0
     expected = plain(tmp_path / "model", EXPERIENCE)
     torch.testing.assert_close(ours(policy).double(), expected, rtol=0, atol=1e-5)
     without = ours(PolicyModule(policy.model, 7)).double()
