@@ -57,8 +57,8 @@ def judge_accelerators(answers: Answers, wanted: Wanted, granted_by: str) -> lis
             why = next((f" ({said['said']})" for said in answers.values() if said.get("said")), "")
             raise PlacementError(
                 f"there is no GPU here{why}, and the environment holds the CUDA builds (torch for CUDA {built[-1]}), "
-                f"whose vLLM does not run on CPUs: {granted_by}, or make the CPU environment: bash sbatch/environment.sh "
-                "--cpu"
+                f"whose vLLM does not run on CPUs: {granted_by}, or make the CPU environment: bash "
+                "sbatch/environment.sh --cpu"
             )
         return []
     if not all(built):
