@@ -90,6 +90,15 @@ def signatures() -> list[str]:
     return checked
 
 
+def asynchronous() -> list[bool]:
+    """Whether vLLM schedules ahead by itself with the executors of engines of one rank and of several."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    from slurm_rlhf.rollout.tp_group import tp_executor
+
+    return [made.supports_async_scheduling() for made in (UniProcExecutor, tp_executor("x"))]
+
+
 def broken_signature() -> str:
     """What the check says of a stand-in that takes what vLLM does not."""
     from vllm.v1.engine.llm_engine import LLMEngine

@@ -237,6 +237,7 @@ def test_the_stand_ins_are_as_the_installed_vllm(engine_process: EngineProcess) 
     checked = engine_process.run(child.signatures)
     assert checked == ["GPUModelRunner.get_model", "GPUModelRunner.get_model", "Worker.sleep", "Worker.wake_up"]
     assert "parts" in engine_process.run(child.broken_signature)
+    assert engine_process.run(child.asynchronous) == [True, True]
 
 
 def test_the_limits_of_temperatures_are_vllms(engine_process: EngineProcess) -> None:
