@@ -59,7 +59,7 @@ def found_size(local: Sequence[tuple[str, float]], types: Mapping[str, Sequence[
                 sizes[gpu.name] = _of_table(gpu, name)
     if not sizes:
         why = f"GPUs of type {', '.join(unknown[:3])} are not in the table" if unknown else "no GPU says its name"
-        return GpuSize(0, notes=(f"{why}: {TELL}",))
+        return GpuSize(0, notes=(f"{why}: say {TELL}",))
     least = min(sizes.values(), key=lambda size: size.memory)
     most = max(size.memory for size in sizes.values())
     notes = list(least.notes)
