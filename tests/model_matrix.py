@@ -69,7 +69,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "glm": {},
     "gemma4_text": {
         **{"sliding_window": WINDOW, "layer_types": ALTERNATE, "final_logit_softcapping": 3.0},
-        **{"hidden_size_per_layer_input": 0, "per_layer_config": {}},
+        **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 69, "per_layer_config": {}},
     },
     "olmo3": {"sliding_window": WINDOW, "layer_types": ALTERNATE},
     "exaone4": {"sliding_window": WINDOW, "layer_types": ALTERNATE},
