@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from gpu_coverage import Recorder
 
 MARK = "SLURM_RLHF_TEST_SESSION"
 """In the environment of every process that this test session starts, directly or not."""
@@ -32,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = uuid.uuid4().hex
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    config.pluginmanager.register(Recorder(config), "gpu_coverage")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

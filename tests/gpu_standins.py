@@ -32,6 +32,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from gpu_coverage import measure_here
 from gpu_cuda import Cuda, Streams
 from gpu_ipc import share, shared
 from gpu_nccl import ProcessGroupNCCL
@@ -63,6 +64,7 @@ class FakeCuda:
 
     def install(self) -> FakeCuda:
         """Take the place of CUDA in this process, in all of its threads, until `remove`."""
+        measure_here()
         put = self._undo.enter_context
         for name, real in list(vars(torch.cuda).items()):
             if name.startswith("_") or not callable(real) or not _public(real):
