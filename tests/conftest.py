@@ -12,10 +12,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
 from gpu_coverage import Recorder
+
+if TYPE_CHECKING:
+    from rollout_engine import EngineProcess
 
 MARK = "SLURM_RLHF_TEST_SESSION"
 """In the environment of every process that this test session starts, directly or not."""
@@ -26,6 +30,16 @@ ABSENT = ("needs a GPU", "needs several GPUs", "needs a network")
 """Beginnings of the only reasons for which a test may be skipped under CI: what its machines do not have."""
 
 skipped: list[tuple[str, str]] = []
+
+
+@pytest.fixture(scope="session")
+def engine_process() -> Iterator[EngineProcess]:
+    """For all tests of an engine: importing vLLM takes as long as most of them together."""
+    from rollout_engine import EngineProcess
+
+    process = EngineProcess()
+    yield process
+    process.end()
 
 
 def pytest_configure(config: pytest.Config) -> None:

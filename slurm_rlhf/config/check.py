@@ -12,6 +12,7 @@ from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import check_length, check_model_directory, check_tensor_parallel
 from slurm_rlhf.config.ranges import out_of_range
 from slurm_rlhf.config.reward import check_reward_model, reward_source
+from slurm_rlhf.config.sampling import sampling
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.time_limit import minutes
 from slurm_rlhf.errors import ConfigError
@@ -68,6 +69,7 @@ def _training_problems(config: Config) -> Iterator[str]:
         yield from _batches(config)
         yield from _relations(config)
         yield from colocated(config)
+        yield from sampling(config)
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -114,8 +116,6 @@ def _relations(config: Config) -> Iterator[str]:
             f"data.max_len = {config.data.max_len} leaves no room for a prompt beside "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: raise the one or lower the other"
         )
-    if config.rollout.top_k == 0:
-        yield "rollout.top_k must be -1 (all) or at least 1, got 0"
     if config.algo.kl.target and not config.algo.kl.init_coef:
         yield "algo.kl.target needs a coefficient to start from: set algo.kl.init_coef above 0"
     if config.timeout.heartbeat < 4 * config.timeout.heartbeat_interval:

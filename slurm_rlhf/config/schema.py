@@ -132,11 +132,11 @@ class Rollout:
     max_new_tokens: int = 1024
     """Longest response in tokens."""
     temperature: float = 1.0
-    """Sampling temperature; log-probs and entropy are taken at the same temperature."""
+    """Sampling temperature, 0.01 to 2; log-probs and entropy are taken at the same temperature."""
     top_p: float = 1.0
-    """Nucleus sampling."""
+    """1: the trainer's log-probs are over the whole vocabulary, so nucleus sampling is refused."""
     top_k: int = -1
-    """Sample among the k likeliest tokens; -1: all."""
+    """-1 (all), for the same reason."""
     stop: list[str] = field(default_factory=list)
     """Strings that end a response."""
 
