@@ -38,11 +38,14 @@ _ABOUT_GPUS = re.compile(r"cuda|nccl|_cpu\b|\bgpu|\bon_gpu|device\.type|device_n
 class Recorder:
     """A plugin of pytest: measures the tests with stand-ins, and lets the judge come last."""
 
+    here = False
+    """Whether this process is measured already."""
+
     def __init__(self, config: pytest.Config) -> None:
         self._inherited = os.environ.get(DIRECTORY)
         self._own = None if self._inherited else tempfile.TemporaryDirectory(prefix="gpu-coverage-")
         self.directory = Path(self._inherited or self._own.name)  # type: ignore[union-attr]
-        self.ran: set[str] = set()
+        Recorder.here = True
         self.complete = False
         """Whether this session runs every test with stand-ins."""
         self._coverage: Any = None
@@ -67,7 +70,6 @@ class Recorder:
             return (yield)
         finally:
             self._coverage.stop()
-            self.ran.add(item.nodeid)
 
     def pytest_unconfigure(self) -> None:
         if self._coverage is not None:
@@ -93,8 +95,9 @@ def files() -> list[Path]:
 def measure_here() -> None:
     """In a process that a test started: measure until it ends. Called where the stand-ins are installed."""
     directory = os.environ.get(DIRECTORY)
-    if not directory or "pytest" in sys.modules:
+    if not directory or Recorder.here:
         return
+    Recorder.here = True
     measuring = _measuring(Path(directory))
     measuring.start()
 

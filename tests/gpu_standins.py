@@ -58,9 +58,16 @@ class FakeCuda:
         self.memory = Memory(len(self.gpus), memory)
         self.mapped: list[tuple[str, str]] = []
         """Memory of other processes that was opened: on which GPU, and whose."""
+        self.broken_links: list[str] = []
+        """Texts with which the next coalesced operations of NCCL here fail."""
         self.cuda = Cuda(self.gpus, self.memory, self.streams, self.syncs)
         self._mode = DeviceMode(self.memory, self.cuda, self.streams, self.syncs)
         self._undo = ExitStack()
+
+    def see(self, gpus: Sequence[str]) -> None:
+        """Other GPUs than before, for a process that takes the place of several ranks in turn."""
+        assert len(gpus) == len(self.gpus)
+        self.gpus = self.cuda._gpus = tuple(gpus)
 
     def install(self) -> FakeCuda:
         """Take the place of CUDA in this process, in all of its threads, until `remove`."""

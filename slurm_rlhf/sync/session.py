@@ -13,7 +13,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SyncBroken
 from slurm_rlhf.sync.group import SyncGroup, join
 from slurm_rlhf.sync.member import Membership
-from slurm_rlhf.sync.plan import SyncPlan, make_plan
+from slurm_rlhf.sync.plan import SyncPlan, bucket_bytes, make_plan
 from slurm_rlhf.sync.push import Held, Sender
 from slurm_rlhf.sync.receive import Receiver
 from slurm_rlhf.sync.store import SyncStore
@@ -100,7 +100,8 @@ def _join(config: Config, label: str, parameters: Described, group: dict[str, An
         "whole": config.ds.zero_stage < 3,
     }
     joined = join(Membership(label=label, **{**settings, **group}))
-    return joined, make_plan(parameters, sync.bucket_mb << 20, joined.layout(config.ds.zero_stage))
+    nbytes = bucket_bytes(sync.bucket_mb, joined.on_gpus)
+    return joined, make_plan(parameters, nbytes, joined.layout(config.ds.zero_stage))
 
 
 def _connection(group: SyncGroup) -> dict[str, Any]:
