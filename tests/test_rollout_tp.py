@@ -23,6 +23,7 @@ from rollout_fleet import RolloutFleet, config
 from rollout_zygote import Zygote
 from tiny_models import make_tiny
 
+from slurm_rlhf.cluster import kernel_cache
 from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.errors import RemoteError, RunError
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
@@ -54,7 +55,9 @@ def zygote() -> Iterator[Zygote]:
 @pytest.fixture(scope="module")
 def single(zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
     """An engine of one rank, and another one that is not asked but where a test wants both."""
-    fleet = RolloutFleet(zygote, config(model, tmp_path_factory.mktemp("single"), engines=2))
+    made = config(model, tmp_path_factory.mktemp("single"), engines=2)
+    made.train.kernel_cache = str(tmp_path_factory.mktemp("kernels"))
+    fleet = RolloutFleet(zygote, made)
     fleet.launch()
     fleet.engines.ready = [0]
     yield fleet
@@ -149,6 +152,15 @@ def test_two_batches_in_flight_keep_the_ranks_in_step(zygote: Zygote, single: Ro
         assert fleet.shut_down() == [0, 0]
     finally:
         fleet.close()
+
+
+def test_each_rank_keeps_what_it_compiles_in_a_directory_of_its_own(pair: RolloutFleet, single: RolloutFleet) -> None:
+    slots = sorted(Path(single.config.train.kernel_cache).glob("slurm_rlhf_kernels.*/*/rollout.*"))
+    assert [slot.name for slot in slots] == ["rollout.0", "rollout.1"]
+    for rank, slot in enumerate(slots):
+        assert f"compiled kernels are kept in {slot}" in single.log(rank)
+        assert not (slot / ".starting").exists()  # what starting compiles is whole
+        assert kernel_cache._try_lock(slot) is None  # while it lives
 
 
 def test_an_idle_engine_costs_no_cpu(pair: RolloutFleet) -> None:

@@ -17,6 +17,7 @@ from slurm_rlhf.rollout.engine import Gauges
 from slurm_rlhf.rollout.flight import Flight
 from slurm_rlhf.rollout.parameters import checked, parameter_shapes
 from slurm_rlhf.rollout.request import GenerateRequest
+from slurm_rlhf.rollout.saved_names import as_saved, skeleton
 from slurm_rlhf.rollout.sleep import KV_CACHE, WEIGHTS, DeviceMemory
 from slurm_rlhf.rollout.text import response_text
 from slurm_rlhf.rollout.vllm_reload import reload_weights
@@ -56,6 +57,9 @@ class VllmEngine:
         self._index = engine
         self._path = config.actor.model_name_or_path
         self._config = engine_config(config)
+        # Before the engine: where vLLM runs the classes of transformers, they can be made within an engine only.
+        self._skeleton = skeleton(self._path)
+        self._shapes = parameter_shapes(self._skeleton)
         # The engine collects garbage five times while it starts; what the imports left is none and takes 0.3 s each.
         gc.freeze()
         try:
@@ -66,7 +70,6 @@ class VllmEngine:
         self._core = self._llm.engine_core
         self._tasks = self._llm.get_supported_tasks()
         self._tokenizer = self._llm.get_tokenizer()
-        self._shapes = parameter_shapes(self._path)
         self._flights: dict[str, Flight] = {}  # by vLLM's request id
         self._keys: set[str] = set()  # of those
         self._added = 0
@@ -198,7 +201,8 @@ class VllmEngine:
         self._flush()
         self._mixture = f"the update to policy version {version} failed, and weights of two policies are mixed"
         model = self._llm.model_executor.driver_worker.model_runner.get_model()
-        reload_weights(model, self._config, checked(weights, self._shapes, version))
+        wanted = checked(weights, self._shapes, version)
+        reload_weights(model, self._config, as_saved(self._skeleton, wanted))
         # The cached keys and values are the old policy's: of finished prompts, and of requests in flight.
         self._core.reset_prefix_cache(reset_running_requests=True)
         self.version = version

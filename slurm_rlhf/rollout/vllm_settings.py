@@ -10,6 +10,7 @@ from typing import Any
 from slurm_rlhf.config.model_directory import check_model_directory, check_tensor_parallel
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, ModelError
+from slurm_rlhf.rollout.vllm_repairs import repair
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 GIB = 1 << 30
@@ -86,6 +87,7 @@ def import_model_class(path: str) -> None:
         entry = ModelRegistry.models.get(name)
         if entry is not None:
             ModelRegistry.register_model(name, entry.load_model_cls())
+        repair(name)
 
 
 def asynchronous(config: Config, on_cpu: bool) -> bool | None:
