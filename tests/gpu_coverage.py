@@ -23,7 +23,7 @@ import coverage
 import pytest
 
 ROOT = Path(__file__).parent.parent
-GPU_FILES = ("sync/nccl.py", "sync/device_ipc.py", "rollout/sleep.py")
+GPU_FILES = ("sync/gpu.py", "sync/communicator.py", "sync/nccl.py", "sync/device_ipc.py", "rollout/sleep.py")
 """Code that runs on GPUs alone. At least `ENOUGH` of each file's lines have to run with the stand-ins."""
 ROOMS = ("sync", "roles")
 """In these every CUDA branch has to be taken."""

@@ -72,7 +72,14 @@ class FakeCuda:
     def install(self) -> FakeCuda:
         """Take the place of CUDA in this process, in all of its threads, until `remove`."""
         measure_here()
-        put = self._undo.enter_context
+        try:
+            self._install(self._undo.enter_context)
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def _install(self, put: Callable[[Any], Any]) -> None:
         for name, real in list(vars(torch.cuda).items()):
             if name.startswith("_") or not callable(real) or not _public(real):
                 continue
@@ -92,7 +99,6 @@ class FakeCuda:
         put(mock.patch.object(torch.UntypedStorage, "device", property(self.memory.device_of)))
         put(self._mode)
         put(mock.patch.object(threading.Thread, "_bootstrap_inner", self._in_threads()))
-        return self
 
     def remove(self) -> None:
         """CUDA is absent again."""

@@ -65,15 +65,23 @@ class Fleet:
         return self.group
 
     def sender(
-        self, receivers: int, *, layers: int = 12, actors: int = 1, zero: int = 0, compare: int = 0, **options: Any
+        self,
+        receivers: int,
+        *,
+        layers: int = 12,
+        actors: int = 1,
+        zero: int = 0,
+        compare: int = 0,
+        bucket: int = BUCKET,
+        **options: Any,
     ) -> Sender:
         group = self.build(receivers, actors=actors, **options)
         parameters = describe(make_weights(0, layers))
         for peer in self.peers[: actors - 1]:
-            peer.tell("sender_of", parameters=parameters, bucket=BUCKET, zero=zero, compare=compare)
+            peer.tell("sender_of", parameters=parameters, bucket=bucket, zero=zero, compare=compare)
         for peer in self.peers[actors - 1 :]:
-            peer.tell("receiver_of", parameters=parameters, bucket=BUCKET, zero=zero, compare=compare)
-        sender = Sender(group, make_plan(parameters, BUCKET, group.layout(zero)), compare)
+            peer.tell("receiver_of", parameters=parameters, bucket=bucket, zero=zero, compare=compare)
+        sender = Sender(group, make_plan(parameters, bucket, group.layout(zero)), compare)
         for peer in self.peers:
             assert peer.answer() == len(sender.plan.buckets)
         return sender

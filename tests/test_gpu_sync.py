@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -13,14 +16,19 @@ import torch
 from gpu_standins import FakeCuda, fake_cuda
 from sync_fleet import BUCKET, Fleet
 from sync_peer import describe, hold, make_weights
+from test_sync_repair import Ranks, configure, sent
 from torch.distributed import HashStore
 
 import slurm_rlhf.sync.push as push_module
 from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
+from slurm_rlhf.roles import bench_train
+from slurm_rlhf.roles.weights import WeightSync
 from slurm_rlhf.sync.choice import choose, share_gpus
 from slurm_rlhf.sync.communicator import _OWN_ERRORS, Communicator, in_time, name_interface
 from slurm_rlhf.sync.device_ipc import DeviceIpc, ordinal_of
 from slurm_rlhf.sync.gpu import device_address, device_name
+from slurm_rlhf.sync.group import SyncGroup
+from slurm_rlhf.sync.member import Membership
 from slurm_rlhf.sync.nccl import Nccl
 from slurm_rlhf.sync.plan import bucket_bytes
 from slurm_rlhf.sync.store import wait_until
@@ -89,7 +97,7 @@ def test_one_engine_rank_takes_whole_models(fleet: Fleet):
     fleet.update(sender, 1)
     (_, engine) = seen(fleet)
     assert engine["sizes"] == [3], "no communicator for one rank alone"
-    assert sender.plan.payload < engine["peak"] < sender.plan.payload + 4 * BUCKET, "the peer keeps all that came"
+    assert 0.9 * sender.plan.payload < engine["peak"] < sender.plan.payload + 4 * BUCKET, "the peer keeps what came"
 
 
 def test_a_bucket_comes_in_while_the_one_before_is_loaded(fleet: Fleet, tmp_path: Path, monkeypatch):
@@ -177,10 +185,16 @@ def test_roles_that_share_gpus(fleet: Fleet, zero: int):
 
 
 def test_an_actor_rank_whose_gpu_has_no_engine(fleet: Fleet):
-    """It gives its shard and hands over nothing."""
-    sender = fleet.sender(1, actors=2, zero=3, gpus="aba", colocated=True)
+    """It gives its shard and hands over nothing. Of some buckets it has nothing, and helps to gather them."""
+    sender = fleet.sender(1, actors=2, zero=3, gpus="aba", colocated=True, bucket=BUCKET // 4, layers=3)
     assert sender.group.backend == "ipc"
-    fleet.update(sender, 1)
+    parts = [[part.owner for part in sender.plan.parts(number, 0)] for number in range(len(sender.plan.buckets))]
+    assert [0] in parts
+    assert [1] in parts
+    fleet.update(sender, 1, layers=3)
+    sender.group.close()
+    with pytest.raises(TransportFailure, match="given up"):
+        sender.carrier._until(Never())
     sender = fleet.sender(1, actors=2, zero=0, gpus="aba", colocated=True, whole=True)
     fleet.update(sender, 2)
 
@@ -197,6 +211,42 @@ def test_a_death_between_roles_that_share_gpus(fleet: Fleet):
     first.end()
     fleet.peers.remove(first)
     fleet.update(fleet.sender(1, actors=2, zero=3, gpus="aba", colocated=True), 2)
+
+
+def conducted(fleet: Fleet, **settings: Any) -> WeightSync:
+    """Two actor ranks with shards and an engine, as the conductor has them."""
+    fleet.hire(3)
+    settings = {"timeout.sync": 40.0, "sync.bucket_mb": 1, "ds.zero_stage": 3} | settings
+    actors, engines = Ranks(fleet.peers[:2]), Ranks(fleet.peers[2:3])
+    for role, ranks, gpus in (("actor", actors, "ab"), ("rollout", engines, "c")):
+        for rank, gpu in enumerate(gpus):
+            ranks.call(rank, "see", gpus=[f"GPU-{gpu}"]).result()
+            ranks.call(rank, "become", role=role, rank=rank, settings=settings).result()
+    weights = WeightSync(configure(settings), actors, engines, "127.0.0.1")
+    weights.connect(describe(make_weights(0)), [0])
+    return weights
+
+
+def arrived(weights: WeightSync) -> dict[str, str]:
+    return weights.rollout.call(0, "weights_loaded").result()
+
+
+def test_the_conductor_repeats_an_update_whose_link_broke(fleet: Fleet):
+    weights = conducted(fleet)
+    assert weights.update(1)["perf/sync_group"] == 1
+    weights.rollout.call(0, "break_link", times=1).result()
+    assert weights.update(2)["perf/sync_group"] == 2, "once more over a new group, of NCCL again"
+    assert arrived(weights) == sent(2)
+    assert all(peer.process.poll() is None for peer in fleet.peers)
+
+
+def test_the_conductor_goes_over_to_the_fallback(fleet: Fleet):
+    """Where NCCL keeps failing, whatever it says: defect 1 would have run on over gloo."""
+    weights = conducted(fleet, **{"sync.fallback": "gloo"})
+    weights.rollout.call(0, "break_link", times=9).result()
+    weights.update(1)
+    assert weights._backend["backend"] == "gloo"
+    assert arrived(weights) == sent(1)
 
 
 # What no transfer is needed for.
@@ -221,6 +271,16 @@ def test_the_choice_between_gpus():
 
 def test_buckets_are_larger_between_gpus():
     assert (bucket_bytes(0, True), bucket_bytes(0, False), bucket_bytes(5, True)) == (256 << 20, 64 << 20, 5 << 20)
+
+
+class Never:
+    """An operation, or an event, that is never over."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def query(self) -> bool:
+        return False
 
 
 def group_of_one(timeout_s: float = 5.0) -> Communicator:
@@ -256,10 +316,6 @@ def test_nothing_to_exchange(cuda: FakeCuda):
 def test_what_is_never_over_ends_with_the_time_out(cuda: FakeCuda):
     made = group_of_one(0.2)
 
-    class Never:
-        def is_completed(self) -> bool:
-            return False
-
     with pytest.raises(TransportFailure, match=r"not done after 0.2 s"):
         made.settle([Never()])
     made.abort()
@@ -288,6 +344,36 @@ def test_an_address_is_no_interface(monkeypatch, cuda: FakeCuda):
     assert os.environ["NCCL_SOCKET_IFNAME"] == "ib0", "the user's word counts"
 
 
+BENCH_RANK = """
+import json, sys
+sys.path.insert(0, {tests!r})
+from gpu_standins import FakeCuda
+spec, rank, gpu = sys.argv[1:]
+FakeCuda([gpu]).install()
+from slurm_rlhf.roles import sync_bench
+sync_bench.main()
+"""
+
+
+def test_the_benchmark_of_transfers_between_gpus(tmp_path: Path):
+    spec = {"parameters": describe(make_weights(0, 2)), "actors": ["n"], "engines": ["n"], "zero": 0, "naive": True}
+    spec |= {"bucket_bytes": BUCKET, "backend": "auto", "interface": "", "host": "127.0.0.1", "repeats": 1, "model": ""}
+    spec |= {"port_file": str(tmp_path / "port"), "timeout_s": 40.0, "parent": os.getpid()}
+    (tmp_path / "spec.json").write_text(json.dumps(spec))
+    code = BENCH_RANK.format(tests=str(Path(__file__).parent))
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "spec.json"), str(rank), f"GPU-{rank}"], stdout=-1)
+        for rank in (0, 1)
+    ]
+    (found, _), _ = (rank.communicate(timeout=90) for rank in ranks)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert {"seconds", "raw_seconds", "peak_extra_bytes", "naive_seconds"} <= set(json.loads(found))
+
+
+def test_the_benchmark_of_training_names_the_gpu(cuda: FakeCuda):
+    assert bench_train._gpu() == torch.cuda.get_device_name()
+
+
 def test_the_gpu_of_a_rank(cuda: FakeCuda):
     assert (device_name(), device_address()) == ("GPU-a", "0000:00:00.0")
     assert ordinal_of("GPU-b", ["GPU-a", "GPU-b"], "actor 0") == 1
@@ -295,5 +381,5 @@ def test_the_gpu_of_a_rank(cuda: FakeCuda):
 
 def test_a_rank_without_a_gpu():
     assert (device_name(), device_address()) == ("", "")
-    parameters = describe(make_weights(0, 1))
-    assert parameters
+    with pytest.raises(ConfigError, match="nccl needs a GPU and a torch that has NCCL"):
+        SyncGroup(Membership("g", 0, 2, 1, "127.0.0.1", 1, 1.0, backend="nccl"))
