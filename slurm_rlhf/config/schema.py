@@ -182,7 +182,11 @@ class Vllm:
 @dataclass(slots=True)
 class Ds:
     zero_stage: int = 2
-    """DeepSpeed ZeRO stage of actor and critic."""
+    """DeepSpeed ZeRO stage of actor and critic. 1 keeps all gradients on every rank, 4 bytes a parameter, and adds them
+    up once per optimizer step; 2 keeps a rank's part and adds up in each micro-batch, behind the backward pass; 3 cuts
+    the parameters, too. On a slow network 1 is the faster, where it fits."""
+    grad_comm_dtype: Literal["fp32", "bf16"] = "fp32"
+    """In which ranks add up their gradients: bf16 halves the bytes and rounds the sums to 8 bits."""
     param_dtype: Literal["bf16", "fp32"] = "bf16"
     """bf16 (with fp32 master weights; at stage 0 fp32 weights under autocast, the reference's too) or fp32."""
     enable_sleep: bool = False
@@ -254,6 +258,10 @@ class Train:
     """Batches sampled ahead with vllm.sync_mode = inflight: no token is older than so many updates when trained on."""
     full_determinism: bool = False
     """Bitwise equal metrics from run to run and over a resume: fixed prompt-to-engine assignment and order."""
+    gpu: str = ""
+    """Kind of the GPUs (h100, a100_40gb, ...), whose memory is checked before anything starts; empty: found out."""
+    gpu_memory_gb: float = 0.0
+    """Memory of a GPU, as it is sold (80), where the kind is unknown; 0: found out."""
     self_check: bool = True
     """Look at the first batch before training on it: actor, reference and engine agree, forwards repeat, rewards and
     prompts are sane. What fails ends the run; later steps watch for drift. README.md: When something is wrong."""

@@ -25,15 +25,13 @@ MEETING = "meeting"
 
 
 class EngineRank(Role):
-    """A rank of the rollout role: an engine, or a TP rank of one."""
+    """A rank of the rollout role: an engine, or a TP rank of one. `prepare_process` comes first."""
 
     engine: Any
 
     def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
         super().__init__(config, seat, client)
         self.place = EnginePlace.of(seat.rank, config.vllm.tensor_parallel_size, seat.node)
-        own_devices(seat.local_rank, self.place.tp, others=config.train.colocate_all)
-        prepare_environment()
         self.sync = EngineEnd(config, f"{seat.role} {seat.rank}")
 
     def sync_join(self, parameters: list[list[Any]], **group: Any) -> dict[str, Any]:
@@ -58,6 +56,12 @@ def _without_collecting() -> Iterator[None]:
         yield
     finally:
         gc.collect = collect
+
+
+def prepare_process(config: Config, seat: Seat) -> None:
+    """What has to be so before vLLM is imported: this engine's GPUs, and the variables that vLLM reads."""
+    own_devices(seat.local_rank, config.vllm.tensor_parallel_size, others=config.train.colocate_all)
+    prepare_environment()
 
 
 def own_devices(local_rank: int, tp: int, others: bool = False) -> None:
