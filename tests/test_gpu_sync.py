@@ -150,7 +150,8 @@ def test_an_abort_wakes_who_waits(fleet: Fleet):
     with pytest.raises(SyncError, match="the conductor ends the run"):
         sender.push(hold(make_weights(1), 0, 2), 1)  # the other actor rank never sends
     assert time.monotonic() - start < 15
-    assert "the conductor ends the run" in fleet.peers[1].answer()["message"]
+    # Whose verdict it hears depends on how soon the leader's thread runs.
+    assert fleet.peers[1].answer()["error"] in ("SyncError", "SyncBroken")
 
 
 def test_a_link_error_says_what_nccl_said(fleet: Fleet):
@@ -197,6 +198,15 @@ def test_an_actor_rank_whose_gpu_has_no_engine(fleet: Fleet):
         sender.carrier._until(Never())
     sender = fleet.sender(1, actors=2, zero=0, gpus="aba", colocated=True, whole=True)
     fleet.update(sender, 2)
+
+
+def test_two_actor_ranks_on_the_gpu_of_an_engine(fleet: Fleet):
+    """Each hands over its parts of whole models. (NCCL would refuse to gather shards between them, and say so.)"""
+    sender = fleet.sender(1, actors=2, gpus="aaa", backend="ipc", whole=True)
+    assert len(sender.plan.parts(0, 0)) == 2
+    fleet.update(sender, 1)
+    with pytest.raises(SyncError, match="Duplicate GPU"):
+        fleet.sender(1, actors=2, zero=3, gpus="aaa", backend="ipc", timeout_s=10.0)
 
 
 def test_a_death_between_roles_that_share_gpus(fleet: Fleet):
@@ -254,7 +264,6 @@ def test_the_conductor_goes_over_to_the_fallback(fleet: Fleet):
 
 def test_the_choice_between_gpus():
     assert share_gpus(["g", "h", "g", "h"], 2)
-    assert not share_gpus(["g", "g", "g"], 2), "NCCL cannot gather between two ranks of one GPU"
     assert not share_gpus(["g", "h", "k"], 2)
     assert not share_gpus(["g", ""], 1)
     shared = choose(["auto"] * 4, list("nmnm"), list("ghgh"), colocated=True, twins=True)

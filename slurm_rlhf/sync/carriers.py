@@ -62,16 +62,19 @@ def _on_one_device(group: SyncGroup, plan: SyncPlan) -> Carrier:
     actors, gpu = plan.layout.actors, plan.layout.node(group.rank)
     readers = plan.layout.by_node.get(gpu, ())
     owners = tuple(rank for rank, place in enumerate(actors) if place == gpu)
+    gathered = plan.layout.zero_stage >= 3 and len(actors) > 1
+    writers = owners[:1] if gathered else owners
     marks = None
-    if readers:
-        marks = _shared(group, f"marks/{gpu}", (*owners, *readers), ShelfSizes(plan.depth, 8, 1, len(readers)))
+    if readers and group.rank in (*writers, *readers):
+        sizes = ShelfSizes(plan.depth, 8, len(writers), len(readers))
+        marks = _shared(group, f"marks/{gpu}", (*writers, *readers), sizes)
         if marks is None:
             raise SyncError(f"{group.me}: sync.backend = ipc finds no room in /dev/shm: use auto, or make it larger")
     gather = None
-    if plan.layout.zero_stage >= 3 and len(actors) > 1 and group.rank in owners:
+    if gathered and group.rank in owners:
         name_interface(group.me.interface)
         gather = Communicator(PrefixStore("nccl", group.store), group.rank, len(actors), group.timeout_s)
-    return DeviceIpc(plan, group.rank, group.store, marks, gather, group.timeout_s)
+    return DeviceIpc(plan, group.rank, group.store, marks, gathered, gather, group.timeout_s)
 
 
 def node_shelf(group: SyncGroup, plan: SyncPlan) -> Shelf | None:

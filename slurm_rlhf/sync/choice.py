@@ -10,10 +10,9 @@ BACKENDS = ("auto", "gloo", "nccl", "ipc", "disk")
 
 
 def share_gpus(devices: Sequence[str], actors: int) -> bool:
-    """Whether every engine rank has an actor rank on its GPU, and no two actor ranks share one. `devices`: of each
-    member, the first `actors` being the actor's."""
-    own = devices[:actors]
-    return all(devices) and len(set(own)) == len(own) and set(devices[actors:]) <= set(own)
+    """Whether every engine rank has an actor rank on its GPU. `devices`: of each member, the first `actors` being the
+    actor's."""
+    return all(devices) and set(devices[actors:]) <= set(devices[:actors])
 
 
 def choose(

@@ -51,8 +51,9 @@ class _Mapped:
 
 
 class DeviceIpc:
-    """See `Carrier`. The plan's nodes are GPUs here. An actor rank has `plan.depth` slots on its own, in which whole
-    buckets come together, and `marks`, a shelf without room, says which slot holds which bucket and who has copied it.
+    """See `Carrier`. The plan's nodes are GPUs here. An actor rank has `plan.depth` slots for buckets there: for its
+    parts, all of them if it holds whole models and has the GPU alone, or for what was gathered. `marks`, a shelf
+    without room, says which slot holds which bucket and who has copied it.
     """
 
     def __init__(
@@ -61,28 +62,31 @@ class DeviceIpc:
         rank: int,
         store: Store,
         marks: Shelf | None,
-        gather: Communicator | None = None,
-        timeout_s: float = 60.0,
+        gathered: bool,
+        gather: Communicator | None,
+        timeout_s: float,
     ) -> None:
-        """`marks`: None where no engine rank is on this rank's GPU. `gather`: all actor ranks', where they hold shards;
-        collective then. Raises TransportFailure."""
+        """`marks`: None for an actor rank that hands nothing over. `gathered`: actor ranks hold shards, and have the
+        communicator `gather`; collective for them then. Raises TransportFailure."""
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.pool = Pool(self.device)
         self._plan = plan
         self._rank = rank
         self._store = store
         self._marks = marks
+        self._gathered = gathered
         self._gather = gather
         self._timeout_s = timeout_s
         self._aborted = False
         self._readers = plan.layout.by_node.get(plan.layout.node(rank), ())
         actors = plan.layout.actors
-        self._owner = next((owner for owner, gpu in enumerate(actors) if gpu == plan.layout.node(rank)), -1)
+        self._givers = [owner for owner, gpu in enumerate(actors) if gpu == plan.layout.node(rank)]
         self._stream = plan.stream_to(self._readers[0]) if self._readers else 0
         self._number = 0  # of the first bucket of this update
         self._next = 0  # bucket of this update
-        self._slots: list[torch.Tensor] = []
-        self._filling: deque[tuple[int, list[Work], Any]] = deque()
+        self._slots: list[torch.Tensor] = []  # an actor rank's own
+        self._mapped: dict[int, list[torch.Tensor]] = {}  # an engine rank's, by their owner
+        self._filling: deque[tuple[int, int, list[Work], Any]] = deque()
         self._copied: deque[tuple[int, Any]] = deque()
         torch.cuda.ipc_collect()  # what a group before this one had, and its peers have let go of
         if rank < len(actors) and (self._readers or gather):
@@ -104,10 +108,14 @@ class DeviceIpc:
         """A bucket out of its slot, which is free again when the GPU has done so: nobody waits for that here."""
         assert self._marks is not None
         self._give_back(self._plan.depth - 2)
-        self._marks.wait(number, 1)
         nbytes = self._plan.nbytes(bucket, self._stream)
+        ranges = [(part.owner, part.start, part.start + part.nbytes) for part in self._plan.parts(bucket, self._stream)]
+        if self._gathered:
+            ranges = [(self._givers[0], 0, nbytes)]
+        self._marks.wait(number, len(ranges))
         buffer = self.pool.take(nbytes)
-        buffer.copy_(self._mapped()[number % self._plan.depth][:nbytes])
+        for owner, low, high in ranges:
+            buffer[low:high].copy_(self._slots_of(owner)[number % self._plan.depth][low:high])
         self._copied.append((number, torch.cuda.current_stream(self.device).record_event()))
         return buffer
 
@@ -128,7 +136,7 @@ class DeviceIpc:
 
     def close(self) -> None:
         self.abort()
-        self._slots = []
+        self._slots, self._mapped = [], {}
         torch.cuda.ipc_collect()
 
     def _reach(self, bucket: int) -> None:
@@ -151,20 +159,20 @@ class DeviceIpc:
             works = self._gather.spread([(slot[p.start : p.start + p.nbytes], p.owner) for p in parts])
         else:
             event = torch.cuda.current_stream(self.device).record_event()
-        self._filling.append((number, works, event))
+        self._filling.append((number, part.index if part and not self._gathered else 0, works, event))
         self._next = bucket + 1
         self._hand_over(1)
 
     def _hand_over(self, leave: int) -> None:
         """Tell the engine ranks of slots that are full, but for the last `leave`, which the GPU still works on."""
         while len(self._filling) > leave:
-            number, works, event = self._filling.popleft()
+            number, index, works, event = self._filling.popleft()
             if self._gather is not None:
                 self._gather.settle(works)
             else:
                 self._until(event)
             if self._marks is not None:
-                self._marks.mark(number, [0])
+                self._marks.mark(number, [index])
 
     def _give_back(self, leave: int) -> None:
         while self._copied and (len(self._copied) > leave or self._copied[0][1].query()):
@@ -182,12 +190,12 @@ class DeviceIpc:
                 raise TransportFailure(why, peer_left=False)
             time.sleep(_POLL_S)
 
-    def _mapped(self) -> list[torch.Tensor]:
-        if not self._slots:
-            device, *handles = json.loads(self._store.get(f"cuda/{self._owner}"))
-            ordinal = ordinal_of(device, device_names(), f"actor {self._owner}")
-            self._slots = [_open(handle, ordinal) for handle in handles]
-        return self._slots
+    def _slots_of(self, owner: int) -> list[torch.Tensor]:
+        if owner not in self._mapped:
+            device, *handles = json.loads(self._store.get(f"cuda/{owner}"))
+            ordinal = ordinal_of(device, device_names(), f"actor {owner}")
+            self._mapped[owner] = [_open(handle, ordinal) for handle in handles]
+        return self._mapped[owner]
 
 
 def _handle(tensor: torch.Tensor) -> list[Any]:
