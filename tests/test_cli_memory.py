@@ -33,10 +33,12 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine whose nvidia-smi tells of eight GPUs; the file says which."""
     program, told = tmp_path / "bin" / "nvidia-smi", tmp_path / "kind"
     program.parent.mkdir()
-    told.write_text("NVIDIA A100-SXM4-40GB, 40960")
+    told.write_text("echo NVIDIA A100-SXM4-40GB, 40960")
     program.write_text(
-        f'#!/bin/sh\nfor i in 0 1 2 3 4 5 6 7; do case $1 in -L) echo "GPU $i: x" ;; '
-        f'*) echo "$i, $(cat {told})" ;; esac; done\n'
+        "#!/bin/sh\n"
+        "case $1 in *compute-apps*) exit 0 ;; esac\n"
+        'for i in 0 1 2 3 4 5 6 7; do case $1 in -L) echo "GPU $i: x" ;; '
+        f'*) echo "$i, GPU-$i, $(. {told}), 0, 580.1, Disabled" ;; esac; done\n'
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
@@ -156,10 +158,10 @@ def test_train_refuses_before_anything_starts(
 def test_train_counts_the_smallest_of_unlike_gpus(
     capsys: pytest.CaptureFixture[str], gpus: Path, run: tuple[str, ...]
 ) -> None:
-    gpus.write_text("NVIDIA A100-SXM4-$((40 + i % 2 * 40))GB, 40960")
+    gpus.write_text("echo NVIDIA A100-SXM4-$((40 + i % 2 * 40))GB, $((40960 + i % 2 * 40960))")
     assert main([*run, "--dry_run"]) == 0
     assert "(A100 40GB: 39.3)" in capsys.readouterr().out
-    gpus.write_text("Some Card, 24576")
+    gpus.write_text("echo Some Card, 24576")
     assert main([*run, "--dry_run"]) == 0
     assert "(Some Card of 24 GB: 23.6)" in capsys.readouterr().out
 

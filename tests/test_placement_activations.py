@@ -36,6 +36,8 @@ def counted_and_computed(
     variant: str, dtype: int, checkpointing: bool, attention: str, autocast: bool = False, **sizes: Any
 ) -> tuple[int, int]:
     wide = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "head_dim": 48} | sizes
+    if variant == "olmoe":
+        wide["head_dim"] = 32  # its norm of queries is as wide as the hidden state
     config = make_config(variant, **wide, attn_implementation=attention)
     weights = torch.float32 if autocast else DTYPES[dtype]
     model = AutoModelForCausalLM.from_config(config, dtype=weights, attn_implementation=attention).train()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_rlhf.cluster.gpu_kinds import gpu_types, granted_types, local_kinds, parse_kinds, parse_types
+from slurm_rlhf.cluster.gpu_kinds import gpu_types, granted_types, local_kinds, parse_types
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.placement.gpu_size import found_size, told_size
 
@@ -46,14 +46,6 @@ def test_without_scontrol_what_was_asked_for_is_taken(tmp_path: object) -> None:
     assert granted_types(asked) == {"SLURM_GPUS_PER_NODE": ["h100"]}
     assert granted_types({"PATH": str(tmp_path)}) == {}
     assert local_kinds({"PATH": str(tmp_path)}) == []
-
-
-def test_rows_of_nvidia_smi() -> None:
-    answer = "0, NVIDIA H100 80GB HBM3, 81559\n1, NVIDIA A40, 46068\nNo devices were found\n2, Odd, [N/A]\n"
-    assert parse_kinds(answer, None) == [("NVIDIA H100 80GB HBM3", 81559.0), ("NVIDIA A40", 46068.0)]
-    assert parse_kinds(answer, "1") == [("NVIDIA A40", 46068.0)]
-    assert parse_kinds(answer, "") == []
-    assert len(parse_kinds(answer, "GPU-8f1c")) == 2
 
 
 def test_the_user_knows_best() -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping
 
+from slurm_rlhf.cluster.devices import local_gpus
+from slurm_rlhf.cluster.gpu_query import ask_gpus
 from slurm_rlhf.cluster.job import command
 from slurm_rlhf.cluster.nodelist import expand
 from slurm_rlhf.errors import PlacementError
 
-_TIMEOUT_S = 30.0
 _NODES = re.compile(r"\bNodes=(\S+) CPU_IDs=\S* Mem=\S* GRES=(\S*)")
 _TYPE = re.compile(r"(?:gres[:/])?(?:gpu[:=/])?(?P<type>[A-Za-z][\w.+-]*)?(?=[:=(]|$)")
 _VARIABLES = ("SLURM_GPUS_PER_NODE", "SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
@@ -52,29 +50,7 @@ def granted_types(environ: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def local_kinds(environ: Mapping[str, str]) -> list[tuple[str, float]]:
-    """Name and MiB of each GPU of this machine that CUDA_VISIBLE_DEVICES leaves; empty without nvidia-smi."""
-    program = shutil.which("nvidia-smi", path=environ.get("PATH", os.defpath))
-    if program is None:
-        return []
-    query = [program, "--query-gpu=index,name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(
-            query, capture_output=True, text=True, timeout=_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return parse_kinds(answer.stdout, environ.get("CUDA_VISIBLE_DEVICES"))
-
-
-def parse_kinds(answer: str, visible: str | None) -> list[tuple[str, float]]:
-    """Rows of `index, name, MiB`; those that `visible` lists by number, where it does so."""
-    chosen = None if visible is None else [part.strip() for part in visible.split(",")]
-    if chosen is not None and not all(part.isdigit() for part in chosen):
-        chosen = None if visible else []
-    found = []
-    for line in answer.splitlines():
-        index, _, rest = line.partition(",")
-        name, _, memory = rest.rpartition(",")
-        if memory.strip().isdigit() and (chosen is None or index.strip() in chosen):
-            found.append((name.strip(), float(memory)))
-    return found
+    """Name and MiB of each GPU that a process with `environ` may use here; empty where nvidia-smi shows none."""
+    names = local_gpus(environ)
+    chosen = ask_gpus(environ).chosen(names) if names else ()
+    return [(gpu.name, float(gpu.memory_mib)) for gpu in chosen if gpu.memory_mib]

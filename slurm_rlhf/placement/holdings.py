@@ -129,7 +129,7 @@ def _trainer(config: Config, shape: ModelShape, role: str) -> Holding:
     elements, sizes = _tensors(shape, role == ACTOR)
     largest = max(size for size, _ in sizes)
     held = trainer_states(config, shape, role)
-    grad_bf16 = getattr(ds, "grad_comm_dtype", "fp32") == "bf16"
+    grad_bf16 = ds.grad_comm_dtype == "bf16"
     buckets = st.reduce_buckets(elements, ds.zero_stage, grad_bf16) if ranks > 1 or ds.zero_stage else 0
     resting = {"parameters": held.parameters, "optimizer states": held.optimizer, **_context(role, ranks)}
     moment = {"gradients": held.gradients, "reduce buckets": buckets}
@@ -158,9 +158,7 @@ def _update(config: Config, shape: ModelShape, role: str, elements: int, largest
     terms = {
         "activations": act.saved(shape, how) + act.recomputed(shape, how) + act.autocast_weights(shape, how),
         "backward": act.backward_work(shape, how),
-        "loose gradient": st.loose_gradient(
-            elements, largest, bf16, getattr(config.ds, "grad_comm_dtype", "fp32") == "bf16"
-        ),
+        "loose gradient": st.loose_gradient(elements, largest, bf16, config.ds.grad_comm_dtype == "bf16"),
     }
     if role == ACTOR:
         chunk = min(config.train.logprob_chunk_tokens, how.tokens)
