@@ -32,7 +32,7 @@ DIRECTORY = "SLURM_RLHF_GPU_COVERAGE"
 """In the environment: where processes put what they have measured."""
 JUDGE = "test_gpu_coverage.py"
 
-_ABOUT_GPUS = re.compile(r"cuda|nccl|_cpu\b|\bgpu|\bon_gpu|device\.type|device_name\(|me\.device", re.IGNORECASE)
+_ABOUT_GPUS = re.compile(r"cuda|nccl|_cpu\b|\bon_gpus?\b|device\.type|device_name\(|me\.device", re.IGNORECASE)
 
 
 class Recorder:
@@ -100,12 +100,17 @@ def measure_here() -> None:
     Recorder.here = True
     measuring = _measuring(Path(directory))
     measuring.start()
+    _children.append(measuring)
+    atexit.register(save_here)
 
-    def end() -> None:
-        measuring.stop()
+
+def save_here() -> None:
+    """Put down what this process, which a test started, has run so far: it may be killed later."""
+    for measuring in _children:
         measuring.save()
 
-    atexit.register(end)
+
+_children: list[Any] = []
 
 
 def _measured(item: pytest.Item) -> bool:
