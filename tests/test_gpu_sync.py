@@ -20,6 +20,7 @@ from test_sync_repair import Ranks, configure, sent
 from torch.distributed import HashStore
 
 import slurm_rlhf.sync.push as push_module
+from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
 from slurm_rlhf.roles import bench_train
 from slurm_rlhf.roles.weights import WeightSync
@@ -30,7 +31,6 @@ from slurm_rlhf.sync.gpu import device_address, device_name
 from slurm_rlhf.sync.group import SyncGroup
 from slurm_rlhf.sync.member import Membership
 from slurm_rlhf.sync.nccl import Nccl
-from slurm_rlhf.sync.plan import bucket_bytes
 from slurm_rlhf.sync.store import wait_until
 from slurm_rlhf.sync.transport import TransportFailure
 
@@ -279,7 +279,7 @@ def test_the_choice_between_gpus():
 
 
 def test_buckets_are_larger_between_gpus():
-    assert (bucket_bytes(0, True), bucket_bytes(0, False), bucket_bytes(5, True)) == (256 << 20, 64 << 20, 5 << 20)
+    assert (bucket_mb(0, True), bucket_mb(0, False), bucket_mb(5, True)) == (256, 64, 5)
 
 
 class Never:

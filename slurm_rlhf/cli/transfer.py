@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from slurm_rlhf.cluster.placement import RankMap
+from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.model_parameters import stored_parameters
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.sync.account import Account, account
 from slurm_rlhf.sync.layout import Layout
-from slurm_rlhf.sync.plan import SyncPlan, bucket_bytes, make_plan
+from slurm_rlhf.sync.plan import SyncPlan, make_plan
 
 GIGABIT = 125_000_000  # bytes
 NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0
@@ -25,7 +26,7 @@ def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
     described = [[name, shape, config.ds.param_dtype] for name, shape in stored]
     nodes = {role: [share.node for share in shares for _ in share.ranks] for role, shares in ranks.roles.items()}
     layout = Layout(tuple(nodes["actor"]), tuple(nodes["rollout"]), config.ds.zero_stage)
-    return make_plan(described, bucket_bytes(config.sync.bucket_mb, on_gpus=False), layout)
+    return make_plan(described, bucket_mb(config.sync.bucket_mb, on_gpus=False) << 20, layout)
 
 
 def transfer_json(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> dict[str, Any]:

@@ -33,8 +33,6 @@ _RELAY_CUT = 8
 """Where nodes relay, buckets are this many times smaller and as many more of them are on their way, in the same memory:
 whole ones let a fast node wait for the slowest, which costs 15 % with four nodes."""
 
-_BUCKET_MB = {False: 64, True: 256}  # without and with GPUs all the way
-
 ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -133,12 +131,6 @@ class SyncPlan:
         """Equal where two members would do the same."""
         text = repr((self.described, self.buckets, self.layout, self.chunk_bytes, self.depth))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def bucket_bytes(bucket_mb: int, on_gpus: bool) -> int:
-    """Bytes of a bucket, for sync.bucket_mb MiB; 0: 256 MiB between GPUs, where smaller ones cost launches and waiting,
-    and 64 MiB through CPUs."""
-    return (bucket_mb or _BUCKET_MB[on_gpus]) << 20
 
 
 def make_plan(described: Sequence[Sequence[Any]], bucket_bytes: int, layout: Layout, chunk_bytes: int = 0) -> SyncPlan:

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SyncBroken
 from slurm_rlhf.sync.group import SyncGroup, join
 from slurm_rlhf.sync.member import Membership
-from slurm_rlhf.sync.plan import SyncPlan, bucket_bytes, make_plan
+from slurm_rlhf.sync.plan import SyncPlan, make_plan
 from slurm_rlhf.sync.push import Held, Sender
 from slurm_rlhf.sync.receive import Receiver
 from slurm_rlhf.sync.store import SyncStore
@@ -100,7 +101,7 @@ def _join(config: Config, label: str, parameters: Described, group: dict[str, An
         "whole": config.ds.zero_stage < 3,
     }
     joined = join(Membership(label=label, **{**settings, **group}))
-    nbytes = bucket_bytes(sync.bucket_mb, joined.on_gpus)
+    nbytes = bucket_mb(sync.bucket_mb, joined.on_gpus) << 20
     return joined, make_plan(parameters, nbytes, joined.layout(config.ds.zero_stage))
 
 
