@@ -90,15 +90,13 @@ def test_vllms_environment_on_a_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("rank", "tp", "others", "expected"),
-    [(0, 1, False, "4"), (3, 1, False, "GPU-d"), (1, 2, False, "4,5"), (2, 2, True, "6,GPU-d,4,5")],
+    ("rank", "tp", "expected"),
+    [(0, 1, "4"), (3, 1, "GPU-d"), (1, 2, "4,5"), (2, 2, "6,GPU-d")],
 )
-def test_an_engine_sees_its_own_gpus_first(
-    monkeypatch: pytest.MonkeyPatch, rank: int, tp: int, others: bool, expected: str
-) -> None:
+def test_an_engine_sees_its_own_gpus_alone(monkeypatch: pytest.MonkeyPatch, rank: int, tp: int, expected: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,GPU-d")
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
-    own_devices(rank, tp, others)
+    own_devices(rank, tp)
     assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
     assert os.environ["HIP_VISIBLE_DEVICES"] == ""
 
