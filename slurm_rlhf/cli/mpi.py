@@ -12,6 +12,7 @@ from typing import Any
 
 from slurm_rlhf.cli.arguments import Arguments
 from slurm_rlhf.cli.conductor import Orders
+from slurm_rlhf.cli.memory import insist_on_memory
 from slurm_rlhf.cluster.draw import draw
 from slurm_rlhf.cluster.environment import read_slurm
 from slurm_rlhf.cluster.mpi import Launched, Placed, Process, place_processes, this_process
@@ -53,6 +54,7 @@ def _first(world: World, arguments: Arguments, start: Launched) -> int:
         config = load_config(arguments.file, arguments.overrides)
         check(config)
         placed = place_processes(config, processes, start)
+        insist_on_memory(config, placed.ranks)
         if "dry_run" not in arguments.flags:
             for note in _look_around(world, config, placed.ranks, processes):
                 print(note, flush=True)

@@ -90,6 +90,7 @@ RANGES: dict[str, Range] = {
     "train.logprob_chunk_tokens": COUNT,
     "train.async_queue_size": COUNT,
     "train.seed": Range(0, 2**32 - 1),
+    "train.gpu_memory_gb": NOT_NEGATIVE,
     "train.self_check_stop": NOT_NEGATIVE,
     "train.threads_per_rank": NOT_NEGATIVE,
     "train.kernel_cache_gib": POSITIVE,

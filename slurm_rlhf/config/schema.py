@@ -258,6 +258,10 @@ class Train:
     """Batches sampled ahead with vllm.sync_mode = inflight: no token is older than so many updates when trained on."""
     full_determinism: bool = False
     """Bitwise equal metrics from run to run and over a resume: fixed prompt-to-engine assignment and order."""
+    gpu: str = ""
+    """Kind of the GPUs (h100, a100_40gb, ...), whose memory is checked before anything starts; empty: found out."""
+    gpu_memory_gb: float = 0.0
+    """Memory of a GPU, as it is sold (80), where the kind is unknown; 0: found out."""
     self_check: bool = True
     """Look at the first batch before training on it: actor, reference and engine agree, forwards repeat, rewards and
     prompts are sane. What fails ends the run; later steps watch for drift. README.md: When something is wrong."""

@@ -104,6 +104,10 @@ class RolloutRole(EngineRank):
         self._halted = bool(self._open) and "broken" in answer
         return answer
 
+    def attention(self) -> str:
+        """See `Role.attention`."""
+        return self.engine.attention if hasattr(self, "engine") else ""
+
     def sleep(self) -> int:
         """Let others have the accelerator: as `Sleeper.sleep`. What is in flight is of a run that is being stopped."""
         self._drop(RunError(f"{self.place} was told to sleep"))
