@@ -237,6 +237,7 @@ def test_the_stand_ins_are_as_the_installed_vllm(engine_process: EngineProcess) 
     checked = engine_process.run(child.signatures)
     assert checked == ["GPUModelRunner.get_model", "GPUModelRunner.get_model", "Worker.sleep", "Worker.wake_up"]
     assert "parts" in engine_process.run(child.broken_signature)
+    assert engine_process.run(child.asynchronous) == [True, True]
 
 
 def test_the_limits_of_temperatures_are_vllms(engine_process: EngineProcess) -> None:
@@ -270,8 +271,17 @@ def _arguments(path: Path, changes: dict[str, Any]) -> Any:
     return child.arguments(path, **changes)
 
 
-def test_tied_heads_are_used_as_they_are_loaded(engine_process: EngineProcess) -> None:
-    assert engine_process.run(child.tied_heads_on_a_gpu) == 0
+def test_weights_are_used_as_they_are_loaded(engine_process: EngineProcess) -> None:
+    """Neither tied heads nor experts are packed anew, as on CPUs."""
+    assert engine_process.run(child.unpacked_on_a_gpu) == 0
+
+
+def test_attention_is_imported_before_a_heartbeat_counts(engine_process: EngineProcess) -> None:
+    """Where it was not built for this GPU, that is no error."""
+    engine_process.run(child.signatures)  # vLLM is there, under the platform of this machine
+    names = engine_process.run(child.imports)
+    assert names[0] == "vllm.v1.engine.llm_engine"
+    assert "vllm.vllm_flash_attn" in names
 
 
 def test_an_engine_names_the_attention_of_its_layers(engine_process: EngineProcess, path: Path) -> None:

@@ -102,8 +102,8 @@ def check_architecture(key: str, path: str, max_len: int) -> None:
             )
     if names and not any(name in COMPARED for name in names):
         log.warning(
-            "%s: %s is a %s, which was never compared with transformers and vLLM: watch the comparison before the "
-            "first step. Compared were %s",
+            "%s: %s is a %s, which was never compared with transformers and vLLM: train.self_check compares "
+            "them before the first step. Compared were %s",
             *(key, path, names[0], ", ".join(sorted(COMPARED))),
         )
 

@@ -34,7 +34,8 @@ class Data:
     input_template: str = ""
     """Format string around the prompt, with one `{}`; empty: the prompt as it is."""
     apply_chat_template: bool = False
-    """Wrap the prompt as a user's message in the tokenizer's chat template."""
+    """Wrap the prompt as a user's message in the tokenizer's chat template. The column may also hold a list of
+    messages, each with role and content."""
     max_len: int = 2048
     """Longest prompt plus response in tokens. Prompts longer than max_len - rollout.max_new_tokens are dropped."""
     max_samples: int = 0
