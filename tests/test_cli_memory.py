@@ -139,6 +139,14 @@ def test_an_unknown_gpu_is_named_with_those_that_are_known(capsys: pytest.Captur
     assert "H100 PCIe" in err
 
 
+def test_engines_that_do_not_divide_the_model(capsys: pytest.CaptureFixture[str], seven: str) -> None:
+    words = (str(SBATCH / "ppo_7b.toml"), seven, *LARGE, "--gpu=h100", "--vllm.tensor_parallel_size=3")
+    code, _, err = plan(capsys, *words, "--critic.num_gpus_per_node=1")
+    assert code == 2
+    assert "vllm.tensor_parallel_size = 3 does not divide the model" in err
+    assert "Valid sizes: 1, 2, 4" in err
+
+
 @pytest.mark.parametrize("flag", [(), ("--dry_run",)])
 def test_train_refuses_before_anything_starts(
     capsys: pytest.CaptureFixture[str], gpus: Path, run: tuple[str, ...], tmp_path: Path, flag: tuple[str, ...]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from slurm_rlhf.cluster.gpu_kinds import gpu_types, granted_types, local_kinds, parse_types
@@ -41,7 +43,19 @@ def test_types_of_an_allocation() -> None:
     assert parse_types("") == {}
 
 
-def test_without_scontrol_what_was_asked_for_is_taken(tmp_path: object) -> None:
+def test_scontrol_is_asked_in_an_allocation(tmp_path: Path) -> None:
+    program = tmp_path / "scontrol"
+    (tmp_path / "details").write_text(DETAILS)
+    program.write_text(
+        f'#!/bin/sh\n[ "$*" = "show job --details 12" ] && exec /bin/cat {tmp_path / "details"}\nexit 1\n'
+    )
+    program.chmod(0o755)
+    environ = {"SLURM_JOB_ID": "12", "PATH": str(tmp_path), "SLURM_GPUS_PER_NODE": "h100:8"}
+    assert granted_types(environ) == {"gpu001": ["a100"], "gpu002": ["a100"], "gpu003": ["v100"]}
+    assert granted_types(environ | {"SLURM_JOB_ID": "13"}) == {"SLURM_GPUS_PER_NODE": ["h100"]}
+
+
+def test_without_scontrol_what_was_asked_for_is_taken(tmp_path: Path) -> None:
     asked = {"SLURM_JOB_ID": "1", "SLURM_GPUS_PER_NODE": "h100:8", "PATH": str(tmp_path)}
     assert granted_types(asked) == {"SLURM_GPUS_PER_NODE": ["h100"]}
     assert granted_types({"PATH": str(tmp_path)}) == {}

@@ -59,6 +59,17 @@ def test_the_kv_cache_is_as_planned(fresh: EngineProcess, path: Path) -> None:
     assert made["sequences"] == pytest.approx(made["blocks"] / per_sequence)
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma", "mistral", "gemma3_text"])
+def test_the_kv_cache_of_other_models_is_as_planned(process: EngineProcess, tmp_path: Path, arch: str) -> None:
+    """Of a real engine; Mistral's window is longer than its texts, Gemma 3's is in five layers of six."""
+    process.run(child.start, make_tiny(tmp_path / arch, arch, heads=2, kv_heads=1, layers=7), "fp32", 5)
+    made, shape = process.run(child.kv_cache), read_shape("actor.model_name_or_path", tmp_path / arch)
+    assert made["blocks"] == made["bytes"] // block_bytes(shape, 1, 4, made["block"])
+    per_sequence = blocks_of_sequence(shape, made["length"], 4096, made["block"])
+    assert made["sequences"] == pytest.approx(made["blocks"] / per_sequence)
+
+
 KV_SHAPES = {
     "qwen2": {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128},
     "llama": {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64},

@@ -11,6 +11,7 @@ from typing import Any
 from slurm_rlhf.cluster.gpu_kinds import granted_types, local_kinds
 from slurm_rlhf.cluster.rank_map import RankMap
 from slurm_rlhf.cluster.topology import GPU
+from slurm_rlhf.config.model_directory import check_tensor_parallel
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, PlacementError
 from slurm_rlhf.placement.gpu_size import TELL, GpuSize, found_size, told_size
@@ -33,7 +34,10 @@ class Memory:
 
 
 def memory_of(config: Config, found: GpuSize | None) -> Memory:
-    """The memory of a run on GPUs as the user says, or else as `found`. Raises ConfigError for a GPU nobody knows."""
+    """The memory of a run on GPUs as the user says, or else as `found`.
+
+    Raises ConfigError for a GPU that nobody knows, and for a size of engines that does not divide the model.
+    """
     size = told_size(config.train.gpu, config.train.gpu_memory_gb) or found
     if size is None:
         return Memory(
@@ -45,6 +49,8 @@ def memory_of(config: Config, found: GpuSize | None) -> Memory:
         models = read_models(config)
     except ModelError as error:
         return Memory(size, str(error))
+    actor = config.actor.model_name_or_path
+    check_tensor_parallel("actor.model_name_or_path", actor, config.vllm.tensor_parallel_size)
     return Memory(size, "", account(config, models, size.memory), models)
 
 

@@ -34,7 +34,8 @@ class Data:
     input_template: str = ""
     """Format string around the prompt, with one `{}`; empty: the prompt as it is."""
     apply_chat_template: bool = False
-    """Wrap the prompt as a user's message in the tokenizer's chat template."""
+    """Wrap the prompt as a user's message in the tokenizer's chat template. The column may also hold a list of
+    messages, each with role and content."""
     max_len: int = 2048
     """Longest prompt plus response in tokens. Prompts longer than max_len - rollout.max_new_tokens are dropped."""
     max_samples: int = 0
@@ -307,8 +308,8 @@ class Ckpt:
 class Sync:
     backend: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
     """auto, gloo, nccl, ipc (one device or node) or disk (files in run_dir). auto: by the members' nodes and GPUs."""
-    bucket_mb: int = 64
-    """MiB of weights that go at a time; an engine rank needs three times as much. In eighths where nodes relay them."""
+    bucket_mb: int = 0
+    """MiB of weights that go at a time, 0: 64, between GPUs 256. An engine rank needs 3 x as much; relays cut in 8."""
     interface: str = ""
     """Network interface of the weight transfer, or several (ib0,ib1), near the GPUs. Empty: any that connects."""
     compare: int = 0
