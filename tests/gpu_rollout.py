@@ -55,6 +55,9 @@ class Platform:
     def is_cpu(self) -> bool:
         return False
 
+    def is_cuda(self) -> bool:
+        return True
+
     def is_sleep_mode_available(self) -> bool:
         return self.sleeps
 
@@ -75,7 +78,7 @@ def signatures() -> list[str]:
 
     check_signature(LLMEngine.sleep, _unbound(Llm.sleep), "LLMEngine.sleep")
     check_signature(LLMEngine.wake_up, _unbound(Llm.wake_up), "LLMEngine.wake_up")
-    for name in ("is_cpu", "is_sleep_mode_available"):
+    for name in ("is_cpu", "is_cuda", "is_sleep_mode_available"):
         assert callable(getattr(Real, name)), name
     assert "device_name" in Real.__annotations__
     checked = []
@@ -178,8 +181,8 @@ def arguments(path: Path, sleeps: bool = True, **changes: Any) -> dict[str, Any]
     return {name: getattr(seen[0], name) for name in (*wanted, "gpu_memory_utilization")}
 
 
-def tied_heads_on_a_gpu() -> int:
-    """How many modules were looked at after a reload: none, they are used as they are loaded."""
+def unpacked_on_a_gpu() -> int:
+    """How many modules were looked at around a reload: none, weights are used as they are loaded."""
     # While vLLM imports, its platform is the real one.
     import vllm.model_executor.layers.vocab_parallel_embedding  # noqa: F401
 
@@ -189,7 +192,28 @@ def tied_heads_on_a_gpu() -> int:
     model = SimpleNamespace(modules=lambda: looked.append(1) or [])
     with mock.patch("vllm.platforms.current_platform", Platform()):
         vllm_reload._repack_tied_heads(model)
+        vllm_reload._unpack_experts(model)
     return len(looked)
+
+
+def imports() -> list[str]:
+    """What of vLLM is imported ahead on a GPU, and asked for where this build lacks it."""
+    import builtins
+
+    from slurm_rlhf.rollout.libraries import import_vllm
+
+    usual, asked = builtins.__import__, []
+
+    def watching(name: str, *arguments: Any, **named: Any) -> Any:
+        asked.append(name)
+        return usual(name, *arguments, **named)
+
+    with (
+        mock.patch("vllm.platforms.current_platform", Platform()),
+        mock.patch.object(builtins, "__import__", watching),
+    ):
+        import_vllm()
+    return [name for name in asked if name.startswith("vllm.v1.engine.llm_engine") or "flash_attn" in name]
 
 
 def attention() -> str:

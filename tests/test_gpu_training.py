@@ -28,6 +28,7 @@ from slurm_rlhf.roles.role import Seat
 from slurm_rlhf.roles.sharing import taking_turns
 from slurm_rlhf.training import distributed, engine, frozen, offload, policy, reward_model, value, zero
 from slurm_rlhf.training.distributed import World
+from slurm_rlhf.training.forward import undisturbed
 from slurm_rlhf.training.frozen import FrozenPolicy
 from slurm_rlhf.training.policy import PolicyTrainer
 from slurm_rlhf.training.reward_model import RewardModel
@@ -241,6 +242,14 @@ def test_a_checkpoint_keeps_the_random_state_of_the_gpu(
     assert not torch.equal(torch.cuda.get_rng_state(), state)
     trainer.load(tmp_path)
     assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_what_is_tried_out_leaves_the_random_state_of_the_gpu(cuda: FakeCuda) -> None:
+    torch.cuda.set_device(GPU)
+    before = torch.cuda.get_rng_state(GPU)
+    with undisturbed(nn.Dropout(), GPU):
+        torch.cuda.set_rng_state(before + 1, GPU)
+    assert torch.equal(torch.cuda.get_rng_state(GPU), before)
 
 
 class Optimizer:

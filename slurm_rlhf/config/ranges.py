@@ -100,7 +100,7 @@ RANGES: dict[str, Range] = {
     "eval.max_samples": NOT_NEGATIVE,
     "ckpt.save_steps": NOT_NEGATIVE,
     "ckpt.max_num": COUNT,
-    "sync.bucket_mb": COUNT,
+    "sync.bucket_mb": NOT_NEGATIVE,
     "sync.compare": NOT_NEGATIVE,
     "slurm.nodes": NOT_NEGATIVE,
     "slurm.gpus_per_node": NOT_NEGATIVE,

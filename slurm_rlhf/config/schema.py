@@ -308,8 +308,8 @@ class Ckpt:
 class Sync:
     backend: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
     """auto, gloo, nccl, ipc (one device or node) or disk (files in run_dir). auto: by the members' nodes and GPUs."""
-    bucket_mb: int = 64
-    """MiB of weights that go at a time; an engine rank needs three times as much. In eighths where nodes relay them."""
+    bucket_mb: int = 0
+    """MiB of weights that go at a time, 0: 64, between GPUs 256. An engine rank needs 3 x as much; relays cut in 8."""
     interface: str = ""
     """Network interface of the weight transfer, or several (ib0,ib1), near the GPUs. Empty: any that connects."""
     compare: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.reward import critic_directory
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement import activations as act
@@ -204,7 +205,7 @@ def _frozen(config: Config, shape: ModelShape, role: str) -> Holding:
 def _engine(config: Config, shape: ModelShape, gpu: int) -> Holding:
     """Its share of the GPU is all taken, whatever it needs."""
     rank = the_engine(config, shape, gpu)
-    bucket = config.sync.bucket_mb << 20
+    bucket = bucket_mb(config.sync.bucket_mb, on_gpus=True) << 20
     module = 2 * rank.weights * max(shape.head, 2 * shape.hidden * shape.width) // shape.parameters
     resting = {"CUDA graphs": rank.graphs, **_context(ROLLOUT, config.vllm.tensor_parallel_size)}
     awake = {"weights": rank.weights, "a step's work": rank.work, "KV cache": max(rank.kv, 0)}

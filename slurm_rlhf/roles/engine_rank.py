@@ -60,21 +60,17 @@ def _without_collecting() -> Iterator[None]:
 
 def prepare_process(config: Config, seat: Seat) -> None:
     """What has to be so before vLLM is imported: this engine's GPUs, and the variables that vLLM reads."""
-    own_devices(seat.local_rank, config.vllm.tensor_parallel_size, others=config.train.colocate_all)
+    own_devices(seat.local_rank, config.vllm.tensor_parallel_size)
     prepare_environment()
 
 
-def own_devices(local_rank: int, tp: int, others: bool = False) -> None:
-    """Leave only this engine's GPUs visible, TP rank i's as the i-th. Comes before CUDA is initialized.
-
-    With `others` the role's other GPUs come after them: weights by ipc are read where the actor's ranks have them.
-    """
+def own_devices(local_rank: int, tp: int) -> None:
+    """Leave only this engine's GPUs visible, TP rank i's as the i-th. Comes before CUDA is initialized."""
     first = local_rank - local_rank % tp
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         visible = [device for device in os.environ.get(name, "").split(",") if device]
         if visible:
-            own = visible[first : first + tp]
-            os.environ[name] = ",".join([*own, *(visible[:first] + visible[first + tp :] if others else [])])
+            os.environ[name] = ",".join(visible[first : first + tp])
 
 
 def segment_prefix(config: Config, place: EnginePlace) -> str:

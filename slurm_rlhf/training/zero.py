@@ -54,7 +54,8 @@ def start_deepspeed(module: nn.Module, cfg: EngineConfig, world: World) -> Any:
     # torch's AdamW: DeepSpeed's own optimizers are extensions, too.
     optimizer = torch.optim.AdamW(_groups(module, cfg.weight_decay), lr=cfg.schedule.peak, betas=cfg.betas)
     elements = sum(sizes(module).values())
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config(cfg, elements))
+    settings = deepspeed_config(cfg, elements, world.size)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     limit_collectives(cfg.timeout_s)
     return engine
 
@@ -76,8 +77,8 @@ def computed_as(ds: Ds) -> Ds:
     return dataclasses.replace(ds, param_dtype="fp32") if ds.zero_stage == 0 else ds
 
 
-def deepspeed_config(cfg: EngineConfig, elements: int) -> dict[str, Any]:
-    """DeepSpeed's configuration for a model of `elements` parameters.
+def deepspeed_config(cfg: EngineConfig, elements: int, ranks: int) -> dict[str, Any]:
+    """DeepSpeed's configuration for a model of `elements` parameters on `ranks` ranks.
 
     Stages 0 and 1 reduce gradients once per optimizer step, because every rank keeps the whole sum over its
     micro-batches. Stages 2 and 3 keep a rank's part of it only, so they reduce each micro-batch's: behind its backward
@@ -100,7 +101,7 @@ def deepspeed_config(cfg: EngineConfig, elements: int) -> dict[str, Any]:
             "stage": cfg.zero_stage,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
-            "overlap_comm": cfg.zero_stage > 0,  # on a stream of its own, from two buckets in turns
+            "overlap_comm": cfg.zero_stage > 0 and ranks > 1,  # on a stream of its own, from two buckets in turns
             **(persistence(elements) if cfg.zero_stage == 3 else {}),
         },
         "steps_per_print": None,
