@@ -1,7 +1,11 @@
 #!/usr/bin/env bash
-# Makes the CPU environment `.venv` at the top of the checkout from sbatch/cpu.lock, or reuses it when it is current.
+# Makes the environment `.venv` at the top of the checkout from a list of locked packages, or reuses it when it is current.
 #
-#   bash sbatch/environment.sh
+#   bash sbatch/environment.sh           the one that is there; the CPU environment where there is none
+#   bash sbatch/environment.sh --gpu     the GPU environment: CUDA builds, sbatch/gpu.lock
+#   bash sbatch/environment.sh --cpu     the CPU environment, sbatch/cpu.lock
+#
+# A checkout has one of the two; the other one's option replaces it. Run it where there is a network: a login node will do.
 #
 # SLURM_RLHF_PYTHON        the Python to use (3.11 to 3.13); default: the first suitable one on PATH
 # SLURM_RLHF_TORCH_INDEX   package index with CPU builds of torch; default: the configured indexes, then PyTorch's own
@@ -9,14 +13,29 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 venv=$root/.venv
-lock=$root/sbatch/cpu.lock
-needed_mib=6000
+
+# What an environment takes while it is being made, with room to spare.
+declare -A needed_mib=([cpu]=6000 [gpu]=16000)
 
 say() { printf 'environment: %s\n' "$*" >&2; }
 
 fail() {
   printf 'environment: error: %s\n' "$@" >&2
   exit 1
+}
+
+usage() { sed -n '/^# Makes/,/^set -e/{/^set -e/d; s/^# \{0,1\}//; p}' "${BASH_SOURCE[0]}"; }
+
+# Prints cpu or gpu: which environment is there, whole or half made; nothing where there is none of ours.
+held_kind() {
+  [[ ! -e $venv/packages.stamp ]] || cat "$venv/kind" 2>/dev/null || echo cpu
+}
+
+# Sets kind and lock: what was asked for, else what is there, else cpu.
+choose_kind() {
+  kind=${asked:-$(held_kind)}
+  kind=${kind:-cpu}
+  lock=$root/sbatch/$kind.lock
 }
 
 # A virtual environment holds absolute paths, so a checkout that was moved needs a new one.
@@ -65,11 +84,12 @@ PYTHON
     "Install Python 3.11, or load your cluster's module of it, or set SLURM_RLHF_PYTHON."
 }
 
+# $1: MiB that will be free as well.
 check_space() {
   local free_mib
-  free_mib=$(df -Pm "$root" | awk 'NR == 2 { print $4 }')
-  ((free_mib >= needed_mib)) ||
-    fail "$root has $free_mib MiB free, the environment needs $needed_mib: make room, or clone to a larger disk."
+  free_mib=$(($(df -Pm "$root" | awk 'NR == 2 { print $4 }') + ${1:-0}))
+  ((free_mib >= needed_mib[$kind])) ||
+    fail "$root has $free_mib MiB free, the $kind environment needs ${needed_mib[$kind]}: make room, or clone to a larger disk."
 }
 
 install() {
@@ -98,39 +118,62 @@ install_torch() {
 
 install_packages() {
   local python=$1
-  check_space
-  say "making $venv with $python ($(python_version "$python")): a few minutes"
+  say "making $venv from sbatch/$kind.lock with $python ($(python_version "$python")): a few minutes"
   # The part that is made first says that the directory is ours to remove, should this be interrupted.
   mkdir -p "$venv/tmp"
   : >"$venv/packages.stamp"
+  echo "$kind" >"$venv/kind"
   "$python" -m venv "$venv" || fail "$python -m venv failed (the reason is above)."
   # pip unpacks here and not in /tmp, which is small or in memory on many nodes.
   export TMPDIR=$venv/tmp
-  install_torch
+  # The CUDA build of torch is on the usual index, the CPU build on one of its own.
+  [[ $kind == gpu ]] || install_torch
   install --requirement "$lock" ||
-    fail_install "pip could not install sbatch/cpu.lock. Without a network, run this once on a node that has one."
+    fail_install "pip could not install sbatch/$kind.lock. Without a network, run this once on a node that has one."
   unset TMPDIR
   rm -rf "$venv/tmp"
   packages_stamp "$(python_version "$venv/bin/python")" >"$venv/packages.stamp"
 }
 
+read_options() {
+  asked=
+  while (($#)); do
+    case $1 in
+      --cpu | --gpu)
+        [[ -z $asked || $asked == "${1#--}" ]] || fail "--cpu and --gpu: a checkout has one environment, choose one."
+        asked=${1#--}
+        ;;
+      -h | --help)
+        usage
+        exit
+        ;;
+      *) fail "unknown option $1 (valid: --gpu, --cpu, --help)." ;;
+    esac
+    shift
+  done
+}
+
 main() {
+  read_options "$@"
+  choose_kind
   if is_current; then
-    say "$venv is current"
+    say "$venv is current ($kind)"
     return
   fi
   [[ $(uname -sm) == "Linux x86_64" ]] ||
-    fail "sbatch/cpu.lock is for Linux on x86-64, this is $(uname -sm). Install by hand: pip install .[gpu,test]"
+    fail "sbatch/$kind.lock is for Linux on x86-64, this is $(uname -sm). Install by hand: pip install .[gpu,test]"
   command -v flock >/dev/null || fail "the command flock is missing: install util-linux."
   exec 9>"$root/.venv.lock" || fail "$root is not writable."
   flock --nonblock 9 || {
     say "another process is making $venv: waiting for it"
     flock 9
   }
+  choose_kind
   if is_current; then
-    say "$venv is current"
+    say "$venv is current ($kind)"
     return
   fi
+  [[ ! -L $venv ]] || fail "$venv is a link to $(readlink "$venv"): remove it, and an environment is made in its place."
   if [[ -e $venv && ! -e $venv/packages.stamp ]]; then
     fail "$venv is there and was not made by this script: move it away."
   fi
@@ -139,13 +182,19 @@ main() {
   if [[ $(cat "$venv/packages.stamp" 2>/dev/null) != "$(packages_stamp "$version")" ]]; then
     local python
     python=$(find_python)
+    local held
+    held=$(held_kind)
+    [[ -z $held || $held == "$kind" ]] ||
+      say "$venv holds the $held environment: the $kind one takes its place (--$held brings it back)"
+    # Before what is there goes; what it takes itself becomes free.
+    check_space "$(du -sm "$venv" 2>/dev/null | cut -f1)"
     rm -rf "$venv"
     install_packages "$python"
   fi
   # --no-build-isolation: the build needs setuptools alone, which is in the lock, and no network.
   install --no-build-isolation --editable "$root" || fail_install "pip could not install $root."
   project_stamp >"$venv/project.stamp"
-  say "$venv is ready"
+  say "$venv is ready ($kind)"
 }
 
-main
+main "$@"

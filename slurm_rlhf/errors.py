@@ -6,6 +6,7 @@ SlurmRlhfError                  anything this package raises on purpose
 │   ├── DataError               a data file, with its name and line
 │   ├── ModelError              a model directory that cannot be used
 │   ├── RewardError             the user's reward function
+│   ├── SelfCheckError          what is about to be trained is not what was asked for
 │   ├── PlacementError          roles that do not fit the nodes, an allocation that is too small
 │   └── CheckpointError         a checkpoint that is missing, partial or of another run
 └── RunError                    the run broke: printed with the role that broke it, exit code 1
@@ -46,6 +47,10 @@ class ModelError(UserError):
 
 class RewardError(UserError):
     """The user's reward function failed or answered something that is not a reward."""
+
+
+class SelfCheckError(UserError):
+    """The self-check found that the run would train something else than it was asked to."""
 
 
 class PlacementError(UserError):

@@ -25,7 +25,7 @@ class Prompt:
     text: str
     token_ids: I32  # [P]
     label: Any = None  # the column `data.label_key`, handed to the reward function
-    row: dict[str, Any] = field(default_factory=dict)  # the row's other columns
+    row: dict[str, Any] = field(default_factory=dict)  # all columns, as they were read
 
 
 @dataclass(slots=True)
@@ -101,6 +101,7 @@ class Experience:
     action_mask: Bool  # [A]
     rewards: F32  # [N], one number per response, before clipping and KL
     columns: dict[str, F32] = field(default_factory=dict)  # name -> [A]
+    finish_reasons: list[str] = field(default_factory=list)  # [N], as in Trajectory; empty where nobody sampled
 
     def __len__(self) -> int:
         return len(self.prompt_lens)
@@ -136,6 +137,7 @@ class Experience:
             gather(self.action_mask, actions),
             self.rewards[where],
             {name: gather(column, actions) for name, column in self.columns.items()},
+            [self.finish_reasons[i] for i in indices] if self.finish_reasons else [],
         )
 
     def to_wire(self) -> dict[str, Any]:
@@ -146,6 +148,7 @@ class Experience:
             "action_mask": self.action_mask,
             "rewards": self.rewards,
             "columns": dict(self.columns),
+            "finish_reasons": self.finish_reasons,
         }
 
     @classmethod
@@ -165,4 +168,5 @@ def pack(trajectories: list[Trajectory], rewards: list[float]) -> Experience:
         np.concatenate([empty, *(t.action_mask for t in trajectories)]).astype(np.bool_),
         np.array(rewards, dtype=np.float32),
         {"rollout_logprobs": np.concatenate([empty, *(t.rollout_logprobs for t in trajectories)]).astype(np.float32)},
+        [t.finish_reason for t in trajectories],
     )

@@ -12,9 +12,13 @@ import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+
+if TYPE_CHECKING:
+    from rollout_engine import EngineProcess
 
 MARK = "SLURM_RLHF_TEST_SESSION"
 """In the environment of every process that this test session starts, directly or not."""
@@ -27,6 +31,16 @@ ABSENT = ("needs a GPU", "needs several GPUs", "needs a network")
 skipped: list[tuple[str, str]] = []
 
 
+@pytest.fixture(scope="session")
+def engine_process() -> Iterator[EngineProcess]:
+    """For all tests of an engine: importing vLLM takes as long as most of them together."""
+    from rollout_engine import EngineProcess
+
+    process = EngineProcess()
+    yield process
+    process.end()
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Mark this test session's processes, and keep them from taking every core each."""
     os.environ[MARK] = uuid.uuid4().hex
@@ -34,14 +48,22 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Of the acceptance kit on GPUs, `-m gpu`."""
+    group = parser.getgroup("gpu", "the acceptance kit on GPUs (-m gpu)")
+    group.addoption("--rehearse", action="store_true", help="run the kit on CPUs: no figure is a GPU's")
+    group.addoption("--gpu_report", default="", metavar="DIR", help="where gpu_report.md and .json go [the checkout]")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longer product of cases runs when it is asked for: `-m full`, or a test by its name with `-m ""`."""
+    """The longer product of cases and the kit for GPUs run when they are asked for: `-m full`, `-m gpu`, or a test by
+    its name with `-m ""`."""
     if "-m" in config.invocation_params.args or config.option.markexpr:
         return
-    longer = [item for item in items if item.get_closest_marker("full")]
-    if longer:
-        config.hook.pytest_deselected(items=longer)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    left_out = [item for item in items if item.get_closest_marker("full") or item.get_closest_marker("gpu")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(wrapper=True)

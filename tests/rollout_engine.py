@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import rollout_async
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Sampling, Trajectory
@@ -26,11 +27,12 @@ PROMPT_LENGTHS = (1, 5, 17, 33, 180, 260)  # two are longer than a block of the 
 
 engine: Any = None
 directory = Path()
+switches: list[Callable[[], None]] = []  # to call before the next engine is made
 models: dict[tuple[Path, int], Any] = {}
 
 
 class EngineProcess:
-    """One spawned process, which lives as long as the tests of a module."""
+    """One spawned process, the fixture `engine_process`. A module of tests starts the engine that it works on."""
 
     def __init__(self) -> None:
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare)
@@ -58,13 +60,17 @@ def config(path: Path, dtype: str = "fp32") -> Config:
     return config
 
 
-def start(path: Path, dtype: str = "fp32", index: int = 0) -> None:
-    """Start the engine, in place of the one before."""
+def start(path: Path, dtype: str = "fp32", index: int = 0, asynchronous: bool = False) -> None:
+    """Start the engine, in place of the one before; `asynchronous`: with two batches in flight."""
     from slurm_rlhf.rollout.vllm_engine import VllmEngine
 
     global engine, directory
     if engine is not None:
         engine.close()
+    while switches:
+        switches.pop()()
+    if asynchronous:
+        switches.append(rollout_async.switch_on())
     engine, directory = VllmEngine(config(path, dtype), index), path
 
 
@@ -176,6 +182,7 @@ def isolation() -> dict[str, Any]:
         "rank": dist.get_rank(),
         "shared_memory": [name for name in os.listdir("/dev/shm") if identity in name],
         "multiprocessing": os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"],
+        "in_flight": engine._core.engine_core.batch_queue_size,
         "async": engine._config.scheduler_config.async_scheduling,
         "policy": engine._config.scheduler_config.policy,
         "kv_bytes": engine._config.cache_config.kv_cache_memory_bytes,
@@ -200,6 +207,35 @@ def wake_up(part: str) -> None:
 
 def add(request: GenerateRequest) -> None:
     engine.add(request)
+
+
+def queue(key: str = "") -> list[bool]:
+    """Of the batches in flight, the newest first: whether they hold a request of `key`, or any where it is empty."""
+    batches = [scheduled.num_scheduled_tokens for _, scheduled, _ in engine._core.engine_core.batch_queue]
+    return [any(name.startswith(f"{key}#" if key else "") for name in batch) for batch in batches]
+
+
+def step() -> list[Trajectory]:
+    return engine.step()
+
+
+def fail_once(where: str) -> str:
+    """What one step says in which the model does not run ("model"), or the text cannot be made ("text")."""
+    target, name = (engine._llm.model_executor, "execute_model") if where == "model" else (engine, "_land")
+    usual = getattr(target, name)
+
+    def failing(*_: Any, **__: Any) -> Any:
+        raise RuntimeError(f"no {where}")
+
+    setattr(target, name, failing)
+    try:
+        while engine.unfinished:
+            engine.step()
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        setattr(target, name, usual)
+    return "it did not fail"
 
 
 def drain() -> list[Trajectory]:

@@ -1,6 +1,10 @@
 #!/usr/bin/env bash
 # Makes the environment, or reuses it, and runs the tests: bash tests/run.sh [pytest's arguments]
 #
+#   bash tests/run.sh -m gpu               the acceptance kit on this machine's GPUs, in the GPU environment: ten minutes
+#                                          at most, then a table, gpu_report.md and gpu_report.json (--gpu_report=DIR)
+#   bash tests/run.sh -m gpu --rehearse    the same checks on CPUs
+#
 # Some tests start a Slurm cluster of their own on this machine. As root on Debian or Ubuntu its packages are installed
 # if they are missing; elsewhere those tests skip and say so.
 set -euo pipefail
@@ -25,8 +29,44 @@ install_slurm() {
     printf 'tests: %s could not be installed; the tests that need Slurm will skip\n' "${wanted[*]}" >&2
 }
 
-install_slurm
-bash "$root/sbatch/environment.sh"
+# True where the words choose the acceptance kit: -m gpu, -mgpu or -m=gpu.
+chooses_gpu() {
+  local word previous=
+  for word in "$@"; do
+    [[ $previous$word == -mgpu || $word == -m=gpu ]] && return
+    previous=$([[ $word == -m ]] && printf -- -m || true)
+  done
+  return 1
+}
+
+# Ends the script with one line where this machine has no GPU.
+require_gpu() {
+  local said
+  said=$(nvidia-smi -L 2>&1) && grep -q '^GPU [0-9]' <<<"$said" && return
+  printf 'tests: no GPU here (nvidia-smi -L: %s). Run it on a node with one; bash tests/run.sh -m gpu --rehearse runs %s\n' \
+    "$(head -n 1 <<<"${said##*: line }")" 'the same checks on CPUs' >&2
+  exit 2
+}
+
+# Ends the script where .venv is the GPU environment: its vLLM does not run on CPUs, and to replace it is the user's to say.
+require_cpu_environment() {
+  [[ $(cat "$root/.venv/kind" 2>/dev/null) == gpu ]] || return 0
+  printf 'tests: .venv is the GPU environment, and these tests run on CPUs: use another checkout, or replace it by %s\n' \
+    'bash sbatch/environment.sh --cpu' >&2
+  exit 2
+}
+
+if chooses_gpu "$@" && [[ " $* " != *" --rehearse "* ]]; then
+  require_gpu
+  bash "$root/sbatch/environment.sh" --gpu
+elif chooses_gpu "$@"; then
+  require_cpu_environment
+  bash "$root/sbatch/environment.sh" --cpu
+else
+  require_cpu_environment
+  install_slurm
+  bash "$root/sbatch/environment.sh" --cpu
+  install_slurm
+fi
 cd "$root"
-install_slurm
 exec .venv/bin/python -m pytest "$@"

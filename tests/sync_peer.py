@@ -13,14 +13,19 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
+
+from kit_seats import device, seat
 
 ROOT = Path(__file__).parent.parent
 
 
 class Peer:
     """The test's handle of such a process."""
+
+    numbers = count(1)  # the test's own process is rank 0
 
     def __init__(self, prefix: Sequence[str] = (), host: str = "") -> None:
         """`prefix`: of its command; `host`: what it takes for the name of its node."""
@@ -30,7 +35,7 @@ class Peer:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            env={**os.environ, **seat(next(self.numbers)), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         )
         self.tell("warm_up")
 
@@ -95,7 +100,7 @@ def hold(weights: list[tuple[str, Any]], rank: int = 0, world: int = 1) -> dict[
     """What a rank of a ZeRO-3 world has of `weights`; of a world of one: all."""
     held = {}
     for name, tensor in weights:
-        flat = tensor.reshape(-1)
+        flat = tensor.reshape(-1).to(device())
         step = -(-flat.numel() // world)
         first = min(rank * step, flat.numel())
         held[name] = (first, flat[first : first + step])

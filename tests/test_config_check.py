@@ -64,7 +64,12 @@ def test_a_good_one(config: Config) -> None:
         (["critic.num_gpus_per_node=3"], ["critic.num_nodes * critic.num_gpus_per_node = 1 * 3 = 3"]),
         (["ref.num_gpus_per_node=3"], ["ref.num_nodes * ref.num_gpus_per_node = 1 * 3 = 3 ranks"]),
         (["rollout.max_new_tokens=2048"], ["data.max_len = 2048 leaves no room", "rollout.max_new_tokens = 2048"]),
-        (["rollout.top_k=0"], ["rollout.top_k must be -1 (all) or at least 1"]),
+        (["rollout.top_k=0"], ["rollout.top_k = 0 would make the engine sample from a part of the vocabulary"]),
+        (["rollout.top_k=40"], ["rollout.top_k = 40", "leave rollout.top_k at -1, and lower rollout.temperature"]),
+        (["rollout.top_p=0.95"], ["rollout.top_p = 0.95", "learn from wrong ratios", "leave rollout.top_p at 1"]),
+        (["rollout.temperature=0.009"], ["rollout.temperature = 0.009", "vLLM takes 0.01", "use 0.01 or more"]),
+        (["rollout.temperature=2.1"], ["rollout.temperature must be above 0 and at most 2, got 2.1"]),
+        (["eval.temperature=2.1"], ["eval.temperature must be at least 0 and at most 2, got 2.1"]),
         (["rollout.top_k=-2"], ["rollout.top_k must be at least -1, got -2"]),
         (["rollout.top_p=0"], ["rollout.top_p must be above 0 and at most 1, got 0.0"]),
         (["rollout.temperature=0"], ["rollout.temperature must be above 0"]),
@@ -142,6 +147,7 @@ def test_good_variants(config: Config) -> None:
     check(change(config, "rollout.batch_size=64", "rollout.n_samples_per_prompt=4", "actor.num_gpus_per_node=8"))
     check(change(config, "algo.kl.init_coef=0", "ref.num_gpus_per_node=3"))
     check(change(config, "data.input_template={{{}}}", "resume=never"))
+    check(change(config, "rollout.temperature=0.01", "eval.temperature=0.001"))
     shape = ["actor.num_gpus_per_node=4", "critic.num_gpus_per_node=4", "vllm.num_engines=2"]
     shape += ["vllm.tensor_parallel_size=2", "ref.num_gpus_per_node=3", "algo.kl.init_coef=0"]
     check(change(config, "train.colocate_all=true", "ds.enable_sleep=true", "rollout.batch_size=128", *shape))

@@ -24,8 +24,8 @@ def test_every_key_is_in_the_help(width: int) -> None:
 def test_an_entry() -> None:
     lines = help_text(["algo"], width=100).splitlines()
     assert lines[0] == "algo.advantage:"
-    [entry] = [line for line in lines if "algo.advantage.lambd" in line]
-    assert entry.split() == ["--algo.advantage.lambd", "NUMBER", "GAE's", "lambda.", "[0.95]"]
+    [entry] = [line for line in lines if "algo.advantage.gamma" in line]
+    assert entry.split() == ["--algo.advantage.gamma", "NUMBER", "Discount", "per", "token.", "[1.0]"]
     assert not [line for line in lines if "--train." in line]
 
 

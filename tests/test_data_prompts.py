@@ -43,10 +43,15 @@ def test_rows_become_prompts(tmp_path: Path, tokenizer: Tokenizer) -> None:
     prompts = PromptSet.load(file, tokenizer, Data(), 10)
     first, second = prompts
     assert (len(prompts), prompts.dropped, prompts[1]) == (2, 0, second)
-    assert (first.index, first.text, first.label, first.row) == (0, "1+1=", 2, {"level": "easy"})
+    assert (first.index, first.text, first.label, first.row) == (
+        0,
+        "1+1=",
+        2,
+        {"input": "1+1=", "label": 2, "level": "easy"},
+    )
     assert first.token_ids.dtype == "int32"
     assert first.token_ids.tolist() == tiny_tokenizer()("1+1=").input_ids
-    assert (second.index, second.label, second.row) == (1, None, {})
+    assert (second.index, second.label, second.row) == (1, None, {"input": "ab"})
 
 
 def test_too_long_is_dropped_and_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from rollout_fleet import RolloutFleet, config
 from rollout_zygote import Zygote
 from tiny_models import make_tiny
 
+from slurm_rlhf.cluster import kernel_cache
 from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.errors import RemoteError, RunError
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
@@ -53,7 +55,9 @@ def zygote() -> Iterator[Zygote]:
 @pytest.fixture(scope="module")
 def single(zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
     """An engine of one rank, and another one that is not asked but where a test wants both."""
-    fleet = RolloutFleet(zygote, config(model, tmp_path_factory.mktemp("single"), engines=2))
+    made = config(model, tmp_path_factory.mktemp("single"), engines=2)
+    made.train.kernel_cache = str(tmp_path_factory.mktemp("kernels"))
+    fleet = RolloutFleet(zygote, made)
     fleet.launch()
     fleet.engines.ready = [0]
     yield fleet
@@ -116,6 +120,47 @@ def test_four_ranks_give_the_same_tokens(zygote: Zygote, single: RolloutFleet, m
         assert "its rank 2 died" in data["reason"]
     finally:
         fleet.close()
+
+
+@pytest.mark.parametrize("ranks", ["single", "pair"])
+def test_a_call_that_fails_leaves_no_request_behind(request: pytest.FixtureRequest, ranks: str) -> None:
+    """Its first prompts were taken when the last one was refused: on no rank are they in the way of the next call."""
+    fleet: RolloutFleet = request.getfixturevalue(ranks)
+    before = [t.response_ids.tolist() for t in generate(fleet, 4, 1)]
+    wires = [[p.index, p.index, p.token_ids] for p in prompts(4)] + [[4, 4, np.full(400, 5, np.int32)]]
+    order = {"sampling": SAMPLING.to_wire(), "run_seed": 1, "version": 1, "stream": 99}
+    for _ in range(2):
+        with pytest.raises(RemoteError, match=r"refuses request '4\.0' \(prompt 4, 400 tokens\)"):
+            fleet.engines.call(0, "generate", prompts=wires, **order).result(timeout=60)
+    assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == before
+
+
+def test_two_batches_in_flight_keep_the_ranks_in_step(zygote: Zygote, single: RolloutFleet, model: Path) -> None:
+    """Asynchronous scheduling on each of two ranks: with stop strings, calls that overlap, and sleep in between."""
+    directory = Path(single.config.run_dir).with_name("async")
+    fleet = RolloutFleet(zygote, config(model, directory, tp=2), str(Path(__file__).with_name("rollout_async.py")))
+    try:
+        fleet.start(400)
+        plain = generate(single, 10, 1)
+        assert [t.response_ids.tolist() for t in generate(fleet, 10, 1)] == [t.response_ids.tolist() for t in plain]
+        how = replace(SAMPLING, stop=[max((t.text for t in plain), key=len)[6:9]])
+        wide, narrow = (Generation(f.engines, 1, WIDTH, False).run(prompts(10), how, 1) for f in (fleet, single))
+        assert [t.response_ids.tolist() for t in wide] == [t.response_ids.tolist() for t in narrow]
+        assert any(len(cut.response_ids) < len(t.response_ids) for cut, t in zip(wide, plain, strict=True))
+        assert_sleeps_as_one(fleet)
+        assert fleet.events == []
+        assert fleet.shut_down() == [0, 0]
+    finally:
+        fleet.close()
+
+
+def test_each_rank_keeps_what_it_compiles_in_a_directory_of_its_own(pair: RolloutFleet, single: RolloutFleet) -> None:
+    slots = sorted(Path(single.config.train.kernel_cache).glob("slurm_rlhf_kernels.*/*/rollout.*"))
+    assert [slot.name for slot in slots] == ["rollout.0", "rollout.1"]
+    for rank, slot in enumerate(slots):
+        assert f"compiled kernels are kept in {slot}" in single.log(rank)
+        assert not (slot / ".starting").exists()  # what starting compiles is whole
+        assert kernel_cache._try_lock(slot) is None  # while it lives
 
 
 def test_an_idle_engine_costs_no_cpu(pair: RolloutFleet) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,21 +23,14 @@ EOS = 1
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[EngineProcess]:
-    process = EngineProcess()
-    yield process
-    process.end()
-
-
-@pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("model") / "qwen2", "qwen2", heads=2, kv_heads=1)
 
 
 @pytest.fixture(scope="module")
-def engine(process: EngineProcess, path: Path) -> EngineProcess:
-    process.run(child.start, path, "fp32", 5)
-    return process
+def engine(engine_process: EngineProcess, path: Path) -> EngineProcess:
+    engine_process.run(child.start, path, "fp32", 5)
+    return engine_process
 
 
 @pytest.fixture
@@ -94,12 +86,12 @@ def test_logprobs_are_of_the_distribution_sampled_from(fresh: EngineProcess) -> 
     assert fresh.run(child.differences, greedy, [0], 1.0)[0] < 1e-5
 
 
-def test_same_requests_same_bits(process: EngineProcess, path: Path) -> None:
-    process.run(child.start, path, "fp32", 5)
-    first, again = [process.run(child.generate, child.requests(SAMPLING, samples=4)) for _ in range(2)]
-    other = process.run(child.generate, child.requests(SAMPLING, samples=4, version=1))
-    process.run(child.start, path, "fp32", 5)
-    restarted = process.run(child.generate, child.requests(SAMPLING, samples=4))
+def test_same_requests_same_bits(engine_process: EngineProcess, path: Path) -> None:
+    engine_process.run(child.start, path, "fp32", 5)
+    first, again = [engine_process.run(child.generate, child.requests(SAMPLING, samples=4)) for _ in range(2)]
+    other = engine_process.run(child.generate, child.requests(SAMPLING, samples=4, version=1))
+    engine_process.run(child.start, path, "fp32", 5)
+    restarted = engine_process.run(child.generate, child.requests(SAMPLING, samples=4))
     assert tokens(first) == tokens(restarted)
     assert logprobs(first) == logprobs(restarted)
     assert tokens(first) == tokens(again)
@@ -177,19 +169,18 @@ def test_it_sleeps_and_comes_back_part_by_part(fresh: EngineProcess) -> None:
     fresh.run(child.add, wanted[0])
     assert fresh.run(child.sleep) == 0
     assert fresh.run(child.drain) == []  # what was in flight is gone
-    fresh.run(child.add, wanted[0])
     with pytest.raises(RunError, match="asleep: it has given up its weights and kv_cache"):
-        fresh.run(child.drain)
+        fresh.run(child.generate, wanted)
     with pytest.raises(RunError, match="asleep: it has given up its weights"):
         fresh.run(child.update, 1)
     fresh.run(child.wake_up, "weights")
     with pytest.raises(RunError, match=r"has its weights already; parts that it lacks: .'kv_cache'"):
         fresh.run(child.wake_up, "weights")
     with pytest.raises(RunError, match="asleep: it has given up its kv_cache"):
-        fresh.run(child.drain)
+        fresh.run(child.generate, wanted)
     fresh.run(child.wake_up, "kv_cache")
     with pytest.raises(RunError, match="no usable weights: it has slept, and no update came since"):
-        fresh.run(child.drain)
+        fresh.run(child.generate, wanted)
     fresh.run(child.sleep)
     fresh.run(child.wake_up, "weights")
     fresh.run(child.update, 0)
@@ -221,7 +212,8 @@ def test_a_bad_update_is_an_error_and_the_next_one_mends_it(
     with pytest.raises(RunError, match="policy version 3 failed"):
         fresh.run(child.generate, child.requests(SAMPLING))
     fresh.run(child.update, 2)
-    done = fresh.run(child.drain)
+    assert fresh.run(child.drain) == []  # the step that failed dropped its requests, and their keys are free
+    done = fresh.run(child.generate, child.requests(SAMPLING))
     assert fresh.run(child.differences, done, [2], SAMPLING.temperature)[0] < 1e-5
 
 
@@ -255,6 +247,7 @@ def test_an_engine_is_alone(fresh: EngineProcess) -> None:
         "rank": 0,
         "shared_memory": [],
         "multiprocessing": "0",
+        "in_flight": 1,
         "async": False,
         "policy": "fcfs",
     }
@@ -262,29 +255,29 @@ def test_an_engine_is_alone(fresh: EngineProcess) -> None:
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_logprobs_follow_every_update(process: EngineProcess, tmp_path: Path, arch: str, tied: bool) -> None:
-    process.run(child.start, make_tiny(tmp_path / arch, arch, tied, heads=2, kv_heads=1, seed=3))
+def test_logprobs_follow_every_update(engine_process: EngineProcess, tmp_path: Path, arch: str, tied: bool) -> None:
+    engine_process.run(child.start, make_tiny(tmp_path / arch, arch, tied, heads=2, kv_heads=1, seed=3))
     for version in range(4):
         if version:
-            process.run(child.update, version)
-        done = process.run(child.generate, child.requests(SAMPLING, samples=2, version=version))
+            engine_process.run(child.update, version)
+        done = engine_process.run(child.generate, child.requests(SAMPLING, samples=2, version=version))
         assert {span.version for t in done for span in t.versions} == {version}
-        assert process.run(child.differences, done, [version], SAMPLING.temperature)[0] < 1e-5
+        assert engine_process.run(child.differences, done, [version], SAMPLING.temperature)[0] < 1e-5
         if version:
-            assert process.run(child.differences, done, [version - 1], SAMPLING.temperature)[0] > 0.1
-    described = process.run(child.describe)
+            assert engine_process.run(child.differences, done, [version - 1], SAMPLING.temperature)[0] > 0.1
+    described = engine_process.run(child.describe)
     assert described[0] == 3
     assert ["model.embed_tokens.weight", [69, 64], "float32"] in described[1]
     assert any(entry[0] == "lm_head.weight" for entry in described[1]) is not tied
 
 
-def test_bf16_engine_takes_fp32_weights(process: EngineProcess, path: Path) -> None:
-    process.run(child.start, path, "bf16")
-    process.run(child.update, 1)
-    done = process.run(child.generate, child.requests(SAMPLING, samples=2))
+def test_bf16_engine_takes_fp32_weights(engine_process: EngineProcess, path: Path) -> None:
+    engine_process.run(child.start, path, "bf16")
+    engine_process.run(child.update, 1)
+    done = engine_process.run(child.generate, child.requests(SAMPLING, samples=2))
     stale, current = (
-        process.run(child.differences, done, [0], 0.9)[0],
-        process.run(child.differences, done, [1], 0.9)[0],
+        engine_process.run(child.differences, done, [0], 0.9)[0],
+        engine_process.run(child.differences, done, [1], 0.9)[0],
     )
     assert current < 0.2
     assert stale > 5 * current

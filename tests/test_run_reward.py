@@ -58,6 +58,12 @@ def test_rewards_are_those_of_a_transformers_forward(run_dir: Path) -> None:
     assert list((run_dir / "logs").glob("reward.*.1.log"))
 
 
+def test_the_critic_started_from_the_reward_model_and_said_so(run_dir: Path) -> None:
+    log = next((run_dir / "logs").glob("conductor.*.log")).read_text()
+    assert f"critic: starts from {run_dir.parent / 'rm'}, a reward model, and keeps its head (score)" in log
+    assert "that is not the padding token (transformers' rule for score.weight)" in log
+
+
 def test_engines_and_reference_had_the_actors_weights(run_dir: Path) -> None:
     rows = metrics(run_dir)
     assert len(rows) == STEPS

@@ -19,8 +19,10 @@ from slurm_rlhf.control.keys import RunKeys
 
 pytestmark = pytest.mark.timeout(400)
 
-WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2")
-SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2")
+# Running statistics of the rewards are one more thing that a resumed run must have kept.
+NORMALIZED = "--reward.normalize_enable=true"
+WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", NORMALIZED)
+SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2", NORMALIZED)
 STEPS = 4
 
 
@@ -60,6 +62,21 @@ def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
     assert f"{STEPS}/{STEPS}" in output
 
 
+def test_the_self_check_passed(whole: tuple[Path, str]) -> None:
+    run_dir, output = whole
+    groups = [line.partition(":")[0] for line in output.splitlines() if line.startswith("self-check, ")]
+    names = ("prompts", "rewards", "actor's forward", "sampled tokens", "first update")
+    assert groups == [f"self-check, {name}" for name in names]
+    figures = json.loads((run_dir / "summary.json").read_text())["self_check"]
+    assert figures["again"] == figures["eval"] == 0.0
+    assert max(figures[name] for name in ("alone", "engine", "reference")) < 1e-5
+    assert figures["ratio"] == pytest.approx(1.0, abs=1e-6)
+    rows = metrics(run_dir)
+    assert all(row["first_ratio"] == pytest.approx(1.0, abs=1e-6) for row in rows)
+    assert any(abs(row["ratio"] - 1.0) > 1e-3 for row in rows)  # of all updates of a step
+    assert rows[0]["time/self_check"] < 1.0
+
+
 def test_engines_sampled_with_the_actors_weights_in_every_step(whole: tuple[Path, str]) -> None:
     for row in metrics(whole[0]):
         assert 0 < row["rollout_logprob_diff_max"] < 1e-5 or row["rollout_logprob_diff_max"] == 0
@@ -77,14 +94,18 @@ def test_final_model_loads_in_transformers_and_vllm_and_they_agree(whole: tuple[
 
 
 def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple[Path, str]) -> None:
-    """SIGTERM saves first; SIGKILL costs the steps behind the last checkpoint; neither shows in the numbers."""
+    """SIGTERM saves first; SIGKILL costs the steps behind the last checkpoint; neither shows in the numbers.
+
+    Nor does the self-check, which the first of the three sessions leaves out.
+    """
     run_dir = config.parent / "interrupted"
-    with started(config, run_dir, *WORLD) as run:
+    with started(config, run_dir, *WORLD, "--train.self_check=false") as run:
         run.wait_for_step(1, 120)
         run.process.terminate()
         code, output = run.wait(30)
         run.assert_gone(1)
     assert code == 143
+    assert "self-check" not in output
     saved = json.loads((run_dir / "summary.json").read_text())
     assert saved["status"] == "stopped"
     assert (run_dir / "checkpoints" / f"step_{saved['steps']:06d}").is_dir()
@@ -96,6 +117,7 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
     code, output = train(config, run_dir, *WORLD)
     assert code == 0, output
     assert "resuming from" in output
+    assert "self-check, first update: mean ratio 1" in output
     assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
     again, output = train(config, run_dir, *WORLD, timeout_s=20)
     assert again == 0
@@ -105,7 +127,7 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
 def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, whole: tuple[Path, str]) -> None:
     """From the whole run's checkpoint: the actor shrinks, the critic grows, one engine is left of two."""
     run_dir, half = config.parent / "resized", whole[0] / "checkpoints" / "step_000002"
-    code, output = train(config, run_dir, f"--resume={half}", "--critic.num_gpus_per_node=2")
+    code, output = train(config, run_dir, f"--resume={half}", "--critic.num_gpus_per_node=2", NORMALIZED)
     assert code == 0, output
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["world"] == {"actor": 1, "critic": 2, "reference": 1, "rollout": 1}
@@ -201,7 +223,8 @@ def test_on_shared_slots_one_after_the_other_computes(colocated: tuple[Path, lis
     learn = [{"actor.logprobs"}, {"critic.values"}, *[{"actor.train_step"}, {"critic.train_step"}] * 4]
     start = [{"rollout.start"}, {"rollout.sleep"}, {"actor.start", "critic.start"}]
     evaluate, step = turn, [*turn, *learn]
-    stages = [*start, *first_turn, *step, *step, *evaluate, {"actor.save", "critic.save"}, {"actor.export"}]
+    first = [*turn, *learn[:2], {"actor.self_check"}, *learn[2:]]
+    stages = [*start, *first_turn, *first, *step, *evaluate, {"actor.save", "critic.save"}, {"actor.export"}]
     left = iter(call for call in done if call.method != "shutdown")
     before = 0
     for stage in stages:

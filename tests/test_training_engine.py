@@ -101,6 +101,25 @@ def assert_held(trainer: Any, zero_stage: int) -> None:
         assert torch.equal(mine, whole[low : low + step].to(mine.dtype)), name
 
 
+def assert_checked(trainer: Any, max_tokens: int, param_dtype: str) -> None:
+    """Two passes, train and eval mode, and rows alone agree; what is asked changes nothing, as what follows shows."""
+    from slurm_rlhf.roles.self_check import few
+    from slurm_rlhf.roles.verdicts import compare
+
+    exp = few(make_experience(0), trainer.world.size)
+    part, micro = share(exp, trainer.world.rank, trainer.world.size, max_tokens)
+    random = torch.get_rng_state()
+    found = trainer.self_check(part, micro)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert trainer.engine.module.training
+    assert all(
+        compare(name, found[name], found["first"], part.action_mask, param_dtype).passed
+        for name in found
+        if name != "first"
+    )
+    assert np.array_equal(found["again"], found["first"])
+
+
 def run_case(case: dict[str, Any], model: Path, out: Path) -> None:
     from slurm_rlhf.training.policy import PolicyTrainer
     from slurm_rlhf.training.value import ValueTrainer
@@ -109,6 +128,8 @@ def run_case(case: dict[str, Any], model: Path, out: Path) -> None:
     config.actor.weight_decay = case.get("weight_decay", 0.0)
     config.actor.gradient_checkpointing_enable = case.get("gradient_checkpointing", False)
     trainer = {"policy": PolicyTrainer, "value": ValueTrainer}[case["kind"]](config, 2 * STEPS)
+    if case["kind"] == "policy":
+        assert_checked(trainer, case["max_tokens"], case.get("param_dtype", "fp32"))
     metrics = train(trainer, range(STEPS), case["max_tokens"])
     final = parameters(trainer)
     if case["kind"] == "policy":

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kit_seats import visible
 from tiny_models import make_tiny
 
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())", "train"]
@@ -77,7 +78,7 @@ class Run:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": visible()},
         )
 
     def wait(self, timeout_s: float) -> tuple[int, str]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.cluster.devices import local_gpus, seats
 from slurm_rlhf.config.model_parameters import stored_parameters
 from slurm_rlhf.errors import ConfigError, RunError
 
@@ -25,7 +26,8 @@ ABOUT = """Starts actor ranks and engine ranks on this machine, moves the weight
 or of the shapes in a model directory, and prints seconds, bytes and rates: as a run does it, as plain gloo moves the
 same bytes in 64 MB pieces, and naively, one broadcast per parameter from one root. Every byte is compared once. `2x2`
 stands for two nodes of two ranks; on one machine nodes are names, and all of them share its loopback. With --one_node
-all ranks are on one node, and what they share goes through its shared memory, as in a run on this machine.
+all ranks are on one node, and what they share goes through its shared memory, as in a run on this machine. With nccl
+and ipc every rank has a GPU, several ranks the same one where there are fewer, and the raw transfer of nccl is NCCL's.
 
   --size=500MB      bytes of the model: kB, MB or GB
   --model=DIR       the shapes of this model instead
@@ -59,6 +61,9 @@ class World:
     host: str = "127.0.0.1"  # of the first actor rank
     interface: str = ""
     prefix: Callable[[str], list[str]] = field(default=lambda node: [])  # of the command of a rank on a node
+    gpus: tuple[str, ...] = ()  # of each node, as CUDA_VISIBLE_DEVICES names them; empty: ranks compute on CPUs
+    remote: bool = False  # `prefix` starts ranks on other machines, which see `scratch`
+    scratch: str = ""  # directory for what the ranks are told; empty: the system's
 
 
 def help_page() -> str:
@@ -93,15 +98,19 @@ def measure(world: World) -> dict[str, Any]:
 
     Whatever happens, none of the processes is left.
     """
-    with tempfile.TemporaryDirectory(prefix="bench-sync-") as place:
+    with tempfile.TemporaryDirectory(prefix="bench-sync-", dir=world.scratch or None) as place:
         spec = {name: getattr(world, name) for name in (*_SHARED, "interface")}
-        spec |= {"port_file": f"{place}/port", "timeout_s": _TIMEOUT_S, "parent": os.getpid()}
+        spec |= {"port_file": f"{place}/port", "timeout_s": _TIMEOUT_S}
+        spec["parent"] = 0 if world.remote else os.getpid()
         (Path(place) / "spec.json").write_text(json.dumps(spec))
         processes: list[subprocess.Popen[str]] = []
+        nodes = [*world.actors, *world.engines]
+        gpus = seats(nodes, world.gpus, one_machine=not world.remote)
         try:
-            for rank, node in enumerate([*world.actors, *world.engines]):
+            for rank, node in enumerate(nodes):
                 command = [sys.executable, "-m", "slurm_rlhf.roles.sync_bench", f"{place}/spec.json", str(rank)]
-                processes.append(_start([*world.prefix(node), *command], Path(place) / f"{rank}.log"))
+                own = gpus[rank] | ({} if world.remote else _LOOPBACK)
+                processes.append(_start([*world.prefix(node), *command], Path(place) / f"{rank}.log", own))
             measured = _results(processes, Path(place))
         finally:
             for process in processes:
@@ -110,6 +119,7 @@ def measure(world: World) -> dict[str, Any]:
     return _derived(world, measured)
 
 
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 _SHARED = ("parameters", "actors", "engines", "zero", "backend", "bucket_bytes", "repeats", "naive", "model", "host")
 
 
@@ -149,11 +159,12 @@ def _world(options: dict[str, str], chosen: set[str]) -> World:
         repeats=_count("repeats", options["repeats"], 1),
         naive="naive" in chosen,
         model=options["model"] if "load" in chosen else "",
+        gpus=local_gpus(os.environ) if options["backend"] in ("auto", "nccl", "ipc") else (),
     )
 
 
-def _start(command: Sequence[str], log: Path) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+def _start(command: Sequence[str], log: Path, own: dict[str, str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
     with log.open("w") as opened:
         return subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=opened, stdin=subprocess.DEVNULL, text=True, env=environment

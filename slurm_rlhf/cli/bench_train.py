@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from typing import Any
 
 from slurm_rlhf.cli.bench_words import COMMON_OPTIONS, MODEL_INTRO, Option, model_of, page, read, table
 
@@ -47,4 +49,12 @@ def run(words: list[str]) -> int:
         f"{result['max_tokens_per_gpu']} tokens, the bare loop's of {result['micro_batch']} sequences; "
         f"ZeRO-{result['zero_stage']}, {result['param_dtype']}"
     )
+    rates = [f"{name} {_speed(result[name])}" for name in ("equal", "ragged")]
+    print(f"model FLOPs of ours, forward and backward, without recomputation: {', '.join(rates)}")
     return 0
+
+
+def _speed(row: Mapping[str, Any]) -> str:
+    """TFLOP/s, and their share of the card's bf16 peak where that is known."""
+    share = f" (MFU {row['mfu']:.1%})" if row["mfu"] else ""
+    return f"{row['tflops']:.3g} TFLOP/s{share}"

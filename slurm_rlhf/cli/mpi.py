@@ -18,12 +18,14 @@ from slurm_rlhf.cluster.mpi import Launched, Placed, Process, place_processes, t
 from slurm_rlhf.cluster.rank_map import RankMap
 from slurm_rlhf.cluster.route import address_towards
 from slurm_rlhf.cluster.session import attach_line
+from slurm_rlhf.cluster.topology import GPU
 from slurm_rlhf.cluster.world import World
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SlurmRlhfError
+from slurm_rlhf.launch.accelerators import judge_accelerators, seen_by_processes
 from slurm_rlhf.launch.mpi_rank import follow, lead
 from slurm_rlhf.launch.preflight import judge
 from slurm_rlhf.launch.probe import answer, versions
@@ -52,7 +54,8 @@ def _first(world: World, arguments: Arguments, start: Launched) -> int:
         check(config)
         placed = place_processes(config, processes, start)
         if "dry_run" not in arguments.flags:
-            _look_around(world, Path(config.run_dir), processes)
+            for note in _look_around(world, config, placed.ranks, processes):
+                print(note, flush=True)
     except SlurmRlhfError as error:
         world.broadcast(None)
         print(f"slurm-rlhf: error: {error}", file=sys.stderr)
@@ -90,7 +93,7 @@ def _other(world: World) -> int:
     world.gather(asdict(this_process()))
     words = world.broadcast()
     if words is not None and "canary" in words:
-        world.gather(answer(Path(words["canary"])))
+        world.gather(answer(Path(words["canary"]), gpus=words["gpus"]))
         words = world.broadcast()
     if words is not None:
         role, node, index = words["seats"][world.rank]
@@ -98,19 +101,26 @@ def _other(world: World) -> int:
     return 0
 
 
-def _look_around(world: World, run_dir: Path, processes: list[Process]) -> None:
-    """Does every process see the run directory, with the same packages? Raises ConfigError as `judge` does."""
+def _look_around(world: World, config: Config, ranks: RankMap, processes: list[Process]) -> list[str]:
+    """Does every process see the run directory, with the same packages and usable GPUs? Notes for the user.
+
+    Raises as `judge` and `judge_accelerators` do.
+    """
+    run_dir = Path(config.run_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     token = secrets.token_hex(16)
     canary = run_dir / f".canary.{token}"
     canary.write_text(token, encoding="utf-8")
+    gpus = ranks.topology.accelerator == GPU
     try:
-        world.broadcast({"canary": str(canary)})
-        answers: list[dict[str, Any]] = world.gather(answer(canary))
+        world.broadcast({"canary": str(canary), "gpus": gpus})
+        answers: list[dict[str, Any]] = world.gather(answer(canary, gpus=gpus))
     finally:
         canary.unlink(missing_ok=True)
     nodes = list(dict.fromkeys(process.node for process in processes))
     judge({said["node"]: said for said in answers}, nodes, run_dir, token, versions(), "")
+    wanted, equipment = seen_by_processes(answers, gpus, config.ds.attn_implementation)
+    return judge_accelerators(equipment, wanted, "start it with a GPU for each process")
 
 
 def _process(words: dict[str, Any]) -> Process:

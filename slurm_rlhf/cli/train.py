@@ -61,18 +61,27 @@ def run(words: list[str]) -> int:
 
 def _launcher(config: Config, ranks: RankMap) -> Launcher:
     """srun in a Slurm allocation, after a look at its nodes; subprocesses elsewhere."""
-    slurm, run_dir = read_slurm(os.environ), Path(config.run_dir)
+    from slurm_rlhf.launch.accelerators import Wanted
+    from slurm_rlhf.launch.preflight import check_here, check_nodes
+
+    slurm, run_dir, wanted = read_slurm(os.environ), Path(config.run_dir), Wanted.by(ranks, config)
     if slurm is None:
         from slurm_rlhf.launch.local import LocalLauncher
 
+        _say(check_here(wanted, os.environ))
         return LocalLauncher(run_dir, ranks)
     from slurm_rlhf.launch.container import container_of
-    from slurm_rlhf.launch.preflight import check_nodes
     from slurm_rlhf.launch.slurm import SlurmLauncher, used_nodes
 
     nodes = used_nodes(ranks)
     container = container_of(config)
-    check_nodes(run_dir, nodes, container)
+    gpus = [ranks.topology.node(node).gpus for node in nodes] if wanted.slots else []
+    _say(check_nodes(run_dir, nodes, container, wanted, gpus))
     print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}, run directory {run_dir}")
     print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
     return SlurmLauncher(run_dir, ranks, slurm, container)
+
+
+def _say(notes: list[str]) -> None:
+    for note in notes:
+        print(note, flush=True)

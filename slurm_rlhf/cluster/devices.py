@@ -6,7 +6,8 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _PROC = Path("/proc/driver/nvidia/gpus")
@@ -30,6 +31,26 @@ def local_gpus(environ: Mapping[str, str], proc: Path = _PROC) -> tuple[str, ...
             break
         visible.append(name)
     return tuple(visible)
+
+
+def seats(nodes: Sequence[str], gpus: Sequence[str], one_machine: bool = True) -> list[dict[str, str]]:
+    """Variables that give each rank one of its node's `gpus`, in turns; `nodes`: of each rank. Empty without GPUs.
+
+    NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"), and tells hosts apart by NCCL_HOSTID where
+    that is set: where ranks outnumber GPUs each is a host of its own, and they talk over sockets. `one_machine`: all
+    nodes are this one.
+    """
+    if not gpus:
+        return [{} for _ in nodes]
+    counted: Counter[str] = Counter()
+    places = []
+    for node in nodes:
+        machine = "" if one_machine else node
+        places.append(counted[machine])
+        counted[machine] += 1
+    crowded = any(count > len(gpus) for count in counted.values())
+    own = [{"NCCL_HOSTID": f"rank{rank}"} if crowded else {} for rank in range(len(nodes))]
+    return [{"CUDA_VISIBLE_DEVICES": gpus[at % len(gpus)], **mine} for at, mine in zip(places, own, strict=True)]
 
 
 def _count(environ: Mapping[str, str], proc: Path) -> int:

@@ -7,11 +7,18 @@ import string
 from collections.abc import Iterator
 from pathlib import Path
 
+from slurm_rlhf.config.attention import problem as attention_problem
 from slurm_rlhf.config.colocated import colocated
 from slurm_rlhf.config.load import joined
-from slurm_rlhf.config.model_directory import check_length, check_model_directory, check_tensor_parallel
+from slurm_rlhf.config.model_directory import (
+    check_architecture,
+    check_length,
+    check_model_directory,
+    check_tensor_parallel,
+)
 from slurm_rlhf.config.ranges import out_of_range
 from slurm_rlhf.config.reward import check_reward_model, reward_source
+from slurm_rlhf.config.sampling import sampling
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.time_limit import minutes
 from slurm_rlhf.errors import ConfigError
@@ -26,6 +33,7 @@ def check(config: Config) -> None:
     actor = config.actor.model_name_or_path
     check_model_directory("actor.model_name_or_path", actor, tokenizer=True)
     check_length("actor.model_name_or_path", actor, config.data.max_len)
+    check_architecture("actor.model_name_or_path", actor, config.data.max_len)
     check_tensor_parallel("actor.model_name_or_path", actor, config.vllm.tensor_parallel_size)
     if config.critic.model_name_or_path:
         check_model_directory("critic.model_name_or_path", config.critic.model_name_or_path, tokenizer=False)
@@ -60,14 +68,18 @@ def _training_problems(config: Config) -> Iterator[str]:
     yield from _file("data.prompt_dataset", config.data.prompt_dataset, "a JSONL file of prompts")
     if config.eval.dataset:
         yield from _file("eval.dataset", config.eval.dataset, "a JSONL file of prompts")
+    if config.train.kernel_cache not in ("auto", "none"):
+        yield from _output("train.kernel_cache", config.train.kernel_cache, "auto, none or a directory")
     yield from reward_source(config)
     yield from _resume(config)
     yield from _frozen(config)
+    yield from filter(None, [attention_problem(config.ds.attn_implementation)])
     yield from _slurm(config)
     if not in_range:
         yield from _batches(config)
         yield from _relations(config)
         yield from colocated(config)
+        yield from sampling(config)
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -114,8 +126,11 @@ def _relations(config: Config) -> Iterator[str]:
             f"data.max_len = {config.data.max_len} leaves no room for a prompt beside "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: raise the one or lower the other"
         )
-    if config.rollout.top_k == 0:
-        yield "rollout.top_k must be -1 (all) or at least 1, got 0"
+    if 0 < config.train.self_check_stop < 1:
+        yield (
+            f"train.self_check_stop = {config.train.self_check_stop:g} would end a run within the bound that it is "
+            "a multiple of: use 1 or more, or 0 to be warned only"
+        )
     if config.algo.kl.target and not config.algo.kl.init_coef:
         yield "algo.kl.target needs a coefficient to start from: set algo.kl.init_coef above 0"
     if config.timeout.heartbeat < 4 * config.timeout.heartbeat_interval:

@@ -18,7 +18,11 @@ from slurm_rlhf.errors import ConfigError
 __all__ = ["dump_toml", "help_text", "joined", "load_config"]
 
 COMMAND_LINE = "the command line"
-NOT_PATHS = {"resume": ("auto", "never"), "reward.remote_url": ("http://", "https://")}
+NOT_PATHS = {
+    "resume": ("auto", "never"),
+    "reward.remote_url": ("http://", "https://"),
+    "train.kernel_cache": ("auto", "none"),
+}
 """Words that a path key also takes, which are not paths."""
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.architectures import COMPARED, HEAD_FIELDS, REFUSED, head_fields
 from slurm_rlhf.errors import ConfigError, ModelError
+
+log = logging.getLogger(__name__)
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -20,7 +24,7 @@ def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
             f"{key}: no such directory: {path} (a model of the Hugging Face hub must be downloaded first: "
             "`hf download <name> --local-dir <directory>`)"
         )
-    _read_config(key, directory)
+    read_config(key, directory)
     if not any((directory / name).is_file() for name in WEIGHTS):
         raise ModelError(f"{key}: {path} holds no weights (none of {', '.join(WEIGHTS)})")
     if tokenizer:
@@ -46,13 +50,49 @@ def require_tokenizer(directory: Path, where: str = "") -> Path:
 
 def check_length(key: str, path: str, max_len: int) -> None:
     """Raises ModelError when sequences of `max_len` tokens are longer than the model's positions."""
-    config = _read_config(key, Path(path))
+    config = _text_config(read_config(key, Path(path)))
     positions = config.get("max_position_embeddings")
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if isinstance(positions, int) and "factor" not in scaling and max_len > positions:
+    # `dynamic` stretches with the length of the text, which engines do not.
+    stretched = "factor" in scaling and "dynamic" not in (scaling.get("rope_type"), scaling.get("type"))
+    if isinstance(positions, int) and not stretched and max_len > positions:
         raise ModelError(
             f"data.max_len = {max_len} is longer than the {positions} positions (max_position_embeddings) of {key} = "
             f"{path}: lower data.max_len to at most {positions}"
+        )
+
+
+def check_architecture(key: str, path: str, max_len: int) -> None:
+    """Raises ModelError for a model that is known to be trained wrongly; warns of one that was not compared.
+
+    `architectures` has what is known. Engines sample texts of up to `max_len` tokens.
+    """
+    config = read_config(key, Path(path))
+    text = _text_config(config)
+    names = config.get("architectures") or []
+    for name in names:
+        if name in REFUSED:
+            raise ModelError(f"{key}: {path} is a {name}, which cannot be trained here: {REFUSED[name]}")
+        window = text.get("sliding_window")
+        if name in COMPARED and COMPARED[name].window_differs and isinstance(window, int) and max_len > window:
+            raise ModelError(
+                f"{key}: {path} is a {name} with a sliding window of {window} tokens. Beyond it transformers, which "
+                f"trains, and vLLM, which samples, disagree by a token: lower data.max_len = {max_len} to {window}"
+            )
+    outer = str(config.get("model_type"))
+    known = head_fields(outer, str(text.get("model_type")))
+    for field in HEAD_FIELDS:
+        value = text.get(field)
+        if value not in (None, 1, 1.0) and field not in known.fields:
+            raise ModelError(
+                f"{key}: {path}/config.json has {field} = {value}, by which models change their logits behind the "
+                f"head, and how a {outer} does is not known here: use a model without {field}"
+            )
+    if names and not any(name in COMPARED for name in names):
+        log.warning(
+            "%s: %s is a %s, which was never compared with transformers and vLLM: watch the comparison before the "
+            "first step. Compared were %s",
+            *(key, path, names[0], ", ".join(sorted(COMPARED))),
         )
 
 
@@ -62,8 +102,7 @@ def check_tensor_parallel(key: str, path: str, size: int) -> None:
     As vLLM divides: attention heads and the inner width of an MLP evenly, key-value heads evenly or each for several
     ranks, the vocabulary padded to a multiple of 64.
     """
-    config = _read_config(key, Path(path))
-    config = config.get("text_config") or config
+    config = _text_config(read_config(key, Path(path)))
     heads, width = config.get("num_attention_heads"), config.get("intermediate_size")
     shared = config.get("num_key_value_heads") or heads
     if not (isinstance(heads, int) and isinstance(shared, int)):
@@ -81,7 +120,8 @@ def check_tensor_parallel(key: str, path: str, size: int) -> None:
         )
 
 
-def _read_config(key: str, directory: Path) -> dict[str, Any]:
+def read_config(key: str, directory: Path) -> dict[str, Any]:
+    """The object in the directory's config.json. Raises ModelError, its message starting with `key`."""
     file = directory / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -92,3 +132,9 @@ def _read_config(key: str, directory: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise ModelError(f"{key}: {file} is not a JSON object")
     return config
+
+
+def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Of a model that reads more than text, the part that does."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config

@@ -34,6 +34,8 @@ COUNT = Range(1)
 NOT_NEGATIVE = Range(0)
 POSITIVE = Range(0, above=True)
 SHARE = Range(0, 1)
+TEMPERATURE = Range(0, 2, above=True)
+"""vLLM refuses requests above 2."""
 
 RANGES: dict[str, Range] = {
     "data.max_len": Range(2),
@@ -64,7 +66,7 @@ RANGES: dict[str, Range] = {
     "rollout.batch_size": COUNT,
     "rollout.n_samples_per_prompt": COUNT,
     "rollout.max_new_tokens": COUNT,
-    "rollout.temperature": POSITIVE,
+    "rollout.temperature": TEMPERATURE,
     "rollout.top_p": Range(0, 1, above=True),
     "rollout.top_k": Range(-1),
     "vllm.num_engines": COUNT,
@@ -88,9 +90,11 @@ RANGES: dict[str, Range] = {
     "train.logprob_chunk_tokens": COUNT,
     "train.async_queue_size": COUNT,
     "train.seed": Range(0, 2**32 - 1),
+    "train.self_check_stop": NOT_NEGATIVE,
     "train.threads_per_rank": NOT_NEGATIVE,
+    "train.kernel_cache_gib": POSITIVE,
     "eval.steps": NOT_NEGATIVE,
-    "eval.temperature": NOT_NEGATIVE,
+    "eval.temperature": Range(0, 2),
     "eval.n_samples_per_prompt": COUNT,
     "eval.max_samples": NOT_NEGATIVE,
     "ckpt.save_steps": NOT_NEGATIVE,

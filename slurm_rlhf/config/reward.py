@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.model_directory import check_length, check_model_directory, require_tokenizer
+from slurm_rlhf.config.model_directory import check_length, check_model_directory, read_config, require_tokenizer
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 
@@ -28,11 +29,39 @@ def reward_source(config: Config) -> Iterator[str]:
         yield f"reward.remote_url: {what}: {source}"
 
 
+def reward_statistics(path: str) -> tuple[float, float] | None:
+    """`mean` and `std` in a reward model's config.json, as OpenRLHF writes them after training; None without both.
+
+    Raises ModelError for a pair that nothing can be divided by.
+    """
+    config = read_config(MODEL, Path(path))
+    mean, std = config.get("mean"), config.get("std")
+    if mean is None or std is None:
+        return None
+    numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in (mean, std))
+    if not numbers or std <= 0:
+        raise ModelError(
+            f"reward.normalize_enable: {path}/config.json has mean = {mean!r} and std = {std!r}; two numbers are "
+            "needed, std above 0: correct them, or remove both to normalise by running statistics"
+        )
+    return float(mean), float(std)
+
+
+def critic_directory(config: Config) -> str:
+    """Where the value model starts from: critic.model_name_or_path, the reward model, or the actor's directory.
+
+    A reward model has learned already what a response is worth. Source: OpenRLHF, `cli/train_ppo_ray.py`.
+    """
+    return config.critic.model_name_or_path or config.reward.model_name_or_path or config.actor.model_name_or_path
+
+
 def check_reward_model(config: Config) -> None:
     """Raises ModelError for a directory that cannot be used, one of other tokens than the actor's included."""
     path = config.reward.model_name_or_path
     check_model_directory(MODEL, path, tokenizer=True)
     check_length(MODEL, path, config.data.max_len)
+    if config.reward.normalize_enable:
+        reward_statistics(path)
     difference = _difference(require_tokenizer(Path(path)), require_tokenizer(Path(config.actor.model_name_or_path)))
     if difference:
         raise ModelError(

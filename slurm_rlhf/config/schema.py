@@ -54,9 +54,11 @@ class Actor:
     learning_rate: float = 1e-6
     """Peak learning rate of AdamW."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    """constant, linear or cosine (both after warm-up, down to lr_min_ratio)."""
+    """constant, linear or cosine (both after warm-up, down to lr_min_ratio). Constant, where OpenRLHF has cosine: the
+    others are laid over the length of the run, so a run that is resumed with more steps would bend its past."""
     lr_warmup_ratio: float = 0.0
-    """Share of all optimizer steps over which the learning rate rises from zero."""
+    """Share of all optimizer steps over which the learning rate rises from zero. 0, where OpenRLHF has 0.03: for the
+    same reason, and because AdamW's first updates are no larger than later ones."""
     lr_min_ratio: float = 0.1
     """Where linear and cosine schedules end, as a share of the peak."""
     adam_betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
@@ -78,7 +80,8 @@ class Actor:
 @dataclass(slots=True)
 class Critic:
     model_name_or_path: FilePath = ""
-    """Directory the value model starts from; empty: the actor's."""
+    """Directory the value model starts from; empty: the reward model's, or the actor's where a function rewards. A
+    reward model's head is kept, any other directory gets a new one. The log says which."""
     num_nodes: int = 1
     """Nodes of this role."""
     num_gpus_per_node: int = 1
@@ -88,7 +91,7 @@ class Critic:
     value_clip: float = 0.5
     """Clip range of the value update; 0: not clipped."""
     freezing_steps: int = 0
-    """The actor is not trained during the first steps, the critic is."""
+    """The actor is not trained during the first steps, the critic is. They do not count in the actor's schedule."""
 
 
 @dataclass(slots=True)
@@ -106,7 +109,8 @@ class Ref:
 @dataclass(slots=True)
 class Reward:
     remote_url: FilePath = ""
-    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF."""
+    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF. README.md says what it can
+    take."""
     model_name_or_path: FilePath = ""
     """Directory of a reward model, instead of a function: sequence classification with one label, or a value head."""
     num_nodes: int = 1
@@ -117,8 +121,16 @@ class Reward:
     """0: the whole model on every rank; 3: cut over the role's ranks by DeepSpeed ZeRO-3."""
     offload: bool = False
     """Keep the parameters in host memory and fetch layer by layer; needs zero_stage 3."""
+    pooling: Literal["auto", "last", "last_not_pad"] = "auto"
+    """Token whose score counts: last (the end-of-sequence token included; OpenRLHF, TRL's value head) or last_not_pad
+    (transformers' sequence classification). They differ where pad and end-of-sequence token are one. auto: by whoever
+    saved the model."""
+    normalize_enable: bool = False
+    """Bring rewards to mean 0 and standard deviation 1: by `mean` and `std` in the reward model's config.json, and
+    without them by all rewards of the run so far (kept in checkpoints). `reward` in the metrics stays as it was."""
     clip_range: list[float] = field(default_factory=lambda: [-10.0, 10.0])
-    """Rewards are clipped to these two values before they reach the advantages."""
+    """Rewards are clipped to these two values, after normalisation, before they reach the advantages; `reward_clipped`
+    in the metrics is the share of those that it changes."""
     shuffle: bool = False
     """Control experiment: permute the rewards over the batch, so that there is nothing to learn."""
 
@@ -132,11 +144,11 @@ class Rollout:
     max_new_tokens: int = 1024
     """Longest response in tokens."""
     temperature: float = 1.0
-    """Sampling temperature; log-probs and entropy are taken at the same temperature."""
+    """Sampling temperature, 0.01 to 2; log-probs and entropy are taken at the same temperature."""
     top_p: float = 1.0
-    """Nucleus sampling."""
+    """1: the trainer's log-probs are over the whole vocabulary, so nucleus sampling is refused."""
     top_k: int = -1
-    """Sample among the k likeliest tokens; -1: all."""
+    """-1 (all), for the same reason."""
     stop: list[str] = field(default_factory=list)
     """Strings that end a response."""
 
@@ -172,11 +184,11 @@ class Ds:
     zero_stage: int = 2
     """DeepSpeed ZeRO stage of actor and critic."""
     param_dtype: Literal["bf16", "fp32"] = "bf16"
-    """bf16 (with fp32 master weights; at ZeRO stage 0 fp32 weights under autocast) or fp32."""
+    """bf16 (with fp32 master weights; at stage 0 fp32 weights under autocast, the reference's too) or fp32."""
     enable_sleep: bool = False
     """With train.colocate_all: actor and critic keep their optimizer states in host memory while the engines work."""
     attn_implementation: str = "sdpa"
-    """Hugging Face attention implementation."""
+    """Of Hugging Face. sdpa: eager for models that have no sdpa, or cap their attention scores, which it ignores."""
 
 
 @dataclass(slots=True)
@@ -185,8 +197,9 @@ class Advantage:
     """How advantages are estimated."""
     gamma: float = 1.0
     """Discount per token."""
-    lambd: float = 0.95
-    """GAE's lambda."""
+    lambd: float = 1.0
+    """GAE's lambda. 1, as in OpenRLHF: the reward reaches every token. At 0.95 a hundredth of it is left 90 tokens from
+    the end, and before that the critic's guess decides; less noise, so good for short responses."""
     no_whitening: bool = False
     """Leave advantages as they are instead of giving the batch mean 0 and standard deviation 1."""
 
@@ -212,7 +225,9 @@ class Algo:
 @dataclass(slots=True)
 class Train:
     batch_size: int = 128
-    """Responses per optimizer step, over all ranks."""
+    """Responses per optimizer step, over all ranks. By default one step of them per rollout, so that every update is
+    on-policy; OpenRLHF's defaults make 8 (rollout.batch_size 1024), which learns more from a response and strays
+    further from the policy that sampled it."""
     max_epochs: int = 1
     """Passes over the experience of a step."""
     num_episodes: int = 1
@@ -239,8 +254,18 @@ class Train:
     """Batches sampled ahead with vllm.sync_mode = inflight: no token is older than so many updates when trained on."""
     full_determinism: bool = False
     """Bitwise equal metrics from run to run and over a resume: fixed prompt-to-engine assignment and order."""
+    self_check: bool = True
+    """Look at the first batch before training on it: actor, reference and engine agree, forwards repeat, rewards and
+    prompts are sane. What fails ends the run; later steps watch for drift. README.md: When something is wrong."""
+    self_check_stop: float = 10.0
+    """A later step that is beyond a bound of the self-check warns; at this multiple of it the run ends. 0: never."""
     threads_per_rank: int = 0
     """CPU threads of a process; 0: the CPUs of the node divided by the busiest phase's processes."""
+    kernel_cache: FilePath = "auto"
+    """Where ranks keep compiled kernels from run to run: auto (with GPUs: a disk of the node's own), none, or a
+    directory. Your own one below it, closed to others, with one for each set of versions and each rank."""
+    kernel_cache_gib: float = 20.0
+    """Size of all of them on a node; the longest unused go first."""
 
     @property
     def forward_tokens(self) -> int:

@@ -9,6 +9,7 @@ DEADLINES: dict[str, str] = {
     "start": "start",
     "generate": "generate",
     "logprobs": "forward",
+    "self_check": "forward",
     "values": "forward",
     "score": "forward",
     "train_step": "train_step",

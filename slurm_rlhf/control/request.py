@@ -23,6 +23,7 @@ class Request:
     send: Send = field(repr=False)
     """(kind, body frames, id) into the client's outbox."""
     answered: bool = False
+    failed: bool = False  # and answered so
 
     def reply(self, result: Any = None) -> None:
         """Does not block; arrays of `result` may change as soon as this returns.
@@ -33,6 +34,7 @@ class Request:
 
     def fail(self, error: BaseException) -> None:
         """The caller's Future raises RemoteError with the name, message and traceback of `error`."""
+        self.failed = True
         self._answer("error", encode(failure.to_wire(error)))
 
     def _answer(self, kind: str, frames: list[Buffer]) -> None:

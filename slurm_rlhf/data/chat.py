@@ -22,17 +22,24 @@ class ChatTemplate:
         self.special = special
         self._compiled: Any = None
 
-    def render(self, messages: Sequence[dict[str, Any]], where: str) -> str:
-        """The messages as text, with the header of the answer at the end.
+    def render(self, messages: Sequence[dict[str, Any]], where: str, *, add_generation_prompt: bool = True) -> str:
+        """The messages as text, with the header of the answer at the end unless `add_generation_prompt` is False.
 
-        Raises ModelError, naming `where`, when the template does not compile or refuses the messages.
+        `tools` and `documents` are None as in transformers: templates ask `is not none`, which holds for what is
+        undefined. Raises ModelError, naming `where`, when the template does not compile or refuses the messages.
         """
         import jinja2  # here, because most runs need no template
 
         try:
             if self._compiled is None:
                 self._compiled = _environment().from_string(self.source)
-            text: str = self._compiled.render(messages=list(messages), add_generation_prompt=True, **self.special)
+            text: str = self._compiled.render(
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.special,
+            )
         except jinja2.TemplateError as error:
             raise ModelError(f"{where}: the chat template failed on {_roles(messages)}: {error}") from None
         return text

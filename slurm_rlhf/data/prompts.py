@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from slurm_rlhf.config.schema import Data
+from slurm_rlhf.data.framing import without_second_bos
 from slurm_rlhf.data.jsonl import read_jsonl
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import DataError
@@ -35,10 +36,9 @@ class PromptSet:
     ) -> PromptSet:
         """Reads the first `max_samples` rows (0: all) of a JSONL file.
 
-        The text is `data.input_key` in `data.input_template`. It is tokenized with the tokenizer's own special
-        tokens, as `tokenizer(text)` does; with `data.apply_chat_template` it is a user's message, or the column holds
-        the messages, and the template brings the special tokens. Prompts of more than `max_prompt_tokens` tokens are
-        dropped and counted.
+        The text is `data.input_key` in `data.input_template`, or with `data.apply_chat_template` a user's message, or
+        the column holds the messages. It is tokenized as `encode_prompts` says. Prompts of more than
+        `max_prompt_tokens` tokens are dropped and counted.
         Raises DataError with file and line for a row without a usable prompt, and when no prompt is left; ModelError
         when a chat template is asked for and there is none.
         """
@@ -48,16 +48,14 @@ class PromptSet:
         rows = enumerate(read_jsonl(path, max_samples))
         while chunk := list(islice(rows, CHUNK)):
             texts = [_text(row, f"{path}:{line}", tokenizer, data) for _, (line, row) in chunk]
-            encoded = tokenizer.encode_batch(texts, add_special_tokens=not data.apply_chat_template)
+            encoded = encode_prompts(texts, tokenizer, data.apply_chat_template)
             for (index, (line, row)), text, ids in zip(chunk, texts, encoded, strict=True):
                 if not ids:
                     raise DataError(f"{path}:{line}: the prompt is empty: give {data.input_key!r} some text")
                 if len(ids) > max_prompt_tokens:
                     dropped += 1
                 else:
-                    others = {key: row[key] for key in row if key not in (data.input_key, data.label_key)}
-                    label = row.get(data.label_key)
-                    kept.append(Prompt(index, text, np.asarray(ids, dtype=np.int32), label, others))
+                    kept.append(Prompt(index, text, np.asarray(ids, dtype=np.int32), row.get(data.label_key), row))
         if not kept:
             raise DataError(_nothing_left(path, dropped, max_prompt_tokens))
         return cls(path, kept, dropped)
@@ -79,6 +77,19 @@ class PromptSet:
             digest.update(prompt.token_ids.tobytes())
             digest.update(json.dumps(prompt.label, sort_keys=True).encode())
         return digest.hexdigest()
+
+
+def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, templated: bool) -> list[list[int]]:
+    """Token ids of prompts, which may have an answer behind them.
+
+    With the tokenizer's own special tokens, as `tokenizer(text)` has them, but never with a second
+    beginning-of-sequence token; where a chat template made the texts (`templated`), with those of the template alone.
+    """
+    if templated:
+        return tokenizer.encode_batch(texts, add_special_tokens=False)
+    return [
+        without_second_bos(ids, text, tokenizer) for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True)
+    ]
 
 
 def _text(row: dict[str, Any], where: str, tokenizer: Tokenizer, data: Data) -> str:

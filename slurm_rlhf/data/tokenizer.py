@@ -14,6 +14,9 @@ from slurm_rlhf.config.model_directory import require_tokenizer
 from slurm_rlhf.data.chat import ChatTemplate
 from slurm_rlhf.errors import ModelError
 
+SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+"""Names in tokenizer_config.json that chat templates refer to, as in transformers."""
+
 
 @dataclass(slots=True)
 class Tokenizer:
@@ -22,6 +25,8 @@ class Tokenizer:
     directory: Path
     eos_token_id: int
     pad_token_id: int  # the end-of-sequence token where the model has no padding token
+    bos_token: str  # empty where the model has none
+    bos_token_id: int | None
     chat_template: ChatTemplate | None
     _backend: tokenizers.Tokenizer
 
@@ -48,10 +53,12 @@ class Tokenizer:
                 "never end; set it with `tokenizer.eos_token = ...; tokenizer.save_pretrained(directory)`"
             )
         pad = _token_id(backend, special.get("pad_token"))
-        words = {name: _content(special.get(name)) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        words = {name: word for name in SPECIAL if (word := _content(special.get(name)))}
         source = _template_source(directory, config)
-        template = ChatTemplate(source, {name: word for name, word in words.items() if word}) if source else None
-        return cls(directory, eos, eos if pad is None else pad, template, backend)
+        template = ChatTemplate(source, words) if source else None
+        bos = words.get("bos_token", "")
+        known = _token_id(backend, bos)
+        return cls(directory, eos, eos if pad is None else pad, bos, known, template, backend)
 
     @property
     def vocab_size(self) -> int:

@@ -1,7 +1,6 @@
-"""Compiler caches on the node's own disk, apart for every run and role.
+"""A directory on the node's own disk for every run and role: torchrun's logs, and caches that are not to be kept.
 
-On a shared file system a stale handle ends one rank and hangs the others, and caches of several ranks clobber each
-other.
+On a shared file system a stale handle ends one rank and hangs the others. `cluster.kernel_cache` keeps the caches.
 """
 
 from __future__ import annotations
@@ -12,19 +11,6 @@ import shutil
 import stat
 import tempfile
 from pathlib import Path
-
-CACHES = {
-    "TRITON_CACHE_DIR": "triton",
-    "TORCHINDUCTOR_CACHE_DIR": "inductor",
-    "TORCH_EXTENSIONS_DIR": "extensions",
-    "VLLM_CACHE_ROOT": "vllm",
-}
-"""Variable -> directory below the run's own."""
-
-
-def cache_variables(directory: Path) -> dict[str, str]:
-    """The variables that keep the caches in `directory`."""
-    return {name: str(directory / part) for name, part in CACHES.items()}
 
 
 def take_cache(name: str, base: Path | None = None) -> Path:

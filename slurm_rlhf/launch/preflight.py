@@ -1,4 +1,4 @@
-"""Before anything is started: do all nodes see the run directory, and do they have the same packages?"""
+"""Before anything is started: do all nodes see the run directory, the same packages, and GPUs that can be used?"""
 
 from __future__ import annotations
 
@@ -11,18 +11,31 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.cluster.current import node_name
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError
+from slurm_rlhf.launch.accelerators import Wanted, judge_accelerators
 from slurm_rlhf.launch.container import HOST, Container
-from slurm_rlhf.launch.probe import versions
+from slurm_rlhf.launch.probe import equipment, versions
 from slurm_rlhf.launch.srun import Step, step_command, step_environment
 
 _TIMEOUT_S = 60.0
+NOTHING = Wanted({})
 
 
-def check_nodes(run_dir: Path, nodes: Sequence[str], container: Container = HOST) -> None:
+def check_here(wanted: Wanted, environ: Mapping[str, str]) -> list[str]:
+    """This machine alone: notes for the user. Raises as `judge_accelerators`. Blocks for a second."""
+    here = node_name(environ)
+    said = {here: equipment(gpus=bool(wanted.slots))}
+    return judge_accelerators(said, wanted, "start it where nvidia-smi shows GPUs")
+
+
+def check_nodes(
+    run_dir: Path, nodes: Sequence[str], container: Container = HOST, wanted: Wanted = NOTHING, gpus: Sequence[int] = ()
+) -> list[str]:
     """Ask each of `nodes`, by one step over all of them. Blocks for a second or two, at most for a minute.
 
     In a container the nodes have to be like each other, and this process need have nothing but slurm_rlhf itself.
+    `gpus`: of each node, for the step. Returns notes for the user.
 
     Raises ConfigError or PlacementError naming the nodes and the remedy, RunError when the step cannot be started.
     """
@@ -30,10 +43,18 @@ def check_nodes(run_dir: Path, nodes: Sequence[str], container: Container = HOST
     token = secrets.token_hex(16)
     canary = run_dir / f".canary.{token}"
     canary.write_text(token, encoding="utf-8")
-    step = Step("preflight", tuple(nodes), together=False, options=container.step_options())
+    step = Step(
+        "preflight",
+        tuple(nodes),
+        gpus=tuple(gpus),
+        together=False,
+        uneven=len(set(gpus)) > 1,
+        options=container.step_options(),
+    )
+    look = ("--gpus",) if wanted.slots else ()
     try:
         done = subprocess.run(
-            step_command(step, container.command("slurm_rlhf.launch.probe", str(canary), gpus=False)),
+            step_command(step, container.command("slurm_rlhf.launch.probe", str(canary), *look, gpus=bool(look))),
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,
@@ -55,6 +76,7 @@ def check_nodes(run_dir: Path, nodes: Sequence[str], container: Container = HOST
     if container.image and answers:
         here = {**next(iter(answers.values()))["versions"], "slurm_rlhf": here["slurm_rlhf"]}
     judge(answers, nodes, run_dir, token, here, err, container.command("...", gpus=False)[:-2])
+    return judge_accelerators(answers, wanted, "ask for them with sbatch --gpus-per-node")
 
 
 def judge(

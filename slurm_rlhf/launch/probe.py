@@ -1,6 +1,7 @@
-"""`python -m slurm_rlhf.launch.probe CANARY`: what one node has to say before a run starts, as a line of JSON.
+"""`python -m slurm_rlhf.launch.probe CANARY [--gpus]`: what one node has to say before a run starts, as a line of JSON.
 
-CANARY is a file that the conductor has just written into the run directory. Imports no torch: it takes a second.
+CANARY is a file that the conductor has just written into the run directory; `--gpus`: look at the GPUs, too. Imports no
+torch: it takes a second.
 """
 
 from __future__ import annotations
@@ -8,33 +9,85 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import sys
 import time
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.current import node_name
+from slurm_rlhf.cluster.devices import local_gpus
+from slurm_rlhf.cluster.gpu_query import GpuLook, ask_gpus, is_busy
+from slurm_rlhf.config.attention import wanted_modules
 
 PACKAGES = ("slurm_rlhf", "torch", "vllm", "deepspeed", "transformers", "numpy", "pyzmq", "msgpack")
 """Those that have to be alike: they compute the same numbers, or speak to each other."""
 
 MISSING = "missing"
 _CANARY_S = 5.0  # for a file system that takes its time to show a new file
+_LEAVING_S = 5.0  # for processes of an earlier run that are on their way out of a GPU
+_CUDA = re.compile(r"^cuda(?::[^=]*)? = ['\"](\d+\.\d+)", re.MULTILINE)
 
 
 def main() -> None:
-    print(json.dumps(answer(Path(sys.argv[1]))), flush=True)
+    print(json.dumps(answer(Path(sys.argv[1]), gpus="--gpus" in sys.argv[2:])), flush=True)
 
 
-def answer(canary: Path, wait_s: float = _CANARY_S) -> dict[str, Any]:
-    """`node`, `canary` (what the file holds; empty: it is not there), `writable`, `versions`."""
+def answer(canary: Path, wait_s: float = _CANARY_S, gpus: bool = False) -> dict[str, Any]:
+    """`node`, `canary` (what the file holds; empty: it is not there), `writable`, `versions`, and `equipment`."""
     return {
         "node": node_name(),
         "canary": _read(canary, wait_s),
         "writable": os.access(canary.parent, os.W_OK | os.X_OK),
         "versions": versions(),
+        **equipment(gpus),
     }
+
+
+def equipment(gpus: bool) -> dict[str, Any]:
+    """`cuda_build` (that torch was built for; empty: for CPUs, or no torch), `modules` (name -> is it installed), and
+    with `gpus`, where torch was built for them, `gpus` (those this process may use), `driver`, `driver_cuda`, `said`.
+    """
+    built = cuda_build()
+    found: dict[str, Any] = {"cuda_build": built, "modules": {name: _is_there(name) for name in wanted_modules()}}
+    if gpus and built:
+        names = local_gpus(os.environ)
+        look = _look(names)
+        cards = [asdict(card) for card in look.chosen(names)]
+        found |= {"gpus": cards, "slices": sum(name.startswith("MIG-") for name in names)}
+        found |= {"driver": look.driver, "driver_cuda": look.cuda, "said": look.said}
+    return found
+
+
+def cuda_build() -> str:
+    """The CUDA that the installed torch was built for, as in `13.0`, read from a file: to import it takes seconds."""
+    try:
+        text = Path(str(distribution("torch").locate_file("torch/version.py"))).read_text(encoding="utf-8")
+    except (PackageNotFoundError, OSError):
+        return ""
+    found = _CUDA.search(text)
+    return found[1] if found else ""
+
+
+def _look(names: tuple[str, ...]) -> GpuLook:
+    """The cards; those that are busy get a moment to become free."""
+    end = time.monotonic() + _LEAVING_S
+    while True:
+        look = ask_gpus(os.environ)
+        if not any(is_busy(card) for card in look.chosen(names)) or time.monotonic() > end:
+            return look
+        time.sleep(0.5)
+
+
+def _is_there(module: str) -> bool:
+    """Without importing it, nor the package it is in."""
+    package, _, inner = module.partition(".")
+    spec = find_spec(package)
+    places = (spec.submodule_search_locations or []) if spec else []
+    return spec is not None and (not inner or any(Path(place, inner).exists() for place in places))
 
 
 def versions() -> dict[str, str]:

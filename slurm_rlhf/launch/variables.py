@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from slurm_rlhf.launch.caches import cache_variables
+from slurm_rlhf.cluster.kernel_cache import cache_variables
 
 INJECTED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What hooks of containers and sites set, and torchrun's workers or vLLM would believe."""
@@ -45,8 +45,9 @@ def node_environment(
 ) -> dict[str, str]:
     """The whole environment of `role` on a node, from that of the step.
 
-    What the user exported wins over our diagnosis settings and over `interface` (empty: not known); caches and `own`,
-    the role's variables, win over what the user exported.
+    What the user exported wins over our diagnosis settings and over `interface` (empty: not known); `cache`, where
+    what is compiled goes if train.kernel_cache keeps nothing, and `own`, the role's variables, win over what the user
+    exported.
     """
     kept = without_injected(environ)
     networks = dict.fromkeys(INTERFACES, interface) if interface else {}

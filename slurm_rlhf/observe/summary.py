@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from slurm_rlhf.observe.metrics import finite
@@ -26,12 +26,14 @@ class Summary:
     policy_version: int
     world: dict[str, int]  # role -> ranks
     seed: int
+    self_check: dict[str, float] = field(default_factory=dict)  # check -> figure, of this session
     error: str = ""
 
     def write(self, path: Path) -> None:
         """Replace `path` atomically: whoever reads it, after a crash of the node too, sees a whole one."""
         fields = asdict(self)
         fields |= {name: finite(value) for name, value in fields.items() if isinstance(value, float)}
+        fields["self_check"] = {name: finite(value) for name, value in self.self_check.items()}
         temporary = path.with_suffix(".tmp")
         with temporary.open("w", encoding="utf-8") as file:
             file.write(json.dumps(fields, indent=2, allow_nan=False) + "\n")

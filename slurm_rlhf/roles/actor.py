@@ -24,6 +24,7 @@ class ActorRole(Role):
         calls: dict[str, Callable[..., Any]] = {
             "start": self.start,
             "logprobs": self.logprobs,
+            "self_check": self.self_check,
             "train_step": self.train_step,
             "save": lambda path: self.trainer.save(Path(path)),
             "load": lambda path: self.trainer.load(Path(path)),
@@ -50,6 +51,9 @@ class ActorRole(Role):
 
     def logprobs(self, experience: dict[str, Any], micro: list[list[int]]) -> dict[str, Any]:
         return self.trainer.logprobs(Experience.from_wire(experience), micro)
+
+    def self_check(self, experience: dict[str, Any], micro: list[list[int]]) -> dict[str, Any]:
+        return self.trainer.self_check(Experience.from_wire(experience), micro)
 
     def train_step(self, experience: dict[str, Any], micro: list[list[int]], denominator: float) -> dict[str, float]:
         return self.trainer.train_step(Experience.from_wire(experience), micro, denominator)

@@ -35,7 +35,7 @@ class _Worker:
         client.connect(config.timeout.connect)
         role = RolloutRole(config, Seat("rollout", 0, 1, 0, socket.gethostname()), client)
         self._client = client
-        self._thread = threading.Thread(target=serve, args=(client, role), name="rollout", daemon=True)
+        self._thread = threading.Thread(target=serve, args=(client, role, None), name="rollout", daemon=True)
         self._thread.start()
         self.handle = EngineHandle(self.server, "rollout", 1, 1, config.timeout)
         self.handle.call(0, "start", total_steps=1).result()
@@ -104,5 +104,8 @@ def _prompts(number: int, count: int, tokens: int, vocab: int) -> list[Prompt]:
 
 def _vocab(config: Config) -> int:
     from slurm_rlhf.rollout.parameters import parameter_shapes
+    from slurm_rlhf.rollout.saved_names import skeleton
 
-    return max(shape[0] for shape in parameter_shapes(config.actor.model_name_or_path).values() if len(shape) == 2)
+    return max(
+        shape[0] for shape in parameter_shapes(skeleton(config.actor.model_name_or_path)).values() if len(shape) == 2
+    )

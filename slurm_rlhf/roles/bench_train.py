@@ -12,6 +12,9 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.race import race
+from slurm_rlhf.placement.flops import batch_flops, mfu
+from slurm_rlhf.placement.gpus import find_gpu
+from slurm_rlhf.placement.model_shape import ModelShape, read_shape
 from slurm_rlhf.records import Experience
 from slurm_rlhf.roles.actor import ActorRole
 from slurm_rlhf.roles.role import Seat
@@ -33,10 +36,12 @@ def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int
     role = ActorRole(config, Seat("actor", 0, 1, 0, socket.gethostname()), cast(ControlClient, None))
     role.start(total_steps=1)
     bare = BareTrainer(config, micro)
-    result: dict[str, Any] = {"bench": "train", "unit": "tokens/s"}
+    shape, gpu = read_shape("actor.model_name_or_path", config.actor.model_name_or_path), _gpu()
+    result: dict[str, Any] = {"bench": "train", "unit": "tokens/s", "gpu": gpu}
     for name, shortest in (("equal", config.rollout.max_new_tokens), ("ragged", config.rollout.max_new_tokens // 16)):
         batch = _batch(config, sequences, prompt_tokens, max(1, shortest), role)
-        result[name] = _compare(config, role, bare, batch, repeats)
+        timed = _compare(config, role, bare, batch, repeats)
+        result[name] = timed | utilisation(shape, batch, timed["ours"], config.ds.param_dtype, gpu)
     return result | {
         "sequences": sequences,
         "longest": longest,
@@ -67,6 +72,24 @@ def _compare(config: Config, role: ActorRole, bare: BareTrainer, batch: Experien
     if abs(losses["ours"] - losses["bare"]) > LOSS_TOLERANCE[config.ds.param_dtype]:
         raise RunError(f"first losses {losses['ours']:.6f} (ours) and {losses['bare']:.6f} (bare): not the same work")
     return timed | {"tokens": int(batch.lengths.sum()), "micro_batches": len(_micros(config, batch))}
+
+
+def utilisation(shape: ModelShape, batch: Experience, rate: float, dtype: str, gpu: str) -> dict[str, float | None]:
+    """`tflops`: model FLOPs per second of an update of `batch` at `rate` tokens/s, without recomputation. `mfu`: their
+    share of the peak that `gpu` has by name, in bf16; None where no peak is known, and in fp32."""
+    tokens = int(batch.lengths.sum())
+    flops = batch_flops(shape, batch.lengths.tolist(), backward=True, head_tokens=len(batch.action_mask))
+    seconds = tokens / rate
+    known = find_gpu(gpu) if dtype == "bf16" else None
+    share = mfu(flops, seconds, 1, known.bf16_tflops) if known else 0.0
+    return {"tflops": flops / seconds / 1e12, "mfu": share or None}
+
+
+def _gpu() -> str:
+    """The name of this process's GPU; empty without one."""
+    import torch
+
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
 
 
 def _micros(config: Config, batch: Experience) -> list[list[int]]:

@@ -22,6 +22,7 @@ from slurm_rlhf.cluster.stop import Stop, StopRequested
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import EngineHandle, gather
+from slurm_rlhf.data.framing import missing_eos
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -33,13 +34,15 @@ from slurm_rlhf.roles.engines import Engines
 from slurm_rlhf.roles.environment import role_environment
 from slurm_rlhf.roles.fleet import Fleet
 from slurm_rlhf.roles.generation import Generation
+from slurm_rlhf.roles.optimizer_steps import optimizer_steps
 from slurm_rlhf.roles.ppo import PPO
 from slurm_rlhf.roles.reporting import Reporting
 from slurm_rlhf.roles.run_directory import RunDirectory
-from slurm_rlhf.roles.scoring import ModelRewards
+from slurm_rlhf.roles.scoring import ModelRewards, Scoring, reward_scale
+from slurm_rlhf.roles.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.roles.standstill import refuse_standstill
 from slurm_rlhf.roles.state import RunState
-from slurm_rlhf.roles.training_run import TrainingRun
+from slurm_rlhf.roles.training_run import UNEVALUATED, TrainingRun
 from slurm_rlhf.roles.turns import TurnTakingEngines, TurnTakingGeneration
 from slurm_rlhf.roles.weights import WeightSync
 from slurm_rlhf.rollout.rewards import RewardFunction
@@ -88,6 +91,7 @@ class Inputs:
     order: PromptOrder
     reward: RewardFunction | None  # None: a model's
     total_steps: int
+    findings: PromptFindings  # for the self-check
 
 
 class Conductor:
@@ -114,8 +118,8 @@ class Conductor:
     def run(self) -> None:
         """Everything that a user can have wrong is looked at before the first process starts."""
         inputs = self._read_inputs()
-        state, checkpoint = self._resume()
-        if checkpoint and state.step >= inputs.total_steps:
+        state, checkpoint, complete = self._resume()
+        if checkpoint and complete and state.step >= inputs.total_steps:
             self.reporting.note(f"already finished: {state.step} steps are done (raise train.max_steps to go on)")
             return
         self.directory.config.write_text(dump_toml(self.config), encoding="utf-8")
@@ -144,6 +148,8 @@ class Conductor:
         for name, found in (("data.prompt_dataset", prompts), ("eval.dataset", evaluation)):
             if found and found.dropped:
                 self.reporting.note(f"{name}: {found.dropped} prompts longer than {longest} tokens were dropped")
+        if config.data.apply_chat_template and (endless := missing_eos(tokenizer)):
+            self.reporting.note(f"warning: {endless}")
         order = PromptOrder(
             len(prompts),
             config.rollout.batch_size,
@@ -154,9 +160,11 @@ class Conductor:
         )
         total = min(order.total, config.train.max_steps or order.total)
         reward = None if config.reward.model_name_or_path else RewardFunction.load(config.reward.remote_url)
-        return Inputs(prompts, evaluation, order, reward, total)
+        findings = PromptFindings.of(prompts, tokenizer, config.data.apply_chat_template)
+        return Inputs(prompts, evaluation, order, reward, total, findings)
 
-    def _resume(self) -> tuple[RunState, Path | None]:
+    def _resume(self) -> tuple[RunState, Path | None, bool]:
+        """Where the run stands, the checkpoint it goes on from, and whether that step's evaluation is done."""
         if self.config.resume == "never" and self.directory.metrics.exists():
             raise ConfigError(
                 f"{self.directory.root} holds a run already and --resume never would overwrite it. "
@@ -164,16 +172,15 @@ class Conductor:
             )
         checkpoint = self.checkpoints.resolve(self.config.resume)
         if checkpoint is None:
-            return RunState(seed=self.config.train.seed), None
-        return RunState.from_json(self.checkpoints.load_state(checkpoint)["run"]), checkpoint
+            return RunState(seed=self.config.train.seed), None, True
+        state = self.checkpoints.load_state(checkpoint)
+        return RunState.from_json(state["run"]), checkpoint, UNEVALUATED not in state
 
     def _start(self, fleet: Fleet, inputs: Inputs, state: RunState, checkpoint: Path | None) -> TrainingRun:
         """Processes, models, engines and the sync group, each as soon as what it needs is there."""
         config, phases = self.config, Phases(self.reporting.phase)
         fleet.start(role_environment(config, self.ranks, len(os.sched_getaffinity(0))))
         self.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.ranks.worlds.items()))
-        responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-        optimizer_steps = inputs.total_steps * config.train.max_epochs * responses // config.train.batch_size
         rollout = fleet.roles["rollout"]
         assert isinstance(rollout, EngineHandle)
         weights = WeightSync(config, fleet.roles["actor"], rollout, fleet.sync_host)
@@ -181,11 +188,14 @@ class Conductor:
         engines.begin()
         log.info("trainers start")
         starts = {
-            role: handle.start_all("start", total_steps=optimizer_steps)
+            role: handle.start_all("start", total_steps=optimizer_steps(config, role, inputs.total_steps))
             for role, handle in fleet.roles.items()
             if handle is not rollout
         }
         gather([future for futures in starts.values() for future in futures])
+        for role in ("critic", "reward"):
+            if role in starts:
+                self.reporting.note(starts[role][0].result())
         first = engines.wait(starts["actor"][0].result())
         if len(first) < rollout.world:
             self.reporting.note(f"{len(first)} of {rollout.world} engines are ready; the others join when they are")
@@ -198,9 +208,12 @@ class Conductor:
             # While the actor trains it has no weights to give: late engines get theirs with the next update.
             None if ahead else engines,
         )
-        reward = inputs.reward or ModelRewards(fleet.roles["reward"], config.train.forward_tokens)
+        source = inputs.reward or ModelRewards(fleet.roles["reward"], config.train.forward_tokens)
         kl = KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon)
-        ppo = PPO(config, fleet.roles, generation, reward, kl, phases)
+        scale, told = reward_scale(config)
+        if told:
+            self.reporting.note(told)
+        ppo = PPO(config, fleet.roles, generation, Scoring(source, config.timeout.reward), kl, phases, scale)
         sample = Sampler(inputs.prompts, inputs.order, generation, ppo.sampling())
         training = TrainingRun(
             config=config,
@@ -215,6 +228,9 @@ class Conductor:
             state=state,
             total_steps=inputs.total_steps,
             reporting=self.reporting,
+            self_check=SelfCheck(
+                config, fleet.roles["actor"], self.reporting.note, inputs.findings, self.reporting.self_check
+            ),
             phases=phases,
             engines=EngineWatch([group.node for group in self.ranks.tp_groups if group.role == "rollout"]),
             stop=self.stop,

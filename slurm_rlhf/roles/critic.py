@@ -32,9 +32,10 @@ class CriticRole(Role):
     def wake_up(self) -> None:
         self.trainer.engine.wake_up()
 
-    def start(self, total_steps: int) -> None:
-        """Load the model."""
+    def start(self, total_steps: int) -> str:
+        """Load the model. Answers what it started from, for the user."""
         self.trainer = ValueTrainer(self.config, total_steps)
+        return self.trainer.origin
 
     def values(self, experience: dict[str, Any], micro: list[list[int]]) -> dict[str, Any]:
         return self.trainer.values(Experience.from_wire(experience), micro)

@@ -83,6 +83,9 @@ class FollowerRole(EngineRank):
     def do_step(self) -> None:
         self.engine.step()
 
+    def do_drop(self) -> None:
+        self.engine.drop()
+
     def do_check(self) -> bytes:
         digest: bytes = self.engine.ledger.digest()
         return digest

@@ -6,8 +6,6 @@ Proximal Policy Optimization (2017); Ouyang et al., Training language models to 
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -19,17 +17,18 @@ from slurm_rlhf.algorithms.batching import mini_batches
 from slurm_rlhf.algorithms.kl import KLController, approx_kl
 from slurm_rlhf.algorithms.packed import response_sums
 from slurm_rlhf.algorithms.registry import AdvantageInputs, advantage_estimator
+from slurm_rlhf.algorithms.reward_scale import RewardScale, clipped_share
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import RoleHandle, gather
-from slurm_rlhf.errors import RewardError
 from slurm_rlhf.observe.phases import Phases
 from slurm_rlhf.records import F32, Experience, Prompt, Sampling, Trajectory, pack
 from slurm_rlhf.roles.batches import Batch
 from slurm_rlhf.roles.generation import Generation
-from slurm_rlhf.roles.scoring import ModelRewards
+from slurm_rlhf.roles.scoring import Scoring
 from slurm_rlhf.roles.sharding import Shard, assemble, shards
 from slurm_rlhf.roles.staleness import ages, staleness
-from slurm_rlhf.rollout.rewards import RewardFunction, Rewards
+from slurm_rlhf.roles.verdicts import constant_share
+from slurm_rlhf.rollout.reward_values import Rewards
 
 Metrics = dict[str, float]
 
@@ -41,9 +40,10 @@ class PPO:
     config: Config
     roles: dict[str, RoleHandle]
     generation: Generation
-    reward: RewardFunction | ModelRewards
+    reward: Scoring
     kl: KLController
     phases: Phases
+    scale: RewardScale | None = None  # reward.normalize_enable
 
     def collect(self, batch: Batch, version: int) -> tuple[Experience, Metrics]:
         """Score a step's batch with the actor at policy `version`: what the step needs before anything changes.
@@ -65,6 +65,8 @@ class PPO:
         with self.phases("update"):
             trained = self._update(number, experience)
         self.kl.update(metrics["kl"], len(experience))
+        if self.scale is not None:
+            self.scale = self.scale.with_batch(experience.rewards)
         return metrics | trained
 
     def sampling(self) -> Sampling:
@@ -77,19 +79,12 @@ class PPO:
         experience = pack(trajectories, [0.0] * len(trajectories))
         owners = [prompt for prompt in prompts for _ in range(self.config.rollout.n_samples_per_prompt)]
         with self.phases("forward"):
-            scored = in_background(self.reward, owners, trajectories)
+            scored = self.reward.begin(owners, trajectories, number)
             if "reward" in self.roles:
                 self._take_turns([scored])
             self._forward(experience)
         with self.phases("reward"):
-            try:
-                # A role's calls have their own deadline.
-                rewards = scored.result(None if "reward" in self.roles else self.config.timeout.reward)
-            except TimeoutError:
-                raise RewardError(
-                    f"the reward function did not return within {self.config.timeout.reward:g} s for "
-                    f"{len(trajectories)} responses; make it faster or raise timeout.reward"
-                ) from None
+            rewards = self.reward.wait(scored, len(trajectories))
         values = np.asarray(rewards.rewards, dtype=np.float32)
         if self.config.reward.shuffle:
             values = np.random.default_rng([self.config.train.seed, number]).permutation(values)
@@ -126,9 +121,12 @@ class PPO:
         if "ref_logprobs" in columns:
             kl = approx_kl(columns["logprobs"], columns["ref_logprobs"], config.kl.estimator)
             mean_kl = float(response_sums(kl, experience.action_mask, offsets).mean())
+        rewards = experience.rewards
+        if self.scale is not None:
+            rewards = self.scale.with_batch(rewards).normalize(rewards)
         advantages, returns = advantage_estimator(config.advantage.estimator)(
             AdvantageInputs(
-                rewards=experience.rewards,
+                rewards=rewards,
                 kl=kl,
                 values=columns["values"],
                 action_mask=experience.action_mask,
@@ -147,6 +145,7 @@ class PPO:
         return {
             "kl": mean_kl,
             "kl_coef": self.kl.coef,
+            "reward_clipped": clipped_share(rewards, self.config.reward.clip_range),
             "value": float(columns["values"][mask].mean()) if mask.any() else 0.0,
             "return": float(returns[mask].mean()) if mask.any() else 0.0,
         }
@@ -171,7 +170,7 @@ class PPO:
                     self._take_turns(calls)
                     pending.append((role, tokens, calls))
         finished = [(role, tokens, gather(calls)) for role, tokens, calls in pending]
-        return _means(finished)
+        return _means(finished) | _first_of_actor(finished)
 
     def _sample_metrics(
         self, trajectories: list[Trajectory], rewards: Rewards, experience: Experience, version: int
@@ -183,6 +182,7 @@ class PPO:
             "response_length": float(np.mean(experience.response_lens)),
             "response_tokens": float(np.sum(experience.response_lens)),
             "truncated": float(np.mean([t.finish_reason == "length" for t in trajectories])),
+            "reward_constant": constant_share(experience.rewards, self.config.rollout.n_samples_per_prompt),
         }
         age = ages(trajectories, version)
         fresh = drift[mask & (age == 0)]
@@ -214,15 +214,12 @@ def _means(finished: list[tuple[str, float, list[dict[str, float]]]]) -> Metrics
     return {name: float(np.mean(values)) for name, values in steps.items()}
 
 
-def in_background(function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-    """Call `function` in a thread that does not keep the process alive, should it hang."""
-    future: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(function(*arguments))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="reward", daemon=True).start()
-    return future
+def _first_of_actor(finished: list[tuple[str, float, list[dict[str, float]]]]) -> Metrics:
+    """`ratio` and `approx_kl` of the actor's first optimizer step alone: its weights are those of the old log-probs."""
+    for role, tokens, answers in finished:
+        if role == "actor":
+            return {
+                f"first_{name}": sum(answer[name] for answer in answers) / max(tokens, 1.0)
+                for name in ("ratio", "approx_kl")
+            }
+    return {}

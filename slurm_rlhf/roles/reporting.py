@@ -29,6 +29,8 @@ class Reporting:
         self._total = 0
         self._lead_s = config.slurm.signal_lead_s
         self._warned = False
+        self.self_check: dict[str, float] = {}
+        """What the self-check of this session found; `SelfCheck` fills it in."""
         self.moved = False
         """A step was done since `begin`."""
 
@@ -64,6 +66,11 @@ class Reporting:
         if self._events is not None:
             self._events.scalars(step, metrics)
         self._progress.step(step, total, metrics)
+
+    def step_again(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        """As `step`, in place of the line that the step may have already."""
+        self._metrics.truncate_after(step - 1)
+        self.step(step, total, metrics)
 
     def finished(self) -> None:
         """All steps are done and everything is written."""
@@ -122,5 +129,6 @@ class Reporting:
             policy_version=state.policy_version,
             world=self._world,
             seed=state.seed,
+            self_check=self.self_check,
             error=error,
         ).write(self._directory.summary)

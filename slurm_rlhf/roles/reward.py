@@ -15,9 +15,10 @@ class RewardRole(Role):
     def calls(self) -> dict[str, Callable[..., Any]]:
         return taking_turns(self.config, {"start": self.start, "score": self.score})
 
-    def start(self, total_steps: int) -> None:
-        """Load the model. `total_steps` is of no use to a model that is not trained."""
+    def start(self, total_steps: int) -> str:
+        """Load the model. `total_steps` is of no use to a model that is not trained. Answers how it scores."""
         self.model = RewardModel(self.config)
+        return self.model.told
 
     def score(self, experience: dict[str, Any], micro: list[list[int]]) -> F32:
         return self.model.score(Experience.from_wire(experience), micro)

@@ -128,7 +128,11 @@ class RolloutRole(EngineRank):
         try:
             self._generate(request, **request.args)
         except Exception as error:
-            request.fail(error)
+            if self._open:
+                self.engine.drop()  # what it took of the call so far would be answered to nobody
+            self._drop(error)
+            if not request.answered:
+                request.fail(error)
 
     def _generate(
         self,
@@ -181,7 +185,7 @@ class RolloutRole(EngineRank):
             super().handle(self._after_drain.pop(0))
 
     def _drop(self, error: Exception) -> None:
-        """An engine that failed a step has lost all of its requests."""
+        """The engine has dropped all of its requests."""
         self._tickets.fail(error)
         self._open.clear()
         self._drained()

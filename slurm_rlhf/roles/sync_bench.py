@@ -7,6 +7,7 @@ run, as plain gloo does it with the same bytes, and naively, each parameter broa
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -30,6 +31,8 @@ from slurm_rlhf.sync.receive import Receiver
 from slurm_rlhf.sync.store import SyncStore, wait_until
 
 RAW_PIECE = 64 << 20
+ON_GPUS = ("nccl", "ipc")
+"""Backends whose ranks have GPUs, where there are any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class Spec:
     naive: bool
     timeout_s: float
     model: str  # directory that engines load into; empty: the tensors are only received
-    parent: int
+    parent: int  # 0: whoever has started this process, on another machine
 
     @classmethod
     def read(cls, path: str) -> Spec:
@@ -83,7 +86,9 @@ class Rank:
         self.sender = Sender(self.group, self.plan) if self.is_actor else None
         self.receiver = None if self.is_actor else Receiver(self.group, self.plan)
         self.plain = self._plain_group()
-        self.held: Held = _held(self.plan, rank) if self.is_actor else {}
+        self.device = torch.device("cuda" if self.group.me.device and self.group.backend in ON_GPUS else "cpu")
+        self.raw = _nccl_group(self.plain, self.group, spec) if self.group.backend == "nccl" else self.plain
+        self.held: Held = _held(self.plan, rank, self.device) if self.is_actor else {}
 
     def run(self) -> dict[str, Any]:
         """Seconds of each way, median of the repetitions."""
@@ -116,6 +121,8 @@ class Rank:
         self.plain.barrier().wait()
         start = time.monotonic()
         work()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
         self.plain.barrier().wait()
         return time.monotonic() - start
 
@@ -126,7 +133,7 @@ class Rank:
         assert self.receiver is not None
         with self.receiver.update(version) as weights:
             for index, (name, tensor) in enumerate(weights):
-                if compare and not torch.equal(tensor, _values(self.plan.parameters[index], index)):
+                if compare and not torch.equal(tensor.cpu(), _values(self.plan.parameters[index], index)):
                     raise RuntimeError(f"{name} did not arrive as it was sent")
 
     def _load(self, version: int) -> None:
@@ -141,18 +148,19 @@ class Rank:
         """Over a network: the bytes once over one link, by one stream. On loopback: a broadcast to all ranks."""
         layout = Layout(tuple(self.spec.actors), tuple(self.spec.engines))
         network = not is_loopback(self.group.me.address)
-        whole = torch.zeros(min(RAW_PIECE, self.plan.payload), dtype=torch.uint8)
+        at = self.device if self.group.backend == "nccl" else torch.device("cpu")
+        whole = torch.zeros(min(RAW_PIECE, self.plan.payload), dtype=torch.uint8, device=at)
         pieces = [whole[: min(RAW_PIECE, left)] for left in _left(self.plan.payload)]
         world = range(layout.world) if network else ()
         remote = [rank for rank in world if layout.node(rank) != layout.node(0)]
         if not remote:
             for piece in pieces:
-                self.plain.broadcast(piece, 0).wait()
+                self.raw.broadcast(piece, 0).wait()
         for tag, piece in enumerate(pieces if remote else []):
             if self.rank == 0:
-                self.plain.send([piece], remote[-1], tag).wait()
+                self.raw.send([piece], remote[-1], tag).wait()
             elif self.rank == remote[-1]:
-                self.plain.recv([piece], 0, tag).wait()
+                self.raw.recv([piece], 0, tag).wait()
 
     def _naive(self) -> None:
         """One root, one parameter at a time, every engine rank for itself."""
@@ -191,14 +199,26 @@ class Rank:
         return int(file.read_text())
 
 
-def _held(plan: SyncPlan, rank: int) -> Held:
+def _nccl_group(plain: Any, group: SyncGroup, spec: Spec) -> Any:
+    """All ranks by NCCL, for the raw transfer; connected before anything is timed."""
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=spec.timeout_s)
+    made = ProcessGroupNCCL(PrefixStore("raw", group.store), plain.rank(), plain.size(), options)
+    made.allreduce(torch.zeros(1, device="cuda")).wait()
+    torch.cuda.synchronize()
+    return made
+
+
+def _held(plan: SyncPlan, rank: int, device: torch.device) -> Held:
     """What an actor rank has: under ZeRO-3 its shard, else everything."""
     held = {}
     for index, parameter in enumerate(plan.parameters):
         step = -(-parameter.numel // len(plan.layout.actors)) if plan.layout.zero_stage == 3 else parameter.numel
         first = rank * step if plan.layout.zero_stage == 3 else 0
         low = min(first, parameter.numel)
-        held[parameter.name] = (low, _values(parameter, index).reshape(-1)[low : low + step].clone())
+        held[parameter.name] = (low, _values(parameter, index).reshape(-1)[low : low + step].clone().to(device))
     return held
 
 
@@ -230,7 +250,7 @@ def _vllm(spec: Spec) -> Any:
 
 def main() -> None:
     spec, rank = Spec.read(sys.argv[1]), int(sys.argv[2])
-    die_with_parent(spec.parent)
+    die_with_parent(spec.parent or os.getppid())
     torch.set_num_threads(1)
     results = Rank(spec, rank).run()
     if rank == 0:

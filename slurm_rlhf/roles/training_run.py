@@ -10,12 +10,14 @@ from typing import Any
 
 import numpy as np
 
+from slurm_rlhf.algorithms.reward_scale import RunningScale, clip_warning
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import Stop, StopRequested
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import gather
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.observe.metrics import finite
 from slurm_rlhf.observe.phases import Phases
 from slurm_rlhf.records import Sampling
 from slurm_rlhf.roles.batches import Batches
@@ -25,9 +27,11 @@ from slurm_rlhf.roles.fleet import Fleet
 from slurm_rlhf.roles.ppo import PPO
 from slurm_rlhf.roles.reporting import Reporting
 from slurm_rlhf.roles.run_directory import RunDirectory
+from slurm_rlhf.roles.self_check import SelfCheck
 from slurm_rlhf.roles.state import RunState
 
 SAVING = ("actor", "critic")
+REWARD_SCALE, UNEVALUATED = "reward_scale", "unevaluated"  # in a checkpoint's state where there is something to say
 
 
 @dataclass(slots=True)
@@ -46,12 +50,15 @@ class TrainingRun:
     state: RunState
     total_steps: int
     reporting: Reporting
+    self_check: SelfCheck
     phases: Phases
     engines: EngineWatch
     stop: Stop
     clock: float  # time.monotonic() up to which `state.wall_s` has counted
     _saved_step: int = field(default=-1, init=False)
     _order: dict[str, Any] = field(default_factory=dict, init=False)  # behind the last batch that was trained on
+    _unevaluated: dict[str, Any] | None = field(default=None, init=False)  # metrics of a step: see `_evaluate_step`
+    _told_clipped: float = field(default=0.0, init=False)
 
     def run(self) -> None:
         """All steps that are left, then the final evaluation, checkpoint and export."""
@@ -64,6 +71,7 @@ class TrainingRun:
         self.phases.take()  # what start-up took belongs to no step
         self.reporting.stepping()
         try:
+            self._evaluate_left_over()
             while self.state.step < self.total_steps:
                 self._step()
                 self._between_steps()
@@ -88,25 +96,60 @@ class TrainingRun:
             with self.phases("rollout"):
                 batch = self.batches.take(number)
             experience, metrics = self.ppo.collect(batch, self.state.policy_version)
+            self._warn(number, metrics)
+            with self.phases("self_check"):
+                self.self_check.before_update(
+                    number, batch.trajectories, experience, metrics, self.state.policy_version
+                )
         measured, notes = self.engines.step(number, batch.loads)
         for note in notes:
             self.reporting.note(note)
         metrics = self.ppo.update(number, experience, metrics | measured)
+        self.self_check.after_update(number, metrics)
         version = self.state.policy_version + 1
         with self.phases("sync"):
             metrics |= self.weights.update(version)
         tokens = int(metrics["response_tokens"])
         self._count(number, version, tokens, metrics)
         self._order = batch.order
-        if self._due(self.config.eval.steps) and self.eval_prompts:
-            with self.phases("eval"), self.batches.alone():
-                self.state.eval_after = metrics["eval"] = self._evaluate()
-        seconds = time.monotonic() - started
-        timings = self.phases.take()
-        metrics |= timings | {"time/step": seconds, "perf/tokens_per_s": tokens / seconds}
-        metrics["perf/rollout_tokens_per_s"] = tokens / max(batch.seconds, 1e-9)
+
+        def timed() -> dict[str, float]:
+            seconds = time.monotonic() - started
+            speeds = {"tokens_per_s": tokens / seconds, "rollout_tokens_per_s": tokens / max(batch.seconds, 1e-9)}
+            measured = {f"perf/{name}": speed for name, speed in speeds.items()}
+            return metrics | self.phases.take() | measured | {"time/step": seconds}
+
+        if self._due(self.config.eval.steps):
+            try:
+                self._evaluate_step(metrics)
+            except StopRequested:
+                self._unevaluated = timed()
+                self.reporting.moved = True
+                raise
         # Before the checkpoint: whatever a checkpoint has behind it has its line, and a later line is cut on resume.
-        self.reporting.step(number, self.total_steps, metrics)
+        self.reporting.step(number, self.total_steps, timed())
+
+    def _evaluate_step(self, metrics: dict[str, Any]) -> None:
+        """Evaluate behind a step, into its `metrics`. A stop drops the evaluation, and then the step has no line yet:
+        the checkpoint keeps its metrics, and the run that goes on from there begins with the evaluation.
+        """
+        if self.eval_prompts:
+            with self.stop.droppable(), self.phases("eval"), self.batches.alone():
+                self.state.eval_after = metrics["eval"] = self._evaluate()
+
+    def _evaluate_left_over(self) -> None:
+        """The evaluation that a stop has dropped in the session before."""
+        if self._unevaluated is not None:
+            metrics = dict(self._unevaluated)
+            self._evaluate_step(metrics)
+            self._unevaluated, self._saved_step = None, -1
+            self.reporting.step_again(self.state.step, self.total_steps, metrics)
+
+    def _warn(self, number: int, metrics: dict[str, float]) -> None:
+        share, allowed = metrics["reward_clipped"], self.config.reward.clip_range
+        if warning := clip_warning(share, self._told_clipped, allowed):
+            self._told_clipped = share
+            self.reporting.note(f"step {number}: {warning}")
 
     def _count(self, number: int, version: int, tokens: int, metrics: dict[str, float]) -> None:
         state = self.state
@@ -134,7 +177,8 @@ class TrainingRun:
         )
         prompts = list(self.eval_prompts)
         trajectories = self.ppo.generation.run(prompts, sampling, self.state.policy_version)
-        rewards = self.ppo.reward([prompt for prompt in prompts for _ in range(sampling.n)], trajectories)
+        owners = [prompt for prompt in prompts for _ in range(sampling.n)]
+        rewards = self.ppo.reward(owners, trajectories, self.state.step)
         return float(np.mean(rewards.rewards if rewards.scores is None else rewards.scores, dtype=np.float64))
 
     def _count_wall(self) -> None:
@@ -155,7 +199,11 @@ class TrainingRun:
             (path / role).mkdir()
             futures += self.fleet.roles[role].start_all("save", path=str(path / role))
         gather(futures)
-        state = {"run": self.state.to_json(), "order": self._order, "kl": self.ppo.kl.state_dict()}
+        state: dict[str, Any] = {"run": self.state.to_json(), "order": self._order, "kl": self.ppo.kl.state_dict()}
+        if self.ppo.scale is not None:
+            state[REWARD_SCALE] = self.ppo.scale.state_dict()
+        if self._unevaluated is not None:
+            state[UNEVALUATED] = {name: finite(value) for name, value in self._unevaluated.items()}
         self.checkpoints.commit(step, state)
         self.checkpoints.prune(self.config.ckpt.max_num)
         self._saved_step = step
@@ -166,6 +214,9 @@ class TrainingRun:
         state = self.checkpoints.load_state(path)
         self.order.load_state_dict(state["order"])
         self.ppo.kl.load_state_dict(state["kl"])
+        if isinstance(self.ppo.scale, RunningScale) and "count" in (before := state.get(REWARD_SCALE, {})):
+            self.ppo.scale = RunningScale(**before)
+        self._unevaluated = state.get(UNEVALUATED)
         gather([f for role in SAVING for f in self.fleet.roles[role].start_all("load", path=str(path / role))])
         self._saved_step = self.state.step
 

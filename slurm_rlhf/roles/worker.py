@@ -13,9 +13,11 @@ import traceback
 from pathlib import Path
 
 from slurm_rlhf.cluster.current import node_name
+from slurm_rlhf.cluster.kernel_cache import KernelCache, cache_variables, take_kernel_cache
 from slurm_rlhf.cluster.mpi import KEYS
 from slurm_rlhf.cluster.parent import die_with_parent
 from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.roles.meeting import open_store
@@ -62,7 +64,17 @@ def collect_as_usual() -> None:
     gc.set_threshold(_USUAL)
 
 
-def serve(client: ControlClient, role: Role) -> None:
+def take_caches(config: Config, seat: Seat) -> KernelCache | None:
+    """The directory of what this process compiles, named in its environment: before anything is compiled."""
+    train = config.train
+    cache, told = take_kernel_cache(train.kernel_cache, seat.role, seat.local_rank, train.kernel_cache_gib)
+    print(told, flush=True)
+    if cache is not None:
+        os.environ.update(cache_variables(cache.directory))
+    return cache
+
+
+def serve(client: ControlClient, role: Role, cache: KernelCache | None) -> None:
     """Answer calls until the conductor says `shutdown`."""
     started = False
     while True:
@@ -81,6 +93,8 @@ def serve(client: ControlClient, role: Role) -> None:
         if not started:  # the first thing that a rank is told is to load what it works with
             started = True
             collect_as_usual()
+            if cache is not None and (request is None or not request.failed):
+                cache.started()
 
 
 def hold_termination() -> bool:
@@ -124,6 +138,7 @@ def main() -> None:
     seat = take_seat(arguments.role, arguments.first_rank, arguments.world)
     log_to(directory.role_log(seat.role, seat.node, seat.rank))
     config = load_config(directory.config, [])
+    cache = take_caches(config, seat)
     store = open_store()  # alive as long as this process
     client = ControlClient(
         arguments.endpoint,
@@ -141,7 +156,7 @@ def main() -> None:
         relay_termination(client)
     try:
         module, name = ROLES[seat.role]
-        serve(client, getattr(importlib.import_module(module), name)(config, seat, client))
+        serve(client, getattr(importlib.import_module(module), name)(config, seat, client), cache)
         client.close()
         del store
     except BaseException:

@@ -32,7 +32,7 @@ class Engine(Protocol):
     version: int
     """Of the policy whose weights are loaded."""
     unfinished: int
-    """Requests added and not yet finished; `step` does nothing when it is 0."""
+    """Requests that were added and that no `step` has handed out; `step` does nothing when it is 0."""
     gauges: Gauges
     """As of the last step."""
 
@@ -46,7 +46,8 @@ class Engine(Protocol):
         """Sample the next token of as many requests as fit; the requests that finished by it.
 
         Blocks for one forward pass. Same requests in the same order, same seeds, same weights: same tokens and bitwise
-        the same log-probs. Raises RunError after a failed `load_weights` that no successful one has followed.
+        the same log-probs. Raises RunError after a failed `load_weights` that no successful one has followed. Whatever
+        it raises, all requests are dropped then and their keys are free.
         """
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slurm_rlhf.errors import SyncError
 
@@ -14,18 +14,26 @@ Shapes = dict[str, tuple[int, ...]]
 NAMED_IN_ERRORS = 5
 
 
-def parameter_shapes(path: str) -> Shapes:
-    """name -> shape of the causal language model in directory `path`, in transformers' order; nothing is loaded.
+def parameter_shapes(model: Any) -> Shapes:
+    """name -> shape of a transformers model, in its order.
 
     Tied weights appear once, under the embedding's name: the names that a trainer's `named_parameters()` yields.
     """
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+
+
+def check_loaded(model: Any, loaded: set[str] | None) -> None:
+    """Raises SyncError unless vLLM's loader says of every parameter of its `model` that it got it.
+
+    Its loaders pass over names that they do not know. Tied parameters have one name; a loader that keeps no account
+    answers None.
+    """
+    missing = [name for name, _ in model.named_parameters() if name not in loaded] if loaded is not None else []
+    if missing:
+        raise SyncError(
+            f"vLLM's {type(model).__name__} was sent all parameters of the policy and has not loaded {len(missing)} "
+            f"of its own, which stay the old policy's: {_some(missing)}. This architecture cannot be trained here yet."
+        )
 
 
 def checked(weights: Iterable[tuple[str, Tensor]], shapes: Shapes, version: int) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,7 @@
-"""The user's reward function: a Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF."""
+"""The user's reward function: a Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF.
+
+What it can take, and an example: README.md, "The reward function".
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from typing import Any
 
 from slurm_rlhf.errors import ConfigError, RewardError
 from slurm_rlhf.records import Prompt, Trajectory
+from slurm_rlhf.rollout.reward_arguments import Taken, taken
 from slurm_rlhf.rollout.reward_values import Rewards, parse_answer
 
 FUNCTION = "reward_func"
@@ -21,16 +25,17 @@ KEY = "reward.remote_url"
 class RewardFunction:
     """Calls the user's function and accepts nothing that is not one finite number per response."""
 
-    def __init__(self, function: Callable[..., Any], file: Path) -> None:
+    def __init__(self, function: Callable[..., Any], file: Path, arguments: Taken) -> None:
         self._function = function
         self._file = file
+        self._arguments = arguments
 
     @classmethod
     def load(cls, source: str) -> RewardFunction:
         """The function in the Python file `source`, whose directory is importable for it.
 
         Raises ConfigError when there is no such file or `source` is a URL, RewardError when the file cannot be run
-        (with the line) or does not define `reward_func`.
+        (with the line), does not define `reward_func`, or its signature takes what is not passed.
         """
         if source.startswith(("http://", "https://")):
             raise ConfigError(f"{KEY}: reward servers are not supported yet ({source}): name a Python file")
@@ -40,24 +45,16 @@ class RewardFunction:
         function = getattr(_run(file), FUNCTION, None)
         if not callable(function):
             raise RewardError(f"{file} does not define {FUNCTION}(queries, prompts, labels, **kwargs): add it")
-        return cls(function, file)
+        return cls(function, file, taken(function, f"{_defined(file, function)}: {FUNCTION}"))
 
-    def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory]) -> Rewards:
+    def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
         """Rewards of `trajectories`, [N]; `prompts[i]` is the prompt of `trajectories[i]`.
 
-        The function gets, each with N entries: `queries` (prompt and response), `prompts`, `labels`, and as keywords
-        `responses` and `rows` (the data set's other columns). Raises RewardError for what it raises or answers.
+        `step`: the training step that they are of; in an evaluation, the steps done before it. The function gets those
+        of `reward_arguments.ARGUMENTS` that its signature takes. Raises RewardError for what it raises or answers.
         """
-        texts = [prompt.text for prompt in prompts]
-        responses = [trajectory.text for trajectory in trajectories]
         try:
-            answer = self._function(
-                [text + response for text, response in zip(texts, responses, strict=True)],
-                texts,
-                [prompt.label for prompt in prompts],
-                responses=responses,
-                rows=[prompt.row for prompt in prompts],
-            )
+            answer = self._arguments.call(self._function, prompts, trajectories, step)
         except (Exception, SystemExit) as error:
             raise RewardError(f"{_place(self._file, error)}: {FUNCTION} raised {_told(error)}") from error
         return parse_answer(answer, len(trajectories), f"{self._file}: {FUNCTION}")
@@ -79,6 +76,12 @@ def _run(file: Path) -> ModuleType:
     except (Exception, SystemExit) as error:
         raise RewardError(f"{_place(file, error)}: cannot be imported: {_told(error)}") from error
     return module
+
+
+def _defined(file: Path, function: Callable[..., Any]) -> str:
+    """file:line of the function, where it is in the file."""
+    code = getattr(function, "__code__", None)
+    return f"{file}:{code.co_firstlineno}" if code is not None and code.co_filename == str(file) else str(file)
 
 
 def _place(file: Path, error: BaseException) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Sampling, Trajectory
 from slurm_rlhf.rollout.ledger import Ledger
 from slurm_rlhf.rollout.place import EnginePlace
@@ -39,7 +41,11 @@ class Followers(Protocol):
 
 
 class TpEngine(VllmEngine):
-    """One TP rank. All ranks of an engine make theirs at the same time and call the same methods in the same order."""
+    """One TP rank. All ranks of an engine make theirs at the same time and call the same methods in the same order.
+
+    Asynchronous scheduling keeps them in step: how many batches are in flight, and which one a step reads, depends on
+    the calls alone and never on what the device has finished. A rank flushes inside calls that all ranks get.
+    """
 
     def __init__(
         self,
@@ -97,10 +103,14 @@ class LeadingEngine(TpEngine):
         super().add(request)
         self._news.append(["add", request_to_wire(request)])
 
-    def step(self) -> list[Trajectory]:
-        self._check_usable()
+    def drop(self) -> None:
+        with suppress(RunError):  # a broken engine has nobody to tell, and ends by itself
+            self._tell("drop")
+        super().drop()
+
+    def _step(self) -> list[Trajectory]:
         self._tell("step")
-        landed = super().step()
+        landed = super()._step()
         if landed:
             self._tell("check")
             self._followers.agree(self.ledger.digest(), self.ledger.batches, self._patience)

@@ -9,6 +9,7 @@ micro-batches can differ from step to step.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.training.distributed import World
-from slurm_rlhf.training.fragments import fragments_to_fill, local_fragments, make_moments, publish, sizes
+from slurm_rlhf.training.fragments import Fragment, fragments_to_fill, local_fragments, make_moments, publish, sizes
 from slurm_rlhf.training.offload import park, unpark
 from slurm_rlhf.training.schedule import learning_rate
 from slurm_rlhf.training.shards import ShardReader, write_shard
@@ -62,6 +63,10 @@ class TrainEngine:
             self._raise_not_finite()
         self.steps += 1
         return StepStats(norm, lr)
+
+    def fragments(self, part: nn.Module) -> Iterator[Fragment]:
+        """This rank's fp32 masters of `part` of the module, named as in `part`; live memory. Not collective."""
+        return local_fragments(part, self._engine.optimizer, self.world)
 
     def sleep(self) -> None:
         """Keep the optimizer's states in host memory until `wake_up`. No other call may come in between but reads."""

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from slurm_rlhf.config.schema import Data
+from slurm_rlhf.data.continuation import continuations
 from slurm_rlhf.data.jsonl import read_jsonl
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -30,7 +31,8 @@ def load_examples(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
     answers = [_answer(row, f"{path}:{line}", data) for line, row in read_jsonl(path, data.max_samples)]
     prompts = PromptSet.load(path, tokenizer, data, data.max_len - 1, data.max_samples)
     texts = [answers[prompt.index] for prompt in prompts]
-    responses = [[*ids, tokenizer.eos_token_id] for ids in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    continued = continuations(list(prompts), texts, tokenizer, data.apply_chat_template)
+    responses = [[*ids, tokenizer.eos_token_id] for ids in continued]
     kept = [
         (prompt.token_ids, np.asarray(response, dtype=np.int32))
         for prompt, response in zip(prompts, responses, strict=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from slurm_rlhf.training.dropout import restore_config
 from slurm_rlhf.training.parameters import full_parameters
 
 TOKENIZER_FILES = (
@@ -53,6 +54,7 @@ def _write(model: Any, state: dict[str, Tensor], source: Path, out: Path) -> Non
     # Some models come with generation settings that transformers refuses to save; the file is copied as it is.
     model.generation_config = GenerationConfig()
     model.save_pretrained(out, state_dict=state)
+    restore_config(out, source)
     (out / "generation_config.json").unlink(missing_ok=True)
     for name in TOKENIZER_FILES:
         if (source / name).is_file():

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.training.collate import TokenBatch, collate
@@ -29,3 +30,15 @@ def per_action(
             for place, row in enumerate(rows):
                 result[offsets[row] : offsets[row + 1]] = values[mine[place] : mine[place + 1]]
     return result
+
+
+@contextmanager
+def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """After it the random state and the mode of every submodule, train or eval, are what they were before."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for part, mode in modes:
+            part.training = mode

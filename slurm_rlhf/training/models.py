@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +12,30 @@ from torch import Tensor, nn
 
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
+from slurm_rlhf.training.dropout import switch_off
+from slurm_rlhf.training.head_math import HeadMath, head_math
 from slurm_rlhf.training.logprobs import chunked_logprobs
 from slurm_rlhf.training.parameters import is_sharded
+from slurm_rlhf.training.rotary import fix_frequencies
 from slurm_rlhf.training.sharded import restore_buffers
-from slurm_rlhf.training.value_head import load_head
+from slurm_rlhf.training.value_head import ValueHead, head_name, load_head, take_head
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-# Fields of a Hugging Face config by which a model changes its logits after the head, which `PolicyModule` does not do.
-HEAD_MATH = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+
+SCORE_CAP = "attn_logit_softcapping"
+"""Field of a Hugging Face config: attention scores s become c * tanh(s / c) before the softmax."""
+
+log = logging.getLogger(__name__)
 
 
 class PolicyModule(nn.Module):
     """A causal language model that returns log-probs and entropies of response tokens, never its logits."""
 
-    def __init__(self, model: Any, chunk_tokens: int) -> None:
+    def __init__(self, model: Any, chunk_tokens: int, head_math: HeadMath | None = None) -> None:
         super().__init__()
         self.model = model
         self.chunk_tokens = chunk_tokens
+        self.head_math = head_math
 
     def forward(
         self,
@@ -48,6 +56,7 @@ class PolicyModule(nn.Module):
             self.chunk_tokens,
             entropy_grad=entropy_grad,
             same_chunks=is_sharded(head.weight),
+            head_math=self.head_math,
         )
 
 
@@ -57,8 +66,9 @@ class ValueModule(nn.Module):
     def __init__(self, model: Any, seed: int) -> None:
         super().__init__()
         self.model = model
+        self.head: str | None = None  # of `value_head.HEADS`, where the head is a reward model's
         hidden = model.config.get_text_config().hidden_size
-        self.value_head = nn.Linear(hidden, 1, bias=False, dtype=model.dtype)
+        self.value_head = ValueHead(hidden)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             # Small, so that a fresh critic starts close to zero. Source: OpenRLHF, `models/model.py`.
@@ -66,54 +76,73 @@ class ValueModule(nn.Module):
 
     def forward(self, input_ids: Tensor, action_index: Tensor) -> Tensor:
         """Values, fp32 [A]; arguments as in `collate.TokenBatch`."""
-        hidden = _action_states(self.model, input_ids, action_index)
-        values: Tensor = self.value_head(hidden).squeeze(-1).float()
+        values: Tensor = self.value_head(_action_states(self.model, input_ids, action_index))
         return values
 
 
 class RewardModule(nn.Module):
     """A language model's body with the head of a reward model."""
 
-    def __init__(self, model: Any, head: nn.Linear) -> None:
+    def __init__(self, model: Any, head: ValueHead) -> None:
         super().__init__()
         self.model = model
         self.head = head
+        head.store_as(model.dtype)
 
     def forward(self, input_ids: Tensor, index: Tensor) -> Tensor:
         """Scores, fp32 [B], of the tokens at `index` [B] into the flattened `input_ids` [B, L]."""
-        scores: Tensor = self.head(_action_states(self.model, input_ids, index)).squeeze(-1).float()
+        scores: Tensor = self.head(_action_states(self.model, input_ids, index))
         return scores
 
 
-def load_policy(path: str | Path, ds: Ds, chunk_tokens: int, gradient_checkpointing: bool = False) -> PolicyModule:
-    """The causal language model in directory `path`. Raises ModelError when it cannot be used."""
+def load_policy(
+    path: str | Path, ds: Ds, chunk_tokens: int, gradient_checkpointing: bool = False, *, max_len: int = 0
+) -> PolicyModule:
+    """The causal language model in directory `path`. Raises ModelError when it cannot be used.
+
+    `max_len`: tokens of the longest text of the run, prompt and response (data.max_len), which decides how positions
+    are embedded in models that know several ways; 0: as many as the model has positions.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = _load(AutoModelForCausalLM, Path(path), ds, gradient_checkpointing)
-    for name in HEAD_MATH:
-        value = getattr(model.config, name, None)
-        if value is not None and value != 1.0:
-            raise ModelError(
-                f"{path}: config.json has {name} = {value}. Log-probs are computed from the plain output of the LM "
-                f"head and would be wrong for it; use a model without {name}."
-            )
-    return PolicyModule(model, chunk_tokens)
+    model = _load(AutoModelForCausalLM, Path(path), ds, gradient_checkpointing, max_len)
+    return PolicyModule(model, chunk_tokens, head_math(model.config, str(path)))
 
 
-def load_critic(path: str | Path, ds: Ds, seed: int, gradient_checkpointing: bool = False) -> ValueModule:
-    """The body of the language model in `path` under a new value head. Raises as `load_policy`."""
+def load_critic(
+    path: str | Path,
+    ds: Ds,
+    seed: int,
+    gradient_checkpointing: bool = False,
+    *,
+    statistics: tuple[float, float] | None = None,
+    max_len: int = 0,
+) -> ValueModule:
+    """The body of the language model in `path` under its own head if it is a reward model, else under a new one.
+
+    `statistics`: mean and std by which rewards are normalised, and with them what a reward model's head answers.
+    `max_len` and errors as in `load_policy`.
+    """
     from transformers import AutoModel
 
-    return ValueModule(_load(AutoModel, Path(path), ds, gradient_checkpointing), seed)
+    module = ValueModule(_load(AutoModel, Path(path), ds, gradient_checkpointing, max_len), seed)
+    module.head = head_name(Path(path))
+    if module.head:
+        take_head(Path(path), module.value_head, statistics)
+    module.value_head.store_as(module.model.dtype)
+    return module
 
 
-def load_reward(path: str | Path, ds: Ds) -> RewardModule:
-    """The reward model in `path`: the body of a language model and one of `value_head.HEADS`. Raises ModelError."""
+def load_reward(path: str | Path, ds: Ds, *, max_len: int = 0) -> RewardModule:
+    """The reward model in `path`: the body of a language model and one of `value_head.HEADS`.
+
+    `max_len` and errors as in `load_policy`.
+    """
     from transformers import AutoModel
 
-    body = _load(AutoModel, Path(path), ds, gradient_checkpointing=False)
+    body = _load(AutoModel, Path(path), ds, gradient_checkpointing=False, max_len=max_len)
     hidden = body.config.get_text_config().hidden_size
-    return RewardModule(body, load_head(Path(path), hidden, DTYPES[ds.param_dtype]))
+    return RewardModule(body, load_head(Path(path), hidden))
 
 
 def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor) -> Tensor:
@@ -122,20 +151,14 @@ def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor) -> 
     return states.flatten(0, 1).index_select(0, action_index)
 
 
-def _load(kind: Any, path: Path, ds: Ds, gradient_checkpointing: bool) -> Any:
+def _load(kind: Any, path: Path, ds: Ds, gradient_checkpointing: bool, max_len: int) -> Any:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     _check_directory(path)
     try:
-        model, info = kind.from_pretrained(
-            path,
-            dtype=DTYPES[ds.param_dtype],
-            attn_implementation=ds.attn_implementation,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        model, info = _from_pretrained(kind, path, ds)
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         raise ModelError(f"{path}: transformers cannot load it as {kind.__name__}: {error}") from error
     absent = sorted(info["missing_keys"])
@@ -146,10 +169,39 @@ def _load(kind: Any, path: Path, ds: Ds, gradient_checkpointing: bool) -> Any:
         )
     if any(is_sharded(parameter) for parameter in model.parameters()):
         restore_buffers(model, _on_no_device(kind, model.config))
-    _without_dropout(model)
+    switch_off(model)
+    fix_frequencies(model, max_len, str(path))
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train()  # Hugging Face recomputes activations in train mode only
+    return model
+
+
+def _from_pretrained(kind: Any, path: Path, ds: Ds) -> Any:
+    """(model, what was missing in its files), with an attention that computes what the model's config says."""
+    from transformers import AutoConfig
+
+    def load(attention: str) -> Any:
+        return kind.from_pretrained(
+            path,
+            dtype=DTYPES[ds.param_dtype],
+            attn_implementation=attention,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+
+    cap = getattr(AutoConfig.from_pretrained(path, local_files_only=True).get_text_config(), SCORE_CAP, None)
+    if ds.attn_implementation != "sdpa":
+        return load(ds.attn_implementation)
+    if cap is not None:
+        log.info("%s caps its attention scores (%s = %s), which sdpa ignores: attention is eager", path, SCORE_CAP, cap)
+        return load("eager")
+    try:
+        return load("sdpa")
+    except ValueError as error:
+        if "attention implementation" not in str(error):
+            raise
+        log.info("%s has no sdpa attention in transformers: attention is eager", path)
+        return load("eager")
 
 
 def _on_no_device(kind: Any, config: Any) -> Any:
@@ -172,12 +224,3 @@ def _check_directory(path: Path) -> None:
         raise ModelError(f"{path}: no config.json in it. Give the directory of a Hugging Face model.")
     if not any(True for pattern in ("*.safetensors", "pytorch_model*.bin") for _ in path.glob(pattern)):
         raise ModelError(f"{path}: no weights in it. Expected model.safetensors, its shards, or pytorch_model.bin.")
-
-
-def _without_dropout(model: nn.Module) -> None:
-    """The old and the new policy must differ by their weights alone."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0

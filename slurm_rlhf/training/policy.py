@@ -14,7 +14,7 @@ from slurm_rlhf.training.collate import TokenBatch, action_mask, collate, column
 from slurm_rlhf.training.distributed import join_world, seed_rank
 from slurm_rlhf.training.engine import TrainEngine
 from slurm_rlhf.training.export import save_hf
-from slurm_rlhf.training.forward import per_action
+from slurm_rlhf.training.forward import per_action, undisturbed
 from slurm_rlhf.training.holdings import Holdings, Rounded, holdings
 from slurm_rlhf.training.models import DTYPES, load_policy
 from slurm_rlhf.training.parameters import describe
@@ -33,7 +33,11 @@ class PolicyTrainer:
         seed_rank(config.train.seed, self.world.rank, config.train.full_determinism)
         with loading(config.ds, self.world) as ds:
             module = load_policy(
-                actor.model_name_or_path, ds, config.train.logprob_chunk_tokens, actor.gradient_checkpointing_enable
+                actor.model_name_or_path,
+                ds,
+                config.train.logprob_chunk_tokens,
+                actor.gradient_checkpointing_enable,
+                max_len=config.data.max_len,
             )
         self.engine = TrainEngine(module, EngineConfig.of_actor(config, actor.learning_rate, total_steps), self.world)
         self.clip_low, self.clip_high = actor.eps_clip_low_high or (actor.eps_clip, actor.eps_clip)
@@ -41,6 +45,20 @@ class PolicyTrainer:
     def logprobs(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
         """{"logprobs": fp32 [A]} at the rollout temperature; micro-batches as rows of `exp`."""
         return {"logprobs": per_action(exp, micro, self.world.device, lambda batch: self._forward(batch)[0])}
+
+    def self_check(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
+        """`logprobs` in ways that must not matter, fp32 [A] each, as a typed answer for `roles.self_check`.
+
+        first, again: the same micro-batches twice. eval: in eval mode. alone: every row a micro-batch of its own; every
+        rank needs as many rows. Changes nothing, and draws no random number of the run's.
+        """
+        module = self.engine.module
+        with undisturbed(module, self.world.device):
+            found = {name: self.logprobs(exp, micro)["logprobs"] for name in ("first", "again")}
+            found["alone"] = self.logprobs(exp, [[row] for row in range(len(exp))])["logprobs"]
+            module.eval()
+            found["eval"] = self.logprobs(exp, micro)["logprobs"]
+        return found
 
     def train_step(self, exp: Experience, micro: list[list[int]], denominator: float) -> dict[str, float]:
         """One optimizer step on this rank's part `exp`, with columns `logprobs` (old) and `advantages`.

@@ -78,6 +78,7 @@ def _engine(config: Config, steps: int, world: World) -> TrainEngine:
             ds,
             config.train.logprob_chunk_tokens,
             config.actor.gradient_checkpointing_enable,
+            max_len=config.data.max_len,
         )
     cfg = EngineConfig.of_actor(config, config.sft.learning_rate, steps)
     return TrainEngine(

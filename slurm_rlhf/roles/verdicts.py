@@ -1,0 +1,286 @@
+"""What the self-check decides, as pure functions of arrays and numbers: the table of bounds, the verdicts, the words.
+
+A verdict is a figure beside its bound. One that failed ends the run with `Verdict.error`; shares of a batch that are
+worth a word are warnings. `roles.self_check` takes the figures.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from slurm_rlhf.records import F32, I32, Bool
+
+Statistic = Literal["largest", "mean"]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """How far two log-probs of the same token may be apart, in nats."""
+
+    limit: float
+    statistic: Statistic
+
+
+BOUNDS: dict[str, dict[str, Bound]] = {
+    # Rounding alone: 2e-6 on small models. What is wrong shows in thousandths and more.
+    "fp32": {
+        "again": Bound(1e-4, "largest"),
+        "eval": Bound(1e-4, "largest"),
+        "alone": Bound(1e-4, "largest"),
+        "engine": Bound(1e-4, "largest"),
+        "reference": Bound(1e-4, "largest"),
+        "ratio": Bound(1e-4, "mean"),
+        "log_ratio": Bound(1e-4, "mean"),
+    },
+    # Eight bits: single tokens may be tenths apart, so it is the mean that counts. The same pass twice differs only
+    # where a kernel adds up in no fixed order.
+    "bf16": {
+        "again": Bound(1e-2, "mean"),
+        "eval": Bound(1e-2, "mean"),
+        "alone": Bound(2e-2, "mean"),
+        "engine": Bound(2e-2, "mean"),
+        "reference": Bound(2e-2, "mean"),
+        "ratio": Bound(2e-2, "mean"),
+        "log_ratio": Bound(4e-2, "mean"),
+    },
+}
+"""ds.param_dtype -> check -> bound. Whatever is compared at that precision takes it from here."""
+
+
+def bounds(param_dtype: str) -> dict[str, Bound]:
+    """The row of a precision; every 16-bit format has bf16's."""
+    return BOUNDS["fp32" if param_dtype == "fp32" else "bf16"]
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    what: str  # is compared
+    usually: str  # what a failure means
+    change: str  # keys and files
+
+
+_NOISE = Words(
+    "two forward passes of the actor over the same responses",
+    "dropout or router noise is still on in the actor, so that every ratio would be noise",
+    "set the dropout and jitter values in config.json of actor.model_name_or_path to 0, or try another "
+    "ds.attn_implementation",
+)
+WORDS: dict[str, Words] = {
+    "again": _NOISE,
+    "eval": Words(
+        "the actor's log-probs in train mode and in eval mode",
+        "dropout, router noise or another layer that works differently while the model trains",
+        _NOISE.change,
+    ),
+    "alone": Words(
+        "the actor's log-probs of a response alone and of the same response among others of other lengths",
+        "rotary frequencies that follow the longest sequence of a batch (rope type dynamic or longrope), or attention "
+        "that sees padding",
+        "keep data.max_len within the original positions of actor.model_name_or_path, take the rope scaling out of its "
+        "config.json, or try another ds.attn_implementation",
+    ),
+    "engine": Words(
+        "the log-probs of engine and actor of the tokens that the engine sampled",
+        "the engine has other weights, samples at another temperature or with other parameters than the actor is "
+        "trained with, or vLLM computes this architecture otherwise than transformers",
+        "look at rollout.temperature, compare weights with sync.compare, or set vllm.dtype = fp32",
+    ),
+    "reference": Words(
+        "the log-probs of actor and reference, which are the same model before the first step,",
+        "one of the two was loaded in another precision, or computes with other kernels",
+        "look at ds.param_dtype, ds.zero_stage (0 with bf16 computes under autocast), ref.zero_stage and "
+        "ds.attn_implementation",
+    ),
+    "ratio": Words(
+        "new and old log-probs in the first update, before any weight changes,",
+        "the old log-probs are not those of the weights that are trained: dropout, another temperature, or another "
+        "batch's numbers",
+        "set dropout in config.json of actor.model_name_or_path to 0, look at rollout.temperature and "
+        "train.max_tokens_per_gpu",
+    ),
+}
+ALL_THE_SAME = "train.self_check = false leaves the self-check out"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One figure of a check."""
+
+    check: str  # a key of WORDS
+    figure: float
+    bound: Bound
+    detail: str  # which statistic of what
+
+    @property
+    def passed(self) -> bool:
+        return self.figure <= self.bound.limit  # a NaN is no pass
+
+    def error(self) -> str:
+        """What to tell the user of a verdict that did not pass."""
+        return f"self-check failed ({self.check}): {self.told()}. {ALL_THE_SAME}."
+
+    def told(self) -> str:
+        """What was compared, how far it is apart, what that usually means, and what to change."""
+        words = WORDS[self.check]
+        return (
+            f"{words.what} are {self.figure:.3g} nats apart ({self.detail}); at most {self.bound.limit:g} can be "
+            f"rounding. Usually: {words.usually}. What to change: {words.change}"
+        )
+
+
+def compare(check: str, ours: F32, theirs: F32, mask: Bool, param_dtype: str, engines: I32 | None = None) -> Verdict:
+    """The distance of two columns of log-probs [A] over the policy's own tokens, `mask`, beside its bound.
+
+    `engines` [A]: which engine sampled each token; the error then names the engine that is furthest off.
+    """
+    bound = bounds(param_dtype)[check]
+    apart = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
+    detail = f"{bound.statistic} of {int(mask.sum())} tokens{_worst(apart, mask, engines, bound)}"
+    return Verdict(check, _figure(apart[mask], bound), bound, detail)
+
+
+def _figure(apart: np.ndarray, bound: Bound) -> float:
+    if not apart.size:
+        return 0.0
+    return float(apart.max() if bound.statistic == "largest" else apart.mean())
+
+
+def _worst(apart: np.ndarray, mask: Bool, engines: I32 | None, bound: Bound) -> str:
+    if engines is None or not mask.any():
+        return ""
+    of_engine = {int(engine): _figure(apart[mask & (engines == engine)], bound) for engine in np.unique(engines[mask])}
+    if len(of_engine) < 2:
+        return ""
+    worst = max(of_engine, key=lambda engine: math.inf if math.isnan(of_engine[engine]) else of_engine[engine])
+    others = max(figure for engine, figure in of_engine.items() if engine != worst)
+    return f"; engine {worst}: {of_engine[worst]:.3g}, the others at most {others:.3g}"
+
+
+def first_ratio(ratio: float, approx_kl: float, param_dtype: str) -> Verdict:
+    """Of the first optimizer step after the old log-probs were taken: the ratio must be 1, token by token.
+
+    `ratio` and `approx_kl` (k3, half the mean square of a small log-ratio) are means over the step's tokens. The mean
+    ratio alone would miss noise, which has as much above one as below it.
+    """
+    row = bounds(param_dtype)
+    spread = math.sqrt(2.0 * max(approx_kl, 0.0)) if math.isfinite(approx_kl) else math.nan
+    off = abs(ratio - 1.0)
+    detail = f"mean ratio {ratio:.6g}, root mean square of the log-ratio {spread:.3g}"
+    if off <= row["ratio"].limit:
+        return Verdict("ratio", spread, row["log_ratio"], detail)
+    return Verdict("ratio", off, row["ratio"], detail)
+
+
+def drift(mean: float, param_dtype: str) -> Verdict:
+    """Engine against actor in a later step, `mean` over the tokens that the actor's own version sampled."""
+    return Verdict("engine", mean, Bound(bounds(param_dtype)["engine"].limit, "mean"), "mean of the step's tokens")
+
+
+# --- what a batch of rewards and the prompts show ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share of a batch that is worth a warning above `limit`."""
+
+    limit: float
+    told: str  # for a share in percent
+    warning: str
+
+
+SHARES: dict[str, Share] = {
+    "reward_clipped": Share(
+        1.0,
+        "clipped",
+        "",  # `algorithms.reward_scale.clip_warning`, in every step
+    ),
+    "reward_constant": Share(
+        0.8,
+        "of the groups constant",
+        "of the groups have one reward for all of their responses, and nothing to learn from. Choose prompts that are "
+        "neither too easy nor too hard, let the reward grade in steps, or raise rollout.n_samples_per_prompt or "
+        "rollout.temperature",
+    ),
+    "truncated": Share(
+        0.5,
+        "truncated",
+        "of the responses were cut off at rollout.max_new_tokens. Raise it, or see that the model knows its end token: "
+        "eos_token in tokenizer_config.json, eos_token_id in generation_config.json",
+    ),
+    "prompts_dropped": Share(
+        0.1,
+        "dropped",
+        "of the prompts are longer than data.max_len - rollout.max_new_tokens and were dropped: what is left is "
+        "another data set. Raise data.max_len",
+    ),
+    "prompts_double_bos": Share(
+        0.0,
+        "with a doubled BOS",
+        "of the prompts begin with two BOS tokens: no model was trained on that. Take one out of the text in "
+        "data.input_key, of data.input_template or of the chat template",
+    ),
+}
+REWARD_SHARES = ("reward_clipped", "reward_constant", "truncated")
+PROMPT_SHARES = ("prompts_dropped", "prompts_double_bos")
+
+
+def constant_share(rewards: F32, group: int) -> float:
+    """Share of the groups of `group` rewards in which all are equal; rewards [N] in group order.
+
+    Groups of one say nothing: then the whole batch is one group. Raises ValueError when `group` does not divide N.
+    """
+    size = group if group > 1 else max(len(rewards), 1)
+    groups = np.asarray(rewards).reshape(-1, size)
+    return float(np.mean(groups.max(axis=1) == groups.min(axis=1))) if len(rewards) else 0.0
+
+
+def warnings(shares: dict[str, float], names: Sequence[str]) -> list[str]:
+    """A sentence for each share above its limit."""
+    return [
+        f"warning: {_percent(shares[name])} {SHARES[name].warning}"
+        for name in names
+        if name in shares and not shares[name] <= SHARES[name].limit
+    ]
+
+
+def not_finite(rewards: F32) -> str:
+    """The error for rewards [N] of which some are NaN or infinite; empty: none is."""
+    wrong = np.flatnonzero(~np.isfinite(rewards))
+    if not wrong.size:
+        return ""
+    return (
+        f"self-check failed (rewards): {wrong.size} of {len(rewards)} rewards are not finite, the first is "
+        f"{rewards[wrong[0]]} for response {wrong[0]}. Usually: a division by zero, or a logarithm of zero. What to "
+        "change: the function in reward.remote_url, or the model in reward.model_name_or_path."
+    )
+
+
+# --- one line for each group of checks --------------------------------------------------------------------------------
+
+
+def agreement_line(title: str, verdicts: Sequence[Verdict], names: dict[str, str]) -> str:
+    """`self-check, TITLE: NAME 3e-07, NAME 0 nats (largest; at most 0.0001)`."""
+    figures = ", ".join(f"{names[verdict.check]} {verdict.figure:.2g}" for verdict in verdicts)
+    bound = verdicts[0].bound
+    return f"self-check, {title}: {figures} nats ({bound.statistic}; at most {bound.limit:g})"
+
+
+def ratio_line(verdict: Verdict) -> str:
+    """`self-check, first update: mean ratio 1, ...; at most 0.0001 off`."""
+    return f"self-check, first update: {verdict.detail}; at most {verdict.bound.limit:g} off"
+
+
+def shares_line(title: str, shares: dict[str, float], names: Sequence[str]) -> str:
+    """`self-check, rewards: 0 % clipped, 12 % of the groups constant, 3 % truncated`."""
+    told = ", ".join(f"{_percent(shares[name])} {SHARES[name].told}" for name in names if name in shares)
+    return f"self-check, {title}: {told}"
+
+
+def _percent(share: float) -> str:
+    """Rounded so that a little is not nothing."""
+    return f"{share:.0%}".replace("%", " %") if share >= 0.01 or share == 0 else "under 1 %"

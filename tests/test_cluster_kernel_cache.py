@@ -1,0 +1,289 @@
+"""Directories of compiled kernels: found again, never shared, closed to others, bounded."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_rlhf.cluster import kernel_cache
+from slurm_rlhf.cluster.kernel_cache import (
+    CACHES,
+    KernelCache,
+    cache_variables,
+    file_system,
+    local_places,
+    prune,
+    take_kernel_cache,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+Take = Callable[..., KernelCache]
+
+
+@pytest.fixture
+def take(tmp_path: Path) -> Iterator[Take]:
+    """Takes a directory below `tmp_path`, as a process of its own would."""
+    taken: list[KernelCache] = []
+
+    def call(role: str = "rollout", index: int = 0, limit_gib: float = 1.0) -> KernelCache:
+        cache, told = take_kernel_cache(str(tmp_path), role, index, limit_gib)
+        assert cache is not None, told
+        assert told == f"compiled kernels are kept in {cache.directory}"
+        taken.append(cache)
+        return cache
+
+    yield call
+    for cache in taken:
+        leave(cache)
+
+
+def leave(cache: KernelCache) -> None:
+    """As the kernel does for a process that ends."""
+    if cache._lock >= 0:
+        cache.close()
+        cache._lock = -1
+
+
+def write(cache: KernelCache, name: str = "kernel", size: int = 10) -> Path:
+    file = Path(cache_variables(cache.directory)["TRITON_CACHE_DIR"]) / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"x" * size)
+    return file
+
+
+def test_a_rank_finds_its_kernels_again_after_it_was_killed(take: Take) -> None:
+    first = take()
+    file = write(first)
+    first.started()
+    leave(first)
+    again = take()
+    assert again.directory == first.directory
+    assert file.read_bytes() == b"x" * 10
+    assert set(cache_variables(again.directory)) == set(CACHES)
+    assert take("actor").directory != again.directory
+    assert take("rollout", 1).directory != again.directory
+
+
+def test_what_was_half_written_at_a_start_is_removed(take: Take, tmp_path: Path) -> None:
+    """vLLM writes its index in place: half of one would end every later start."""
+    first = take()
+    file = write(first)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    (first.directory / "link").symlink_to(elsewhere)
+    leave(first)  # killed before it had started
+    again = take()
+    assert again.directory == first.directory
+    assert not file.exists()
+    assert not (again.directory / "link").is_symlink()
+    assert (elsewhere / "kept").exists()
+
+
+def test_the_lock_file_of_a_killed_compiler_keeps_nobody_waiting(take: Take) -> None:
+    """torch's own, of which it says only that somebody is at it."""
+    first = take()
+    first.started()
+    baton = first.directory / "extensions" / "fused_adam" / "lock"
+    baton.parent.mkdir(parents=True)
+    baton.touch()
+    (baton.parent / "fused_adam.so").touch()
+    leave(first)
+    take()
+    assert not baton.exists()
+    assert (baton.parent / "fused_adam.so").exists()
+
+
+RANK = """
+import sys, time
+from slurm_rlhf.cluster.kernel_cache import take_kernel_cache
+cache, told = take_kernel_cache(sys.argv[1], "rollout", int(sys.argv[2]), 1.0)
+print(cache.directory if cache else told, flush=True)
+sys.stdin.readline()
+for n in range(200):
+    (cache.directory / "index").write_text(str(cache.directory) * 100)
+    assert (cache.directory / "index").read_text() == str(cache.directory) * 100
+"""
+
+
+def test_ranks_that_start_together_write_apart(tmp_path: Path) -> None:
+    """Two runs of two ranks each on one node: each has a directory to itself, whoever comes first."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path), str(number % 2)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for number in range(4)
+    ]
+    told = [rank.stdout.readline().strip() for rank in ranks if rank.stdout]
+    assert sorted(Path(line).name for line in told) == ["rollout.0", "rollout.0.1", "rollout.1", "rollout.1.1"]
+    ends = [rank.communicate("go\n") for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0] * 4, ends
+    cache, _ = take_kernel_cache(str(tmp_path), "rollout", 1, 1.0)
+    assert cache is not None
+    assert cache.directory.name == "rollout.1"
+    leave(cache)
+
+
+def test_nobody_else_can_look_in_or_was_there_first(
+    take: Take, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = take().directory.parent.parent
+    assert root.stat().st_mode & 0o777 == 0o700
+    root.chmod(0o777)
+    leave(take(index=5))
+    assert root.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr(os, "getuid", lambda: 54321)
+    theirs = tmp_path / "slurm_rlhf_kernels.54321"
+    theirs.mkdir(mode=0o777)
+    told = refused(tmp_path)
+    assert f"slurm_rlhf_kernels.54321 there belongs to user {theirs.stat().st_uid}" in told
+    theirs.rmdir()
+    theirs.symlink_to(root)
+    assert "slurm_rlhf_kernels.54321 there is no directory" in refused(tmp_path)
+
+
+def refused(base: Path) -> str:
+    cache, told = take_kernel_cache(str(base), "rollout", 0, 1.0)
+    assert cache is None
+    assert told.startswith(f"compiled kernels are not kept: {base}: ")
+    assert "train.kernel_cache" in told
+    return told
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Two places of a node with GPUs."""
+    made = [tmp_path / "disk", tmp_path / "other"]
+    for place in made:
+        place.mkdir()
+    monkeypatch.setattr(kernel_cache, "ACCELERATORS", (tmp_path,))
+    monkeypatch.setattr(kernel_cache, "local_places", lambda: made)
+    return made
+
+
+def test_a_full_disk_is_passed_over(places: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is written there, and also where the system says so only then."""
+    usage = shutil.disk_usage(places[0])
+    small = {places[0]}
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda path: usage._replace(free=5 << 20) if path.parent in small else usage
+    )
+    cache, _ = take_kernel_cache("auto", "actor", 0, 1.0)
+    assert cache is not None
+    assert cache.directory.is_relative_to(places[1])
+    leave(cache)
+    small.add(places[1])
+    none, told = take_kernel_cache("auto", "actor", 0, 1.0)
+    assert none is None
+    assert f"{places[0]}: only 5 MiB are free; {places[1]}: only 5 MiB are free" in told
+    small.clear()
+    made = Path.mkdir
+
+    def full(self: Path, *arguments: Any, **named: Any) -> None:
+        if self.is_relative_to(places[0]):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        made(self, *arguments, **named)
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    cache, _ = take_kernel_cache("auto", "actor", 0, 1.0)
+    assert cache is not None
+    assert cache.directory.is_relative_to(places[1])
+    leave(cache)
+
+
+def test_a_rank_that_holds_the_door_does_not_hang_the_others(take: Take, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = take().directory.parent.parent
+    monkeypatch.setattr(kernel_cache, "_PATIENCE_S", 0.1)
+    door = kernel_cache._try_lock(root)
+    assert door is not None
+    try:
+        assert "another rank holds its lock" in refused(root.parent)
+    finally:
+        os.close(door)
+
+
+def test_other_versions_have_other_directories(take: Take, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = take()
+    file = write(first)
+    first.started()
+    leave(first)
+    usual = kernel_cache.version
+    monkeypatch.setattr(kernel_cache, "version", lambda name: "9.9" if name == "torch" else usual(name))
+    newer = take()
+    assert newer.directory.parent.name.startswith("torch-9.9-")
+    assert newer.directory.name == first.directory.name
+    assert file.exists()
+    monkeypatch.setattr(kernel_cache, "version", usual)
+    assert take().directory == first.directory
+    monkeypatch.setattr(kernel_cache, "DRIVER", Path(__file__))
+    assert take().directory.parent not in (first.directory.parent, newer.directory.parent)
+
+
+def test_the_longest_unused_go_first_and_none_that_is_in_use(take: Take) -> None:
+    caches = [take("rollout", index) for index in range(4)]
+    for number, cache in enumerate(caches):
+        write(cache, size=1 << 20)
+        cache.started()
+        os.utime(cache.directory / ".lock", (1000 + number, 1000 + number))
+    root = caches[0].directory.parent.parent
+    for cache in caches[1:]:
+        leave(cache)
+    prune(root, int(2.5 * 2**20))  # the oldest is in use
+    assert [cache.directory.exists() for cache in caches] == [True, False, False, True]
+    leave(caches[3])
+    leave(caches[0])
+    mine = take(limit_gib=0.0001)  # not even the last one fits
+    assert [cache.directory.exists() for cache in caches] == [True, False, False, False]
+    assert not (mine.directory / "triton").exists()
+
+
+def test_where_there_is_nothing_to_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cache, "ACCELERATORS", (tmp_path / "none",))
+    assert take_kernel_cache("auto", "actor", 0, 1.0) == (None, "no accelerator here, so no kernels to keep")
+    assert take_kernel_cache("none", "actor", 0, 1.0)[0] is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_disks_of_the_node_come_before_memory_and_before_what_is_shared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "mounts"
+    table.write_text(
+        f"/dev/sda / ext4 rw 0 0\nnas:/x {tmp_path}/a\\040b nfs4 rw 0 0\nfs {tmp_path}/a\\040b/c tmpfs rw 0 0\n"
+    )
+    assert file_system(tmp_path / "a b" / "d", table) == "nfs4"
+    assert file_system(tmp_path / "a b" / "c" / "d", table) == "tmpfs"
+    assert file_system(tmp_path, table) == "ext4"
+    assert file_system(tmp_path, tmp_path / "absent") == ""
+    kinds = {"/var/tmp": "lustre", str(tmp_path): "tmpfs"}
+    monkeypatch.setattr(kernel_cache.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(kernel_cache, "file_system", lambda path: kinds[str(path)])
+    assert local_places() == [tmp_path, Path("/var/tmp")]
+    kinds[str(tmp_path)] = "nfs"
+    assert local_places() == [Path("/var/tmp"), tmp_path]
+
+
+def test_on_a_shared_file_system_a_node_has_directories_of_its_own(take: Take, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its locks may hold on one node only."""
+    alone = take().directory
+    monkeypatch.setattr(kernel_cache, "file_system", lambda path: "nfs4")
+    monkeypatch.setattr(kernel_cache.platform, "node", lambda: "gpu007.cluster")
+    here = take()
+    assert here.directory == alone.parent / "gpu007" / alone.name
+    write(here, size=1 << 20)
+    leave(here)
+    prune(alone.parent.parent, 1 << 10)
+    assert not here.directory.exists()
+    assert alone.exists()

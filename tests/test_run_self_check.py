@@ -1,0 +1,96 @@
+"""A run whose engine samples at another temperature than the actor is trained with: it never trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_runs import metrics, started, workspace
+
+pytestmark = pytest.mark.timeout(200)
+
+COLDER = """
+import importlib.abc, importlib.machinery, sys
+
+NAME = "slurm_rlhf.rollout.vllm_engine"
+
+class Colder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != NAME:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            params = module._sampling_params
+            def colder(*args):
+                made = params(*args)
+                made.temperature *= 0.95
+                return made
+            module._sampling_params = colder
+        spec.loader.exec_module = exec_module
+        return spec
+
+if "--role=rollout" in sys.orig_argv:
+    sys.meta_path.insert(0, Colder())
+"""
+
+FAR_OUT = """
+def reward_func(queries, prompts, labels, **kwargs):
+    return [25.0 + len(response) % 3 for response in kwargs["responses"]]
+"""
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
+    """(run directory, exit code, what it printed). A fifth of its prompts is too long, its rewards are out of range."""
+    path = tmp_path_factory.mktemp("self_check")
+    config = workspace(path, FAR_OUT)
+    with (path / "prompts.jsonl").open("a") as file:
+        file.writelines(json.dumps({"input": "1" * 60}) + "\n" for _ in range(30))
+    (path / "patch").mkdir()
+    (path / "patch" / "sitecustomize.py").write_text(COLDER)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(path / "patch"))
+        overrides = ("--algo.kl.init_coef=0", "--eval.dataset=", "--train.max_steps=1")
+        with started(config, path / "run", *overrides) as run:
+            code, output = run.wait(150)
+            run.assert_gone(1)
+    return path / "run", code, output
+
+
+def test_one_error_names_the_check_the_figure_and_what_to_change(stopped: tuple[Path, int, str]) -> None:
+    run_dir, code, output = stopped
+    assert code == 2
+    assert "Traceback" not in output
+    assert output.count("self-check failed") == 1
+    told = next(line for line in output.splitlines() if "self-check failed" in line)
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    assert "self-check failed (engine): " in told
+    assert f" are {summary['self_check']['engine']:.3g} nats apart (largest of " in told
+    assert "rollout.temperature" in told
+    assert summary["status"] == "failed"
+    assert summary["self_check"]["engine"] > 0.01
+    assert summary["self_check"]["again"] == summary["self_check"]["eval"] == 0.0
+    assert summary["self_check"]["alone"] < 1e-5
+
+
+def test_nothing_was_trained_or_saved(stopped: tuple[Path, int, str]) -> None:
+    run_dir = stopped[0]
+    assert metrics(run_dir) == []
+    assert not (run_dir / "final").exists()
+    assert list(run_dir.glob("checkpoints/step_*")) == []
+
+
+def test_prompts_that_were_dropped_and_rewards_that_are_clipped_are_warned_of(stopped: tuple[Path, int, str]) -> None:
+    run_dir, _, output = stopped
+    lines = output.splitlines()
+    assert "self-check, prompts: 20 % dropped, 0 % with a doubled BOS" in lines
+    assert any(line.startswith("warning: 20 % of the prompts are longer than data.max_len") for line in lines)
+    assert any(line.startswith("self-check, rewards: 100 % clipped, ") for line in lines)
+    assert any(line.startswith("step 1: warning: 100% of the rewards lie outside reward.clip_range") for line in lines)
+    assert any(line.startswith("warning:") and "were cut off at rollout.max_new_tokens" in line for line in lines)
+    log = next((run_dir / "logs").glob("conductor.*.log")).read_text()
+    assert "self-check, rewards: 100 % clipped" in log
