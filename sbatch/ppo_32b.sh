@@ -14,10 +14,12 @@
 ##SBATCH --partition=gpu
 ##SBATCH --account=project
 #
-# PPO on a 32B model: 16 nodes of 8 GPUs, on each of them 4 of the actor, 2 of the critic, 1 of the reference, 1 engine.
+# PPO on a 32B model: 16 nodes of 8 GPUs, on each of them 3 of actor and reference, 3 of the critic,
+# 1 engine of 2.
 #
 #   sbatch sbatch/ppo_32b.sh [--KEY=VALUE ...]                   from the top of the checkout; keys: ppo_32b.toml
-#   sbatch --nodes=4 sbatch/ppo_32b.sh --actor.num_nodes=4 --critic.num_nodes=4 --ref.num_nodes=4 --vllm.num_engines=4
+#   sbatch --nodes=4 sbatch/ppo_32b.sh --actor.num_nodes=4 --critic.num_nodes=4 --ref.num_nodes=4 --vllm.num_engines=4 \
+#     --train.max_tokens_per_gpu=8192 --train.forward_max_tokens_per_gpu=16384
 #
 # Ten minutes before its time is up the run saves and requeues itself, and goes on from there.
 # Where requeueing is forbidden, a chain of jobs goes on with it; what is left of the chain goes when it is finished:

@@ -14,7 +14,7 @@
 ##SBATCH --partition=gpu
 ##SBATCH --account=project
 #
-# PPO on a 7B model: 2 nodes of 8 GPUs, on each of them 4 of the actor, 2 of the critic, 1 of the reference, 1 engine.
+# PPO on a 7B model: 2 nodes of 8 GPUs, on each of them 4 of actor and reference, 3 of the critic, 1 engine.
 #
 #   sbatch sbatch/ppo_7b.sh [--KEY=VALUE ...]                   from the top of the checkout; keys: ppo_7b.toml
 #

@@ -27,7 +27,7 @@ PAUSE_S = 0.001
 def record(endpoint: str, keys: RunKeys, role: str, world: int) -> list[bytes]:
     """What a client with the run's key sends over each of its two connections, byte for byte.
 
-    It introduces itself as rank 0 of `role`, which is taken: it speaks to the conductor and changes nothing.
+    It introduces itself as a rank that `role` does not have: it speaks to the conductor and changes nothing.
     """
     host, port = endpoint.removeprefix("tcp://").split(":")
     sent: list[bytearray] = []
@@ -51,20 +51,23 @@ def record(endpoint: str, keys: RunKeys, role: str, world: int) -> list[bytes]:
 
         threading.Thread(target=accept, daemon=True).start()
         through = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        with ControlClient(through, keys, role, 0, world, heartbeat_interval=0.1, heartbeat_limit=20) as client:
+        with ControlClient(through, keys, role, world, world, heartbeat_interval=0.1, heartbeat_limit=20) as client:
             with contextlib.suppress(CallTimeout):
                 client.connect(1.5)
     return [bytes(stream) for stream in sent if stream]
 
 
 class Fire:
-    """`with Fire(...) as fire:` attacks from several threads until the block ends; `sent` counts what of each kind."""
+    """`with Fire(...) as fire:` attacks from several threads until the block ends; `sent` counts what of each kind.
+
+    From `probe` on it also measures how soon the conductor answers.
+    """
 
     def __init__(self, endpoint: str, keys: RunKeys, recorded: list[bytes], role: str, world: int) -> None:
         host, port = endpoint.removeprefix("tcp://").split(":")
         self.sent: Counter[str] = Counter()
         self.latencies: list[float] = []
-        """Seconds from a hello to the conductor's answer, all the while."""
+        """Seconds from a hello to the conductor's answer, since `probe`."""
         self._endpoint, self._address = endpoint, (host, int(port))
         self._keys, self._recorded = keys, recorded
         self._hello = {"role": role, "rank": 0, "world": world, "host": "elsewhere", "pid": 1}
@@ -73,7 +76,6 @@ class Fire:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.linger = 0
         self._threads = [threading.Thread(target=self._attack, args=(seed,), daemon=True) for seed in range(3)]
-        self._threads.append(threading.Thread(target=self._probe, daemon=True))
 
     @property
     def total(self) -> int:
@@ -83,6 +85,11 @@ class Fire:
         for thread in self._threads:
             thread.start()
         return self
+
+    def probe(self) -> None:
+        """Rank 0 is there."""
+        self._threads.append(threading.Thread(target=self._probe, daemon=True))
+        self._threads[-1].start()
 
     def __exit__(self, *_: object) -> None:
         self._over.set()

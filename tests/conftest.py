@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 import pytest
+from gpu_coverage import Recorder
 
 if TYPE_CHECKING:
     from rollout_engine import EngineProcess
@@ -46,6 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[MARK] = uuid.uuid4().hex
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    config.pluginmanager.register(Recorder(config), "gpu_coverage")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

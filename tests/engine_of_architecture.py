@@ -19,12 +19,12 @@ SAMPLING = Sampling(max_new_tokens=24, temperature=0.9)
 
 def sample(path: Path, update: Path) -> tuple[list[Trajectory], list[Trajectory]]:
     """Trajectories under the weights in directory `path`, and under those in the safetensors file `update`."""
-    rollout_engine.engine = None  # of the model before: closed, or it did not start
     rollout_engine.start(path)
     before = rollout_engine.generate(rollout_engine.requests(SAMPLING, samples=2))
     rollout_engine.engine.load_weights(_stored(update), 1)
     after = rollout_engine.generate(rollout_engine.requests(SAMPLING, samples=2, version=1))
     rollout_engine.engine.close()
+    rollout_engine.engine = None
     return before, after
 
 

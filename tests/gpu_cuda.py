@@ -199,7 +199,7 @@ class Cuda:
 
     def __init__(self, gpus: Sequence[str], memory: Any, streams: Streams, syncs: Counter[str]) -> None:
         self._gpus, self._memory, self._streams, self._syncs = gpus, memory, streams, syncs
-        self._current = 0
+        self._local = threading.local()  # every thread begins on GPU 0
         self._seed = 0
         self._states: dict[int, torch.Tensor] = {}
         self.Stream, self.Event = streams.Stream, streams.Event
@@ -233,6 +233,14 @@ class Cuda:
                     streams.choose(self.before)
 
         self.device, self.StreamContext = device, StreamContext
+
+    @property
+    def _current(self) -> int:
+        return getattr(self._local, "index", 0)
+
+    @_current.setter
+    def _current(self, index: int) -> None:
+        self._local.index = index
 
     def _device(self, device: Any = None) -> torch.device:
         """With its number. Raises RuntimeError for one that is not there."""

@@ -8,8 +8,10 @@ the stub of `ProcessGroupNCCL` (torch/_C/_distributed_c10d.pyi), which a CPU bui
 - operations run beside the host, in order, after what the current stream waits for; between `_start_coalescing` and
   `_end_coalescing` sends and receives return None, and begin together;
 - `wait` makes the current stream wait, not the host, and raises for an error that is known by then;
-- a watchdog takes the process down when an operation fails, unless TORCH_NCCL_ASYNC_ERROR_HANDLING said otherwise when
-  the group was made (ErrorHandlingMode in ProcessGroupNCCL.hpp: 1 and 3, which is the default, tear down; 0 and 2 not).
+- a watchdog takes the process down when an operation fails. TORCH_NCCL_ASYNC_ERROR_HANDLING, read by the constructor,
+  does not help: at 0 and 2 (ErrorHandlingMode in ProcessGroupNCCL.hpp) the watchdog itself goes on, but its dump signal
+  makes the heartbeat monitor of the process's first group end the process some minutes later. With
+  TORCH_NCCL_BLOCKING_WAIT the library says "NO watchdog thread is created"; `wait` then waits on the host.
 """
 
 from __future__ import annotations
@@ -35,8 +37,6 @@ BACKEND = torch._C._distributed_c10d.Backend
 STUB = Stub(Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi", "ProcessGroupNCCL")
 OPTIONS = Stub(Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi", "ProcessGroupNCCL.Options")
 WORK = Stub(Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi", "Work")
-TEARS_DOWN = (1, 3)
-"""Values of TORCH_NCCL_ASYNC_ERROR_HANDLING with which the watchdog ends the process; 3 is the default."""
 EXIT_CODE = 134
 """Of a process that the watchdog took down: std::terminate aborts."""
 
@@ -73,7 +73,8 @@ class FakeWork:
 
     def __init__(self, group: ProcessGroupNCCL, run: Callable[[], None], clock: dict[int, int]) -> None:
         self._group, self._run, self._clock = group, run, clock
-        self._done = threading.Event()
+        self._done = threading.Event()  # as the host sees it
+        self._left = threading.Event()  # the GPU: what failed hangs there until it is aborted
         self._error: NcclError | None = None
 
     def __getattribute__(self, name: str) -> Any:
@@ -91,7 +92,8 @@ class FakeWork:
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         self.synchronize()
-        if timeout > timedelta(0) and not self._done.wait(timeout.total_seconds()):
+        limit = timeout or (self._group._timeout if self._group._blocking else timedelta(0))
+        if limit and not self._done.wait(limit.total_seconds()):
             self.fail("ran into its time-out")
         if self._error is not None:
             self._group.abort()
@@ -108,7 +110,7 @@ class FakeWork:
 
     def finish(self) -> None:
         """The host computes what a GPU would queue behind this operation: not before it is over."""
-        self._done.wait()
+        self._left.wait()
 
     def execute(self, waits_for: Sequence[FakeWork]) -> None:
         for work in waits_for:
@@ -116,9 +118,12 @@ class FakeWork:
         try:
             if not self.over():
                 self._run()
-        except RuntimeError as error:
+                self._left.set()
+        except Exception as error:
             self.fail(str(error))
         self._done.set()
+        self._run = _nothing  # it held the tensors
+        self._group._over(self)
 
     def fail(self, why: str) -> None:
         if self._error is None and not self.over():
@@ -127,6 +132,9 @@ class FakeWork:
                 "failed possibly due to a network error or a remote process exiting prematurely."
             )
         self._done.set()
+
+
+def _nothing() -> None: ...
 
 
 class ProcessGroupNCCL:
@@ -149,7 +157,6 @@ class ProcessGroupNCCL:
         self._store, self._rank, self._size = given["store"], given["rank"], given["size"]
         self._timeout = given["options"]._timeout
         self._streams = self._fake.streams
-        self._handling = int(os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3"))
         self._blocking = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0")
         self._stream = self._streams.Stream()
         self._gloo: Any = None
@@ -175,8 +182,7 @@ class ProcessGroupNCCL:
             raise AssertionError(f"ProcessGroupNCCL.{name} has no stand-in: write one in tests/gpu_nccl.py")
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            given = bound(accepted, name, args, kwargs)
-            _types(name, given.arguments)
+            bound(accepted, name, args, kwargs, _fits)
             return object.__getattribute__(self, f"_call_{name}")(*args, **kwargs)
 
         return call
@@ -200,9 +206,10 @@ class ProcessGroupNCCL:
         given = tensors if isinstance(tensors, list) else [tensors]
         return self._collective(given, given, lambda gloo: gloo.allreduce(tensors, *args, **kwargs))
 
-    def _call_broadcast(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def _call_broadcast(self, tensors: Any, root: Any = None, *args: Any, **kwargs: Any) -> Any:
         given = tensors if isinstance(tensors, list) else [tensors]
-        return self._collective(given, given, lambda gloo: gloo.broadcast(tensors, *args, **kwargs))
+        written = [] if root == self._rank else given
+        return self._collective(given, written, lambda gloo: gloo.broadcast(tensors, root, *args, **kwargs))
 
     def _call__allgather_base(self, output: Any, input: Any, *args: Any) -> Any:
         if output.numel() != input.numel() * self._size:
@@ -220,6 +227,8 @@ class ProcessGroupNCCL:
             return None
 
         def run() -> None:
+            if self._fake.broken_links:
+                raise RuntimeError(self._fake.broken_links.pop())
             works = [work for begin in begun for work in begin()]
             for work in works:
                 work.wait()
@@ -232,6 +241,7 @@ class ProcessGroupNCCL:
             outstanding = list(self._outstanding)
         for work in outstanding:
             work.fail("the communicator was aborted")
+            work._left.set()
         if self._gloo is not None:
             nothing = torch.zeros(1, dtype=torch.uint8)
             for peer in (peer for peer in range(self._size) if peer != self._rank):
@@ -254,14 +264,21 @@ class ProcessGroupNCCL:
         read, written = (tensors, []) if name == "send" else ([], tensors)
         if self._coalescing is None:
             raise AssertionError("a bare send makes a communicator of its own in NCCL: coalesce it")
-        self._coalescing.append(begin)
-        self._touched[0].extend(read)
-        self._touched[1].extend(written)
+        self._add(begin, read, written)
         return None
 
     def _collective(self, read: list[Any], written: list[Any], begin: Callable[[Any], Any]) -> FakeWork:
         _on_gpu([*read, *written])
+        if self._coalescing is not None:
+            self._add(lambda: [begin(self._gloo)], read, written)
+            return None
         return self._launch(lambda: begin(self._gloo).wait(), read, written)
+
+    def _add(self, begin: Callable[[], list[Any]], read: list[Any], written: list[Any]) -> None:
+        assert self._coalescing is not None
+        self._coalescing.append(begin)
+        self._touched[0].extend(read)
+        self._touched[1].extend(written)
 
     def _launch(self, run: Callable[[], None], read: list[Any], written: list[Any]) -> FakeWork:
         if self._aborted:
@@ -277,20 +294,25 @@ class ProcessGroupNCCL:
         return work
 
     def _execute(self) -> None:
-        while (item := self._queue.get()) is not None:
-            work, waits_for = item
-            work.execute(waits_for)
+        with torch._C.DisableTorchFunction():  # what it computes is not the host's work on some stream
+            while (item := self._queue.get()) is not None:
+                work, waits_for = item
+                work.execute(waits_for)
 
     def _watch(self) -> None:
         while not self._aborted:
             with self._lock:
                 failed = [work for work in self._outstanding if work.over() and work._error is not None]
-                self._outstanding = [work for work in self._outstanding if not work.over()]
-            if failed and self._handling in TEARS_DOWN:
+            if failed:
                 print(f"stand-in for NCCL, watchdog: taking the process down: {failed[0]._error}", file=sys.stderr)
                 sys.stderr.flush()
                 os._exit(EXIT_CODE)
             time.sleep(_LOOK_S)
+
+    def _over(self, work: FakeWork) -> None:
+        with self._lock:
+            if work._error is None:
+                self._outstanding = [other for other in self._outstanding if other is not work]
 
     def _connect(self) -> None:
         """The first operation makes the communicator, with all ranks."""
@@ -315,15 +337,15 @@ assert issubclass(ProcessGroupGloo, BACKEND)
 assert all(known(name) for name in _CALLS), "a stand-in has a method that the bindings lack"
 
 
-def _types(name: str, arguments: dict[str, Any]) -> None:
-    """What pybind11 would refuse of tensors and numbers."""
-    for key, value in arguments.items():
-        if key in ("dstRank", "srcRank", "tag", "root") and not isinstance(value, int):
-            raise TypeError(f"{name}(): {key} wants an int, got {value!r}")
-        if key in ("output", "input", "tensor") and not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name}(): {key} wants a tensor, got {value!r}")
-        if key == "tensors" and not (isinstance(value, list) and all(isinstance(t, torch.Tensor) for t in value)):
-            raise TypeError(f"{name}(): tensors wants a list of tensors, got {value!r}")
+def _fits(annotation: str, value: Any) -> bool:
+    """What pybind11 would refuse of tensors, lists of them and numbers."""
+    if annotation == "torch.Tensor":
+        return isinstance(value, torch.Tensor)
+    if annotation == "collections.abc.Sequence[torch.Tensor]":
+        return isinstance(value, (list, tuple)) and all(isinstance(each, torch.Tensor) for each in value)
+    if annotation.startswith("typing.SupportsInt"):
+        return isinstance(value, int)
+    return True
 
 
 def _on_gpu(tensors: Sequence[torch.Tensor]) -> None:

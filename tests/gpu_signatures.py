@@ -166,14 +166,24 @@ def _stubbed(node: ast.FunctionDef, static: bool) -> inspect.Signature:
 
 
 def bound(
-    known: Sequence[inspect.Signature], name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    known: Sequence[inspect.Signature],
+    name: str,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    fits: Callable[[str, Any], bool] = lambda annotation, value: True,
 ) -> inspect.BoundArguments:
-    """The arguments under the first overload that takes them. Raises TypeError, as pybind11 does, where none does."""
+    """The arguments under the first overload that takes them. Raises TypeError, as pybind11 does, where none does.
+
+    `fits`: whether a value is of the type that a parameter is annotated with.
+    """
     for signature in known:
         try:
-            return signature.bind(*args, **kwargs)
+            found = signature.bind(*args, **kwargs)
         except TypeError:
             continue
+        kinds = {each.name: each.annotation for each in signature.parameters.values()}
+        if all(fits(str(kinds[key]), value) for key, value in found.arguments.items()):
+            return found
     supported = "\n".join(f"    {place}. {name}{each}" for place, each in enumerate(known, 1))
     raise TypeError(
         f"{name}(): incompatible function arguments. The following argument types are supported:\n{supported}\n\n"

@@ -32,6 +32,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from gpu_coverage import measure_here
 from gpu_cuda import Cuda, Streams
 from gpu_ipc import share, shared
 from gpu_nccl import ProcessGroupNCCL
@@ -57,13 +58,28 @@ class FakeCuda:
         self.memory = Memory(len(self.gpus), memory)
         self.mapped: list[tuple[str, str]] = []
         """Memory of other processes that was opened: on which GPU, and whose."""
+        self.broken_links: list[str] = []
+        """Texts with which the next coalesced operations of NCCL here fail."""
         self.cuda = Cuda(self.gpus, self.memory, self.streams, self.syncs)
         self._mode = DeviceMode(self.memory, self.cuda, self.streams, self.syncs)
         self._undo = ExitStack()
 
+    def see(self, gpus: Sequence[str]) -> None:
+        """Other GPUs than before, for a process that takes the place of several ranks in turn."""
+        assert len(gpus) == len(self.gpus)
+        self.gpus = self.cuda._gpus = tuple(gpus)
+
     def install(self) -> FakeCuda:
         """Take the place of CUDA in this process, in all of its threads, until `remove`."""
-        put = self._undo.enter_context
+        measure_here()
+        try:
+            self._install(self._undo.enter_context)
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def _install(self, put: Callable[[Any], Any]) -> None:
         for name, real in list(vars(torch.cuda).items()):
             if name.startswith("_") or not callable(real) or not _public(real):
                 continue
@@ -83,7 +99,6 @@ class FakeCuda:
         put(mock.patch.object(torch.UntypedStorage, "device", property(self.memory.device_of)))
         put(self._mode)
         put(mock.patch.object(threading.Thread, "_bootstrap_inner", self._in_threads()))
-        return self
 
     def remove(self) -> None:
         """CUDA is absent again."""

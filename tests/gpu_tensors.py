@@ -34,7 +34,17 @@ _FREELY_MIXED = {
     "swap_tensors",
     "index_put_",
 }
+_NO_WORK = {
+    *("__getitem__", "view", "view_as", "reshape", "narrow", "flatten", "unsqueeze", "squeeze", "transpose", "permute"),
+    *("t", "detach", "expand", "chunk", "split", "select", "as_strided", "untyped_storage", "numel", "size", "dim"),
+    *("data_ptr", "stride", "storage_offset", "is_contiguous", "element_size", "nelement", "__len__", "set_"),
+}
+"""What a GPU has nothing to do for."""
 CPU = torch.device("cpu")
+
+
+_KNOWN: dict[int, tuple[StorageWeakRef, int, int, Memory]] = {}
+"""Of the process: what a module caches outlives the stand-ins of one test, and is on its GPU in the next."""
 
 
 class Memory:
@@ -46,7 +56,7 @@ class Memory:
         self.peak = [0] * gpus
         self.taken = [0] * gpus
         self._lock = threading.RLock()
-        self._known: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        self._known = _KNOWN
 
     def add(self, storage: Any, index: int) -> bool:
         """`storage` is on GPU `index`; whether it is new there. Raises OutOfMemoryError."""
@@ -56,7 +66,7 @@ class Memory:
                 return False
             if self.taken[index] + storage.nbytes() > self.total:
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {storage.nbytes()} bytes")
-            self._known[storage._cdata] = (StorageWeakRef(storage), index, storage.nbytes())
+            self._known[storage._cdata] = (StorageWeakRef(storage), index, storage.nbytes(), self)
             self.taken[index] += storage.nbytes()
             self.peak[index] = max(self.peak[index], self.taken[index])
             return True
@@ -73,9 +83,9 @@ class Memory:
             return self.taken[index]
 
     def _forget(self) -> None:
-        for key, (ref, index, nbytes) in list(self._known.items()):
+        for key, (ref, index, nbytes, owner) in list(self._known.items()):
             if ref.expired():
-                self.taken[index] -= nbytes
+                owner.taken[index] -= nbytes
                 del self._known[key]
 
 
@@ -125,7 +135,7 @@ class DeviceMode(TorchFunctionMode):
                 f"Expected all tensors to be on the same device, but found at least two devices, "
                 f"{' and '.join(sorted(map(str, here)))}! (when checking argument in {name})"
             )
-        if on_gpu:
+        if on_gpu and name not in _NO_WORK:
             self._streams.catch_up()
         pin = kwargs.pop("pin_memory", False)
         before = {tensor.untyped_storage()._cdata for tensor in given}

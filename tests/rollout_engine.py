@@ -9,6 +9,7 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,9 @@ class EngineProcess:
         return self._pool.submit(function, *args).result(timeout=90)
 
     def end(self) -> None:
+        """Without taking the interpreter down in style, which takes vLLM and torch seconds."""
+        with suppress(BrokenProcessPool):
+            self._pool.submit(os._exit, 0).result(timeout=60)
         self._pool.shutdown()
 
 
@@ -187,6 +191,46 @@ def isolation() -> dict[str, Any]:
         "policy": engine._config.scheduler_config.policy,
         "kv_bytes": engine._config.cache_config.kv_cache_memory_bytes,
     }
+
+
+def kv_cache() -> dict[str, Any]:
+    """What vLLM has made of the bytes for the engine's KV cache."""
+    from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
+
+    made = engine._core.engine_core.scheduler.kv_cache_config
+    return {
+        "bytes": engine._config.cache_config.kv_cache_memory_bytes,
+        "block": engine._config.cache_config.block_size,
+        "length": engine._config.model_config.max_model_len,
+        "blocks": made.num_blocks,
+        "sequences": get_max_concurrency_for_kv_cache_config(engine._config, made),
+    }
+
+
+def kv_caches(cases: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    """(blocks, sequences) that vLLM would have in each case: windows of the layers, key-value heads of a rank, ..."""
+    import torch
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_configs, get_max_concurrency_for_kv_cache_config
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    found = []
+    for case in cases:
+        dtype = {2: torch.bfloat16, 4: torch.float32}[case["dtype"]]
+        common = {
+            "block_size": case["block"],
+            "num_kv_heads": case["heads"],
+            "head_size": case["width"],
+            "dtype": dtype,
+        }
+        specs = {
+            f"layers.{layer}": SlidingWindowSpec(**common, sliding_window=window)
+            if window
+            else FullAttentionSpec(**common)
+            for layer, window in enumerate(case["windows"])
+        }
+        (made,) = get_kv_cache_configs(engine._config, [specs], [case["bytes"]])
+        found.append((made.num_blocks, get_max_concurrency_for_kv_cache_config(engine._config, made)))
+    return found
 
 
 def gauges() -> Gauges:

@@ -45,14 +45,18 @@ class Fleet:
                 peer.end()
         self.peers = []
 
-    def build(self, receivers: int, *, actors: int = 1, nodes: str = "", **options: Any) -> SyncGroup:
-        """A group of this process, `actors - 1` other actor ranks and `receivers`; `nodes`: a letter for each."""
+    def build(self, receivers: int, *, actors: int = 1, nodes: str = "", gpus: str = "", **options: Any) -> SyncGroup:
+        """A group of this process, `actors - 1` other actor ranks and `receivers`; `nodes`: a letter for each, `gpus`
+        too, where they have stand-ins for GPUs: the test has them in this process, then."""
         self.hire(actors - 1 + receivers)
         self.names += 1
         where = {"name": f"g{self.names}", "world": actors + receivers, "actors": actors}
         where |= {"host": "127.0.0.1", "port": self.store.port, "timeout_s": 30.0} | options
         at = nodes or "n" * (actors + receivers)
         for rank, peer in enumerate(self.peers, 1):
+            if gpus:
+                peer.tell("see", gpus=[f"GPU-{gpus[rank]}"])
+                assert peer.answer() is None
             label = f"actor {rank}" if rank < actors else f"rollout {rank - actors}"
             peer.tell("join", rank=rank, label=label, node=at[rank], **where)
         self.group = join(Membership(rank=0, label="actor 0", node=at[0], **where))
@@ -61,15 +65,23 @@ class Fleet:
         return self.group
 
     def sender(
-        self, receivers: int, *, layers: int = 12, actors: int = 1, zero: int = 0, compare: int = 0, **options: Any
+        self,
+        receivers: int,
+        *,
+        layers: int = 12,
+        actors: int = 1,
+        zero: int = 0,
+        compare: int = 0,
+        bucket: int = BUCKET,
+        **options: Any,
     ) -> Sender:
         group = self.build(receivers, actors=actors, **options)
         parameters = describe(make_weights(0, layers))
         for peer in self.peers[: actors - 1]:
-            peer.tell("sender_of", parameters=parameters, bucket=BUCKET, zero=zero, compare=compare)
+            peer.tell("sender_of", parameters=parameters, bucket=bucket, zero=zero, compare=compare)
         for peer in self.peers[actors - 1 :]:
-            peer.tell("receiver_of", parameters=parameters, bucket=BUCKET, zero=zero, compare=compare)
-        sender = Sender(group, make_plan(parameters, BUCKET, group.layout(zero)), compare)
+            peer.tell("receiver_of", parameters=parameters, bucket=bucket, zero=zero, compare=compare)
+        sender = Sender(group, make_plan(parameters, bucket, group.layout(zero)), compare)
         for peer in self.peers:
             assert peer.answer() == len(sender.plan.buckets)
         return sender
@@ -90,6 +102,9 @@ class Fleet:
         sent = {name: digest(tensor) for name, tensor in weights}
         assert all(answer == sent for answer in answers[actors - 1 :])
 
-    def end(self) -> None:
+    def end(self, gently: bool = False) -> None:
+        """`gently`: they may do what they do at exit, save their coverage."""
+        for peer in self.peers + self.spare if gently else ():
+            peer.leave()
         for peer in self.peers + self.spare:
             peer.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -64,6 +65,13 @@ class Peer:
         ready, _, _ = select.select([self.process.stdout], [], [], 5.0)
         return bool(ready) and bool(self.answer() == self.pid)
 
+    def leave(self) -> None:
+        """Nothing more is asked of it."""
+        if self.process.poll() is None and self.process.stdin is not None:
+            self.process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(10)
+
     def end(self) -> None:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGCONT)
@@ -92,6 +100,13 @@ def make_weights(seed: int, layers: int = 12) -> list[tuple[str, Any]]:
     return weights
 
 
+def _device() -> Any:
+    """Where a rank has its weights: on its GPU, if it has one."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
 def describe(weights: list[tuple[str, Any]]) -> list[list[Any]]:
     return [[name, list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for name, tensor in weights]
 
@@ -103,7 +118,7 @@ def hold(weights: list[tuple[str, Any]], rank: int = 0, world: int = 1) -> dict[
         flat = tensor.reshape(-1).to(device())
         step = -(-flat.numel() // world)
         first = min(rank * step, flat.numel())
-        held[name] = (first, flat[first : first + step])
+        held[name] = (first, flat[first : first + step].to(_device()))
     return held
 
 
@@ -114,6 +129,7 @@ class _Engine:
         self.loaded: dict[str, str] = {}
         self.sender: Any = None
         self.receiver: Any = None
+        self.cuda: Any = None
 
     def warm_up(self) -> int:
         """Imports take seconds; the tests' time-outs must not contain them."""
@@ -160,9 +176,9 @@ class _Engine:
         finally:
             module.fill = fill
 
-    def update(self, version: int, at: int = -1, act: str = "", seconds: float = 0.0) -> dict[str, str]:
-        """Load an update. After `at` parameters: raise, die, freeze, leave or abort. Sleeps `seconds` per parameter,
-        or at the one of `at`, if it is to be slow."""
+    def update(self, version: int, at: int = -1, act: str = "", seconds: float = 0.0, path: str = "") -> dict[str, str]:
+        """Load an update. After `at` parameters: raise, die, freeze, leave, abort or tell (by making a file). Sleeps
+        `seconds` per parameter, or at the one of `at`, if it is to be slow."""
         kept = {}
         with self.receiver.update(version) as weights:
             for number, (name, tensor) in enumerate(weights):
@@ -174,6 +190,8 @@ class _Engine:
                     raise ValueError("no room for this layer")
                 if number == at and act == "scribble":
                     tensor.view(-1)[-7] += 1
+                if number == at and act == "tell":
+                    Path(path).touch()
                 if number == at and act == "leave":
                     break
                 if number == at and act == "abort":
@@ -191,6 +209,44 @@ class _Engine:
 
     def leave(self) -> None:
         self.group.close()
+
+    def see(self, gpus: list[str]) -> None:
+        """Be a rank with stand-ins for GPUs, see gpu_standins.py."""
+        from gpu_standins import FakeCuda
+
+        if self.cuda is None:
+            self.cuda = FakeCuda(gpus).install()
+        self.cuda.see(gpus)
+        self._forget()
+
+    def _forget(self) -> None:
+        import torch
+
+        self.cuda.syncs.clear()
+        self.cuda.mapped.clear()
+        torch.distributed.ProcessGroupNCCL.made.clear()
+
+    def seen(self) -> dict[str, Any]:
+        """What was done with them since the last question."""
+        import torch
+        from gpu_coverage import save_here
+
+        save_here()
+
+        groups = torch.distributed.ProcessGroupNCCL.made
+        found = {
+            "syncs": dict(self.cuda.syncs),
+            "mapped": list(self.cuda.mapped),
+            "connected": [group._is_initialized() for group in groups],
+            "sizes": [group.size() for group in groups],
+            "peak": self.receiver.carrier.pool.peak if self.receiver else self.sender.peak if self.sender else 0,
+        }
+        self._forget()
+        return found
+
+    def break_link(self, times: int) -> None:
+        """The next exchanges over NCCL fail as they do when a link goes down."""
+        self.cuda.broken_links += ["ncclSystemError: connection to a peer was lost"] * times
 
     def become(self, role: str, rank: int, settings: dict[str, Any]) -> None:
         """A rank of a run, for the conductor's calls below."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_rlhf.config.keys import Key, all_keys, get, put
@@ -197,6 +197,7 @@ def values(key: Key) -> st.SearchStrategy[Any]:
     return kinds[key.kind]
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_dump_reads_back(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     config = Config()

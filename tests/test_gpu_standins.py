@@ -67,7 +67,8 @@ def test_cuda_is_absent_again_afterwards():
     with fake_cuda():
         assert torch.cuda.is_available()
     assert not torch.cuda.is_available()
-    with pytest.raises(AssertionError, match="not compiled with CUDA"):
+    # What a CPU build says, and a CUDA build on a machine without a driver.
+    with pytest.raises((AssertionError, RuntimeError), match=r"not compiled with CUDA|no NVIDIA driver"):
         torch.empty(1, device="cuda")
 
 

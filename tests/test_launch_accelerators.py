@@ -104,6 +104,8 @@ def test_a_cpu_build_on_gpus_is_a_note_and_a_cuda_build_without_gpus_an_error() 
     assert judge_accelerators({"n1": bare}, Wanted({}), GRANTED) == []
     with pytest.raises(PlacementError, match=r"there is no GPU here, and the environment holds the CUDA builds"):
         judge_accelerators({"n1": said()}, Wanted({}), GRANTED)
+    with pytest.raises(PlacementError, match=r"there is no GPU here \(nvidia-smi fails: no driver\), and"):
+        judge_accelerators({"n1": said(said="nvidia-smi fails: no driver")}, Wanted({}), GRANTED)
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"head_dim": 32},
     "phi3": {},
     "olmo2": {},
+    "granite": {},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen2_moe": {**MOE, "shared_expert_intermediate_size": 80},
     "qwen3_moe": {**MOE, "head_dim": 32, "mlp_only_layers": [1]},

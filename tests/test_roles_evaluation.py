@@ -32,6 +32,7 @@ from slurm_rlhf.roles.ppo import PPO
 from slurm_rlhf.roles.reporting import Reporting
 from slurm_rlhf.roles.run_directory import RunDirectory
 from slurm_rlhf.roles.scoring import Scoring
+from slurm_rlhf.roles.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.roles.state import RunState
 from slurm_rlhf.roles.training_run import TrainingRun
 from slurm_rlhf.rollout.rewards import RewardFunction
@@ -98,7 +99,8 @@ def make(tmp_path: Path, stop: Stop, reward: RewardFunction, *, resume: bool = F
     engines, phases, roles = Engines(), Phases(), {"actor": Role(), "critic": Role()}
     scoring = Scoring(reward, config.timeout.reward)
     ppo = Steps(config, roles, engines, scoring, KLController(0.0), phases, RunningScale(3, 1.0, 2.0))  # type: ignore[arg-type]
-    prompts = PromptSet(tmp_path, PROMPTS, 0)
+    config.train.self_check = False  # it has a test of its own, with roles that compute
+    prompts, reporting = PromptSet(tmp_path, PROMPTS, 0), Reporting(config, directory, {"actor": 1})
     checkpoints = CheckpointDir(tmp_path)
     checkpoint = checkpoints.latest() if resume else None
     saved = checkpoints.load_state(checkpoint)["run"] if checkpoint else {"seed": 0}
@@ -114,7 +116,8 @@ def make(tmp_path: Path, stop: Stop, reward: RewardFunction, *, resume: bool = F
         checkpoints=checkpoints,
         state=RunState(**saved),
         total_steps=2,
-        reporting=Reporting(config, directory, {"actor": 1}),
+        reporting=reporting,
+        self_check=SelfCheck(config, roles["actor"], reporting.note, PromptFindings({}), {}),  # type: ignore[arg-type]
         phases=phases,
         engines=EngineWatch([]),
         stop=stop,

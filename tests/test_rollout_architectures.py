@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import engine_of_architecture as child
@@ -23,13 +22,6 @@ pytestmark = pytest.mark.timeout(120)
 MAX_LEN = 320  # of `rollout_engine.config`
 ALWAYS = ("gemma2", "phi3", "mixtral", "olmo2")
 """Soft caps and windows, longrope, experts that are fused in memory, and a class that vLLM takes from transformers."""
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[EngineProcess]:
-    process = EngineProcess()
-    yield process
-    process.end()
 
 
 def difference(policy: PolicyModule, trajectories: list[Trajectory]) -> float:
@@ -53,14 +45,14 @@ def difference(policy: PolicyModule, trajectories: list[Trajectory]) -> float:
     ],
 )
 def test_the_engine_agrees_with_the_trainer_from_the_start_and_after_an_update(
-    process: EngineProcess, tmp_path: Path, arch: str
+    engine_process: EngineProcess, tmp_path: Path, arch: str
 ) -> None:
     path = make_model(tmp_path / "model", arch)
     policy = load_policy(path, Ds(param_dtype="fp32"), 64, max_len=MAX_LEN)
     generator = torch.Generator().manual_seed(1)
     weights = {name: p + torch.randn(p.shape, generator=generator) * 0.05 for name, p in full_parameters(policy.model)}
     save_file(weights, tmp_path / "update.safetensors")
-    before, after = process.run(child.sample, path, tmp_path / "update.safetensors")
+    before, after = engine_process.run(child.sample, path, tmp_path / "update.safetensors")
     at_start = difference(policy, before)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():

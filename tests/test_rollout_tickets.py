@@ -50,6 +50,33 @@ def test_every_response_goes_back_once_and_calls_in_their_order(counts: list[int
     assert sorted(x for i in order for x in calls.answers[i][1]) == sorted(responses)
 
 
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.randoms(use_true_random=False))
+def test_one_call_may_ask_for_what_others_come_for_whenever_they_come(counts: list[int], dice: Any) -> None:
+    tickets = Tickets()
+    requests = [Calls().make() for _ in counts]
+    assert tickets.open(7, requests[0], counts[0], sum(counts)) is None
+    events = ["finish"] * sum(counts) + ["come"] * (len(counts) - 1)
+    dice.shuffle(events)
+    answered: list[list[int]] = []
+    responses, coming = iter(range(sum(counts))), iter(range(1, len(counts)))
+    for event in events:
+        if event == "come":
+            call = next(coming)
+            found = tickets.open(7, requests[call], counts[call], 0)
+        else:
+            completed = tickets.finish(7, next(responses))
+            found = completed[1] if completed else None
+            assert completed is None or completed[0] is requests[len(answered)]
+        if found is not None:
+            answered.append(found)
+    assert [len(found) for found in answered] == counts
+    assert [response for found in answered for response in found] == list(range(sum(counts)))
+    with pytest.raises(RunError, match="a call came for 1 responses of stream 7, and 0 are left"):
+        tickets.open(7, requests[0], 1, 0)
+    with pytest.raises(KeyError):
+        tickets.finish(7, "one too many")
+
+
 def test_streams_do_not_mix() -> None:
     calls, tickets = Calls(), Tickets()
     training, evaluation = calls.make(), calls.make()

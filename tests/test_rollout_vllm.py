@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -14,6 +15,9 @@ from rollout_engine import EngineProcess
 from tiny_models import make_tiny, tiny_tokenizer
 
 from slurm_rlhf.errors import RunError, SyncError
+from slurm_rlhf.placement.engine_memory import block_bytes, blocks_of_sequence
+from slurm_rlhf.placement.families import FAMILIES
+from slurm_rlhf.placement.model_shape import read_shape, shape_of
 from slurm_rlhf.records import Sampling, Trajectory, VersionSpan
 
 pytestmark = pytest.mark.timeout(120)
@@ -46,6 +50,56 @@ def tokens(trajectories: list[Trajectory]) -> list[list[int]]:
 
 def logprobs(trajectories: list[Trajectory]) -> list[list[float]]:
     return [t.rollout_logprobs.tolist() for t in trajectories]
+
+
+def test_the_kv_cache_is_as_planned(fresh: EngineProcess, path: Path) -> None:
+    made, shape = fresh.run(child.kv_cache), read_shape("actor.model_name_or_path", path)
+    assert made["blocks"] == made["bytes"] // block_bytes(shape, 1, 4, made["block"])
+    per_sequence = blocks_of_sequence(shape, made["length"], 4096, made["block"])
+    assert made["sequences"] == pytest.approx(made["blocks"] / per_sequence)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma", "mistral", "gemma3_text"])
+def test_the_kv_cache_of_other_models_is_as_planned(process: EngineProcess, tmp_path: Path, arch: str) -> None:
+    """Of a real engine; Mistral's window is longer than its texts, Gemma 3's is in five layers of six."""
+    process.run(child.start, make_tiny(tmp_path / arch, arch, heads=2, kv_heads=1, layers=7), "fp32", 5)
+    made, shape = process.run(child.kv_cache), read_shape("actor.model_name_or_path", tmp_path / arch)
+    assert made["blocks"] == made["bytes"] // block_bytes(shape, 1, 4, made["block"])
+    per_sequence = blocks_of_sequence(shape, made["length"], 4096, made["block"])
+    assert made["sequences"] == pytest.approx(made["blocks"] / per_sequence)
+
+
+KV_SHAPES = {
+    "qwen2": {"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "head_dim": 128},
+    "llama": {"num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64},
+    "gemma": {"num_hidden_layers": 18, "num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 256},
+    "mistral": {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "sliding_window": 64},
+    "gemma3_text": {"num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1, "sliding_window": 64,
+                    "sliding_window_pattern": 6, "head_dim": 256},
+    "halves": {"num_hidden_layers": 9, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64,
+               "sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"] * 4 + ["full_attention"]},
+}  # fmt: skip
+
+
+def test_kv_blocks_and_sequences_are_those_of_vllm(fresh: EngineProcess) -> None:
+    """Vllm's own functions on its own configuration, for the same bytes: shapes, TP sizes, precisions, windows."""
+    length = fresh.run(child.kv_cache)["length"]
+    cases, expected = [], []
+    for name, fields in KV_SHAPES.items():
+        family = name if name in FAMILIES else "mistral"
+        shape = shape_of(
+            {"model_type": family, "hidden_size": 2048, "intermediate_size": 64, "vocab_size": 64, **fields}
+        )
+        for tp, dtype, size in itertools.product((1, 2, 4), (2, 4), (1 << 30, 7_654_321_987)):
+            heads = max(1, shape.kv_heads // tp)
+            sizes = {"heads": heads, "width": shape.head_dim, "dtype": dtype, "block": 16, "bytes": size}
+            cases.append({"windows": shape.windows, **sizes})
+            blocks = size // block_bytes(shape, tp, dtype)
+            expected.append((blocks, blocks / blocks_of_sequence(shape, length, 4096)))
+    found = fresh.run(child.kv_caches, cases)
+    assert [blocks for blocks, _ in found] == [blocks for blocks, _ in expected]
+    assert [sequences for _, sequences in found] == pytest.approx([sequences for _, sequences in expected])
 
 
 def test_a_trajectory_per_request(fresh: EngineProcess) -> None:

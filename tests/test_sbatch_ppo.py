@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,32 +10,99 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from model_configs import SHAPES, make_shape
 
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.cluster.placement import place, role_sizes
+from slurm_rlhf.cluster.sizes import colocations
 from slurm_rlhf.cluster.topology import Topology, numbered_names
 from slurm_rlhf.config.load import load_config
+from slurm_rlhf.placement.engine_memory import GIB
+from slurm_rlhf.placement.gpus import Gpu, find_gpu
+from slurm_rlhf.placement.holdings import Models
+from slurm_rlhf.placement.memory import account
+from slurm_rlhf.placement.model_shape import shape_of
+from slurm_rlhf.placement.step_time import step_time
 
 SBATCH = Path(__file__).resolve().parents[1] / "sbatch"
-NODES = {"ppo_7b": 2, "ppo_32b": 16}
+NODES = {"ppo_7b": 2, "ppo_7b_1node": 1, "ppo_32b": 16}
+MODELS = {"ppo_7b": "7B", "ppo_7b_1node": "7B", "ppo_32b": "32B"}
+GPUS = ("nvidia_h100_80gb_hbm3", "NVIDIA A100-SXM4-80GB", "h200")
 FOUR = ("--actor.num_nodes=4", "--critic.num_nodes=4", "--ref.num_nodes=4", "--vllm.num_engines=4")
+FOUR_SMALLER = ("--train.max_tokens_per_gpu=8192", "--train.forward_max_tokens_per_gpu=16384")
 
 
 @pytest.mark.parametrize("name", NODES)
 def test_roles_fill_the_nodes_that_the_header_asks_for(name: str) -> None:
     config = load_config(SBATCH / f"{name}.toml", [])
-    ranks = place(Topology.uniform(numbered_names(NODES[name]), 8), role_sizes(config))
-    assert sum(ranks.worlds.values()) == NODES[name] * 8
-    assert config.actor.num_nodes == config.vllm.num_engines == NODES[name]
+    ranks = place(Topology.uniform(numbered_names(NODES[name]), 8), role_sizes(config), colocations(config))
+    used = {(share.node, gpu) for shares in ranks.roles.values() for share in shares for gpu in share.gpus}
+    assert len(used) == NODES[name] * 8
+    assert config.actor.num_nodes == NODES[name]
     header = (SBATCH / f"{name}.sh").read_text()
     assert f"#SBATCH --nodes={NODES[name]}\n" in header
     assert "#SBATCH --signal=B:USR1@600\n#SBATCH --requeue\n#SBATCH --open-mode=append\n" in header
 
 
 def test_four_nodes_by_overrides() -> None:
-    assert f"#   sbatch --nodes=4 sbatch/ppo_32b.sh {' '.join(FOUR)}\n" in (SBATCH / "ppo_32b.sh").read_text()
-    config = load_config(SBATCH / "ppo_32b.toml", list(FOUR))
-    assert sum(place(Topology.uniform(numbered_names(4), 8), role_sizes(config)).worlds.values()) == 32
+    text = (SBATCH / "ppo_32b.sh").read_text().replace(" \\\n#    ", "")
+    assert f"#   sbatch --nodes=4 sbatch/ppo_32b.sh {' '.join(FOUR + FOUR_SMALLER)}\n" in text
+    config = load_config(SBATCH / "ppo_32b.toml", [*FOUR, *FOUR_SMALLER])
+    ranks = place(Topology.uniform(numbered_names(4), 8), role_sizes(config), colocations(config))
+    assert sum(count for role, count in ranks.worlds.items() if role != "reference") == 32
+    assert account(config, models("32B"), int(79.1 * GIB)).fits
+
+
+def models(size: str) -> Models:
+    shape = shape_of(SHAPES[size])
+    return Models(shape, shape, None)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("name", NODES)
+def test_memory_is_there_on_common_machines(
+    name: str, gpu: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `plan`, as a user would ask; engines hold all sequences that come at once, and trainers have a margin."""
+    model = make_shape(tmp_path / "model", MODELS[name])
+    words = ["plan", str(SBATCH / f"{name}.toml"), f"--actor.model_name_or_path={model}", f"--gpu={gpu}", "--json"]
+    assert main([*words, f"--nodes={NODES[name]}", "--gpus_per_node=8"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["fits"]
+    assert memory["kv_cache"]["sequences"] >= memory["kv_cache"]["wanted"]
+    for row in memory["rows"]:
+        assert row["there"] is None or row["needed"] < 0.96 * row["there"], row["name"]
+
+
+def test_the_estimate_of_a_step_is_that_of_a_reading_of_the_code() -> None:
+    """7B on 16 H100 as 8 + 4 + 2 + 2: generation 27 s, forwards 8, update 20, sync 3, a step 58; 14 GPUs idle half."""
+    old = ["--critic.num_gpus_per_node=2", "--ref.num_gpus_per_node=1", "--train.colocate_actor_ref=false"]
+    old += ["--vllm.sync_mode=drain", "--rollout.batch_size=128", "--train.batch_size=64"]
+    time = step_time(load_config(SBATCH / "ppo_7b.toml", old), models("7B"), h100(), PROMPT, RESPONSE)
+    assert time.generation == pytest.approx(27, rel=0.25)
+    assert time.update == pytest.approx(20, rel=0.1)
+    assert time.step == pytest.approx(58, rel=0.1)
+    assert min(time.idle(role) for role in ("actor", "critic", "reference")) > 0.5
+
+
+PROMPT, RESPONSE = 577, 2048  # mean lengths in tokens with which the estimate above comes out
+
+
+def h100() -> Gpu:
+    gpu = find_gpu("h100")
+    assert gpu is not None
+    return gpu
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_no_gpu_idles_for_half_of_a_step(name: str) -> None:
+    config = load_config(SBATCH / f"{name}.toml", [])
+    time = step_time(config, models(MODELS[name]), h100(), PROMPT, RESPONSE)
+    assert max(time.idle(roles) for roles in time.busy) < 0.35
+    assert sum(len(roles.split("+")) for roles in time.busy) == 4  # none was forgotten
+    head = (SBATCH / f"{name}.toml").read_text().partition("run_dir")[0]
+    if not config.train.colocate_all:
+        assert f"takes {time.step:.0f} s on H100" in " ".join(head.replace("# ", "").split())
 
 
 @pytest.mark.parametrize("name", NODES)

@@ -43,3 +43,7 @@ def test_it_learns_without_a_network(tmp_path: Path) -> None:
     assert summary["world"] == {"actor": 1, "critic": 1, "reference": 1, "rollout": 1}
     assert summary["eval_before"] <= 0.65
     assert summary["eval_after"] >= summary["eval_before"] + 0.2
+    # The self-check passes, and costs next to nothing.
+    assert max(summary["self_check"][name] for name in ("again", "eval", "alone", "engine", "reference")) < 1e-4
+    first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["time/self_check"] < 5

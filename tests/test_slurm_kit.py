@@ -31,5 +31,5 @@ def test_checks_between_nodes(slurm: SlurmNodes) -> None:
     figures = {check["name"]: check for check in report["checks"]}
     assert figures["nodes"]["figure"].startswith("2 nodes share a directory")
     assert figures["nodes sync"]["figures"]["bytes"] > 20e6
-    assert figures["nodes ppo"]["figure"].startswith("2 nodes: 3 steps over gloo")
+    assert figures["nodes ppo"]["figure"].startswith("2 nodes: 3 steps over ipc")  # two GPUs a node: colocated
     assert not [path for path in Path(reports).iterdir() if path.name.startswith("gpu-check-")]

@@ -114,9 +114,9 @@ def test_a_wrong_byte_and_a_wrong_version_are_named():
     buffer = _filled(plan, 0, 12)
     first, second = plan.parts(0, 0)
     with pytest.raises(SyncError, match="bucket 0 of policy version 13, got bucket 0 of version 12 from actor 1"):
-        verify(buffer, plan, second, 0, 13)
+        verify(buffer, plan, [second], 0, 13)
     buffer[second.pieces[1].offset + 3] += 1
-    verify(buffer, plan, first, 0, 12)
+    verify(buffer, plan, [first], 0, 12)
     assembly = Assembly(plan, Pool(torch.device("cpu")))
     for way in (assembly.parameters, assembly.copies):
         with pytest.raises(SyncError, match="differs from that of actor 1 in bf16 "):

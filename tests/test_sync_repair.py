@@ -68,12 +68,12 @@ def sync(roles):
         for role, ranks in zip(("actor", "rollout"), roles, strict=True):
             for rank in range(ranks.world):
                 ranks.call(rank, "become", role=role, rank=rank, settings=settings).result()
-        return WeightSync(_configure(settings), *roles, "127.0.0.1")
+        return WeightSync(configure(settings), *roles, "127.0.0.1")
 
     return build
 
 
-def _configure(settings: dict[str, Any]) -> Config:
+def configure(settings: dict[str, Any]) -> Config:
     config = Config()
     for name, value in settings.items():
         group, _, key = name.partition(".")
@@ -161,7 +161,7 @@ def test_an_engine_in_a_subnet_out_of_reach_is_named_with_both_interfaces_or_rea
             actor, rollout = Ranks(peers[:1]), Ranks(peers[1:])
             for fallback in ("none", "gloo"):
                 settings = {"timeout.sync": 16.0, "sync.interface": "ib0", "sync.fallback": fallback}
-                config = _configure(settings)
+                config = configure(settings)
                 actor.call(0, "become", role="actor", rank=0, settings=settings).result()
                 rollout.call(0, "become", role="rollout", rank=0, settings=settings).result()
                 weights = WeightSync(config, actor, rollout, links.address("near"))  # type: ignore[arg-type]

@@ -19,11 +19,13 @@ from test_training_models import edit_config, make_experience
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.records import Experience
+from slurm_rlhf.rollout.saved_names import as_saved, skeleton
 from slurm_rlhf.training.collate import collate
 from slurm_rlhf.training.dropout import RANDOM
 from slurm_rlhf.training.export import save_hf
 from slurm_rlhf.training.frozen import FrozenPolicy
 from slurm_rlhf.training.models import PolicyModule, load_critic, load_policy
+from slurm_rlhf.training.parameters import full_parameters
 
 FP32 = Ds(param_dtype="fp32")
 MAX_LEN = 64
@@ -56,7 +58,7 @@ def ours(policy: PolicyModule, exp: Experience = EXPERIENCE) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
-def test_train_mode_equals_transformers_in_eval_mode(tmp_path: Path, arch: str) -> None:
+def test_log_probs_in_train_mode_and_saved_weights_are_those_of_transformers(tmp_path: Path, arch: str) -> None:
     path = make_model(tmp_path / "model", arch)
     written = json.loads((path / "config.json").read_text())
     policy = load_policy(path, FP32, 7, max_len=MAX_LEN)
@@ -68,8 +70,12 @@ def test_train_mode_equals_transformers_in_eval_mode(tmp_path: Path, arch: str) 
     assert difference < 1e-5
     assert torch.equal(ours(policy.eval()), first)
 
+    saved = load_file(path / "model.safetensors")
+    sent = dict(as_saved(skeleton(str(path)), full_parameters(policy.model)))
+    assert sent.keys() == saved.keys() - dict(policy.model.named_buffers()).keys()  # which training does not change
+    assert all(torch.equal(sent[name], saved[name]) for name in sent)
     save_hf(policy.model, path, tmp_path / "out", rank=0)
-    assert load_file(tmp_path / "out" / "model.safetensors").keys() == load_file(path / "model.safetensors").keys()
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == saved.keys()
     exported = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {n: v for n, v in exported.items() if RANDOM.search(n)} == {
         n: v for n, v in written.items() if RANDOM.search(n) and n in exported
@@ -88,8 +94,8 @@ def test_the_soft_cap_of_a_text_model_inside_another_is_applied(tmp_path: Path) 
     torch.manual_seed(0)
     Gemma4ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
     policy = load_policy(tmp_path / "model", FP32, 7)
-    assert policy.head_math is not None
-    assert policy.head_math.cap == 3.0
+    assert policy.head.head_math is not None
+    assert policy.head.head_math.cap == 3.0
     expected = plain(tmp_path / "model", EXPERIENCE)
     torch.testing.assert_close(ours(policy).double(), expected, rtol=0, atol=1e-5)
     without = ours(PolicyModule(policy.model, 7)).double()

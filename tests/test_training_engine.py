@@ -178,6 +178,8 @@ def park_and_unpark(trainer: Any) -> None:
         patch.setattr(offload, "_at", elsewhere)
         before = parameters(trainer)
         trainer.engine.sleep()
+        if trainer.engine.cfg.zero_stage == 3:
+            assert trainer.engine._engine.optimizer.grad_partitions_flat_buffer.untyped_storage().nbytes() == 0
         assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
         trainer.engine.wake_up()
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from slurm_rlhf.training import logprobs as logprobs_module
 from slurm_rlhf.training.logprobs import chunked_logprobs
 from slurm_rlhf.training.schedule import Schedule, learning_rate
 
@@ -80,6 +81,21 @@ def test_entropy_has_no_gradient_unless_asked_for() -> None:
     head, hidden, targets = make_inputs()
     assert not chunked_logprobs(head, hidden, targets, 1.0, CHUNK)[1].requires_grad
     assert chunked_logprobs(head, hidden, targets, 1.0, CHUNK, entropy_grad=True)[1].requires_grad
+
+
+@pytest.mark.parametrize("entropy_grad", [False, True])
+def test_the_backward_pass_computes_no_entropy_that_has_no_gradient(
+    monkeypatch: pytest.MonkeyPatch, entropy_grad: bool
+) -> None:
+    head, hidden, targets = make_inputs()
+    asked: list[int] = []
+    plain = logprobs_module._entropy
+    monkeypatch.setattr(logprobs_module, "_entropy", lambda log_p: asked.append(len(log_p)) or plain(log_p))
+    logprobs, entropy = chunked_logprobs(head, hidden, targets, 1.0, CHUNK, entropy_grad=entropy_grad)
+    chunks = -(-TOKENS // CHUNK)
+    assert len(asked) == chunks
+    (logprobs.sum() + (entropy.sum() if entropy_grad else 0.0)).backward()
+    assert len(asked) == (2 if entropy_grad else 1) * chunks
 
 
 def test_no_actions_at_all_still_give_a_gradient() -> None:

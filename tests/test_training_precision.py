@@ -21,7 +21,8 @@ from test_training_engine import make_config, make_experience, parameters, share
 from tiny_models import make_reward, make_tiny
 
 RANKS = 2
-STAGES = (0, 1, 2, 3)
+STAGES = (0, 2, 3)
+CUT = ("phi3", "mixtral")  # frequencies that are fixed after loading; experts in one parameter
 
 
 # --- what each rank does ---------------------------------------------------------------------------------------------
@@ -92,13 +93,27 @@ def actor_and_reference(model: Path, world: Any) -> dict[str, torch.Tensor]:
     return {name: torch.as_tensor(numbers) for name, numbers in answers.items()}
 
 
+def cut_models(models: Path, world: Any) -> dict[str, torch.Tensor]:
+    """Log-probs of references that are whole and cut over the ranks, of models with more than linear layers."""
+    from slurm_rlhf.training.frozen import FrozenPolicy
+
+    answers = {}
+    part, micro = share(make_experience(0), world.rank, world.size, 40)
+    for arch in CUT:
+        config = make_config(models / arch, param_dtype="bf16", zero_stage=2)
+        for stage in (0, 3):
+            config.ref.zero_stage = stage
+            answers[f"{arch}.{stage}"] = torch.as_tensor(FrozenPolicy(config).logprobs(part, micro)["logprobs"])
+    return answers
+
+
 def main() -> None:
     request = json.loads(sys.argv[1])
     models, out = Path(request["models"]), Path(request["out"])
     from slurm_rlhf.training.distributed import join_world
 
     world = join_world(60.0)
-    answers = first_step(models / "opt", world)
+    answers = first_step(models / "opt", world) | cut_models(models, world)
     # Stage 0 last: DeepSpeed's autocast, once it was in use, changes how later engines add up gradients.
     for stage in reversed(STAGES):
         answers |= value_head(models / "qwen2", world, stage, out)
@@ -113,7 +128,8 @@ def main() -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
     path = tmp_path_factory.mktemp("models")
     make_tiny(path / "qwen2")
-    make_model(path / "opt", "opt")
+    for arch in ("opt", *CUT):
+        make_model(path / arch, arch)
     torchrun(RANKS, program=__file__, models=str(path), out=str(path))
     return [load_file(path / f"rank{rank}.safetensors") for rank in range(RANKS)]
 
@@ -133,6 +149,15 @@ def test_actor_and_reference_are_equal_before_the_first_step_at_stage_0_in_bf16(
 ) -> None:
     for answers in ranks:
         assert torch.equal(answers["actor"], answers[kind])
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("arch", CUT)
+def test_models_that_are_cut_by_zero3_give_what_whole_ones_give(
+    ranks: list[dict[str, torch.Tensor]], arch: str
+) -> None:
+    for answers in ranks:
+        torch.testing.assert_close(answers[f"{arch}.3"], answers[f"{arch}.0"], rtol=0, atol=1e-6)
 
 
 @pytest.mark.timeout(200)

@@ -106,6 +106,10 @@ class Run:
                 raise AssertionError(f"no {what} within {timeout_s:g} s")
             time.sleep(0.05)
 
+    def wait_for_ranks(self, timeout_s: float) -> None:
+        """Until it has started a process of a role."""
+        self._wait(self.ranks, "a rank", timeout_s)
+
     def wait_for_log(self, text: str, timeout_s: float) -> None:
         """Until the conductor's log holds `text`."""
         self._wait(lambda: text in self.log(), f"{text!r} in the log", timeout_s)

@@ -12,6 +12,7 @@ from typing import Any
 
 from slurm_rlhf.cli.arguments import Arguments
 from slurm_rlhf.cli.conductor import Orders
+from slurm_rlhf.cli.memory import draw_memory, insist_on_memory, memory_on
 from slurm_rlhf.cluster.draw import draw
 from slurm_rlhf.cluster.environment import read_slurm
 from slurm_rlhf.cluster.mpi import Launched, Placed, Process, place_processes, this_process
@@ -53,6 +54,7 @@ def _first(world: World, arguments: Arguments, start: Launched) -> int:
         config = load_config(arguments.file, arguments.overrides)
         check(config)
         placed = place_processes(config, processes, start)
+        insist_on_memory(config, placed.ranks)
         if "dry_run" not in arguments.flags:
             for note in _look_around(world, config, placed.ranks, processes):
                 print(note, flush=True)
@@ -63,7 +65,8 @@ def _first(world: World, arguments: Arguments, start: Launched) -> int:
     if "dry_run" in arguments.flags:
         world.broadcast(None)
         print(dump_toml(config))
-        print(textwrap.indent(draw(placed.ranks), "# "))
+        memory = draw_memory(config, memory_on(config, placed.ranks))
+        print(textwrap.indent(f"{draw(placed.ranks)}\n\n{memory}", "# ", lambda line: True))
         return 0
     return _run(world, config, placed, arguments)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 from slurm_rlhf.cli.arguments import page, parse
 from slurm_rlhf.cli.layout import draw_layout, layout_on, layout_somewhere
+from slurm_rlhf.cli.memory import draw_memory, memory_json, memory_of, memory_on, refuse
 from slurm_rlhf.cli.transfer import INSIDE_GBITS, NETWORK_GBITS, draw_transfer, transfer_json, transfer_plan
 from slurm_rlhf.cluster.draw import draw
 from slurm_rlhf.cluster.nodelist import expand
@@ -17,21 +19,27 @@ from slurm_rlhf.errors import ConfigError
 USAGE = (
     "usage: slurm-rlhf plan FILE.toml [--KEY=VALUE ...] [--json]\n"
     "                       [--gpus_per_node=N (--nodes=N | --nodelist=LIST)]\n"
-    "                       [--network_gbits=RATE] [--inside_gbits=RATE]"
+    "                       [--gpu=NAME | --gpu_memory_gb=GB] [--network_gbits=RATE] [--inside_gbits=RATE]"
 )
 ABOUT = (
     "Shows which rank of which role goes on which accelerator slot of which node, and starts nothing: in the Slurm "
     "allocation it runs in, on the nodes that the options name, else on as many as the configuration asks for. Where "
-    "the model's directory is there, it adds what a weight transfer sends over each link, and for how long. These keys "
-    "decide."
+    "the model's config.json is there and the kind of GPU is known, it adds the memory that each role needs, and fails "
+    "where that is not there; where the weights are, what a weight transfer sends over each link, and for how long. "
+    "These keys decide."
 )
 FLAGS = {
-    "json": "print one JSON object: accelerator, nodes, roles (role -> node, gpus, ranks), tp_groups, world, transfer"
+    "json": "print one JSON object: accelerator, nodes, roles (role -> node, gpus, ranks), tp_groups, world, memory, "
+    "transfer"
 }
 OPTIONS = {
     "nodes": "plan for this many nodes",
     "nodelist": "plan for these nodes, in Slurm's words: gpu[001-003,007]",
     "gpus_per_node": "GPUs of each of them",
+}
+GPU = {
+    "gpu": "kind of the GPUs, as train.gpu: h100, a100_40gb, h200, ...",
+    "gpu_memory_gb": "memory of a GPU as it is sold, as train.gpu_memory_gb",
 }
 DEFAULTS = (str(NETWORK_GBITS), str(INSIDE_GBITS))
 RATES = {
@@ -44,41 +52,49 @@ KEYS += ["vllm.num_engines", "vllm.tensor_parallel_size", "vllm.num_nodes"]
 KEYS += ["algo.kl.init_coef", "reward.model_name_or_path"]
 KEYS += ["train.colocate_all", "train.colocate_actor_ref", "train.colocate_critic_reward"]
 KEYS += ["ds.zero_stage", "ds.param_dtype", "sync.bucket_mb"]
+KEYS += ["train.gpu", "train.gpu_memory_gb", "train.max_tokens_per_gpu", "train.forward_max_tokens_per_gpu"]
+KEYS += ["train.logprob_chunk_tokens", "actor.gradient_checkpointing_enable", "data.max_len", "ds.enable_sleep"]
+KEYS += ["ref.zero_stage", "ref.offload", "vllm.gpu_memory_utilization", "vllm.max_num_seqs"]
 
 
 def help_page() -> str:
     """All of `slurm-rlhf plan --help`."""
-    return page(USAGE, ABOUT, KEYS, FLAGS | OPTIONS | RATES)
+    return page(USAGE, ABOUT, KEYS, FLAGS | OPTIONS | GPU | RATES)
 
 
 def run(words: list[str]) -> int:
-    """Prints the rank map. Raises ConfigError and PlacementError."""
+    """Prints the rank map. Raises ConfigError, and PlacementError where the roles or their memory do not fit."""
     options, rest = take_options(words)
+    rest += [f"--train.{name}={options.pop(name)}" for name in GPU if name in options]
     arguments = parse(rest, USAGE, FLAGS)
     config = load_config(arguments.file, arguments.overrides)
     rates = [_rate(name, options.pop(name, default)) for name, default in zip(RATES, DEFAULTS, strict=True)]
     wanted = wanted_nodes(options)
     ranks = layout_on(config, *wanted) if wanted else layout_somewhere(config)
+    memory = memory_of(config, None) if wanted else memory_on(config, ranks)
     transfer = transfer_plan(config, ranks)
     if "json" in arguments.flags:
         cost = {"transfer": transfer_json(transfer, *rates)} if transfer else {}
-        print(json.dumps(ranks.to_json() | cost))
-        return 0
-    print(draw(ranks) if wanted else draw_layout(config))
-    if transfer:
-        print(f"\n{draw_transfer(transfer, *rates)}")
+        print(json.dumps(ranks.to_json() | {"memory": memory_json(memory)} | cost))
+    else:
+        print(draw(ranks) if wanted else draw_layout(config))
+        print(f"\n{draw_memory(config, memory)}")
+        if transfer:
+            print(f"\n{draw_transfer(transfer, *rates)}")
+    sys.stdout.flush()
+    refuse(config, memory)
     return 0
 
 
 def take_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The options of OPTIONS and RATES with their values, and the words that are left."""
+    """The options of OPTIONS, GPU and RATES with their values, and the words that are left."""
     options: dict[str, str] = {}
     rest: list[str] = []
     left = iter(words)
     for word in left:
         name, equals, value = word.partition("=")
         name = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
-        if name in OPTIONS | RATES:
+        if name in OPTIONS | GPU | RATES:
             options[name] = value if equals else next(left, "")
         else:
             rest.append(word)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 from slurm_rlhf.cli.arguments import page, parse
+from slurm_rlhf.cli.memory import memory_of, refuse
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 
@@ -26,6 +27,7 @@ def run(words: list[str]) -> int:
     """Submits. Raises SlurmRlhfError."""
     arguments = parse(words, USAGE, FLAGS)
     config = load_config(arguments.file, arguments.overrides)
+    refuse(config, memory_of(config, None))  # where train.gpu says on what: better now than after a day in the queue
     from slurm_rlhf.launch import submit
 
     job = submit(config, local="local" in arguments.flags)

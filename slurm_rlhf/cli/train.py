@@ -8,7 +8,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from slurm_rlhf.cli.arguments import page, parse
-from slurm_rlhf.cli.layout import draw_layout, layout_here
+from slurm_rlhf.cli.layout import draw_layout, layout_here, layout_somewhere
+from slurm_rlhf.cli.memory import draw_memory, insist_on_memory, memory_on, refuse
 from slurm_rlhf.cluster.current import node_name
 from slurm_rlhf.cluster.environment import read_slurm
 from slurm_rlhf.cluster.launcher import Launcher
@@ -25,7 +26,7 @@ ABOUT = (
     "Trains a policy by PPO: starts actor, critic, reference and rollout as process groups of their own, and puts "
     "everything of the run into run_dir. Started again, it goes on from the newest checkpoint."
 )
-FLAGS = {"dry_run": "print the resolved configuration and the rank map (as TOML and its comments), start nothing"}
+FLAGS = {"dry_run": "print the resolved configuration, rank map and memory (as TOML and its comments), start nothing"}
 GROUPS = [field.name for field in fields(Config) if field.name != "sft"]
 
 
@@ -46,10 +47,13 @@ def run(words: list[str]) -> int:
     check(config)
     if "dry_run" in arguments.flags:
         layout = draw_layout(config)
+        memory = memory_on(config, layout_somewhere(config))
         print(dump_toml(config))
-        print(textwrap.indent(layout, "# "))
+        print(textwrap.indent(f"{layout}\n\n{draw_memory(config, memory)}", "# ", lambda line: True), flush=True)
+        refuse(config, memory)
         return 0
     ranks = layout_here(config)
+    insist_on_memory(config, ranks)
     from slurm_rlhf.launch.chain import continuation_of
     from slurm_rlhf.roles import conductor
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,22 @@ def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
             f"{key}: no such directory: {path} (a model of the Hugging Face hub must be downloaded first: "
             "`hf download <name> --local-dir <directory>`)"
         )
-    read_config(key, directory)
+    check_not_quantised(key, path, read_config(key, directory))
     if not any((directory / name).is_file() for name in WEIGHTS):
         raise ModelError(f"{key}: {path} holds no weights (none of {', '.join(WEIGHTS)})")
     if tokenizer:
         require_tokenizer(directory, f"{key}: ")
+
+
+def check_not_quantised(key: str, path: str | Path, config: Mapping[str, Any]) -> None:
+    """Raises ModelError where `config`, of the model in `path`, says that its weights are quantised."""
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
+        raise ModelError(
+            f"{key}: {path} holds quantised weights (quantization_config, {method or 'no method named'}), which cannot "
+            "be trained here: use the model it was made from, in bf16 or fp32"
+        )
 
 
 def require_tokenizer(directory: Path, where: str = "") -> Path:
@@ -90,8 +102,8 @@ def check_architecture(key: str, path: str, max_len: int) -> None:
             )
     if names and not any(name in COMPARED for name in names):
         log.warning(
-            "%s: %s is a %s, which was never compared with transformers and vLLM: watch the comparison before the "
-            "first step. Compared were %s",
+            "%s: %s is a %s, which was never compared with transformers and vLLM: train.self_check compares "
+            "them before the first step. Compared were %s",
             *(key, path, names[0], ", ".join(sorted(COMPARED))),
         )
 

@@ -34,7 +34,8 @@ class Data:
     input_template: str = ""
     """Format string around the prompt, with one `{}`; empty: the prompt as it is."""
     apply_chat_template: bool = False
-    """Wrap the prompt as a user's message in the tokenizer's chat template."""
+    """Wrap the prompt as a user's message in the tokenizer's chat template. The column may also hold a list of
+    messages, each with role and content."""
     max_len: int = 2048
     """Longest prompt plus response in tokens. Prompts longer than max_len - rollout.max_new_tokens are dropped."""
     max_samples: int = 0
@@ -182,7 +183,11 @@ class Vllm:
 @dataclass(slots=True)
 class Ds:
     zero_stage: int = 2
-    """DeepSpeed ZeRO stage of actor and critic."""
+    """DeepSpeed ZeRO stage of actor and critic. 1 keeps all gradients on every rank, 4 bytes a parameter, and adds them
+    up once per optimizer step; 2 keeps a rank's part and adds up in each micro-batch, behind the backward pass; 3 cuts
+    the parameters, too. On a slow network 1 is the faster, where it fits."""
+    grad_comm_dtype: Literal["fp32", "bf16"] = "fp32"
+    """In which ranks add up their gradients: bf16 halves the bytes and rounds the sums to 8 bits."""
     param_dtype: Literal["bf16", "fp32"] = "bf16"
     """bf16 (with fp32 master weights; at stage 0 fp32 weights under autocast, the reference's too) or fp32."""
     enable_sleep: bool = False
@@ -254,6 +259,10 @@ class Train:
     """Batches sampled ahead with vllm.sync_mode = inflight: no token is older than so many updates when trained on."""
     full_determinism: bool = False
     """Bitwise equal metrics from run to run and over a resume: fixed prompt-to-engine assignment and order."""
+    gpu: str = ""
+    """Kind of the GPUs (h100, a100_40gb, ...), whose memory is checked before anything starts; empty: found out."""
+    gpu_memory_gb: float = 0.0
+    """Memory of a GPU, as it is sold (80), where the kind is unknown; 0: found out."""
     self_check: bool = True
     """Look at the first batch before training on it: actor, reference and engine agree, forwards repeat, rewards and
     prompts are sane. What fails ends the run; later steps watch for drift. README.md: When something is wrong."""
@@ -299,8 +308,8 @@ class Ckpt:
 class Sync:
     backend: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
     """auto, gloo, nccl, ipc (one device or node) or disk (files in run_dir). auto: by the members' nodes and GPUs."""
-    bucket_mb: int = 64
-    """MiB of weights that go at a time; an engine rank needs three times as much. In eighths where nodes relay them."""
+    bucket_mb: int = 0
+    """MiB of weights that go at a time, 0: 64, between GPUs 256. An engine rank needs 3 x as much; relays cut in 8."""
     interface: str = ""
     """Network interface of the weight transfer, or several (ib0,ib1), near the GPUs. Empty: any that connects."""
     compare: int = 0

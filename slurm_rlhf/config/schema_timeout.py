@@ -9,8 +9,8 @@ from dataclasses import dataclass
 class Timeout:
     """The one table of time-outs, in seconds."""
 
-    connect: float = 300.0
-    """From the start of a role's process to its first message."""
+    connect: float = 600.0
+    """From the start of a role's process to its first message: until its libraries are imported."""
     start: float = 1800.0
     """Loading the model, starting the engine."""
     generate: float = 3600.0

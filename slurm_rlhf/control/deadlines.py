@@ -22,6 +22,7 @@ DEADLINES: dict[str, str] = {
     "save": "checkpoint",
     "load": "checkpoint",
     "export": "checkpoint",
+    "about": "forward",  # behind whatever the rank is at
     "shutdown": "shutdown",
 }
 """Method of a role -> field of `config.schema.Timeout`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
@@ -21,13 +21,19 @@ class RoleHandle:
         self.world = world
         self._server = server
         self._timeout = timeout
+        self.watch: Callable[[int], Callable[[], None]] | None = None
+        """Told the rank of each call, returns what to call when its answer is there."""
 
     def call(self, rank: int, method: str, /, **args: Any) -> Future[Any]:
         """`method(**args)` on one rank; the Future raises as that of `ControlServer.call`.
 
         Raises RunError for a method without deadline, WireError for arguments that cannot travel.
         """
-        return self._server.call(self.role, rank, method, timeout_s=deadline(self._timeout, method), **args)
+        future = self._server.call(self.role, rank, method, timeout_s=deadline(self._timeout, method), **args)
+        if self.watch is not None:
+            ended = self.watch(rank)
+            future.add_done_callback(lambda _: ended())
+        return future
 
     def start_all(
         self, method: str, /, args_per_rank: Sequence[Mapping[str, Any]] | None = None, **shared: Any

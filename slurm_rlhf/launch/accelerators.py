@@ -54,10 +54,11 @@ def judge_accelerators(answers: Answers, wanted: Wanted, granted_by: str) -> lis
     built = sorted({str(said["cuda_build"]) for said in answers.values()})
     if not wanted.slots:
         if any(built):
+            why = next((f" ({said['said']})" for said in answers.values() if said.get("said")), "")
             raise PlacementError(
-                f"there is no GPU here, and the environment holds the CUDA builds (torch for CUDA {built[-1]}), whose "
-                f"vLLM does not run on CPUs: {granted_by}, or make the CPU environment: bash sbatch/environment.sh "
-                "--cpu"
+                f"there is no GPU here{why}, and the environment holds the CUDA builds (torch for CUDA {built[-1]}), "
+                f"whose vLLM does not run on CPUs: {granted_by}, or make the CPU environment: bash "
+                "sbatch/environment.sh --cpu"
             )
         return []
     if not all(built):

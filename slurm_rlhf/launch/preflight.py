@@ -25,7 +25,7 @@ NOTHING = Wanted({})
 def check_here(wanted: Wanted, environ: Mapping[str, str]) -> list[str]:
     """This machine alone: notes for the user. Raises as `judge_accelerators`. Blocks for a second."""
     here = node_name(environ)
-    said = {here: equipment(gpus=bool(wanted.slots))}
+    said = {here: equipment(gpus=True)}  # where the run has none, the reason is of interest
     return judge_accelerators(said, wanted, "start it where nvidia-smi shows GPUs")
 
 

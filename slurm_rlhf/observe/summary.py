@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from slurm_rlhf.observe.metrics import finite
 
@@ -28,10 +29,13 @@ class Summary:
     seed: int
     self_check: dict[str, float] = field(default_factory=dict)  # check -> figure, of this session
     error: str = ""
+    gpus: dict[str, Any] | None = None  # `roles.gpu_account.GpuAccount.summary`; without GPUs not written
 
     def write(self, path: Path) -> None:
         """Replace `path` atomically: whoever reads it, after a crash of the node too, sees a whole one."""
         fields = asdict(self)
+        if self.gpus is None:
+            del fields["gpus"]
         fields |= {name: finite(value) for name, value in fields.items() if isinstance(value, float)}
         fields["self_check"] = {name: finite(value) for name, value in self.self_check.items()}
         temporary = path.with_suffix(".tmp")

@@ -42,6 +42,13 @@ FAMILIES: dict[str, Family] = {
     ),
     "phi3": Family(windows=True),
     "olmo2": Family(qkv_bias=_ATTENTION, output_bias=_ATTENTION, qk_norm="full"),
+    "granite": Family(qkv_bias=_ATTENTION, output_bias=_ATTENTION, mlp_bias=("mlp_bias", False)),
+    "olmoe": Family(
+        qkv_bias=_ATTENTION,
+        output_bias=_ATTENTION,
+        qk_norm="full",
+        experts=("num_experts", "num_experts_per_tok", "intermediate_size"),
+    ),
     "mixtral": Family(windows=True, experts=("num_local_experts", "num_experts_per_tok", "intermediate_size")),
     "qwen2_moe": Family(qkv_bias=("qkv_bias", True), experts=_QWEN_MOE),
     "qwen3_moe": Family(qkv_bias=_ATTENTION, output_bias=_ATTENTION, qk_norm="head", experts=_QWEN_MOE),

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.model_directory import check_not_quantised
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.placement.families import FAMILIES, Family
 
@@ -91,13 +92,7 @@ def read_shape(key: str, path: str | Path) -> ModelShape:
         raise ModelError(f"{key}: {file} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise ModelError(f"{key}: {file} is not a JSON object")
-    quantised = config.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
-        raise ModelError(
-            f"{key}: {path} holds quantised weights (quantization_config, {method or 'no method named'}), which cannot "
-            "be trained here: use the model it was made from, in bf16 or fp32"
-        )
+    check_not_quantised(key, path, config)
     try:
         return shape_of(config)
     except KeyError as error:

@@ -12,10 +12,13 @@ from slurm_rlhf.records import Experience
 from slurm_rlhf.roles.role import Role, Seat
 from slurm_rlhf.roles.sharing import taking_turns
 from slurm_rlhf.sync.session import ActorEnd
+from slurm_rlhf.training.attention import attention_kernel
 from slurm_rlhf.training.policy import PolicyTrainer
 
 
 class ActorRole(Role):
+    attention = staticmethod(attention_kernel)
+
     def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
         super().__init__(config, seat, client)
         self.sync = ActorEnd(config, f"{seat.role} {seat.rank}")

@@ -19,6 +19,7 @@ from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.observe.race import race
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.roles.generation import Generation
+from slurm_rlhf.roles.libraries import import_libraries
 from slurm_rlhf.roles.role import Seat
 from slurm_rlhf.roles.rollout import RolloutRole
 from slurm_rlhf.roles.worker import serve
@@ -30,10 +31,12 @@ class _Worker:
     """A conductor's end and the rollout role that answers it over the control plane, in one process."""
 
     def __init__(self, config: Config, keys: Path) -> None:
+        seat = Seat("rollout", 0, 1, 0, socket.gethostname())
+        import_libraries(config, seat)
         self.server = ControlServer(RunKeys.create(keys))
         client = ControlClient(self.server.endpoint(), RunKeys.load(keys), "rollout", 0, 1)
         client.connect(config.timeout.connect)
-        role = RolloutRole(config, Seat("rollout", 0, 1, 0, socket.gethostname()), client)
+        role = RolloutRole(config, seat, client)
         self._client = client
         self._thread = threading.Thread(target=serve, args=(client, role, None), name="rollout", daemon=True)
         self._thread.start()
@@ -59,7 +62,7 @@ def bench_rollout(config: Config, prompts: int, prompt_tokens: int, repeats: int
     how = Sampling(1, r.temperature, r.top_p, r.top_k, r.max_new_tokens, list(r.stop))
     answered: dict[str, list[list[int]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
-        # Before the first import of vllm, which reads the environment that the role sets.
+        # Before anything else imports vllm, which reads the environment that a rank sets.
         worker = _Worker(config, Path(scratch) / "keys.json")
         try:
             vocab = _vocab(config)

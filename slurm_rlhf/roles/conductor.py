@@ -19,10 +19,10 @@ from slurm_rlhf.cluster.launcher import Launcher
 from slurm_rlhf.cluster.placement import RankMap
 from slurm_rlhf.cluster.session import Session
 from slurm_rlhf.cluster.stop import Stop, StopRequested
+from slurm_rlhf.cluster.topology import CPU
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import EngineHandle, gather
-from slurm_rlhf.data.framing import missing_eos
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -34,6 +34,7 @@ from slurm_rlhf.roles.engines import Engines
 from slurm_rlhf.roles.environment import role_environment
 from slurm_rlhf.roles.fleet import Fleet
 from slurm_rlhf.roles.generation import Generation
+from slurm_rlhf.roles.gpu_account import GpuAccount
 from slurm_rlhf.roles.optimizer_steps import optimizer_steps
 from slurm_rlhf.roles.ppo import PPO
 from slurm_rlhf.roles.reporting import Reporting
@@ -148,8 +149,6 @@ class Conductor:
         for name, found in (("data.prompt_dataset", prompts), ("eval.dataset", evaluation)):
             if found and found.dropped:
                 self.reporting.note(f"{name}: {found.dropped} prompts longer than {longest} tokens were dropped")
-        if config.data.apply_chat_template and (endless := missing_eos(tokenizer)):
-            self.reporting.note(f"warning: {endless}")
         order = PromptOrder(
             len(prompts),
             config.rollout.batch_size,
@@ -185,6 +184,7 @@ class Conductor:
         assert isinstance(rollout, EngineHandle)
         weights = WeightSync(config, fleet.roles["actor"], rollout, fleet.sync_host)
         engines, generate = self._engines(fleet, rollout, weights, phases)
+        gpus = self._gpus(fleet, weights)
         engines.begin()
         log.info("trainers start")
         starts = {
@@ -235,10 +235,18 @@ class Conductor:
             engines=EngineWatch([group.node for group in self.ranks.tp_groups if group.role == "rollout"]),
             stop=self.stop,
             clock=self.started,
+            gpus=gpus,
         )
         if checkpoint is not None:
             training.load(checkpoint)
         return training
+
+    def _gpus(self, fleet: Fleet, weights: WeightSync) -> GpuAccount | None:
+        if self.ranks.topology.accelerator == CPU:
+            return None
+        self.reporting.gpus = GpuAccount(self.config, self.ranks, self.started, lambda: weights.way)
+        self.reporting.gpus.watch(fleet.roles)
+        return self.reporting.gpus
 
     def _engines(
         self, fleet: Fleet, rollout: EngineHandle, weights: WeightSync, phases: Phases

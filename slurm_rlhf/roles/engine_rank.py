@@ -25,15 +25,13 @@ MEETING = "meeting"
 
 
 class EngineRank(Role):
-    """A rank of the rollout role: an engine, or a TP rank of one."""
+    """A rank of the rollout role: an engine, or a TP rank of one. `prepare_process` comes first."""
 
     engine: Any
 
     def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
         super().__init__(config, seat, client)
         self.place = EnginePlace.of(seat.rank, config.vllm.tensor_parallel_size, seat.node)
-        own_devices(seat.local_rank, self.place.tp, others=config.train.colocate_all)
-        prepare_environment()
         self.sync = EngineEnd(config, f"{seat.role} {seat.rank}")
 
     def sync_join(self, parameters: list[list[Any]], **group: Any) -> dict[str, Any]:
@@ -60,17 +58,19 @@ def _without_collecting() -> Iterator[None]:
         gc.collect = collect
 
 
-def own_devices(local_rank: int, tp: int, others: bool = False) -> None:
-    """Leave only this engine's GPUs visible, TP rank i's as the i-th. Comes before CUDA is initialized.
+def prepare_process(config: Config, seat: Seat) -> None:
+    """What has to be so before vLLM is imported: this engine's GPUs, and the variables that vLLM reads."""
+    own_devices(seat.local_rank, config.vllm.tensor_parallel_size)
+    prepare_environment()
 
-    With `others` the role's other GPUs come after them: weights by ipc are read where the actor's ranks have them.
-    """
+
+def own_devices(local_rank: int, tp: int) -> None:
+    """Leave only this engine's GPUs visible, TP rank i's as the i-th. Comes before CUDA is initialized."""
     first = local_rank - local_rank % tp
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         visible = [device for device in os.environ.get(name, "").split(",") if device]
         if visible:
-            own = visible[first : first + tp]
-            os.environ[name] = ",".join([*own, *(visible[:first] + visible[first + tp :] if others else [])])
+            os.environ[name] = ",".join(visible[first : first + tp])
 
 
 def segment_prefix(config: Config, place: EnginePlace) -> str:

@@ -11,7 +11,7 @@ from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.observe.engine_load import EngineLoad
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.roles.engines import Engines
-from slurm_rlhf.roles.portions import allowance, portion
+from slurm_rlhf.roles.portions import allowance, answers, portion
 
 Answers = dict[int, list[Trajectory]]
 """Position of a prompt -> its responses so far, in the order in which they were finished."""
@@ -41,31 +41,32 @@ class Generation:
         """`sampling.n` trajectories per prompt, ordered by (position in `prompts`, sample)."""
         self.runs += 1
         self.loads = {engine: EngineLoad() for engine in self.rollout.ready}
-        answers = (
+        found = (
             self._fixed(prompts, sampling, version) if self.deterministic else self._stream(prompts, sampling, version)
         )
         trajectories: list[Trajectory] = []
         for position in range(len(prompts)):
-            trajectories += sorted(answers[position], key=lambda t: t.sample)
+            trajectories += sorted(found[position], key=lambda t: t.sample)
         return trajectories
 
     def _fixed(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Answers:
         ready = self.rollout.ready[: len(prompts)]
         calls = [
-            self._call(engine, list(range(place, len(prompts), len(ready))), prompts, sampling, version)
+            self._ask(engine, list(range(place, len(prompts), len(ready))), prompts, sampling, version)
             for place, engine in enumerate(ready)
         ]
-        answers: Answers = {}
-        for engine, call in zip(ready, calls, strict=True):
-            self._take(engine, call.result(), answers)
-        return answers
+        found: Answers = {}
+        for engine, parts in zip(ready, calls, strict=True):
+            for call in parts:
+                self._take(engine, call.result(), found)
+        return found
 
     def _stream(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Answers:
         width, n = self.max_num_seqs, sampling.n
         left = deque(range(len(prompts)))
         held = [0] * self.rollout.world  # responses that each engine owes
         pending: dict[Future[Any], tuple[int, int]] = {}  # call -> engine, how many responses
-        answers: Answers = {}
+        found: Answers = {}
         begun = set(self.rollout.ready)
 
         def feed(engine: int) -> bool:
@@ -75,8 +76,9 @@ class Generation:
             room = allowance(len(left) * n, ready, width) - held[engine]
             if not left or (held[engine] and room < count * n):
                 return False
-            call = self._call(engine, [left.popleft() for _ in range(count)], prompts, sampling, version)
-            pending[call] = (engine, count * n)
+            positions = [left.popleft() for _ in range(count)]
+            for call, responses in self._ask(engine, positions, prompts, sampling, version).items():
+                pending[call] = (engine, responses)
             held[engine] += count * n
             return True
 
@@ -95,28 +97,32 @@ class Generation:
             for call in done:
                 engine, count = pending.pop(call)
                 held[engine] -= count
-                self._take(engine, call.result(), answers)
+                self._take(engine, call.result(), found)
                 fill([engine])  # several small portions may fit where a large one was
-        return answers
+        return found
 
     def _look_around(self, worthwhile: bool) -> float | None:
         """Seconds to wait for an answer before looking for engines that have become ready."""
         return POLL_S if worthwhile and self.engines is not None and self.engines.coming else None
 
-    def _call(
+    def _ask(
         self, engine: int, positions: list[int], prompts: list[Prompt], sampling: Sampling, version: int
-    ) -> Future[Any]:
-        return self.rollout.call(
-            engine,
-            "generate",
-            prompts=[[i, prompts[i].index, prompts[i].token_ids] for i in positions],
-            sampling=sampling.to_wire(),
-            run_seed=self.run_seed,
-            version=version,
-            stream=self.runs,
-        )
+    ) -> dict[Future[Any], int]:
+        """Hand all of it to an engine at once: the calls that bring the responses, and how many each.
 
-    def _take(self, engine: int, answer: dict[str, Any], answers: Answers) -> None:
+        The first has the prompts. The others have none: they are there to be answered, because one answer with
+        everything could be larger than a message may be.
+        """
+        wires = [[i, prompts[i].index, prompts[i].token_ids] for i in positions]
+        longest = max(len(prompts[i].token_ids) for i in positions)
+        counts = answers(len(positions) * sampling.n, longest, sampling.max_new_tokens)
+        how = {"sampling": sampling.to_wire(), "run_seed": self.run_seed, "version": version, "stream": self.runs}
+        return {
+            self.rollout.call(engine, "generate", prompts=[] if part else wires, answer=count, **how): count
+            for part, count in enumerate(counts)
+        }
+
+    def _take(self, engine: int, answer: dict[str, Any], found: Answers) -> None:
         self.loads.setdefault(engine, EngineLoad()).add(EngineLoad.from_wire(answer["load"]))
         for position, wire in answer["found"]:
-            answers.setdefault(position, []).append(Trajectory.from_wire(wire))
+            found.setdefault(position, []).append(Trajectory.from_wire(wire))

@@ -1,4 +1,4 @@
-"""How much an engine gets at a time, and how much it may hold: pure functions of what is left, all in responses.
+"""How much an engine gets at a time, how much it may hold, how much it answers with: pure functions, all in responses.
 
 An engine that is slow must not sit on prompts that others could have started: when the last prompt is handed out,
 every engine should have in hand only what it is working on. So the portions, and the reserve that an engine holds
@@ -28,3 +28,20 @@ def allowance(left: int, engines: int, width: int) -> int:
     """What an engine may hold, at least its width: it may also have a reserve."""
     reserve = -(-width // _RESERVE)
     return width + (reserve if engines == 1 else min(reserve, left // (_LAST_PORTIONS * engines)))
+
+
+# An answer has a part of a message that is bounded, `codec.MAX_HEADER_BYTES`: this is an eighth of it.
+_ANSWER_BYTES = 8 << 20
+_ANSWER_RESPONSES = 8192  # of four arrays each, which may be frames of their own: as many as a message may have, halved
+_TOKEN_BYTES = 17  # its number, log-prob and mask, and eight bytes of text: twice what a token usually stands for
+_RESPONSE_BYTES = 256  # beside its tokens
+
+
+def answers(responses: int, prompt_tokens: int, response_tokens: int) -> list[int]:
+    """How many responses each answer brings, all together `responses`, so that every answer fits into a message.
+
+    prompt_tokens and response_tokens: of the longest, at most.
+    """
+    size = _RESPONSE_BYTES + 4 * prompt_tokens + _TOKEN_BYTES * response_tokens
+    most = max(1, min(_ANSWER_RESPONSES, _ANSWER_BYTES // size))
+    return [min(most, responses - begun) for begun in range(0, responses, most)]

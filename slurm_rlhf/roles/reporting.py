@@ -10,6 +10,7 @@ from slurm_rlhf.observe.events import TensorBoardEvents
 from slurm_rlhf.observe.metrics import MetricsLog
 from slurm_rlhf.observe.progress import make_progress
 from slurm_rlhf.observe.summary import Summary
+from slurm_rlhf.roles.gpu_account import GpuAccount
 from slurm_rlhf.roles.run_directory import RunDirectory
 from slurm_rlhf.roles.state import RunState
 
@@ -33,6 +34,8 @@ class Reporting:
         """What the self-check of this session found; `SelfCheck` fills it in."""
         self.moved = False
         """A step was done since `begin`."""
+        self.gpus: GpuAccount | None = None
+        """What the summary says of them."""
 
     def note(self, text: str) -> None:
         """A line for the user and for the log."""
@@ -80,7 +83,16 @@ class Reporting:
         assert state is not None
         if state.eval_before is not None and state.eval_after is not None:
             self.note(f"evaluation: {state.eval_before:.4f} before, {state.eval_after:.4f} after")
+        if told := self._gpu_words():
+            self.note(told)
         self.note(f"finished {state.step} steps in {state.wall_s:.0f} s; the model is in {self._directory.final}")
+
+    def _gpu_words(self) -> str:
+        gpus = self.gpus.summary() if self.gpus else None
+        if gpus is None:
+            return ""
+        mfu = "" if gpus["mfu"] is None else f"MFU {100 * gpus['mfu']:.1f} %, "
+        return f"GPUs: {mfu}idle {100 * gpus['idle_share']:.0f} % of the steps; {gpus['hours']:.2f} GPU-hours"
 
     def saved(self, step: int, seconds: float) -> None:
         """A checkpoint is on disk. Warns when saving takes longer than Slurm's signal leaves time for."""
@@ -131,4 +143,5 @@ class Reporting:
             seed=state.seed,
             self_check=self.self_check,
             error=error,
+            gpus=self.gpus.summary() if self.gpus else None,
         ).write(self._directory.summary)

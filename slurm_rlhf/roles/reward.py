@@ -8,10 +8,13 @@ from typing import Any
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.roles.role import Role
 from slurm_rlhf.roles.sharing import taking_turns
+from slurm_rlhf.training.attention import attention_kernel
 from slurm_rlhf.training.reward_model import RewardModel
 
 
 class RewardRole(Role):
+    attention = staticmethod(attention_kernel)
+
     def calls(self) -> dict[str, Callable[..., Any]]:
         return taking_turns(self.config, {"start": self.start, "score": self.score})
 

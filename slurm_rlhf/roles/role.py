@@ -11,6 +11,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.request import Request
 from slurm_rlhf.errors import RunError
+from slurm_rlhf.roles.about import about_device
 
 TERMINATION = "termination"
 """The event that tells the conductor of a SIGTERM."""
@@ -42,10 +43,18 @@ class Role(ABC):
     def calls(self) -> dict[str, Callable[..., Any]]:
         """Method name -> function; its keyword arguments are the call's, its result the answer."""
 
+    def attention(self) -> str:
+        """The attention kernel that this rank uses; empty: it has none, or none was used yet."""
+        return ""
+
+    def about(self) -> dict[str, Any]:
+        """As `about_device`."""
+        return about_device(self.attention)
+
     def handle(self, request: Request) -> None:
         """Answer one call. What the method raises goes to the caller, not to the end of this process."""
         try:
-            method = self.calls().get(request.method)
+            method = {"about": self.about, **self.calls()}.get(request.method)
             if method is None:
                 raise RunError(f"{self.seat.role} knows no call {request.method!r}; it knows {sorted(self.calls())}")
             request.reply(method(**request.args))

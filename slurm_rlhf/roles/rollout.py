@@ -104,6 +104,10 @@ class RolloutRole(EngineRank):
         self._halted = bool(self._open) and "broken" in answer
         return answer
 
+    def attention(self) -> str:
+        """See `Role.attention`."""
+        return self.engine.attention if hasattr(self, "engine") else ""
+
     def sleep(self) -> int:
         """Let others have the accelerator: as `Sleeper.sleep`. What is in flight is of a run that is being stopped."""
         self._drop(RunError(f"{self.place} was told to sleep"))
@@ -142,13 +146,18 @@ class RolloutRole(EngineRank):
         run_seed: int,
         version: int,
         stream: int,
+        answer: int = 0,
     ) -> None:
         """Queue `sampling.n` responses to each of `prompts` [[position, prompt, token ids], ...].
 
-        Calls of one `stream` are answered as `Tickets` says, with {"found": [[position, trajectory], ...], "load"}.
+        Calls of one `stream` are answered as `Tickets` says, with {"found": [[position, trajectory], ...], "load"}:
+        with `answer` responses, 0: with as many as they ask for.
         """
         how = Sampling(**sampling)
-        self._tickets.open(stream, request, len(prompts) * how.n)
+        asked = len(prompts) * how.n
+        found = self._tickets.open(stream, request, answer or asked, asked)
+        if found is not None:
+            self._reply(request, found)
         for position, prompt, token_ids in prompts:
             for sample in range(how.n):
                 self._open[prompt, sample] = (stream, position)
@@ -173,9 +182,11 @@ class RolloutRole(EngineRank):
             stream, position = self._open.pop((trajectory.prompt, trajectory.sample))
             completed = self._tickets.finish(stream, [position, trajectory.to_wire()])
             if completed:
-                request, found = completed
-                request.reply({"found": found, "load": self.meter.take().to_wire()})
+                self._reply(*completed)
         self._drained()
+
+    def _reply(self, request: Request, found: list[Any]) -> None:
+        request.reply({"found": found, "load": self.meter.take().to_wire()})
 
     def _drained(self) -> None:
         """No requests are left, perhaps: then do what waited for that."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slurm_rlhf.control.request import Request
+from slurm_rlhf.errors import RunError
 
 
 @dataclass(slots=True)
@@ -15,6 +16,7 @@ class _Stream:
 
     open: deque[tuple[Request, int]] = field(default_factory=deque)  # call, responses that it asked for
     finished: list[Any] = field(default_factory=list)
+    owed: int = 0  # responses that were asked for and that no call has come for yet
 
 
 class Tickets:
@@ -22,28 +24,46 @@ class Tickets:
 
     So the caller knows how much an engine has in hand: of a call that were answered with its own responses only, the
     last one would hold back the news that the others' places are free. All responses of a stream are answered when as
-    many have finished as its calls asked for.
+    many have finished as its calls asked for. A call may ask for more responses than it is answered with: then calls
+    that ask for none come for the rest.
     """
 
     def __init__(self) -> None:
         self._streams: dict[int, _Stream] = {}
 
-    def open(self, stream: int, request: Request, count: int) -> None:
-        """`request` waits for `count` responses, at least 1."""
-        self._streams.setdefault(stream, _Stream()).open.append((request, count))
+    def open(self, stream: int, request: Request, count: int, asked: int | None = None) -> list[Any] | None:
+        """`request` waits for `count` responses, at least 1; `asked`: how many it asks for, None: as many.
+
+        Returns what to answer it with, if that has finished before it came. Raises RunError for a call that comes for
+        responses which nobody has asked for, or which a failure has taken away.
+        """
+        queue = self._streams.get(stream, _Stream())
+        owed = queue.owed + (count if asked is None else asked) - count
+        if owed < 0:
+            raise RunError(f"a call came for {count} responses of stream {stream}, and {queue.owed} are left for it")
+        self._streams[stream] = queue
+        queue.owed = owed
+        queue.open.append((request, count))
+        return self._complete(stream)
 
     def finish(self, stream: int, response: Any) -> tuple[Request, list[Any]] | None:
         """A response is finished: the call that it completes, if it does, and what to answer it with."""
         queue = self._streams[stream]
         queue.finished.append(response)
-        request, count = queue.open[0]
-        if len(queue.finished) < count:
+        first = queue.open[0][0] if queue.open else None
+        found = self._complete(stream)
+        return None if first is None or found is None else (first, found)
+
+    def _complete(self, stream: int) -> list[Any] | None:
+        """The answer to the stream's first call, if as many responses have finished; the call is then closed."""
+        queue = self._streams[stream]
+        if not queue.open or len(queue.finished) < queue.open[0][1]:
             return None
-        queue.open.popleft()
-        found, queue.finished = queue.finished, []
-        if not queue.open:
+        _, count = queue.open.popleft()
+        found, queue.finished = queue.finished[:count], queue.finished[count:]
+        if not queue.open and not queue.owed:
             del self._streams[stream]
-        return request, found
+        return found
 
     def fail(self, error: Exception) -> None:
         """Nothing that was asked for will come."""

@@ -19,11 +19,12 @@ from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.observe.metrics import finite
 from slurm_rlhf.observe.phases import Phases
-from slurm_rlhf.records import Sampling
+from slurm_rlhf.records import Experience, Sampling
 from slurm_rlhf.roles.batches import Batches
 from slurm_rlhf.roles.engine_watch import EngineWatch
 from slurm_rlhf.roles.engines import Engines
 from slurm_rlhf.roles.fleet import Fleet
+from slurm_rlhf.roles.gpu_account import GpuAccount
 from slurm_rlhf.roles.ppo import PPO
 from slurm_rlhf.roles.reporting import Reporting
 from slurm_rlhf.roles.run_directory import RunDirectory
@@ -31,7 +32,8 @@ from slurm_rlhf.roles.self_check import SelfCheck
 from slurm_rlhf.roles.state import RunState
 
 SAVING = ("actor", "critic")
-REWARD_SCALE, UNEVALUATED = "reward_scale", "unevaluated"  # in a checkpoint's state where there is something to say
+REWARD_SCALE, UNEVALUATED, GPUS = "reward_scale", "unevaluated", "gpus"
+"""In a checkpoint's state where there is something to say."""
 
 
 @dataclass(slots=True)
@@ -55,6 +57,7 @@ class TrainingRun:
     engines: EngineWatch
     stop: Stop
     clock: float  # time.monotonic() up to which `state.wall_s` has counted
+    gpus: GpuAccount | None = None
     _saved_step: int = field(default=-1, init=False)
     _order: dict[str, Any] = field(default_factory=dict, init=False)  # behind the last batch that was trained on
     _unevaluated: dict[str, Any] | None = field(default=None, init=False)  # metrics of a step: see `_evaluate_step`
@@ -64,12 +67,16 @@ class TrainingRun:
         """All steps that are left, then the final evaluation, checkpoint and export."""
         self._order = self.order.state_dict()
         self.weights.update(self.state.policy_version)
+        for told in self.gpus.started() if self.gpus else ():
+            self.reporting.note(told)
         if self.state.eval_before is None and self.eval_prompts:
             with self.stop.droppable():
                 self.state.eval_before = self._evaluate()
             self.reporting.note(f"evaluation before training: {self.state.eval_before:.4f}")
         self.phases.take()  # what start-up took belongs to no step
         self.reporting.stepping()
+        if self.gpus is not None:
+            self.gpus.begin()
         try:
             self._evaluate_left_over()
             while self.state.step < self.total_steps:
@@ -113,11 +120,12 @@ class TrainingRun:
         self._count(number, version, tokens, metrics)
         self._order = batch.order
 
-        def timed() -> dict[str, float]:
+        def timed() -> dict[str, Any]:
             seconds = time.monotonic() - started
             speeds = {"tokens_per_s": tokens / seconds, "rollout_tokens_per_s": tokens / max(batch.seconds, 1e-9)}
             measured = {f"perf/{name}": speed for name, speed in speeds.items()}
-            return metrics | self.phases.take() | measured | {"time/step": seconds}
+            whole = metrics | self.phases.take() | measured | {"time/step": seconds}
+            return whole | self._gpu_metrics(number, experience, whole)
 
         if self._due(self.config.eval.steps):
             try:
@@ -128,6 +136,15 @@ class TrainingRun:
                 raise
         # Before the checkpoint: whatever a checkpoint has behind it has its line, and a later line is cut on resume.
         self.reporting.step(number, self.total_steps, timed())
+
+    def _gpu_metrics(self, number: int, experience: Experience, metrics: dict[str, Any]) -> dict[str, float]:
+        """None without GPUs."""
+        if self.gpus is None:
+            return {}
+        measured, notes = self.gpus.step(number, experience, metrics)
+        for note in notes:
+            self.reporting.note(note)
+        return measured
 
     def _evaluate_step(self, metrics: dict[str, Any]) -> None:
         """Evaluate behind a step, into its `metrics`. A stop drops the evaluation, and then the step has no line yet:
@@ -204,6 +221,8 @@ class TrainingRun:
             state[REWARD_SCALE] = self.ppo.scale.state_dict()
         if self._unevaluated is not None:
             state[UNEVALUATED] = {name: finite(value) for name, value in self._unevaluated.items()}
+        if self.gpus is not None:
+            state[GPUS] = self.gpus.state_dict()
         self.checkpoints.commit(step, state)
         self.checkpoints.prune(self.config.ckpt.max_num)
         self._saved_step = step
@@ -217,6 +236,8 @@ class TrainingRun:
         if isinstance(self.ppo.scale, RunningScale) and "count" in (before := state.get(REWARD_SCALE, {})):
             self.ppo.scale = RunningScale(**before)
         self._unevaluated = state.get(UNEVALUATED)
+        if self.gpus is not None:
+            self.gpus.load_state_dict(state.get(GPUS, {}))
         gather([f for role in SAVING for f in self.fleet.roles[role].start_all("load", path=str(path / role))])
         self._saved_step = self.state.step
 

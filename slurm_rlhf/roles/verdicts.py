@@ -100,8 +100,8 @@ WORDS: dict[str, Words] = {
         "new and old log-probs in the first update, before any weight changes,",
         "the old log-probs are not those of the weights that are trained: dropout, another temperature, or another "
         "batch's numbers",
-        "set dropout in config.json of actor.model_name_or_path to 0, look at rollout.temperature and "
-        "train.max_tokens_per_gpu",
+        "set the dropout values in config.json of actor.model_name_or_path to 0, or look at rollout.temperature and "
+        "ds.attn_implementation",
     ),
 }
 ALL_THE_SAME = "train.self_check = false leaves the self-check out"

@@ -26,6 +26,7 @@ class WeightSync:
     host: str  # of the leader, as the engines' nodes know it
     generation: int = field(default=0, init=False)  # of the group; a new one after a failure has a new name
     engines: list[int] = field(default_factory=list, init=False)  # that take part
+    way: dict[str, Any] = field(default_factory=dict, init=False)  # how the leader is connected, for the user
     _parameters: list[list[Any]] = field(default_factory=list, init=False)
     _where: dict[str, Any] = field(default_factory=dict, init=False)  # the store, which serves all generations
     _backend: dict[str, str] = field(default_factory=dict, init=False)  # the fallback, once it is in use
@@ -95,7 +96,9 @@ class WeightSync:
             self.rollout.call(engine, "sync_join", rank=self.actor.world + tp * place, **group)
             for place, engine in enumerate(self.engines)
         ]
-        for member in {tuple(sorted(answer.items())) for answer in gather(joins) if answer}:
+        answers = gather(joins)
+        self.way = answers[LEADER]
+        for member in {tuple(sorted(answer.items())) for answer in answers if answer}:
             log.info("weight transfer group %d: %s", self.generation, dict(member))
 
     def _fall_back(self, why: str) -> bool:

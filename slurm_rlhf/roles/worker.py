@@ -140,6 +140,10 @@ def main() -> None:
     config = load_config(directory.config, [])
     cache = take_caches(config, seat)
     store = open_store()  # alive as long as this process
+    # Before there is a client: from its hello on, silence is a sign of death.
+    importlib.import_module("slurm_rlhf.roles.libraries").import_libraries(config, seat)
+    module, name = ROLES[seat.role]
+    role = getattr(importlib.import_module(module), name)
     client = ControlClient(
         arguments.endpoint,
         RunKeys.parse(os.environ[KEYS], KEYS) if KEYS in os.environ else RunKeys.load(directory.keys),
@@ -155,8 +159,7 @@ def main() -> None:
     if held:
         relay_termination(client)
     try:
-        module, name = ROLES[seat.role]
-        serve(client, getattr(importlib.import_module(module), name)(config, seat, client), cache)
+        serve(client, role(config, seat, client), cache)
         client.close()
         del store
     except BaseException:

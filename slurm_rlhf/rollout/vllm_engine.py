@@ -90,6 +90,12 @@ class VllmEngine:
         _, waiting = scheduler.get_request_counts()
         return Gauges(self._tokens_sampled, waiting, scheduler.kv_cache_manager.usage)
 
+    @property
+    def attention(self) -> str:
+        """vLLM's names of the attention backends that its layers have."""
+        layers = self._config.compilation_config.static_forward_context.values()
+        return ", ".join(sorted({layer.get_attn_backend().get_name() for layer in layers if _attends(layer)}))
+
     def add(self, request: GenerateRequest) -> None:
         """See `Engine.add`."""
         from vllm.exceptions import VLLMError
@@ -252,6 +258,10 @@ class VllmEngine:
                 self._tokenizer, prompt_ids, flight.tokens, flight.request.sampling.skip_special_tokens
             )
         return flight.land(reason, text, self._index)
+
+
+def _attends(layer: Any) -> bool:
+    return hasattr(layer, "get_attn_backend")
 
 
 def _sampling_params(sampling: Sampling, seed: int) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,20 +28,29 @@ def fill(buffer: torch.Tensor, part: Part, bucket: int, version: int, source: So
         else:
             view.copy_(data)
             sums.append(checksum(_lanes(buffer, offset, piece)))
-    header = torch.tensor([version, bucket], dtype=torch.int64, device=buffer.device)
-    _header(buffer, len(sums)).copy_(torch.cat([header, torch.stack(sums)]))
+    header = _header(buffer, len(sums))
+    # Filled, not copied: a copy of numbers from the host would wait for the GPU.
+    header[0].fill_(version)
+    header[1].fill_(bucket)
+    header[FIXED_HEADER:].copy_(torch.stack(sums))
 
 
-def verify(buffer: torch.Tensor, plan: SyncPlan, part: Part, bucket: int, version: int) -> None:
-    """Compare a part of a bucket that arrived with what its owner said of it.
+def verify(buffer: torch.Tensor, plan: SyncPlan, parts: Sequence[Part], bucket: int, version: int) -> None:
+    """Compare the parts of a bucket that arrived with what their owners said of them.
 
-    `buffer` is the bucket's. Raises SyncError naming the parameters that differ.
+    `buffer` is the bucket's. Waits for a GPU once. Raises SyncError naming the parameters that differ.
     """
-    sums = torch.stack([checksum(_lanes(buffer, piece.offset, piece)) for piece in part.pieces]).tolist()
-    pairs = zip(part.pieces, _said(buffer, part, bucket, version), sums, strict=True)
-    wrong = [plan.parameters[piece.span.parameter].name for piece, sent, arrived in pairs if sent != arrived]
-    if wrong:
-        raise _different(wrong, part, bucket, version)
+    words = []
+    for part in parts:
+        words.append(_header(buffer[part.start :], len(part.pieces)))
+        words.append(torch.stack([checksum(_lanes(buffer, piece.offset, piece)) for piece in part.pieces]))
+    found = iter(torch.cat(words).tolist())
+    for part in parts:
+        said = _said([next(found) for _ in range(FIXED_HEADER + len(part.pieces))], part, bucket, version)
+        pairs = zip(part.pieces, said, [next(found) for _ in part.pieces], strict=True)
+        wrong = [plan.parameters[piece.span.parameter].name for piece, sent, arrived in pairs if sent != arrived]
+        if wrong:
+            raise _different(wrong, part, bucket, version)
 
 
 @dataclass(slots=True)
@@ -60,8 +69,7 @@ class Assembly:
 
         Raises SyncError as `verify` does, at once.
         """
-        for part in parts:
-            verify(buffer, self.plan, part, bucket, version)
+        verify(buffer, self.plan, parts, bucket, version)
         return self._views(buffer, parts)
 
     def _views(self, buffer: torch.Tensor, parts: tuple[Part, ...]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -81,7 +89,8 @@ class Assembly:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """The same, none of them a view: the buffer is free at the end. Each is compared while it is copied, so its
         bytes are read once; raises as `verify` does, before the first that differs."""
-        said = {part.index: iter(_said(buffer, part, bucket, version)) for part in parts}
+        headers = {part.index: _header(buffer[part.start :], len(part.pieces)).tolist() for part in parts}
+        said = {part.index: iter(_said(headers[part.index], part, bucket, version)) for part in parts}
         for piece, part in _in_order(parts):
             room = self._room(piece)
             lanes = _lanes(buffer, piece.offset, piece)
@@ -116,9 +125,8 @@ class Assembly:
         return whole
 
 
-def _said(buffer: torch.Tensor, part: Part, bucket: int, version: int) -> list[int]:
+def _said(header: list[int], part: Part, bucket: int, version: int) -> list[int]:
     """The owner's checksums of its pieces. Raises SyncError for another bucket or version."""
-    header: list[int] = _header(buffer[part.start :], len(part.pieces)).tolist()
     if header[:FIXED_HEADER] != [version, bucket]:
         raise SyncError(
             f"expected bucket {bucket} of policy version {version}, got bucket {header[1]} of version {header[0]} "

@@ -20,12 +20,13 @@ class Pool:
         self._out = 0
         self._lock = threading.Lock()
         self._returned: deque[torch.Tensor] = deque()
+        self._gone: deque[int] = deque()
         self._free: list[torch.Tensor] = []
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A tensor of `nbytes`, its contents undefined. Any thread."""
         if self.device.type != "cpu":
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)  # its allocator keeps memory by itself
+            return self._counted(nbytes)
         with self._lock:
             while self._returned:
                 block = self._returned.popleft()
@@ -44,3 +45,15 @@ class Pool:
         # A finalizer runs wherever the last reference goes, in the middle of `take` too: it must not want the lock.
         weakref.finalize(lent, self._returned.append, block).atexit = False
         return torch.from_numpy(lent)
+
+    def _counted(self, nbytes: int) -> torch.Tensor:
+        """Fresh memory of a GPU: its allocator keeps what is given back by itself."""
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        with self._lock:
+            while self._gone:
+                self._out -= self._gone.popleft()
+            self._out += nbytes
+            self.peak = max(self.peak, self._out)
+        # All views share the storage, and its object lives as long as they.
+        weakref.finalize(tensor.untyped_storage(), self._gone.append, nbytes).atexit = False
+        return tensor

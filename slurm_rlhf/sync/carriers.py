@@ -7,8 +7,11 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from torch.distributed import PrefixStore
+
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.sync.carrier import Carrier
+from slurm_rlhf.sync.communicator import Communicator, name_interface
 from slurm_rlhf.sync.device_ipc import DeviceIpc
 from slurm_rlhf.sync.disk import Disk, clear
 from slurm_rlhf.sync.group import SyncGroup
@@ -38,7 +41,7 @@ def carrier_of(group: SyncGroup, plan: SyncPlan) -> Carrier:
 
 def _make(group: SyncGroup, plan: SyncPlan) -> Carrier:
     if group.backend == "nccl":
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", group.me.interface)
+        name_interface(group.me.interface)
         return Nccl(plan, group.rank, group.store, group.timeout_s)
     if group.backend == "disk":
         if not group.directory:
@@ -47,7 +50,7 @@ def _make(group: SyncGroup, plan: SyncPlan) -> Carrier:
         if group.rank == 0:
             clear(directory, group.name)
         return Disk(plan, group.rank, directory / group.name, group.timeout_s)
-    if group.backend == "ipc" and group.me.device:
+    if group.backend == "ipc" and group.on_gpus:
         return _on_one_device(group, plan)
     shelf = node_shelf(group, plan)
     if group.backend == "ipc" and shelf is None:
@@ -56,14 +59,22 @@ def _make(group: SyncGroup, plan: SyncPlan) -> Carrier:
 
 
 def _on_one_device(group: SyncGroup, plan: SyncPlan) -> Carrier:
-    node = group.me.node
-    readers = plan.layout.by_node[node]
-    owners = tuple(rank for rank, place in enumerate(plan.layout.actors) if place == node)
-    sizes = ShelfSizes(plan.depth, 8, len(plan.layout.actors), len(readers))
-    marks = _shared(group, f"marks/{node}", (*owners, *readers), sizes)
-    if marks is None:
-        raise SyncError(f"{group.me}: sync.backend = ipc finds no room in /dev/shm: use auto, or make it larger")
-    return DeviceIpc(plan, group.rank, group.store, marks, readers)
+    actors, gpu = plan.layout.actors, plan.layout.node(group.rank)
+    readers = plan.layout.by_node.get(gpu, ())
+    owners = tuple(rank for rank, place in enumerate(actors) if place == gpu)
+    gathered = plan.layout.zero_stage >= 3 and len(actors) > 1
+    writers = owners[:1] if gathered else owners
+    marks = None
+    if readers and group.rank in (*writers, *readers):
+        sizes = ShelfSizes(plan.depth, 8, len(writers), len(readers))
+        marks = _shared(group, f"marks/{gpu}", (*writers, *readers), sizes)
+        if marks is None:
+            raise SyncError(f"{group.me}: sync.backend = ipc finds no room in /dev/shm: use auto, or make it larger")
+    gather = None
+    if gathered and group.rank in owners:
+        name_interface(group.me.interface)
+        gather = Communicator(PrefixStore("nccl", group.store), group.rank, len(actors), group.timeout_s)
+    return DeviceIpc(plan, group.rank, group.store, marks, gathered, gather, group.timeout_s)
 
 
 def node_shelf(group: SyncGroup, plan: SyncPlan) -> Shelf | None:

@@ -39,6 +39,7 @@ class Post:
 
     reason: str = ""  # of its own; empty: it lost the others
     quiet: tuple[int, ...] = ()  # whose signs of life stayed out
+    lost: str = ""  # the backend's words, where a connection closed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,9 @@ class FailureBoard:
         self._posted = Post()
         self._cut_off = False  # the store does not answer; its client can do one thing at a time
 
-    def post(self, reason: str = "", quiet: Sequence[int] = ()) -> None:
+    def post(self, reason: str = "", quiet: Sequence[int] = (), lost: str = "") -> None:
         """Say why this rank gave up; nothing: it lost the others. Keeps what it said before of others' silence."""
-        self._posted = Post(reason, tuple(quiet) or self._posted.quiet)
+        self._posted = Post(reason, tuple(quiet) or self._posted.quiet, lost or self._posted.lost)
 
         def write() -> None:
             self._store.set(f"failed/{self._rank}", json.dumps(asdict(self._posted)))
@@ -80,10 +81,12 @@ class FailureBoard:
         """Who gave up of its own and why, for those who wait for it; None if nobody did. Raises RuntimeError."""
         return read(self._store, "refused")
 
-    def judge(self, peers: Collection[int], left: Iterable[int], quiet: Sequence[int], names: Names) -> Verdict:
+    def judge(
+        self, peers: Collection[int], left: Iterable[int], quiet: Sequence[int], names: Names, lost: str = ""
+    ) -> Verdict:
         """What happened to `peers`, for rank 0. `left`: those whose connection closed; may grow meanwhile.
 
-        `quiet`: those that rank 0 itself has not heard from.
+        `quiet`: those that rank 0 itself has not heard from; `lost`: see `Post`, its own.
         """
         start = time.monotonic()
         while True:
@@ -103,7 +106,9 @@ class FailureBoard:
             return Verdict(cut(told, {0, *posts}, names))
         silent = [names.short[rank] for rank in sorted(peers) if rank not in posts]
         if not silent:
-            return Verdict("the connections between the members broke, though all of them are alive")
+            said = next((text for text in [lost, *(post.lost for post in posts.values())] if text), "")
+            broke = "the connections between the members broke, though all of them are alive"
+            return Verdict(f"{broke}: {said}" if said else broke)
         return Verdict(f"no answer from {' and '.join(silent)} within {names.timeout_s:g} s (timeout.sync)")
 
     def publish(self, verdict: Verdict) -> None:
@@ -159,4 +164,4 @@ def cut(quiet: Mapping[int, Sequence[int]], spoke: Collection[int], names: Names
 
 def _post(text: str) -> Post:
     said = json.loads(text)
-    return Post(said["reason"], tuple(said["quiet"]))
+    return Post(said["reason"], tuple(said["quiet"]), said["lost"])

@@ -19,12 +19,12 @@ from torch.distributed import PrefixStore, Store
 from slurm_rlhf.cluster.route import address_of, address_towards, interface_of, is_loopback
 from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
 from slurm_rlhf.sync.carrier import Carrier
-from slurm_rlhf.sync.choice import BACKENDS, choose
+from slurm_rlhf.sync.choice import BACKENDS, choose, share_gpus
 from slurm_rlhf.sync.failures import FailureBoard, Names
 from slurm_rlhf.sync.gloo import GlooTransport
+from slurm_rlhf.sync.gpu import device_address, device_name, nccl_available
 from slurm_rlhf.sync.layout import Layout
 from slurm_rlhf.sync.member import Member, Membership
-from slurm_rlhf.sync.nccl import device_address, device_name, nccl_available
 from slurm_rlhf.sync.pulse import Pulse
 from slurm_rlhf.sync.rails import rail_of
 from slurm_rlhf.sync.reach import first_of_each, listen, unreachable
@@ -106,9 +106,18 @@ class SyncGroup:
             self.abort(self._ended)
         self.check()
 
+    @property
+    def on_gpus(self) -> bool:
+        """Whether the weights stay on GPUs all the way."""
+        return self.backend in ("nccl", "ipc") and all(member.device for member in self.members)
+
     def layout(self, zero_stage: int) -> Layout:
-        """Where the members are. Raises SyncError when the actor or the engines have no rank in the group."""
-        nodes = [member.node for member in self.members]
+        """Where the members are; with ipc between GPUs, on which of them each is: bytes stay on a GPU then.
+
+        Raises SyncError when the actor or the engines have no rank in the group.
+        """
+        inside = self.backend == "ipc" and self.on_gpus
+        nodes = [member.device if inside else member.node for member in self.members]
         rails = tuple(member.interface for member in self.members)
         return Layout(tuple(nodes[: self.actors]), tuple(nodes[self.actors :]), zero_stage, rails)
 
@@ -271,7 +280,8 @@ class SyncGroup:
             try:
                 wanted, nodes, devices = zip(*((m.backend, m.node, m.device) for m in members), strict=True)
                 inside = self._whole and set(nodes[: self.actors]) == set(nodes[self.actors :])
-                backend, why = choose(wanted, nodes, devices, self._colocated, inside)
+                twins = share_gpus(devices, self.actors)
+                backend, why = choose(wanted, nodes, devices, self._colocated, inside, twins)
             except ConfigError as refused:
                 error = str(refused)
         return {

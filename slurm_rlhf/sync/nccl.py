@@ -1,69 +1,29 @@
-"""NCCL: between GPUs, one rank each. Not run yet: no machine with GPUs was at hand."""
+"""NCCL: between GPUs, one rank each. Run through stand-ins, not on GPUs yet."""
 
 from __future__ import annotations
-
-import time
-from datetime import timedelta
-from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store, Work
 
 from slurm_rlhf.sync.buffers import Pool
 from slurm_rlhf.sync.carrier import Incoming
+from slurm_rlhf.sync.communicator import Communicator, Piece, in_time
 from slurm_rlhf.sync.plan import ALIGN, Part, SyncPlan
-from slurm_rlhf.sync.transport import Pending, TransportFailure
-
-_POLL_S = 0.0005
-
-
-def nccl_available() -> bool:
-    return torch.cuda.is_available() and torch.distributed.is_nccl_available()
-
-
-def device_name() -> str:
-    """What no two GPUs share; empty without one. Uses the current device."""
-    if not torch.cuda.is_available():
-        return ""
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-
-
-def device_names() -> list[str]:
-    """`device_name` of every GPU that this process sees, by its number here."""
-    return [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
-
-
-def device_address() -> str:
-    """The current GPU's PCI address, as the kernel spells it; empty without one."""
-    if not torch.cuda.is_available():
-        return ""
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+from slurm_rlhf.sync.transport import Pending
 
 
 class _Done:
-    """Work on NCCL's stream, polled: `Work.wait` only orders streams, and a peer that left would show as a hang."""
+    """Operations of a communicator, and their buffer."""
 
     lent = False
 
-    def __init__(self, carrier: Nccl, works: list[Work], buffer: torch.Tensor) -> None:
-        self._carrier = carrier
+    def __init__(self, communicator: Communicator, works: list[Work], buffer: torch.Tensor) -> None:
+        self._communicator = communicator
         self._works = works
         self._buffer = buffer
-        self._deadline = time.monotonic() + carrier.timeout_s
 
     def wait(self) -> torch.Tensor:
-        try:
-            while not all(work.is_completed() for work in self._works):
-                if self._carrier.aborted:
-                    raise TransportFailure("the NCCL group was aborted", peer_left=False)
-                if time.monotonic() > self._deadline:
-                    raise TransportFailure(f"NCCL: not done after {self._carrier.timeout_s:g} s", peer_left=False)
-                time.sleep(_POLL_S)
-            for work in self._works:
-                work.wait()
-        except RuntimeError as error:
-            raise TransportFailure(str(error), peer_left="remote" in str(error)) from error
+        self._communicator.settle(self._works)
         return self._buffer
 
     def release(self) -> None:
@@ -74,49 +34,54 @@ class Nccl:
     """See `Carrier`. Each engine rank of a stream takes an equal slice of a bucket from its owners, all at once; then
     the slices go around among the engine ranks (all-gather). So the actor sends every byte once, over all its rails,
     and NCCL's rings and NVLink do what the relays do over sockets. Two communicators per rank, whatever the sizes.
+
+    A bucket comes in on a stream of its own, beside what the engine loads of the bucket before.
     """
 
     def __init__(self, plan: SyncPlan, rank: int, store: Store, timeout_s: float) -> None:
         """Uses the current CUDA device; needs `nccl_available()`. Collective. Raises TransportFailure."""
-        self.timeout_s = timeout_s
-        self.aborted = False
         self.device = torch.device("cuda", torch.cuda.current_device())
         self.pool = Pool(self.device)
         self._plan = plan
         self._rank = rank
-        self._everybody = _group(PrefixStore("nccl", store), rank, plan.layout.world, timeout_s)
-        self._engines: Any = None
-        if rank >= len(plan.layout.actors):
+        self._side = torch.cuda.Stream(self.device)
+        self._everybody = Communicator(PrefixStore("nccl", store), rank, plan.layout.world, timeout_s)
+        self._communicators = [self._everybody]
+        self._engines: Communicator | None = None
+        if rank >= len(plan.layout.actors) and len(self._takers(plan.stream_to(rank))) > 1:
             taking = self._takers(plan.stream_to(rank))
             place = PrefixStore(f"nccl-{plan.stream_to(rank)}", store)
-            self._engines = _group(place, taking.index(rank), len(taking), timeout_s)
-        # Communicators are made at the first use, by all ranks together: now, and not in an update.
-        warm = torch.zeros(1, device=self.device)
-        _Done(self, [self._everybody.allreduce(warm)], warm).wait()
+            self._engines = Communicator(place, taking.index(rank), len(taking), timeout_s)
+            self._communicators.append(self._engines)
+        # Connections come to be when they are used first, with all ranks together: now, and not in an update.
+        in_time(self._connect, timeout_s)
 
     def send(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> Pending:
-        return _Done(self, self._exchange(self._slices(bucket, stream), [part], buffer), buffer)
+        works = self._everybody.exchange(self._sends(bucket, stream, part, buffer), [])
+        return _Done(self._everybody, works, buffer)
 
     def receive(self, bucket: int) -> Incoming:
         stream = self._plan.stream_to(self._rank)
         taking, slices = self._takers(stream), self._slices(bucket, stream)
         step = slices[0][2] - slices[0][1]
         buffer = self.pool.take(step * len(taking))
-        works = self._exchange(slices, list(self._plan.parts(bucket, stream)), buffer)
-        mine = taking.index(self._rank) * step
-        for work in works:
-            work.wait()  # on the stream, so that the all-gather comes after it
-        works = [*works, self._engines._allgather_base(buffer, buffer[mine : mine + step])]
-        return _Done(self, works, buffer)
+        self._side.wait_stream(torch.cuda.current_stream(self.device))  # whose memory the buffer was before
+        with torch.cuda.stream(self._side):
+            works = self._everybody.exchange([], self._receives(bucket, stream, buffer))
+            for work in works:
+                work.synchronize()  # the side stream waits, and with it the all-gather
+            if self._engines is not None:
+                mine = taking.index(self._rank) * step
+                works += self._engines.all_gather(buffer, buffer[mine : mine + step])
+        return _Done(self._everybody, works, buffer)
 
     def flush(self) -> None:
-        torch.cuda.synchronize(self.device)
+        torch.cuda.current_stream(self.device).synchronize()
 
     def abort(self) -> None:
-        self.aborted = True
-        for group in (self._everybody, self._engines):
-            if group is not None:
-                group.abort()
+        # The last first: with its exchange given up, a rank would hand its neighbours what it does not have.
+        for communicator in reversed(self._communicators):
+            communicator.abort()
 
     def close(self) -> None:
         self.abort()
@@ -130,31 +95,35 @@ class Nccl:
         step = -(-nbytes // (len(taking) * ALIGN)) * ALIGN
         return [(rank, place * step, (place + 1) * step) for place, rank in enumerate(taking)]
 
-    def _exchange(self, slices: list[tuple[int, int, int]], parts: list[Part], buffer: torch.Tensor) -> list[Work]:
-        """This rank's sends or receives of a bucket, as one NCCL operation: their order plays no part."""
-        works = []
-        self._everybody._start_coalescing(self.device)
-        for part in parts:
-            for rank, low, high in slices:
-                start, end = max(low, part.start), min(high, part.start + part.nbytes)
-                if start >= end:
-                    continue
-                if part.owner == self._rank:
-                    view = buffer[start - part.start : end - part.start]
-                    works.append(self._everybody.send([view], rank, 0))
-                elif rank == self._rank:
-                    works.append(self._everybody.recv([buffer[start:end]], part.owner, 0))
-        whole = self._everybody._end_coalescing(self.device)
-        return [whole] if whole is not None else works
+    def _sends(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> list[Piece]:
+        """What of this rank's part each engine rank's slice has; `buffer` is the part's."""
+        found = []
+        for rank, low, high in self._slices(bucket, stream):
+            start, end = max(low, part.start), min(high, part.start + part.nbytes)
+            if start < end:
+                found.append((buffer[start - part.start : end - part.start], rank))
+        return found
 
+    def _receives(self, bucket: int, stream: int, buffer: torch.Tensor) -> list[Piece]:
+        """What of each part this rank's slice has; `buffer` is the bucket's."""
+        (low, high), *_ = [(low, high) for rank, low, high in self._slices(bucket, stream) if rank == self._rank]
+        found = []
+        for part in self._plan.parts(bucket, stream):
+            start, end = max(low, part.start), min(high, part.start + part.nbytes)
+            if start < end:
+                found.append((buffer[start:end], part.owner))
+        return found
 
-def _group(store: Store, rank: int, world: int, timeout_s: float) -> Any:
-    from torch.distributed import ProcessGroupNCCL
-
-    options = ProcessGroupNCCL.Options()
-    # NCCL's own watchdog ends the whole process; ours raises, and has to be first.
-    options._timeout = timedelta(seconds=2 * timeout_s + 60)
-    try:
-        return ProcessGroupNCCL(store, rank, world, options)
-    except RuntimeError as error:
-        raise TransportFailure(str(error), peer_left=False) from error
+    def _connect(self) -> None:
+        """Every communicator, and every pair that will exchange bytes."""
+        for communicator in self._communicators:
+            communicator.settle(communicator.meet(self.device))
+        sends: list[Piece] = []
+        receives: list[Piece] = []
+        token = torch.zeros(ALIGN, dtype=torch.uint8, device=self.device)
+        for number, stream in enumerate(self._plan.streams):
+            if self._rank in stream.owners:
+                sends += [(token, rank) for rank in self._takers(number)]
+            if self._rank in self._takers(number):
+                receives += [(torch.empty_like(token), owner) for owner in stream.owners]
+        self._everybody.settle(self._everybody.exchange(sends, receives))

@@ -50,8 +50,8 @@ class Sender:
 
     @property
     def peak(self) -> int:
-        """Bytes of buffers that existed at a time."""
-        return self._pool.peak
+        """Bytes of buffers that existed at a time: of this rank's parts, and on a GPU of whole buckets, too."""
+        return self._pool.peak + (self.carrier.pool.peak if self.carrier.device.type == "cuda" else 0)
 
     def push(self, held: Held, version: int) -> SyncStats:
         """Send this rank's share of policy `version`; on rank 0, return when every engine rank has loaded it.

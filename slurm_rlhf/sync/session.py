@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SyncBroken
 from slurm_rlhf.sync.group import SyncGroup, join
@@ -100,7 +101,8 @@ def _join(config: Config, label: str, parameters: Described, group: dict[str, An
         "whole": config.ds.zero_stage < 3,
     }
     joined = join(Membership(label=label, **{**settings, **group}))
-    return joined, make_plan(parameters, sync.bucket_mb << 20, joined.layout(config.ds.zero_stage))
+    nbytes = bucket_mb(sync.bucket_mb, joined.on_gpus) << 20
+    return joined, make_plan(parameters, nbytes, joined.layout(config.ds.zero_stage))
 
 
 def _connection(group: SyncGroup) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def leading(group: SyncGroup, version: int) -> Iterator[None]:
             )
     except TransportFailure as error:
         watch.drop()
-        found = _ended(group) or _judge(group, watch.left)
+        found = _ended(group) or _judge(group, watch.left, error)
         verdict = Verdict(f"weight update to policy version {version} failed: {found.text}", found.refused)
         _give_up(group, verdict)
         raise _error(verdict) from error
@@ -187,8 +187,13 @@ def _word() -> torch.Tensor:
     return torch.zeros(8, dtype=torch.uint8)
 
 
-def _judge(group: SyncGroup, left: set[int]) -> Verdict:
-    return group.board.judge(group.peers, left, group.quiet, group.names())
+def _judge(group: SyncGroup, left: set[int], lost: TransportFailure) -> Verdict:
+    return group.board.judge(group.peers, left, group.quiet, group.names(), _words(lost))
+
+
+def _words(lost: TransportFailure) -> str:
+    """What the backend said, where that was the cause and not a consequence."""
+    return str(lost) if lost.peer_left else ""
 
 
 def _ended(group: SyncGroup) -> Verdict | None:
@@ -203,7 +208,7 @@ def _give_up(group: SyncGroup, verdict: Verdict) -> None:
 
 def _broken(group: SyncGroup, version: int, lost: TransportFailure) -> SyncError:
     ended = _ended(group)
-    group.board.post(ended.text if ended and ended.refused else "")
+    group.board.post(ended.text if ended and ended.refused else "", lost=_words(lost))
     group.drop()
     # Who does not hear rank 0 does not wait for its word.
     verdict = ended or (None if 0 in group.quiet else group.board.verdict())

@@ -35,7 +35,7 @@ class BareTrainer:
         model.train()
         engine = EngineConfig.of_actor(config, config.actor.learning_rate, 1)
         optimizer = torch.optim.AdamW(model.parameters(), lr=engine.schedule.peak, betas=engine.betas)
-        settings = deepspeed_config(engine, sum(p.numel() for p in model.parameters()))
+        settings = deepspeed_config(engine, sum(p.numel() for p in model.parameters()), self.world.size)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
 
     def train_step(self, exp: Experience, denominator: float) -> float:

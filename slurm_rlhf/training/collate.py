@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from slurm_rlhf.records import Experience
@@ -37,20 +39,24 @@ def collate(exp: Experience, device: torch.device) -> TokenBatch:
     input_ids[row, position] = exp.token_ids
     is_action = position >= exp.prompt_lens[row]
     action_index = (row * width + position - 1)[is_action]
-    return TokenBatch(
-        torch.from_numpy(input_ids).to(device),
-        torch.from_numpy(action_index).to(device),
-        torch.from_numpy(exp.token_ids[is_action].astype(np.int64)).to(device),
-    )
+    targets = exp.token_ids[is_action].astype(np.int64)
+    return TokenBatch(*(to_device(values, device) for values in (input_ids, action_index, targets)))
+
+
+def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """A copy of `values`. It does not wait for what a GPU is doing: from pageable memory it would, every time."""
+    if device.type == "cuda":
+        return torch.from_numpy(values).pin_memory().to(device, non_blocking=True)
+    return torch.tensor(values, device=device)
 
 
 def column(exp: Experience, name: str, device: torch.device) -> Tensor:
     """One of the experience's columns, fp32 [A]. Raises KeyError naming those that are there."""
     if name not in exp.columns:
         raise KeyError(f"the experience has no column {name!r}; it has {', '.join(sorted(exp.columns)) or 'none'}")
-    return torch.tensor(exp.columns[name], dtype=torch.float32, device=device)
+    return to_device(exp.columns[name].astype(np.float32), device)
 
 
 def action_mask(exp: Experience, device: torch.device) -> Tensor:
     """bool [A]."""
-    return torch.tensor(exp.action_mask, dtype=torch.bool, device=device)
+    return to_device(exp.action_mask, device)

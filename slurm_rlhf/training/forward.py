@@ -23,12 +23,14 @@ def per_action(
     offsets = exp.action_offsets
     result = np.full(int(offsets[-1]), np.nan, dtype=np.float32)
     with torch.no_grad():
-        for rows in micro:
-            part = exp.select(rows)
-            values = answer(collate(part, device)).cpu().numpy()
-            mine = part.action_offsets
-            for place, row in enumerate(rows):
-                result[offsets[row] : offsets[row + 1]] = values[mine[place] : mine[place + 1]]
+        answers = [answer(collate(exp.select(rows), device)) for rows in micro]
+        # Once, behind the last: whoever waits for each micro-batch gives the next one to an idle device.
+        values = torch.cat(answers).cpu().numpy() if answers else result[:0]
+    start = 0
+    for row in (row for rows in micro for row in rows):
+        end = start + int(exp.response_lens[row])
+        result[offsets[row] : offsets[row + 1]] = values[start:end]
+        start = end
     return result
 
 

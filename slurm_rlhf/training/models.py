@@ -14,9 +14,10 @@ from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.training.dropout import switch_off
 from slurm_rlhf.training.head_math import HeadMath, head_math
-from slurm_rlhf.training.logprobs import chunked_logprobs
+from slurm_rlhf.training.logprobs import LogprobHead
 from slurm_rlhf.training.parameters import is_sharded
 from slurm_rlhf.training.rotary import fix_frequencies
+from slurm_rlhf.training.rows import rows_are_sequences
 from slurm_rlhf.training.sharded import restore_buffers
 from slurm_rlhf.training.value_head import ValueHead, head_name, load_head, take_head
 
@@ -34,8 +35,7 @@ class PolicyModule(nn.Module):
     def __init__(self, model: Any, chunk_tokens: int, head_math: HeadMath | None = None) -> None:
         super().__init__()
         self.model = model
-        self.chunk_tokens = chunk_tokens
-        self.head_math = head_math
+        self.head = LogprobHead(model.get_output_embeddings(), chunk_tokens, head_math)
 
     def forward(
         self,
@@ -47,17 +47,8 @@ class PolicyModule(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """(log-probs, entropies), fp32 [A] each; arguments as in `collate.TokenBatch` and `chunked_logprobs`."""
         hidden = _action_states(self.model.base_model, input_ids, action_index)
-        head = self.model.get_output_embeddings()
-        return chunked_logprobs(
-            head,
-            hidden,
-            targets,
-            temperature,
-            self.chunk_tokens,
-            entropy_grad=entropy_grad,
-            same_chunks=is_sharded(head.weight),
-            head_math=self.head_math,
-        )
+        answer: tuple[Tensor, Tensor] = self.head(hidden, targets, temperature, entropy_grad)
+        return answer
 
 
 class ValueModule(nn.Module):
@@ -147,7 +138,8 @@ def load_reward(path: str | Path, ds: Ds, *, max_len: int = 0) -> RewardModule:
 
 def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor) -> Tensor:
     """Hidden states [A, H] of the tokens that `action_index` [A] points at."""
-    states = body(input_ids=input_ids, use_cache=False).last_hidden_state
+    with rows_are_sequences():
+        states = body(input_ids=input_ids, use_cache=False).last_hidden_state
     return states.flatten(0, 1).index_select(0, action_index)
 
 

@@ -20,10 +20,13 @@ def release_cache() -> None:
 def park(engine: Any, stage: int) -> None:
     """Move the fp32 masters and AdamW's moments of a DeepSpeed engine, ZeRO-2 or -3, to host memory. Blocks.
 
-    The bf16 parameters stay: the next thing that happens to them is that the engines get them.
+    Between two steps gradients mean nothing: their memory is given back. The bf16 parameters stay: the next thing that
+    happens to them is that the engines get them.
     """
     if stage == 3:
         _move(engine.optimizer, HOST)
+        for buffer in _gradients(engine.optimizer):
+            buffer.untyped_storage().resize_(0)
     else:
         engine.offload_states(include=_states(), pin_memory=True)
     release_cache()
@@ -33,8 +36,17 @@ def unpark(engine: Any, stage: int, device: torch.device) -> None:
     """Bring back to `device` what `park` has moved. Blocks."""
     if stage == 3:
         _move(engine.optimizer, device)
+        for buffer in _gradients(engine.optimizer):
+            # In place, because DeepSpeed's views of it stay; zeros, because padding is never written and is summed up.
+            buffer.untyped_storage().resize_(buffer.numel() * buffer.element_size())
+            buffer.zero_()
     else:
         engine.reload_states()
+
+
+def _gradients(optimizer: Any) -> list[torch.Tensor]:
+    """What ZeRO-3 keeps of gradients: this rank's part of them, and the buckets that they are added up in."""
+    return [optimizer.grad_partitions_flat_buffer, *(bucket.buffer for bucket in optimizer.ipg_buckets.values())]
 
 
 def _move(optimizer: Any, device: torch.device) -> None:

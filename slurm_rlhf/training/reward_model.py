@@ -12,7 +12,7 @@ from torch import Tensor
 from slurm_rlhf.config.model_directory import read_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import F32, Experience
-from slurm_rlhf.training.collate import collate
+from slurm_rlhf.training.collate import collate, to_device
 from slurm_rlhf.training.frozen import Frozen
 from slurm_rlhf.training.models import RewardModule, load_reward
 from slurm_rlhf.training.value_head import head_name
@@ -41,11 +41,13 @@ class RewardModel:
         micro-batch (rows of `exp`). Collective under ZeRO-3.
         """
         scores = np.full(len(exp), np.nan, dtype=np.float32)
+        answers = []
         for rows in micro:
             part = exp.select(rows)
             batch = collate(part, self.model.device)
             at = last_token(part, batch.input_ids, self.pad if self.pooling == "last_not_pad" else None)
-            scores[rows] = self.model(batch.input_ids, at).cpu().numpy()
+            answers.append(self.model(batch.input_ids, at))
+        scores[[row for rows in micro for row in rows]] = torch.cat(answers).cpu().numpy()
         return scores
 
 
@@ -72,7 +74,7 @@ def last_token(exp: Experience, input_ids: Tensor, pad: int | None = None) -> Te
 
     A sequence of nothing but `pad` ends at its first token, as transformers has it.
     """
-    lengths = torch.from_numpy(exp.lengths.astype(np.int64)).to(input_ids.device)
+    lengths = to_device(exp.lengths.astype(np.int64), input_ids.device)
     places = torch.arange(input_ids.shape[1], device=input_ids.device)
     counts = places < lengths[:, None]
     if pad is not None:

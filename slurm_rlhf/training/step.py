@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from slurm_rlhf.algorithms.losses import Metrics
@@ -27,4 +28,9 @@ def optimizer_step(
         engine.accumulate(loss, is_last=number == len(micro))
         sums = {name: sums[name] + value if name in sums else value for name, value in metrics.items()}
     stats = engine.step()
-    return {name: float(value) for name, value in sums.items()} | {"lr": stats.lr, "grad_norm": stats.grad_norm}
+    return _numbers(sums) | {"lr": stats.lr, "grad_norm": stats.grad_norm}
+
+
+def _numbers(sums: Metrics) -> dict[str, float]:
+    """All of them in one copy from the device."""
+    return dict(zip(sums, torch.stack([value.double() for value in sums.values()]).tolist(), strict=True))

@@ -23,6 +23,7 @@ from slurm_rlhf.training.sharded import born_sharded, import_deepspeed, persiste
 class EngineConfig:
     zero_stage: int
     param_dtype: str  # "fp32", or "bf16" with fp32 master weights and fp32 gradient accumulation
+    grad_comm_dtype: str  # "fp32" or "bf16": in which ranks add up their gradients
     betas: tuple[float, float]
     weight_decay: float  # of matrices; biases and norms do not decay
     max_norm: float  # global L2 norm of the gradient, 0: not clipped
@@ -36,6 +37,7 @@ class EngineConfig:
         return cls(
             zero_stage=config.ds.zero_stage,
             param_dtype=config.ds.param_dtype,
+            grad_comm_dtype=config.ds.grad_comm_dtype,
             betas=(actor.adam_betas[0], actor.adam_betas[1]),
             weight_decay=actor.weight_decay,
             max_norm=actor.max_norm,
@@ -52,7 +54,8 @@ def start_deepspeed(module: nn.Module, cfg: EngineConfig, world: World) -> Any:
     # torch's AdamW: DeepSpeed's own optimizers are extensions, too.
     optimizer = torch.optim.AdamW(_groups(module, cfg.weight_decay), lr=cfg.schedule.peak, betas=cfg.betas)
     elements = sum(sizes(module).values())
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=deepspeed_config(cfg, elements))
+    settings = deepspeed_config(cfg, elements, world.size)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     limit_collectives(cfg.timeout_s)
     return engine
 
@@ -74,8 +77,14 @@ def computed_as(ds: Ds) -> Ds:
     return dataclasses.replace(ds, param_dtype="fp32") if ds.zero_stage == 0 else ds
 
 
-def deepspeed_config(cfg: EngineConfig, elements: int) -> dict[str, Any]:
-    """DeepSpeed's configuration for a model of `elements` parameters."""
+def deepspeed_config(cfg: EngineConfig, elements: int, ranks: int) -> dict[str, Any]:
+    """DeepSpeed's configuration for a model of `elements` parameters on `ranks` ranks.
+
+    Stages 0 and 1 reduce gradients once per optimizer step, because every rank keeps the whole sum over its
+    micro-batches. Stages 2 and 3 keep a rank's part of it only, so they reduce each micro-batch's: behind its backward
+    pass. DeepSpeed can put off their reduction, too (`coalesce_grad_reduction`), at the memory of whole gradients and
+    with sums over micro-batches in bf16; with sums in fp32 that is what stage 1 is.
+    """
     # Buffers of DeepSpeed's default size, 2 GB in fp32, would be allocated even for a tiny model.
     bucket = min(elements + elements % 2, 200_000_000)
     bf16 = cfg.param_dtype == "bf16"
@@ -87,11 +96,12 @@ def deepspeed_config(cfg: EngineConfig, elements: int) -> dict[str, Any]:
         "bf16": {"enabled": bf16 and not autocast},
         "torch_autocast": {"enabled": autocast, "dtype": "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
-        "communication_data_type": "fp32",
+        "communication_data_type": cfg.grad_comm_dtype,
         "zero_optimization": {
             "stage": cfg.zero_stage,
             "reduce_bucket_size": bucket,
             "allgather_bucket_size": bucket,
+            "overlap_comm": cfg.zero_stage > 0 and ranks > 1,  # on a stream of its own, from two buckets in turns
             **(persistence(elements) if cfg.zero_stage == 3 else {}),
         },
         "steps_per_print": None,

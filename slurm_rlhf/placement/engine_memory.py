@@ -1,0 +1,107 @@
+"""Bytes of a vLLM engine on each of its GPUs, and how many sequences its KV cache holds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slurm_rlhf.placement.model_shape import ModelShape
+
+BLOCK = 16  # tokens of a KV block on GPUs
+VOCABULARY = 64  # vLLM pads the vocabulary to a multiple of it
+GIB = 1 << 30
+CUDA_GRAPHS = GIB  # of the sizes that vLLM captures by default: an estimate
+TP_GROUP = GIB // 2  # buffers of a TP group's all-reduces: an estimate
+
+
+def weights(shape: ModelShape, tp: int, dtype: int) -> int:
+    """Bytes of the weights of one of `tp` ranks: matrices are cut, norms are not, few key-value heads are repeated."""
+    vocab = -(-shape.vocab // VOCABULARY) * VOCABULARY
+    heads = 1 if shape.tied else 2
+    elements = heads * shape.hidden * vocab / tp
+    repeated = max(1.0, tp / shape.kv_heads)
+    keys = shape.hidden * shape.kv_heads * shape.head_dim * 2 * shape.layers
+    elements += (shape.of_kind("attention") - keys + keys * repeated) / tp
+    elements += shape.of_kind("mlp", "experts") / tp + shape.of_kind("router", "norm", "bias")
+    return round(elements * dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """How vLLM groups layers: layers of a group share a block's number, groups draw blocks from one pool."""
+
+    layers: int  # in each group
+    groups: tuple[int, ...]  # window of each group, 0: all tokens
+
+
+def kv_layout(shape: ModelShape) -> KvLayout:
+    """Source: vLLM, `kv_cache_utils._get_kv_cache_groups_uniform_page_size`."""
+    kinds = sorted(set(shape.windows))
+    if len(kinds) == 1:
+        return KvLayout(shape.layers, (kinds[0],))
+    counts = [shape.windows.count(kind) for kind in kinds]
+    size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+    groups = tuple(kind for kind, count in zip(kinds, counts, strict=True) for _ in range(-(-count // size)))
+    return KvLayout(size, groups)
+
+
+def block_bytes(shape: ModelShape, tp: int, dtype: int, block: int = BLOCK) -> int:
+    """Bytes of one KV block on one rank: keys and values of `block` tokens in all layers of a group."""
+    heads = max(1, shape.kv_heads // tp)
+    return 2 * block * heads * shape.head_dim * dtype * kv_layout(shape).layers
+
+
+def blocks_of_sequence(shape: ModelShape, length: int, in_flight: int, block: int = BLOCK) -> int:
+    """Blocks that a sequence of `length` tokens holds at most, with `in_flight` tokens computed in one step.
+
+    Source: vLLM, `FullAttentionSpec` and `SlidingWindowSpec.max_memory_usage_bytes`.
+    """
+    total = 0
+    for window in kv_layout(shape).groups:
+        held = min(window - 1 + in_flight, length) if window else length
+        total += -(-held // block) + (1 if window else 0)
+    return total
+
+
+def profiled(shape: ModelShape, tp: int, dtype: int, tokens: int, sequences: int) -> int:
+    """Bytes that vLLM sets aside after a trial run of `tokens` and `sequences`. An estimate, not measured.
+
+    The widest place of the MLP and the residual stream, or the logits of all sequences in fp32 with what sampling
+    makes of them; and CUDA graphs.
+    """
+    wide = max(shape.width, shape.experts_per_token * shape.expert_width)
+    body = tokens * dtype * (4 * shape.hidden + (3 * wide + 2 * shape.heads * shape.head_dim) // tp)
+    sampling = sequences * shape.vocab * (dtype + 3 * 4)
+    return max(body, sampling)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One rank of an engine. Bytes."""
+
+    weights: int
+    work: int  # of a step: activations, logits, what TP ranks exchange
+    graphs: int
+    kv: int  # left for the KV cache; negative: the weights alone do not fit
+    block: int
+    blocks: int
+    sequences: float  # of data.max_len that the KV cache holds
+
+
+def engine(
+    shape: ModelShape, tp: int, dtype: int, share: float, gpu: int, length: int, sequences: int, eager: bool = False
+) -> Engine:
+    """An engine that may use `share` of a GPU of `gpu` bytes, for `sequences` at once of up to `length` tokens."""
+    tokens = step_tokens(gpu)
+    held, work = weights(shape, tp, dtype), profiled(shape, tp, dtype, tokens, sequences)
+    work += TP_GROUP if tp > 1 else 0
+    graphs = 0 if eager else CUDA_GRAPHS
+    kv = int(share * gpu) - held - work - graphs
+    block = block_bytes(shape, tp, dtype)
+    blocks = max(0, kv // block)
+    per_sequence = blocks_of_sequence(shape, length, 2 * tokens)  # a step may be prepared while another runs
+    return Engine(held, work, graphs, kv, block, blocks, blocks / per_sequence)
+
+
+def step_tokens(gpu: int) -> int:
+    """Tokens of one step of an offline engine. Source: vLLM, `EngineArgs.get_batch_defaults`; A100s take half."""
+    return 16384 if gpu >= 70 * GIB else 8192

@@ -1,0 +1,218 @@
+"""What one rank of each role holds: always, while the engines work, and in each kind of work of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from slurm_rlhf.config.buckets import bucket_mb
+from slurm_rlhf.config.reward import critic_directory
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.placement import activations as act
+from slurm_rlhf.placement import states as st
+from slurm_rlhf.placement.activations import Pass
+from slurm_rlhf.placement.engine_memory import GIB, Engine, engine
+from slurm_rlhf.placement.model_shape import ModelShape, read_shape
+
+ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT = "actor", "critic", "reference", "reward", "rollout"
+
+# Not measured here, where no GPU is: a context with its libraries, and the buffers of a group's communicators.
+CONTEXT = 3 * GIB // 4
+GROUP = GIB // 2
+SYNC_GROUP = GIB // 4
+
+Bytes = Mapping[str, int]
+"""Term -> bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Shapes of the models of a run."""
+
+    actor: ModelShape
+    critic: ModelShape
+    reward: ModelShape | None
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """Of one rank of a role. Bytes."""
+
+    role: str
+    resting: Bytes  # as long as it lives
+    phases: Mapping[str, Bytes]  # what it works on -> what that takes beside `resting`, given back afterwards
+    parked: Bytes = field(default_factory=dict)  # of `resting`: what is elsewhere while the engines work
+
+    def at(self, phase: str) -> dict[str, int]:
+        """All terms in `phase`; "" is rest, "parked" the engines' turn."""
+        if phase == "parked":
+            return {name: size - self.parked.get(name, 0) for name, size in self.resting.items()}
+        return {**self.resting, **self.phases.get(phase, {})}
+
+    def worst(self) -> dict[str, int]:
+        """All terms in the phase that takes most."""
+        return max((self.at(phase) for phase in self.phases), key=lambda terms: sum(terms.values()))
+
+
+def read_models(config: Config) -> Models:
+    """Read the config.json files that `config` names. Raises ModelError."""
+    actor = read_shape("actor.model_name_or_path", config.actor.model_name_or_path)
+    critic = critic_directory(config)
+    reward = config.reward.model_name_or_path
+    return Models(
+        actor,
+        actor if critic == config.actor.model_name_or_path else read_shape("critic.model_name_or_path", critic),
+        read_shape("reward.model_name_or_path", reward) if reward else None,
+    )
+
+
+def holdings(config: Config, models: Models, gpu: int) -> dict[str, Holding]:
+    """Role -> what a rank of it holds, for the roles that `config` starts. `gpu`: bytes of a GPU's memory."""
+    found = {ACTOR: _trainer(config, models.actor, ACTOR), CRITIC: _trainer(config, models.critic, CRITIC)}
+    if config.algo.kl.init_coef != 0:
+        found[REFERENCE] = _frozen(config, models.actor, REFERENCE)
+    if models.reward is not None:
+        found[REWARD] = _frozen(config, models.reward, REWARD)
+    found[ROLLOUT] = _engine(config, models.actor, gpu)
+    return found
+
+
+def the_engine(config: Config, shape: ModelShape, gpu: int) -> Engine:
+    """One rank of an engine of `config`."""
+    vllm = config.vllm
+    wanted = config.ds.param_dtype if vllm.dtype == "auto" else vllm.dtype
+    return engine(
+        shape,
+        vllm.tensor_parallel_size,
+        4 if wanted == "fp32" else 2,
+        vllm.gpu_memory_utilization,
+        gpu,
+        config.data.max_len,
+        vllm.max_num_seqs,
+        vllm.enforce_eager,
+    )
+
+
+def _pass(config: Config, budget: int, training: bool) -> Pass:
+    """A single sequence that is longer than the budget is a micro-batch of its own."""
+    autocast = training and config.ds.param_dtype == "bf16" and config.ds.zero_stage == 0
+    return Pass(
+        tokens=max(budget, config.data.max_len),
+        length=config.data.max_len,
+        dtype=2 if config.ds.param_dtype == "bf16" else 4,
+        checkpointing=training and config.actor.gradient_checkpointing_enable,
+        attention=config.ds.attn_implementation,
+        autocast=autocast,
+    )
+
+
+def trainer_states(config: Config, shape: ModelShape, role: str) -> st.States:
+    """Parameters, gradients and optimizer states of a rank of the actor or critic."""
+    group = config.actor if role == ACTOR else config.critic
+    elements, sizes = _tensors(shape, role == ACTOR)
+    small = st.persistent(sizes, elements) if config.ds.zero_stage == 3 else 0
+    ranks = group.num_nodes * group.num_gpus_per_node
+    return st.states(elements, ranks, config.ds.zero_stage, config.ds.param_dtype == "bf16", small)
+
+
+def _tensors(shape: ModelShape, head: bool) -> tuple[int, list[tuple[int, int]]]:
+    """Elements of all parameters, and (elements, count) of each; without its head a model has one of a single row."""
+    if head:
+        return shape.parameters, [(tensor.elements, tensor.count) for tensor in shape.tensors]
+    body = [(tensor.elements, tensor.count) for tensor in shape.tensors if tensor.kind != "head"]
+    return shape.body + shape.hidden, [*body, (shape.hidden, 1)]
+
+
+def _trainer(config: Config, shape: ModelShape, role: str) -> Holding:
+    ds = config.ds
+    group = config.actor if role == ACTOR else config.critic
+    ranks = group.num_nodes * group.num_gpus_per_node
+    elements, sizes = _tensors(shape, role == ACTOR)
+    largest = max(size for size, _ in sizes)
+    held = trainer_states(config, shape, role)
+    grad_bf16 = ds.grad_comm_dtype == "bf16"
+    buckets = st.reduce_buckets(elements, ds.zero_stage, grad_bf16) if ranks > 1 or ds.zero_stage else 0
+    resting = {"parameters": held.parameters, "optimizer states": held.optimizer, **_context(role, ranks)}
+    moment = {"gradients": held.gradients, "reduce buckets": buckets}
+    if held.resting_gradients:
+        resting["gradients"] = held.resting_gradients
+        moment["gradients"] = held.gradients
+    if ds.zero_stage == 3:
+        resting["reduce buckets"] = buckets
+    parked = {}
+    if ds.enable_sleep:
+        parked = {"optimizer states": held.optimizer if held.parked else 0}
+        if ds.zero_stage == 3:
+            parked |= {"gradients": held.resting_gradients, "reduce buckets": buckets}
+    phases = {
+        "update": moment | _update(config, shape, role, elements, largest),
+        "forward": _forward(config, shape, role == ACTOR, ds.zero_stage == 3, elements, largest),
+        "step": moment | {"optimizer's work": _step_work(elements, ranks, ds.zero_stage, largest)},
+    }
+    return Holding(role, resting, phases, parked)
+
+
+def _update(config: Config, shape: ModelShape, role: str, elements: int, largest: int) -> dict[str, int]:
+    """Forward and backward of a micro-batch."""
+    bf16 = config.ds.param_dtype == "bf16"
+    how = _pass(config, config.train.max_tokens_per_gpu, training=True)
+    terms = {
+        "activations": act.saved(shape, how) + act.recomputed(shape, how) + act.autocast_weights(shape, how),
+        "backward": act.backward_work(shape, how),
+        "loose gradient": st.loose_gradient(elements, largest, bf16, config.ds.grad_comm_dtype == "bf16"),
+    }
+    if role == ACTOR:
+        chunk = min(config.train.logprob_chunk_tokens, how.tokens)
+        terms["logits"] = act.logits(shape, chunk, how.dtype, True, config.actor.entropy_coef != 0)
+    if config.ds.zero_stage == 3:
+        terms["gathered layers"] = st.gathered(elements, largest, bf16)
+    return terms
+
+
+def _forward(config: Config, shape: ModelShape, head: bool, cut: bool, elements: int, largest: int) -> dict[str, int]:
+    """A pass without gradients."""
+    how = _pass(config, config.train.forward_tokens, training=False)
+    terms = {"activations": act.forward_work(shape, how)}
+    if head:
+        terms["logits"] = act.logits(shape, min(config.train.logprob_chunk_tokens, how.tokens), how.dtype, False)
+    if cut:
+        terms["gathered layers"] = st.gathered(elements, largest, config.ds.param_dtype == "bf16")
+    return terms
+
+
+def _step_work(elements: int, ranks: int, stage: int, largest: int) -> int:
+    """Bytes of an optimizer step beside states and gradients: AdamW's square roots, gradients made flat, their norm.
+
+    DeepSpeed takes the norm of each piece of the gradient in fp64.
+    """
+    part = -(-elements // ranks) if stage else elements
+    return 4 * part + max(4 * part if stage else 0, 8 * min(largest, part))
+
+
+def _frozen(config: Config, shape: ModelShape, role: str) -> Holding:
+    group = config.ref if role == REFERENCE else config.reward
+    ranks, cut = group.num_nodes * group.num_gpus_per_node, group.zero_stage == 3
+    width = 2 if config.ds.param_dtype == "bf16" else 4
+    elements, sizes = _tensors(shape, role == REFERENCE)
+    largest = max(size for size, _ in sizes)
+    held = elements
+    if cut:
+        held = st.persistent(sizes, elements) + (0 if group.offload else -(-elements // ranks))
+    resting = {"parameters": width * held, **_context(role, ranks if cut else 1)}
+    return Holding(role, resting, {"forward": _forward(config, shape, role == REFERENCE, cut, elements, largest)})
+
+
+def _engine(config: Config, shape: ModelShape, gpu: int) -> Holding:
+    """Its share of the GPU is all taken, whatever it needs."""
+    rank = the_engine(config, shape, gpu)
+    bucket = bucket_mb(config.sync.bucket_mb, on_gpus=True) << 20
+    module = 2 * rank.weights * max(shape.head, 2 * shape.hidden * shape.width) // shape.parameters
+    resting = {"CUDA graphs": rank.graphs, **_context(ROLLOUT, config.vllm.tensor_parallel_size)}
+    awake = {"weights": rank.weights, "a step's work": rank.work, "KV cache": max(rank.kv, 0)}
+    return Holding(ROLLOUT, resting, {"generation": awake | {"weight update": 3 * bucket + module}})
+
+
+def _context(role: str, ranks: int) -> dict[str, int]:
+    group = GROUP if ranks > 1 and role != ROLLOUT else 0  # an engine's is in its share
+    sync = SYNC_GROUP if role in (ACTOR, ROLLOUT) else 0
+    return {"CUDA and NCCL": CONTEXT + group + sync}

@@ -1,0 +1,151 @@
+"""Does a configuration fit its GPUs? A row for every role, and every occasion on which GPUs are shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from slurm_rlhf.config.schema import Actor, Config, Critic, Ref, Reward
+from slurm_rlhf.placement.engine_memory import GIB, Engine
+from slurm_rlhf.placement.holdings import (
+    ACTOR,
+    CRITIC,
+    REFERENCE,
+    REWARD,
+    ROLLOUT,
+    Holding,
+    Models,
+    holdings,
+    the_engine,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one GPU holds on one occasion."""
+
+    name: str  # a role, or what a shared GPU is used for
+    ranks: int  # of the role; 0 for an occasion of several
+    terms: tuple[tuple[str, int], ...]  # (what, bytes), largest first
+    there: int  # bytes of the GPU; 0 where others share it, and for rows of a part
+    role: str  # whose work it is
+
+    @property
+    def needed(self) -> int:
+        return sum(size for _, size in self.terms)
+
+    @property
+    def fits(self) -> bool:
+        return not self.there or self.needed <= self.there
+
+    @property
+    def together(self) -> bool:
+        """True for an occasion of several roles, whose terms say whose they are."""
+        return self.ranks == 0
+
+    @property
+    def by_role(self) -> dict[str, int]:
+        """Of an occasion of several: bytes of each role, the largest first."""
+        sums: dict[str, int] = {}
+        for what, size in self.terms:
+            role = what.partition("'s ")[0]
+            sums[role] = sums.get(role, 0) + size
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The memory of a run."""
+
+    gpu: int  # bytes
+    rows: tuple[Row, ...]
+    engine: Engine
+    wanted: int  # sequences that an engine gets at once
+
+    @property
+    def fits(self) -> bool:
+        return self.engine.sequences >= 1 and all(row.fits for row in self.rows)
+
+
+def account(config: Config, models: Models, gpu: int) -> Account:
+    """The memory of a run with `config` on GPUs of `gpu` bytes."""
+    held = holdings(config, models, gpu)
+    rows: list[Row] = []
+    for group in _sharing(config, list(held)):
+        shared = len(group) > 1
+        for role in group:
+            rows.append(_row(role, held[role].worst(), 0 if shared else gpu, role, _ranks(config, role)))
+        if shared:
+            rows += _together(config, [held[role] for role in group], gpu)
+    rank = the_engine(config, models.actor, gpu)
+    return Account(gpu, tuple(rows), rank, wanted_sequences(config))
+
+
+def wanted_sequences(config: Config) -> int:
+    """Sequences that an engine works on at once when all of a step's prompts are dealt out."""
+    responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    return min(config.vllm.max_num_seqs, -(-responses // config.vllm.num_engines))
+
+
+def _sharing(config: Config, roles: Sequence[str]) -> Iterator[list[str]]:
+    """Roles by the GPUs they share."""
+    train = config.train
+    sets = [set(roles)] if train.colocate_all else []
+    sets += [{ACTOR, REFERENCE}] if train.colocate_actor_ref else []
+    sets += [{CRITIC, REWARD}] if train.colocate_critic_reward else []
+    seen: set[str] = set()
+    for role in roles:
+        if role not in seen:
+            group = next((found for found in sets if role in found), {role})
+            members = [other for other in roles if other in group]
+            seen |= set(members)
+            yield members
+
+
+def _together(config: Config, held: list[Holding], gpu: int) -> Iterator[Row]:
+    """Every occasion on a shared GPU. With train.colocate_all one role works at a time, else all may."""
+    if not config.train.colocate_all:
+        worker, others = held[0], held[1:]
+        occasions = []
+        for phase in worker.phases:
+            terms = _named(worker, phase)
+            for other in others:
+                terms |= _named(other, "forward" if phase == "forward" else "")
+            occasions.append(_row(f"  together: {phase}", terms, gpu, worker.role))
+        yield max(occasions, key=lambda row: row.needed)
+        return
+    engine = next(one for one in held if one.role == ROLLOUT)
+    trainers = [one for one in held if one.role != ROLLOUT]
+    awake = _named(engine, "generation")
+    for other in trainers:
+        awake |= _named(other, "parked")
+    yield _row("  together: generation", awake, gpu, ROLLOUT)
+    for one in trainers:
+        worst = max(one.phases, key=lambda phase: sum(one.at(phase).values()))
+        terms = _named(engine, "")
+        for other in trainers:
+            terms |= _named(other, worst if other is one else "")
+        yield _row(f"  together: {one.role} {worst}", terms, gpu, one.role)
+
+
+def _named(holding: Holding, phase: str) -> dict[str, int]:
+    return {f"{holding.role}'s {name}": size for name, size in holding.at(phase).items()}
+
+
+def _row(name: str, terms: dict[str, int], there: int, role: str, ranks: int = 0) -> Row:
+    largest = sorted(((what, size) for what, size in terms.items() if size), key=lambda item: -item[1])
+    return Row(name, ranks, tuple(largest), there, role)
+
+
+def _ranks(config: Config, role: str) -> int:
+    if role == ROLLOUT:
+        return config.vllm.num_engines * config.vllm.tensor_parallel_size
+    groups: dict[str, Actor | Critic | Ref | Reward] = {ACTOR: config.actor, CRITIC: config.critic}
+    groups |= {REFERENCE: config.ref, REWARD: config.reward}
+    group = groups[role]
+    return group.num_nodes * group.num_gpus_per_node
+
+
+def gib(size: float) -> str:
+    """`12.3`."""
+    return f"{size / GIB:.1f}"
