@@ -13,6 +13,7 @@ from typing import Any
 from tiny_models import MAX_POSITIONS, tiny_tokenizer
 
 WINDOW = 16
+ALTERNATE = ["sliding_attention", "full_attention"]
 ORIGINAL = 32  # positions that the model with longrope was trained on
 PHI3_ROPE = {
     "rope_type": "longrope",
@@ -31,7 +32,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": WINDOW},
     "gemma": {},
     "gemma2": {**GEMMA, "attn_logit_softcapping": 2.0},
-    "gemma3_text": {**GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma3_text": {**GEMMA, "layer_types": ALTERNATE},
     "phi3": {"rope_parameters": PHI3_ROPE, "original_max_position_embeddings": ORIGINAL},
     "olmo2": {},
     "granite": {
@@ -43,7 +44,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "cohere2": {
         "sliding_window": MAX_POSITIONS,
         "logit_scale": 0.2,
-        "layer_types": ["sliding_attention", "full_attention"],
+        "layer_types": ALTERNATE,
     },
     "gpt_neox": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}},
     "qwen3_moe": {**EXPERTS, "num_experts": 4},
@@ -65,6 +66,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "gptj": {"n_embd": 64, "n_head": 2, "n_layer": 2, "n_positions": MAX_POSITIONS, "rotary_dim": 16},
     "nanochat": {"final_logit_softcapping": 3.0},
     "glm4": {},
+    "glm": {},
+    "gemma4_text": {
+        **{"sliding_window": WINDOW, "layer_types": ALTERNATE, "final_logit_softcapping": 3.0},
+        **{"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 69, "per_layer_config": {}},
+    },
+    "olmo3": {"sliding_window": WINDOW, "layer_types": ALTERNATE},
+    "exaone4": {"sliding_window": WINDOW, "layer_types": ALTERNATE},
+    "ministral": {"sliding_window": WINDOW, "layer_types": ALTERNATE},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "seed_oss": {},
+    "ernie4_5": {},
 }
 """model_type -> what its config says beyond the sizes that all share."""
 
@@ -102,6 +114,9 @@ def make_model(path: Path, arch: str, noisy: bool = True, **changes: Any) -> Pat
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):  # zero in a new model, which would hide one that is left out
                 torch.nn.init.normal_(parameter, std=0.1)
+        for name, buffer in model.named_buffers():
+            if name in model.state_dict():  # numbers of a model that are not trained
+                buffer.mul_(1.3)
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)

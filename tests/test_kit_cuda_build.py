@@ -49,7 +49,9 @@ def test_the_bindings_of_nccl_take_what_the_stand_ins_take() -> None:
 
 
 def test_the_stand_ins_pass_their_own_tests_there() -> None:
-    done = inside("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not full", str(TESTS / "test_gpu_standins.py"))
+    """And, where there are tests of the transfers with them, those."""
+    files = [str(TESTS / "test_gpu_standins.py"), *map(str, TESTS.glob("test_gpu_sync.py"))]
+    done = inside("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not full", *files)
     assert done.returncode == 0, done.stdout[-5000:]
     assert " passed" in done.stdout
 

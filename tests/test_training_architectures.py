@@ -72,8 +72,8 @@ def test_log_probs_in_train_mode_and_saved_weights_are_those_of_transformers(tmp
 
     saved = load_file(path / "model.safetensors")
     sent = dict(as_saved(skeleton(str(path)), full_parameters(policy.model)))
-    assert sent.keys() == saved.keys()
-    assert all(torch.equal(sent[name], saved[name]) for name in saved)
+    assert sent.keys() == saved.keys() - dict(policy.model.named_buffers()).keys()  # which training does not change
+    assert all(torch.equal(sent[name], saved[name]) for name in sent)
     save_hf(policy.model, path, tmp_path / "out", rank=0)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() == saved.keys()
     exported = json.loads((tmp_path / "out" / "config.json").read_text())

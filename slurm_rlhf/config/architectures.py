@@ -114,7 +114,15 @@ COMPARED: dict[str, Compared] = {
     "GPTJForCausalLM": Compared("gptj", "dropout off, eager attention"),
     "PhiForCausalLM": Compared("phi", "dropout off"),
     "StableLmForCausalLM": Compared("stablelm"),
+    "GlmForCausalLM": Compared("glm"),
     "Glm4ForCausalLM": Compared("glm4"),
+    "Gemma4ForCausalLM": Compared("gemma4_text", "text alone; soft cap of logits, window, per-layer inputs"),
+    "Olmo3ForCausalLM": Compared("olmo3", "window in every other layer"),
+    "Exaone4ForCausalLM": Compared("exaone4", "window in every other layer"),
+    "MinistralForCausalLM": Compared("ministral", "window in every other layer"),
+    "SmolLM3ForCausalLM": Compared("smollm3", "layers without positions"),
+    "SeedOssForCausalLM": Compared("seed_oss"),
+    "Ernie4_5ForCausalLM": Compared("ernie4_5"),
     "NanoChatForCausalLM": Compared("nanochat", "soft cap of logits"),
 }
 """By the class in config.json. Architectures in neither table are accepted with a warning: the comparison before the
@@ -125,5 +133,13 @@ _PHIMOE = (
     "name than the one transformers saves"
 )
 
-REFUSED: dict[str, str] = {"PhiMoEForCausalLM": _PHIMOE, "PhimoeForCausalLM": _PHIMOE}
+_APART = "with random weights its log-probs in vLLM and in transformers are up to {} apart"
+
+REFUSED: dict[str, str] = {
+    "PhiMoEForCausalLM": _PHIMOE,
+    "PhimoeForCausalLM": _PHIMOE,
+    "Gemma3nForCausalLM": _APART.format(0.5),
+    "Gemma3nForConditionalGeneration": _APART.format(0.5),
+    "ApertusForCausalLM": _APART.format(1.6),
+}
 """By the class in config.json: why it cannot be trained here."""
