@@ -8,6 +8,7 @@ from slurm_rlhf.cluster.counts import count_devices, expand_counts, parse_gpus
 from slurm_rlhf.cluster.current import current_topology
 from slurm_rlhf.cluster.environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.cluster.granted import ask_scontrol, parse_job_details
+from slurm_rlhf.cluster.placement import RankMap, place, role_sizes
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
 
@@ -121,6 +122,12 @@ def test_reserved_steps_are_not_steps(step_id: str) -> None:
         ({"SLURM_TRES_PER_TASK": "cpu=8", "SLURM_GPUS_ON_NODE": "8"}, (8, 8, 8)),
         ({}, (0, 0, 0)),
         ({"SLURM_GPUS": "13"}, None),
+        # What a shell inside another job left behind: this node has another number.
+        ({"SLURM_GPUS_PER_TASK": "1", "SLURM_GPUS_ON_NODE": "4"}, None),
+        ({"SLURM_GPUS_PER_NODE": "8", "SLURM_GPUS_ON_NODE": "4"}, None),
+        ({"SLURM_TRES_PER_TASK": "gres/gpu:1", "SLURM_JOB_GPUS": "0-3"}, None),
+        ({"SLURM_GPUS_PER_TASK": "1", "SLURM_TASKS_PER_NODE": "8(x2),4", "SLURM_GPUS_ON_NODE": "8"}, (8, 8, 4)),
+        ({"SLURM_GPUS_PER_TASK": "2", "SLURM_TASKS_PER_NODE": "2,4(x2)", "SLURM_GPUS_ON_NODE": "4"}, (4, 8, 8)),
         ({"SLURM_GPUS": "12", "SLURM_GPUS_ON_NODE": "8"}, None),
         ({"SLURMD_NODENAME": ""}, None),
     ],
@@ -235,3 +242,25 @@ def test_allocation_without_gpus_gets_process_slots() -> None:
     topology = current_topology(config, environ=without(BATCH, "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS"))
     assert topology.accelerator == "cpu"
     assert [node.gpus for node in topology.nodes] == [5, 5, 5]  # actor, critic, reference, two of four engines
+
+
+def test_what_does_not_fit_is_told_with_the_origin_of_the_number() -> None:
+    config = Config()
+    config.actor.num_gpus_per_node = 8
+    one = {"SLURM_JOB_NODELIST": "gpu001", "SLURM_NODELIST": "gpu001", "SLURM_JOB_NUM_NODES": "1"}
+    environ = {**BATCH, **one, "SLURM_JOB_CPUS_PER_NODE": "64", "SLURM_TASKS_PER_NODE": "1"}
+    with pytest.raises(PlacementError, match=r"given: 1 node with 8 GPUs \(8 each\), as SLURM_GPUS_ON_NODE says"):
+        placed(config, environ)
+
+
+def test_a_job_submitted_from_inside_another_has_its_own_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """sbatch never clears SLURM_GPUS_PER_TASK of the allocation around it; the job itself has four GPUs."""
+    monkeypatch.setenv("PATH", "")  # no scontrol either
+    one = {"SLURM_JOB_NODELIST": "gpu001", "SLURM_NODELIST": "gpu001", "SLURM_JOB_NUM_NODES": "1"}
+    counts = {"SLURM_JOB_CPUS_PER_NODE": "64", "SLURM_TASKS_PER_NODE": "1", "SLURM_GPUS_PER_TASK": "1"}
+    found = current_topology(Config(), (), {**BATCH, **one, **counts, "SLURM_GPUS_ON_NODE": "4"})
+    assert [node.gpus for node in found.nodes] == [4]
+
+
+def placed(config: Config, environ: dict[str, str]) -> RankMap:
+    return place(current_topology(config, (), environ), role_sizes(config))

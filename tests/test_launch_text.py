@@ -83,6 +83,7 @@ def test_environment_of_a_node() -> None:
 def test_srun_is_not_led_astray_by_the_jobs_own_options() -> None:
     kept = {"SLURM_JOB_ID": "7", "SLURM_CONF": "/etc/slurm.conf", "PATH": "/bin"}
     options = {"SLURM_CPUS_PER_TASK": "2", "SLURM_EXPORT_ENV": "NONE", "SLURM_MEM_PER_CPU": "100", "SLURM_GPUS": "4"}
+    options |= {"SLURM_EXCLUSIVE": "1", "SLURM_CONSTRAINT": "a100", "SRUN_EXPORT_ENV": "NONE"}
     assert step_environment(kept | options) == kept
 
 

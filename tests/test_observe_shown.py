@@ -196,3 +196,13 @@ def test_the_tail_of_what_holds_nothing_else(tmp_path):
     path.write_bytes(b"x" * 200_000 + b"\n\xff\xfelast\n")
     assert tail(path, 1) == ["\ufffd\ufffdlast"]
     assert "cannot be read: No such file" in tail(tmp_path / "none", 5)[0]
+
+
+def test_the_tail_is_of_this_start_and_without_deprecations(tmp_path):
+    path = tmp_path / "actor.log"
+    path.write_text("RuntimeError: of three starts before\n")
+    mark = path.stat().st_size
+    assert tail(path, 5, mark) == ["(it is empty)"]
+    with path.open("a") as file:
+        file.write("/venv/torch/x.py:12: FutureWarning: `torch.y` is deprecated\n  warnings.warn(\nValueError: now\n")
+    assert tail(path, 5, mark) == ["ValueError: now"]

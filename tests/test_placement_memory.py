@@ -124,7 +124,7 @@ def test_all_on_one_gpu_is_the_sum_of_what_stays() -> None:
         ({"train__max_tokens_per_gpu": 200_000}, 79.1, ACTOR, "train.max_tokens_per_gpu = "),
         ({"critic__num_nodes": 1, "critic__num_gpus_per_node": 1}, 79.1, CRITIC, "critic.num_nodes = "),
         ({"vllm__gpu_memory_utilization": 0.99}, 79.1, ROLLOUT, "vllm.gpu_memory_utilization = 0.9"),
-        ({"vllm__gpu_memory_utilization": 0.8}, 20.0, ROLLOUT, "vllm.tensor_parallel_size = 2, vllm.num_engines = 1"),
+        ({"sync__bucket_mb": 64}, 24.0, ROLLOUT, "vllm.tensor_parallel_size = 2, vllm.num_engines = 1"),
         ({"ref__zero_stage": 0, "train__colocate_actor_ref": False}, 14.0, REFERENCE, "ref.zero_stage = 3"),
     ],
 )

@@ -49,7 +49,9 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Sl
         os.kill(worker(slurm, first, "rollout", engine["node"]), signal.SIGKILL)
         words, _ = login.communicate(timeout=30)
     assert login.returncode == 1, words
-    assert re.search(rf"error: role rollout died: its process group on {engine['node']} ended", words)
+    assert re.search(
+        rf"error: role rollout died: rank \d of engine \d on {engine['node']} \(pid \d+\) was killed", words
+    )
     assert not left(slurm, first, *slurm.names)  # though no batch step ended
     slurm.wait_until(lambda: slurm.job(allocation)["JobState"] in OVER, "release of the allocation", 10)
     done = steps(second)

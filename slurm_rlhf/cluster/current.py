@@ -32,16 +32,26 @@ def current_topology(
     slurm = read_slurm(environ)
     if slurm is None:
         return local_topology(config, colocate, environ)
-    topology = slurm.topology(_gpus(slurm))
+    topology = slurm.topology(*_gpus(slurm))
     return process_slots(topology, role_sizes(config), colocate) if topology.accelerator == CPU else topology
 
 
-def _gpus(slurm: SlurmEnvironment) -> tuple[int, ...]:
-    """GPUs on each node; where the environment tells of one node alone, Slurm knows whether the others are like it."""
+def _gpus(slurm: SlurmEnvironment) -> tuple[tuple[int, ...], str]:
+    """GPUs on each node, and who said so.
+
+    Where the environment tells of one node alone, or contradicts itself, Slurm knows.
+    """
     gpus = slurm.gpus()
+    asked = f"scontrol show job --details {slurm.job_id}"
     if gpus is None:
-        return ask_scontrol(slurm.job_id, slurm.job_nodes)
+        try:
+            return ask_scontrol(slurm.job_id, slurm.job_nodes), asked
+        except PlacementError:
+            # Of this node slurmd's word is enough; of others it is a guess.
+            if slurm.gpus_here is None or slurm.step_id is not None or len(slurm.job_nodes) > 1:
+                raise
+            return (slurm.gpus_here,), "SLURM_GPUS_ON_NODE"
     if not slurm.gpus_are_known():
         with contextlib.suppress(PlacementError):  # no scontrol in a container, say
-            return ask_scontrol(slurm.job_id, slurm.job_nodes)
-    return gpus
+            return ask_scontrol(slurm.job_id, slurm.job_nodes), asked
+    return gpus, slurm.gpus_origin

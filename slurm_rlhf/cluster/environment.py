@@ -110,32 +110,71 @@ class SlurmEnvironment:
     def gpus(self) -> tuple[int, ...] | None:
         """GPUs of the job on each of `job_nodes`, zeros where Slurm granted none; None where the variables do not tell.
 
-        They do not in the shell of `salloc --gres`, or when a total (`--gpus`) does not divide evenly; then
-        `granted.ask_scontrol` knows.
+        They do not in the shell of `salloc --gres`, when a total (`--gpus`) does not divide evenly, and when what was
+        asked for is not what this node has: a job that is submitted from within another one inherits variables of that
+        one, such as SLURM_GPUS_PER_TASK. Then `granted.ask_scontrol` knows.
         """
+        here = self.gpus_here
+        asked = self._asked_gpus()
+        if asked is None:
+            if self.gpus_total is not None:
+                return None
+            if here is None:
+                return (0,) * len(self.job_nodes) if self.node_name else None
+            return (here,) * len(self.job_nodes)
+        outside = self.step_id is None  # in a step, gpus_on_node may be the step's
+        return None if outside and here not in (None, asked[self._place]) else asked
+
+    @property
+    def gpus_here(self) -> int | None:
+        """GPUs on this node as slurmd, which grants them, has written them down; None where it did not."""
+        return self.gpus_on_node if self.gpus_on_node is not None else self.gpu_ids
+
+    @property
+    def _place(self) -> int:
+        """Where this node is in `job_nodes`."""
+        if self.node_name in self.job_nodes:
+            return self.job_nodes.index(self.node_name)
+        return self.node_id if self.step_id is None and self.node_id < len(self.job_nodes) else 0
+
+    def _asked_gpus(self) -> tuple[int, ...] | None:
+        """GPUs on each node by the options of the job; None where there are none, or a total that does not divide."""
         count = len(self.job_nodes)
         if self.gpus_per_node is not None:
             return (self.gpus_per_node,) * count
-        here = self.gpus_on_node if self.gpus_on_node is not None else self.gpu_ids
-        outside = self.step_id is None  # in a step, gpus_on_node may be the step's
         if self.gpus_total is not None:
             even, rest = divmod(self.gpus_total, count)
-            return None if rest or (outside and here not in (None, even)) else (even,) * count
-        if self.gpus_per_task and outside and self.tasks_per_node:
+            return None if rest else (even,) * count
+        if self.gpus_per_task and self.step_id is None and self.tasks_per_node:
             return tuple(self.gpus_per_task * tasks for tasks in self.tasks_per_node)
-        if here is not None:
-            return (here,) * count
-        return (0,) * count if self.node_name else None
+        return None
 
     def gpus_are_known(self) -> bool:
         """False where `gpus` may have taken the other nodes for like this one, or a total for evenly dealt out."""
         return len(self.job_nodes) == 1 or any((self.gpus_per_node, self.gpus_per_task)) or not any(self.gpus() or ())
 
-    def topology(self, gpus: Sequence[int]) -> Topology:
-        """The job's nodes with so many GPUs; where there are none at all, 0 slots and the accelerator "cpu"."""
+    @property
+    def gpus_origin(self) -> str:
+        """The variables that `gpus` is read from, for messages."""
+        asked = {
+            "gpus_per_node": self.gpus_per_node,
+            "gpus_total": self.gpus_total,
+            "gpus_per_task": self.gpus_per_task,
+        }
+        here = {"gpus_on_node": self.gpus_on_node, "gpu_ids": self.gpu_ids}
+        fields = [name for name, count in asked.items() if count][:1] or [n for n, c in here.items() if c is not None][
+            :1
+        ]
+        return " or ".join(TABLE[fields[0]].names) if fields else "SLURM_GPUS_ON_NODE, which is not set,"
+
+    def topology(self, gpus: Sequence[int], origin: str = "") -> Topology:
+        """The job's nodes with so many GPUs; where there are none at all, 0 slots and the accelerator "cpu".
+
+        `origin`: who told their number.
+        """
         cpus = self.cpus_per_node or (0,) * len(gpus)
         nodes = tuple(Node(*row) for row in zip(self.job_nodes, gpus, cpus, strict=True))
-        return Topology(nodes, GPU if any(gpus) else CPU)
+        return Topology(nodes, GPU if any(gpus) else CPU, origin)
 
 
 def read_slurm(environ: Mapping[str, str]) -> SlurmEnvironment | None:

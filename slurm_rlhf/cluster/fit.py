@@ -182,6 +182,8 @@ def _why(topology: Topology, sizes: Sizes, needed: int, unit: str) -> str:
     gpus = sorted({node.gpus for node in topology.nodes})
     each = f"{gpus[0]} each" if len(gpus) == 1 else f"{gpus[0]} to {gpus[-1]} each"
     have = f"{count} {'node' if count == 1 else 'nodes'} with {topology.slots} {unit} ({each})"
+    if topology.origin and topology.accelerator == GPU:
+        have += f", as {topology.origin} says"
     if needed > topology.slots:
         return f"they need {needed} {unit}; given: {have}"
     return f"they need {needed} {unit} in shapes that cannot lie side by side on {have}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from slurm_rlhf.errors import PlacementError
 
@@ -35,6 +35,7 @@ class Topology:
 
     nodes: tuple[Node, ...]
     accelerator: str = GPU  # "gpu" or "cpu"
+    origin: str = field(default="", compare=False)  # who told the number of GPUs, for messages; empty: nobody to name
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -73,7 +74,7 @@ class Topology:
         left = tuple(node for node in self.nodes if node.name not in excluded)
         if not left:
             raise PlacementError(f"all {len(self.nodes)} nodes are excluded: leave at least one")
-        return Topology(left, self.accelerator)
+        return Topology(left, self.accelerator, self.origin)
 
 
 def numbered_names(count: int) -> list[str]:

@@ -51,7 +51,7 @@ class TrainJob:
         self._watch.start()
         self._wait()
         if child.returncode:
-            raise RunError(f"slurm-rlhf train ended with status {child.returncode}:\n{''.join(words)}")
+            raise RunError(f"slurm-rlhf train {end_text(child.returncode)}:\n{''.join(words) or '(it said nothing)'}")
         return dict(json.loads((Path(self.run_dir) / "summary.json").read_text(encoding="utf-8")))
 
     def checkpoint(self) -> Any:
@@ -75,6 +75,15 @@ class TrainJob:
     def __getstate__(self) -> dict[str, Any]:
         fields = {"config": self.config, "run_dir": self.run_dir, "environment": self.environment}
         return {**fields, "_child": None, "_watch": None}
+
+
+def end_text(status: int) -> str:
+    """How a process ended whose exit status is `status`: negative, or 128 and more, for a signal."""
+    number = -status if status < 0 else status - 128
+    if number not in set(signal.Signals):
+        return f"ended with status {status}"
+    name = signal.Signals(number).name
+    return f"was cancelled ({name})" if number == signal.SIGTERM else f"was ended by {name}"
 
 
 def _restored(environ: Mapping[str, str], changed: Mapping[str, str | None]) -> dict[str, str]:

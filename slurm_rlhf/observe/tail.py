@@ -16,6 +16,8 @@ _NOISE = re.compile(
     r"|(\[rank\d+\]:)?\[W\d{4,} .*(socket|TCPStore|ProcessGroup\w*|CUDAAllocatorConfig)\.cpp"
     r"|frame #\d+: "
     r"|Exception raised from .* at .*\.[ch]pp:\d+ "
+    r"|.*:\d+: (Future|Deprecation|PendingDeprecation)Warning: "
+    r"|  (warnings\.)?warn\("
 )
 _REPORT_BEGINS = re.compile(r"(torch\.distributed\.elastic\S*\.)?ChildFailedError:")
 _REPORT_RULE = re.compile(r"={20,}$")
@@ -23,15 +25,16 @@ _TRACEBACK = "Traceback (most recent call last):"
 _TORCHRUN_FRAME = re.compile(r'  File ".*torch/distributed/(run|launcher/api)\.py"')
 
 
-def tail(path: Path, lines: int) -> list[str]:
+def tail(path: Path, lines: int, start: int = 0) -> list[str]:
     """The last `lines` lines of `path` that are not blank; what can be said where there is no such file.
 
-    Leaves out what torchrun adds when one of its processes ends, unless there is nothing else.
+    Reads nothing before byte `start`: what was there before belongs to an earlier start of the run. Leaves out
+    deprecations and what torchrun adds when one of its processes ends, unless there is nothing else.
     """
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
-            file.seek(max(0, size - _READ))
+            file.seek(max(start, size - _READ))
             text = file.read().decode("utf-8", errors="replace")
     except OSError as error:
         return [f"({path} cannot be read: {error.strerror})"]

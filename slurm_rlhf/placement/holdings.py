@@ -20,7 +20,6 @@ ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT = "actor", "critic", "reference", "rew
 CONTEXT = 3 * GIB // 4
 GROUP = GIB // 2
 SYNC_GROUP = GIB // 4
-GPU_BUCKET_MB = 256  # of sync.bucket_mb = 0, between GPUs
 
 Bytes = Mapping[str, int]
 """Term -> bytes."""

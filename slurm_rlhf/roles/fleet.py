@@ -22,6 +22,7 @@ from slurm_rlhf.control.peers import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError
 from slurm_rlhf.observe.tail import tail
+from slurm_rlhf.observe.torchrun_report import first_failure
 from slurm_rlhf.roles.role import FAILURE, TERMINATION
 from slurm_rlhf.roles.run_directory import RunDirectory
 
@@ -61,6 +62,8 @@ class Fleet:
         self._ends: list[Ended] = []
         self._failed: Exception | None = None
         self._failure_lock = threading.Lock()
+        # What earlier starts of the run have written into the logs: it is not what this one died of.
+        self._marks = {path: path.stat().st_size for path in directory.logs.glob("*.log")}
         self.roles: dict[str, RoleHandle] = {}
 
     def start(self, environment: Mapping[str, Mapping[str, Mapping[str, str]]]) -> None:
@@ -221,6 +224,13 @@ class Fleet:
             threading.Timer(TERMINATION_S, os.kill, (os.getpid(), signal.SIGUSR1)).start()
 
     def _describe(self, end: Ended) -> str:
+        for node in _names(end.node):
+            log = self._directory.logs / f"{end.role}.{node}.torchrun.log"
+            failed = first_failure(log, self._marks.get(log, 0))
+            if failed is not None:
+                same = [p for p in self.server.peers(end.role) if (p.host, p.pid) == (node, failed.pid)]
+                who = self._named(same[0]) if same else f"rank {failed.rank}"
+                return f"{who} on {node} (pid {failed.pid}) {failed.how}"
         gone = []
         if self._launcher.address == LOOPBACK:
             peers = self.server.peers(end.role)
@@ -237,14 +247,13 @@ class Fleet:
         return [*self._directory.logs.glob(f"{role}.*.[0-9]*.log"), *self._directory.logs.glob(f"{role}.*torchrun.log")]
 
     def _fail(self, role: str, what: str, logs: list[Path]) -> None:
-        """The last words are in the newest of `logs`, those of earlier runs in this directory left out."""
+        """The last words are in the newest of `logs`, what earlier starts in this directory have written left out."""
         with self._failure_lock:
             if self._failed is not None:
                 return
-            started = self._directory.keys.stat().st_mtime
-            written = [path for path in logs if path.exists() and path.stat().st_mtime >= started and tail(path, 1)]
+            written = [path for path in logs if path.exists() and path.stat().st_size > self._marks.get(path, 0)]
             newest = max(written, key=lambda path: path.stat().st_mtime, default=logs[-1])
-            words = "\n".join(f"    {line}" for line in tail(newest, 12))
+            words = "\n".join(f"    {line}" for line in tail(newest, 12, self._marks.get(newest, 0)))
             self._failed = RoleDied(
                 f"role {role} died: {what}.\nThe last lines of {newest}:\n{words}\n"
                 f"Earlier checkpoints are intact; the same command goes on from the newest."
