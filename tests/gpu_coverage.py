@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 GPU_FILES = ("sync/gpu.py", "sync/communicator.py", "sync/nccl.py", "sync/device_ipc.py", "rollout/sleep.py")
 """Code that runs on GPUs alone. At least `ENOUGH` of each file's lines have to run with the stand-ins."""
-ROOMS = ("sync", "roles")
+ROOMS = ("sync", "roles", "training", "rollout")
 """In these every CUDA branch has to be taken."""
 ENOUGH = 0.95
 DIRECTORY = "SLURM_RLHF_GPU_COVERAGE"
@@ -107,6 +107,22 @@ def measure_here() -> None:
 def save_here() -> None:
     """Put down what this process, which a test started, has run so far: it may be killed later."""
     for measuring in _children:
+        measuring.save()
+
+
+@contextmanager
+def measured(directory: str) -> Iterator[None]:
+    """Measure a piece of work in a process that tests without stand-ins use as well. `directory`: `DIRECTORY`'s value
+    in pytest's process; empty where nothing is measured."""
+    if not directory:
+        yield
+        return
+    measuring = _measuring(Path(directory))
+    measuring.start()
+    try:
+        yield
+    finally:
+        measuring.stop()
         measuring.save()
 
 
@@ -222,6 +238,8 @@ def on_gpu(test: ast.expr) -> bool:
     if isinstance(test, ast.BoolOp):
         return on_gpu(next(each for each in test.values if _ABOUT_GPUS.search(ast.unparse(each))))
     text = ast.unparse(test)
+    if isinstance(test, ast.Compare) and text.endswith("None"):  # there is something of a GPU's, or there is not
+        return isinstance(test.ops[0], ast.IsNot)
     about_cpu = bool(re.search(r"_cpu\b|'cpu'", text))
     differs = isinstance(test, ast.Compare) and isinstance(test.ops[0], (ast.NotEq, ast.IsNot))
     return about_cpu == differs

@@ -23,6 +23,8 @@ def where(tensor):
         x = 3
     else:
         x = 4
+    if state["cuda_rng"] is not None and on_gpu:
+        return 6
     return x if on_cpu else 5
 '''
 
@@ -52,17 +54,18 @@ def test_every_cuda_branch_is_taken(reached: dict[str, set[int]]):
 
 def test_what_counts_as_a_branch():
     found = {branch.line: branch for branch in branches(SAMPLE)}
-    assert sorted(found) == [4, 6, 8, 12]
-    assert (found[4].goes, found[6].avoids, found[8].goes, found[12].goes) == ((5,), (7,), (11,), (12,))
+    assert sorted(found) == [4, 6, 8, 12, 14]
+    goes = tuple(found[line].goes for line in (4, 8, 12, 14))
+    assert (goes, found[6].avoids) == (((5,), (11,), (13,), (14,)), (7,))
 
 
 def test_an_unvisited_branch_is_found():
     lines = {4, 5}
-    assert [branch.line for branch in untaken(SAMPLE, lines, set())] == [6, 8, 12]
+    assert [branch.line for branch in untaken(SAMPLE, lines, set())] == [6, 8, 12, 14]
     on = gpu_coverage._packed(6, 8)
-    assert [branch.line for branch in untaken(SAMPLE, lines | {6, 8, 11, 12}, {on})] == []
-    assert [branch.line for branch in untaken(SAMPLE, {6, 7}, {gpu_coverage._packed(6, 7)})] == [4, 6, 8, 12]
+    assert [branch.line for branch in untaken(SAMPLE, lines | {6, 8, 11, 12, 13, 14}, {on})] == []
+    assert [branch.line for branch in untaken(SAMPLE, {6, 7}, {gpu_coverage._packed(6, 7)})] == [4, 6, 8, 12, 14]
 
 
 def test_lines_are_those_of_functions():
-    assert wanted(SAMPLE) == {4, 5, 6, 7, 8, 9, 11, 12}
+    assert wanted(SAMPLE) == {4, 5, 6, 7, 8, 9, 11, 12, 13, 14}

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gpu_coverage
 import gpu_rollout as child
 import pytest
 import rollout_engine
@@ -244,9 +245,13 @@ def test_the_limits_of_temperatures_are_vllms(engine_process: EngineProcess) -> 
     assert "temperature must be in [0, 2], got 2.1" in told
 
 
+def measured(engine_process: EngineProcess, function: Any, *args: Any) -> Any:
+    return engine_process.run(child.measured, os.environ.get(gpu_coverage.DIRECTORY, ""), function, *args)
+
+
 def test_engine_arguments_on_a_gpu(engine_process: EngineProcess, path: Path) -> None:
     def arguments(**changes: Any) -> Any:
-        return engine_process.run(_arguments, path, changes)
+        return measured(engine_process, _arguments, path, changes)
 
     usual = {
         "async_scheduling": None,  # vLLM's rules
@@ -271,13 +276,13 @@ def _arguments(path: Path, changes: dict[str, Any]) -> Any:
 
 def test_weights_are_used_as_they_are_loaded(engine_process: EngineProcess) -> None:
     """Neither tied heads nor experts are packed anew, as on CPUs."""
-    assert engine_process.run(child.unpacked_on_a_gpu) == 0
+    assert measured(engine_process, child.unpacked_on_a_gpu) == 0
 
 
 def test_attention_is_imported_before_a_heartbeat_counts(engine_process: EngineProcess) -> None:
     """Where it was not built for this GPU, that is no error."""
     engine_process.run(child.signatures)  # vLLM is there, under the platform of this machine
-    names = engine_process.run(child.imports)
+    names = measured(engine_process, child.imports)
     assert names[0] == "vllm.v1.engine.llm_engine"
     assert "vllm.vllm_flash_attn" in names
 
