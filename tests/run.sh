@@ -5,14 +5,14 @@
 #                                          at most, then a table, gpu_report.md and gpu_report.json (--gpu_report=DIR)
 #   bash tests/run.sh -m gpu --rehearse    the same checks on CPUs
 #
-# Some tests start a Slurm cluster of their own on this machine. As root on Debian or Ubuntu its packages are installed
-# if they are missing; elsewhere those tests skip and say so.
+# Some tests start a Slurm cluster of their own on this machine, some ask shellcheck. As root on Debian or Ubuntu their
+# packages are installed if they are missing; elsewhere those tests skip and say so.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-install_slurm() {
-  local -a wanted=() packages=(slurm-wlm:slurmctld slurm-client:scontrol munge:munged iproute2:ip)
+install_packages() {
+  local -a wanted=() packages=(slurm-wlm:slurmctld slurm-client:scontrol munge:munged iproute2:ip shellcheck:shellcheck)
   local pair
   for pair in "${packages[@]}"; do
     PATH=$PATH:/usr/sbin:/sbin command -v "${pair#*:}" >/dev/null || wanted+=("${pair%:*}")
@@ -26,7 +26,7 @@ install_slurm() {
   export DEBIAN_FRONTEND=noninteractive
   # No service is to start: the tests start their own daemons.
   { apt-get update -qq && apt-get install -y -qq --no-install-recommends "${wanted[@]}"; } >/dev/null ||
-    printf 'tests: %s could not be installed; the tests that need Slurm will skip\n' "${wanted[*]}" >&2
+    printf 'tests: %s could not be installed; the tests that need them will skip\n' "${wanted[*]}" >&2
 }
 
 # True where the words choose the acceptance kit: -m gpu, -mgpu or -m=gpu.
@@ -64,9 +64,8 @@ elif chooses_gpu "$@"; then
   bash "$root/sbatch/environment.sh" --cpu
 else
   require_cpu_environment
-  install_slurm
+  install_packages
   bash "$root/sbatch/environment.sh" --cpu
-  install_slurm
 fi
 cd "$root"
 exec .venv/bin/python -m pytest "$@"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.devices import local_gpus, seats
+from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.model_parameters import stored_parameters
 from slurm_rlhf.errors import ConfigError, RunError
 
@@ -35,7 +36,7 @@ and ipc every rank has a GPU, several ranks the same one where there are fewer, 
   --engines=1x2     engine nodes x ranks on each
   --zero=0          ZeRO stage; 3: every actor rank holds a shard
   --backend=gloo    as sync.backend
-  --bucket_mb=64    as sync.bucket_mb
+  --bucket_mb=0     as sync.bucket_mb
   --repeats=3       measurements; the median is shown
   --one_node        all ranks on one node
   --load            also time loading into vLLM (with --model)
@@ -75,7 +76,7 @@ def run(words: list[str]) -> int:
     """Measure and print. Raises ConfigError, RunError, ModelError."""
     flags = {"json", "load", "naive", "one_node"}
     options = {"size": "500MB", "actors": "1x1", "engines": "1x2", "zero": "0", "backend": "gloo"}
-    options |= {"bucket_mb": "64", "repeats": "3", "model": ""}
+    options |= {"bucket_mb": "0", "repeats": "3", "model": ""}
     chosen = {"naive"}
     for word in words:
         name, equals, value = word.removeprefix("--").partition("=")
@@ -149,17 +150,18 @@ def _world(options: dict[str, str], chosen: set[str]) -> World:
         raise ConfigError("--load needs the model that vLLM is to be started on: --model=DIRECTORY")
     actors, engines = _nodes("actors", options["actors"], "actor"), _nodes("engines", options["engines"], "rollout")
     one = "one_node" in chosen
+    gpus = local_gpus(os.environ) if options["backend"] in ("auto", "nccl", "ipc") else ()
     return World(
         parameters,
         ["node"] * len(actors) if one else actors,
         ["node"] * len(engines) if one else engines,
         zero=_count("zero", options["zero"], 0),
         backend=options["backend"],
-        bucket_bytes=_count("bucket_mb", options["bucket_mb"], 1) << 20,
+        bucket_bytes=bucket_mb(_count("bucket_mb", options["bucket_mb"], 0), bool(gpus)) << 20,
         repeats=_count("repeats", options["repeats"], 1),
         naive="naive" in chosen,
         model=options["model"] if "load" in chosen else "",
-        gpus=local_gpus(os.environ) if options["backend"] in ("auto", "nccl", "ipc") else (),
+        gpus=gpus,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slurm_rlhf.cluster.placement import RankMap
+from slurm_rlhf.cluster.topology import GPU
 from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.model_parameters import stored_parameters
 from slurm_rlhf.config.schema import Config
@@ -26,7 +27,8 @@ def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
     described = [[name, shape, config.ds.param_dtype] for name, shape in stored]
     nodes = {role: [share.node for share in shares for _ in share.ranks] for role, shares in ranks.roles.items()}
     layout = Layout(tuple(nodes["actor"]), tuple(nodes["rollout"]), config.ds.zero_stage)
-    return make_plan(described, bucket_mb(config.sync.bucket_mb, on_gpus=False) << 20, layout)
+    on_gpus = ranks.topology.accelerator == GPU and config.sync.backend in ("auto", "nccl", "ipc")
+    return make_plan(described, bucket_mb(config.sync.bucket_mb, on_gpus) << 20, layout)
 
 
 def transfer_json(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> dict[str, Any]:

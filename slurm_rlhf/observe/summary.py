@@ -13,7 +13,7 @@ from slurm_rlhf.observe.metrics import finite
 
 @dataclass(slots=True)
 class Summary:
-    """`status` is running, finished, interrupted or failed."""
+    """`status` is running, finished, stopped, interrupted or failed."""
 
     status: str
     steps: int

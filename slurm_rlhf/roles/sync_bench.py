@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, ProcessGroupGloo
 
 from slurm_rlhf.cluster.parent import die_with_parent
 from slurm_rlhf.cluster.route import is_loopback
+from slurm_rlhf.sync.communicator import bare_group
 from slurm_rlhf.sync.group import SyncGroup, join
 from slurm_rlhf.sync.layout import Layout
 from slurm_rlhf.sync.member import Membership
@@ -201,11 +202,7 @@ class Rank:
 
 def _nccl_group(plain: Any, group: SyncGroup, spec: Spec) -> Any:
     """All ranks by NCCL, for the raw transfer; connected before anything is timed."""
-    from torch.distributed import ProcessGroupNCCL
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=spec.timeout_s)
-    made = ProcessGroupNCCL(PrefixStore("raw", group.store), plain.rank(), plain.size(), options)
+    made = bare_group(PrefixStore("raw", group.store), plain.rank(), plain.size(), spec.timeout_s)
     made.allreduce(torch.zeros(1, device="cuda")).wait()
     torch.cuda.synchronize()
     return made

@@ -39,15 +39,11 @@ class Communicator:
 
     def __init__(self, store: Store, rank: int, world: int, timeout_s: float) -> None:
         """Does not connect yet: the first operation does, and all ranks have to enter it."""
-        from torch.distributed import ProcessGroupNCCL
-
         self.timeout_s = timeout_s
         self.aborted = False
         self._lock = threading.Lock()
-        options = ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        with _failing(), _environment(_OWN_ERRORS):
-            self._group: Any = ProcessGroupNCCL(store, rank, world, options)
+        with _failing():
+            self._group = bare_group(store, rank, world, timeout_s)
 
     def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> list[Work]:
         """All of them as one operation, so that their order plays no part."""
@@ -108,6 +104,16 @@ class Communicator:
             begin()
             work = self._group._end_coalescing()
         return [work] if work is not None else []
+
+
+def bare_group(store: Store, rank: int, world: int, timeout_s: float) -> Any:
+    """A ProcessGroupNCCL that leaves its errors to its owner. Its works' `wait` blocks."""
+    from torch.distributed import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    with _environment(_OWN_ERRORS):
+        return ProcessGroupNCCL(store, rank, world, options)
 
 
 def in_time(connect: Callable[[], None], timeout_s: float) -> None:
