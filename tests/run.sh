@@ -34,7 +34,8 @@ chooses_gpu() {
   local word previous=
   for word in "$@"; do
     [[ $previous$word == -mgpu || $word == -m=gpu ]] && return
-    previous=$([[ $word == -m ]] && printf -- -m || true)
+    previous=
+    if [[ $word == -m ]]; then previous=-m; fi
   done
   return 1
 }
