@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-CONFTEST = Path(__file__).with_name("conftest.py").read_text(encoding="utf-8")
+TESTS = Path(__file__).parent
+CONFTEST = (TESTS / "conftest.py").read_text(encoding="utf-8")
 
 LEAK = """
 import subprocess
@@ -53,6 +54,7 @@ def session(directory: Path, tests: str, ci: bool = False) -> subprocess.Complet
     (directory / "test_it.py").write_text(tests)
     (directory / "pytest.ini").write_text("[pytest]\n")
     environment = {name: value for name, value in os.environ.items() if name not in ("CI", "PYTEST_ADDOPTS")}
+    environment["PYTHONPATH"] = f"{TESTS}:{environment.get('PYTHONPATH', '')}"  # of what conftest.py imports
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"],
         cwd=directory,

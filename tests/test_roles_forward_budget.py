@@ -15,7 +15,7 @@ from slurm_rlhf.observe.phases import Phases
 from slurm_rlhf.records import Experience, Prompt, Trajectory
 from slurm_rlhf.roles.batches import Batch
 from slurm_rlhf.roles.ppo import PPO
-from slurm_rlhf.roles.scoring import ModelRewards
+from slurm_rlhf.roles.scoring import ModelRewards, Scoring
 
 TRAINED = 40
 ANSWERS = {"logprobs": "logprobs", "values": "values"}
@@ -70,7 +70,7 @@ def run(forward: int) -> dict[str, Ranks]:
         )
         for i in range(32)
     ]
-    reward = ModelRewards(handles["reward"], config.train.forward_tokens)
+    reward = Scoring(ModelRewards(handles["reward"], config.train.forward_tokens), config.timeout.reward)
     ppo = PPO(config, handles, cast(Any, None), reward, KLController(0.01, 0.0, 1), Phases())
     batch = Batch(1, prompts, responses, {}, 1.0, {})
     experience, metrics = ppo.collect(batch, 0)
