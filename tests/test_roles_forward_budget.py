@@ -43,7 +43,7 @@ class Ranks:
             if method in ANSWERS
             else np.zeros(len(exp), dtype=np.float32)
             if method == "score"
-            else {"lr": 0.0, "grad_norm": 0.0}
+            else {"lr": 0.0, "grad_norm": 0.0, "ratio": 1.0, "approx_kl": 0.0}
         )
         return future
 
