@@ -1,4 +1,4 @@
-"""A run whose engine samples at another temperature than the actor is trained with: it never trains."""
+"""Runs that the self-check stops before they train, and one that it lets pass although its model has dropout."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_matrix import make_model
 from training_runs import metrics, started, workspace
 
 pytestmark = pytest.mark.timeout(200)
@@ -94,3 +95,24 @@ def test_prompts_that_were_dropped_and_rewards_that_are_clipped_are_warned_of(st
     assert any(line.startswith("warning:") and "were cut off at rollout.max_new_tokens" in line for line in lines)
     log = next((run_dir / "logs").glob("conductor.*.log")).read_text()
     assert "self-check, rewards: 100 % clipped" in log
+
+
+def test_a_model_with_dropout_trains_with_a_ratio_of_one(tmp_path: Path) -> None:
+    """OPT drops activations by a function, and says so in config.json alone."""
+    config = workspace(tmp_path)
+    make_model(tmp_path / "opt", "opt")
+    assert json.loads((tmp_path / "opt" / "config.json").read_text())["dropout"] == 0.3
+    model, one_update = (
+        f"--actor.model_name_or_path={tmp_path / 'opt'}",
+        ("--train.batch_size=32", "--train.max_epochs=1"),
+    )
+    with started(config, tmp_path / "run", model, *one_update, "--eval.dataset=", "--train.max_steps=2") as run:
+        code, output = run.wait(150)
+        run.assert_gone(1)
+    assert code == 0, output
+    for row in metrics(tmp_path / "run"):
+        assert row["ratio"] == pytest.approx(1.0, abs=1e-6)
+        assert row["clip_fraction"] == 0.0
+        assert row["rollout_logprob_diff_max"] < 1e-4
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["self_check"]["again"] == 0.0
+    assert json.loads((tmp_path / "run" / "final" / "config.json").read_text())["dropout"] == 0.3
