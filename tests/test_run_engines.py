@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patched_engines import write_patch
 from training_runs import metrics, started, workspace
 
 pytestmark = pytest.mark.timeout(300)
@@ -29,31 +30,17 @@ WORLD = (
     "--eval.dataset=",
 )
 
-SLOW_RANK_1 = """
-import importlib.abc, importlib.machinery, os, sys, time
+SLOWER = """
+import time
 
-NAME = "slurm_rlhf.rollout.vllm_engine"
-
-class Slowing(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != NAME:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        run = spec.loader.exec_module
-        def exec_module(module):
-            run(module)
-            step = module.VllmEngine.step
-            def slow_step(engine):
-                began = time.monotonic()
-                landed = step(engine)
-                time.sleep(4 * (time.monotonic() - began))
-                return landed
-            module.VllmEngine.step = slow_step
-        spec.loader.exec_module = exec_module
-        return spec
-
-if "--role=rollout" in sys.orig_argv and os.environ.get("LOCAL_RANK") == "1":
-    sys.meta_path.insert(0, Slowing())
+def change(module):
+    step = module.VllmEngine.step
+    def slow_step(engine):
+        began = time.monotonic()
+        landed = step(engine)
+        time.sleep(4 * (time.monotonic() - began))
+        return landed
+    module.VllmEngine.step = slow_step
 """
 
 
@@ -61,10 +48,8 @@ if "--role=rollout" in sys.orig_argv and os.environ.get("LOCAL_RANK") == "1":
 def slowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """(run directory, what it printed) of a run whose second engine sleeps four times as long as it computes."""
     path = tmp_path_factory.mktemp("slowed")
-    (path / "patch").mkdir()
-    (path / "patch" / "sitecustomize.py").write_text(SLOW_RANK_1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(path / "patch"))
+        patch.setenv("PYTHONPATH", write_patch(path / "patch", SLOWER, ranks=("1",)))
         with started(workspace(path), path / "run", *WORLD) as run:
             code, output = run.wait(200)
     assert code == 0, output

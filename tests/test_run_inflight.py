@@ -9,6 +9,7 @@ from socket import gethostname
 from typing import Any
 
 import pytest
+from patched_engines import write_patch
 from training_runs import metrics, started, train, workspace
 
 from slurm_rlhf.data.order import PromptOrder
@@ -45,51 +46,38 @@ def reward_func(queries, prompts, labels, **kwargs):
 
 
 PATIENT = """
-import importlib.abc, importlib.machinery, os, signal, subprocess, sys, time
+import os, signal, subprocess, time
 from pathlib import Path
 
 STOPPED = Path(__file__).with_name("stopped")
-NAME = "slurm_rlhf.rollout.vllm_engine"
 BATCH = 32  # responses
 
-class Slowing(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != NAME:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        run = spec.loader.exec_module
-        def exec_module(module):
-            run(module)
-            step, load = module.VllmEngine.step, module.VllmEngine.load_weights
-            def slow_step(engine):
-                training = any(flight.request.sampling.temperature for flight in engine._flights.values())
-                landed = step(engine)
-                if training:
-                    engine.served += len(landed)
-                    if engine.served == BATCH:
-                        engine.served, engine.patience = 0, 100
-                    elif engine.patience > 0:
-                        engine.patience -= 1
-                        time.sleep(0.02)
-                return landed
-            def load_weights(engine, weights, version):
-                load(engine, stand_still(engine, weights) if version == 2 else weights, version)
-                engine.patience = 0
-            def stand_still(engine, weights):
-                for number, pair in enumerate(weights):
-                    if number == 5 and not STOPPED.exists():
-                        STOPPED.write_text(str(len(engine._flights)))
-                        wake = f"sleep 6; kill -CONT {os.getpid()}"
-                        subprocess.Popen(["sh", "-c", wake], start_new_session=True)
-                        os.kill(os.getpid(), signal.SIGSTOP)
-                    yield pair
-            module.VllmEngine.served = module.VllmEngine.patience = 0
-            module.VllmEngine.step, module.VllmEngine.load_weights = slow_step, load_weights
-        spec.loader.exec_module = exec_module
-        return spec
-
-if "--role=rollout" in sys.orig_argv:
-    sys.meta_path.insert(0, Slowing())
+def change(module):
+    step, load = module.VllmEngine.step, module.VllmEngine.load_weights
+    def slow_step(engine):
+        training = any(flight.request.sampling.temperature for flight in engine._flights.values())
+        landed = step(engine)
+        if training:
+            engine.served += len(landed)
+            if engine.served == BATCH:
+                engine.served, engine.patience = 0, 100
+            elif engine.patience > 0:
+                engine.patience -= 1
+                time.sleep(0.02)
+        return landed
+    def load_weights(engine, weights, version):
+        load(engine, stand_still(engine, weights) if version == 2 else weights, version)
+        engine.patience = 0
+    def stand_still(engine, weights):
+        for number, pair in enumerate(weights):
+            if number == 5 and not STOPPED.exists():
+                STOPPED.write_text(str(len(engine._flights)))
+                wake = f"sleep 6; kill -CONT {os.getpid()}"
+                subprocess.Popen(["sh", "-c", wake], start_new_session=True)
+                os.kill(os.getpid(), signal.SIGSTOP)
+            yield pair
+    module.VllmEngine.served = module.VllmEngine.patience = 0
+    module.VllmEngine.step, module.VllmEngine.load_weights = slow_step, load_weights
 """
 """From the second batch on, the engine pauses after each of the first hundred steps until new weights come: they meet
 it half way however busy the machine is. Evaluations, which are greedy, are left alone. In the update to policy version
@@ -103,10 +91,8 @@ class Whole:
         config = workspace(path, REWARD)
         self.run_dir = path / "run"
         self.path = path
-        (path / "patch").mkdir()
-        (path / "patch" / "sitecustomize.py").write_text(PATIENT)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(path / "patch"))
+            patch.setenv("PYTHONPATH", write_patch(path / "patch", PATIENT))
             self._train(config)
         self.rows = metrics(self.run_dir)
 

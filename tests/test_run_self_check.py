@@ -8,34 +8,19 @@ from typing import Any
 
 import pytest
 from model_matrix import make_model
+from patched_engines import write_patch
 from training_runs import metrics, started, workspace
 
 pytestmark = pytest.mark.timeout(200)
 
 COLDER = """
-import importlib.abc, importlib.machinery, sys
-
-NAME = "slurm_rlhf.rollout.vllm_engine"
-
-class Colder(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path, target=None):
-        if name != NAME:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(name, path)
-        run = spec.loader.exec_module
-        def exec_module(module):
-            run(module)
-            params = module._sampling_params
-            def colder(*args):
-                made = params(*args)
-                made.temperature *= 0.95
-                return made
-            module._sampling_params = colder
-        spec.loader.exec_module = exec_module
-        return spec
-
-if "--role=rollout" in sys.orig_argv:
-    sys.meta_path.insert(0, Colder())
+def change(module):
+    params = module._sampling_params
+    def colder(*args):
+        made = params(*args)
+        made.temperature *= 0.95
+        return made
+    module._sampling_params = colder
 """
 
 FAR_OUT = """
@@ -51,10 +36,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     config = workspace(path, FAR_OUT)
     with (path / "prompts.jsonl").open("a") as file:
         file.writelines(json.dumps({"input": "1" * 60}) + "\n" for _ in range(30))
-    (path / "patch").mkdir()
-    (path / "patch" / "sitecustomize.py").write_text(COLDER)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(path / "patch"))
+        patch.setenv("PYTHONPATH", write_patch(path / "patch", COLDER))
         overrides = ("--algo.kl.init_coef=0", "--eval.dataset=", "--train.max_steps=1")
         with started(config, path / "run", *overrides) as run:
             code, output = run.wait(150)
