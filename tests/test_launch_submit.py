@@ -17,6 +17,7 @@ from slurm_rlhf.config.time_limit import minutes
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError
 from slurm_rlhf.launch.by_submitit import slurm_executor, slurm_parameters, wanted_nodes
 from slurm_rlhf.launch.chain import PARENT_GOES_ON, ChainContinuation, ParentContinuation, continuation_of
+from slurm_rlhf.launch.train_job import end_text
 
 SBATCH = Path(__file__).resolve().parents[1] / "sbatch"
 JOB = {"SLURM_JOB_ID": "13", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NAME": "ppo", "SLURM_JOB_END_TIME": "99"}
@@ -138,3 +139,17 @@ def test_submission_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "how"),
+    [
+        (143, "was cancelled (SIGTERM)"),
+        (-15, "was cancelled (SIGTERM)"),
+        (137, "was ended by SIGKILL"),
+        (2, "ended with status 2"),
+        (255, "ended with status 255"),
+    ],
+)
+def test_the_end_of_a_job_in_words(status: int, how: str) -> None:
+    assert end_text(status) == how
