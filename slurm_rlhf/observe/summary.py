@@ -27,7 +27,7 @@ class Summary:
     policy_version: int
     world: dict[str, int]  # role -> ranks
     seed: int
-    self_check: dict[str, float] = field(default_factory=dict)  # check -> figure, of this session
+    self_check: dict[str, float] = field(default_factory=dict)  # check -> figure, of the last start
     error: str = ""
     gpus: dict[str, Any] | None = None  # `roles.gpu_account.GpuAccount.summary`; without GPUs not written
 

@@ -31,7 +31,7 @@ class Reporting:
         self._lead_s = config.slurm.signal_lead_s
         self._warned = False
         self.self_check: dict[str, float] = {}
-        """What the self-check of this session found; `SelfCheck` fills it in."""
+        """What the self-check of this start found; `SelfCheck` fills it in."""
         self.moved = False
         """A step was done since `begin`."""
         self.gpus: GpuAccount | None = None
