@@ -47,7 +47,7 @@ class Recorder:
         self.directory = Path(self._inherited or self._own.name)  # type: ignore[union-attr]
         Recorder.here = True
         self.complete = False
-        """Whether this session runs every test with stand-ins."""
+        """Whether this run of pytest has every test with stand-ins."""
         self._coverage: Any = None
 
     @pytest.hookimpl(trylast=True)
