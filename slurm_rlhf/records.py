@@ -16,6 +16,9 @@ I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
 
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+"""The parts of an engine's memory that it gives up in its sleep."""
+
 
 @dataclass(slots=True)
 class Prompt:

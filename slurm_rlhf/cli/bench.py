@@ -40,5 +40,5 @@ def run(words: list[str]) -> int:
 
 
 def _bench(name: str) -> Command:
-    command: Command = importlib.import_module(f"slurm_rlhf.cli.bench_{name}")
+    command: Command = importlib.import_module(f"slurm_rlhf.bench.{name}_command")
     return command

@@ -7,7 +7,7 @@ import signal
 import socket
 import textwrap
 
-from slurm_rlhf.cli.found import Found, find
+from slurm_rlhf.cli.run_lookup import Found, find
 from slurm_rlhf.cluster.job import command
 from slurm_rlhf.cluster.states import OVER
 from slurm_rlhf.cluster.stop import STOP_FILE

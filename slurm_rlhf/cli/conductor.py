@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cli.main import guarded
-from slurm_rlhf.cluster.current import node_name
-from slurm_rlhf.cluster.rank_map import RankMap
+from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.load import load_config
+from slurm_rlhf.placement.rank_map_file import RankMap
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,10 @@ class Orders:
 
 def conduct(orders: Orders, channel: int) -> int:
     """The run; its ranks are told through the socket `channel`. Raises as `conductor.run`."""
-    from slurm_rlhf.launch.chain import continuation_of
+    from slurm_rlhf.controller import conductor
     from slurm_rlhf.launch.channel import Channel
-    from slurm_rlhf.launch.mpi import MpiLauncher
-    from slurm_rlhf.roles import conductor
+    from slurm_rlhf.launch.job_chain import continuation_of
+    from slurm_rlhf.launch.mpi.launcher import MpiLauncher
 
     config = load_config(Path(orders.file), orders.overrides)
     ranks = RankMap.from_json(orders.ranks)

@@ -10,11 +10,11 @@ from slurm_rlhf.cli.arguments import page, parse
 from slurm_rlhf.cli.layout import draw_layout, layout_on, layout_somewhere
 from slurm_rlhf.cli.memory import draw_memory, memory_json, memory_of, memory_on, refuse
 from slurm_rlhf.cli.transfer import INSIDE_GBITS, NETWORK_GBITS, draw_transfer, transfer_json, transfer_plan
-from slurm_rlhf.cluster.draw import draw
 from slurm_rlhf.cluster.nodelist import expand
-from slurm_rlhf.cluster.topology import numbered_names
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.placement.render import draw
+from slurm_rlhf.placement.topology import numbered_names
 
 USAGE = (
     "usage: slurm-rlhf plan FILE.toml [--KEY=VALUE ...] [--json]\n"

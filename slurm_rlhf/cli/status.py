@@ -8,14 +8,14 @@ from collections import Counter
 from datetime import datetime
 from pathlib import Path
 
-from slurm_rlhf.cli.found import Found, find
+from slurm_rlhf.cli.run_lookup import Found, find
 from slurm_rlhf.cluster.job import Job
 from slurm_rlhf.cluster.session import attach_line
 from slurm_rlhf.cluster.states import OVER, reason_words, state_words
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.observe.standing import Standing, read_standing
+from slurm_rlhf.observe.log_tail import tail
+from slurm_rlhf.observe.run_status import Standing, read_standing
 from slurm_rlhf.observe.table import duration
-from slurm_rlhf.observe.tail import tail
 
 USAGE = "usage: slurm-rlhf status RUN"
 ABOUT = (

@@ -10,16 +10,16 @@ from pathlib import Path
 from slurm_rlhf.cli.arguments import page, parse
 from slurm_rlhf.cli.layout import draw_layout, layout_here, layout_somewhere
 from slurm_rlhf.cli.memory import draw_memory, insist_on_memory, memory_on, refuse
-from slurm_rlhf.cluster.current import node_name
 from slurm_rlhf.cluster.environment import read_slurm
-from slurm_rlhf.cluster.launcher import Launcher
-from slurm_rlhf.cluster.mpi import launched
-from slurm_rlhf.cluster.rank_map import RankMap
+from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.session import attach_line
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.launch.launcher import Launcher
+from slurm_rlhf.launch.mpi.environment import launched
+from slurm_rlhf.placement.rank_map_file import RankMap
 
 USAGE = "usage: slurm-rlhf train FILE.toml [--KEY=VALUE ...] [--dry_run]"
 ABOUT = (
@@ -40,7 +40,7 @@ def run(words: list[str]) -> int:
     arguments = parse(words, USAGE, FLAGS)
     start = launched(os.environ)
     if start is not None:
-        from slurm_rlhf.cli import mpi
+        from slurm_rlhf.cli import mpi_start as mpi
 
         return mpi.train(arguments, start)
     config = load_config(arguments.file, arguments.overrides)
@@ -54,8 +54,8 @@ def run(words: list[str]) -> int:
         return 0
     ranks = layout_here(config)
     insist_on_memory(config, ranks)
-    from slurm_rlhf.launch.chain import continuation_of
-    from slurm_rlhf.roles import conductor
+    from slurm_rlhf.controller import conductor
+    from slurm_rlhf.launch.job_chain import continuation_of
 
     launcher = _launcher(config, ranks)
     return conductor.run(

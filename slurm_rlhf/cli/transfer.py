@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from slurm_rlhf.cluster.placement import RankMap
-from slurm_rlhf.cluster.topology import GPU
 from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.model_parameters import stored_parameters
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.sync.account import Account, account
-from slurm_rlhf.sync.layout import Layout
-from slurm_rlhf.sync.plan import SyncPlan, make_plan
+from slurm_rlhf.placement.rank_plan import RankMap
+from slurm_rlhf.placement.topology import GPU
+from slurm_rlhf.weight_sync.cost import Account, account
+from slurm_rlhf.weight_sync.layout import Layout
+from slurm_rlhf.weight_sync.plan import SyncPlan, make_plan
 
 GIGABIT = 125_000_000  # bytes
 NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0

@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slurm_rlhf.cluster.counts import count_devices, expand_counts, parse_gpus, per_node
 from slurm_rlhf.cluster.nodelist import expand
-from slurm_rlhf.cluster.topology import CPU, GPU, Node, Topology
+from slurm_rlhf.cluster.slurm_counts import count_devices, expand_counts, parse_gpus, per_node
 from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 
 _FIRST_RESERVED_STEP = 0xFFFFFFF0  # batch, extern and interactive steps: not steps of ours
 

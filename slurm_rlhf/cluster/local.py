@@ -7,10 +7,10 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from slurm_rlhf.cluster.devices import local_gpus
-from slurm_rlhf.cluster.placement import RoleSize, make_blocks, place, role_sizes
-from slurm_rlhf.cluster.topology import CPU, GPU, Node, Topology
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.placement.rank_plan import RoleSize, make_blocks, place, role_sizes
+from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 
 
 def local_topology(

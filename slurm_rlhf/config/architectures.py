@@ -76,8 +76,8 @@ HEAD_FIELDS = (
 @dataclass(frozen=True, slots=True)
 class Compared:
     """An architecture whose trainer, plain transformers and vLLM gave the same log-probs, to 1e-5 in fp32, from the
-    directory and after an update of all weights: `pytest -m "" tests/test_training_architectures.py
-    tests/test_rollout_architectures.py`, on CPUs.
+    directory and after an update of all weights: `pytest -m "" tests/training/test_architectures.py
+    tests/rollout/test_architectures.py`, on CPUs.
     """
 
     model_type: str

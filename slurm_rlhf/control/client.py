@@ -13,11 +13,11 @@ from typing import Any
 import zmq
 
 from slurm_rlhf.control import failure
-from slurm_rlhf.control.clock import ListeningClock
 from slurm_rlhf.control.codec import Buffer, encode
 from slurm_rlhf.control.envelope import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, body, unpack
 from slurm_rlhf.control.heartbeat import Heartbeat
 from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.message_clock import ListeningClock
 from slurm_rlhf.control.request import Request
 from slurm_rlhf.control.sockets import Part, make_socket, to_parts
 from slurm_rlhf.control.wakeup import Wakeup

@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from typing import Any
 
-from slurm_rlhf.control.peers import Peer
+from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.errors import RemoteError, UserError, WireError
 
 _MAX_CHARACTERS = 100_000

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from slurm_rlhf.control.peers import Peer
+from slurm_rlhf.control.roster import Peer
 
 
 @dataclass(slots=True)

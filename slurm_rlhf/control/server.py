@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from typing import Any
 
 from slurm_rlhf.control.codec import encode
+from slurm_rlhf.control.io_loop import Switchboard
 from slurm_rlhf.control.keys import RunKeys
-from slurm_rlhf.control.peers import Peer
+from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.sockets import to_parts
-from slurm_rlhf.control.switchboard import Switchboard
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError
 
 log = logging.getLogger(__name__)

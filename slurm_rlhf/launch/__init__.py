@@ -15,7 +15,7 @@ def submit(config: Config, local: bool = False) -> Any:
     PlacementError, ModelError, and RunError when sbatch refuses.
     """
     from slurm_rlhf.config.check import check
-    from slurm_rlhf.launch.by_submitit import submit as by_submitit
+    from slurm_rlhf.launch.submitit_job import submit as by_submitit
 
     check(config)
     return by_submitit(config, local)

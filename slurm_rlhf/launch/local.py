@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_rlhf.cluster.launcher import Ended, exit_text
-from slurm_rlhf.cluster.rank_map import RankMap
-from slurm_rlhf.launch.order import StepOrder, torchrun_command
-from slurm_rlhf.launch.shim import shimmed
-from slurm_rlhf.launch.visible import visibility
+from slurm_rlhf.launch.exec_shim import shimmed
+from slurm_rlhf.launch.gpu_visibility import visibility
+from slurm_rlhf.launch.launcher import Ended, exit_text
+from slurm_rlhf.launch.step_spec import StepOrder, torchrun_command
+from slurm_rlhf.placement.rank_map_file import RankMap
 
 
 @dataclass(slots=True)

@@ -9,15 +9,15 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from slurm_rlhf.cluster.current import node_name
-from slurm_rlhf.cluster.parent import die_with_parent
-from slurm_rlhf.cluster.rank_map import RankMap
-from slurm_rlhf.cluster.route import address_towards, interface_of
+from slurm_rlhf.cluster.network import address_towards, interface_of
+from slurm_rlhf.cluster.parent_death import die_with_parent
+from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.caches import take_cache
-from slurm_rlhf.launch.order import StepOrder, share_on, torchrun_command
+from slurm_rlhf.launch.gpu_visibility import visibility
+from slurm_rlhf.launch.step_spec import StepOrder, share_on, torchrun_command
 from slurm_rlhf.launch.variables import INTERFACES, node_environment
-from slurm_rlhf.launch.visible import visibility
+from slurm_rlhf.placement.rank_map_file import RankMap
 
 RANK_MAP = "rank_map.json"
 """In the run directory."""

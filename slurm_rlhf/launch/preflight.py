@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cluster.current import node_name
+from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError
 from slurm_rlhf.launch.accelerators import Wanted, judge_accelerators
 from slurm_rlhf.launch.container import HOST, Container

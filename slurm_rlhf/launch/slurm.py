@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_rlhf.cluster.environment import SlurmEnvironment
-from slurm_rlhf.cluster.launcher import Ended
-from slurm_rlhf.cluster.rank_map import RankMap
-from slurm_rlhf.cluster.route import address_towards
-from slurm_rlhf.cluster.sizes import ROLLOUT, role_rank
-from slurm_rlhf.cluster.topology import GPU
+from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.launch.container import HOST, Container
+from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node import RANK_MAP
-from slurm_rlhf.launch.order import StepOrder
 from slurm_rlhf.launch.ports import ATTEMPTS, ephemeral_start, meeting_port
 from slurm_rlhf.launch.srun import Step
 from slurm_rlhf.launch.step import RunningStep
+from slurm_rlhf.launch.step_spec import StepOrder
+from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.role_sizes import ROLLOUT, role_rank
+from slurm_rlhf.placement.topology import GPU
 
 _KILL_S = 3.0
 

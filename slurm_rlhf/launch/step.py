@@ -8,8 +8,8 @@ import signal
 import subprocess
 from pathlib import Path
 
-from slurm_rlhf.cluster.launcher import exit_text
-from slurm_rlhf.launch.shim import shimmed
+from slurm_rlhf.launch.exec_shim import shimmed
+from slurm_rlhf.launch.launcher import exit_text
 from slurm_rlhf.launch.srun import Step, step_command, step_environment
 
 _TASK_ENDED = re.compile(r"^srun: error: (?P<nodes>[^\s:]+): tasks? [\d,-]+: (?P<how>.+)$", re.MULTILINE)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_rlhf.launch.visible import VISIBILITY
+from slurm_rlhf.launch.gpu_visibility import VISIBILITY
 
 SHOWN = {
     "JobName": "--job-name",

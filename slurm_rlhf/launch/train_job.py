@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.launch.chain import PARENT_GOES_ON
-from slurm_rlhf.launch.shim import shimmed
+from slurm_rlhf.launch.exec_shim import shimmed
+from slurm_rlhf.launch.job_chain import PARENT_GOES_ON
 
 SIGNAL = signal.SIGUSR2
 """With which Slurm, submitit's local executor and the conductor itself tell submitit to save and requeue."""

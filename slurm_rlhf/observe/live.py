@@ -10,7 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slurm_rlhf.observe.clock import Clock
+from slurm_rlhf.observe.eta import Clock
 from slurm_rlhf.observe.table import EVERY, Cell, duration, header, row
 
 _REFRESH_HZ = 2

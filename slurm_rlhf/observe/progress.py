@@ -6,7 +6,7 @@ import sys
 from typing import Protocol
 
 from slurm_rlhf.config.schema import Logger
-from slurm_rlhf.observe.clock import Clock
+from slurm_rlhf.observe.eta import Clock
 from slurm_rlhf.observe.table import EVERY, duration, header, line, row
 
 

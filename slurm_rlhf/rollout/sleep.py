@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from slurm_rlhf.errors import RunError
+from slurm_rlhf.records import KV_CACHE, WEIGHTS
 
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
 PARTS = (WEIGHTS, KV_CACHE)
 """vLLM's tags for what an engine holds, in the order in which it is taken back."""
 

@@ -14,9 +14,9 @@ from torch import distributed as dist
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Sampling, Trajectory
-from slurm_rlhf.rollout.ledger import Ledger
-from slurm_rlhf.rollout.place import EnginePlace
+from slurm_rlhf.rollout.engine_place import EnginePlace
 from slurm_rlhf.rollout.request import GenerateRequest
+from slurm_rlhf.rollout.tp_digest import Ledger
 from slurm_rlhf.rollout.tp_group import engine_group, tp_executor
 from slurm_rlhf.rollout.vllm_engine import VllmEngine
 

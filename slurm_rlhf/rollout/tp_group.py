@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import distributed as dist
 
-from slurm_rlhf.rollout.place import EnginePlace
+from slurm_rlhf.rollout.engine_place import EnginePlace
 
 SHARED_MEMORY = Path("/dev/shm")
 LOOPBACK = "lo"

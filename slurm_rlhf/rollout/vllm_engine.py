@@ -12,13 +12,13 @@ from torch import Tensor
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, RunError
-from slurm_rlhf.records import Sampling, Trajectory
+from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling, Trajectory
+from slurm_rlhf.rollout.active_request import Flight
 from slurm_rlhf.rollout.engine import Gauges
-from slurm_rlhf.rollout.flight import Flight
 from slurm_rlhf.rollout.parameters import checked, parameter_shapes
 from slurm_rlhf.rollout.request import GenerateRequest
 from slurm_rlhf.rollout.saved_names import as_saved, skeleton
-from slurm_rlhf.rollout.sleep import KV_CACHE, WEIGHTS, DeviceMemory
+from slurm_rlhf.rollout.sleep import DeviceMemory
 from slurm_rlhf.rollout.text import response_text
 from slurm_rlhf.rollout.vllm_reload import reload_weights
 from slurm_rlhf.rollout.vllm_settings import engine_config

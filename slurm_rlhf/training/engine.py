@@ -18,12 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from slurm_rlhf.errors import CheckpointError, RunError
+from slurm_rlhf.training.deepspeed_engine import EngineConfig, start_deepspeed
 from slurm_rlhf.training.distributed import World
-from slurm_rlhf.training.fragments import Fragment, fragments_to_fill, local_fragments, make_moments, publish, sizes
 from slurm_rlhf.training.offload import park, unpark
+from slurm_rlhf.training.optimizer_fragments import (
+    Fragment,
+    fragments_to_fill,
+    local_fragments,
+    make_moments,
+    publish,
+    sizes,
+)
 from slurm_rlhf.training.schedule import learning_rate
-from slurm_rlhf.training.shards import ShardReader, write_shard
-from slurm_rlhf.training.zero import EngineConfig, start_deepspeed
+from slurm_rlhf.training.shard_files import ShardReader, write_shard
 
 
 @dataclass(frozen=True, slots=True)

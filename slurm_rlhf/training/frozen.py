@@ -11,12 +11,12 @@ from torch import nn
 from slurm_rlhf.config.schema import Config, Ref, Reward
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.training.collate import TokenBatch
+from slurm_rlhf.training.deepspeed_engine import computed_as
 from slurm_rlhf.training.distributed import join_world, limit_collectives, local_device
 from slurm_rlhf.training.forward import per_action
-from slurm_rlhf.training.fragments import sizes
 from slurm_rlhf.training.models import load_policy
-from slurm_rlhf.training.sharded import born_sharded, import_deepspeed, zero3_config
-from slurm_rlhf.training.zero import computed_as
+from slurm_rlhf.training.optimizer_fragments import sizes
+from slurm_rlhf.training.zero3_init import born_sharded, import_deepspeed, zero3_config
 
 
 class Frozen:

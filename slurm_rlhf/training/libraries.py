@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slurm_rlhf.training.distributed import local_device
-from slurm_rlhf.training.sharded import import_deepspeed
+from slurm_rlhf.training.zero3_init import import_deepspeed
 
 
 def import_trainers(deepspeed: bool) -> None:

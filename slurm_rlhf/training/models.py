@@ -18,8 +18,8 @@ from slurm_rlhf.training.logprobs import LogprobHead
 from slurm_rlhf.training.parameters import is_sharded
 from slurm_rlhf.training.rotary import fix_frequencies
 from slurm_rlhf.training.rows import rows_are_sequences
-from slurm_rlhf.training.sharded import restore_buffers
 from slurm_rlhf.training.value_head import ValueHead, head_name, load_head, take_head
+from slurm_rlhf.training.zero3_init import restore_buffers
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

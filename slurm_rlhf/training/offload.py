@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from slurm_rlhf.training.fragments import MOMENTS, masters
+from slurm_rlhf.training.optimizer_fragments import MOMENTS, masters
 
 HOST = torch.device("cpu")
 

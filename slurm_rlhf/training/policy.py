@@ -11,15 +11,15 @@ from slurm_rlhf.algorithms.losses import Metrics, entropy_bonus, policy_loss
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.training.collate import TokenBatch, action_mask, collate, column
+from slurm_rlhf.training.deepspeed_engine import EngineConfig, loading
 from slurm_rlhf.training.distributed import join_world, seed_rank
 from slurm_rlhf.training.engine import TrainEngine
 from slurm_rlhf.training.export import save_hf
 from slurm_rlhf.training.forward import per_action, undisturbed
-from slurm_rlhf.training.holdings import Holdings, Rounded, holdings
+from slurm_rlhf.training.local_parameters import Holdings, Rounded, holdings
 from slurm_rlhf.training.models import DTYPES, load_policy
 from slurm_rlhf.training.parameters import describe
 from slurm_rlhf.training.step import optimizer_step
-from slurm_rlhf.training.zero import EngineConfig, loading
 
 
 class PolicyTrainer:

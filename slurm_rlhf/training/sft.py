@@ -20,13 +20,13 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, DataError
 from slurm_rlhf.records import Experience
 from slurm_rlhf.training.collate import collate
+from slurm_rlhf.training.deepspeed_engine import EngineConfig, loading
 from slurm_rlhf.training.distributed import World, join_world, seed_rank
 from slurm_rlhf.training.engine import TrainEngine
 from slurm_rlhf.training.examples import load_examples
 from slurm_rlhf.training.export import save_hf
 from slurm_rlhf.training.models import load_policy
 from slurm_rlhf.training.step import optimizer_step
-from slurm_rlhf.training.zero import EngineConfig, loading
 
 LINES = 40  # of progress, about
 

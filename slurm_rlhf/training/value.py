@@ -11,12 +11,12 @@ from slurm_rlhf.config.reward import critic_directory, reward_statistics
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.training.collate import TokenBatch, action_mask, collate, column
+from slurm_rlhf.training.deepspeed_engine import EngineConfig, loading
 from slurm_rlhf.training.distributed import join_world, seed_rank
 from slurm_rlhf.training.engine import TrainEngine
 from slurm_rlhf.training.forward import per_action
 from slurm_rlhf.training.models import load_critic
 from slurm_rlhf.training.step import optimizer_step
-from slurm_rlhf.training.zero import EngineConfig, loading
 
 
 class ValueTrainer:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.training.fragments import Fragment
+from slurm_rlhf.training.optimizer_fragments import Fragment
 
 HEADS = ("score", "value_head", "v_head.summary")
 """Hugging Face sequence classification and OpenRLHF; OpenRLHF with another prefix; TRL's value head. Each a linear

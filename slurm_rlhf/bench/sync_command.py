@@ -1,0 +1,258 @@
+"""`slurm-rlhf bench sync`: how fast weights go from actor to engines here, beside the wire and the naive way."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.cluster.devices import local_gpus, seats
+from slurm_rlhf.config.buckets import bucket_mb
+from slurm_rlhf.config.model_parameters import stored_parameters
+from slurm_rlhf.errors import ConfigError, RunError
+
+USAGE = (
+    "usage: slurm-rlhf bench sync [--size=500MB | --model=DIRECTORY] [--actors=NODESxRANKS] [--engines=NODESxRANKS]\n"
+    "                             [--zero=STAGE] [--backend=NAME] [--bucket_mb=N] [--repeats=N] [--load] [--no-naive]\n"
+    "                             [--one_node] [--json]"
+)
+ABOUT = """Starts actor ranks and engine ranks on this machine, moves the weights of a model of the given size (bf16),
+or of the shapes in a model directory, and prints seconds, bytes and rates: as a run does it, as plain gloo moves the
+same bytes in 64 MB pieces, and naively, one broadcast per parameter from one root. Every byte is compared once. `2x2`
+stands for two nodes of two ranks; on one machine nodes are names, and all of them share its loopback. With --one_node
+all ranks are on one node, and what they share goes through its shared memory, as in a run on this machine. With nccl
+and ipc every rank has a GPU, several ranks the same one where there are fewer, and the raw transfer of nccl is NCCL's.
+
+  --size=500MB      bytes of the model: kB, MB or GB
+  --model=DIR       the shapes of this model instead
+  --actors=1x1      actor nodes x ranks on each
+  --engines=1x2     engine nodes x ranks on each
+  --zero=0          ZeRO stage; 3: every actor rank holds a shard
+  --backend=gloo    as sync.backend
+  --bucket_mb=0     as sync.bucket_mb
+  --repeats=3       measurements; the median is shown
+  --one_node        all ranks on one node
+  --load            also time loading into vLLM (with --model)
+  --no-naive        leave the naive way out
+  --json            one JSON object: seconds, bytes, raw_seconds, share_of_raw, naive_seconds, peak_extra_bytes, ..."""
+_TIMEOUT_S = 600.0
+_UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+@dataclass(slots=True)
+class World:
+    """What is measured."""
+
+    parameters: list[list[Any]]
+    actors: list[str]  # node of each rank
+    engines: list[str]
+    zero: int = 0
+    backend: str = "gloo"
+    bucket_bytes: int = 64 << 20
+    repeats: int = 3
+    naive: bool = True
+    model: str = ""  # directory to load into; empty: no loading
+    host: str = "127.0.0.1"  # of the first actor rank
+    interface: str = ""
+    prefix: Callable[[str], list[str]] = field(default=lambda node: [])  # of the command of a rank on a node
+    gpus: tuple[str, ...] = ()  # of each node, as CUDA_VISIBLE_DEVICES names them; empty: ranks compute on CPUs
+    remote: bool = False  # `prefix` starts ranks on other machines, which see `scratch`
+    scratch: str = ""  # directory for what the ranks are told; empty: the system's
+
+
+def help_page() -> str:
+    """All of `slurm-rlhf bench sync --help`."""
+    return f"{USAGE}\n\n{ABOUT}\n"
+
+
+def run(words: list[str]) -> int:
+    """Measure and print. Raises ConfigError, RunError, ModelError."""
+    flags = {"json", "load", "naive", "one_node"}
+    options = {"size": "500MB", "actors": "1x1", "engines": "1x2", "zero": "0", "backend": "gloo"}
+    options |= {"bucket_mb": "0", "repeats": "3", "model": ""}
+    chosen = {"naive"}
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if not equals and name in flags:
+            chosen.add(name)
+        elif name == "no_naive":
+            chosen.discard("naive")
+        elif equals and word.startswith("--") and name in options:
+            options[name] = value
+        else:
+            raise ConfigError(f"bench sync does not know {word!r}\n{USAGE}")
+    results = measure(_world(options, chosen))
+    print(json.dumps(results) if "json" in chosen else _shown(results))
+    return 0
+
+
+def measure(world: World) -> dict[str, Any]:
+    """Start a process per rank, wait for all, and return what they measured. Raises RunError with a rank's last words.
+
+    Whatever happens, none of the processes is left.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-sync-", dir=world.scratch or None) as place:
+        spec = {name: getattr(world, name) for name in (*_SHARED, "interface")}
+        spec |= {"port_file": f"{place}/port", "timeout_s": _TIMEOUT_S}
+        spec["parent"] = 0 if world.remote else os.getpid()
+        (Path(place) / "spec.json").write_text(json.dumps(spec))
+        processes: list[subprocess.Popen[str]] = []
+        nodes = [*world.actors, *world.engines]
+        gpus = seats(nodes, world.gpus, one_machine=not world.remote)
+        try:
+            for rank, node in enumerate(nodes):
+                command = [sys.executable, "-m", "slurm_rlhf.bench.sync", f"{place}/spec.json", str(rank)]
+                own = gpus[rank] | ({} if world.remote else _LOOPBACK)
+                processes.append(_start([*world.prefix(node), *command], Path(place) / f"{rank}.log", own))
+            measured = _results(processes, Path(place))
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    return _derived(world, measured)
+
+
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+_SHARED = ("parameters", "actors", "engines", "zero", "backend", "bucket_bytes", "repeats", "naive", "model", "host")
+
+
+def model_of(nbytes: int) -> list[list[Any]]:
+    """[[name, shape, "bfloat16"], ...] of a made-up transformer of about `nbytes` bytes, at least one layer."""
+    hidden = 128
+    while 24 * (2 * hidden) ** 2 * 16 < nbytes:
+        hidden *= 2
+    vocabulary, wide, narrow = 32 * hidden // 4, 11 * hidden // 4, hidden // 4
+    layer = {"q": [hidden, hidden], "k": [narrow, hidden], "v": [narrow, hidden], "o": [hidden, hidden]}
+    layer |= {"gate": [wide, hidden], "up": [wide, hidden], "down": [hidden, wide], "norm": [hidden], "bias": [hidden]}
+    found: list[list[Any]] = [["embed.weight", [vocabulary, hidden], "bfloat16"]]
+    total = 2 * vocabulary * hidden
+    while total < nbytes:
+        number = (len(found) - 1) // len(layer)
+        found += [[f"layers.{number}.{name}.weight", shape, "bfloat16"] for name, shape in layer.items()]
+        total += sum(2 * _numel(shape) for shape in layer.values())
+    return found
+
+
+def _world(options: dict[str, str], chosen: set[str]) -> World:
+    if options["model"]:
+        parameters = [[name, shape, "bfloat16"] for name, shape in stored_parameters(options["model"])]
+    else:
+        parameters = model_of(_bytes(options["size"]))
+    if "load" in chosen and not options["model"]:
+        raise ConfigError("--load needs the model that vLLM is to be started on: --model=DIRECTORY")
+    actors, engines = _nodes("actors", options["actors"], "actor"), _nodes("engines", options["engines"], "rollout")
+    one = "one_node" in chosen
+    gpus = local_gpus(os.environ) if options["backend"] in ("auto", "nccl", "ipc") else ()
+    return World(
+        parameters,
+        ["node"] * len(actors) if one else actors,
+        ["node"] * len(engines) if one else engines,
+        zero=_count("zero", options["zero"], 0),
+        backend=options["backend"],
+        bucket_bytes=bucket_mb(_count("bucket_mb", options["bucket_mb"], 0), bool(gpus)) << 20,
+        repeats=_count("repeats", options["repeats"], 1),
+        naive="naive" in chosen,
+        model=options["model"] if "load" in chosen else "",
+        gpus=gpus,
+    )
+
+
+def _start(command: Sequence[str], log: Path, own: dict[str, str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
+    with log.open("w") as opened:
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=opened, stdin=subprocess.DEVNULL, text=True, env=environment
+        )
+
+
+def _results(processes: Sequence[subprocess.Popen[str]], place: Path) -> dict[str, Any]:
+    """What rank 0 printed. Raises RunError as soon as a rank has failed."""
+    waiting = dict(enumerate(processes))
+    while waiting:
+        for rank, process in list(waiting.items()):
+            try:
+                code = process.wait(0.05)
+            except subprocess.TimeoutExpired:
+                continue
+            del waiting[rank]
+            if code:
+                words = (place / f"{rank}.log").read_text().strip().splitlines()[-6:]
+                raise RunError(f"bench sync: rank {rank} ended with {code}:\n" + "\n".join(words))
+    output, _ = processes[0].communicate()
+    return dict(json.loads(output.splitlines()[-1]))
+
+
+def _derived(world: World, measured: dict[str, Any]) -> dict[str, Any]:
+    nbytes = sum(2 * _numel(shape) for _, shape, _ in world.parameters)
+    rate = nbytes / measured["seconds"]
+    nodes = len(set(world.engines))
+    return {
+        "bytes": nbytes,
+        "backend": world.backend,
+        "actors": _shape(world.actors),
+        "engines": _shape(world.engines),
+        "zero": world.zero,
+        **measured,
+        "share_of_raw": measured["raw_seconds"] / measured["seconds"],
+        "bytes_per_s": rate,  # that arrive at each engine rank, and over the network at each engine node
+        "bytes_per_s_all_ranks": rate * len(world.engines),
+        "bytes_per_s_all_nodes": rate * nodes,
+        "naive_seconds": measured.get("naive_seconds"),
+    }
+
+
+def _shown(found: dict[str, Any]) -> str:
+    mega = 1e6
+    lines = [
+        f"{found['bytes'] / mega:.0f} MB, actor {found['actors']} -> engines {found['engines']}, ZeRO-{found['zero']}, "
+        f"{found['backend']}",
+        f"  update        {found['seconds']:.3f} s, {found['bytes_per_s'] / mega:.0f} MB/s into each engine rank and "
+        f"node, {found['bytes_per_s_all_ranks'] / mega:.0f} MB/s into all ranks",
+        f"  raw           {found['raw_seconds']:.3f} s: the update reaches {found['share_of_raw']:.0%} of that rate",
+    ]
+    if found["naive_seconds"] is not None:
+        lines.append(f"  naive         {found['naive_seconds']:.3f} s")
+    if "seconds_with_loading" in found:
+        lines.append(f"  with loading  {found['seconds_with_loading']:.3f} s")
+    lines.append(f"  checksums     {found['checksum_seconds']:.3f} s of the slowest engine rank")
+    lines.append(f"  memory        {found['peak_extra_bytes'] / mega:.0f} MB at most on any rank")
+    return "\n".join(lines)
+
+
+def _nodes(option: str, text: str, role: str) -> list[str]:
+    found = re.fullmatch(r"(\d+)x(\d+)", text)
+    if not found or "0" in found.groups():
+        raise ConfigError(f"--{option} takes nodes x ranks on each, as in 2x4, got {text!r}")
+    return [f"{role}{node}" for node in range(int(found[1])) for _ in range(int(found[2]))]
+
+
+def _count(option: str, text: str, least: int) -> int:
+    if not text.isdecimal() or int(text) < least:
+        raise ConfigError(f"--{option} takes a whole number of at least {least}, got {text!r}")
+    return int(text)
+
+
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+)(kB|MB|GB)", text)
+    if not found or int(found[1]) == 0:
+        raise ConfigError(f"--size takes a number and a unit, as in 500MB ({', '.join(_UNITS)}), got {text!r}")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def _shape(nodes: Sequence[str]) -> str:
+    return f"{len(set(nodes))}x{len(nodes) // len(set(nodes))}"
+
+
+def _numel(shape: Sequence[int]) -> int:
+    count = 1
+    for length in shape:
+        count *= length
+    return count

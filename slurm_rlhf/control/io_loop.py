@@ -1,0 +1,300 @@
+"""The I/O thread of the conductor's end: sockets, heartbeats, deadlines."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import zmq
+
+from slurm_rlhf.control import failure
+from slurm_rlhf.control.auth import Gate
+from slurm_rlhf.control.codec import Buffer, decode
+from slurm_rlhf.control.envelope import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, body, unpack
+from slurm_rlhf.control.heartbeat import Heartbeat
+from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.message_clock import ListeningClock
+from slurm_rlhf.control.pending import Call, PendingCalls
+from slurm_rlhf.control.roster import Peer, Roster, from_hello
+from slurm_rlhf.control.sockets import Part, make_socket
+from slurm_rlhf.control.wakeup import Wakeup
+from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
+
+log = logging.getLogger(__name__)
+
+# So many messages in a row before timers and own calls get their turn: nobody can keep the thread to itself.
+_MESSAGES_PER_ROUND = 200
+_LINGER_MS = 500
+
+
+class Switchboard:
+    """`roster` and `pending` are shared with other threads, under `lock`; all else belongs to the I/O thread."""
+
+    def __init__(
+        self,
+        keys: RunKeys,
+        host: str,
+        *,
+        interval: float,
+        limit: float,
+        lock: threading.Condition,
+        on_lost: Callable[[Peer], None],
+        on_event: Callable[[Peer, str, dict[str, Any]], None],
+    ) -> None:
+        self.roster = Roster()
+        self.pending = PendingCalls()
+        self.garbage = self.replayed = self.late = 0
+        self.closed = False
+        self._heartbeat = Heartbeat(interval, limit)
+        self._clock = ListeningClock(self._heartbeat.longest_round)
+        self._now = self._clock.now()
+        self._lock = lock
+        self._on_lost = on_lost
+        self._on_event = on_event
+        self._outbox: SimpleQueue[tuple[Call, list[Part]]] = SimpleQueue()
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._router = make_socket(self._context, zmq.ROUTER)
+        self._router.router_mandatory = True
+        # A rank whose connection broke comes back under its name before the old connection is known to be dead.
+        self._router.router_handover = True
+        self._gate = Gate(self._context, self._router, keys)
+        try:
+            self._router.bind(f"tcp://{host}:0")
+        except zmq.ZMQError as error:
+            self._gate.close()
+            self._context.destroy(linger=0)
+            raise RunError(f"the conductor cannot listen on {host!r}: {error}; use an address of this node") from error
+        self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
+        self._wakeup = Wakeup()
+        self._thread = threading.Thread(target=self._run, name="control-server", daemon=True)
+
+    @property
+    def refused(self) -> int:
+        return self._gate.refused
+
+    @property
+    def now(self) -> float:
+        """When the I/O thread last listened, on its clock."""
+        return self._now
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, peer: Peer, method: str, timeout_s: float, parts: list[Part]) -> Future[Any]:
+        """Any thread, under the lock: the call is pending when this returns."""
+        call = self.pending.add(peer, method, timeout_s, self._clock.now())
+        self._outbox.put((call, parts))
+        self._wakeup.signal()
+        return call.future
+
+    def close(self) -> None:
+        """Any thread but the I/O thread; returns when the sockets are closed."""
+        with self._lock:
+            self.closed = True
+            self._lock.notify_all()
+        self._wakeup.signal()
+        self._thread.join()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for source in (self._router, self._wakeup.fileno(), *self._gate.sockets):
+            poller.register(source, zmq.POLLIN)
+        try:
+            while not self.closed:
+                poller.poll(self._heartbeat.wait_ms(self._clock.now(), self._next_deadline()))
+                self._now = self._clock.tick()
+                self._wakeup.clear()
+                self._send_calls()
+                self._gate.attend()
+                self._receive()
+                if self._heartbeat.due(self._now):
+                    self._beat()
+                self._expire()
+        except Exception:
+            log.exception("the control server's thread failed")
+        finally:
+            self._finish()
+
+    def _finish(self) -> None:
+        with self._lock:
+            self.closed = True
+            calls = self.pending.take(lambda _: True)
+            self._lock.notify_all()
+        for call in calls:
+            call.future.set_exception(RunError(f"the control server was closed before {call.peer} answered"))
+        for peer in self.roster.present():
+            self._send(peer, "bye")
+        self._gate.close()
+        self._router.close(linger=_LINGER_MS)
+        self._wakeup.close()
+        self._context.term()
+
+    def _next_deadline(self) -> float | None:
+        with self._lock:
+            return self.pending.next_deadline()
+
+    def _send_calls(self) -> None:
+        try:
+            while True:
+                call, parts = self._outbox.get_nowait()
+                if not call.peer.lost and not call.future.done():
+                    self._send(call.peer, "call", parts, call.id)
+        except Empty:
+            pass
+
+    def _send(self, peer: Peer, kind: str, parts: Sequence[Part] = (), call: int = 0) -> None:
+        peer.sent += kind in NUMBERED
+        message = [peer.route, Envelope(kind, peer.sent, call).pack(), *parts]
+        # Heartbeats are worth nothing later; the rest goes when the rank is heard again.
+        if (peer.backlog or not self._transmit(message)) and kind != "beat":
+            peer.backlog.append(message)
+
+    def _transmit(self, message: list[Part]) -> bool:
+        try:
+            self._router.send_multipart(message, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+            return False
+        return True
+
+    def _receive(self) -> None:
+        for _ in range(_MESSAGES_PER_ROUND):
+            try:
+                route, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            try:
+                self._handle(route.bytes, [frame.buffer for frame in frames])
+            except WireError as error:
+                self.garbage += 1
+                if self.garbage & (self.garbage - 1) == 0:
+                    log.warning("dropped a message: %s; %d so far", error, self.garbage)
+
+    def _handle(self, route: bytes, frames: Sequence[Buffer]) -> None:
+        envelope, rest = unpack(frames)
+        if envelope.kind == "pulse":
+            self._feel(route, rest)
+            return
+        peer = self.roster.at(route)
+        if envelope.kind == "hello":
+            self._welcome(route, body(rest))
+            return
+        if peer is None:
+            raise WireError(f"a {envelope.kind} from somebody who never said hello")
+        if peer.lost:
+            self._transmit([route, Envelope("lost", peer.sent).pack()])
+            return
+        order = envelope.order(peer.received)
+        if order == "replayed":
+            self.replayed += 1
+            return
+        peer.heard = self._now
+        if order == "gap":
+            self._lose(peer, f"messages {peer.received + 1} to {envelope.number} were lost with its connection")
+            return
+        peer.received = envelope.number
+        while peer.backlog and self._transmit(peer.backlog[0]):
+            peer.backlog.popleft()
+        self._dispatch(peer, envelope, rest)
+
+    def _feel(self, route: bytes, rest: Sequence[Buffer]) -> None:
+        peer = self.roster.at(MAIN_LANE + route[1:])
+        if route[:1] != PULSE_LANE or peer is None:
+            raise WireError("a pulse from somebody who never said hello")
+        phase = body(rest).get("phase")
+        if not isinstance(phase, str):
+            raise WireError(f"a pulse of {peer} without its phase")
+        if not peer.lost:
+            peer.phase = phase[:200]
+            peer.heard = self._now
+
+    def _dispatch(self, peer: Peer, envelope: Envelope, rest: Sequence[Buffer]) -> None:
+        match envelope.kind:
+            case "beat":
+                pass
+            case "reply" | "error":
+                self._resolve(peer, envelope, rest)
+            case "event":
+                event = body(rest)
+                name, data = event.get("name"), event.get("data")
+                if not isinstance(name, str) or not isinstance(data, dict):
+                    raise WireError(f"an event of {peer} without name and data")
+                self._on_event(peer, name, data)
+            case "bye":
+                self._drop(peer, "it said goodbye")
+            case _:
+                raise WireError(f"a {envelope.kind} from {peer}; only the conductor sends that")
+
+    def _welcome(self, route: bytes, hello: dict[str, Any]) -> None:
+        newcomer = from_hello(hello, route, self._now)
+        known = self.roster.at(route)
+        holder = self.roster.find(newcomer.role, newcomer.rank)
+        if known is not None and (known is not holder or known.lost):
+            raise WireError(f"{known} said hello again as {newcomer}")
+        if known is None and holder is not None and not holder.lost:
+            self.replayed += 1
+            self._transmit([route, Envelope("taken", 0).pack(), str(holder).encode()])
+            return
+        if known is None:
+            with self._lock:
+                self.roster.add(newcomer)
+                self._lock.notify_all()
+            known = newcomer
+        self._send(known, "welcome")
+
+    def _resolve(self, peer: Peer, envelope: Envelope, rest: Sequence[Buffer]) -> None:
+        with self._lock:
+            call = self.pending.answered(envelope.call, peer, self._now)
+        if call is None:
+            if not self.pending.was_made(envelope.call):
+                raise WireError(f"{peer} replied to call {envelope.call}, which nobody made")
+            self.late += 1
+            return
+        try:
+            if envelope.kind == "error":
+                call.future.set_exception(failure.from_wire(body(rest), peer, call.method))
+            else:
+                call.future.set_result(decode(rest))
+        except WireError as error:
+            call.future.set_exception(WireError(f"the reply of {peer} to {call.method} is broken: {error}"))
+            raise
+
+    def _beat(self) -> None:
+        for peer in self.roster.present():
+            if self._now - peer.heard > self._heartbeat.limit:
+                self._lose(peer, f"it was not heard from for {self._heartbeat.limit:g} s, last phase {peer.phase!r}")
+            else:
+                self._send(peer, "beat")
+                self._transmit([PULSE_LANE + peer.route[1:], Envelope("pulse", 0).pack()])
+
+    def _expire(self) -> None:
+        with self._lock:
+            calls = self.pending.expired(self._now)
+        for call in calls:
+            peer = call.peer
+            call.future.set_exception(
+                CallTimeout(
+                    f"{peer} did not answer {call.method} within {call.timeout_s:g} s; it was last heard "
+                    f"{self._now - peer.heard:.1f} s ago, in phase {peer.phase!r}. Its log says where it stands; if "
+                    "the work takes longer than that, raise the limit in [timeout]"
+                )
+            )
+
+    def _lose(self, peer: Peer, reason: str) -> None:
+        self._drop(peer, reason)
+        self._transmit([peer.route, Envelope("lost", peer.sent).pack()])
+        self._on_lost(peer)
+
+    def _drop(self, peer: Peer, reason: str) -> None:
+        with self._lock:
+            peer.lost = reason
+            peer.backlog.clear()
+            calls = self.pending.take(lambda call: call.peer is peer)
+            self._lock.notify_all()
+        for call in calls:
+            call.future.set_exception(RoleDied(f"{peer} is lost while it was in {call.method}: {reason}"))

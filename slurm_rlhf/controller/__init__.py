@@ -1,0 +1,1 @@
+"""What runs in the conductor: the loop, the step, and the supervision of every process of a run."""

@@ -1,0 +1,140 @@
+"""The batches that steps train on: sampled when a step asks for its own, or ahead, while the actor trains."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+from slurm_rlhf.controller.dispatch import Generation
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.observe.engine_load import EngineLoad
+from slurm_rlhf.records import Prompt, Sampling, Trajectory
+
+
+@dataclass(slots=True)
+class Batch:
+    """What one step trains on."""
+
+    step: int
+    prompts: list[Prompt]
+    trajectories: list[Trajectory]  # `Sampling.n` for each prompt, in (prompt, sample) order
+    loads: dict[int, EngineLoad]  # of each engine meanwhile
+    seconds: float  # from the first request to the last response
+    order: dict[str, Any]  # state of the prompt order once a step has trained on this batch
+
+
+class Batches(Protocol):
+    """Steps take their batches in order, one each."""
+
+    def take(self, step: int) -> Batch:
+        """Blocks until it is sampled: the engines' calls have the time-outs. Raises what sampling raised."""
+        ...
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Within it no batch is being sampled, so that the engines can be asked for something else."""
+        ...
+
+    def close(self) -> None:
+        """No further batch is begun. What is in flight is dropped with the engines; it can be made again."""
+        ...
+
+
+@dataclass(slots=True)
+class Sampler:
+    """The next batch of the prompt order. Its requests are seeded by the step, whenever they are sampled."""
+
+    prompts: PromptSet
+    order: PromptOrder
+    generation: Generation
+    sampling: Sampling
+
+    def __call__(self, step: int) -> Batch:
+        prompts = [self.prompts[position] for position in self.order.next() or []]
+        after, began = self.order.state_dict(), time.monotonic()
+        trajectories = self.generation.run(prompts, self.sampling, step - 1)
+        return Batch(step, prompts, trajectories, self.generation.loads, time.monotonic() - began, after)
+
+
+class OnDemand:
+    """Implements `Batches`: sampled under the weights that the step trains."""
+
+    def __init__(self, sample: Callable[[int], Batch]) -> None:
+        self._sample = sample
+
+    def take(self, step: int) -> Batch:
+        return self._sample(step)
+
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        pass
+
+
+class Ahead:
+    """Implements `Batches`: a thread samples one batch after the other, at most `size` ahead of the step in training.
+
+    So when a step trains on its batch, no token of it is older than `size` updates: the batch of step k is begun after
+    that of step k - size was taken, when k - size - 1 updates were in the engines, and trained on after k - 1.
+    """
+
+    def __init__(self, sample: Callable[[int], Batch], size: int, last: int) -> None:
+        """`size`: at least 1; `last`: the last step of the run. The first `take` starts it all."""
+        self._sample = sample
+        self._last = last
+        # A stop may interrupt `take` anywhere: these have no lock that it could leave taken.
+        self._permits: SimpleQueue[None] = SimpleQueue()
+        self._ready: SimpleQueue[Batch | BaseException] = SimpleQueue()
+        for _ in range(size):
+            self._permits.put(None)
+        self._engines = threading.Lock()
+        self._free = threading.Event()  # nobody waits for the engines, so the next batch may be begun
+        self._free.set()
+        self._closed = False
+        self._thread: threading.Thread | None = None
+
+    def take(self, step: int) -> Batch:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, args=(step,), name="batches", daemon=True)
+            self._thread.start()
+        found = self._ready.get()
+        if isinstance(found, BaseException):
+            self._ready.put(found)
+            raise found
+        self._permits.put(None)
+        return found
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        self._free.clear()
+        try:
+            with self._engines:
+                yield
+        finally:
+            self._free.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._permits.put(None)
+
+    def _work(self, first: int) -> None:
+        """Its waits end with the run: by `close`, and by the time-outs of the engines' calls."""
+        for step in range(first, self._last + 1):
+            self._permits.get()
+            self._free.wait()
+            if self._closed:
+                return
+            with self._engines:
+                try:
+                    found: Batch | BaseException = self._sample(step)
+                except BaseException as error:
+                    found = error
+            self._ready.put(found)
+            if isinstance(found, BaseException):
+                return

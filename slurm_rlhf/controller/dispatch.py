@@ -1,0 +1,128 @@
+"""Handing prompts to engines as they free up, and collecting what they sample."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from slurm_rlhf.control.handles import EngineHandle
+from slurm_rlhf.controller.chunk_size import allowance, answers, portion
+from slurm_rlhf.controller.engine_pool import Engines
+from slurm_rlhf.observe.engine_load import EngineLoad
+from slurm_rlhf.records import Prompt, Sampling, Trajectory
+
+Answers = dict[int, list[Trajectory]]
+"""Position of a prompt -> its responses so far, in the order in which they were finished."""
+
+POLL_S = 0.2
+
+
+@dataclass(slots=True)
+class Generation:
+    """Generates with all engines of the rollout role.
+
+    Prompts travel in small portions. Each engine holds enough of them to stay busy and gets the next when one comes
+    back, so a slow engine takes fewer prompts. With `deterministic`, prompt i goes to engine i modulo their
+    number, all at once: the batch composition inside an engine, and with it the last bit of its log-probs, then no
+    longer depends on timing.
+    """
+
+    rollout: EngineHandle
+    run_seed: int
+    max_num_seqs: int  # sequences an engine works on at once
+    deterministic: bool
+    engines: Engines | None = None  # who brings in engines that start late; None: all are ready, or somebody else does
+    loads: dict[int, EngineLoad] = field(default_factory=dict, init=False)  # engine -> what it did in the last `run`
+    runs: int = field(default=0, init=False)  # so far
+
+    def run(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
+        """`sampling.n` trajectories per prompt, ordered by (position in `prompts`, sample)."""
+        self.runs += 1
+        self.loads = {engine: EngineLoad() for engine in self.rollout.ready}
+        found = (
+            self._fixed(prompts, sampling, version) if self.deterministic else self._stream(prompts, sampling, version)
+        )
+        trajectories: list[Trajectory] = []
+        for position in range(len(prompts)):
+            trajectories += sorted(found[position], key=lambda t: t.sample)
+        return trajectories
+
+    def _fixed(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Answers:
+        ready = self.rollout.ready[: len(prompts)]
+        calls = [
+            self._ask(engine, list(range(place, len(prompts), len(ready))), prompts, sampling, version)
+            for place, engine in enumerate(ready)
+        ]
+        found: Answers = {}
+        for engine, parts in zip(ready, calls, strict=True):
+            for call in parts:
+                self._take(engine, call.result(), found)
+        return found
+
+    def _stream(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Answers:
+        width, n = self.max_num_seqs, sampling.n
+        left = deque(range(len(prompts)))
+        held = [0] * self.rollout.world  # responses that each engine owes
+        pending: dict[Future[Any], tuple[int, int]] = {}  # call -> engine, how many responses
+        found: Answers = {}
+        begun = set(self.rollout.ready)
+
+        def feed(engine: int) -> bool:
+            """Hand out one portion, if the engine may hold it."""
+            ready = len(self.rollout.ready)
+            count = min(max(1, portion(len(left) * n, ready, width) // n), len(left))
+            room = allowance(len(left) * n, ready, width) - held[engine]
+            if not left or (held[engine] and room < count * n):
+                return False
+            positions = [left.popleft() for _ in range(count)]
+            for call, responses in self._ask(engine, positions, prompts, sampling, version).items():
+                pending[call] = (engine, responses)
+            held[engine] += count * n
+            return True
+
+        def fill(engines: list[int]) -> None:
+            while sum(feed(engine) for engine in engines):
+                pass  # in turn, so that all of them begin with as much
+
+        fill(self.rollout.ready)
+        while pending:
+            done, _ = wait(pending, self._look_around(bool(left)), return_when=FIRST_COMPLETED)
+            if left and self.engines is not None:
+                self.engines.admit(version)
+            late = [engine for engine in self.rollout.ready if engine not in begun]
+            begun.update(late)
+            fill(late)
+            for call in done:
+                engine, count = pending.pop(call)
+                held[engine] -= count
+                self._take(engine, call.result(), found)
+                fill([engine])  # several small portions may fit where a large one was
+        return found
+
+    def _look_around(self, worthwhile: bool) -> float | None:
+        """Seconds to wait for an answer before looking for engines that have become ready."""
+        return POLL_S if worthwhile and self.engines is not None and self.engines.coming else None
+
+    def _ask(
+        self, engine: int, positions: list[int], prompts: list[Prompt], sampling: Sampling, version: int
+    ) -> dict[Future[Any], int]:
+        """Hand all of it to an engine at once: the calls that bring the responses, and how many each.
+
+        The first has the prompts. The others have none: they are there to be answered, because one answer with
+        everything could be larger than a message may be.
+        """
+        wires = [[i, prompts[i].index, prompts[i].token_ids] for i in positions]
+        longest = max(len(prompts[i].token_ids) for i in positions)
+        counts = answers(len(positions) * sampling.n, longest, sampling.max_new_tokens)
+        how = {"sampling": sampling.to_wire(), "run_seed": self.run_seed, "version": version, "stream": self.runs}
+        return {
+            self.rollout.call(engine, "generate", prompts=[] if part else wires, answer=count, **how): count
+            for part, count in enumerate(counts)
+        }
+
+    def _take(self, engine: int, answer: dict[str, Any], found: Answers) -> None:
+        self.loads.setdefault(engine, EngineLoad()).add(EngineLoad.from_wire(answer["load"]))
+        for position, wire in answer["found"]:
+            found.setdefault(position, []).append(Trajectory.from_wire(wire))

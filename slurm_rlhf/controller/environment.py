@@ -1,0 +1,47 @@
+"""The environment variables that the processes of each role start with: a pure function."""
+
+from __future__ import annotations
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.placement.rank_plan import RankMap
+
+TRAINERS = ("actor", "critic", "reference", "reward")
+
+
+def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dict[str, dict[str, str]]]:
+    """role -> node -> variables. `cpus` counts for nodes of which the topology does not know how many they have.
+
+    Trainers compute side by side and rollout alone, so each gets the share of the node's CPUs of its own phase. Threads
+    that wait do not spin: on shared cores a spinning thread takes the time of the role that has work.
+    """
+    nodes = {share.node for shares in ranks.roles.values() for share in shares}
+    environment: dict[str, dict[str, dict[str, str]]] = {role: {} for role in ranks.roles}
+    for node in nodes:
+        here = {
+            role: len(share.ranks) for role, shares in ranks.roles.items() for share in shares if share.node == node
+        }
+        together = sum(count for role, count in here.items() if role in TRAINERS)
+        for role, count in here.items():
+            rivals = together if role in TRAINERS else count
+            threads = config.train.threads_per_rank or max(1, (ranks.topology.node(node).cpus or cpus) // rivals)
+            environment[role][node] = _variables(threads, alone=len(nodes) == 1)
+    return environment
+
+
+def _variables(threads: int, alone: bool) -> dict[str, str]:
+    variables = {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
+        # An engine lives on one node: nothing of it is to be reached from outside, whatever the host name resolves to.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    # One machine: nothing of the whole run is.
+    return {**variables, "GLOO_SOCKET_IFNAME": "lo"} if alone else variables

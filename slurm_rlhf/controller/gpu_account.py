@@ -1,0 +1,225 @@
+"""What a run on GPUs says of them: which kernels, how much memory, how busy, how fast, how many hours."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
+from slurm_rlhf.controller.step_flops import StepFlops
+from slurm_rlhf.errors import RunError
+from slurm_rlhf.observe.gpu_time import GpuTime, Slot
+from slurm_rlhf.placement.flops import mfu
+from slurm_rlhf.placement.gpus import find_gpu
+from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.records import Experience
+
+log = logging.getLogger(__name__)
+
+EVERY = 20
+"""Steps from one line on the console to the next."""
+
+GIB = 1 << 30
+
+
+class GpuAccount:
+    """The conductor's, of a run on accelerators.
+
+    Metrics: perf/gpu_idle, the share of accelerator-seconds of a step without a call in progress (`GpuTime`);
+    perf/gpu_idle_<role>, of that role's accelerators; perf/gpu_hours, of all that the roles hold, over all sessions;
+    perf/mfu, model FLOPs of the whole step over the bf16 peak of all accelerators for all of its time; perf/mfu_update,
+    those of actor's and critic's training over the peak of their accelerators for time/update. The two last are absent
+    where the card or the model is not in the tables of `placement`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ranks: RankMap,
+        began: float,
+        transfer: Callable[[], Mapping[str, Any]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`began`: the `clock` from which on GPU-hours count. `transfer`: how weights go to the engines."""
+        self._config = config
+        self._began = began
+        self._slots: dict[str, list[list[Slot]]] = slots_of(ranks)
+        self._clock = clock
+        self._time = GpuTime(self._slots, clock)
+        self._flops = StepFlops.of(config)
+        self._handles: Mapping[str, RoleHandle] = {}
+        self._reports: dict[str, list[dict[str, Any]]] = {}
+        self._transfer = transfer
+        self._steps = 0
+        # Over all sessions, as far as checkpoints know.
+        self._sums = dict.fromkeys(("gpu_s", "idle_s", "step_gpu_s", "flops", "peak_flops"), 0.0)
+
+    def watch(self, handles: Mapping[str, RoleHandle]) -> None:
+        """From here on the calls of `handles` count."""
+        self._handles = handles
+        for role, handle in handles.items():
+            handle.watch = partial(self._time.began, role)
+
+    def started(self) -> list[str]:
+        """All roles have started: what to tell of their GPUs."""
+        self._ask()
+        told = []
+        if cards := self._cards():
+            memory = ", ".join(f"{role} {gib:.1f}" for role, gib in self._memory().items())
+            held = max(report["total"] for reports in self._reports.values() for report in reports) / GIB
+            count = len(_distinct(self._slots))
+            told.append(f"GPUs: {count} x {', '.join(cards)}; GiB in use after start, of {held:.1f}: {memory}")
+            told += [f"no peak rate is known for {card}: no MFU" for card in cards if not _peak(card)]
+        return told
+
+    def begin(self) -> None:
+        """The first step begins."""
+        self._time.take()
+
+    def step(
+        self, number: int, experience: Experience, timings: Mapping[str, float]
+    ) -> tuple[dict[str, float], list[str]]:
+        """Metrics of a step, and what to tell of it; `timings` holds time/step and time/update."""
+        seconds, idle = self._time.take()
+        self._sums["idle_s"] += sum(idle.values())
+        self._sums["step_gpu_s"] += seconds * len(idle)
+        metrics = {"perf/gpu_idle": _share(sum(idle.values()), seconds * len(idle)), "perf/gpu_hours": self.hours()}
+        for role, ranks in self._slots.items():
+            own = {slot for of in ranks for slot in of}
+            metrics[f"perf/gpu_idle_{role}"] = _share(sum(idle[slot] for slot in own), seconds * len(own))
+        metrics |= self._speeds(number, experience, timings)
+        told = []
+        if self._steps == 0:
+            self._ask()  # which attention it is shows when it is first used
+            told += [self._kernels(), self._way()]
+        if self._steps % EVERY == 0:
+            told.append(self.line(metrics))
+        self._steps += 1
+        return metrics, told
+
+    def line(self, metrics: Mapping[str, float]) -> str:
+        """Of a step, for the console."""
+        rates = [f"{what} {100 * metrics[name]:.1f} %" for name, what in _RATES if name in metrics]
+        idle = {role: metrics[f"perf/gpu_idle_{role}"] for role in self._slots}
+        roles = ", ".join(f"{role} {100 * share:.0f}" for role, share in idle.items())
+        rates.append(f"idle {100 * metrics['perf/gpu_idle']:.0f} % ({roles})")
+        return f"GPUs: {', '.join(rates)}; {metrics['perf/gpu_hours']:.2f} GPU-hours"
+
+    def transfer(self) -> dict[str, Any]:
+        """`backend` and `interface` of the weight transfer, as its leader has them."""
+        way = self._transfer()
+        return {name: way[name] for name in ("backend", "interface") if way.get(name)}
+
+    def _kernels(self) -> str:
+        return "attention: " + ", ".join(f"{role} {name}" for role, name in self.attention().items())
+
+    def _way(self) -> str:
+        return "weight transfer: " + " over ".join(str(value) for value in self.transfer().values())
+
+    def hours(self) -> float:
+        """GPU-hours of the run so far."""
+        return self._gpu_s() / 3600
+
+    def attention(self) -> dict[str, str]:
+        """role -> the attention kernel that its first rank was seen to use; else what was asked for."""
+        found = {role: str(reports[0].get("attention", "")) for role, reports in self._reports.items() if reports}
+        return {role: name or self._config.ds.attn_implementation for role, name in found.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """For summary.json."""
+        sums = self._sums
+        return {
+            "count": len(_distinct(self._slots)),
+            "devices": self._cards(),
+            "hours": self.hours(),
+            "idle_share": _share(sums["idle_s"], sums["step_gpu_s"]),
+            "mfu": _share(sums["flops"], sums["peak_flops"]) if sums["peak_flops"] else None,
+            "attention": self.attention(),
+            "weight_transfer": self.transfer(),
+            "memory_gib": self._memory(),
+        }
+
+    def state_dict(self) -> dict[str, float]:
+        """For a checkpoint."""
+        return {**self._sums, "gpu_s": self._gpu_s()}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on counting from an earlier session's."""
+        self._sums |= {name: float(value) for name, value in state.items() if name in self._sums}
+
+    def _gpu_s(self) -> float:
+        return self._sums["gpu_s"] + len(_distinct(self._slots)) * (self._clock() - self._began)
+
+    def _ask(self) -> None:
+        """Every rank that takes calls; of engines those that have started. Nothing that is shown ends a run."""
+        try:
+            for role, handle in self._handles.items():
+                # Engines that take turns have all started before the first one is ready.
+                ready = handle.ready if isinstance(handle, EngineHandle) else []
+                ranks = ready or range(handle.world)
+                answers = gather([handle.call(rank, "about") for rank in ranks])
+                self._reports[role] = [answer for answer in answers if answer]
+        except RunError as error:
+            log.warning("no word of the GPUs: %s", error)
+
+    def _cards(self) -> list[str]:
+        """Names of the GPUs, each once."""
+        return sorted({report["gpu"] for reports in self._reports.values() for report in reports})
+
+    def _memory(self) -> dict[str, float]:
+        """role -> GiB in use on the fullest of its GPUs: of all processes there."""
+        return {
+            role: max(report["used"] for report in reports) / GIB for role, reports in self._reports.items() if reports
+        }
+
+    def _speeds(self, number: int, experience: Experience, timings: Mapping[str, float]) -> dict[str, float]:
+        peaks = {role: self._peak_of(role) for role in self._slots}
+        if self._flops is None or not all(peaks.values()):
+            return {}
+        update = self._flops.update(experience, number > self._config.critic.freezing_steps)
+        whole = update + self._flops.others(experience)
+        cards = {slot: peaks[role] for role, ranks in self._slots.items() for of in ranks for slot in of}
+        training = {slot for role in ("actor", "critic") for of in self._slots[role] for slot in of}
+        self._sums["flops"] += whole
+        self._sums["peak_flops"] += 1e12 * sum(cards.values()) * timings["time/step"]
+        return {
+            "perf/mfu": mfu(whole, timings["time/step"], 1, sum(cards.values())),
+            "perf/mfu_update": mfu(update, timings["time/update"], 1, sum(cards[slot] for slot in training)),
+        }
+
+    def _peak_of(self, role: str) -> float:
+        reports = self._reports.get(role)
+        return min((_peak(report["gpu"]) for report in reports), default=0.0) if reports else 0.0
+
+
+_RATES = (("perf/mfu_update", "MFU in updates"), ("perf/mfu", "over the step"))
+
+
+def slots_of(ranks: RankMap) -> dict[str, list[list[Slot]]]:
+    """role -> rank -> accelerators that a call to it sets to work."""
+    found: dict[str, list[list[Slot]]] = {role: [[] for _ in range(ranks.world(role))] for role in ranks.roles}
+    for role, shares in ranks.roles.items():
+        for share in shares:
+            for gpu, rank in zip(share.gpus, share.ranks, strict=True):
+                found[role][rank] = [(share.node, gpu)]
+    for group in ranks.tp_groups:
+        found[group.role][group.ranks[0]] = [(group.node, gpu) for gpu in group.gpus]
+    return found
+
+
+def _distinct(slots: Mapping[str, list[list[Slot]]]) -> set[Slot]:
+    return {slot for ranks in slots.values() for of in ranks for slot in of}
+
+
+def _peak(card: str) -> float:
+    """TFLOPs per second in bf16; 0: not known."""
+    gpu = find_gpu(card)
+    return gpu.bf16_tflops if gpu else 0.0
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0

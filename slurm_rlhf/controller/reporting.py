@@ -1,0 +1,147 @@
+"""Everything that a run tells: to the terminal, to metrics.jsonl, to TensorBoard, to summary.json."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.gpu_account import GpuAccount
+from slurm_rlhf.controller.state import RunState
+from slurm_rlhf.observe.events import TensorBoardEvents
+from slurm_rlhf.observe.metrics import MetricsLog
+from slurm_rlhf.observe.progress import make_progress
+from slurm_rlhf.observe.summary import Summary
+from slurm_rlhf.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+
+class Reporting:
+    """The conductor's voice. `begin` comes before `step`; `finished` or `failed` comes last."""
+
+    def __init__(self, config: Config, directory: RunDirectory, world: dict[str, int]) -> None:
+        self._directory = directory
+        self._world = world
+        self._progress = make_progress(config.logger)
+        self._metrics = MetricsLog(directory.metrics)
+        self._events = TensorBoardEvents(directory.tensorboard) if config.logger.tensorboard else None
+        self._state: RunState | None = None
+        self._total = 0
+        self._lead_s = config.slurm.signal_lead_s
+        self._warned = False
+        self.self_check: dict[str, float] = {}
+        """What the self-check of this start found; `SelfCheck` fills it in."""
+        self.moved = False
+        """A step was done since `begin`."""
+        self.gpus: GpuAccount | None = None
+        """What the summary says of them."""
+
+    def note(self, text: str) -> None:
+        """A line for the user and for the log."""
+        log.info("%s", text)
+        self._progress.note(text)
+
+    def begin(self, state: RunState, total: int, checkpoint: Path | None) -> None:
+        """A run of `total` steps starts, or goes on from `checkpoint` at `state`."""
+        self._state, self._total = state, total
+        # Lines behind the checkpoint are of steps that are about to be done again.
+        dropped = self._metrics.truncate_after(state.step)
+        if checkpoint is not None:
+            again = f", {dropped} later steps are done again" if dropped else ""
+            self.note(f"resuming from {checkpoint} at step {state.step}/{total}{again}")
+        self.note(f"run directory {self._directory.root}, {total} steps")
+        self._write("running")
+
+    def stepping(self) -> None:
+        """Start-up is over."""
+        assert self._state is not None
+        self._progress.begin(self._state.step, self._total)
+
+    def phase(self, name: str) -> None:
+        """The phase of the step that begins; empty: none."""
+        self._progress.phase(name)
+
+    def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        """A step is done."""
+        self.moved = True
+        self._metrics.append(step, metrics)
+        if self._events is not None:
+            self._events.scalars(step, metrics)
+        self._progress.step(step, total, metrics)
+
+    def step_again(self, step: int, total: int, metrics: dict[str, float]) -> None:
+        """As `step`, in place of the line that the step may have already."""
+        self._metrics.truncate_after(step - 1)
+        self.step(step, total, metrics)
+
+    def finished(self) -> None:
+        """All steps are done and everything is written."""
+        self._end()
+        self._write("finished")
+        state = self._state
+        assert state is not None
+        if state.eval_before is not None and state.eval_after is not None:
+            self.note(f"evaluation: {state.eval_before:.4f} before, {state.eval_after:.4f} after")
+        if told := self._gpu_words():
+            self.note(told)
+        self.note(f"finished {state.step} steps in {state.wall_s:.0f} s; the model is in {self._directory.final}")
+
+    def _gpu_words(self) -> str:
+        gpus = self.gpus.summary() if self.gpus else None
+        if gpus is None:
+            return ""
+        mfu = "" if gpus["mfu"] is None else f"MFU {100 * gpus['mfu']:.1f} %, "
+        return f"GPUs: {mfu}idle {100 * gpus['idle_share']:.0f} % of the steps; {gpus['hours']:.2f} GPU-hours"
+
+    def saved(self, step: int, seconds: float) -> None:
+        """A checkpoint is on disk. Warns when saving takes longer than Slurm's signal leaves time for."""
+        log.info("checkpoint of step %d saved in %.1f s", step, seconds)
+        lead = self._lead_s
+        if seconds > lead / 2 and not self._warned:
+            self._warned = True
+            self.note(
+                f"warning: saving took {seconds:.0f} s, and the signal before the end of the allocation leaves "
+                f"{lead:.0f} s (slurm.signal_lead_s): raise it and --signal=B:USR1@SECONDS to {3 * seconds:.0f} or more"
+            )
+
+    def stopped(self, why: str) -> None:
+        """The run stops before its last step, with everything saved."""
+        self._end()
+        if self._state is not None:
+            self._write("stopped")
+            step = self._state.step
+            self.note(f"stopped by {why}; saved at step {step}/{self._total}")
+
+    def failed(self, error: BaseException) -> None:
+        """The run ends by `error`; its message goes to the terminal by whoever catches it."""
+        self._end()
+        if self._state is not None:
+            stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+            self._write("interrupted" if stopped else "failed", str(error))
+
+    def _end(self) -> None:
+        self._progress.end()
+        if self._events is not None:
+            self._events.close()
+
+    def _write(self, status: str, error: str = "") -> None:
+        state = self._state
+        assert state is not None
+        Summary(
+            status=status,
+            steps=state.step,
+            total_steps=self._total,
+            eval_before=state.eval_before,
+            eval_after=state.eval_after,
+            reward_first=state.reward_first,
+            reward_last=state.reward_last,
+            wall_s=state.wall_s,
+            tokens_per_s=state.response_tokens / state.wall_s if state.wall_s else 0.0,
+            policy_version=state.policy_version,
+            world=self._world,
+            seed=state.seed,
+            self_check=self.self_check,
+            error=error,
+            gpus=self.gpus.summary() if self.gpus else None,
+        ).write(self._directory.summary)

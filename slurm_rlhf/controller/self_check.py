@@ -1,0 +1,204 @@
+"""The self-check: the first batch of a session is looked at before it is trained on, and each later one for drift.
+
+It samples nothing of its own and draws no random number: what it compares are the columns that the step has computed
+anyway, and four more forwards of a few sequences by the actor. So a run with it writes the same metrics as one without.
+`roles.verdicts` decides.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from slurm_rlhf.algorithms.sharding import assemble, shards
+from slurm_rlhf.algorithms.staleness import ages
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.handles import RoleHandle, gather
+from slurm_rlhf.controller.verdicts import (
+    PROMPT_SHARES,
+    REWARD_SHARES,
+    Verdict,
+    agreement_line,
+    compare,
+    drift,
+    first_ratio,
+    not_finite,
+    ratio_line,
+    shares_line,
+    warnings,
+)
+from slurm_rlhf.data.framing import has_double_bos, missing_eos
+from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import ModelError, SelfCheckError
+from slurm_rlhf.records import F32, Experience, Trajectory
+
+log = logging.getLogger(__name__)
+
+PER_RANK = 4
+"""Sequences that a rank of the actor computes again."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFindings:
+    """What is known of the training prompts before anything is sampled."""
+
+    shares: dict[str, float]  # of all prompts, by the names of verdicts.PROMPT_SHARES
+    template: str = ""  # what is wrong with how the chat template ends an answer
+
+    @classmethod
+    def of(cls, prompts: PromptSet, tokenizer: Tokenizer, templated: bool) -> PromptFindings:
+        """`templated`: prompts are put into the tokenizer's chat template."""
+        shares = {
+            "prompts_dropped": prompts.dropped / (prompts.dropped + len(prompts)),
+            "prompts_double_bos": sum(has_double_bos(p.token_ids[:2].tolist(), tokenizer) for p in prompts)
+            / len(prompts),
+        }
+        if not templated:
+            return cls(shares)
+        try:
+            return cls(shares, missing_eos(tokenizer))
+        except ModelError as error:
+            return cls(shares, f"whether the chat template ends answers with an end token cannot be told: {error}")
+
+
+@dataclass(slots=True)
+class SelfCheck:
+    """The conductor calls `before_update` and `after_update` in every step; in the first they wait for the actor.
+
+    Both raise SelfCheckError, which ends the run.
+    """
+
+    config: Config
+    actor: RoleHandle
+    note: Callable[[str], None]
+    prompts: PromptFindings
+    figures: dict[str, float]  # check -> what was found: filled by the first step
+    _begun: bool = field(default=False, init=False)
+    _updated: bool = field(default=False, init=False)
+    _warned: dict[str, float] = field(default_factory=dict, init=False)  # check -> figure of the last warning
+
+    def before_update(
+        self, step: int, trajectories: list[Trajectory], exp: Experience, metrics: dict[str, float], version: int
+    ) -> None:
+        """`exp` and `metrics` are what `PPO.collect` made of `trajectories`; the actor's policy is `version`."""
+        if not self.config.train.self_check:
+            return
+        if self._begun:
+            if (mean := metrics.get("rollout_logprob_diff")) is not None:
+                self._watch(step, drift(mean, self.config.ds.param_dtype))
+            return
+        self._begun = True
+        self._shares("prompts", self.prompts.shares, PROMPT_SHARES)
+        if self.prompts.template:
+            self.note(f"warning: {self.prompts.template}")
+        self._shares("rewards", metrics, REWARD_SHARES)
+        if wrong := not_finite(exp.rewards):
+            raise SelfCheckError(wrong)
+        repeated = self._repeated(exp)
+        self._line("actor's forward", repeated, {"again": "twice", "eval": "in eval mode", "alone": "alone"})
+        agreement = self._agreement(trajectories, exp, version)
+        self._line("sampled tokens", agreement, {"engine": "engine", "reference": "reference"})
+        for verdict in [*repeated, *agreement]:
+            self._insist(verdict)
+
+    def after_update(self, step: int, metrics: dict[str, float]) -> None:
+        """`metrics` are those of `PPO.update`."""
+        if not self.config.train.self_check or "first_ratio" not in metrics:  # critic.freezing_steps
+            return
+        verdict = first_ratio(metrics["first_ratio"], metrics["first_approx_kl"], self.config.ds.param_dtype)
+        if self._updated:
+            self._watch(step, verdict)
+            return
+        self._updated = True
+        self.figures["ratio"] = metrics["first_ratio"]
+        self.note(ratio_line(verdict))
+        self._insist(verdict)
+
+    def _shares(self, title: str, shares: dict[str, float], names: tuple[str, ...]) -> None:
+        self.figures |= {name: shares[name] for name in names if name in shares}
+        self.note(shares_line(title, shares, names))
+        for warning in warnings(shares, names):
+            self.note(warning)
+
+    def _line(self, title: str, verdicts: list[Verdict], names: dict[str, str]) -> None:
+        self.figures |= {verdict.check: verdict.figure for verdict in verdicts}
+        self.note(agreement_line(title, verdicts, names))
+
+    def _insist(self, verdict: Verdict) -> None:
+        if not verdict.passed:
+            raise SelfCheckError(verdict.error())
+
+    def _watch(self, step: int, verdict: Verdict) -> None:
+        """Warn of what is beyond its bound, again when it has doubled, and end the run at a multiple of it."""
+        if verdict.passed:
+            return
+        stop = self.config.train.self_check_stop
+        if stop and not verdict.figure < stop * verdict.bound.limit:
+            raise SelfCheckError(
+                f"step {step}: {verdict.told()}. The run ends here, beyond {stop:g} times the bound "
+                "(train.self_check_stop); its checkpoints are kept."
+            )
+        if not verdict.figure < 2 * self._warned.get(verdict.check, 0.0):
+            self._warned[verdict.check] = verdict.figure
+            self.note(f"warning: step {step}: {verdict.told()}")
+
+    def _repeated(self, exp: Experience) -> list[Verdict]:
+        """(a), (b): some sequences of the batch twice, in eval mode, and alone."""
+        chosen = few(exp, self.actor.world)
+        parts = shards(chosen, self.actor.world, self.config.train.max_tokens_per_gpu)
+        calls = [self.actor.call(rank, "self_check", **part.to_wire()) for rank, part in enumerate(parts)]
+        answers = gather(calls)
+        found: dict[str, F32] = {
+            name: assemble(chosen, parts, [answer[name] for answer in answers]) for name in answers[0]
+        }
+        dtype, mask = self.config.ds.param_dtype, chosen.action_mask
+        verdicts = [compare(name, found[name], found["first"], mask, dtype) for name in ("again", "eval")]
+        # In the step's own micro-batches they had other mates, and those that are cut here were whole.
+        beside = [
+            compare("alone", found["alone"], others, mask, dtype)
+            for others in (found["first"], chosen.columns["logprobs"])
+        ]
+        return [*verdicts, max(beside, key=lambda verdict: (not verdict.passed, verdict.figure))]
+
+    def _agreement(self, trajectories: list[Trajectory], exp: Experience, version: int) -> list[Verdict]:
+        """(c): on the tokens that the actor's own version sampled; with the reference until the first update."""
+        columns, dtype = exp.columns, self.config.ds.param_dtype
+        fresh = exp.action_mask & (ages(trajectories, version) == 0)
+        engines = np.repeat([t.engine for t in trajectories], exp.response_lens).astype(np.int32)
+        verdicts = [compare("engine", columns["rollout_logprobs"], columns["logprobs"], fresh, dtype, engines)]
+        if version == 0 and "ref_logprobs" in columns:
+            verdicts.append(compare("reference", columns["ref_logprobs"], columns["logprobs"], exp.action_mask, dtype))
+        return verdicts
+
+
+def few(exp: Experience, ranks: int) -> Experience:
+    """`PER_RANK` sequences for each of `ranks`, from the shortest to the longest, every other one with half a response.
+
+    So each has mates of other lengths, whatever was sampled. What is left of a response has the log-probs that it had,
+    because the models are causal. Needs at least as many sequences as ranks.
+    """
+    count = min(PER_RANK, len(exp) // ranks) * ranks
+    order = np.argsort(exp.lengths, kind="stable")
+    rows = order[np.linspace(0, len(exp) - 1, count).round().astype(np.int64)]
+    return _cut(exp.select(sorted(int(row) for row in rows)))
+
+
+def _cut(exp: Experience) -> Experience:
+    lens = exp.response_lens.copy()
+    lens[::2] = -(-lens[::2] // 2)
+    tokens, actions = (
+        np.concatenate([np.arange(start, start + length) for start, length in zip(offsets[:-1], kept, strict=True)])
+        for offsets, kept in ((exp.token_offsets, exp.prompt_lens + lens), (exp.action_offsets, lens))
+    )
+    return Experience(
+        exp.prompt_lens,
+        lens,
+        exp.token_ids[tokens],
+        exp.action_mask[actions],
+        exp.rewards,
+        {name: column[actions] for name, column in exp.columns.items()},
+    )

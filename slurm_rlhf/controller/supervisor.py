@@ -1,0 +1,271 @@
+"""Every process of a run: started, watched, and ended together."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.cluster.nodelist import expand
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.events import FAILURE, TERMINATION
+from slurm_rlhf.control.handles import EngineHandle, RoleHandle
+from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.roster import Peer
+from slurm_rlhf.control.server import ControlServer
+from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError
+from slurm_rlhf.launch.launcher import Ended, Launcher
+from slurm_rlhf.observe.log_tail import tail
+from slurm_rlhf.observe.torchrun_report import first_failure
+from slurm_rlhf.placement.rank_plan import RankMap
+from slurm_rlhf.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.25
+VERDICT_S = 2.0
+SILENT_BEATS = 3  # so many missed heartbeats are no accident
+TERMINATION_S = 1.0
+LOOPBACK = "127.0.0.1"
+
+
+class Fleet:
+    """Starts the process groups of each role and notices within seconds when one of them is gone.
+
+    The first failure fails every pending call of every role, so that whatever the conductor waits for, it learns of
+    it; what other roles report afterwards, because a peer of theirs vanished, does not hide it.
+    """
+
+    def __init__(self, config: Config, directory: RunDirectory, ranks: RankMap, launcher: Launcher) -> None:
+        self._config = config
+        self._directory = directory
+        self._ranks = ranks
+        self._launcher = launcher
+        # Only where the ranks reach this process, and not on whatever other networks the node has.
+        self.server = ControlServer(
+            RunKeys.create(directory.keys),
+            host=launcher.address,
+            heartbeat_interval=config.timeout.heartbeat_interval,
+            heartbeat_limit=config.timeout.heartbeat,
+            on_lost=self._lost,
+            on_event=self._told,
+        )
+        self._leaving = threading.Event()
+        self._gone = threading.Event()
+        self._terminated = False
+        self._ends: list[Ended] = []
+        self._failed: Exception | None = None
+        self._failure_lock = threading.Lock()
+        # What earlier starts of the run have written into the logs: it is not what this one died of.
+        self._marks = {path: path.stat().st_size for path in directory.logs.glob("*.log")}
+        self.roles: dict[str, RoleHandle] = {}
+
+    def start(self, environment: Mapping[str, Mapping[str, Mapping[str, str]]]) -> None:
+        """Start all roles, with the variables of `environment[role][node]`; wait until each rank has said hello.
+
+        It does not wait for engines: `roles.engines.Engines` does that.
+        Raises RoleDied naming the role that ended instead, CallTimeout naming the ranks that stayed silent.
+        """
+        for role in self._ranks.roles:
+            arguments = [
+                f"--role={role}",
+                f"--run_dir={self._directory.root}",
+                f"--endpoint={self.server.endpoint()}",
+            ]
+            self._launcher.start(role, arguments, environment[role])
+            self.roles[role] = self._handle(role)
+        threading.Thread(target=self._watch, name="fleet-watch", daemon=True).start()
+        for role, handle in self.roles.items():
+            if not isinstance(handle, EngineHandle):
+                self.server.wait_for(role, handle.world, self._config.timeout.connect)
+
+    def _handle(self, role: str) -> RoleHandle:
+        world, timeout = self._ranks.world(role), self._config.timeout
+        if any(share.engines for share in self._ranks.roles[role]):
+            return EngineHandle(self.server, role, world, self._config.vllm.tensor_parallel_size, timeout)
+        return RoleHandle(self.server, role, world, timeout)
+
+    def here(self, role: str) -> set[int]:
+        """Ranks of `role` that have said hello."""
+        return {peer.rank for peer in self.server.peers(role)}
+
+    @property
+    def failure(self) -> Exception | None:
+        """What broke the run."""
+        return self._failed
+
+    def fail(self, error: Exception) -> None:
+        """The run is broken, by an error that no call of the loop sees: every pending and every later one raises it."""
+        with self._failure_lock:
+            self._failed = self._failed or error
+        for name in self._ranks.roles:
+            self.server.fail_role(name, self._failed)
+
+    @property
+    def sync_host(self) -> str:
+        """Where the members of a weight transfer meet: the node of the rank that sends."""
+        return LOOPBACK if self._launcher.address == LOOPBACK else self._ranks.roles["actor"][0].node
+
+    def blame(self, error: RunError) -> None:
+        """Raise why the run really broke, if that is another reason than `error`.
+
+        A rank's end shows in several ways at once: its calls fail, its peers complain of it, its launcher sees it.
+        Only the last says who was first, and with which last words. A node that dies breaks the collectives of its
+        peers within a second and is missed by its heartbeats alone: so the verdict is waited for as long as somebody
+        is silent, until half of `timeout.heartbeat` of it, together with `error`, is evidence enough.
+        """
+        own = isinstance(error, RemoteError) and error.user_error
+        begin = time.monotonic()
+        while not own and self._failed is None:
+            waited = time.monotonic() - begin
+            if not self._ends:
+                silent = self._silent()
+                self._condemn(silent, str(error))
+                if not silent and waited > self._patience_s:
+                    break
+            if waited > self._config.timeout.heartbeat + self._patience_s:
+                break
+            time.sleep(0.05)
+        if self._failed is not None and self._failed is not error:
+            raise self._failed from error
+
+    def stop(self) -> None:
+        """End every process: ask, and then end by force what is left, within `timeout.shutdown` seconds each."""
+        self._leaving.set()
+        self._launcher.stop(self._said_done(), self._config.timeout.shutdown / 2)
+        self._gone.set()
+        self.server.close()
+        log.info("control port: %s", self.server.counts())
+        self._directory.keys.unlink(missing_ok=True)
+
+    def _said_done(self) -> bool:
+        """Ask every rank to leave; True when all of them have closed what they hold."""
+        if self._failed is not None:
+            return False
+        limit = self._config.timeout.shutdown
+        calls = [
+            self.server.call(role, rank, "shutdown", timeout_s=limit) for role in self.roles for rank in self.here(role)
+        ]
+        done, late = wait(calls, self._config.timeout.shutdown / 2)
+        return not late and all(call.exception() is None for call in done)
+
+    def _watch(self) -> None:
+        first = 0.0
+        # Not before all is over: a launcher may start a process anew here, and its life may hang on this thread's.
+        while not self._gone.wait(POLL_S):
+            news = self._launcher.ended()
+            first = first if self._ends else time.monotonic()
+            self._ends += news
+            if self._ends and self._failed is None and not self._leaving.is_set():
+                self._judge(time.monotonic() - first)
+
+    def _judge(self, waited_s: float) -> None:
+        """Name the process group that ended first, unless it ended because another node is dead.
+
+        NCCL ends the processes whose peers are gone, and srun then says so of them, and nothing of the dead node.
+        """
+        end = self._ends[0]
+        if self._launcher.address != LOOPBACK:
+            dead = self._on_dead_nodes()
+            self._condemn(dead, f"{end.role} on {end.node} {end.how}")
+            if dead or waited_s < self._patience_s:
+                return
+        logs = self._directory.logs.glob(f"{end.role}.{end.node}.[0-9]*.log")
+        self._fail(end.role, self._describe(end), [*logs] or [*self._role_logs(end.role), end.log])
+
+    def _on_dead_nodes(self) -> list[Peer]:
+        """Ranks on nodes of which nobody is heard, and the launcher has no end to report."""
+        silent = self._silent()
+        peers = [peer for role in self._ranks.roles for peer in self.server.peers(role)]
+        alive = {peer.host for peer in peers if not peer.lost and peer not in silent}
+        reported = {node for end in self._ends for node in _names(end.node)}
+        return [peer for peer in silent if peer.host not in alive | reported]
+
+    @property
+    def _patience_s(self) -> float:
+        """As long as it takes to see that somebody is silent."""
+        return max(VERDICT_S, (SILENT_BEATS + 1) * self._config.timeout.heartbeat_interval)
+
+    def _silent(self) -> list[Peer]:
+        return self.server.silent(SILENT_BEATS * self._config.timeout.heartbeat_interval)
+
+    def _condemn(self, suspects: list[Peer], evidence: str) -> None:
+        """With `evidence` that something broke, half of the heartbeats' limit is enough."""
+        enough = self._config.timeout.heartbeat / 2
+        for peer in self.server.silent(enough):
+            if peer in suspects:
+                self._lose(peer, f"it was not heard from for {enough:g} s, last phase {peer.phase!r}, and {evidence}")
+
+    def _lost(self, peer: Peer) -> None:
+        self._lose(peer, peer.lost)
+
+    def _lose(self, peer: Peer, why: str) -> None:
+        what = f"{self._named(peer)} on {peer.host} (pid {peer.pid}) is lost: {why}"
+        if not self._leaving.is_set():
+            self._fail(peer.role, what, [self._directory.role_log(peer.role, peer.host, peer.rank)])
+
+    def _told(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
+        """A rank cannot go on, or had SIGTERM: where this process gets none, the job is preempted; save, go on later.
+
+        With `scancel` both do, and then this process's own, which comes within the second, decides.
+        """
+        if event == FAILURE and not self._leaving.is_set():
+            reason = str(data.get("reason"))
+            self._fail(peer.role, reason, [self._directory.role_log(peer.role, peer.host, peer.rank)])
+        if event == TERMINATION and not self._terminated and not self._leaving.is_set():
+            self._terminated = True
+            log.info("%s was told to terminate", peer)
+            threading.Timer(TERMINATION_S, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+
+    def _describe(self, end: Ended) -> str:
+        for node in _names(end.node):
+            log = self._directory.logs / f"{end.role}.{node}.torchrun.log"
+            failed = first_failure(log, self._marks.get(log, 0))
+            if failed is not None:
+                same = [p for p in self.server.peers(end.role) if (p.host, p.pid) == (node, failed.pid)]
+                who = self._named(same[0]) if same else f"rank {failed.rank}"
+                return f"{who} on {node} (pid {failed.pid}) {failed.how}"
+        gone = []
+        if self._launcher.address == LOOPBACK:
+            peers = self.server.peers(end.role)
+            gone = [p for p in peers if p.host == end.node and not os.path.exists(f"/proc/{p.pid}")]
+        ranks = ", ".join(f"{self._named(p)} (pid {p.pid})" for p in gone)
+        return f"its process group on {end.node} {end.how}" + (f"; gone: {ranks}" if ranks else "")
+
+    def _named(self, peer: Peer) -> str:
+        handle = self.roles[peer.role]
+        engine = f" of engine {peer.rank // handle.width}" if isinstance(handle, EngineHandle) else ""
+        return f"rank {peer.rank}{engine}"
+
+    def _role_logs(self, role: str) -> list[Path]:
+        return [*self._directory.logs.glob(f"{role}.*.[0-9]*.log"), *self._directory.logs.glob(f"{role}.*torchrun.log")]
+
+    def _fail(self, role: str, what: str, logs: list[Path]) -> None:
+        """The last words are in the newest of `logs`, what earlier starts in this directory have written left out."""
+        with self._failure_lock:
+            if self._failed is not None:
+                return
+            written = [path for path in logs if path.exists() and path.stat().st_size > self._marks.get(path, 0)]
+            newest = max(written, key=lambda path: path.stat().st_mtime, default=logs[-1])
+            words = "\n".join(f"    {line}" for line in tail(newest, 12, self._marks.get(newest, 0)))
+            self._failed = RoleDied(
+                f"role {role} died: {what}.\nThe last lines of {newest}:\n{words}\n"
+                f"Earlier checkpoints are intact; the same command goes on from the newest."
+            )
+        log.error("%s", self._failed)
+        for name in self._ranks.roles:
+            self.server.fail_role(name, self._failed)
+
+
+def _names(nodes: str) -> list[str]:
+    """The nodes of an `Ended`; what somebody else's launcher has written there need not be a list."""
+    try:
+        return expand(nodes)
+    except PlacementError:
+        return [nodes]

@@ -1,0 +1,1 @@
+"""Runs that mpirun or srun --mpi starts."""

@@ -1,0 +1,1 @@
+"""Where rewards come from: a user's function, or the reward role."""

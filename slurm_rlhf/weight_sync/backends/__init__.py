@@ -1,0 +1,1 @@
+"""The ways on which buckets of weights travel, behind one seam."""

@@ -1,0 +1,223 @@
+"""Buckets between processes on one GPU: an engine rank maps memory of the actor rank that has the same GPU.
+
+Where the actor's ranks hold shards, they gather each bucket among themselves first, over NCCL: so nothing goes over
+CPUs, and no process maps, or makes a context on, a GPU that is not its own. Run through stand-ins, not on GPUs yet.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed import Store, Work
+
+from slurm_rlhf.errors import SyncError
+from slurm_rlhf.weight_sync.backends.backend import Incoming
+from slurm_rlhf.weight_sync.backends.shared_memory import Shelf
+from slurm_rlhf.weight_sync.backends.transport import Pending, TransportFailure
+from slurm_rlhf.weight_sync.buffers import Pool
+from slurm_rlhf.weight_sync.communicator import Communicator, in_time
+from slurm_rlhf.weight_sync.gpu import device_name, device_names
+from slurm_rlhf.weight_sync.plan import Part, SyncPlan
+
+_POLL_S = 0.0005
+
+
+class _Copied:
+    def wait(self) -> None:
+        pass
+
+
+class _Mapped:
+    """A bucket that the actor rank has or will have in a slot."""
+
+    lent = False
+
+    def __init__(self, ipc: DeviceIpc, bucket: int, number: int) -> None:
+        self._ipc = ipc
+        self._bucket = bucket
+        self._number = number
+
+    def wait(self) -> torch.Tensor:
+        return self._ipc.copy(self._bucket, self._number)
+
+    def release(self) -> None:
+        pass
+
+
+class DeviceIpc:
+    """See `Carrier`. The plan's nodes are GPUs here. An actor rank has `plan.depth` slots for buckets there: for its
+    parts, all of them if it holds whole models and has the GPU alone, or for what was gathered. `marks`, a shelf
+    without room, says which slot holds which bucket and who has copied it.
+    """
+
+    def __init__(
+        self,
+        plan: SyncPlan,
+        rank: int,
+        store: Store,
+        marks: Shelf | None,
+        gathered: bool,
+        gather: Communicator | None,
+        timeout_s: float,
+    ) -> None:
+        """`marks`: None for an actor rank that hands nothing over. `gathered`: actor ranks hold shards, and have the
+        communicator `gather`; collective for them then. Raises TransportFailure."""
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.pool = Pool(self.device)
+        self._plan = plan
+        self._rank = rank
+        self._store = store
+        self._marks = marks
+        self._gathered = gathered
+        self._gather = gather
+        self._timeout_s = timeout_s
+        self._aborted = False
+        self._readers = plan.layout.by_node.get(plan.layout.node(rank), ())
+        actors = plan.layout.actors
+        self._givers = [owner for owner, gpu in enumerate(actors) if gpu == plan.layout.node(rank)]
+        self._stream = plan.stream_to(self._readers[0]) if self._readers else 0
+        self._number = 0  # of the first bucket of this update
+        self._next = 0  # bucket of this update
+        self._slots: list[torch.Tensor] = []  # an actor rank's own
+        self._mapped: dict[int, list[torch.Tensor]] = {}  # an engine rank's, by their owner
+        self._filling: deque[tuple[int, int, list[Work], Any]] = deque()
+        self._copied: deque[tuple[int, Any]] = deque()
+        torch.cuda.ipc_collect()  # what a group before this one had, and its peers have let go of
+        if rank < len(actors) and (self._readers or gather):
+            largest = max(plan.nbytes(bucket, self._stream) for bucket in range(len(plan.buckets)))
+            self._slots = [self.pool.take(largest) for _ in range(plan.depth)]
+            store.set(f"cuda/{rank}", json.dumps([device_name(), *(_handle(slot) for slot in self._slots)]))
+        if gather is not None:
+            in_time(lambda: gather.settle(gather.meet(self.device)), timeout_s)
+
+    def send(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> Pending:
+        self._reach(bucket)
+        self._fill(bucket, part, buffer)
+        return _Copied()
+
+    def receive(self, bucket: int) -> Incoming:
+        return _Mapped(self, bucket, self._number + bucket)
+
+    def copy(self, bucket: int, number: int) -> torch.Tensor:
+        """A bucket out of its slot, which is free again when the GPU has done so: nobody waits for that here."""
+        assert self._marks is not None
+        self._give_back(self._plan.depth - 2)
+        nbytes = self._plan.nbytes(bucket, self._stream)
+        ranges = [(part.owner, part.start, part.start + part.nbytes) for part in self._plan.parts(bucket, self._stream)]
+        if self._gathered:
+            ranges = [(self._givers[0], 0, nbytes)]
+        self._marks.wait(number, len(ranges))
+        buffer = self.pool.take(nbytes)
+        for owner, low, high in ranges:
+            buffer[low:high].copy_(self._slots_of(owner)[number % self._plan.depth][low:high])
+        self._copied.append((number, torch.cuda.current_stream(self.device).record_event()))
+        return buffer
+
+    def flush(self) -> None:
+        if self._gather is not None:
+            self._reach(len(self._plan.buckets))
+        self._hand_over(0)
+        self._give_back(0)
+        self._number += len(self._plan.buckets)
+        self._next = 0
+
+    def abort(self) -> None:
+        self._aborted = True
+        if self._marks is not None:
+            self._marks.abort()
+        if self._gather is not None:
+            self._gather.abort()
+
+    def close(self) -> None:
+        self.abort()
+        self._slots, self._mapped = [], {}
+        torch.cuda.ipc_collect()
+
+    def _reach(self, bucket: int) -> None:
+        """The buckets before it, of which this rank owns nothing: it takes part in their gathering all the same."""
+        while self._gather is not None and self._next < bucket:
+            self._fill(self._next)
+
+    def _fill(self, bucket: int, part: Part | None = None, buffer: torch.Tensor | None = None) -> None:
+        """Put this rank's part into the bucket's slot, gather the others', and hand over the bucket before."""
+        number = self._number + bucket
+        if self._marks is not None:
+            self._marks.slot(number)
+        slot = self._slots[number % self._plan.depth]
+        if part is not None and buffer is not None:
+            slot[part.start : part.start + part.nbytes].copy_(buffer)
+        works: list[Work] = []
+        event = None
+        if self._gather is not None:
+            parts = self._plan.parts(bucket, self._stream)
+            works = self._gather.spread([(slot[p.start : p.start + p.nbytes], p.owner) for p in parts])
+        else:
+            event = torch.cuda.current_stream(self.device).record_event()
+        self._filling.append((number, part.index if part and not self._gathered else 0, works, event))
+        self._next = bucket + 1
+        self._hand_over(1)
+
+    def _hand_over(self, leave: int) -> None:
+        """Tell the engine ranks of slots that are full, but for the last `leave`, which the GPU still works on."""
+        while len(self._filling) > leave:
+            number, index, works, event = self._filling.popleft()
+            if self._gather is not None:
+                self._gather.settle(works)
+            else:
+                self._until(event)
+            if self._marks is not None:
+                self._marks.mark(number, [index])
+
+    def _give_back(self, leave: int) -> None:
+        while self._copied and (len(self._copied) > leave or self._copied[0][1].query()):
+            number, event = self._copied.popleft()
+            self._until(event)
+            assert self._marks is not None
+            self._marks.give_back(number, self._readers.index(self._rank))
+
+    def _until(self, event: Any) -> None:
+        """Wait for an event, as long as the group lives."""
+        deadline = time.monotonic() + self._timeout_s
+        while not event.query():
+            if self._aborted or time.monotonic() > deadline:
+                why = "the transfer was given up" if self._aborted else f"a GPU is not done after {self._timeout_s:g} s"
+                raise TransportFailure(why, peer_left=False)
+            time.sleep(_POLL_S)
+
+    def _slots_of(self, owner: int) -> list[torch.Tensor]:
+        if owner not in self._mapped:
+            device, *handles = json.loads(self._store.get(f"cuda/{owner}"))
+            ordinal = ordinal_of(device, device_names(), f"actor {owner}")
+            self._mapped[owner] = [_open(handle, ordinal) for handle in handles]
+        return self._mapped[owner]
+
+
+def _handle(tensor: torch.Tensor) -> list[Any]:
+    """What another process needs to map the tensor's memory."""
+    return [
+        {"bytes": base64.b64encode(item).decode()} if isinstance(item, bytes) else item
+        for item in tensor.untyped_storage()._share_cuda_()
+    ]
+
+
+def ordinal_of(device: str, visible: Sequence[str], owner: str) -> int:
+    """Which of the GPUs that this process sees is `device`. Raises SyncError where it sees another's only."""
+    if device not in visible:
+        raise SyncError(
+            f"the weights of {owner} are on GPU {device}, and this rank sees {', '.join(visible)} only: sync.backend = "
+            "ipc is for roles that share their GPUs (train.colocate_all). Use sync.backend = auto"
+        )
+    return visible.index(device)
+
+
+def _open(handle: list[Any], ordinal: int) -> torch.Tensor:
+    """Memory on the GPU that is number `ordinal` here; the handle's own number is that of the process that made it."""
+    fields = [base64.b64decode(item["bytes"]) if isinstance(item, dict) else item for item in handle]
+    storage = torch.UntypedStorage._new_shared_cuda(ordinal, *fields[1:])
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,125 @@
+"""Buckets through a file system that all members see: slow, and possible where no network of theirs is."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from slurm_rlhf.weight_sync.backends.backend import Incoming
+from slurm_rlhf.weight_sync.backends.transport import Pending, TransportFailure
+from slurm_rlhf.weight_sync.buffers import Pool
+from slurm_rlhf.weight_sync.plan import Part, SyncPlan
+
+_POLL_S = (0.001, 0.05)  # the first pause, and the longest
+_KEY = "part"
+
+
+class _Written:
+    def wait(self) -> None:
+        pass
+
+
+class _Read:
+    """A bucket whose parts appear as files."""
+
+    lent = False
+
+    def __init__(self, disk: Disk, bucket: int, stream: int) -> None:
+        self._disk = disk
+        self._bucket = bucket
+        self._stream = stream
+
+    def wait(self) -> torch.Tensor:
+        return self._disk.read(self._bucket, self._stream)
+
+    def release(self) -> None:
+        pass
+
+
+class Disk:
+    """See `Carrier`. A file takes its name when it is complete, and goes when the update after its own is over."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, plan: SyncPlan, rank: int, directory: Path, timeout_s: float) -> None:
+        """`directory`: this group's own. Raises OSError."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.pool = Pool(self.device)
+        self._plan = plan
+        self._rank = rank
+        self._directory = directory
+        self._timeout_s = timeout_s
+        self._update = 0
+        self._aborted = threading.Event()
+        self._mine: list[list[Path]] = [[], []]  # files of the last update, and of this one
+
+    def send(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> Pending:
+        path = self._path(bucket, stream, part)
+        fresh = path.with_suffix(".new")
+        try:
+            # Closed, it is there for other nodes, too (on NFS as well); it need not outlive a crash of this one.
+            save_file({_KEY: buffer}, fresh)
+            fresh.rename(path)
+        except (OSError, SafetensorError) as error:
+            raise TransportFailure(f"{path} cannot be written: {error}", peer_left=False) from error
+        self._mine[-1].append(path)
+        return _Written()
+
+    def receive(self, bucket: int) -> Incoming:
+        return _Read(self, bucket, self._plan.stream_to(self._rank))
+
+    def read(self, bucket: int, stream: int) -> torch.Tensor:
+        """Wait for all parts of a bucket, into one buffer."""
+        buffer = self.pool.take(self._plan.nbytes(bucket, stream))
+        for part in self._plan.parts(bucket, stream):
+            path = self._path(bucket, stream, part)
+            self._wait_for(path)
+            try:
+                buffer[part.start : part.start + part.nbytes].copy_(load_file(path)[_KEY])
+            except (OSError, SafetensorError, RuntimeError) as error:
+                raise TransportFailure(f"{path} cannot be read: {error}", peer_left=False) from error
+        return buffer
+
+    def flush(self) -> None:
+        # Everybody has this update when the next one is over, and not before.
+        for path in self._mine.pop(0):
+            path.unlink(missing_ok=True)
+        self._mine.append([])
+        self._update += 1
+
+    def abort(self) -> None:
+        self._aborted.set()
+
+    def close(self) -> None:
+        self.abort()
+        for path in (path for update in self._mine for path in update):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):  # not empty: others are still here
+            self._directory.rmdir()
+
+    def _path(self, bucket: int, stream: int, part: Part) -> Path:
+        return self._directory / f"{self._update}.{bucket}.{stream}.{part.owner}.safetensors"
+
+    def _wait_for(self, path: Path) -> None:
+        deadline = time.monotonic() + self._timeout_s
+        pause, longest = _POLL_S
+        while not path.exists():
+            if self._aborted.wait(pause):
+                raise TransportFailure("the transfer through files was given up", peer_left=False)
+            if time.monotonic() > deadline:
+                raise TransportFailure(f"{path} did not appear within {self._timeout_s:g} s", peer_left=False)
+            pause = min(pause * 1.5, longest)
+
+
+def clear(directory: Path, keep: str) -> None:
+    """Remove what groups before `keep`, which may have been killed, left in `directory`."""
+    for left in directory.glob("*"):
+        if left.name != keep:
+            shutil.rmtree(left, ignore_errors=True)

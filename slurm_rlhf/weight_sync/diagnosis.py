@@ -1,0 +1,167 @@
+"""Who broke an update. Transports only say that something closed or took too long; members say the rest in the store.
+
+Every member that fails posts why, before it drops its connections: a reason of its own, whom it has not heard from, or
+nothing when it merely lost the others. So a peer whose connection closed without a post is the one that died, and a
+peer that posts nothing is the one that hangs or is cut off. Rank 0 judges and publishes; the others repeat its verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch.distributed import Store
+
+from slurm_rlhf.weight_sync.store import read, wait_until
+
+GRACE_S = 3.0
+"""How long survivors have to post after a failure."""
+_CLOSED_GRACE_S = 0.5
+_NAMED = 4  # members that a message names; of a node that is cut off, all would be too many
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why an update ended."""
+
+    text: str
+    refused: bool = False  # a member gave a reason of its own, which a new group would not change
+
+
+@dataclass(frozen=True, slots=True)
+class Post:
+    """What a member that fails says."""
+
+    reason: str = ""  # of its own; empty: it lost the others
+    quiet: tuple[int, ...] = ()  # whose signs of life stayed out
+    lost: str = ""  # the backend's words, where a connection closed
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """How messages call the members, by rank."""
+
+    short: Mapping[int, str]
+    ends: Mapping[int, str]  # with interface and address, as ends of a link
+    timeout_s: float
+    silence_s: float
+
+
+class FailureBoard:
+    """Keys of a group's store: `failed/<rank>`, `refused` and `verdict`.
+
+    A store on the other side of a cut link answers nothing, for as long as TCP tries: nobody waits longer than the
+    grace for it here.
+    """
+
+    def __init__(self, store: Store, rank: int, label: str) -> None:
+        self._store = store
+        self._rank = rank
+        self._label = label
+        self._posted = Post()
+        self._cut_off = False  # the store does not answer; its client can do one thing at a time
+
+    def post(self, reason: str = "", quiet: Sequence[int] = (), lost: str = "") -> None:
+        """Say why this rank gave up; nothing: it lost the others. Keeps what it said before of others' silence."""
+        self._posted = Post(reason, tuple(quiet) or self._posted.quiet, lost or self._posted.lost)
+
+        def write() -> None:
+            self._store.set(f"failed/{self._rank}", json.dumps(asdict(self._posted)))
+            if reason:
+                self._store.set("refused", f"{self._label}: {reason}")
+
+        self._within(GRACE_S, write)
+
+    def refusal(self) -> str | None:
+        """Who gave up of its own and why, for those who wait for it; None if nobody did. Raises RuntimeError."""
+        return read(self._store, "refused")
+
+    def judge(
+        self, peers: Collection[int], left: Iterable[int], quiet: Sequence[int], names: Names, lost: str = ""
+    ) -> Verdict:
+        """What happened to `peers`, for rank 0. `left`: those whose connection closed; may grow meanwhile.
+
+        `quiet`: those that rank 0 itself has not heard from; `lost`: see `Post`, its own.
+        """
+        start = time.monotonic()
+        while True:
+            posts = {rank: _post(text) for rank in peers if (text := read(self._store, f"failed/{rank}")) is not None}
+            reasons = [f"{names.short[rank]}: {post.reason}" for rank, post in posts.items() if post.reason]
+            dead = [names.short[rank] for rank in sorted(left) if rank not in posts]
+            waited = time.monotonic() - start
+            if reasons:
+                return Verdict("; ".join(reasons), refused=True)
+            if dead and waited > _CLOSED_GRACE_S:
+                return Verdict(f"{' and '.join(dead)} died: its connection closed without a word")
+            if len(posts) == len(peers) or waited > GRACE_S:
+                break
+            time.sleep(0.05)
+        told = {0: tuple(quiet)} | {rank: post.quiet for rank, post in posts.items()}
+        if any(told.values()):
+            return Verdict(cut(told, {0, *posts}, names))
+        silent = [names.short[rank] for rank in sorted(peers) if rank not in posts]
+        if not silent:
+            said = next((text for text in [lost, *(post.lost for post in posts.values())] if text), "")
+            broke = "the connections between the members broke, though all of them are alive"
+            return Verdict(f"{broke}: {said}" if said else broke)
+        return Verdict(f"no answer from {' and '.join(silent)} within {names.timeout_s:g} s (timeout.sync)")
+
+    def publish(self, verdict: Verdict) -> None:
+        self._within(GRACE_S, lambda: self._store.set("verdict", json.dumps(asdict(verdict))))
+
+    def verdict(self) -> Verdict | None:
+        """What rank 0 found, None if it does not say within its grace, and itself is probably gone or cut off."""
+
+        def wait() -> Verdict | None:
+            if wait_until(lambda: self._store.check(["verdict"]), GRACE_S + 1.0):
+                return Verdict(**json.loads(read(self._store, "verdict") or "{}"))
+            return None
+
+        found: Verdict | None = self._within(GRACE_S + 2.0, wait)
+        return found
+
+    def _within(self, seconds: float, work: Callable[[], Any]) -> Any:
+        """What `work` returns; None where it takes longer, or the store's process is gone."""
+        if self._cut_off:
+            return None
+        found: list[Any] = []
+
+        def run() -> None:
+            with suppress(RuntimeError):
+                found.append(work())
+
+        thread = threading.Thread(target=run, name="sync-store", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        self._cut_off = thread.is_alive()
+        return found[0] if found else None
+
+
+def cut(quiet: Mapping[int, Sequence[int]], spoke: Collection[int], names: Names) -> str:
+    """What silences mean. `quiet`: member -> whom it has not heard from; `spoke`: whose word reached rank 0.
+
+    Who is missed and says nothing is at fault; two that miss each other and can be heard have a bad link between them.
+    """
+    missed = sorted({rank for ranks in quiet.values() for rank in ranks})
+    gone = [rank for rank in missed if rank not in spoke]
+    for_so_long = f"for {names.silence_s:g} s (timeout.sync_silence)"
+    if gone:
+        witness = min(rank for rank, ranks in quiet.items() if set(ranks) & set(gone))
+        more = f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else ""
+        called = " and ".join(names.ends[rank] for rank in gone[:_NAMED]) + more
+        return f"{names.ends[witness]} heard nothing from {called} {for_so_long}: its link is cut, or it hangs"
+    one, other = next((rank, ranks[0]) for rank, ranks in sorted(quiet.items()) if ranks)
+    return (
+        f"{names.ends[one]} heard nothing from {names.ends[other]} {for_so_long}, though both are alive: the link "
+        "between them is cut, or one of them stood still. Set sync.interface to a network that joins both nodes"
+    )
+
+
+def _post(text: str) -> Post:
+    said = json.loads(text)
+    return Post(said["reason"], tuple(said["quiet"]), said["lost"])

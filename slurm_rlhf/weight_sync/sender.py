@@ -1,0 +1,124 @@
+"""The actor's end: every rank writes its own part of each bucket, and sends it."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from slurm_rlhf.errors import SyncError
+from slurm_rlhf.weight_sync.backends.table import carrier_of
+from slurm_rlhf.weight_sync.backends.transport import Pending
+from slurm_rlhf.weight_sync.bucket import Source, fill
+from slurm_rlhf.weight_sync.buffers import Pool
+from slurm_rlhf.weight_sync.compare import publish
+from slurm_rlhf.weight_sync.group import SyncGroup
+from slurm_rlhf.weight_sync.plan import ITEM_SIZE, Part, Span, SyncPlan, dtype_name
+from slurm_rlhf.weight_sync.update import following, leading
+
+Held = Mapping[str, tuple[int, torch.Tensor]]
+"""What a rank has of each parameter: index of its first element in the flat parameter, and the elements [n]."""
+
+
+@dataclass(frozen=True, slots=True)
+class SyncStats:
+    """One finished update, as seen by one actor rank."""
+
+    version: int
+    nbytes: int  # of the parameters, all ranks together
+    sent: int  # bytes that this rank put on the wire, its copies counted
+    buckets: int
+    seconds: float  # from the first byte to, on rank 0, the last member's word
+    checksum_s: float  # writing buckets, their checksums included
+    peak_extra_bytes: int  # beyond the parameters themselves
+
+
+class Sender:
+    """An actor rank of a group."""
+
+    def __init__(self, group: SyncGroup, plan: SyncPlan, compare: int = 0) -> None:
+        """`compare`: parameters of each update of which the receivers compare every byte, see `compare`."""
+        group.agree(plan.fingerprint())
+        self.group = group
+        self.plan = plan
+        self.carrier = carrier_of(group, plan)
+        self._pool = Pool(self.carrier.device)
+        self._compare = compare
+
+    @property
+    def peak(self) -> int:
+        """Bytes of buffers that existed at a time: of this rank's parts, and on a GPU of whole buckets, too."""
+        return self._pool.peak + (self.carrier.pool.peak if self.carrier.device.type == "cuda" else 0)
+
+    def push(self, held: Held, version: int) -> SyncStats:
+        """Send this rank's share of policy `version`; on rank 0, return when every engine rank has loaded it.
+
+        Raises SyncError within `timeout.sync`, naming the member that died, hangs or refused; the group is spent.
+        """
+        start = time.monotonic()
+        frame = leading if self.group.rank == 0 else following
+        with frame(self.group, version):
+            source = span_source(self.plan, held)
+            sent, filling = self._send(source, version)
+            self.carrier.flush()
+        seconds = time.monotonic() - start
+        buckets = len(self.plan.buckets)
+        return SyncStats(version, self.plan.payload, sent, buckets, seconds, filling, self.peak)
+
+    def _send(self, source: Source, version: int) -> tuple[int, float]:
+        on_the_way: deque[tuple[int, Pending]] = deque()
+        buffers = self.plan.depth * 2 // 3  # of this rank's parts: one is filled while the others are on their way
+        sent, filling = 0, 0.0
+        for bucket in range(len(self.plan.buckets)):
+            while on_the_way and on_the_way[0][0] <= bucket - buffers:
+                on_the_way.popleft()[1].wait()
+            for stream, part in self._mine(bucket):
+                buffer = self._pool.take(part.nbytes)
+                started = time.monotonic()
+                fill(buffer, part, bucket, version, source)
+                publish(self.group.store, self.plan, part, buffer, version, self._compare)
+                filling += time.monotonic() - started
+                on_the_way.append((bucket, self.carrier.send(bucket, stream, part, buffer)))
+                sent += part.nbytes
+        while on_the_way:
+            on_the_way.popleft()[1].wait()
+        return sent, filling
+
+    def _mine(self, bucket: int) -> list[tuple[int, Part]]:
+        return [
+            (stream, part)
+            for stream, taking in enumerate(self.plan.streams)
+            if self.group.rank in taking.owners
+            for part in self.plan.parts(bucket, stream)
+            if part.owner == self.group.rank
+        ]
+
+
+def span_source(plan: SyncPlan, held: Held) -> Source:
+    """The bytes of spans of what this rank holds. Raises SyncError where that is not what the plan says."""
+    for parameter in plan.parameters:
+        if parameter.name not in held:
+            raise SyncError(f"the actor has no parameter {parameter.name!r}, which is in the plan")
+        found = dtype_name(held[parameter.name][1].dtype)
+        if found != parameter.dtype:
+            raise SyncError(f"the actor's parameter {parameter.name!r} is {found}, the plan says {parameter.dtype}")
+    if len(held) > len(plan.parameters):
+        unknown = next(name for name in held if name not in {p.name for p in plan.parameters})
+        raise SyncError(f"the actor has a parameter {unknown!r} that is not in the plan")
+
+    def read(span: Span) -> torch.Tensor:
+        parameter = plan.parameters[span.parameter]
+        first, elements = held[parameter.name]
+        size = ITEM_SIZE[parameter.dtype]
+        low, high = span.low // size - first, span.high // size - first
+        if low < 0 or high > elements.numel():
+            raise SyncError(
+                f"this rank holds elements {first} to {first + elements.numel()} of {parameter.name!r}, the plan wants "
+                f"{span.low // size} to {span.high // size} of {parameter.numel} from it"
+            )
+        return elements[low:high].view(torch.uint8)
+
+    return read

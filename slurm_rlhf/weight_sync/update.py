@@ -1,0 +1,235 @@
+"""What all members of an update do around the bytes: tell why they failed, and learn why others did.
+
+Rank 0 leads: it waits for everybody's word, judges a failure and publishes the verdict. The others report.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from slurm_rlhf.errors import SyncBroken, SyncError
+from slurm_rlhf.weight_sync.backends.transport import TransportFailure
+from slurm_rlhf.weight_sync.diagnosis import Verdict, cut
+from slurm_rlhf.weight_sync.group import SyncGroup
+
+REPORT_TAG = (1 << 30) + 1
+"""Of a member's word that it has done its part of an update; chunks have lower tags."""
+DONE_TAG = (1 << 30) + 2
+"""Of rank 0's that everybody has."""
+_SETTLE_S = 0.3
+
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def leading(group: SyncGroup, version: int) -> Iterator[None]:
+    """Rank 0's frame of an update: leaves it when every member has reported.
+
+    Raises SyncError within the group's time-out, naming the member that died, hangs or refused; the group is spent.
+    """
+    group.check()
+    deadline = _Deadline(group, version)
+    watch = _Watch(group)
+    try:
+        with group.pulse.watched(watch.miss):
+            yield
+            watch.join()
+        for rank in group.peers:
+            group.control.send(_word(), rank, DONE_TAG).wait()
+        if group.pulse.unheard:
+            log.warning(
+                "%s hears no signs of life from members %s: their datagrams do not come through, so that a cut link "
+                "would be found after %g s",
+                group.me,
+                list(group.pulse.unheard),
+                group.timeout_s,
+            )
+    except TransportFailure as error:
+        watch.drop()
+        found = _ended(group) or _judge(group, watch.left, error)
+        verdict = Verdict(f"weight update to policy version {version} failed: {found.text}", found.refused)
+        _give_up(group, verdict)
+        raise _error(verdict) from error
+    except BaseException as error:
+        _give_up(group, Verdict(f"{group.me} gave up the update to policy version {version}: {error}", refused=True))
+        raise
+    finally:
+        deadline.cancel()
+
+
+@contextmanager
+def following(group: SyncGroup, version: int) -> Iterator[None]:
+    """Any other member's frame: reports to rank 0 at its end, and what the block raises.
+
+    Raises SyncError with rank 0's verdict where the connections broke; the group is spent.
+    """
+    group.check()
+    deadline = _Deadline(group, version)
+    line = _Line(group)
+    try:
+        with group.pulse.watched(line.miss):
+            yield
+            group.control.send(_word(), 0, REPORT_TAG).wait()
+            line.join()
+    except BaseException as error:
+        found = _transport_failure(error)
+        if found is None:
+            group.refuse(f"{type(error).__name__}: {error}")
+            raise
+        raise _broken(group, version, found) from error
+    finally:
+        deadline.cancel()
+
+
+class _Deadline(threading.Timer):
+    """Ends an update that still goes on when all of its time is over, whatever it is that waits."""
+
+    def __init__(self, group: SyncGroup, version: int) -> None:
+        # Behind the time-outs of single operations, which know more.
+        super().__init__(1.5 * group.timeout_s, self._over, (group, version))
+        self.daemon = True
+        self.start()
+
+    def _over(self, group: SyncGroup, version: int) -> None:
+        group.late = True
+        group.abort(f"policy version {version} was not everywhere after {1.5 * group.timeout_s:g} s (timeout.sync)")
+
+
+class _Watch:
+    """One thread per member, waiting for its report all through the update.
+
+    So one that dies is noticed at once and by name, whoever it was exchanging data with; the failure wakes the thread
+    that sends.
+    """
+
+    def __init__(self, group: SyncGroup) -> None:
+        self.left: set[int] = set()  # members whose connection closed
+        self._group = group
+        self._failure: TransportFailure | None = None
+        self._dropping = threading.Lock()
+        self._dropped = False
+        self._threads = [
+            threading.Thread(target=self._wait, args=(rank,), name=f"sync-report-{rank}", daemon=True)
+            for rank in group.peers
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def join(self) -> None:
+        """Wait for all reports. Raises TransportFailure."""
+        for thread in self._threads:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def miss(self, quiet: tuple[int, ...]) -> None:
+        """Members are not heard any more."""
+        self._group.miss(quiet)
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of all connections, so that every member notices; those that closed before are in `left`."""
+        with self._dropping:
+            if not self._dropped:
+                time.sleep(_SETTLE_S)  # a death closes several connections, one after the other
+                self._dropped = True
+                self._group.drop()
+
+    def _wait(self, rank: int) -> None:
+        try:
+            self._group.control.receive(_word(), rank, REPORT_TAG).wait()
+        except TransportFailure as error:
+            if self._dropped:
+                return
+            self._failure = error
+            if error.peer_left:
+                self.left.add(rank)
+            self.drop()
+
+
+class _Line:
+    """A thread that waits for rank 0's last word, and so notices when rank 0 lets go, whatever else is waited for."""
+
+    def __init__(self, group: SyncGroup) -> None:
+        self._group = group
+        self._failure: TransportFailure | None = None
+        self._thread = threading.Thread(target=self._wait, name="sync-line", daemon=True)
+        self._thread.start()
+
+    def miss(self, quiet: tuple[int, ...]) -> None:
+        """Members are not heard any more."""
+        self._group.miss(quiet)
+        self._group.drop()
+
+    def join(self) -> None:
+        """Wait for the word. Raises TransportFailure."""
+        self._thread.join()
+        if self._failure is not None:
+            raise self._failure
+
+    def _wait(self) -> None:
+        try:
+            # Rank 0 has the shorter time-out: it knows who was late.
+            self._group.control.receive(_word(), 0, DONE_TAG).wait_within(2 * self._group.timeout_s)
+        except TransportFailure as error:
+            self._failure = error
+            self._group.drop()
+
+
+def _word() -> torch.Tensor:
+    return torch.zeros(8, dtype=torch.uint8)
+
+
+def _judge(group: SyncGroup, left: set[int], lost: TransportFailure) -> Verdict:
+    return group.board.judge(group.peers, left, group.quiet, group.names(), _words(lost))
+
+
+def _words(lost: TransportFailure) -> str:
+    """What the backend said, where that was the cause and not a consequence."""
+    return str(lost) if lost.peer_left else ""
+
+
+def _ended(group: SyncGroup) -> Verdict | None:
+    """What was said here when the group was aborted."""
+    return Verdict(group.ended, refused=not group.late) if group.ended else None
+
+
+def _give_up(group: SyncGroup, verdict: Verdict) -> None:
+    group.board.publish(verdict)
+    group.abort(verdict.text)
+
+
+def _broken(group: SyncGroup, version: int, lost: TransportFailure) -> SyncError:
+    ended = _ended(group)
+    group.board.post(ended.text if ended and ended.refused else "", lost=_words(lost))
+    group.drop()
+    # Who does not hear rank 0 does not wait for its word.
+    verdict = ended or (None if 0 in group.quiet else group.board.verdict())
+    if verdict is None and group.quiet:
+        verdict = Verdict(cut({group.rank: group.quiet}, {group.rank}, group.names()))
+    if verdict is None:
+        verdict = Verdict(f"{group.members[0]}, which leads the update, is gone or hangs: {lost}")
+    group.abort(verdict.text)
+    text = f"policy version {version} did not get through at {group.me}: {verdict.text}"
+    return _error(Verdict(text, verdict.refused))
+
+
+def _error(verdict: Verdict) -> SyncError:
+    return SyncError(verdict.text) if verdict.refused else SyncBroken(verdict.text)
+
+
+def _transport_failure(error: BaseException | None) -> TransportFailure | None:
+    """It itself, or what it was raised from: an engine may wrap what its iterator of weights raises."""
+    seen = 0
+    while error is not None and seen < 10:
+        if isinstance(error, TransportFailure):
+            return error
+        error, seen = error.__cause__ or error.__context__, seen + 1
+    return None

@@ -1,0 +1,1 @@
+"""What runs in the ranks of a role: one process per rank, under torchrun."""

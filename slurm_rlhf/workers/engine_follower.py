@@ -1,0 +1,121 @@
+"""A TP rank that is not its engine's leader: it does what the leader says, in the leader's order."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.client import ControlClient
+from slurm_rlhf.control.local_stream import connect_local
+from slurm_rlhf.rollout.tp_engine import request_from_wire
+from slurm_rlhf.rollout.tp_group import engine_store
+from slurm_rlhf.workers.engine_worker import EngineRank, read_meeting
+from slurm_rlhf.workers.follower_links import WITH_ANSWER
+from slurm_rlhf.workers.worker import Seat
+
+_GRACE_S = 5.0  # for the leader to say why the engine does not start, before this rank's end says it
+
+
+class FollowerRole(EngineRank):
+    """The conductor hears of it by its hello and its heartbeats only, and calls nothing but `shutdown`."""
+
+    def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
+        super().__init__(config, seat, client)
+        self._closed = False
+        self._frames: SimpleQueue[tuple[int, list[Any]]] = SimpleQueue()
+        limit = config.timeout.connect
+        self.store = engine_store(self.place, limit)
+        path, self.identity = read_meeting(self.store, limit)
+        self.stream = connect_local(path, limit)
+        self.stream.send(self.place.tp_rank)
+        self._leaving = False
+        self.stream.listen(self._take, self._abandoned)
+
+    def calls(self) -> dict[str, Callable[..., Any]]:
+        return {}
+
+    def busy(self) -> bool:
+        """Until the leader closes the engine."""
+        return not self._closed
+
+    def advance(self) -> None:
+        """One frame of the leader's, once it comes."""
+        number, commands = self._frames.get()
+        for name, arguments in commands:
+            self._obey(number, name, arguments)
+        self.client.phase = f"idle after {commands[-1][0]}"
+
+    def close(self) -> None:
+        """The conductor says `shutdown` to all ranks at once; the leader's word to close is on its way."""
+        while not self._closed:
+            self.advance()
+
+    def _obey(self, number: int, name: str, arguments: dict[str, Any]) -> None:
+        self.client.phase = name
+        try:
+            result = getattr(self, f"do_{name}")(**arguments)
+        except Exception as error:
+            self.stream.send(["failed", number, f"{type(error).__name__}: {error}"])
+            if name == "start":
+                time.sleep(_GRACE_S)
+            if name not in ("sync_join", "sync_receive"):
+                raise
+            return
+        if name in WITH_ANSWER:
+            self.stream.send(["done", number, result])
+
+    def do_start(self) -> None:
+        from slurm_rlhf.rollout.tp_engine import TpEngine
+
+        def report(batch: int, digest: bytes) -> None:
+            self.stream.send(["planned", batch, digest])
+
+        self.engine = TpEngine(self.config, self.place, self.store, self.identity, report)
+
+    def do_add(self, **request: Any) -> None:
+        self.engine.add(request_from_wire(request))
+
+    def do_step(self) -> None:
+        self.engine.step()
+
+    def do_drop(self) -> None:
+        self.engine.drop()
+
+    def do_check(self) -> bytes:
+        digest: bytes = self.engine.ledger.digest()
+        return digest
+
+    def do_sync_join(self, parameters: list[list[Any]], rank: int, **group: Any) -> dict[str, Any]:
+        return self.sync_join(parameters, rank=rank + self.place.tp_rank, **group)
+
+    def do_sync_receive(self, version: int) -> dict[str, Any]:
+        return self.sync_receive(version)
+
+    def do_sleep(self) -> None:
+        self.engine.sleep()
+
+    def do_wake_up(self, part: str) -> None:
+        self.engine.wake_up(part)
+
+    def do_close(self) -> None:
+        super().close()
+        self._closed = True
+        self.stream.close()
+
+    def _take(self, frame: list[Any]) -> None:
+        number, commands = frame
+        # Already here: the leader may be gone before this rank comes to its word to close.
+        self._leaving = self._leaving or commands[-1][0] == "close"
+        self._frames.put((number, commands))
+
+    def _abandoned(self, error: Exception) -> None:
+        """Without its leader this rank has nothing to do, and its main thread may never return from a collective."""
+        if self._leaving:
+            return
+        print(f"{self.place}: its leader, rank {self.place.rank(0)}, is gone: {error}", file=sys.stderr, flush=True)
+        os._exit(1)

@@ -1,0 +1,207 @@
+"""Rewards per token, GAE and whitening: by hand, and against the definitions written out in plain Python."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+
+from slurm_rlhf.algorithms.advantages import gae, token_rewards, whiten
+from slurm_rlhf.algorithms.packed import response_sums
+from slurm_rlhf.algorithms.registry import AdvantageInputs, advantage_estimator
+from slurm_rlhf.errors import ConfigError
+
+CLIP = [-10.0, 10.0]
+
+
+def mask_of(*responses: str) -> tuple[np.ndarray, np.ndarray]:
+    """ "1101" is a response whose third token a tool wrote; "" is an empty one."""
+    lengths = [len(r) for r in responses]
+    mask = np.array([c == "1" for c in "".join(responses)], dtype=np.bool_)
+    return mask, np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+
+masks = st.lists(st.text("01", max_size=7), max_size=6)
+seeds = st.integers(0, 2**32 - 1)
+
+
+# --- token_rewards
+
+
+def test_reward_arrives_at_the_last_action_and_kl_everywhere() -> None:
+    mask, offsets = mask_of("111", "", "1100")
+    kl = np.array([1.0, 2.0, -3.0, 4.0, 5.0, 100.0, np.nan], dtype=np.float32)
+    got = token_rewards(kl, 0.1, [1.0, 7.0, 2.0], mask, offsets, CLIP)
+    assert_allclose(got, [-0.1, -0.2, 1.3, -0.4, 1.5, 0.0, 0.0], rtol=1e-6)
+    assert got.dtype == np.float32
+
+
+def test_response_without_actions_does_not_receive_its_reward() -> None:
+    mask, offsets = mask_of("00", "01", "")
+    got = token_rewards(np.ones(4), 0.5, [9.0, 1.0, 9.0], mask, offsets, CLIP)
+    assert_allclose(got, [0.0, 0.0, 0.0, 0.5])
+
+
+def test_clip_belongs_to_the_reward_and_not_to_reward_plus_kl() -> None:
+    mask, offsets = mask_of("1", "1")
+    got = token_rewards(np.array([30.0, -30.0]), 1.0, [25.0, -25.0], mask, offsets, [-1.0, 2.0])
+    assert_allclose(got, [2.0 - 30.0, -1.0 + 30.0])
+
+
+def test_integer_and_boolean_rewards() -> None:
+    mask, offsets = mask_of("1", "1", "1")
+    got = token_rewards(np.full(3, 0.5), 1.0, np.array([1, 0, 2], dtype=np.int64), mask, offsets, CLIP)
+    assert_allclose(got, [0.5, -0.5, 1.5])
+    assert_allclose(token_rewards(None, 1.0, [True, False, True], mask, offsets, CLIP), [1.0, 0.0, 1.0])
+
+
+def test_no_reference_and_coefficient_zero_mean_no_penalty() -> None:
+    mask, offsets = mask_of("11")
+    assert_allclose(token_rewards(None, 0.1, [3.0], mask, offsets, CLIP), [0.0, 3.0])
+    assert_allclose(token_rewards(np.array([np.inf, 1.0]), 0.0, [3.0], mask, offsets, CLIP), [0.0, 3.0])
+
+
+# --- gae
+
+
+def test_gae_by_hand() -> None:
+    # gamma 0.5, lambda 0.5: delta = (0.5*3-2, 1+0.5*4-3, 2-4) = (-0.5, 0, -2); A2 = -2, A1 = 0-0.5, A0 = -0.5-0.125
+    mask, offsets = mask_of("111")
+    advantages, returns = gae([0.0, 1.0, 2.0], [2.0, 3.0, 4.0], mask, offsets, 0.5, 0.5)
+    assert_array_equal(advantages, np.float32([-0.625, -0.5, -2.0]))
+    assert_array_equal(returns, np.float32([1.375, 2.5, 2.0]))
+
+
+def test_gae_gap_is_not_a_time_step() -> None:
+    """A tool's tokens between two turns: the numbers are those of the response without them."""
+    dense_mask, dense_offsets = mask_of("111")
+    dense = gae([0.0, 1.0, 2.0], [2.0, 3.0, 4.0], dense_mask, dense_offsets, 0.5, 0.5)
+    mask, offsets = mask_of("01001010")
+    rewards = np.array([np.nan, 0.0, 5.0, 5.0, 1.0, np.inf, 2.0, 9.0])
+    values = np.array([np.nan, 2.0, 7.0, np.nan, 3.0, 7.0, 4.0, 7.0])
+    for got, want in zip(gae(rewards, values, mask, offsets, 0.5, 0.5), dense, strict=True):
+        assert_array_equal(got[mask], want)
+        assert_array_equal(got[~mask], 0.0)
+
+
+def test_gae_lambda_one_is_reward_to_go_and_lambda_zero_is_the_td_error() -> None:
+    mask, offsets = mask_of("11", "1")
+    rewards, values = [1.0, 2.0, 4.0], [0.5, 0.25, 3.0]
+    assert_array_equal(gae(rewards, values, mask, offsets, 1.0, 1.0)[1], np.float32([3.0, 2.0, 4.0]))
+    assert_array_equal(gae(rewards, values, mask, offsets, 1.0, 0.0)[0], np.float32([0.75, 1.75, 1.0]))
+
+
+@settings(max_examples=120, deadline=None)
+@given(masks, seeds, st.floats(0.0, 1.0), st.floats(0.0, 1.0))
+def test_gae_against_the_definition(responses: list[str], seed: int, gamma: float, lambd: float) -> None:
+    mask, offsets = mask_of(*responses)
+    rng = np.random.default_rng(seed)
+    rewards, values = (rng.normal(scale=3.0, size=len(mask)).astype(np.float32) for _ in range(2))
+    want = np.zeros(len(mask))
+    for start, end in pairwise(offsets):
+        steps = [t for t in range(start, end) if mask[t]]
+        value = [float(values[t]) for t in steps] + [0.0]
+        deltas = [float(rewards[t]) + gamma * value[i + 1] - value[i] for i, t in enumerate(steps)]
+        for i, t in enumerate(steps):
+            want[t] = math.fsum((gamma * lambd) ** (k - i) * deltas[k] for k in range(i, len(steps)))
+    advantages, returns = gae(rewards, values, mask, offsets, gamma, lambd)
+    assert advantages.dtype == returns.dtype == np.float32
+    assert_allclose(advantages, want, rtol=1e-6, atol=1e-6)
+    assert_allclose(returns, np.where(mask, want + values, 0.0), rtol=1e-6, atol=1e-6)
+
+
+def test_gae_of_a_response_does_not_depend_on_its_neighbours() -> None:
+    """Bit for bit: otherwise a resumed run that packs differently would print other numbers."""
+    rng = np.random.default_rng(0)
+    mask, offsets = mask_of("1" * 50, "1011" * 9, "1")
+    rewards, values = rng.normal(size=(2, len(mask)))
+    together = gae(rewards, values, mask, offsets, 0.99, 0.95)
+    for start, end in pairwise(offsets):
+        alone = gae(rewards[start:end], values[start:end], mask[start:end], np.array([0, end - start]), 0.99, 0.95)
+        for a, b in zip(alone, together, strict=True):
+            assert_array_equal(a, b[start:end])
+
+
+# --- whiten
+
+
+def test_whiten_by_hand() -> None:
+    mask, _ = mask_of("1011")
+    got = whiten([1.0, np.nan, 2.0, 3.0], mask)
+    assert_allclose(got, [-1.2247449, 0.0, 0.0, 1.2247449], rtol=1e-6)
+
+
+@settings(max_examples=80, deadline=None)
+@given(masks, seeds, st.floats(-1e4, 1e4), st.floats(0.01, 1e4))
+def test_whiten_is_global_and_zero_at_masked_positions(
+    responses: list[str], seed: int, shift: float, scale: float
+) -> None:
+    mask, _ = mask_of(*responses)
+    x = np.random.default_rng(seed).normal(shift, scale, size=len(mask))
+    got = whiten(x, mask)
+    assert_array_equal(got[~mask], 0.0)
+    chosen = [float(v) for v, m in zip(x, mask, strict=True) if m]
+    if chosen:
+        mean = math.fsum(chosen) / len(chosen)
+        variance = math.fsum((v - mean) ** 2 for v in chosen) / len(chosen)
+        assert_allclose(got[mask], [(v - mean) / math.sqrt(max(variance, 1e-8)) for v in chosen], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("error")
+def test_whiten_of_nothing_and_of_equal_numbers() -> None:
+    assert_array_equal(whiten([5.0, 6.0], np.array([False, False])), [0.0, 0.0])
+    assert_array_equal(whiten([], np.zeros(0, dtype=np.bool_)), [])
+    assert_array_equal(whiten([7.0, 7.0, 7.0], np.ones(3, dtype=np.bool_)), [0.0, 0.0, 0.0])
+
+
+# --- the packed layout, the registry
+
+
+@settings(max_examples=50, deadline=None)
+@given(masks, seeds)
+def test_response_sums(responses: list[str], seed: int) -> None:
+    mask, offsets = mask_of(*responses)
+    x = np.random.default_rng(seed).normal(size=len(mask))
+    want = [math.fsum(x[t] for t in range(a, b) if mask[t]) for a, b in pairwise(offsets)]
+    assert_allclose(response_sums(x, mask, offsets), want, atol=1e-12)
+
+
+def test_columns_of_another_length_are_refused_and_not_broadcast() -> None:
+    mask, offsets = mask_of("11", "1")
+    with pytest.raises(ValueError, match=r"kl has shape \(1,\), action_mask has \(3,\)"):
+        token_rewards(np.ones(1), 0.1, [1.0, 2.0], mask, offsets, CLIP)
+    with pytest.raises(ValueError, match=r"rewards has shape \(1,\) for 2 responses"):
+        token_rewards(None, 0.1, [1.0], mask, offsets, CLIP)
+    with pytest.raises(ValueError, match="values has shape"):
+        gae(np.ones(3), np.ones(2), mask, offsets, 1.0, 1.0)
+    with pytest.raises(ValueError, match="offsets must rise from 0 to the 3 tokens"):
+        gae(np.ones(3), np.ones(3), mask, np.array([0, 2]), 1.0, 1.0)
+    with pytest.raises(ValueError, match="must be bool"):
+        gae(np.ones(3), np.ones(3), mask.astype(np.int8), offsets, 1.0, 1.0)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="x has shape"):
+        whiten(np.ones(1), mask)
+
+
+def test_registry_knows_gae_and_names_what_is_valid() -> None:
+    mask, offsets = mask_of("101", "", "1")
+    kl, values = np.float32([1, 9, 2, 3]), np.float32([0.5, 9, 0.25, 0.125])
+    inputs = AdvantageInputs(np.array([1, 1, 20]), kl, values, mask, offsets, 0.1, [-1.0, 4.0], 1.0, 0.0)
+    advantages, returns = advantage_estimator("gae")(inputs)
+    assert_allclose(advantages, [-0.1 + 0.25 - 0.5, 0.0, 0.8 - 0.25, 3.7 - 0.125], rtol=1e-6)
+    assert_allclose(returns, [0.15, 0.0, 0.8, 3.7], rtol=1e-6)
+    with pytest.raises(ConfigError, match=r"estimator = 'gea' is unknown; valid: gae"):
+        advantage_estimator("gea")
+
+
+def test_what_the_conductor_imports_is_free_of_torch() -> None:
+    code = "import sys, slurm_rlhf.algorithms.registry, slurm_rlhf.algorithms.batching;sys.exit('torch' in sys.modules)"
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False, timeout=60).returncode == 0

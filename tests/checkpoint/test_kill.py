@@ -1,0 +1,113 @@
+"""A process that saves is killed with SIGKILL: the checkpoint before it stays usable, and the next save works."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+
+ROOT = Path(__file__).parents[2]
+
+SAVE = """
+import os, shutil, signal, sys
+from pathlib import Path
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+
+def save(run_dir, step, note, size=1000):
+    checkpoints = CheckpointDir(run_dir)
+    path = checkpoints.begin(step)
+    for role in ("actor", "critic"):
+        (path / role).mkdir()
+        (path / role / "model.bin").write_bytes(note.encode() * size)
+    checkpoints.commit(step, {"note": note})
+    checkpoints.prune(1)
+"""
+
+# The k-th child dies right before its k-th operation on a file; the first child that lives has seen them all.
+KILL_AT_EVERY_OPERATION = (
+    SAVE
+    + """
+TOUCHES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree")
+
+def die_at(k):
+    def hook(event, args):
+        nonlocal k
+        if event in TOUCHES:
+            k -= 1
+            if k == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(hook)
+
+base, before, step = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+save(base / "template", before, "old")
+k = status = 1
+while status:
+    run_dir = base / f"killed_{k:03d}"
+    shutil.copytree(base / "template", run_dir)
+    child = os.fork()
+    if child == 0:
+        die_at(k)
+        save(run_dir, step, "new")
+        os._exit(0)
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL), status
+    k += 1
+"""
+)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("step", [2, 1], ids=["next step", "same step"])
+def test_kill_before_every_single_file_operation(tmp_path: Path, step: int) -> None:
+    command = [sys.executable, "-c", KILL_AT_EVERY_OPERATION, tmp_path, "1", str(step)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=50)
+    runs = sorted(tmp_path.glob("killed_*"))
+    notes = []
+    for run in runs:
+        checkpoints = CheckpointDir(run)
+        path = checkpoints.resolve("auto")
+        assert path is not None, run.name
+        note = checkpoints.load_state(path)["note"]
+        assert all((path / role / "model.bin").read_bytes() == note.encode() * 1000 for role in ("actor", "critic"))
+        notes.append(note)
+        checkpoints.begin(3)
+        checkpoints.commit(3, {})
+        checkpoints.prune(1)
+        assert [entry.name for entry in checkpoints.root.iterdir()] == ["step_000003"], run.name
+    assert len(runs) > 30
+    # Old until the rename, new from there on, and no way back.
+    assert notes == sorted(notes, reverse=True)
+    assert {"old", "new"} == set(notes)
+
+
+@pytest.mark.timeout(60)
+def test_kill_at_random_moments(tmp_path: Path) -> None:
+    loop = SAVE + "step = 0\nwhile True:\n    step += 1\n    save(sys.argv[1], step, str(step), 1_000_000)\n"
+    delays = random.Random(0)
+    for attempt in range(4):
+        run = tmp_path / str(attempt)
+        process = subprocess.Popen([sys.executable, "-c", loop, run], cwd=ROOT)
+        try:
+            deadline = time.monotonic() + 20
+            while CheckpointDir(run).latest() is None:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            time.sleep(delays.uniform(0.0, 0.2))
+            assert process.poll() is None
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        checkpoints = CheckpointDir(run)
+        path = checkpoints.resolve("auto")
+        assert path is not None
+        note = checkpoints.load_state(path)["note"]
+        assert path.name == f"step_{int(note):06d}"
+        assert (path / "critic" / "model.bin").read_bytes() == note.encode() * 1_000_000

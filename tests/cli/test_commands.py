@@ -1,0 +1,205 @@
+"""train, sft and plan from a TOML file, as far as they go without starting a process."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_rlhf.cli.main import main
+from slurm_rlhf.config.load import load_config
+
+
+@pytest.fixture(autouse=True)
+def outside_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("SLURM_JOBID", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A TOML file in a directory of its own, beside the files it names; the working directory is another."""
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    (project / "model").mkdir(parents=True)
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    (project / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    for name in ("model/model.safetensors", "model/tokenizer.json", "prompts.jsonl", "reward.py"):
+        (project / name).touch()
+    toml = project / "small.toml"
+    toml.write_text(
+        'data.prompt_dataset = "prompts.jsonl"\nactor.model_name_or_path = "model"\nreward.remote_url = "reward.py"\n'
+        'sft.dataset = "prompts.jsonl"\nsft.output_dir = "trained"\n'
+    )
+    return toml
+
+
+def test_dry_run(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", str(file), "--actor.num_gpus_per_node=2", "--dry_run", "--vllm.num_engines", "2"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    resolved = tomllib.loads(out)
+    assert resolved["run_dir"] == str(tmp_path / "elsewhere" / "runs" / "small")
+    assert resolved["actor"]["model_name_or_path"] == str(file.parent / "model")
+    assert resolved["actor"]["num_gpus_per_node"] == 2
+    assert "# A actor: 2 ranks on 1 node\n" in out
+    assert re.search(r"^# E rollout: 2 ranks on 1 node, 2 engines of TP 1$", out, re.MULTILINE)
+    assert re.search(r"^# R reference: 1 rank ", out, re.MULTILINE)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+    again = tmp_path / "again.toml"
+    again.write_text(out)
+    assert load_config(again, []) == load_config(file, [word for word in words[2:] if word != "--dry_run"])
+
+
+def test_dry_run_without_reference_and_elsewhere(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(file), "--dry-run", "--algo.kl.init_coef=0", "--run_dir=here"]) == 0
+    out = capsys.readouterr().out
+    assert "R reference" not in out
+    assert tomllib.loads(out)["run_dir"] == str(Path("here").absolute())
+
+
+@pytest.mark.parametrize("command", ["train", "sft"])
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--actor.learning_rat=1"], "did you mean --actor.learning_rate?"),
+        (["--actor.num_nodes=x"], "--actor.num_nodes takes a whole number, got 'x'"),
+        (["--actor.model_name_or_path=nowhere"], "actor.model_name_or_path: no such directory: "),
+        (["--train.batch_size=0"], "train.batch_size must be at least 1, got 0"),
+    ],
+)
+def test_bad_input(file: Path, capsys: pytest.CaptureFixture[str], command: str, words: list[str], named: str) -> None:
+    assert main([command, str(file), *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("slurm-rlhf: error: ")
+    assert named in err
+    assert "Traceback" not in err
+
+
+def test_train_checks_before_it_starts(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(file), "--train.batch_size=100"]) == 2
+    assert "do not divide into optimizer steps of train.batch_size = 100" in capsys.readouterr().err
+    assert main(["train", str(file), "--actor.num_nodes=2", "--train.seed=1"]) == 2
+    assert "actor.num_nodes = 2, but this is not a Slurm allocation" in capsys.readouterr().err
+    (file.parent / "model" / "tokenizer.json").unlink()
+    assert main(["train", str(file)]) == 2
+    assert "holds no tokenizer" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_train_hands_over_to_the_conductor(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("slurm_rlhf.controller.conductor.run", lambda *arguments: seen.extend(arguments) or 0)
+    assert main(["train", str(file), "--actor.num_gpus_per_node=2"]) == 0
+    config, ranks, _, node, _ = seen
+    assert config.actor.num_gpus_per_node == ranks.world("actor") == 2
+    assert [share.node for share in ranks.roles["rollout"]] == [node]
+
+
+def test_plan_needs_sizes_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text(
+        "[actor]\nnum_nodes = 2\nnum_gpus_per_node = 5\n[vllm]\nnum_engines = 2\ntensor_parallel_size = 2\n"
+    )
+    assert main(["plan", str(file), "--vllm.num_nodes=2"]) == 0
+    out = capsys.readouterr().out
+    assert "sbatch --nodes=2" in out
+    assert re.search(r"^node1 .*\bA4\b", out, re.MULTILINE)
+    assert re.search(r"^node2 .*\bA9\b", out, re.MULTILINE)
+    assert "A actor: 10 ranks on 2 nodes" in out
+    assert main(["plan", str(file), "--vllm.num_engines=0"]) == 2
+    assert "vllm.num_engines must be at least 1" in capsys.readouterr().err
+
+
+def slurm(nodes: str, count: int, gpus: int) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": nodes,
+        "SLURM_JOB_NUM_NODES": str(count),
+        "SLURM_JOB_CPUS_PER_NODE": f"64(x{count})",
+        "SLURM_GPUS_PER_NODE": str(gpus),
+        "SLURM_GPUS_ON_NODE": str(gpus),
+    }
+
+
+def test_inside_an_allocation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text("[actor]\nnum_nodes = 2\nnum_gpus_per_node = 4\n[critic]\nnum_gpus_per_node = 2\n")
+    for name, value in slurm("gpu[07-08]", 2, 8).items():
+        monkeypatch.setenv(name, value)
+    assert main(["plan", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^node +gpu0 .*gpu7$", out, re.MULTILINE)
+    assert re.search(r"^gpu08 ", out, re.MULTILINE)
+    assert "of 16 GPUs used" in out
+
+
+def test_plan_for_nodes_that_somebody_thinks_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The seed's case: 6 actor and 2 rollout ranks on each of two nodes."""
+    file = tmp_path / "plan.toml"
+    file.write_text(
+        "[actor]\nnum_nodes = 2\nnum_gpus_per_node = 4\n[critic]\nnum_nodes = 2\nnum_gpus_per_node = 2\n"
+        "[vllm]\nnum_engines = 2\ntensor_parallel_size = 2\nnum_nodes = 2\n[algo.kl]\ninit_coef = 0.0\n"
+    )
+    assert main(["plan", str(file), "--nodelist", "gpu[08-09]", "--gpus_per_node=8", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert [node["name"] for node in plan["nodes"]] == ["gpu08", "gpu09"]
+    assert plan["world"] == {"actor": 8, "critic": 4, "rollout": 4}
+    assert [share["gpus"] for share in plan["roles"]["actor"]] == [[0, 1, 2, 3]] * 2
+    assert [(group["node"], group["gpus"]) for group in plan["tp_groups"]] == [("gpu08", [6, 7]), ("gpu09", [6, 7])]
+    assert main(["plan", str(file), "--nodes=16", "--gpus_per_node", "8"]) == 0
+    assert re.search(r"^node +gpu0 .*gpu7$", capsys.readouterr().out, re.MULTILINE)
+    assert main(["plan", str(file), "--nodes=16"]) == 2
+    assert "--gpus_per_node goes with" in capsys.readouterr().err
+    assert main(["plan", str(file), "--nodes=1", "--gpus_per_node=8"]) == 2
+    assert "fit" in capsys.readouterr().err
+
+
+def _store_model(directory: Path, shapes: dict[str, list[int]]) -> None:
+    """The header of a safetensors file is all that `plan` may read."""
+    header = json.dumps(
+        {name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()}
+    )
+    (directory / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+
+
+def test_plan_shows_what_a_weight_transfer_costs(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = {f"model.layers.{layer}.mlp.weight": [5000, 5000] for layer in range(10)}
+    _store_model(file.parent / "model", {"lm_head.weight": [1000, 5000], **shapes})
+    words = [
+        *("plan", str(file), "--actor.num_nodes=2", "--actor.num_gpus_per_node=6", "--vllm.num_engines=4"),
+        *("--vllm.num_nodes=2", "--critic.num_nodes=2", "--ref.num_nodes=2", "--nodes=2", "--gpus_per_node=10"),
+    ]
+    assert main([*words, "--json", "--ds.zero_stage=3", "--network_gbits=8"]) == 0
+    transfer = json.loads(capsys.readouterr().out)["transfer"]
+    payload = 2 * (10 * 5000 * 5000 + 1000 * 5000)
+    assert transfer["bytes"] == payload
+    assert transfer["buckets"] == 2  # of 256 MiB, between GPUs
+    assert len(transfer["actor_sent"]) == 12
+    assert transfer["engine_received"] == dict.fromkeys("0123", payload)
+    for link in transfer["links"].values():  # each node holds half and gets the other half
+        assert link == {"out": pytest.approx(payload / 2, rel=1e-3), "into": pytest.approx(payload / 2, rel=1e-3)}
+    assert transfer["seconds"] == pytest.approx(payload / 2 / 1e9, rel=1e-3)
+
+    assert main([*words, "--ds.zero_stage=2"]) == 0  # every node has the whole model already
+    out = capsys.readouterr().out
+    assert "weight transfer: 510 MB in 2 buckets, about" in out
+    assert re.search(r"^  an engine rank receives 510 MB and hands on 255 MB$", out, re.MULTILINE)
+    assert len(re.findall(": 0 B out, 0 B in", out)) == 2
+
+
+def test_plan_without_shapes_shows_no_transfer(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(file)]) == 0
+    assert "weight transfer" not in capsys.readouterr().out
+    assert main(["plan", str(file), "--network_gbits=fast"]) == 2
+    assert "--network_gbits takes a rate in Gbit/s above 0, got 'fast'" in capsys.readouterr().err

@@ -1,0 +1,147 @@
+"""The `slurm-rlhf` command: help, errors, exit codes, speed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import resource
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from slurm_rlhf import __version__
+from slurm_rlhf.cli import main as cli
+from slurm_rlhf.config.keys import all_keys
+from slurm_rlhf.errors import RemoteError, RewardError, RoleDied
+
+WITHOUT_FILE = {"status", "cancel"}
+"""Commands whose argument is a run and not a configuration."""
+
+COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"]
+
+
+def test_entry_point_is_main() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    module, _, function = project["scripts"]["slurm-rlhf"].partition(":")
+    assert getattr(importlib.import_module(module), function) is cli.main
+    assert project["version"] == __version__
+
+
+def test_overview(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: slurm-rlhf COMMAND FILE.toml")
+    for name, summary in cli.COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(summary)}$", out, re.MULTILINE)
+    assert cli.main([]) == 2
+    assert capsys.readouterr().err == out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"slurm-rlhf {__version__}\n"
+
+
+@pytest.mark.parametrize("name", sorted(set(cli.COMMANDS) - WITHOUT_FILE - {"bench"}))
+@pytest.mark.parametrize("columns", [80, 200])
+def test_help_of_a_command(
+    name: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert cli.main([name, "no.toml", "--help"]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"usage: slurm-rlhf {name} FILE.toml")
+    assert re.search(r"^  --actor\.num_nodes INT\s", out, re.MULTILINE)
+    assert "[1]" in out
+    assert err == ""
+    assert max(map(len, out.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("name", sorted(WITHOUT_FILE))
+def test_help_of_a_command_on_a_run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([name, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"usage: slurm-rlhf {name} RUN")
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_every_key_is_in_some_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in cli.COMMANDS:
+        cli.main([name, "-h"])
+    out = capsys.readouterr().out
+    assert [key for key in all_keys() if f"  --{key} " not in out] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trane"], "slurm-rlhf: error: unknown command 'trane'; did you mean train? (commands: train, "),
+        (["xyz"], "slurm-rlhf: error: unknown command 'xyz' (commands: train, "),
+        (["train"], "slurm-rlhf: error: the TOML file comes first\nusage: slurm-rlhf train FILE.toml"),
+        (["train", "--dry_run"], "the TOML file comes first"),
+        (["sft", "--train.seed=1", "x.toml"], "the TOML file comes first\nusage: slurm-rlhf sft"),
+        (["train", "no.toml"], "slurm-rlhf: error: no.toml: no such file"),
+        (["plan", "no.toml"], "slurm-rlhf: error: no.toml: no such file"),
+        (["sft", "no.toml"], "slurm-rlhf: error: no.toml: no such file"),
+    ],
+)
+def test_bad_words(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "shown"),
+    [
+        (RewardError("reward.py:3: x"), 2, "slurm-rlhf: error: reward.py:3: x\n"),
+        (RoleDied("critic 0 died"), 1, "slurm-rlhf: error: critic 0 died\n"),
+        (RemoteError("y", remote_traceback="secret", user_error=True), 2, "slurm-rlhf: error: y\n"),
+        (RemoteError("y", remote_traceback="secret"), 1, "slurm-rlhf: error: y\n"),
+        (KeyboardInterrupt(), 130, "slurm-rlhf: interrupted\n"),
+        (PermissionError(13, "Permission denied", "/f"), 1, "slurm-rlhf: error: [Errno 13] Permission denied: '/f'\n"),
+        (SystemError("z"), 1, "SystemError: z\nslurm-rlhf: this is a bug in slurm_rlhf, not in your input\n"),
+    ],
+)
+def test_exit_codes(
+    error: BaseException, code: int, shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(words: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr("slurm_rlhf.cli.plan.run", fail)
+    assert cli.main(["plan", "x.toml"]) == code
+    err = capsys.readouterr().err
+    assert err.endswith(shown)
+    assert ("Traceback" in err) == isinstance(error, SystemError)
+
+
+@pytest.mark.timeout(60)
+def test_help_is_quick(capsys: pytest.CaptureFixture[str]) -> None:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
+    done = subprocess.run([*COMMAND, "train", "--help"], capture_output=True, text=True, check=True)
+    wall = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert done.stdout.startswith("usage: slurm-rlhf train")
+    with capsys.disabled():
+        print(f"\n`slurm-rlhf train --help`: {wall:.2f} s wall, {cpu:.2f} s CPU")
+    # The wall clock of a busy machine proves nothing; processor time does.
+    assert cpu < 1.0
+
+
+@pytest.mark.timeout(60)
+def test_a_reader_that_leaves_gets_no_traceback() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([*COMMAND, "train", "--help"], stdout=write, stderr=subprocess.PIPE, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (1, b"")

@@ -1,0 +1,191 @@
+"""What `plan` shows of a run's memory, and that `train` starts nothing that cannot fit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+from model_configs import make_shape
+from tiny_models import make_tiny
+
+from slurm_rlhf.cli.main import main
+
+LARGE = ("--nodes=2", "--gpus_per_node=8")
+SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["plan", *words])
+    return code, *capsys.readouterr()
+
+
+@pytest.fixture
+def seven(tmp_path: Path) -> str:
+    return f"--actor.model_name_or_path={make_shape(tmp_path / '7B', '7B')}"
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine whose nvidia-smi tells of eight GPUs; the file says which."""
+    program, told = tmp_path / "bin" / "nvidia-smi", tmp_path / "kind"
+    program.parent.mkdir()
+    told.write_text("echo NVIDIA A100-SXM4-40GB, 40960")
+    program.write_text(
+        "#!/bin/sh\n"
+        "case $1 in *compute-apps*) exit 0 ;; esac\n"
+        'for i in 0 1 2 3 4 5 6 7; do case $1 in -L) echo "GPU $i: x" ;; '
+        f'*) echo "$i, GPU-$i, $(. {told}), 0, 580.1, Disabled" ;; esac; done\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    return told
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[str, ...]:
+    """A complete configuration for one machine, on a tiny model."""
+    model = make_tiny(tmp_path / "model")
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1+1="}\n')
+    (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels, **kwargs):\n    return [0.0]\n")
+    (tmp_path / "run.toml").write_text(
+        f'run_dir = "{tmp_path / "out"}"\n[data]\nprompt_dataset = "{tmp_path / "prompts.jsonl"}"\nmax_len = 256\n'
+        f'[actor]\nmodel_name_or_path = "{model}"\n[reward]\nremote_url = "{tmp_path / "reward.py"}"\n'
+        "[rollout]\nmax_new_tokens = 128\n[train]\nbatch_size = 128\n"
+    )
+    return ("train", str(tmp_path / "run.toml"))
+
+
+def test_plan_has_a_row_for_every_role(capsys: pytest.CaptureFixture[str], seven: str) -> None:
+    code, out, _ = plan(capsys, str(SBATCH / "ppo_7b.toml"), seven, *LARGE, "--gpu=h100")
+    assert code == 0
+    table = out[out.index("needed") :].splitlines()
+    assert "there  Memory of a GPU in GiB (H100: 79.1)" in table[0]
+    assert [line.split()[0] for line in table[1:6]] == ["actor", "reference", "together:", "critic", "rollout"]
+    assert "KV cache of an engine: " in table[6]
+    assert max(len(line) for line in out.splitlines()) <= 100
+
+
+def test_plan_in_json(capsys: pytest.CaptureFixture[str], seven: str) -> None:
+    words = (str(SBATCH / "ppo_7b.toml"), seven, *LARGE, "--json")
+    code, out, _ = plan(capsys, *words, "--gpu_memory_gb=80")
+    memory = json.loads(out)["memory"]
+    assert (code, memory["known"], memory["fits"]) == (0, True, True)
+    rows = {row["name"]: row for row in memory["rows"]}
+    assert rows["critic"]["needed"] == sum(rows["critic"]["terms"].values()) < rows["critic"]["there"]
+    assert rows["actor"]["there"] is None
+    assert memory["kv_cache"]["sequences"] > memory["kv_cache"]["wanted"] == 192
+    code, out, _ = plan(capsys, *words)
+    assert (code, json.loads(out)["memory"]["known"]) == (0, False)
+
+
+def test_plan_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str], seven: str) -> None:
+    code, out, err = plan(capsys, str(SBATCH / "ppo_7b.toml"), seven, *LARGE, "--gpu=a100_40gb")
+    assert code == 2
+    assert out.count("DOES NOT FIT") == 2
+    assert "this run does not fit its GPUs, A100 40GB with 39.3 GiB:" in err
+    assert "critic: 52.9 GiB are needed, most of them for activations 13.7" in err
+    assert "Traceback" not in err
+    assert max(len(line) for line in err.splitlines()) <= 100
+    # What it advises is enough, without more nodes.
+    advised = re.findall(r"([\w.]+) = ([\w.]+)[,\s]", err)
+    settings = [f"--{key}={value}" for key, value in advised if not key.endswith("num_nodes")]
+    assert "--ds.zero_stage=3" in settings
+    code, _, err = plan(capsys, str(SBATCH / "ppo_7b.toml"), seven, *LARGE, "--gpu=a100_40gb", *settings)
+    assert (code, err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "memory: not known: without GPUs there is none of theirs to estimate"),
+        (("--gpu=a100",), "a100 is taken for A100 80GB; where it has 40 GB, say --train.gpu_memory_gb=40."),
+    ],
+)
+def test_plan_says_what_it_does_not_know(
+    capsys: pytest.CaptureFixture[str], seven: str, words: tuple[str, ...], said: str
+) -> None:
+    code, out, err = plan(capsys, str(SBATCH / "ppo_7b.toml"), seven, *LARGE, *words)
+    assert (code, err) == (0, "")
+    assert said in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "alien"}, "model_type 'alien' has no known memory model"),
+        ({"quantization_config": {"quant_method": "awq"}}, "holds quantised weights (quantization_config, awq)"),
+    ],
+)
+def test_plan_on_a_model_it_does_not_know(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, changes: dict[str, object], said: str
+) -> None:
+    model = make_shape(tmp_path / "odd", "7B", **changes)
+    words = (str(SBATCH / "ppo_7b.toml"), f"--actor.model_name_or_path={model}", *LARGE, "--gpu=h100")
+    code, out, err = plan(capsys, *words)
+    assert (code, err) == (0, "")
+    assert said in " ".join(out.split())
+
+
+def test_an_unknown_gpu_is_named_with_those_that_are_known(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = plan(capsys, str(SBATCH / "ppo_7b.toml"), *LARGE, "--gpu=h1000")
+    assert code == 2
+    assert "train.gpu: 'h1000' is no GPU that is known here" in err
+    assert "H100 PCIe" in err
+
+
+def test_engines_that_do_not_divide_the_model(capsys: pytest.CaptureFixture[str], seven: str) -> None:
+    words = (str(SBATCH / "ppo_7b.toml"), seven, *LARGE, "--gpu=h100", "--vllm.tensor_parallel_size=3")
+    code, _, err = plan(capsys, *words, "--critic.num_gpus_per_node=1")
+    assert code == 2
+    assert "vllm.tensor_parallel_size = 3 does not divide the model" in err
+    assert "Valid sizes: 1, 2, 4" in err
+
+
+@pytest.mark.parametrize("flag", [(), ("--dry_run",)])
+def test_train_refuses_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], gpus: Path, run: tuple[str, ...], tmp_path: Path, flag: tuple[str, ...]
+) -> None:
+    began = time.monotonic()
+    code = main([*run, *flag, "--train.max_tokens_per_gpu=300000000"])
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert "this run does not fit its GPUs, A100 40GB with 39.3 GiB:\n  actor: " in err
+    assert "activations" in err
+    assert "train.max_tokens_per_gpu = " in err
+    assert ("DOES NOT FIT" in out) == bool(flag)
+    assert not (tmp_path / "out").exists()
+    assert time.monotonic() - began < 20
+
+
+def test_train_counts_the_smallest_of_unlike_gpus(
+    capsys: pytest.CaptureFixture[str], gpus: Path, run: tuple[str, ...]
+) -> None:
+    gpus.write_text("echo NVIDIA A100-SXM4-$((40 + i % 2 * 40))GB, $((40960 + i % 2 * 40960))")
+    assert main([*run, "--dry_run"]) == 0
+    assert "(A100 40GB: 39.3)" in capsys.readouterr().out
+    gpus.write_text("echo Some Card, 24576")
+    assert main([*run, "--dry_run"]) == 0
+    assert "(Some Card of 24 GB: 23.6)" in capsys.readouterr().out
+
+
+def test_without_gpus_a_run_is_not_measured_by_them(
+    capsys: pytest.CaptureFixture[str], run: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert main([*run, "--dry_run", "--train.max_tokens_per_gpu=300000000"]) == 0
+    assert "# memory: not known: without GPUs there is none" in capsys.readouterr().out
+
+
+def test_submit_refuses_what_it_is_told_the_gpus_of(
+    capsys: pytest.CaptureFixture[str], run: tuple[str, ...], tmp_path: Path
+) -> None:
+    words = ["submit", *run[1:], "--train.max_tokens_per_gpu=300000000", "--train.gpu=h100"]
+    assert main(words) == 2
+    assert "this run does not fit its GPUs, H100 with 79.1 GiB" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,229 @@
+"""TOML and command line to Config and back."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurm_rlhf.config.keys import Key, all_keys, get, put
+from slurm_rlhf.config.load import dump_toml, load_config
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError
+
+
+def write(directory: Path, text: str, name: str = "run.toml") -> Path:
+    file = directory / name
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def problem(path: Path | None, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(overrides))
+    return str(caught.value)
+
+
+def test_file_then_command_line(tmp_path: Path) -> None:
+    file = write(
+        tmp_path,
+        """
+        resume = "never"
+        train.seed = 7
+        [actor]
+        learning_rate = 1
+        adam_betas = [0.8, 1]
+        [algo.kl]
+        init_coef = 0.5
+        [rollout]
+        stop = ["\\n", "a,b"]
+        """,
+    )
+    config = load_config(file, ["--train.seed=8", "--actor.num_nodes", "2"])
+    assert (config.resume, config.train.seed, config.actor.num_nodes) == ("never", 8, 2)
+    assert config.actor.learning_rate == 1.0
+    assert isinstance(config.actor.learning_rate, float)
+    assert config.actor.adam_betas == [0.8, 1.0]
+    assert config.algo.kl.init_coef == 0.5
+    assert config.rollout.stop == ["\n", "a,b"]
+    assert config.critic == Config().critic
+
+
+@pytest.mark.parametrize(
+    ("words", "key", "value"),
+    [
+        (["--train.full_determinism"], "train.full_determinism", True),
+        (["--train.full_determinism", "--train.seed=3"], "train.full_determinism", True),
+        (["--train.full_determinism", "False"], "train.full_determinism", False),
+        (["--train.full_determinism=true"], "train.full_determinism", True),
+        (["--rollout.top_k", "-1"], "rollout.top_k", -1),
+        (["--actor.learning_rate=1e-6"], "actor.learning_rate", 1e-6),
+        (["--actor.learning_rate=1"], "actor.learning_rate", 1.0),
+        (["--actor.eps_clip_low_high", "0.2", "0.3"], "actor.eps_clip_low_high", [0.2, 0.3]),
+        (["--actor.eps_clip_low_high=0.2,0.3"], "actor.eps_clip_low_high", [0.2, 0.3]),
+        (["--actor.eps_clip_low_high=[0.2, 0.3]"], "actor.eps_clip_low_high", [0.2, 0.3]),
+        (["--reward.clip_range", "-5", "5"], "reward.clip_range", [-5.0, 5.0]),
+        (["--rollout.stop", "a,b", "c"], "rollout.stop", ["a,b", "c"]),
+        (["--rollout.stop=--"], "rollout.stop", ["--"]),
+        (['--rollout.stop=["\\n"]'], "rollout.stop", ["\n"]),
+        (["--rollout.stop=[]"], "rollout.stop", []),
+        (["--data.input_template=a=b {}"], "data.input_template", "a=b {}"),
+        (["--data.input_key="], "data.input_key", ""),
+        (["--train.seed=1", "--train.seed=2"], "train.seed", 2),
+    ],
+)
+def test_overrides(words: list[str], key: str, value: Any) -> None:
+    got = get(load_config(None, words), key)
+    assert got == value
+    assert type(got) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[actor]\nlearning_rat = 1", ["actor.learning_rat", "actor.learning_rate"]),
+        ("[aktor]\nlearning_rate = 1", ["aktor.learning_rate", "actor.learning_rate"]),
+        ("learning_rate = 1", ["actor.learning_rate or critic.learning_rate or sft.learning_rate"]),
+        ("actor_num_nodes = 1", ["did you mean actor.num_nodes?"]),
+        ("[vllm]\ntensor-parallel-size = 1", ["did you mean vllm.tensor_parallel_size?"]),
+        ("[algo.kl]\ninit_koef = 1", ["did you mean algo.kl.init_coef?"]),
+        ("[zzz]", ["unknown key zzz", "did you mean"]),
+        ("[train.seed]\nx = 1", ["train.seed takes a whole number, got a table"]),
+        ("actor = 1", ["actor is a group of keys"]),
+        ("[train]\nseed = '1'", ["train.seed takes a whole number, got '1': write 1"]),
+        ("[train]\nseed = 2.0", ["train.seed", "2.0: write 2"]),
+        ("[train]\nseed = true", ["train.seed takes a whole number, got true"]),
+        ("[train]\nfull_determinism = 1", ["train.full_determinism takes true or false, got 1"]),
+        ("[train]\nfull_determinism = 'true'", ["leave out the quotes"]),
+        ("[actor]\nlearning_rate = '1e-6'", ["actor.learning_rate takes a number, got '1e-6': leave out the quotes"]),
+        ("[actor]\nlearning_rate = nan", ["actor.learning_rate takes a number, got nan"]),
+        ("[actor]\nlearning_rate = -inf", ["got -inf"]),
+        ("[actor]\nadam_betas = 0.9", ["actor.adam_betas takes a list of numbers, got 0.9"]),
+        ("[actor]\nadam_betas = [0.9, 'x']", ["actor.adam_betas takes a list of numbers"]),
+        ("[actor]\nlr_scheduler = 'cosin'", ["one of constant, linear, cosine, got 'cosin'"]),
+        ("run_dir = 5", ["run_dir takes a path (a string), got 5"]),
+        ("[data]\ninput_key = 2020-01-01", ["data.input_key takes a string"]),
+        ("[actor\n", ["not valid TOML", "line 1"]),
+        ("[actor]\nnum_nodes = 1\nnum_nodes = 2\n", ["not valid TOML", "line 3"]),
+    ],
+)
+def test_bad_file(tmp_path: Path, text: str, named: list[str]) -> None:
+    file = write(tmp_path, text)
+    message = problem(file)
+    assert str(file) in message
+    for part in named:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--actor.learning_rat=1"], "unknown key --actor.learning_rat; did you mean --actor.learning_rate?"),
+        (["--train.seed=x"], "--train.seed takes a whole number, got 'x'"),
+        (["--train.seed=1e3"], "got '1e3': write 1000"),
+        (["--train.seed"], "--train.seed takes a whole number, got nothing"),
+        (["--train.seed", "--train.max_steps=1"], "--train.seed takes a whole number, got nothing"),
+        (["--train.full_determinism=yes"], "takes true or false, got 'yes'"),
+        (["--train.full_determinism", "yes"], "'yes' belongs to no key"),
+        (["--actor.adam_betas=x,1"], "--actor.adam_betas takes a list of numbers, got 'x,1'"),
+        (["--actor.adam_betas=[0.9"], "--actor.adam_betas takes a list of numbers, got '[0.9'"),
+        (["--actor.learning_rate=inf"], "takes a number, got inf"),
+        (["--actor=1"], "--actor is a group of keys"),
+        (["train.seed=1"], "'train.seed=1' belongs to no key: overrides look like --train.seed=1"),
+        (["--"], "'--' belongs to no key"),
+        (["--data.input_key=\udcff"], "--data.input_key takes a string, got '\\udcff'"),
+    ],
+)
+def test_bad_override(words: list[str], named: str) -> None:
+    message = problem(None, *words)
+    assert "the command line: " in message
+    assert named in message
+
+
+def test_all_problems_at_once(tmp_path: Path) -> None:
+    message = problem(write(tmp_path, "[train]\nsead = 1\nbatch_size = 'x'"), "--foo.bar=1")
+    assert message.startswith("3 problems in the configuration:")
+    assert all(part in message for part in ("train.sead", "train.batch_size", "--foo.bar"))
+
+
+@pytest.mark.parametrize("kind", ["missing", "directory", "binary"])
+def test_unreadable_file(tmp_path: Path, kind: str) -> None:
+    file = tmp_path / "run.toml"
+    if kind == "directory":
+        file.mkdir()
+    elif kind == "binary":
+        file.write_bytes(b"a = '\xff'")
+    expected = {"missing": "no such file", "directory": "cannot be read", "binary": "not UTF-8 text"}[kind]
+    assert f"{file}: {expected}" in problem(file)
+
+
+def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    there.mkdir()
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    file = write(
+        there, 'actor.model_name_or_path = "../m"\nreward.remote_url = "https://x/y"\neval.dataset = "~/e"', "a.b.toml"
+    )
+    config = load_config(file, ["--data.prompt_dataset", "p.jsonl"])
+    assert config.actor.model_name_or_path == str(tmp_path / "m")
+    assert config.data.prompt_dataset == str(here / "p.jsonl")
+    assert config.reward.remote_url == "https://x/y"
+    assert config.eval.dataset == str(tmp_path / "home" / "e")
+    assert config.run_dir == str(here / "runs" / "a.b")
+    assert (config.resume, config.critic.model_name_or_path) == ("auto", "")
+    assert load_config(file, ["--run_dir=x"]).run_dir == str(here / "x")
+    assert load_config(file, ["--resume=c"]).resume == str(here / "c")
+
+
+def values(key: Key) -> st.SearchStrategy[Any]:
+    text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+    numbers = st.floats(allow_nan=False, allow_infinity=False)
+    kinds: dict[str, st.SearchStrategy[Any]] = {
+        "str": st.sampled_from(key.choices) if key.choices else text,
+        # Paths are made absolute once; the NUL byte cannot be in one.
+        "path": st.sampled_from(["", '/a "b"/ü', "/x\\y\n\x7f"]),
+        "int": st.integers(),
+        "float": numbers,
+        "bool": st.booleans(),
+        "list[float]": st.lists(numbers, max_size=3),
+        "list[str]": st.lists(text, max_size=3),
+    }
+    return kinds[key.kind]
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_dump_reads_back(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    config = Config()
+    for name in data.draw(st.lists(st.sampled_from(sorted(all_keys())), max_size=12)):
+        put(config, name, data.draw(values(all_keys()[name]), label=name))
+    config.run_dir = "/r"
+    file = write(tmp_path_factory.getbasetemp(), dump_toml(config), "round.toml")
+    assert asdict(load_config(file, [])) == asdict(config)
+
+
+def test_dump_is_a_file_a_user_could_have_written(tmp_path: Path) -> None:
+    text = dump_toml(load_config(write(tmp_path, ""), []))
+    assert '\n[actor]\nmodel_name_or_path = ""\nnum_nodes = 1\n' in text
+    assert "\nlearning_rate = 1e-06\n" in text
+    assert "\n[algo.kl]\ninit_coef = 0.01\n" in text
+
+
+def test_defaults_have_the_types_of_their_keys() -> None:
+    from slurm_rlhf.config.values import from_toml
+
+    for key in all_keys().values():
+        assert from_toml(key, key.default) == key.default, key.name
+
+
+def test_shipped_files_are_read() -> None:
+    shipped = sorted((Path(__file__).parents[2] / "sbatch").glob("*.toml"))
+    assert shipped
+    for file in shipped:
+        load_config(file, [])

@@ -1,0 +1,270 @@
+"""Who falls silent is lost in time; who only could not listen is not."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from control_peer import INTERVAL, LIMIT, start_conductor, start_peer, stop_peer
+
+from slurm_rlhf.control.client import ControlClient
+from slurm_rlhf.control.codec import encode
+from slurm_rlhf.control.envelope import Envelope
+from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.message_clock import ListeningClock
+from slurm_rlhf.control.roster import Peer
+from slurm_rlhf.control.server import ControlServer
+from slurm_rlhf.errors import RoleDied
+
+pytestmark = pytest.mark.timeout(60)
+
+TIMES = {"heartbeat_interval": INTERVAL, "heartbeat_limit": LIMIT}
+
+
+class Run:
+    """A conductor's end that notes who was lost, and started processes."""
+
+    def __init__(self, directory: Path) -> None:
+        self.key_file = directory / "keys.json"
+        self.keys = RunKeys.create(self.key_file)
+        self.lost: list[Peer] = []
+        self.noticed = threading.Event()
+        self.server = ControlServer(self.keys, on_lost=self._note, **TIMES)
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def _note(self, peer: Peer) -> None:
+        self.lost.append(peer)
+        self.noticed.set()
+
+    def start(self, rank: int, world: int) -> subprocess.Popen[bytes]:
+        process = start_peer(self.server.endpoint(), self.key_file, "actor", rank, world)
+        self.processes.append(process)
+        return process
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    made = Run(tmp_path)
+    try:
+        yield made
+    finally:
+        made.server.close()
+        for process in made.processes:
+            stop_peer(process)
+
+
+def test_a_killed_rank_is_lost_within_the_limit_and_can_be_replaced(run: Run) -> None:
+    processes = [run.start(rank, 2) for rank in range(2)]
+    run.server.wait_for("actor", 2, 30)
+    futures = [run.server.call("actor", rank, "sleep", timeout_s=60, seconds=4) for rank in range(2)]
+    time.sleep(2 * INTERVAL)
+    processes[1].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    with pytest.raises(RoleDied, match=r"actor rank 1 on .* in sleep: it was not heard from for 2 s, last phase 'sle"):
+        futures[1].result(30)
+    assert LIMIT / 2 < time.monotonic() - killed < LIMIT + 4 * INTERVAL + 1
+    assert run.noticed.wait(1)
+    assert [(peer.rank, peer.pid) for peer in run.lost] == [(1, processes[1].pid)]
+    with pytest.raises(RoleDied, match=r"actor rank 1 .* is lost"):
+        run.server.call("actor", 1, "echo", timeout_s=10).result(1)
+    with pytest.raises(RoleDied, match=r"actor rank 1 .* is lost"):
+        run.server.wait_for("actor", 2, 10)
+    assert futures[0].result(30) == "slept"
+    replacement = run.start(1, 2)
+    deadline = time.monotonic() + 20
+    while run.server.peers("actor")[1].lost and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert run.server.call("actor", 1, "echo", timeout_s=10, a=1).result(10) == {"a": 1}
+    assert run.server.peers("actor")[1].pid == replacement.pid
+
+
+def test_a_stopped_rank_is_lost_and_ends_when_it_wakes(run: Run) -> None:
+    process = run.start(0, 1)
+    run.server.wait_for("actor", 1, 30)
+    process.send_signal(signal.SIGSTOP)
+    assert run.noticed.wait(LIMIT + 4 * INTERVAL + 2)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(10) == 3
+
+
+def test_a_killed_conductor_is_noticed_by_the_rank(tmp_path: Path) -> None:
+    conductor, endpoint = start_conductor(tmp_path / "keys.json")
+    reasons: list[str] = []
+    try:
+        keys = RunKeys.load(tmp_path / "keys.json")
+        with ControlClient(endpoint, keys, "actor", 0, 1, on_conductor_lost=reasons.append, **TIMES) as client:
+            client.connect(10)
+            conductor.kill()
+            killed = time.monotonic()
+            with pytest.raises(RoleDied, match=f"conductor at {endpoint} is lost: it was not heard from for 2 s"):
+                client.receive()
+            assert LIMIT / 2 < time.monotonic() - killed < LIMIT + 4 * INTERVAL + 1
+            assert reasons == ["it was not heard from for 2 s"]
+    finally:
+        stop_peer(conductor)
+
+
+def test_a_suspended_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    """`scontrol suspend` stops all processes of a job, and everybody has been silent when it resumes."""
+    conductor, endpoint = start_conductor(tmp_path / "keys.json")
+    rank = start_peer(endpoint, tmp_path / "keys.json", "actor", 0, 1)
+    try:
+        assert conductor.stdin is not None
+        assert conductor.stdout is not None
+
+        def answer(line: bytes) -> bytes:
+            conductor.stdin.write(line + b"\n")
+            conductor.stdin.flush()
+            return conductor.stdout.readline().strip()
+
+        assert answer(b"before") == b"{'line': 'before'}"
+        for process in (conductor, rank):
+            process.send_signal(signal.SIGSTOP)
+        time.sleep(LIMIT + 4 * INTERVAL)
+        for process in (conductor, rank):
+            process.send_signal(signal.SIGCONT)
+        assert answer(b"after") == b"{'line': 'after'}"
+        time.sleep(3 * INTERVAL)
+        assert answer(b"later") == b"{'line': 'later'}"
+    finally:
+        stop_peer(rank)
+        stop_peer(conductor)
+
+
+def test_the_clock_leaves_out_what_a_round_took_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: real[0])
+    clock = ListeningClock(longest_round=5.0)
+    start = clock.now()
+    for step, elapsed in ((4.0, 4.0), (5.0, 9.0), (1000.0, 14.0), (1.0, 15.0)):
+        real[0] += step
+        clock.tick()
+        assert clock.now() - start == pytest.approx(elapsed)
+
+
+class Proxy:
+    """Passes TCP on between a rank and the conductor, until it is told to cut."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.target = target
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.endpoint = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.open: list[socket.socket] = []
+        self.connections = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        """Resets all connections; new ones are accepted."""
+        for end in self.open:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self.open.clear()
+
+    def _accept(self) -> None:
+        while True:
+            near, _ = self.listener.accept()
+            far = socket.create_connection(self.target)
+            self.connections += 1
+            self.open += [near, far]
+            for source, sink in ((near, far), (far, near)):
+                threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while content := source.recv(65536):
+                sink.sendall(content)
+            sink.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_broken_connection_between_messages_does_no_harm(run: Run) -> None:
+    host, port = run.server.endpoint().removeprefix("tcp://").split(":")
+    proxy = Proxy((host, int(port)))
+    with ControlClient(proxy.endpoint, run.keys, "actor", 0, 1, **TIMES) as client:
+        client.connect(10)
+        for count in range(1, 4):
+            future = run.server.call("actor", 0, "echo", timeout_s=10)
+            request = client.receive(10)
+            assert request is not None
+            request.reply(count)
+            assert future.result(10) == count
+            time.sleep(2 * INTERVAL)
+            # The next call is made while there is no connection: it waits for a new one.
+            proxy.cut()
+            time.sleep(0.05)
+        assert proxy.connections >= 2 * 3
+    assert run.lost == []
+
+
+def insider(context: zmq.Context[Any], run: Run) -> zmq.Socket[Any]:
+    dealer = context.socket(zmq.DEALER)
+    dealer.curve_serverkey = run.keys.server_public.encode()
+    dealer.curve_publickey = run.keys.client_public.encode()
+    dealer.curve_secretkey = run.keys.client_secret.encode()
+    dealer.connect(run.server.endpoint())
+    hello = {"role": "actor", "rank": 0, "world": 1, "host": "node09", "pid": 1}
+    dealer.send_multipart([Envelope("hello", 0).pack(), *encode(hello)])
+    run.server.wait_for("actor", 1, 10)
+    return dealer
+
+
+@pytest.mark.parametrize(
+    "later", [Envelope("event", 3), Envelope("beat", 2), Envelope("reply", 3, 1)], ids=lambda envelope: envelope.kind
+)
+def test_lost_messages_fail_the_rank_at_once(run: Run, later: Envelope) -> None:
+    """A reply that went down with a connection must not be waited for until its deadline."""
+    with zmq.Context() as context, insider(context, run) as dealer:
+        future = run.server.call("actor", 0, "train_step", timeout_s=60)
+        dealer.send_multipart([Envelope("event", 1).pack(), *encode({"name": "n", "data": {}})])
+        dealer.send_multipart([later.pack(), *encode({})])
+        with pytest.raises(RoleDied, match=r"messages 2 to \d were lost with its connection"):
+            future.result(5)
+        assert run.noticed.wait(5)
+        dealer.linger = 0
+
+
+def test_a_process_that_fails_without_closing_its_client_ends(run: Run) -> None:
+    code = (
+        "import sys, numpy; from slurm_rlhf.control.client import ControlClient\n"
+        "from slurm_rlhf.control.keys import RunKeys\n"
+        "client = ControlClient(sys.argv[1], RunKeys.load(sys.argv[2]), 'actor', 0, 1); client.connect(10)\n"
+        "client.event('big', array=numpy.zeros(20_000_000)); raise SystemExit(7)"
+    )
+    process = subprocess.run(
+        [sys.executable, "-c", code, run.server.endpoint(), str(run.key_file)],
+        cwd=Path(__file__).resolve().parents[2],
+        timeout=20,
+        check=False,
+    )
+    assert process.returncode == 7
+
+
+def measured(seconds: float, work: Callable[[], None]) -> float:
+    """Share of one CPU that `work` leaves this process using."""
+    work()
+    before = time.process_time()
+    time.sleep(seconds)
+    return (time.process_time() - before) / seconds
+
+
+def test_idle_ends_cost_next_to_nothing(tmp_path: Path) -> None:
+    """At the default heartbeat: a conductor's end and 12 ranks, here in one process."""
+    keys = RunKeys.create(tmp_path / "keys.json")
+    with ControlServer(keys) as server:
+        clients = [ControlClient(server.endpoint(), keys, "actor", rank, 12) for rank in range(12)]
+        try:
+            share = measured(3.0, lambda: server.wait_for("actor", 12, 10) and None)
+            print(f"13 ends use {share:.2%} of a CPU")
+            assert share < 0.1
+        finally:
+            for client in clients:
+                client.close()

@@ -1,0 +1,45 @@
+"""What a run says of its checkpoints, and when it no longer goes on by itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.reporting import Reporting
+from slurm_rlhf.controller.restart_guard import MOST, refuse_standstill
+from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.run_directory import RunDirectory
+
+
+def test_a_checkpoint_that_takes_too_long_for_the_signals_lead_is_warned_of_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Config()
+    config.logger.progress, config.logger.tensorboard = "plain", False
+    config.slurm.signal_lead_s = 600
+    directory = RunDirectory(tmp_path)
+    directory.make()
+    reporting = Reporting(config, directory, {"actor": 1})
+    reporting.saved(1, 290)
+    assert "warning" not in capsys.readouterr().out
+    reporting.saved(2, 310)  # a step may be under way when the signal comes
+    said = capsys.readouterr().out
+    assert "warning: saving took 310 s" in said
+    assert "leaves 600 s (slurm.signal_lead_s): raise it and --signal=B:USR1@SECONDS to 930 or more" in said
+    reporting.saved(3, 700)
+    assert "warning" not in capsys.readouterr().out
+
+
+def test_a_run_that_never_gets_to_a_step_does_not_requeue_itself_for_ever(tmp_path: Path) -> None:
+    file = tmp_path / "standstill"
+    for _ in range(2):
+        for _ in range(MOST - 1):
+            refuse_standstill(file, False, 600)
+        refuse_standstill(file, True, 600)  # a step was done: the count begins anew
+    for _ in range(MOST - 1):
+        refuse_standstill(file, False, 600)
+    with pytest.raises(ConfigError, match=rf"{MOST} times in a row .*slurm.signal_lead_s = 600"):
+        refuse_standstill(file, False, 600)
+    assert not file.exists()  # whoever submits it again starts anew

@@ -1,0 +1,317 @@
+"""The self-check with real trainers: what each fault in them is called, and that it leaves a sound run alone.
+
+Run as a program, this file is the process that holds the trainers.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from lookalikes import llama_like
+from tiny_models import make_tiny
+from training_ranks import make_config
+
+from slurm_rlhf.config.schema import Data
+from slurm_rlhf.controller.self_check import PER_RANK, PromptFindings, SelfCheck, few
+from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
+
+pytestmark = pytest.mark.timeout(200)
+
+CASES = ("sound", "dropout", "batch mates", "old log-probs", "stale engine", "off")
+RESPONSES = 12
+
+
+# --- what the process does -------------------------------------------------------------------------------------------
+
+
+class Here:
+    """A role of one rank in this process, in place of `control.handles.RoleHandle`: its calls are answered at once."""
+
+    world = 1
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def call(self, rank: int, method: str, /, experience: dict[str, Any], **args: Any) -> Future[Any]:
+        answer: Future[Any] = Future()
+        answer.set_result(getattr(self.trainer, method)(Experience.from_wire(experience), **args))
+        return answer
+
+
+class Bench:
+    """An actor, a critic and a frozen policy in the engine's place, which samples nothing: its tokens are given."""
+
+    def __init__(self, model: Path, **train: Any) -> None:
+        from slurm_rlhf.algorithms.kl import KLController
+        from slurm_rlhf.controller.step import PPO
+        from slurm_rlhf.observe.phases import Phases
+        from slurm_rlhf.training.frozen import FrozenPolicy
+        from slurm_rlhf.training.policy import PolicyTrainer
+        from slurm_rlhf.training.value import ValueTrainer
+
+        self.config = make_config(model)
+        self.config.actor.max_norm, self.config.actor.learning_rate = 1.0, 1e-3
+        self.config.actor.lr_scheduler = "constant"
+        self.config.actor.lr_warmup_ratio = 0.0
+        self.config.train.batch_size, self.config.train.max_tokens_per_gpu = RESPONSES, 100
+        self.config.rollout.batch_size = RESPONSES
+        for name, value in train.items():
+            setattr(self.config.train, name, value)
+        self.actor, self.engine = PolicyTrainer(self.config, 10), FrozenPolicy(self.config)
+        roles: dict[str, Any] = {"actor": Here(self.actor), "critic": Here(ValueTrainer(self.config, 10))}
+        missing: Any = None
+        self.ppo = PPO(self.config, roles, missing, missing, KLController(0.0, 0.0, 1), Phases())
+        self.notes: list[str] = []
+        findings = PromptFindings({"prompts_dropped": 0.25}, "the chat template ends an answer by nothing")
+        self.check = SelfCheck(self.config, roles["actor"], self.notes.append, findings, {})
+
+    def trajectories(self, version: int) -> list[Trajectory]:
+        """Prompts and responses of unlike lengths, with the log-probs that the frozen policy gives them."""
+        rng = np.random.default_rng(version)
+        found = []
+        for number in range(RESPONSES):
+            prompt, response = (rng.integers(2, 69, size).astype(np.int32) for size in rng.integers(3, 24, 2))
+            mask, engine = np.ones(len(response), dtype=np.bool_), number % 2
+            span = [VersionSpan(0, len(response), version)]
+            args = (response, np.zeros(len(response), np.float32), mask, "stop", "", span, engine)
+            found.append(Trajectory(number, 0, prompt, *args))
+        exp = pack(found, [0.0] * RESPONSES)
+        logprobs = self.engine.logprobs(exp, [[row] for row in range(RESPONSES)])["logprobs"]
+        for trajectory, start, end in zip(found, exp.action_offsets[:-1], exp.action_offsets[1:], strict=True):
+            trajectory.rollout_logprobs = logprobs[start:end]
+        return found
+
+    def step(self, number: int) -> dict[str, float]:
+        """As `TrainingRun._step`; answers the metrics of the update. Raises SelfCheckError."""
+        found = self.trajectories(number - 1)
+        exp = pack(found, [float(t.prompt % 3) for t in found])
+        self.ppo._forward(exp)
+        drift = float(np.abs(exp.columns["rollout_logprobs"] - exp.columns["logprobs"]).mean())
+        shares = {"reward_clipped": 0.0, "reward_constant": 0.0, "truncated": 0.0}
+        self.check.before_update(number, found, exp, {"rollout_logprob_diff": drift, **shares}, number - 1)
+        exp.columns["advantages"] = exp.columns["returns"] = np.ones_like(exp.columns["values"])
+        metrics = self.ppo._update(number, exp)
+        self.check.after_update(number, metrics)
+        return metrics
+
+
+def functional_dropout(bench: Bench) -> None:
+    """OPT's own dropout, a number on each layer, as its config.json has it."""
+    for layer in bench.actor.engine.module.model.model.decoder.layers:
+        layer.dropout = 0.1
+
+
+def dynamic_frequencies(bench: Bench) -> None:
+    """Rotary frequencies that transformers computes anew for the longest sequence of each batch."""
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+
+    model = bench.actor.engine.module.model
+    config = copy.deepcopy(model.config)
+    config.max_position_embeddings = 16
+    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
+    model.model.rotary_emb = Qwen2RotaryEmbedding(config)
+
+
+def another_temperature(bench: Bench) -> None:
+    """Old log-probs are taken at another temperature than the new ones."""
+    logprobs = bench.actor.logprobs
+
+    def colder(exp: Experience, micro: list[list[int]]) -> Any:
+        temperature = bench.config.rollout.temperature
+        bench.config.rollout.temperature = 0.95 * temperature
+        try:
+            return logprobs(exp, micro)
+        finally:
+            bench.config.rollout.temperature = temperature
+
+    bench.actor.logprobs = colder  # type: ignore[method-assign]
+    bench.check._begun = True  # the engine would be found to differ first
+    bench.check.config.train.self_check_stop = 0.0
+
+
+def run_case(case: str, models: Path) -> dict[str, Any]:
+    import torch
+
+    from slurm_rlhf.errors import SelfCheckError
+
+    faults: dict[str, Callable[[Bench], None]] = {
+        "dropout": functional_dropout,
+        "batch mates": dynamic_frequencies,
+        "old log-probs": another_temperature,
+    }
+    bench = Bench(models / ("opt" if case == "dropout" else "qwen2"), self_check=case != "off")
+    if case in faults:
+        faults[case](bench)
+    torch.manual_seed(3)
+    error, metrics = "", []
+    try:
+        # The frozen policy never gets an update: in the second step it is an engine with old weights.
+        for number in range(1, 3 if case in ("stale engine", "off") else 2):
+            metrics.append(bench.step(number))
+    except SelfCheckError as found:
+        error = str(found)
+    trained = bench.actor.engine.module.training
+    return {
+        "error": error,
+        "notes": bench.notes,
+        "figures": bench.check.figures,
+        "metrics": metrics,
+        "state": [trained, *torch.rand(2).tolist()],
+    }
+
+
+def main() -> None:
+    models, out = Path(sys.argv[1]), Path(sys.argv[2])
+    out.write_text(json.dumps({case: run_case(case, models) for case in CASES}))
+
+
+# --- the tests -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("self_check")
+    make_tiny(path / "qwen2")
+    make_tiny(path / "opt", "opt")
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests' / 'support'}"}
+    command = [sys.executable, __file__, str(path), str(path / "found.json")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return dict(json.loads((path / "found.json").read_text()))
+
+
+def test_a_sound_run_passes_with_a_line_for_each_group_of_checks(found: dict[str, Any]) -> None:
+    sound = found["sound"]
+    assert sound["error"] == ""
+    assert [note.partition(":")[0] for note in sound["notes"]] == [
+        "self-check, prompts",
+        "warning",  # a quarter of the prompts was dropped
+        "warning",  # the template
+        "self-check, rewards",
+        "self-check, actor's forward",
+        "self-check, sampled tokens",
+        "self-check, first update",
+    ]
+    figures = sound["figures"]
+    assert figures["again"] == figures["eval"] == 0.0
+    assert 0 < figures["alone"] < 1e-5
+    assert 0 < figures["engine"] < 1e-5
+    assert figures["ratio"] == pytest.approx(1.0, abs=1e-6)
+
+
+def test_it_changes_neither_the_update_nor_the_random_state_nor_the_mode(found: dict[str, Any]) -> None:
+    on, off = found["sound"], found["off"]
+    assert off["notes"] == []
+    assert off["figures"] == {}
+    assert on["metrics"][0] == off["metrics"][0]
+    assert on["state"] == off["state"]
+    assert on["state"][0] is True
+
+
+def test_dropout_in_the_actor_ends_the_run(found: dict[str, Any]) -> None:
+    error = found["dropout"]["error"]
+    assert error.startswith("self-check failed (again): two forward passes of the actor over the same responses are ")
+    assert "dropout or router noise is still on" in error
+    assert "actor.model_name_or_path" in error
+    assert found["dropout"]["figures"]["again"] > 0.1
+    assert found["dropout"]["figures"]["eval"] > 0.1
+    assert found["dropout"]["metrics"] == []  # nothing was trained
+
+
+def test_frequencies_that_follow_the_batch_end_the_run(found: dict[str, Any]) -> None:
+    error = found["batch mates"]["error"]
+    assert error.startswith("self-check failed (alone): ")
+    assert "rope" in error
+    assert "data.max_len" in error
+    figures = found["batch mates"]["figures"]
+    assert figures["again"] == 0.0
+    assert figures["alone"] > 0.01
+
+
+def test_old_log_probs_that_are_not_the_policys_end_the_run(found: dict[str, Any]) -> None:
+    error = found["old log-probs"]["error"]
+    assert error.startswith("self-check failed (ratio): new and old log-probs in the first update")
+    ratio = found["old log-probs"]["figures"]["ratio"]
+    assert abs(ratio - 1.0) > 0.01
+    assert f"mean ratio {ratio:.6g}" in error
+    assert "rollout.temperature" in error
+    # train.self_check_stop = 0: the log-probs of the engine, which the same fault moves away from, are a warning only.
+    assert found["old log-probs"]["notes"][0].startswith("warning: step 1: the log-probs of engine and actor")
+
+
+def test_an_engine_that_missed_an_update_ends_the_run_in_the_step_that_shows_it(found: dict[str, Any]) -> None:
+    stale = found["stale engine"]
+    assert stale["error"].startswith(
+        "step 2: the log-probs of engine and actor of the tokens that the engine sampled are"
+    )
+    assert "beyond 10 times the bound (train.self_check_stop); its checkpoints are kept" in stale["error"]
+    assert len(stale["metrics"]) == 1
+    assert stale["figures"]["engine"] < 1e-5  # in the first step it had the weights
+
+
+def test_a_few_sequences_of_unlike_lengths_are_chosen_and_every_other_one_is_cut() -> None:
+    rng = np.random.default_rng(0)
+    prompts, responses = np.full(30, 5, np.int32), np.full(30, 7, np.int32)
+    responses[3] = 0
+    tokens = rng.integers(2, 69, int((prompts + responses).sum())).astype(np.int32)
+    actions = int(responses.sum())
+    column = np.arange(actions, dtype=np.float32)
+    exp = Experience(
+        prompts, responses, tokens, rng.random(actions) < 0.5, np.zeros(30, np.float32), {"logprobs": column}
+    )
+    chosen = few(exp, 2)
+    assert len(chosen) == 2 * PER_RANK
+    assert set(chosen.response_lens.tolist()) == {0, 4, 7}
+    for start, length, row in zip(chosen.action_offsets, chosen.response_lens, range(len(chosen)), strict=False):
+        first = int(chosen.columns["logprobs"][start]) if length else 21  # where in the whole batch it begins
+        assert (chosen.columns["logprobs"][start : start + length] == column[first : first + length]).all()
+        assert (chosen.action_mask[start : start + length] == exp.action_mask[first : first + length]).all()
+        source = int(np.searchsorted(exp.action_offsets, first, side="right")) - 1 if length else 3
+        whole, mine = exp.token_offsets[source], chosen.token_offsets[row]
+        assert (chosen.token_ids[mine : mine + 5 + length] == tokens[whole : whole + 5 + length]).all()
+    assert len(few(exp.select([0, 1, 2]), 2)) == 2
+
+
+BEGIN = "{{ bos_token }}{% for m in messages %}{{ m.content }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "text", "doubled", "unended"),
+    [
+        (BEGIN + "{{ eos_token }}{% endfor %}", "1+1", 0.0, False),
+        (BEGIN + "{{ eos_token }}{% endfor %}", "<|begin_of_text|>1+1", 0.5, False),
+        (BEGIN + "</turn>{% endfor %}", "1+1", 0.0, True),
+        (BEGIN + "{{ raise_exception('one turn only') if messages|length > 1 }}{% endfor %}", "1+1", 0.0, True),
+    ],
+)
+def test_prompts_with_two_bos_and_templates_without_eos_are_found(
+    tmp_path: Path, template: str, text: str, doubled: float, unended: bool
+) -> None:
+    tokenizer = Tokenizer.load(llama_like(tmp_path, template=template))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps({"input": row}) + "\n" for row in ("2+2", text, "3" * 50)))
+    prompts = PromptSet.load(file, tokenizer, Data(apply_chat_template=True), 40)
+    found = PromptFindings.of(prompts, tokenizer, True)
+    assert found.shares == {"prompts_dropped": pytest.approx(1 / 3), "prompts_double_bos": doubled}
+    assert bool(found.template) is unended
+    assert "chat template" in found.template or not unended
+    assert PromptFindings.of(prompts, tokenizer, False).template == ""
+
+
+if __name__ == "__main__":
+    main()
+    sys.stdout.flush()
+    os._exit(0)

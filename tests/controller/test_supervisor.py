@@ -1,0 +1,130 @@
+"""Who is named when a run breaks: real ranks over real sockets, started by a launcher of the test's own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from control_peer import INTERVAL, start_peer, stop_peer
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.supervisor import SILENT_BEATS, VERDICT_S, Fleet
+from slurm_rlhf.errors import RemoteError, RoleDied, RunError
+from slurm_rlhf.launch.launcher import Ended
+from slurm_rlhf.placement.rank_plan import RoleSize, place
+from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.run_directory import RunDirectory
+
+pytestmark = pytest.mark.timeout(90)
+LIMIT = 8.0
+BROKEN = RemoteError("train_step failed on actor rank 0: RuntimeError: Connection closed by peer")
+
+
+class Processes:
+    """Implements `cluster.launcher.Launcher`: a rank of the actor and one of the critic on n1, another actor on n2."""
+
+    address = "127.0.0.2"  # not that of a run on one machine alone
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self.started: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
+        self.news: list[Ended] = []
+
+    def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
+        endpoint = next(word for word in arguments if word.startswith("--endpoint=")).partition("=")[2]
+        world = 2 if role == "actor" else 1
+        for rank in range(world):
+            where = (endpoint, self.directory.keys, role, rank, world, LIMIT, f"n{rank + 1}")
+            self.started[role, rank] = start_peer(*where)
+
+    def end(self, role: str, rank: int) -> None:
+        """The rank ends, and is seen to."""
+        self.started[role, rank].kill()
+        self.news.append(Ended(role, f"n{rank + 1}", "ended: Killed", self.directory.logs / f"{role}.srun.log"))
+
+    def ended(self) -> list[Ended]:
+        news, self.news = self.news, []
+        return news
+
+    def stop(self, done: bool, grace_s: float) -> None:
+        for process in self.started.values():
+            stop_peer(process)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Processes:
+    directory = RunDirectory(tmp_path / "run")
+    directory.make()
+    return Processes(directory)
+
+
+@pytest.fixture
+def fleet(processes: Processes) -> Iterator[Fleet]:
+    config = Config()
+    config.timeout.heartbeat_interval, config.timeout.heartbeat = INTERVAL, LIMIT
+    config.timeout.shutdown = 1.0
+    ranks = place(Topology.uniform(["n1", "n2"], 2), [RoleSize("actor", 2, 1), RoleSize("critic", 1, 1)])
+    made = Fleet(config, processes.directory, ranks, processes)
+    made.start({"actor": {}, "critic": {}})
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+def blamed(fleet: Fleet, error: RunError) -> tuple[RunError | None, float]:
+    """(what is raised instead, after how many seconds)."""
+    start = time.monotonic()
+    try:
+        fleet.blame(error)
+    except RunError as other:
+        return other, time.monotonic() - start
+    return None, time.monotonic() - start
+
+
+def test_a_silent_rank_is_named_and_not_the_one_whose_collective_it_broke(fleet: Fleet, processes: Processes) -> None:
+    processes.started["actor", 1].kill()
+    verdict, seconds = blamed(fleet, BROKEN)
+    assert isinstance(verdict, RoleDied)
+    assert "role actor died: rank 1 on n2 " in str(verdict)
+    assert f"is lost: it was not heard from for {LIMIT / 2:g} s" in str(verdict)
+    assert str(BROKEN) in str(verdict)
+    assert LIMIT / 2 - INTERVAL <= seconds < LIMIT  # before the heartbeats alone would have said so
+    with pytest.raises(RoleDied, match="rank 1 on n2"):
+        fleet.roles["critic"].call(0, "shutdown").result(5)
+
+
+def test_a_dead_node_is_named_and_not_the_ranks_that_ended_because_of_it(fleet: Fleet, processes: Processes) -> None:
+    processes.started["actor", 1].kill()
+    processes.end("actor", 0)
+    verdict, seconds = blamed(fleet, BROKEN)
+    assert "role actor died: rank 1 on n2 " in str(verdict)
+    assert "and actor on n1 ended: Killed" in str(verdict)
+    assert seconds < LIMIT
+
+
+def test_a_rank_that_ended_is_named_and_not_those_that_were_ended_with_it(fleet: Fleet, processes: Processes) -> None:
+    processes.end("actor", 1)
+    processes.end("actor", 0)
+    verdict, seconds = blamed(fleet, BROKEN)
+    assert "role actor died: its process group on n2 ended: Killed" in str(verdict)
+    assert seconds < LIMIT / 2
+
+
+def test_an_error_stands_where_everybody_is_heard_or_was_only_busy(fleet: Fleet, processes: Processes) -> None:
+    verdict, seconds = blamed(fleet, RemoteError("reward.py returned NaN", user_error=True))
+    assert (verdict, seconds < 0.5) == (None, True)
+    patience = max(VERDICT_S, (SILENT_BEATS + 1) * INTERVAL)
+    verdict, seconds = blamed(fleet, BROKEN)
+    assert (verdict, seconds < patience + 1) == (None, True)
+    stopped = (patience + LIMIT / 2) / 2
+    processes.started["actor", 1].send_signal(signal.SIGSTOP)
+    threading.Timer(stopped, processes.started["actor", 1].send_signal, (signal.SIGCONT,)).start()
+    verdict, seconds = blamed(fleet, BROKEN)
+    assert verdict is None
+    assert stopped <= seconds < LIMIT / 2

@@ -1,0 +1,357 @@
+"""What a run on GPUs says of them: from the calls it makes, its records and what its ranks answer."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slurm_rlhf.algorithms.kl import KLController
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.cluster.stop import Stop
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
+from slurm_rlhf.controller.batches import Batch, OnDemand
+from slurm_rlhf.controller.engine_metrics import EngineWatch
+from slurm_rlhf.controller.gpu_account import GpuAccount, slots_of
+from slurm_rlhf.controller.loop import TrainingRun
+from slurm_rlhf.controller.reporting import Reporting
+from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
+from slurm_rlhf.controller.state import RunState
+from slurm_rlhf.controller.step import PPO
+from slurm_rlhf.controller.step_flops import StepFlops
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.errors import RunError
+from slurm_rlhf.observe.gpu_time import GpuTime
+from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.placement.flops import forward_flops
+from slurm_rlhf.placement.model_shape import read_shape
+from slurm_rlhf.placement.rank_map_file import NodeShare, RankMap
+from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.records import Experience
+from slurm_rlhf.run_directory import RunDirectory
+
+pytestmark = pytest.mark.timeout(60)
+
+MODEL = {
+    "model_type": "qwen2",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 128,
+    "vocab_size": 500,
+    "tie_word_embeddings": False,
+}
+RANKS = RankMap(
+    Topology.uniform(["n1"], 6),
+    {
+        "actor": [NodeShare("n1", (0, 1), (0, 1))],
+        "critic": [NodeShare("n1", (2,), (0,))],
+        "reference": [NodeShare("n1", (0, 1), (0, 1))],  # where the actor is
+        "rollout": [NodeShare("n1", (3, 4), (0, 1), ((0, 0), (0, 1)))],
+    },
+)
+H100 = {"gpu": "NVIDIA H100 80GB HBM3", "total": 80 << 30, "used": 30 << 30, "allocated": 29 << 30}
+WAY = {"backend": "nccl", "interface": "ib0", "address": "10.0.0.1", "node": "n1"}
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Server:
+    """Ranks that answer when they are told to, or at once where `answers` has something."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, Any] = {}
+        self.pending: dict[tuple[str, int, str], Future[Any]] = {}
+
+    def call(self, role: str, rank: int, method: str, *, timeout_s: float, **_: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self.pending[role, rank, method] = future
+        answer = self.answers.get(method)
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        elif answer is not None:
+            future.set_result(answer(role, rank))
+        return future
+
+    def finish(self, role: str, rank: int, method: str) -> None:
+        self.pending[role, rank, method].set_result(None)
+
+
+def handles(server: Server) -> dict[str, RoleHandle]:
+    timeout = Config().timeout
+    made = {role: RoleHandle(server, role, RANKS.world(role), timeout) for role in ("actor", "critic", "reference")}  # type: ignore[arg-type]
+    return made | {"rollout": EngineHandle(server, "rollout", 2, 2, timeout)}  # type: ignore[arg-type]
+
+
+def config(tmp_path: Path, **model: Any) -> Config:
+    (tmp_path / "model").mkdir(exist_ok=True)
+    (tmp_path / "model" / "config.json").write_text(json.dumps(MODEL | model))
+    made = Config(run_dir=str(tmp_path))
+    made.actor.model_name_or_path = str(tmp_path / "model")
+    made.rollout.n_samples_per_prompt = 2
+    made.rollout.batch_size = 2
+    return made
+
+
+def experience(prompts: list[int], responses: list[int]) -> Experience:
+    tokens = sum(prompts) + sum(responses)
+    return Experience(
+        np.array(prompts, np.int32),
+        np.array(responses, np.int32),
+        np.zeros(tokens, np.int32),
+        np.ones(sum(responses), np.bool_),
+        np.zeros(len(prompts), np.float32),
+    )
+
+
+FOUR = experience([10, 10, 20, 20], [30, 40, 50, 60])
+
+
+@pytest.fixture
+def server() -> Server:
+    made = Server()
+    made.answers["about"] = lambda role, rank: (
+        H100
+        | {
+            "used": (30 + rank) << 30,
+            "attention": {"rollout": "FLASH_ATTN", "actor": "sdpa: FLASH_ATTENTION"}.get(role, ""),
+        }
+    )
+    return made
+
+
+def test_an_engine_works_on_all_of_its_gpus() -> None:
+    slots = slots_of(RANKS)
+    assert slots["rollout"] == [[("n1", 3), ("n1", 4)], [("n1", 4)]]
+    assert slots["actor"] == slots["reference"] == [[("n1", 0)], [("n1", 1)]]
+
+
+def test_idle_is_what_no_call_is_in_progress_for() -> None:
+    """Calls that overlap count once, those of two roles on one GPU too; one that goes on is cut at the step's end."""
+    clock = Clock()
+    measured = GpuTime(slots_of(RANKS), clock)
+    first, second = measured.began("actor", 0), measured.began("actor", 0)
+    leader = measured.began("rollout", 0)
+    clock.now += 2
+    first()
+    shared = measured.began("reference", 0)
+    clock.now += 1
+    second()
+    leader()
+    clock.now += 3
+    shared()
+    clock.now += 4
+    begun = measured.began("critic", 0)
+    seconds, idle = measured.take()
+    assert seconds == 10
+    node = {gpu: idle["n1", gpu] for gpu in range(5)}
+    assert node == {0: 4, 1: 10, 2: 10, 3: 7, 4: 7}
+    clock.now += 5
+    assert measured.take()[1]["n1", 2] == 0
+    clock.now += 1
+    begun()
+    clock.now += 1
+    assert measured.take()[1]["n1", 2] == 1
+
+
+def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
+    clock, roles = Clock(), handles(server)
+    account = GpuAccount(config(tmp_path), RANKS, 40.0, lambda: WAY, clock)
+    account.watch(roles)
+    assert account.started() == ["GPUs: 5 x NVIDIA H100 80GB HBM3; GiB in use after start, of 80.0: actor 31.0, "
+                                 "critic 30.0, reference 31.0, rollout 30.0"]  # fmt: skip
+    clock.now += 50
+    account.begin()
+    calls = [*roles["actor"].start_all("logprobs"), roles["rollout"].call(0, "generate")]
+    clock.now += 6
+    server.finish("rollout", 0, "generate")
+    for rank in (0, 1):
+        server.finish("actor", rank, "logprobs")
+    gather(calls)
+    clock.now += 4
+    metrics, told = account.step(1, FOUR, {"time/step": 10.0, "time/update": 5.0})
+    # GPUs 0, 1, 3 and 4 worked 6 of 10 s, the critic's none, and no role has the sixth of the node.
+    assert metrics["perf/gpu_idle"] == pytest.approx((4 * 4 + 10) / 50)
+    by_role = {role: metrics[f"perf/gpu_idle_{role}"] for role in RANKS.roles}
+    assert by_role == {"actor": 0.4, "reference": 0.4, "critic": 1.0, "rollout": 0.4}
+    assert metrics["perf/gpu_hours"] == pytest.approx(5 * (160 - 40) / 3600)
+    flops = StepFlops.of(config(tmp_path))
+    assert flops is not None
+    assert metrics["perf/mfu_update"] == pytest.approx(flops.update(FOUR, True) / (3 * 989.4e12 * 5))
+    whole = flops.update(FOUR, True) + flops.others(FOUR)
+    assert metrics["perf/mfu"] == pytest.approx(whole / (5 * 989.4e12 * 10))
+    assert set(metrics) == {f"perf/gpu_idle_{role}" for role in RANKS.roles} | {
+        "perf/gpu_idle",
+        "perf/gpu_hours",
+        "perf/mfu",
+        "perf/mfu_update",
+    }
+    assert told[0] == "attention: actor sdpa: FLASH_ATTENTION, critic sdpa, reference sdpa, rollout FLASH_ATTN"
+    assert told[1] == "weight transfer: nccl over ib0"
+    assert told[2].startswith("GPUs: MFU in updates 0.0 %, over the step 0.0 %, idle 52 % (actor 40, critic 100, ")
+    later = [account.step(number, FOUR, {"time/step": 10.0, "time/update": 5.0})[1] for number in range(2, 43)]
+    assert [len(lines) for lines in later] == [0] * 19 + [1] + [0] * 19 + [1, 0]
+
+
+def test_hours_go_on_over_sessions(tmp_path: Path, server: Server) -> None:
+    clock = Clock()
+    first = GpuAccount(config(tmp_path), RANKS, 100.0, lambda: {}, clock)
+    clock.now += 720
+    assert first.hours() == 1.0
+    second = GpuAccount(config(tmp_path), RANKS, clock.now, lambda: {}, clock)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    clock.now += 720
+    assert second.hours() == 2.0
+    assert second.summary()["hours"] == 2.0
+    second.load_state_dict({})  # a checkpoint of a run without GPUs
+
+
+@pytest.mark.parametrize("kind", ["card", "model", "silent"])
+def test_what_is_not_known_is_left_out(tmp_path: Path, server: Server, kind: str) -> None:
+    """It never ends a run."""
+    made = config(tmp_path, **({"model_type": "novel"} if kind == "model" else {}))
+    if kind == "card":
+        server.answers["about"] = lambda role, rank: H100 | {"gpu": "Novel 9000", "attention": ""}
+    if kind == "silent":
+        server.answers["about"] = RunError("no")
+    clock = Clock()
+    account = GpuAccount(made, RANKS, 40.0, lambda: {}, clock)
+    account.watch(handles(server))
+    told = account.started()
+    assert told[1:] == (["no peak rate is known for Novel 9000: no MFU"] if kind == "card" else [])
+    clock.now += 1
+    metrics, _ = account.step(1, FOUR, {"time/step": 1.0, "time/update": 0.5})
+    assert not [name for name in metrics if "mfu" in name]
+    assert metrics["perf/gpu_idle"] == pytest.approx(1.0)
+    assert account.summary()["mfu"] is None
+
+
+def test_flops_are_those_of_the_mathematics(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    flops = StepFlops.of(made)
+    assert flops is not None
+    shape = read_shape("actor.model_name_or_path", made.actor.model_name_or_path)
+    one = experience([10], [30])
+    body, logits = 40 * forward_flops(shape, 40, 0.0), 30 * 2.0 * shape.head
+    assert flops.update(one, actor_trains=False) == pytest.approx(3 * body)
+    assert flops.update(one, actor_trains=True) == pytest.approx(3 * (2 * body + logits))
+    # Sampled, scored by actor and reference, valued by the critic.
+    assert flops.others(one) == pytest.approx(4 * body + 3 * logits)
+    two = experience([10, 10], [30, 30])  # one prompt, which is read once for both of its responses
+    assert flops.others(two) == pytest.approx(2 * flops.others(one) - 10 * forward_flops(shape, 10, 0.0))
+    made.train.max_epochs, made.algo.kl.init_coef = 3, 0.0
+    again = StepFlops.of(made)
+    assert again is not None
+    assert again.update(one, True) == pytest.approx(3 * flops.update(one, True))
+    assert again.others(one) == pytest.approx(3 * body + 2 * logits)
+
+
+class Engines:
+    def update(self, version: int) -> dict[str, float]:
+        return {}
+
+
+class Steps(PPO):
+    """PPO whose roles compute nothing, but are asked."""
+
+    def collect(self, batch: Batch, version: int) -> Any:
+        gather(self.roles["actor"].start_all("logprobs"))
+        return FOUR, {"response_tokens": 8.0, "reward": 1.0, "kl": 0.0, "reward_clipped": 0.0}
+
+    def update(self, number: int, experience: Any, metrics: dict[str, float]) -> dict[str, float]:
+        with self.phases("update"):
+            time.sleep(0.001)
+        return metrics
+
+
+def run(tmp_path: Path, roles: dict[str, RoleHandle], stop: Stop, on_gpus: bool, resume: bool = False) -> TrainingRun:
+    made = config(tmp_path)
+    made.logger.progress, made.logger.tensorboard = "plain", False
+    made.train.self_check = False  # it has a test of its own, with roles that compute
+    directory, phases = RunDirectory(tmp_path), Phases()
+    directory.make()
+    reporting = Reporting(made, directory, RANKS.worlds)
+    account = None
+    if on_gpus:
+        account = reporting.gpus = GpuAccount(made, RANKS, time.monotonic(), lambda: WAY)
+        account.watch(roles)
+    checkpoints = CheckpointDir(tmp_path)
+    checkpoint = checkpoints.latest() if resume else None
+    saved = checkpoints.load_state(checkpoint)["run"] if checkpoint else {"seed": 0}
+    order = PromptOrder(4, 1, 2, 0)
+    training = TrainingRun(
+        config=made,
+        directory=directory,
+        fleet=SimpleNamespace(roles=roles),  # type: ignore[arg-type]
+        eval_prompts=None,
+        order=order,
+        ppo=Steps(made, roles, Engines(), None, KLController(0.0), phases, None),  # type: ignore[arg-type]
+        batches=OnDemand(lambda step: Batch(step, [], [], {}, 1.0, {**order.state_dict()})),
+        weights=Engines(),  # type: ignore[arg-type]
+        checkpoints=checkpoints,
+        state=RunState(**saved),
+        total_steps=4 if resume else 2,
+        reporting=reporting,
+        self_check=SelfCheck(made, roles["actor"], reporting.note, PromptFindings({}), {}),
+        phases=phases,
+        engines=EngineWatch([]),
+        stop=stop,
+        clock=time.monotonic(),
+        gpus=account,
+    )
+    reporting.begin(training.state, training.total_steps, checkpoint)
+    if checkpoint:
+        training.load(checkpoint)
+    return training
+
+
+@pytest.mark.parametrize("on_gpus", [True, False], ids=["gpus", "cpus"])
+def test_records_of_a_run(tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str], on_gpus: bool) -> None:
+    """metrics.jsonl, summary.json and the console; a run on CPUs has none of it, and asks nobody."""
+    for method in ("logprobs", "save", "load", "export"):
+        server.answers[method] = lambda role, rank: "done"
+    hours = []
+    with Stop(tmp_path) as stop:
+        for resume in (False, True):
+            training = run(tmp_path, handles(server), stop, on_gpus, resume)
+            training.run()
+            training.reporting.finished()
+            rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+            summary = json.loads((tmp_path / "summary.json").read_text())
+            assert summary["status"] == "finished"
+            console = capsys.readouterr().out
+            ours = {name for row in rows for name in row if "gpu" in name or "mfu" in name}
+            if not on_gpus:
+                assert not ours
+                assert "gpus" not in summary
+                assert "GPU" not in console
+                assert not [call for call in server.pending if call[2] == "about"]
+                continue
+            assert {"perf/gpu_idle", "perf/gpu_hours", "perf/mfu", "perf/mfu_update", "perf/gpu_idle_critic"} < ours
+            hours += [row["perf/gpu_hours"] for row in rows[-2:]]
+            gpus = summary["gpus"]
+            assert gpus["count"] == 5
+            assert gpus["devices"] == ["NVIDIA H100 80GB HBM3"]
+            assert gpus["attention"]["rollout"] == "FLASH_ATTN"
+            assert gpus["weight_transfer"] == {"backend": "nccl", "interface": "ib0"}
+            assert gpus["memory_gib"]["critic"] == 30.0
+            assert 0 < gpus["mfu"] < 1
+            assert 0 < gpus["idle_share"] <= 1
+            assert gpus["hours"] >= hours[-1]
+            assert "GiB in use after start, of 80.0: actor 31.0" in console
+            assert "attention: actor sdpa: FLASH_ATTENTION" in console
+            assert f"{gpus['hours']:.2f} GPU-hours" in console
+    assert hours == sorted(hours)

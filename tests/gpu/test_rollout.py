@@ -1,0 +1,292 @@
+"""What of the rollout side runs on GPUs alone, through strict stand-ins."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gpu_coverage
+import gpu_rollout as child
+import pytest
+import rollout_engine
+import torch
+from gpu_rollout import MIB, Llm
+from gpu_standins import FakeCuda, fake_cuda
+from rollout_engine import EngineProcess
+from tiny_models import make_tiny
+from torch.nn import functional
+
+from slurm_rlhf.cluster.stop import TERM, StopRequested
+from slurm_rlhf.config.sampling import COLDEST
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller import colocation as turns
+from slurm_rlhf.controller.colocation import TurnTakingEngines, TurnTakingGeneration
+from slurm_rlhf.errors import RunError
+from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling
+from slurm_rlhf.rollout.environment import prepare_environment
+from slurm_rlhf.rollout.sleep import DeviceMemory
+from slurm_rlhf.training import attention
+from slurm_rlhf.workers.about import about_device
+from slurm_rlhf.workers.engine_worker import own_devices
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def cuda() -> Iterator[FakeCuda]:
+    with fake_cuda(["GPU-a"], memory=100 * MIB) as fake:
+        yield fake
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("model") / "qwen2", "qwen2", heads=2, kv_heads=1)
+
+
+def test_memory_goes_and_comes_back_part_by_part(cuda: FakeCuda) -> None:
+    llm = Llm()
+    memory = DeviceMemory(llm, 0.6)
+    before = torch.cuda.mem_get_info()[0]
+    memory.require(WEIGHTS, KV_CACHE)
+    assert memory.give_up() == 60 * MIB
+    assert llm._levels == [2]  # no weights are kept: those of the next policy come
+    assert torch.cuda.mem_get_info()[0] == before + 60 * MIB
+    with pytest.raises(RunError, match="asleep: it has given up its weights and kv_cache"):
+        memory.require(WEIGHTS, KV_CACHE)
+    memory.take_back(WEIGHTS)
+    memory.require(WEIGHTS)
+    with pytest.raises(RunError, match=r"has its weights already; parts that it lacks: \['kv_cache'\]"):
+        memory.take_back(WEIGHTS)
+    trainers = torch.empty(50 * MIB, dtype=torch.uint8, device="cuda")
+    with pytest.raises(RunError, match=r"cannot take back its kv_cache: .*gpu_memory_utilization = 0.6.*lower it"):
+        memory.take_back(KV_CACHE)
+    with pytest.raises(RunError, match="given up its kv_cache"):
+        memory.require(KV_CACHE)
+    del trainers
+    memory.take_back(KV_CACHE)
+    memory.require(WEIGHTS, KV_CACHE)
+    assert torch.cuda.mem_get_info()[0] == before
+
+
+def test_vllms_environment_on_a_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads and its compiler are left to it."""
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE", "VLLM_LOGGING_LEVEL"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_NO_USAGE_STATS", "DO_NOT_TRACK"):
+        monkeypatch.setenv(name, "to be restored")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    prepare_environment()
+    assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "INFO"
+    assert "TORCHDYNAMO_DISABLE" not in os.environ
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("rank", "tp", "expected"),
+    [(0, 1, "4"), (3, 1, "GPU-d"), (1, 2, "4,5"), (2, 2, "6,GPU-d")],
+)
+def test_an_engine_sees_its_own_gpus_alone(monkeypatch: pytest.MonkeyPatch, rank: int, tp: int, expected: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,GPU-d")
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "")
+    own_devices(rank, tp)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected
+    assert os.environ["HIP_VISIBLE_DEVICES"] == ""
+
+
+class Handle:
+    """Engines and trainers that answer at once: who was told what, in order."""
+
+    ready: list[int]
+    world = 2
+    width = 1
+    role = "rollout"
+
+    def __init__(self, told: list[str], name: str) -> None:
+        self._told, self._name = told, name
+
+    def call_all(self, method: str, **arguments: Any) -> list[Any]:
+        self._told.append(" ".join([self._name, method, *arguments.values()]))
+        return [3 << 30, 2 << 30] if method == "sleep" else [None, None]
+
+    def start_all(self, method: str, **arguments: Any) -> list[Any]:
+        self.call_all(method, **arguments)
+        return []
+
+
+class Weights:
+    generation = 1
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def connect(self, parameters: Any, engines: list[int]) -> None: ...
+
+    def update(self, version: int) -> dict[str, float]:
+        self._told.append(f"weights {version}")
+        return {"perf/sync_bytes": 1.0}
+
+
+@contextmanager
+def in_turns(told: list[str], parks: bool) -> Iterator[TurnTakingEngines]:
+    config = Config()
+    config.ds.enable_sleep = parks
+    fleet = SimpleNamespace(roles={"actor": Handle(told, "actor"), "critic": Handle(told, "critic")})
+    engines = TurnTakingEngines(fleet, Handle(told, "engines"), Weights(told), config, Phases())  # type: ignore[arg-type]
+    engines._started = []
+    engines._start_each = lambda: None  # type: ignore[method-assign]
+    yield engines
+
+
+def test_a_turn_gives_and_takes_memory_in_order(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[str] = []
+    with in_turns(told, True) as engines, caplog.at_level(logging.INFO, turns.log.name):
+        engines.begin()
+        assert told == ["engines sleep"]
+        assert "at least 2.0 GiB freed on each GPU" in caplog.text
+        assert engines.update(0) == {}
+        generation = TurnTakingGeneration(engines._handle, 0, 4, False, engines)
+        monkeypatch.setattr(turns.Generation, "run", lambda *_: told.append("generate") or [])
+        told.clear()
+        assert generation.run([], Sampling(), 3) == []
+        assert told == [
+            "actor sleep",
+            "critic sleep",
+            "engines wake_up weights",
+            "weights 3",
+            "engines wake_up kv_cache",
+            "generate",
+            "engines sleep",
+            "actor wake_up",
+            "critic wake_up",
+        ]
+        metrics = engines.update(4)
+        assert metrics["perf/sleep_freed_bytes"] == float(2 << 30)
+        assert {"time/wake_up", "time/sleep", "perf/sync_bytes"} < set(metrics)
+
+
+def test_a_stop_in_a_turn_gives_the_gpus_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def stopped(*_: Any) -> None:
+        raise StopRequested(TERM)
+
+    monkeypatch.setattr(turns.Generation, "run", stopped)
+    with in_turns(told, False) as engines, pytest.raises(StopRequested):
+        TurnTakingGeneration(engines._handle, 0, 4, False, engines).run([], Sampling(), 1)
+    assert told == ["engines wake_up weights", "weights 1", "engines wake_up kv_cache", "engines sleep"]
+
+
+def test_a_rank_says_what_its_gpu_holds(cuda: FakeCuda) -> None:
+    held = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
+    said = about_device(lambda: "FLASH_ATTN")
+    assert said["total"] == 100 * MIB
+    assert said["used"] >= said["allocated"] >= held.numel()
+    assert said["gpu"]
+    assert said["attention"] == "FLASH_ATTN"
+
+
+def test_without_a_gpu_a_rank_says_nothing() -> None:
+    assert about_device(lambda: "must not be asked") == {}
+
+
+def test_the_attention_kernel_is_that_of_the_first_pass(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_seen", [])
+    monkeypatch.setattr(attention, "_waiting", [])
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", functional.scaled_dot_product_attention)
+    usual = functional.scaled_dot_product_attention
+    asked: list[tuple[Any, ...]] = []
+
+    def choice(*arguments: Any, **named: Any) -> int:
+        asked.append((arguments[3:], named))
+        return 1
+
+    q = torch.randn(1, 4, 8, 16, device="cuda")
+    expected = usual(q, q, q, is_causal=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_fused_sdp_choice", choice)
+        assert attention.attention_kernel() == ""
+        assert attention.attention_kernel() == ""
+        found = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert asked == [((None, 0.0, True), {"scale": None, "enable_gqa": False})]
+    assert torch.equal(found.cpu(), expected.cpu())
+    assert functional.scaled_dot_product_attention is usual
+    assert attention.attention_kernel() == "sdpa: FLASH_ATTENTION"
+
+
+def test_pytorchs_dispatcher_takes_the_question() -> None:
+    """With the arguments that transformers gives; here it is the CPU's answer."""
+    q = torch.randn(1, 4, 8, 16)
+    mask = torch.ones(8, 8, dtype=torch.bool).tril()
+    for arguments in ((None, 0.0, True), (mask, 0.0, False)):
+        assert torch._fused_sdp_choice(q, q, q, *arguments, scale=None, enable_gqa=False) in (0, 1)
+
+
+def test_the_stand_ins_are_as_the_installed_vllm(engine_process: EngineProcess) -> None:
+    checked = engine_process.run(child.signatures)
+    assert checked == ["GPUModelRunner.get_model", "GPUModelRunner.get_model", "Worker.sleep", "Worker.wake_up"]
+    assert "parts" in engine_process.run(child.broken_signature)
+    assert engine_process.run(child.asynchronous) == [True, True]
+
+
+def test_the_limits_of_temperatures_are_vllms(engine_process: EngineProcess) -> None:
+    coldest, told = engine_process.run(child.sampling_limits)
+    assert coldest == COLDEST
+    assert "temperature must be in [0, 2], got 2.1" in told
+
+
+def measured(engine_process: EngineProcess, function: Any, *args: Any) -> Any:
+    return engine_process.run(child.measured, os.environ.get(gpu_coverage.DIRECTORY, ""), function, *args)
+
+
+def test_engine_arguments_on_a_gpu(engine_process: EngineProcess, path: Path) -> None:
+    def arguments(**changes: Any) -> Any:
+        return measured(engine_process, _arguments, path, changes)
+
+    usual = {
+        "async_scheduling": None,  # vLLM's rules
+        "enforce_eager": False,
+        "enable_sleep_mode": False,
+        "kv_cache_memory_bytes": None,
+        "enable_chunked_prefill": None,
+        "gpu_memory_utilization": 0.9,
+    }
+    assert arguments() == usual
+    assert arguments(vllm__sync_mode="inflight") == usual | {"async_scheduling": False}
+    assert arguments(vllm__enforce_eager=True) == usual | {"enforce_eager": True}
+    shared = {"train__colocate_all": True, "vllm__gpu_memory_utilization": 0.5}
+    assert arguments(**shared) == usual | {"enable_sleep_mode": True, "gpu_memory_utilization": 0.5}
+    told = arguments(**shared, sleeps=False)
+    assert "train.colocate_all needs vLLM's sleep mode, which it does not have on cuda" in told
+
+
+def _arguments(path: Path, changes: dict[str, Any]) -> Any:
+    return child.arguments(path, **changes)
+
+
+def test_weights_are_used_as_they_are_loaded(engine_process: EngineProcess) -> None:
+    """Neither tied heads nor experts are packed anew, as on CPUs."""
+    assert measured(engine_process, child.unpacked_on_a_gpu) == 0
+
+
+def test_attention_is_imported_before_a_heartbeat_counts(engine_process: EngineProcess) -> None:
+    """Where it was not built for this GPU, that is no error."""
+    engine_process.run(child.signatures)  # vLLM is there, under the platform of this machine
+    names = measured(engine_process, child.imports)
+    assert names[0] == "vllm.v1.engine.llm_engine"
+    assert "vllm.vllm_flash_attn" in names
+
+
+def test_an_engine_names_the_attention_of_its_layers(engine_process: EngineProcess, path: Path) -> None:
+    engine_process.run(rollout_engine.start, path)
+    assert engine_process.run(child.attention) == "CPU_ATTN"

@@ -1,0 +1,64 @@
+"""An engine's device memory, given up and taken back, on stand-ins for a GPU and for vLLM's engine."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_signatures import Stub
+from gpu_standins import FakeCuda, fake_cuda
+
+from slurm_rlhf.errors import RunError
+from slurm_rlhf.records import KV_CACHE, WEIGHTS
+from slurm_rlhf.rollout.sleep import DeviceMemory
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def cuda():
+    with fake_cuda(["GPU-a"], memory=1 << 20) as fake:
+        yield fake
+
+
+class Engine:
+    """vLLM's LLMEngine, as far as sleep goes: half of a GPU is its."""
+
+    def __init__(self) -> None:
+        self.held = {part: torch.empty(1 << 18, dtype=torch.uint8, device="cuda") for part in (WEIGHTS, KV_CACHE)}
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        assert level == 2
+        self.held.clear()
+
+    def wake_up(self, tags: list[str] | None = None) -> bool:
+        for tag in tags or ():
+            self.held[tag] = torch.empty(1 << 18, dtype=torch.uint8, device="cuda")
+        return len(self.held) == 2
+
+
+def test_the_stand_in_takes_what_vllm_takes():
+    """Read from vLLM's source: importing it takes seconds."""
+    package = Path(importlib.util.find_spec("vllm").origin).parent
+    real = Stub(package / "v1" / "engine" / "llm_engine.py", "LLMEngine").methods
+    for name in ("sleep", "wake_up"):
+        assert list(real[name][0].parameters) == list(Stub(Path(__file__), "Engine").methods[name][0].parameters)
+
+
+def test_memory_is_given_up_and_taken_back(cuda: FakeCuda):
+    memory = DeviceMemory(Engine(), 0.5)
+    memory.require(WEIGHTS, KV_CACHE)
+    assert memory.give_up() == 1 << 19
+    with pytest.raises(RunError, match="has given up its weights and kv_cache"):
+        memory.require(WEIGHTS, KV_CACHE)
+    memory.take_back(WEIGHTS)
+    with pytest.raises(RunError, match="has its weights already"):
+        memory.take_back(WEIGHTS)
+    others = torch.empty(3 << 18, dtype=torch.uint8, device="cuda")
+    with pytest.raises(RunError, match=r"cannot take back its kv_cache: CUDA out of memory.*0.5 of the GPU"):
+        memory.take_back(KV_CACHE)
+    del others
+    memory.take_back(KV_CACHE)
+    memory.require(WEIGHTS, KV_CACHE)

@@ -1,0 +1,219 @@
+"""Who may import whom: the design's table of rooms, and the one owner of every heavy library."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import slurm_rlhf
+
+ROOT = Path(slurm_rlhf.__file__).parent
+BASE = {"records", "errors", "run_directory", "config"}
+ALL = {path.stem if path.is_file() else path.name for path in ROOT.iterdir() if not path.name.startswith("_")}
+
+MAY_IMPORT: dict[str, set[str]] = {
+    "records": set(),
+    "errors": set(),
+    "run_directory": set(),
+    "config": {"errors"},
+    "data": BASE,
+    "algorithms": {"records", "errors"},
+    "control": BASE,
+    "rewards": BASE | {"algorithms", "control"},
+    "placement": BASE,
+    "cluster": BASE | {"placement"},
+    "launch": BASE | {"placement", "cluster"},
+    "rollout": BASE | {"observe", "placement"},
+    "training": BASE | {"observe", "algorithms", "data", "placement"},
+    "weight_sync": BASE | {"observe", "cluster"},
+    "checkpoint": BASE | {"observe"},
+    "observe": BASE,
+    "workers": ALL - {"launch", "controller", "bench", "cli"},
+    "controller": ALL - {"workers", "training", "rollout", "bench", "cli"},
+    "bench": ALL,
+    "cli": ALL,
+}
+
+OWNERS: dict[str, tuple[str, ...]] = {
+    "deepspeed": ("training/", "bench/"),
+    "vllm": ("rollout/", "weight_sync/receiver", "bench/"),
+    "mpi4py": ("launch/mpi/",),
+    "submitit": ("launch/",),
+    "zmq": ("control/",),
+    "transformers": ("training/", "rollout/", "bench/"),
+    "tensorboard": ("observe/",),
+    "torch": ("algorithms/losses", "training/", "rollout/", "weight_sync/", "workers/", "bench/"),
+}
+"""Library -> the beginnings of the paths that may import it, at the top or inside a function."""
+
+FORBIDDEN = {"ray", "pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve"}
+"""Ray, because this project exists to do without; pickle, because reading one runs whatever its writer wanted."""
+
+MODULES = sorted(ROOT.rglob("*.py"))
+
+
+@cache
+def imports(module: Path) -> list[tuple[int, str]]:
+    """(line, dotted name) of every import in a file: at its top, inside functions, by `import_module("name")`."""
+    found: list[tuple[int, str]] = []
+    package = ("slurm_rlhf", *module.relative_to(ROOT).parts[:-1]) if module.is_relative_to(ROOT) else ()
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            prefix = [*package[: len(package) - node.level + 1]] if node.level else []
+            base = ".".join([*prefix, *([node.module] if node.module else [])])
+            found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Call) and _called(node) in ("import_module", "__import__"):
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                found.append((node.lineno, first.value))
+    return found
+
+
+def _called(node: ast.Call) -> str:
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
+def room(module: Path) -> str:
+    first = module.relative_to(ROOT).parts[0]
+    return first.removesuffix(".py")
+
+
+def breaches(module: Path) -> Iterator[str]:
+    place = module.relative_to(ROOT).as_posix()
+    for line, name in imports(module):
+        top, _, rest = name.partition(".")
+        where = f"slurm_rlhf/{place}:{line}"
+        inner = rest.partition(".")[0]
+        if top == "slurm_rlhf" and inner in ALL - MAY_IMPORT.get(room(module), set()) - {room(module)}:
+            yield f"{where}: {room(module)} may not import {inner}"
+        if top in FORBIDDEN:
+            yield f"{where}: nobody may import {top}"
+        if top in OWNERS and not place.startswith(OWNERS[top]):
+            yield f"{where}: {top} belongs to {' and '.join(OWNERS[top])}"
+
+
+def test_every_room_is_in_the_table() -> None:
+    assert set(MAY_IMPORT) == ALL
+
+
+def test_rooms_keep_to_the_table() -> None:
+    assert [breach for module in MODULES for breach in breaches(module)] == []
+
+
+@pytest.mark.parametrize(
+    ("place", "source", "breach"),
+    [
+        ("config/x.py", "def f():\n    import torch", "x.py:2: torch belongs to"),
+        ("config/x.py", "from slurm_rlhf import records", "config may not import records"),
+        ("control/x.py", "from ..cluster.topology import Node", "control may not import cluster"),
+        ("workers/x.py", "import slurm_rlhf.cli.main", "workers may not import cli"),
+        ("workers/x.py", "import importlib\nimportlib.import_module('vllm.config')", "x.py:2: vllm belongs to"),
+        (
+            "weight_sync/sender.py",
+            "from vllm import LLM",
+            "vllm belongs to rollout/ and weight_sync/receiver and bench/",
+        ),
+        ("training/x.py", "from ray.util import x", "nobody may import ray"),
+        ("control/x.py", "import pickle", "nobody may import pickle"),
+    ],
+)
+def test_a_breach_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, source: str, breach: str
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    module = tmp_path / place
+    module.parent.mkdir()
+    module.write_text(source)
+    assert breach in "".join(breaches(module))
+
+
+def test_nobody_imports_ray() -> None:
+    ours = [path for folder in ("tests", "sbatch") for path in (ROOT.parent / folder).rglob("*.py")]
+    names = [name for path in ours for _, name in imports(path)]
+    assert "pytest" in names
+    assert [name for name in names if name.partition(".")[0] == "ray"] == []
+
+
+def test_weights_are_read_as_data() -> None:
+    """`torch.load` runs code from the file unless it is told not to."""
+    calls = [
+        (f"{module}:{node.lineno}", {word.arg: ast.unparse(word.value) for word in node.keywords})
+        for module in MODULES
+        for node in ast.walk(ast.parse(module.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load"
+    ]
+    assert [where for where, words in calls if words.get("weights_only") != "True"] == []
+
+
+def test_no_file_is_longer_than_400_lines() -> None:
+    long = {str(module): count for module in MODULES if (count := len(module.read_text().splitlines())) > 400}
+    assert long == {}
+
+
+def test_ray_is_not_installed() -> None:
+    assert importlib.util.find_spec("ray") is None
+
+
+def dotted(module: Path) -> str:
+    parts = module.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+LIGHT_ROOMS = (
+    "config",
+    "data",
+    "placement",
+    "cluster",
+    "launch",
+    "control",
+    "controller",
+    "rewards",
+    "cli",
+    "checkpoint",
+)
+LIGHT = [dotted(module) for module in MODULES if room(module) in LIGHT_ROOMS] + [
+    "slurm_rlhf.records",
+    "slurm_rlhf.errors",
+    "slurm_rlhf.algorithms.advantages",
+    "slurm_rlhf.algorithms.batching",
+    "slurm_rlhf.algorithms.kl",
+    "slurm_rlhf.algorithms.registry",
+    "slurm_rlhf.controller.conductor",
+]
+"""What a login node and the conductor import."""
+
+HEAVY = {"torch", "deepspeed", "vllm", "transformers", "ray", "mpi4py", "submitit"}
+
+SHOW_HEAVY = """
+import importlib, json, sys
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+print(json.dumps(sorted(set(json.loads(sys.argv[1])) & sys.modules.keys())))
+"""
+
+
+def loaded(watched: set[str], names: list[str]) -> list[str]:
+    """Which of `watched` a fresh interpreter has loaded after importing `names`."""
+    command = [sys.executable, "-c", SHOW_HEAVY, json.dumps(sorted(watched)), *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return list(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_login_node_and_conductor_load_nothing_heavy() -> None:
+    assert loaded(HEAVY, LIGHT) == []
+
+
+def test_the_command_line_and_the_planner_load_no_numpy_either() -> None:
+    names = [dotted(module) for module in MODULES if room(module) in ("config", "cli", "cluster", "placement")]
+    assert loaded(HEAVY | {"numpy", "zmq", "rich", "tokenizers"}, names) == []

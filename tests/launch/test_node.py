@@ -1,0 +1,125 @@
+"""What a node decides for itself: ports, devices, caches, networks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurm_rlhf.cluster.network import address_towards, interface_of
+from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.launch.caches import take_cache
+from slurm_rlhf.launch.gpu_visibility import visibility
+from slurm_rlhf.launch.ports import ATTEMPTS, ephemeral_start, meeting_port
+from slurm_rlhf.placement.topology import CPU, Node, Topology
+
+
+def test_ports_of_a_job_and_of_its_neighbours_differ() -> None:
+    ports = {
+        meeting_port(job, restart, role, 0, 32768)
+        for job in range(1000, 1060)
+        for restart in (0, 1)
+        for role in range(4)
+    }
+    assert len(ports) == 60 * 2 * 4
+    attempts = [meeting_port(1000, 0, 0, attempt, 32768) for attempt in range(ATTEMPTS)]
+    assert len(set(attempts)) == ATTEMPTS
+    assert not ports.intersection(attempts[1:])
+
+
+@pytest.mark.parametrize("ephemeral", [1024, 4096, 9000, 32768, 49152])
+def test_ports_are_unprivileged_and_below_those_the_kernel_hands_out(ephemeral: int) -> None:
+    found = [
+        meeting_port(job, 3, role, attempt, ephemeral)
+        for job in (1, 77, 10**9)
+        for role in range(8)
+        for attempt in range(5)
+    ]
+    assert min(found) >= 1024
+    assert max(found) < max(ephemeral, 4097)
+
+
+def test_the_kernels_range_is_read_from_its_table(tmp_path: Path) -> None:
+    (tmp_path / "range").write_text("9000\t65535\n")
+    assert ephemeral_start(tmp_path / "range") == 9000
+    assert ephemeral_start(tmp_path / "none") == 32768
+    assert 1024 <= ephemeral_start() <= 65535
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, "1,2"),
+        ({"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, "5,6"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-b,GPU-c"}, "GPU-b,GPU-c"),
+        ({"CUDA_VISIBLE_DEVICES": "", "ROCR_VISIBLE_DEVICES": "0,2,3"}, "2,3"),
+        ({"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, "1,2"),
+    ],
+)
+def test_slots_are_counted_among_what_slurm_granted(environ: dict[str, str], expected: str) -> None:
+    shown, hidden = visibility(Topology.uniform(["n1"], 8), "n1", (1, 2), environ)
+    assert shown == {"CUDA_VISIBLE_DEVICES": expected, "HIP_VISIBLE_DEVICES": expected}
+    assert hidden == ["ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"]
+
+
+def test_devices_that_are_known_by_name_and_nodes_without_any() -> None:
+    named = Topology((Node("n1", 2, 4, ("GPU-x", "GPU-y")),))
+    assert visibility(named, "n1", (1,), {})[0]["CUDA_VISIBLE_DEVICES"] == "GPU-y"
+    on_cpus = Topology((Node("n1", 4),), CPU)
+    assert visibility(on_cpus, "n1", (1,), {"CUDA_VISIBLE_DEVICES": "3"})[0]["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_fewer_devices_in_the_step_than_the_map_uses() -> None:
+    with pytest.raises(PlacementError, match="node n1: the rank map uses GPU 3, but the step was granted 2"):
+        visibility(Topology.uniform(["n1"], 8), "n1", (2, 3), {"CUDA_VISIBLE_DEVICES": "0,1"})
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from slurm_rlhf.launch.caches import take_cache
+print(take_cache("other", Path(sys.argv[1])), flush=True)
+import os
+os.execvp("sleep", ["sleep", "60"])
+"""
+
+
+def test_a_cache_lasts_as_long_as_its_process_and_what_that_becomes(tmp_path: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None
+            theirs = Path(other.stdout.readline().strip())
+            assert theirs.is_dir()
+            (theirs / "kernel").write_text("compiled")
+            mine = take_cache("mine", tmp_path)
+            assert theirs.is_dir()
+        finally:
+            other.kill()
+    take_cache("next", tmp_path)
+    assert not theirs.exists()
+    assert mine.is_dir()
+    assert mine.parent.stat().st_mode & 0o077 == 0
+
+
+def test_a_cache_directory_that_somebody_else_put_there_is_not_used(tmp_path: Path) -> None:
+    planted = tmp_path / "elsewhere"
+    planted.mkdir()
+    (tmp_path / f"slurm_rlhf.{os.getuid()}").symlink_to(planted)
+    own = take_cache("mine", tmp_path)
+    assert planted not in own.resolve().parents
+    assert list(planted.iterdir()) == []
+
+
+def test_the_way_to_this_machine_is_loopback() -> None:
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") == ""
+
+
+def test_a_node_without_an_address_is_named() -> None:
+    with pytest.raises(PlacementError, match=rf"{socket.gethostname()} cannot reach node no-such-node.invalid"):
+        address_towards("no-such-node.invalid")

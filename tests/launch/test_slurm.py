@@ -1,0 +1,145 @@
+"""The launcher against a `srun` of the test's own: what it believes, what it starts again, how it ends."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurm_rlhf.cluster.environment import SlurmEnvironment, read_slurm
+from slurm_rlhf.launch.launcher import Ended
+from slurm_rlhf.launch.slurm import SlurmLauncher
+from slurm_rlhf.launch.step_spec import StepOrder
+from slurm_rlhf.placement.rank_plan import RoleSize, place
+from slurm_rlhf.placement.topology import Topology
+
+pytestmark = pytest.mark.timeout(60)
+NODES = ("127.0.0.1", "127.0.0.2")
+JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": ",".join(NODES),
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURMD_NODENAME": NODES[0],
+}
+
+
+def allocation() -> SlurmEnvironment:
+    found = read_slurm(JOB)
+    assert found is not None
+    return found
+
+
+class Bench:
+    """A launcher with actor on both nodes and rollout on both; `srun` is a shell script."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.run_dir = root / "run"
+        (self.run_dir / "logs").mkdir(parents=True)
+        (self.run_dir / ".control").mkdir()
+        sizes = [RoleSize("actor", 2, 2), RoleSize("rollout", 2, engines=4)]
+        ranks = place(Topology.uniform(NODES, 8), sizes)
+        self.launcher = SlurmLauncher(self.run_dir, ranks, allocation())
+
+    def srun(self, script: str) -> None:
+        program = self.root / "bin" / "srun"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/bash\nlogs={self.run_dir}/logs\necho start >>$logs/starts\n{script}\n")
+        program.chmod(0o755)
+
+    def start(self, role: str) -> None:
+        self.launcher.start(role, [], {node: {} for node in NODES})
+
+    def news(self, seconds: float = 10) -> list[Ended]:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if news := self.launcher.ended():
+                return news
+            time.sleep(0.05)
+        return []
+
+    @property
+    def starts(self) -> int:
+        file = self.run_dir / "logs" / "starts"
+        return len(file.read_text().splitlines()) if file.exists() else 0
+
+    def port(self) -> int:
+        return StepOrder.read(self.run_dir / ".control" / "actor.json").port
+
+
+@pytest.fixture
+def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
+    bench = Bench(tmp_path)
+    yield bench
+    bench.launcher.stop(False, 0)
+
+
+def test_a_step_that_returns_0_before_anybody_said_done_has_ended(bench: Bench) -> None:
+    bench.srun("exit 0")
+    bench.start("rollout")
+    (ended,) = bench.news()
+    assert (ended.role, ended.how) == ("rollout", "ended (srun ended with status 0)")
+    assert bench.launcher.ended() == []  # told once
+
+
+def test_the_first_task_that_failed_is_named_while_srun_still_waits_for_the_others(bench: Bench) -> None:
+    bench.srun(
+        "echo 'srun: error: gpu002: task 1: Exited with exit code 1'; "
+        "echo 'srun: error: gpu[001,003]: tasks 0,2: Killed'; exec sleep 60"
+    )
+    bench.start("rollout")
+    first, second = bench.news()
+    assert (first.node, first.how) == ("gpu002", "ended: Exited with exit code 1")
+    assert (second.node, second.how) == ("gpu[001,003]", "ended: Killed")
+    assert first.log.name == "rollout.srun.log"
+    assert bench.launcher.ended() == []
+
+
+def test_a_taken_port_costs_another_attempt_at_another_port(bench: Bench) -> None:
+    bench.srun(
+        f"[ $(wc -l <$logs/starts) = 3 ] && exec sleep 60\n"
+        f"echo 'code: -98, name: EADDRINUSE' >>$logs/actor.{NODES[0]}.torchrun.log\n"
+        "echo 'srun: error: n1: task 0: Exited with exit code 1'; sleep 0.3; exit 1"
+    )
+    bench.start("actor")
+    first = bench.port()
+    assert bench.news(4) == []
+    assert bench.starts == 3
+    assert bench.port() != first
+
+
+def test_a_port_that_is_always_taken_ends_the_run(bench: Bench) -> None:
+    bench.srun(f"echo EADDRINUSE >>$logs/actor.{NODES[0]}.torchrun.log; exit 1")
+    bench.start("actor")
+    (ended,) = bench.news()
+    assert ended.role == "actor"
+    assert bench.starts == 5
+
+
+def test_what_an_earlier_run_wrote_into_the_logs_is_no_news(bench: Bench) -> None:
+    for name in ("actor.srun.log", f"actor.{NODES[0]}.torchrun.log"):
+        (bench.run_dir / "logs" / name).write_text("srun: error: gpu9: task 0: Killed\nEADDRINUSE\n")
+    bench.srun("exec sleep 60")
+    bench.start("actor")
+    assert bench.news(1) == []
+    assert bench.starts == 1
+
+
+def test_stop_waits_for_ranks_that_are_done_and_is_hard_on_the_others(bench: Bench) -> None:
+    bench.srun("trap 'echo ended by TERM; exit 0' TERM; sleep 0.7 & wait; echo went by itself")
+    bench.start("rollout")
+    bench.launcher.stop(True, 5)
+    log = bench.run_dir / "logs" / "rollout.srun.log"
+    assert log.read_text() == "went by itself\n"
+
+    bench.srun("trap '' TERM; exec sleep 60")
+    bench.start("actor")
+    while bench.starts < 2:
+        time.sleep(0.05)
+    begin = time.monotonic()
+    bench.launcher.stop(False, 5)
+    assert time.monotonic() - begin < 6
+    assert bench.launcher.ended()[-1].role == "actor"

@@ -1,0 +1,155 @@
+"""What submitit is asked for, and who goes on with a run that has to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurm_rlhf.cluster.environment import read_slurm
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.schema import Config, Slurm
+from slurm_rlhf.config.time_limit import minutes
+from slurm_rlhf.errors import ConfigError, PlacementError, RunError
+from slurm_rlhf.launch.job_chain import PARENT_GOES_ON, ChainContinuation, ParentContinuation, continuation_of
+from slurm_rlhf.launch.submitit_job import slurm_executor, slurm_parameters, wanted_nodes
+from slurm_rlhf.launch.train_job import end_text
+
+SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
+JOB = {"SLURM_JOB_ID": "13", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NAME": "ppo", "SLURM_JOB_END_TIME": "99"}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("90", 90),
+        ("90:30", 91),
+        ("1:30:00", 90),
+        ("24:00:00", 1440),
+        ("3-12", 5040),
+        ("1-00:30", 1470),
+        ("0-0:1:1", 2),
+    ],
+)
+def test_time_limits_in_slurms_words(text: str, expected: int) -> None:
+    assert minutes(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "soon", "1:2:3:4", "-5", "0", "1h"])
+def test_other_time_limits_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"slurm\.time"):
+        minutes(text)
+
+
+def test_a_job_asks_for_what_the_configuration_says() -> None:
+    words = ["--slurm.partition=gpu", "--slurm.account=me", "--slurm.gpus_per_node=8", "--slurm.exclusive"]
+    config = load_config(SBATCH / "ppo_7b.toml", [*words, "--slurm.setup", "module load cuda", "source x"])
+    asked = slurm_parameters(config)
+    assert asked["slurm_additional_parameters"] == {
+        **{"nodes": 2, "ntasks-per-node": 1, "signal": "B:USR2@600", "requeue": True, "gpus-per-node": 8}
+    }
+    assert (asked["nodes"], asked["slurm_use_srun"], asked["timeout_min"], asked["name"]) == (1, False, 1440, "ppo_7b")
+    assert (asked["slurm_partition"], asked["slurm_account"], asked["slurm_exclusive"]) == ("gpu", "me", True)
+    assert asked["slurm_setup"] == ["module load cuda", "source x"]
+    assert not {"slurm_qos", "slurm_mem", "slurm_dependency"} & asked.keys()
+    config.slurm.time = "10"
+    with pytest.raises(ConfigError, match=r"slurm\.signal_lead_s = 600 is all of slurm\.time = 10"):
+        slurm_parameters(config)
+
+
+def test_the_whole_script_that_sbatch_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "srun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    words = ["--slurm.partition=gpu", "--slurm.gpus_per_node=8", "--slurm.mem=0", "--slurm.setup", "module load cuda"]
+    config = load_config(SBATCH / "ppo_7b.toml", words)
+    executor = slurm_executor(config, Path("/runs/a/submitit"))._executor
+    command = executor._submitit_command_str.replace(sys.executable, "PYTHON")
+    text = executor._make_submission_file_text(command, "uid")
+    assert text == (Path(__file__).with_name("golden") / "sbatch_submitit.txt").read_text()
+
+
+def test_without_slurm_nothing_is_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    with pytest.raises(RunError, match="Go to a login node, or add --local"):
+        slurm_executor(Config(run_dir="/runs/a"), Path("/runs/a"))
+
+
+def test_nodes_are_as_few_as_hold_the_roles() -> None:
+    config = Config()
+    config.actor.num_gpus_per_node, config.vllm.num_engines, config.slurm.gpus_per_node = 4, 8, 8
+    assert wanted_nodes(config) == 2  # 4 + 1 + 1 + 8
+    config.slurm.nodes = 5
+    assert wanted_nodes(config) == 5
+    config.slurm.nodes, config.actor.num_gpus_per_node = 0, 9
+    with pytest.raises(PlacementError, match=r"actor.num_gpus_per_node = 9"):
+        wanted_nodes(config)
+
+
+def test_a_chain_cancels_its_own_waiting_jobs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "scancel"
+    program.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert not isinstance(continuation_of(Slurm(), tmp_path, JOB), ChainContinuation)
+    for environ in (JOB, {**JOB, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}):
+        found = continuation_of(Slurm(chain=True), tmp_path, environ)
+        assert found.go_on() == "the next job of the chain goes on"
+        assert found.end_time() == 99.0
+        assert found.finished() == "the jobs that waited to go on with this run are cancelled"
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert calls == [f"--state=PENDING --name=ppo --user={os.getuid()}", "--state=PENDING 12"]
+    assert read_slurm(JOB) is not None
+
+
+def test_a_parent_is_told_by_its_signal(tmp_path: Path) -> None:
+    told: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
+    try:
+        found = continuation_of(Slurm(), tmp_path, {**JOB, PARENT_GOES_ON: str(int(signal.SIGUSR2))})
+        assert isinstance(found, ParentContinuation)
+        ParentContinuation(signal.SIGUSR2, os.getpid()).go_on()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert told == [signal.SIGUSR2]
+
+
+def test_one_run_for_each_seed(tmp_path: Path) -> None:
+    program = tmp_path / ".venv" / "bin" / "slurm-rlhf"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    environment = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_ARRAY_TASK_ID": "3"}
+    words = ["bash", str(SBATCH / "seeds.sh"), "my run.toml", "/runs/a b", "--actor.learning_rate=1e-6"]
+    said = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == ["train", "my run.toml", "--train.seed=3", "--run_dir=/runs/a b/seed_3", words[-1]]
+    for bad, environ in ((words[:3], environment), (words, {"PATH": os.environ["PATH"]})):
+        done = subprocess.run(bad, env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode != 0
+        assert "--array=" in done.stderr
+
+
+def test_submission_imports_no_torch() -> None:
+    code = (
+        "import sys; import slurm_rlhf.launch.submitit_job, submitit; "
+        "print([name for name in ('torch', 'vllm', 'deepspeed') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "how"),
+    [
+        (143, "was cancelled (SIGTERM)"),
+        (-15, "was cancelled (SIGTERM)"),
+        (137, "was ended by SIGKILL"),
+        (2, "ended with status 2"),
+        (255, "ended with status 255"),
+    ],
+)
+def test_the_end_of_a_job_in_words(status: int, how: str) -> None:
+    assert end_text(status) == how

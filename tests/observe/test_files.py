@@ -1,0 +1,163 @@
+"""What a run leaves behind: metrics.jsonl, TensorBoard events, summary.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurm_rlhf.observe.events import TensorBoardEvents, _masked_crc
+from slurm_rlhf.observe.metrics import MetricsLog
+from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.observe.summary import Summary
+
+
+def test_a_line_has_the_step_first_and_timings_last(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append(1, {"time/update": 0.5, "reward": 0.1 + 0.2, "perf/tokens_per_s": 9.0, "kl": 0.0, "n": 3})
+    log.append(2, {"kl": -0.0, "perf/tokens_per_s": 9.0, "reward": 1e-45, "n": 4, "time/update": 1e22})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert text == (
+        '{"step": 1, "kl": 0.0, "n": 3, "reward": 0.30000000000000004, "perf/tokens_per_s": 9.0, "time/update": 0.5}\n'
+        '{"step": 2, "kl": -0.0, "n": 4, "reward": 1e-45, "perf/tokens_per_s": 9.0, "time/update": 1e+22}\n'
+    )
+
+
+@given(value=st.floats(allow_nan=False, allow_infinity=False))
+def test_floats_come_back_bit_for_bit(value, tmp_path_factory):
+    path = tmp_path_factory.mktemp("log") / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.append(1, {"x": value, "f32": np.float32(value) if abs(value) < 1e38 else 0.0})
+    (row,) = log.rows()
+    assert np.float64(row["x"]).tobytes() == np.float64(value).tobytes()
+    assert row["f32"] == (float(np.float32(value)) if abs(value) < 1e38 else 0.0)
+    path.unlink()
+
+
+def test_what_json_cannot_hold_is_null(tmp_path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append(1, {"a": math.nan, "b": math.inf, "c": np.float32("nan")})
+    assert list(log.rows()) == [{"step": 1, "a": None, "b": None, "c": None}]
+
+
+def test_truncation_keeps_bytes_and_drops_half_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    assert log.truncate_after(3) == 0
+    assert not path.exists()
+    for step in range(1, 6):
+        log.append(step, {"reward": step / 3, "time/step": 0.1})
+    whole = path.read_text().splitlines(keepends=True)
+    with path.open("a") as file:
+        file.write('{"step": 6, "rew')  # the run was killed here
+    assert [row["step"] for row in log.rows()] == [1, 2, 3, 4, 5]
+    assert log.truncate_after(3) == 2
+    assert path.read_text() == "".join(whole[:3])
+    log.append(4, {"reward": 4 / 3, "time/step": 0.1})
+    assert path.read_text() == "".join(whole[:4])
+    assert log.truncate_after(0) == 4
+    assert path.read_text() == ""
+
+
+def _read_events(directory: Path) -> list[tuple[str, int, float]]:
+    """(tag, step, value) as TensorBoard reads them; it checks every CRC."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(directory))
+    events.Reload()
+    return [(tag, event.step, event.value) for tag in sorted(events.Tags()["scalars"]) for event in events.Scalars(tag)]
+
+
+def test_tensorboard_reads_the_events_of_a_run_and_of_its_resume(tmp_path):
+    assert _masked_crc(b"123456789") == ((0xE3069283 >> 15 | 0xE3069283 << 17) + 0xA282EAD8 & 0xFFFFFFFF).to_bytes(
+        4, "little"
+    )  # the check value of CRC-32C
+    directory = tmp_path / "tensorboard"
+    events = TensorBoardEvents(directory)
+    for step in (1, 2, 3):
+        events.scalars(step, {"reward": step / 4, "time/step": 0.5})
+    assert _read_events(directory)[:3] == [("time/step", 1, 0.5), ("time/step", 2, 0.5), ("time/step", 3, 0.5)]
+    events.close()
+    events.close()
+    resumed = TensorBoardEvents(directory)
+    resumed.scalars(3, {"reward": 0.75, "time/step": math.nan})
+    resumed.close()
+    assert [(step, value) for tag, step, value in _read_events(directory) if tag == "train/reward"] == [
+        (1, 0.25),
+        (2, 0.5),
+        (3, 0.75),
+    ]
+
+
+def test_the_conductor_gets_by_without_torch_and_tensorflow(tmp_path):
+    (tmp_path / "tensorflow.py").write_text("raise SystemExit('tensorflow was imported')")
+    program = """
+import sys
+from pathlib import Path
+from slurm_rlhf.config.schema import Logger
+from slurm_rlhf.observe import events, metrics, phases, progress, summary
+from slurm_rlhf.observe import log_tail as tail
+writer = events.TensorBoardEvents(Path(sys.argv[1]))
+writer.scalars(1, {"reward": 1.0})
+for kind in ("rich", "plain", "none"):
+    shown = progress.make_progress(Logger(progress=kind))
+    shown.begin(0, 1)
+    shown.step(1, 1, {})
+    shown.end()
+assert not {"torch", "numpy", "tensorflow"} & set(sys.modules), sys.modules.keys()
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "events")],
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}:{root}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_summary_is_whole_json_and_replaces_the_one_before(tmp_path):
+    path = tmp_path / "summary.json"
+    summary = Summary("running", 0, 9, None, None, None, None, 0.0, 0.0, 0, {"actor": 2}, 42)
+    summary.write(path)
+    summary.status, summary.eval_after, summary.reward_last = "failed", 0.5, math.nan
+    summary.write(path)
+    found = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert found["status"] == "failed"
+    assert (found["eval_before"], found["eval_after"], found["reward_last"]) == (None, 0.5, None)
+    assert found["world"] == {"actor": 2}
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_phases_add_up_and_tell_what_goes_on():
+    told: list[str] = []
+    phases = Phases(told.append)
+
+    def break_in_a_phase():
+        with phases("update"):
+            raise RuntimeError
+
+    began = time.monotonic()
+    with phases("rollout"), phases("reward"):
+        time.sleep(0.05)
+    both = time.monotonic() - began
+    with pytest.raises(RuntimeError):
+        break_in_a_phase()
+    with phases("rollout"):
+        pass
+    assert told == ["rollout", "reward", "rollout", "", "update", "", "rollout", ""]
+    taken = phases.take()
+    assert sorted(taken) == ["time/reward", "time/rollout", "time/update"]
+    assert taken["time/reward"] >= 0.05
+    assert 0 <= taken["time/rollout"] <= both - taken["time/reward"] + 0.01  # not counted twice
+    assert phases.take() == {}

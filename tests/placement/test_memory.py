@@ -1,0 +1,157 @@
+"""The memory of a run: rows of roles, GPUs that several share, and settings that make it fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from model_configs import SHAPES
+
+from slurm_rlhf.config.keys import put
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.placement.engine_memory import GIB, weights
+from slurm_rlhf.placement.holdings import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, Models, holdings
+from slurm_rlhf.placement.memory import Account, account
+from slurm_rlhf.placement.model_shape import shape_of
+from slurm_rlhf.placement.remedies import fits, remedies
+from slurm_rlhf.placement.states import states
+
+SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
+H100 = int(79.1 * GIB)
+SEVEN = shape_of(SHAPES["7B"])
+MODELS = Models(SEVEN, SEVEN, None)
+
+
+def config(name: str = "ppo_7b", **changes: object) -> Config:
+    made = load_config(SBATCH / f"{name}.toml", [])
+    for key, value in changes.items():
+        put(made, key.replace("__", "."), value)
+    return made
+
+
+def needed(found: Account, name: str) -> float:
+    return next(row.needed for row in found.rows if name in row.name) / GIB
+
+
+def test_states_by_stage() -> None:
+    """Rajbhandari et al., ZeRO (2020), figure 1: 7.5B parameters over 64 GPUs, Adam, here with fp32 gradients."""
+    n = 7_500_000_000
+    two, three = states(n, 64, 2, bf16=True), states(n, 64, 3, bf16=True)
+    assert two.parameters == 2 * n
+    assert three.parameters == pytest.approx(2 * n / 64, rel=1e-6)
+    assert two.optimizer == three.optimizer == pytest.approx(12 * n / 64, rel=1e-6)
+    assert two.gradients == pytest.approx(4 * n / 64, rel=1e-6)
+
+
+def test_what_a_reading_of_the_code_had_estimated() -> None:
+    """7B on 8 and 4 ranks of 80 GB, micro-batches of 32,768 tokens: about 56 GB for the actor and 60 for the critic."""
+    found = account(
+        config(train__colocate_actor_ref=False, critic__num_gpus_per_node=2, ref__zero_stage=0), MODELS, H100
+    )
+    assert needed(found, ACTOR) == pytest.approx(56, rel=0.1)
+    assert needed(found, CRITIC) == pytest.approx(60, rel=0.1)
+    thirty_two = shape_of(SHAPES["32B"])
+    alone = account(config("ppo_32b", vllm__tensor_parallel_size=1), Models(thirty_two, thirty_two, None), H100)
+    assert weights(thirty_two, 1, 2) / GIB == pytest.approx(61, abs=0.5)
+    assert alone.engine.blocks * 16 == pytest.approx(22_000, rel=0.1)  # tokens
+    assert alone.engine.sequences < alone.wanted == 60
+
+
+def test_terms_follow_their_keys() -> None:
+    base = holdings(config(), MODELS, H100)
+
+    def terms(role: str, phase: str, **changes: object) -> dict[str, int]:
+        return holdings(config(**changes), MODELS, H100)[role].at(phase)
+
+    update = base[ACTOR].at("update")
+    half = terms(ACTOR, "update", train__max_tokens_per_gpu=16384)
+    assert half["activations"] == pytest.approx(update["activations"] / 2, rel=0.01)
+    assert terms(ACTOR, "update", train__logprob_chunk_tokens=1024)["logits"] == update["logits"] // 2
+    plain = terms(ACTOR, "update", actor__gradient_checkpointing_enable=False)
+    assert plain["activations"] > 5 * update["activations"]
+    cut = terms(ACTOR, "update", ds__zero_stage=3)
+    assert cut["parameters"] < update["parameters"] / 7
+    assert cut["gathered layers"] == 2_000_000_000
+    assert terms(REFERENCE, "forward", ref__offload=True)["parameters"] < 0.01 * GIB
+    assert terms(REFERENCE, "", ref__zero_stage=0)["parameters"] == 2 * SEVEN.parameters
+    longer = terms(ACTOR, "update", data__max_len=100_000)
+    assert longer["activations"] == pytest.approx(update["activations"] * 100_000 / 32768, rel=0.01)
+    assert "logits" not in base[CRITIC].at("update")
+    eager = terms(ACTOR, "update", ds__attn_implementation="eager")
+    assert eager["activations"] > update["activations"] + 32768 * 28 * 4096 * 4
+
+
+def test_a_reward_model_has_a_row_and_no_reference_has_none() -> None:
+    made = config(algo__kl__init_coef=0.0, reward__model_name_or_path="somewhere", train__colocate_actor_ref=False)
+    found = account(made, Models(SEVEN, SEVEN, SEVEN), H100)
+    assert [row.name for row in found.rows] == [ACTOR, CRITIC, REWARD, ROLLOUT]
+    assert all(row.there == H100 for row in found.rows)
+
+
+def test_actor_and_reference_compute_at_once() -> None:
+    held = holdings(config(), MODELS, H100)
+    (row,) = [row for row in account(config(), MODELS, H100).rows if row.together]
+    both = {phase: held[ACTOR].at(phase) for phase in ("update", "forward", "step")}
+    rest = {"update": "", "forward": "forward", "step": ""}
+    expected = max(sum(terms.values()) + sum(held[REFERENCE].at(rest[phase]).values()) for phase, terms in both.items())
+    assert row.needed == expected
+    assert {row.name for row in account(config(), MODELS, H100).rows if not row.there} == {ACTOR, REFERENCE}
+
+
+def test_all_on_one_gpu_is_the_sum_of_what_stays() -> None:
+    made = config("ppo_7b_1node")
+    held, found = holdings(made, MODELS, H100), account(made, MODELS, H100)
+    trainers = (ACTOR, CRITIC, REFERENCE)
+    awake = sum(held[ROLLOUT].at("generation").values()) + sum(sum(held[r].at("parked").values()) for r in trainers)
+    assert needed(found, "together: generation") == pytest.approx(awake / GIB)
+    working = sum(held[ACTOR].at("update").values()) + sum(
+        sum(held[role].at("").values()) for role in (CRITIC, REFERENCE, ROLLOUT)
+    )
+    assert needed(found, "together: actor update") == pytest.approx(working / GIB)
+    awake_states = account(config("ppo_7b_1node", ds__enable_sleep=False), MODELS, H100)
+    parked = held[ACTOR].parked["optimizer states"] + held[CRITIC].parked["optimizer states"]
+    both = needed(awake_states, "together: generation"), needed(found, "together: generation")
+    assert both[0] - both[1] == pytest.approx(parked / GIB)
+    assert awake_states.fits is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "gib", "role", "expected"),
+    [
+        ({"actor__gradient_checkpointing_enable": False}, 79.1, ACTOR, "actor.gradient_checkpointing_enable = true"),
+        ({"train__logprob_chunk_tokens": 32768}, 79.1, ACTOR, "train.logprob_chunk_tokens = "),
+        ({"train__max_tokens_per_gpu": 200_000}, 79.1, ACTOR, "train.max_tokens_per_gpu = "),
+        ({"critic__num_nodes": 1, "critic__num_gpus_per_node": 1}, 79.1, CRITIC, "critic.num_nodes = "),
+        ({"vllm__gpu_memory_utilization": 0.99}, 79.1, ROLLOUT, "vllm.gpu_memory_utilization = 0.9"),
+        ({"sync__bucket_mb": 64}, 24.0, ROLLOUT, "vllm.tensor_parallel_size = 2, vllm.num_engines = 1"),
+        ({"ref__zero_stage": 0, "train__colocate_actor_ref": False}, 14.0, REFERENCE, "ref.zero_stage = 3"),
+    ],
+)
+def test_remedies_fit_when_they_are_tried(changes: dict[str, object], gib: float, role: str, expected: str) -> None:
+    gpu, made = int(gib * GIB), config(**changes)
+    found = account(made, MODELS, gpu)
+    assert not fits(found, role)
+    row = max((row for row in found.rows if row.role == role), key=lambda row: (not row.fits, row.needed))
+    offered = remedies(made, MODELS, gpu, row)
+    assert 1 <= len(offered) <= 3
+    assert any(expected in str(remedy) for remedy in offered), [str(remedy) for remedy in offered]
+    for remedy in offered:
+        changed = config(**(changes | {key.replace(".", "__"): value for key, value in remedy.change.items()}))
+        result = account(changed, MODELS, gpu)
+        assert fits(result, role)
+        assert remedy.needed == max(row.needed for row in result.rows if row.role == role) <= gpu
+
+
+def test_nothing_helps_where_nothing_can() -> None:
+    found = account(config("ppo_7b_1node"), MODELS, 20 * GIB)
+    row = max((row for row in found.rows if row.role == ACTOR), key=lambda row: (not row.fits, row.needed))
+    assert remedies(config("ppo_7b_1node"), MODELS, 20 * GIB, row) == []
+
+
+def test_weights_of_a_tp_rank() -> None:
+    assert weights(SEVEN, 1, 2) == 2 * SEVEN.parameters  # its vocabulary is a multiple of 64
+    small = 2 * SEVEN.of_kind("norm", "bias")
+    assert weights(SEVEN, 4, 2) == pytest.approx((2 * SEVEN.parameters - small) / 4 + small)
+    keys = 2 * 2 * SEVEN.hidden * SEVEN.kv_heads * SEVEN.head_dim * SEVEN.layers
+    assert weights(SEVEN, 8, 2) == pytest.approx((2 * SEVEN.parameters - small + keys) / 8 + small)

@@ -1,0 +1,221 @@
+"""The placement: the layouts people ask for, by hand."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from slurm_rlhf.cluster.nodelist import expand
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.placement.rank_plan import NodeShare, RankMap, RoleSize, place, role_sizes
+from slurm_rlhf.placement.render import draw
+from slurm_rlhf.placement.topology import Node, Topology, numbered_names
+
+
+def nodes(count: int, gpus: int) -> Topology:
+    return Topology.uniform(numbered_names(count), gpus)
+
+
+def engines(count: int, tp: int = 1, num_nodes: int = 0) -> RoleSize:
+    return RoleSize("rollout", num_nodes, tp=tp, engines=count)
+
+
+def where(rank_map: RankMap, role: str) -> dict[str, tuple[int, ...]]:
+    return {share.node: share.gpus for share in rank_map.roles[role]}
+
+
+def test_two_nodes_of_eight_hold_six_actor_and_two_rollout_slots_each() -> None:
+    for rollout in (engines(4), engines(2, tp=2), engines(4, num_nodes=2)):
+        rank_map = place(nodes(2, 8), [RoleSize("actor", 2, 6), rollout])
+        assert where(rank_map, "actor") == {"node1": (0, 1, 2, 3, 4, 5), "node2": (0, 1, 2, 3, 4, 5)}
+        assert where(rank_map, "rollout") == {"node1": (6, 7), "node2": (6, 7)}
+        assert rank_map.worlds == {"actor": 12, "rollout": 4}
+    assert rank_map.roles["actor"][1].ranks == (6, 7, 8, 9, 10, 11)
+
+
+def test_every_slot_of_an_engine_knows_its_engine_and_tp_rank() -> None:
+    rank_map = place(nodes(1, 8), [RoleSize("actor", 1, 2), engines(3, tp=2)])
+    assert rank_map.roles["rollout"] == [
+        NodeShare("node1", (2, 3, 4, 5, 6, 7), (0, 1, 2, 3, 4, 5), ((0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)))
+    ]
+    assert rank_map.roles["actor"][0].engines == ()
+    assert [(g.engine, g.gpus, g.ranks) for g in rank_map.tp_groups] == [
+        (0, (2, 3), (0, 1)),
+        (1, (4, 5), (2, 3)),
+        (2, (6, 7), (4, 5)),
+    ]
+
+
+def test_roles_get_nodes_of_their_own_where_there_are_enough() -> None:
+    roles = [RoleSize("actor", 16, 8), engines(16, tp=8)]
+    rank_map = place(nodes(32, 8), roles)
+    assert len(where(rank_map, "actor")) == len(where(rank_map, "rollout")) == 16
+    assert not set(where(rank_map, "actor")) & set(where(rank_map, "rollout"))
+
+
+def test_engines_are_spread_evenly_over_the_nodes_asked_for() -> None:
+    roles = [RoleSize("actor", 2, 4), engines(5, num_nodes=3)]
+    shares = place(nodes(3, 8), roles).roles["rollout"]
+    assert sorted(len(share.gpus) for share in shares) == [1, 2, 2]
+    shares = place(nodes(4, 8), [RoleSize("actor", 4, 6), engines(5)]).roles["rollout"]
+    assert [len(share.gpus) for share in shares] == [2, 2, 1]  # as few nodes as hold them
+
+
+def test_engines_stay_aligned_beside_an_odd_actor() -> None:
+    rank_map = place(nodes(1, 8), [RoleSize("actor", 1, 3), engines(2, tp=2)])
+    assert where(rank_map, "rollout") == {"node1": (4, 5, 6, 7)}
+    rank_map = place(nodes(1, 8), [RoleSize("actor", 1, 1), RoleSize("critic", 1, 1), engines(2, tp=3)])
+    assert where(rank_map, "rollout") == {"node1": (0, 1, 2, 3, 4, 5)}
+    assert (where(rank_map, "actor"), where(rank_map, "critic")) == ({"node1": (6,)}, {"node1": (7,)})
+
+
+def test_colocated_roles_share_their_slots() -> None:
+    roles = [RoleSize(role, 2, 4) for role in ("actor", "reference", "critic", "reward")]
+    pairs = [frozenset(("actor", "reference")), frozenset(("critic", "reward"))]
+    rank_map = place(nodes(2, 8), roles, pairs)
+    assert where(rank_map, "actor") == where(rank_map, "reference")
+    assert where(rank_map, "critic") == where(rank_map, "reward")
+    assert not set(where(rank_map, "actor")["node1"]) & set(where(rank_map, "critic")["node1"])
+    overlapping = [*pairs, frozenset(("reference", "critic"))]
+    assert place(nodes(2, 4), roles, overlapping).worlds == dict.fromkeys(("actor", "critic", "reference", "reward"), 8)
+
+
+def test_engines_colocated_with_trainers() -> None:
+    roles = [RoleSize("actor", 2, 4), RoleSize("critic", 2, 4), engines(4, tp=2)]
+    rank_map = place(nodes(2, 4), roles, [frozenset(("actor", "critic", "rollout"))])
+    assert where(rank_map, "actor") == where(rank_map, "rollout") == {"node1": (0, 1, 2, 3), "node2": (0, 1, 2, 3)}
+    assert [group.gpus for group in rank_map.tp_groups] == [(0, 1), (2, 3)] * 2
+    assert rank_map.roles["actor"][0].engines == ()
+
+
+def test_colocation_with_a_role_that_does_not_run_is_passed_over() -> None:
+    rank_map = place(nodes(1, 2), [RoleSize("actor", 1, 1), engines(1)], [frozenset(("actor", "reference"))])
+    assert rank_map.worlds == {"actor": 1, "rollout": 1}
+
+
+@pytest.mark.parametrize("other", [RoleSize("reference", 1, 4), RoleSize("reference", 2, 2), engines(3, tp=2)])
+def test_colocated_roles_of_unlike_size(other: RoleSize) -> None:
+    with pytest.raises(PlacementError, match=r"colocated.*actor.num_gpus_per_node = 4; but (ref|vllm)\.num_"):
+        place(nodes(2, 8), [RoleSize("actor", 2, 4), other], [frozenset(("actor", other.role))])
+
+
+def test_uneven_nodes() -> None:
+    topology = Topology((Node("small", 4), Node("big1", 8), Node("big2", 8)))
+    rank_map = place(topology, [RoleSize("actor", 2, 8), RoleSize("critic", 1, 2), engines(1, tp=2)])
+    assert where(rank_map, "actor") == {"big1": tuple(range(8)), "big2": tuple(range(8))}
+    assert where(rank_map, "critic") == {"small": (0, 1)}
+    assert where(rank_map, "rollout") == {"small": (2, 3)}
+
+
+def test_excluded_nodes() -> None:
+    topology = Topology.uniform(expand("gpu[001-004]"), 8).without(expand("gpu[002-003]"))
+    assert list(where(place(topology, [RoleSize("actor", 2, 8)]), "actor")) == ["gpu001", "gpu004"]
+    with pytest.raises(PlacementError, match="cannot exclude gpu009"):
+        topology.without(["gpu009"])
+    with pytest.raises(PlacementError, match="all 2 nodes are excluded"):
+        topology.without(["gpu001", "gpu004"])
+
+
+def test_a_node_or_a_role_listed_twice_and_no_node() -> None:
+    with pytest.raises(PlacementError, match="at least one node"):
+        Topology(())
+    with pytest.raises(PlacementError, match="gpu1 is listed twice"):
+        Topology.uniform(["gpu1", "gpu2", "gpu1"], 8)
+    with pytest.raises(PlacementError, match="role is listed twice"):
+        place(nodes(1, 8), [RoleSize("actor", 1, 1), RoleSize("actor", 1, 2)])
+
+
+@pytest.mark.parametrize(
+    ("count", "gpus", "roles", "expected"),
+    [
+        (2, 8, [RoleSize("actor", 2, 8), engines(2, tp=2)], "need 20 GPUs; given: 2 nodes with 16 GPUs (8 each)"),
+        (2, 8, [RoleSize("actor", 2, 8), engines(2, tp=2)], "fits: actor.num_gpus_per_node = 6; all else as it is"),
+        (2, 8, [RoleSize("actor", 2, 8), engines(2, tp=2)], "or run on 3 nodes of 8 GPUs (sbatch --nodes=3)"),
+        (2, 8, [RoleSize("actor", 2, 6), engines(9)], "fits: vllm.num_engines = 4;"),
+        (2, 8, [RoleSize("actor", 2, 6), engines(9)], "only actor.num_gpus_per_node = 3; or only actor.num_nodes = 1"),
+        (1, 8, [engines(1, tp=16)], "vllm.tensor_parallel_size = 16, but an engine lives on one node"),
+        (1, 8, [engines(1, tp=16)], "fits: vllm.tensor_parallel_size = 8;"),
+        (2, 4, [RoleSize("critic", 1, 8), engines(1)], "critic.num_gpus_per_node = 8, but the largest node, node1"),
+        (2, 4, [RoleSize("reference", 3, 4), engines(1)], "ref.num_nodes = 3, but there are 2 nodes"),
+        (4, 8, [engines(2, num_nodes=3)], "vllm.num_nodes = 3, but there are only 2 engines"),
+        (2, 8, [RoleSize("actor", 2, 5), RoleSize("critic", 1, 4), engines(1)], "cannot lie side by side"),
+        (1, 8, [RoleSize("actor", 1, 8), RoleSize("critic", 1, 8)], "= 4, critic.num_gpus_per_node = 4;"),
+        (1, 2, [RoleSize(r, 1, 1) for r in ("actor", "critic", "reference")], "not even the smallest layout"),
+    ],
+)  # fmt: skip
+def test_errors_say_why_and_what_fits(count: int, gpus: int, roles: list[RoleSize], expected: str) -> None:
+    with pytest.raises(PlacementError) as error:
+        place(nodes(count, gpus), roles)
+    assert expected in str(error.value), str(error.value)
+
+
+@pytest.mark.parametrize("key", ["num_nodes", "num_gpus_per_node"])
+def test_sizes_below_one_name_their_key(key: str) -> None:
+    config = Config()
+    setattr(config.ref, key, 0)
+    with pytest.raises(PlacementError, match=f"ref.{key}"):
+        role_sizes(config)
+    config.algo.kl.init_coef = 0.0
+    assert [size.role for size in role_sizes(config)] == ["actor", "critic", "rollout"]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_10000_nodes_in_under_a_second(shared: bool) -> None:
+    if shared:
+        roles = [RoleSize("actor", 10000, 4), RoleSize("critic", 10000, 2), engines(10000, tp=2)]
+    else:
+        roles = [
+            RoleSize("actor", 4000, 8),
+            RoleSize("critic", 1000, 8),
+            engines(4000, tp=8),
+            RoleSize("reference", 1000, 8),
+        ]
+    names = expand("gpu[00001-10000]")
+    start = time.process_time()
+    rank_map = place(Topology.uniform(names, 8), roles)
+    assert time.process_time() - start < 1.0
+    assert sum(rank_map.worlds.values()) == 80000
+
+
+def test_json_holds_the_whole_map() -> None:
+    topology = Topology((Node("a", 4, 64, ("4", "5", "6", "7")), Node("b", 4, 64)))
+    rank_map = place(topology, [RoleSize("actor", 2, 2), engines(2, tp=2)])
+    text = json.dumps(rank_map.to_json())
+    assert RankMap.from_json(json.loads(text)) == rank_map
+    data = json.loads(text)
+    assert data["nodes"][0] == {"name": "a", "gpus": 4, "cpus": 64, "devices": ["4", "5", "6", "7"]}
+    assert data["roles"]["actor"] == [
+        {"node": "a", "gpus": [0, 1], "ranks": [0, 1]},
+        {"node": "b", "gpus": [0, 1], "ranks": [2, 3]},
+    ]
+    assert data["tp_groups"][1] == {"role": "rollout", "engine": 1, "node": "b", "gpus": [2, 3], "ranks": [2, 3]}
+
+
+def test_drawing() -> None:
+    roles = [RoleSize("actor", 2, 2), RoleSize("reference", 2, 2), engines(1, tp=2)]
+    topology = Topology((Node("gpu1", 5), Node("gpu2", 4)))
+    assert draw(place(topology, roles, [frozenset(("actor", "reference"))])).splitlines() == [
+        "node  gpu0   gpu1   gpu2  gpu3  gpu4",
+        "gpu1  A0+R0  A1+R1  .     .     .",
+        "gpu2  A2+R2  A3+R3  E0.0  E0.1",
+        "",
+        "A actor: 4 ranks on 2 nodes",
+        "R reference: 4 ranks on 2 nodes",
+        "E rollout: 2 ranks on 1 node, 1 engine of TP 2",
+        "6 of 9 GPUs used",
+    ]
+    assert "... 4 more nodes" in draw(place(nodes(10, 4), [RoleSize("actor", 10, 4)]), max_rows=6)
+
+
+def test_planning_needs_neither_torch_nor_numpy() -> None:
+    program = (
+        "import sys; import slurm_rlhf.cluster.resources, slurm_rlhf.placement.render; "
+        "print([m for m in ('torch', 'numpy', 'zmq', 'transformers') if m in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
+    assert answer.stdout.strip() == "[]"

@@ -1,0 +1,180 @@
+"""The user's reward function: what it is given, what it may answer, and how its mistakes are told."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slurm_rlhf.errors import ConfigError, RewardError
+from slurm_rlhf.records import Prompt, Trajectory
+from slurm_rlhf.rewards.function import RewardFunction
+
+
+def batch(count: int = 2) -> tuple[list[Prompt], list[Trajectory]]:
+    ids = np.array([1], dtype=np.int32)
+    prompts = [Prompt(i, f"{i}+{i}=", ids, label=str(2 * i), row={"level": i}) for i in range(count)]
+    trajectories = [
+        Trajectory(i, 0, ids, ids, np.zeros(1, np.float32), np.ones(1, np.bool_), "stop", f"<{i}>", [])
+        for i in range(count)
+    ]
+    return prompts, trajectories
+
+
+def load(tmp_path: Path, body: str, name: str = "reward.py") -> RewardFunction:
+    file = tmp_path / name
+    file.write_text(body, encoding="utf-8")
+    return RewardFunction.load(str(file))
+
+
+def returning(tmp_path: Path, expression: str) -> RewardFunction:
+    body = f"import numpy as np\n\ndef reward_func(queries, prompts, labels, **kwargs):\n    return {expression}\n"
+    return load(tmp_path, body)
+
+
+def test_arguments_are_those_of_openrlhf(tmp_path: Path) -> None:
+    reward = load(
+        tmp_path,
+        "def reward_func(queries, prompts, labels, **kwargs):\n"
+        "    assert queries == ['0+0=<0>', '1+1=<1>'] and prompts == ['0+0=', '1+1='], (queries, prompts)\n"
+        "    assert kwargs['responses'] == ['<0>', '<1>'] and kwargs['rows'] == [{'level': 0}, {'level': 1}]\n"
+        "    return [float(label) for label in labels]\n",
+    )
+    answer = reward(*batch())
+    assert answer.rewards.dtype == np.float32
+    assert answer.rewards.tolist() == [0.0, 2.0]
+    assert answer.scores is None
+    assert answer.extra_logs == {}
+
+
+@pytest.mark.parametrize(
+    "expression",
+    ["[1, 0.5]", "(True, 0.5)", "np.array([1, 0.5])", "np.float32([1, 0.5])", "[np.float64(1), np.array(0.5)]"],
+)
+def test_numbers_in_every_form(tmp_path: Path, expression: str) -> None:
+    assert returning(tmp_path, expression)(*batch()).rewards.tolist() == [1.0, 0.5]
+
+
+def test_tensors(tmp_path: Path) -> None:
+    body = (
+        "import torch\n\ndef reward_func(queries, prompts, labels, **kwargs):\n    return {'rewards': X, 'scores': Y}\n"
+    )
+    body = body.replace("X", "torch.tensor([1.0, 0.5], requires_grad=True)")
+    answer = load(tmp_path, body.replace("Y", "[torch.tensor(1), torch.tensor(0)]"))(*batch())
+    assert answer.rewards.tolist() == [1.0, 0.5]
+    assert answer.scores is not None
+    assert answer.scores.tolist() == [1.0, 0.0]
+
+
+def test_dict_with_scores_and_logs(tmp_path: Path) -> None:
+    answer = returning(tmp_path, "{'rewards': [2, 3], 'scores': [0, 1], 'extra_logs': {'a': 4, 'b': [5, 6]}}")(*batch())
+    assert answer.rewards.tolist() == [2.0, 3.0]
+    assert answer.scores is not None
+    assert answer.scores.tolist() == [0.0, 1.0]
+    assert {name: values.tolist() for name, values in answer.extra_logs.items()} == {"a": [4.0], "b": [5.0, 6.0]}
+
+
+@pytest.mark.parametrize(
+    ("expression", "told"),
+    [
+        ("[1.0]", "1 rewards for 2 responses"),
+        ("[1.0, 2.0, 3.0]", "3 rewards for 2 responses"),
+        ("[1.0, float('nan')]", "nan (float) at index 1"),
+        ("[-float('inf'), 1.0]", "-inf (float) at index 0"),
+        ("[1e39, 1.0]", "1e+39 (float) at index 0"),
+        ("[10**400, 1.0]", "(int) at index 0"),
+        ("[1.0, 'good']", "'good' (str) at index 1"),
+        ("[None, 1.0]", "None (NoneType) at index 0"),
+        ("[[1.0], [2.0]]", "[1.0] (list) at index 0"),
+        ("np.ones((2, 1))", "[1.0] (list) at index 0"),
+        ("None", "None (NoneType); expected a list, array or tensor of 2 numbers"),
+        ("0.5", "0.5 (float); expected a list"),
+        ("(value for value in [1, 2])", "generator"),
+        ("{'scores': [1, 2]}", "a dict without 'rewards'"),
+        ("{'rewards': [1, 2], 'score': [1, 2]}", "unknown key 'score'; valid: rewards, scores, extra_logs"),
+        ("{'rewards': [1, 2], 'scores': [1]}", "in 'scores' 1 scores for 2 responses"),
+        ("{'rewards': [1, 2], 'extra_logs': [1, 2]}", "'extra_logs' as list"),
+        ("{'rewards': [1, 2], 'extra_logs': {'a': 'x'}}", "in extra_logs['a'] 'x' (str)"),
+        ("{'rewards': [1, 2], 'extra_logs': {'a': [1]}}", "in extra_logs['a'] 1 values for 2 responses"),
+    ],
+)
+def test_answers_that_are_no_rewards(tmp_path: Path, expression: str, told: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        returning(tmp_path, expression)(*batch())
+    message = str(caught.value)
+    assert message.startswith(f"{tmp_path / 'reward.py'}: reward_func returned")
+    assert told in message
+
+
+def test_what_the_function_raises_is_told_with_its_line(tmp_path: Path) -> None:
+    reward = load(
+        tmp_path,
+        "def score(text):\n    return 1 / len(text.strip('<01>'))\n\n"
+        "def reward_func(queries, prompts, labels, **kwargs):\n    return [score(r) for r in kwargs['responses']]\n",
+    )
+    with pytest.raises(RewardError) as caught:
+        reward(*batch())
+    assert str(caught.value) == f"{tmp_path / 'reward.py'}:2: reward_func raised ZeroDivisionError: division by zero"
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def test_a_function_that_leaves_does_not_end_the_run_unexplained(tmp_path: Path) -> None:
+    reward = load(tmp_path, "import sys\n\ndef reward_func(*args, **kwargs):\n    sys.exit(3)\n")
+    with pytest.raises(RewardError, match=r"reward.py:4: reward_func raised SystemExit: 3"):
+        reward(*batch())
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("x = 1\ndef reward_func(:\n", "reward.py:2: cannot be imported: SyntaxError"),
+        ("import no_such_module\n", "reward.py:1: cannot be imported: ModuleNotFoundError: No module named"),
+        ("def reward(queries):\n    pass\n", "does not define reward_func(queries, prompts, labels, **kwargs)"),
+        ("reward_func = 3\n", "does not define reward_func"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, body: str, told: str) -> None:
+    with pytest.raises(RewardError) as caught:
+        load(tmp_path, body)
+    assert told in str(caught.value)
+    assert str(tmp_path / "reward.py") in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [("", "no such file"), ("absent.py", "absent.py"), ("http://host:5000/score", "not supported yet")],
+)
+def test_sources_that_cannot_be_used(source: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=r"^reward\.remote_url: ") as caught:
+        RewardFunction.load(source)
+    assert told in str(caught.value)
+
+
+def test_a_file_of_another_kind(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"must end in \.py"):
+        load(tmp_path, "reward_func = print\n", name="reward.txt")
+
+
+def test_neighbours_and_dataclasses_work(tmp_path: Path) -> None:
+    (tmp_path / "rollout_test_neighbour.py").write_text("BONUS = 7\n", encoding="utf-8")
+    reward = load(
+        tmp_path,
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "from rollout_test_neighbour import BONUS\n"
+        "@dataclass\nclass Score:\n    value: int = BONUS\n\n"
+        "def reward_func(queries, prompts, labels, **kwargs):\n    return [Score().value for _ in queries]\n",
+    )
+    assert reward(*batch()).rewards.tolist() == [7.0, 7.0]
+
+
+def test_the_conductors_half_of_the_room_is_light() -> None:
+    code = (
+        "import sys, slurm_rlhf.rewards.function, slurm_rlhf.rollout.request, slurm_rlhf.rollout.seeds\n"
+        "import slurm_rlhf.rollout.engine, slurm_rlhf.rollout.active_request, slurm_rlhf.rollout.environment\n"
+        "print([name for name in ('torch', 'vllm', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,105 @@
+"""Seeds, requests in flight, the environment, and the check of a weight update: without an engine."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurm_rlhf.errors import SyncError
+from slurm_rlhf.records import Sampling, VersionSpan
+from slurm_rlhf.rollout.active_request import Flight
+from slurm_rlhf.rollout.environment import prepare_environment, vllm_environment
+from slurm_rlhf.rollout.parameters import checked
+from slurm_rlhf.rollout.request import GenerateRequest
+from slurm_rlhf.rollout.seeds import request_seed
+from slurm_rlhf.rollout.text import response_text
+
+int64 = st.integers(-(2**63), 2**63 - 1)
+
+
+@given(int64, int64, int64, int64)
+def test_seeds_fit_signed_tensors(run: int, prompt: int, sample: int, version: int) -> None:
+    assert 0 <= request_seed(run, prompt, sample, version) < 2**63
+
+
+def test_seeds_are_the_same_everywhere_and_for_ever() -> None:
+    assert request_seed(42, 7, 3, 11) == 6777147901179715609
+    assert request_seed(-1, 0, 0, 0) == 6435194514898586231
+
+
+def test_seeds_differ_in_every_part() -> None:
+    seeds = {request_seed(r, p, s, v) for r in range(8) for p in range(8) for s in range(8) for v in range(8)}
+    assert len(seeds) == 8**4
+
+
+def request(prompt_ids: list[int]) -> GenerateRequest:
+    return GenerateRequest("a", 5, 2, np.array(prompt_ids, dtype=np.int32), Sampling(), 1)
+
+
+def test_a_flight_splits_its_span_where_the_policy_changes() -> None:
+    flight = Flight(request([8, 9]))
+    for step, version in enumerate([3, 3, 4, 6, 6, 6]):
+        flight.extend([10 + step], [-0.5 * step], version)
+    done = flight.land("length", "text", engine=7)
+    assert done.versions == [VersionSpan(0, 2, 3), VersionSpan(2, 3, 4), VersionSpan(3, 6, 6)]
+    assert (done.prompt, done.sample, done.finish_reason, done.text, done.engine) == (5, 2, "length", "text", 7)
+    assert done.prompt_ids.tolist() == [8, 9]
+    assert done.response_ids.tolist() == [10, 11, 12, 13, 14, 15]
+    assert done.rollout_logprobs.tolist() == [0.0, -0.5, -1.0, -1.5, -2.0, -2.5]
+    assert done.action_mask.tolist() == [True] * 6
+    assert (done.response_ids.dtype, done.rollout_logprobs.dtype) == (np.int32, np.float32)
+
+
+def test_the_environment_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert vllm_environment(has_gpu=True) == {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    assert vllm_environment(has_gpu=False) == {
+        **vllm_environment(has_gpu=True),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",
+    }
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    with pytest.raises(RuntimeError, match="before the first import of vllm"):
+        prepare_environment()
+
+
+class Words:
+    """Decodes as SentencePiece tokenizers do: a space before each word, none at the start of the text."""
+
+    def decode(self, ids: list[int] | list[list[int]], **kwargs: object) -> str | list[str]:
+        if ids and isinstance(ids[0], list):
+            return [str(self.decode(part)) for part in ids]  # type: ignore[arg-type]
+        return " ".join(f"w{i}" for i in ids)
+
+
+def test_the_text_of_a_response_keeps_its_first_space() -> None:
+    assert response_text(Words(), [1, 2, 3, 4, 5, 6, 7], [8, 9], True) == " w8 w9"
+    assert response_text(Words(), [1], [], True) == ""
+
+
+def test_an_update_is_checked_as_it_streams() -> None:
+    import torch
+
+    shapes = {"a.weight": (2, 3), "b.weight": (4,), "c.bias": (1,)}
+    good = [("c.bias", torch.zeros(1)), ("a.weight", torch.zeros(2, 3)), ("b.weight", torch.zeros(4))]
+    assert [name for name, _ in checked(good, shapes, 1)] == ["c.bias", "a.weight", "b.weight"]
+    bad = {
+        "'b.weight' has shape (2, 2), the engine's has (4,)": [("b.weight", torch.zeros(2, 2))],
+        "no parameter 'lm_head.weight'": [*good, ("lm_head.weight", torch.zeros(2, 3))],
+        "'c.bias' was sent twice": [*good, good[0]],
+        "2 of 3 parameters were not sent: b.weight, c.bias": [good[1]],
+        "3 of 3 parameters were not sent": [],
+    }
+    for told, weights in bad.items():
+        with pytest.raises(SyncError) as caught:
+            list(checked(weights, shapes, 9))
+        assert told in str(caught.value)
+        assert "policy version 9" in str(caught.value)

@@ -1,0 +1,380 @@
+"""Engines of several TP ranks: the same tokens as one rank gives, alone in their failures, stopped when they differ."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from rollout_fleet import RolloutFleet, config
+from rollout_zygote import Zygote
+from tiny_models import make_tiny
+
+from slurm_rlhf.cluster import kernel_cache
+from slurm_rlhf.control.handles import EngineHandle
+from slurm_rlhf.controller.dispatch import Generation
+from slurm_rlhf.errors import RemoteError, RunError
+from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.rollout.engine_place import EnginePlace
+from slurm_rlhf.rollout.tp_group import SHARED_MEMORY
+from slurm_rlhf.workers.engine_worker import segment_prefix
+
+pytestmark = pytest.mark.timeout(500)
+
+SAMPLING = Sampling(max_new_tokens=24, temperature=0.9, n=3)
+WIDTH = 16
+KINDS = ("reversed", "unseeded", "uneven")
+"""What `rollout_misfits` does."""
+
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("model") / "qwen2", hidden=128, heads=4, kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    made = Zygote()
+    yield made
+    made.end()
+
+
+@pytest.fixture(scope="module")
+def single(zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
+    """An engine of one rank, and another one that is not asked but where a test wants both."""
+    made = config(model, tmp_path_factory.mktemp("single"), engines=2)
+    made.train.kernel_cache = str(tmp_path_factory.mktemp("kernels"))
+    fleet = RolloutFleet(zygote, made)
+    fleet.launch()
+    fleet.engines.ready = [0]
+    yield fleet
+    fleet.close()
+
+
+@pytest.fixture(scope="module")
+def pair(
+    zygote: Zygote, single: RolloutFleet, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RolloutFleet]:
+    """Two engines of two ranks each."""
+    made = config(model, tmp_path_factory.mktemp("pair"), engines=2, tp=2)
+    made.vllm.enable_prefix_caching = False  # a cached prompt has other last bits
+    fleet = RolloutFleet(zygote, made)
+    try:
+        fleet.start(400)
+        single.start(400)
+        yield fleet
+    finally:
+        fleet.close()
+
+
+def prompts(count: int) -> list[Prompt]:
+    rng = np.random.default_rng(0)
+    return [Prompt(i, "", rng.integers(2, 60, 3 + 17 * i % 60).astype(np.int32)) for i in range(count)]
+
+
+def generate(fleet: RolloutFleet, count: int, version: int, deterministic: bool = True) -> list[Trajectory]:
+    return Generation(fleet.engines, 1, WIDTH, deterministic).run(prompts(count), SAMPLING, version)
+
+
+def bits(trajectories: list[Trajectory]) -> list[tuple[int, bytes, bytes]]:
+    return [(t.engine, t.response_ids.tobytes(), t.rollout_logprobs.tobytes()) for t in trajectories]
+
+
+def test_same_tokens_for_any_number_of_engines_and_ranks(pair: RolloutFleet, single: RolloutFleet) -> None:
+    wide, again, narrow = generate(pair, 10, 1), generate(pair, 10, 1), generate(single, 10, 1)
+    assert bits(wide) == bits(again)
+    assert {t.engine for t in wide} == {0, 1}
+    assert [t.response_ids.tolist() for t in wide] == [t.response_ids.tolist() for t in narrow]
+    for one, other in zip(wide, narrow, strict=True):
+        assert np.abs(one.rollout_logprobs - other.rollout_logprobs).max() < 1e-5
+    assert [t.response_ids.tolist() for t in generate(pair, 10, 2)] != [t.response_ids.tolist() for t in wide]
+
+
+def test_four_ranks_give_the_same_tokens(zygote: Zygote, single: RolloutFleet, model: Path, tmp_path: Path) -> None:
+    """More ranks than key-value heads, and several followers to keep together."""
+    fleet = RolloutFleet(zygote, config(model, tmp_path / "four", tp=4))
+    try:
+        fleet.start(400)
+        wide, narrow = generate(fleet, 4, 1), generate(single, 4, 1)
+        assert [t.response_ids.tolist() for t in wide] == [t.response_ids.tolist() for t in narrow]
+        for one, other in zip(wide, narrow, strict=True):
+            assert np.abs(one.rollout_logprobs - other.rollout_logprobs).max() < 1e-5
+        fleet.kill(2)
+        assert fleet.ended([0, 1, 3], 10) < 5
+        [(rank, event, data)] = fleet.events
+        assert (rank, event) == (0, "failure")
+        assert "engine 0 (rollout ranks 0 to 3 on" in data["reason"]
+        assert "its rank 2 died" in data["reason"]
+    finally:
+        fleet.close()
+
+
+@pytest.mark.parametrize("ranks", ["single", "pair"])
+def test_a_call_that_fails_leaves_no_request_behind(request: pytest.FixtureRequest, ranks: str) -> None:
+    """Its first prompts were taken when the last one was refused: on no rank are they in the way of the next call."""
+    fleet: RolloutFleet = request.getfixturevalue(ranks)
+    before = [t.response_ids.tolist() for t in generate(fleet, 4, 1)]
+    wires = [[p.index, p.index, p.token_ids] for p in prompts(4)] + [[4, 4, np.full(400, 5, np.int32)]]
+    order = {"sampling": SAMPLING.to_wire(), "run_seed": 1, "version": 1, "stream": 99}
+    for _ in range(2):
+        with pytest.raises(RemoteError, match=r"refuses request '4\.0' \(prompt 4, 400 tokens\)"):
+            fleet.engines.call(0, "generate", prompts=wires, **order).result(timeout=60)
+    assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == before
+
+
+def test_two_batches_in_flight_keep_the_ranks_in_step(zygote: Zygote, single: RolloutFleet, model: Path) -> None:
+    """Asynchronous scheduling on each of two ranks: with stop strings, calls that overlap, and sleep in between."""
+    directory = Path(single.config.run_dir).with_name("async")
+    fleet = RolloutFleet(zygote, config(model, directory, tp=2), str(SUPPORT / "rollout_async.py"))
+    try:
+        fleet.start(400)
+        plain = generate(single, 10, 1)
+        assert [t.response_ids.tolist() for t in generate(fleet, 10, 1)] == [t.response_ids.tolist() for t in plain]
+        how = replace(SAMPLING, stop=[max((t.text for t in plain), key=len)[6:9]])
+        wide, narrow = (Generation(f.engines, 1, WIDTH, False).run(prompts(10), how, 1) for f in (fleet, single))
+        assert [t.response_ids.tolist() for t in wide] == [t.response_ids.tolist() for t in narrow]
+        assert any(len(cut.response_ids) < len(t.response_ids) for cut, t in zip(wide, plain, strict=True))
+        assert_sleeps_as_one(fleet)
+        assert fleet.events == []
+        assert fleet.shut_down() == [0, 0]
+    finally:
+        fleet.close()
+
+
+def test_each_rank_keeps_what_it_compiles_in_a_directory_of_its_own(pair: RolloutFleet, single: RolloutFleet) -> None:
+    slots = sorted(Path(single.config.train.kernel_cache).glob("slurm_rlhf_kernels.*/*/rollout.*"))
+    assert [slot.name for slot in slots] == ["rollout.0", "rollout.1"]
+    for rank, slot in enumerate(slots):
+        assert f"compiled kernels are kept in {slot}" in single.log(rank)
+        assert not (slot / ".starting").exists()  # what starting compiles is whole
+        assert kernel_cache._try_lock(slot) is None  # while it lives
+
+
+def test_an_idle_engine_costs_no_cpu(pair: RolloutFleet) -> None:
+    def spent() -> float:
+        return sum(sum(psutil.Process(p.pid).cpu_times()[:2]) for p in pair.ranks.values())
+
+    generate(pair, 4, 3)
+    before = spent()
+    time.sleep(2)
+    assert spent() - before < 4 * 2 * 0.05  # of 4 ranks, 2 s; heartbeats are what is left
+
+
+def test_no_name_of_shared_memory_outlives_the_start(pair: RolloutFleet) -> None:
+    for engine in (0, 1):
+        prefix = segment_prefix(pair.config, EnginePlace(engine, 0, 2, ""))
+        assert not list(SHARED_MEMORY.glob(f"{prefix}*"))
+
+
+@contextmanager
+def slowed(process: int, factor: float) -> Iterator[None]:
+    """The process runs 1 / factor of the time."""
+    over = threading.Event()
+
+    def throttle() -> None:
+        while not over.is_set():
+            os.kill(process, signal.SIGSTOP)
+            over.wait(0.01 * (factor - 1))
+            os.kill(process, signal.SIGCONT)
+            over.wait(0.01)
+
+    thread = threading.Thread(target=throttle)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class Recorder:
+    """When which engine was given how many sequences, and when it gave them back."""
+
+    def __init__(self, engines: EngineHandle) -> None:
+        self.engines = engines
+        self.given: list[tuple[float, int, int]] = []
+        self.returned: list[tuple[float, int, int]] = []
+
+    @property
+    def ready(self) -> list[int]:
+        return self.engines.ready
+
+    @property
+    def world(self) -> int:
+        return self.engines.world
+
+    def call(self, engine: int, method: str, /, **args: Any) -> Future[Any]:
+        count = len(args["prompts"]) * SAMPLING.n
+        self.given.append((time.monotonic(), engine, count))
+        future = self.engines.call(engine, method, **args)
+        future.add_done_callback(lambda _: self.returned.append((time.monotonic(), engine, count)))
+        return future
+
+    def held(self, engine: int, when: float) -> int:
+        """Sequences that an engine has at a time."""
+        return sum(count * (1 if at <= when else 0) for at, e, count in self.given if e == engine) - sum(
+            count * (1 if at <= when else 0) for at, e, count in self.returned if e == engine
+        )
+
+
+def test_a_slow_engine_delays_the_batch_by_its_own_last_sequences_at_most(single: RolloutFleet) -> None:
+    """At a fifth of its speed, an engine never has more in hand than it can run, and the other is never without."""
+    recorder = Recorder(single.engines)
+    single.engines.ready = [0, 1]
+    with slowed(single.ranks[0].pid, 5):
+        batch = Generation(recorder, 1, WIDTH, False).run(prompts(200), SAMPLING, 4)
+    single.engines.ready = [0]
+    shares = [sum(t.engine == engine for t in batch) / len(batch) for engine in (0, 1)]
+    last_given = max(at for at, _, _ in recorder.given)
+    last_fast = max(at for at, engine, _ in recorder.returned if engine == 1)
+    first, end = recorder.given[0][0], max(at for at, _, _ in recorder.returned)
+    print(
+        f"shares {shares}, {last_given - first:.2f} s of handing out, then {end - last_given:.2f} s, of which the slow"
+    )
+    print(f"engine alone {end - last_fast:.2f} s")
+    assert len(batch) == 200 * SAMPLING.n
+    assert shares[0] < 0.35, shares  # at equal speed 0.5, in proportion 1/6
+    # What the batch waits for in the end is what the slow engine can have in hand, and never more.
+    assert all(recorder.held(0, at) <= 5 * WIDTH / 4 + SAMPLING.n for at, _, _ in recorder.given)
+    # Until the last prompt is handed out the fast engine has work whenever it is looked at.
+    times = [at for at, engine, _ in recorder.returned if engine == 1 and at < last_given]
+    assert all(recorder.held(1, at) > 0 for at in times)
+
+
+def test_an_engine_fails_alone_and_by_name(pair: RolloutFleet) -> None:
+    """A follower is killed while its leader is inside a step: the engine ends, the other one goes on."""
+    wires = [[p.index, p.index, p.token_ids] for p in prompts(40)]
+    order = {"sampling": Sampling(max_new_tokens=100, n=2).to_wire(), "run_seed": 1, "version": 0, "stream": 0}
+    doomed, safe = (pair.engines.call(engine, "generate", prompts=wires, **order) for engine in (0, 1))
+    time.sleep(0.5)
+    pair.kill(1)
+    assert pair.ended([0], 10) < 5
+    [(rank, event, data)] = pair.events
+    assert (rank, event) == (0, "failure")
+    assert "engine 0 (rollout ranks 0 to 1 on" in data["reason"]
+    assert "its rank 1 died" in data["reason"]
+    assert data["reason"] in pair.log(0)
+    assert not doomed.done() or isinstance(doomed.exception(), RunError)
+    assert len(safe.result(timeout=120)["found"]) == 2 * 40
+    assert pair.ranks[2].poll() is pair.ranks[3].poll() is None
+
+
+def test_followers_leave_with_their_leader(pair: RolloutFleet) -> None:
+    pair.kill(2)
+    assert pair.ended([3], 10) < 3
+    assert "engine 1 (rollout ranks 2 to 3 on" in pair.log(3)
+    assert "its leader, rank 2, is gone" in pair.log(3)
+
+
+def test_what_keeps_an_engine_from_starting_is_told(zygote: Zygote, model: Path, tmp_path: Path) -> None:
+    """A model that no rank can load is the user's to mend; a rank that does not come is named."""
+    bad = tmp_path / "bad"
+    shutil.copytree(model, bad)
+    settings = json.loads((bad / "config.json").read_text())
+    (bad / "config.json").write_text(json.dumps(settings | {"architectures": ["NoSuchLM"]}))
+    wrong = RolloutFleet(zygote, config(bad, tmp_path / "wrong", tp=2))
+    made = config(model, tmp_path / "alone", tp=2)
+    made.timeout.connect = 5.0
+    alone = RolloutFleet(zygote, made)
+    try:
+        wrong.launch()
+        alone.launch([0])
+        alone.server.wait_for("rollout", 1, 120)
+        with pytest.raises(RemoteError, match=r"engine 0 \(rollout ranks 0 to 1 on .*TP rank \[1\] did not connect"):
+            alone.engines.call(0, "start", total_steps=1).result(timeout=60)
+        wrong.server.wait_for("rollout", 2, 120)
+        with pytest.raises(RemoteError, match="vLLM does not accept the model") as caught:
+            wrong.engines.call(0, "start", total_steps=1).result(timeout=60)
+        assert caught.value.user_error
+    finally:
+        wrong.close()
+        alone.close()
+
+
+def test_an_engine_starts_again_where_a_killed_one_was(
+    zygote: Zygote, pair: RolloutFleet, single: RolloutFleet
+) -> None:
+    """Even where that one left its shared memory behind; and it ends as it should when it is told to."""
+    single_tokens = [t.response_ids.tolist() for t in generate(single, 4, 1)]
+    pair.close()
+    left = SHARED_MEMORY / f"{segment_prefix(pair.config, EnginePlace(0, 0, 2, ''))}0123-tp:0-[0-1]-cpushm_0"
+    left.write_bytes(b"of an engine that was killed while it started")
+    fleet = RolloutFleet(zygote, pair.config)
+    try:
+        fleet.launch([0, 1])
+        fleet.server.wait_for("rollout", 2, 120)
+        fleet.engines.call(0, "start", total_steps=1).result(timeout=120)
+        fleet.engines.ready = [0]
+        assert not left.exists()
+        assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == single_tokens
+        assert_sleeps_as_one(fleet)
+        assert fleet.shut_down() == [0, 0]
+    finally:
+        fleet.close()
+
+
+def assert_sleeps_as_one(fleet: RolloutFleet) -> None:
+    """Each rank of engine 0 passes every word on to its vLLM, in the same order, and drops the same requests."""
+    wires = [[p.index, p.index, p.token_ids] for p in prompts(40)]
+    order = {"sampling": Sampling(max_new_tokens=200, n=2).to_wire(), "run_seed": 1, "version": 0, "stream": 9}
+    dropped = fleet.engines.call(0, "generate", prompts=wires, **order)
+    assert fleet.engines.call(0, "sleep").result(timeout=60) == 0
+    with pytest.raises(RemoteError, match=r"engine 0 .* was told to sleep"):
+        dropped.result(timeout=60)
+    for part in ("weights", "kv_cache"):
+        fleet.engines.call(0, "wake_up", part=part).result(timeout=60)
+    with pytest.raises(RemoteError, match="no update came since"):
+        generate(fleet, 1, 1)
+    ignored = r"cpu_worker\.py:(\d+)\] sleep mode is not supported on CPU"
+    lines = [re.findall(ignored, fleet.log(rank)) for rank in (0, 1)]
+    assert lines[0] == lines[1]
+    asleep, *awake = lines[0]
+    assert awake == [awake[0]] * 2
+    assert asleep != awake[0]
+
+
+@pytest.fixture(scope="module")
+def misfits(zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
+    """One engine of two ranks for each kind of misbehaviour of a follower."""
+    settings = config(model, tmp_path_factory.mktemp("misfits"), engines=len(KINDS), tp=2)
+    made = RolloutFleet(zygote, settings, str(SUPPORT / "rollout_misfits.py"))
+    try:
+        made.launch(MISFIT=",".join(KINDS))
+        made.start(400)
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_follower_that_goes_its_own_way_stops_its_engine(misfits: RolloutFleet, kind: str) -> None:
+    """In seconds, by name, and without handing out a response."""
+    engine = KINDS.index(kind)
+    rng = np.random.default_rng(0)
+    prompts = [[i, i, rng.integers(2, 60, 5 + 3 * i).astype(np.int32)] for i in range(6)]
+    order = {"sampling": Sampling(max_new_tokens=24).to_wire(), "run_seed": 1, "version": 0, "stream": 0}
+    started = time.monotonic()
+    answer = misfits.engines.call(engine, "generate", prompts=prompts, **order)
+    misfits.ended([2 * engine], 20)
+    assert time.monotonic() - started < 15
+    [reason] = [data["reason"] for rank, _, data in misfits.events if rank == 2 * engine]
+    assert f"engine {engine} (rollout ranks {2 * engine} to {2 * engine + 1} on" in reason
+    assert f"rollout ranks {2 * engine} and {2 * engine + 1} (TP ranks 0 and 1) did not do the same" in reason
+    # The main thread says so, too, unless it hangs in the collective that the other rank does not join.
+    assert not answer.done() or isinstance(answer.exception(), RunError)
+    misfits.ended([2 * engine + 1], 5)

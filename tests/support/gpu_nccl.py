@@ -1,0 +1,372 @@
+"""A bare ProcessGroupNCCL over gloo: what its bindings accept, how it fails, and no more. See gpu_standins.py.
+
+Every call is bound to the signatures that the installed torch has for it: those that pybind11 wrote for `Backend`, and
+the stub of `ProcessGroupNCCL` (torch/_C/_distributed_c10d.pyi), which a CPU build lacks. As with NCCL,
+
+- a communicator comes to be with the first operation, when all ranks have entered it; two ranks on one GPU are refused
+  unless NCCL_HOSTID tells them apart; NCCL_SOCKET_IFNAME has to name an interface;
+- operations run beside the host, in order, after what the current stream waits for; between `_start_coalescing` and
+  `_end_coalescing` sends and receives return None, and begin together;
+- `wait` makes the current stream wait, not the host, and raises for an error that is known by then;
+- a watchdog takes the process down when an operation fails. TORCH_NCCL_ASYNC_ERROR_HANDLING, read by the constructor,
+  does not help: at 0 and 2 (ErrorHandlingMode in ProcessGroupNCCL.hpp) the watchdog itself goes on, but its dump signal
+  makes the heartbeat monitor of the process's first group end the process some minutes later. With
+  TORCH_NCCL_BLOCKING_WAIT the library says "NO watchdog thread is created"; `wait` then waits on the host.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_signatures import Stub, bound, signatures
+from torch.distributed import DistBackendError as NcclError
+from torch.distributed import PrefixStore, ProcessGroupGloo, Store
+
+BACKEND = torch._C._distributed_c10d.Backend
+STUB = Stub(Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi", "ProcessGroupNCCL")
+OPTIONS = Stub(Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi", "ProcessGroupNCCL.Options")
+WORK = Stub(Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi", "Work")
+EXIT_CODE = 134
+"""Of a process that the watchdog took down: std::terminate aborts."""
+
+_LOOK_S = 0.02
+_NEVER_SENT = 0x7FFFFFFF
+
+
+def known(name: str) -> list[Any]:
+    """What the bindings accept under `name`. Raises AttributeError where a bare ProcessGroupNCCL has no such method."""
+    if name in STUB.methods and name not in dir(BACKEND):
+        return STUB.methods[name]
+    if callable(getattr(BACKEND, name, None)):
+        return signatures(getattr(BACKEND, name))
+    raise AttributeError(f"'torch._C._distributed_c10d.ProcessGroupNCCL' object has no attribute {name!r}")
+
+
+class Options:
+    """ProcessGroupNCCL.Options: only fields that the stub has."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        bound(OPTIONS.methods["__init__"], "Options", args, kwargs)
+        object.__setattr__(self, "_timeout", timedelta(minutes=10))
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in OPTIONS.fields:
+            raise AttributeError(f"'ProcessGroupNCCL.Options' object has no attribute {name!r}")
+        if name == "_timeout" and not isinstance(value, timedelta):
+            raise TypeError(f"_timeout: wants a timedelta, got {value!r}")
+        object.__setattr__(self, name, value)
+
+
+class FakeWork:
+    """What an operation returns."""
+
+    def __init__(self, group: ProcessGroupNCCL, run: Callable[[], None], clock: dict[int, int]) -> None:
+        self._group, self._run, self._clock = group, run, clock
+        self._done = threading.Event()  # as the host sees it
+        self._left = threading.Event()  # the GPU: what failed hangs there until it is aborted
+        self._error: NcclError | None = None
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_") and name not in ("over", "finish", "execute", "fail") and name not in WORK.methods:
+            raise AttributeError(f"'torch._C._distributed_c10d.Work' object has no attribute {name!r}")
+        return object.__getattribute__(self, name)
+
+    def is_completed(self) -> bool:
+        if self.over():
+            self._group._streams.merge(self._group._streams.host, self._clock)
+        return self.over()
+
+    def is_success(self) -> bool:
+        raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        self.synchronize()
+        limit = timeout or (self._group._timeout if self._group._blocking else timedelta(0))
+        if limit and not self._done.wait(limit.total_seconds()):
+            self.fail("ran into its time-out")
+        if self._error is not None:
+            self._group.abort()
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        self._group._streams.current()._take(self._clock, [self])
+
+    # What follows is the stand-ins' own.
+
+    def over(self) -> bool:
+        return self._done.is_set()
+
+    def finish(self) -> None:
+        """The host computes what a GPU would queue behind this operation: not before it is over."""
+        self._left.wait()
+
+    def execute(self, waits_for: Sequence[FakeWork]) -> None:
+        for work in waits_for:
+            work.finish()
+        try:
+            if not self.over():
+                self._run()
+                self._left.set()
+        except Exception as error:
+            self.fail(str(error))
+        self._done.set()
+        self._run = _nothing  # it held the tensors
+        self._group._over(self)
+
+    def fail(self, why: str) -> None:
+        if self._error is None and not self.over():
+            self._error = NcclError(
+                f"NCCL error: remote process exited or there was a network error, {why}\nncclRemoteError: A call "
+                "failed possibly due to a network error or a remote process exiting prematurely."
+            )
+        self._done.set()
+
+
+def _nothing() -> None: ...
+
+
+class ProcessGroupNCCL:
+    """See the module's text. `_` names that the stub lacks are the stand-ins' own."""
+
+    Options = Options
+    made: list[ProcessGroupNCCL]
+
+    @staticmethod
+    def of(fake: Any) -> type:
+        """The class, for the GPUs of a process; `made` lists its groups."""
+        return type("ProcessGroupNCCL", (ProcessGroupNCCL,), {"_fake": fake, "made": []})
+
+    _fake: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        given = bound(STUB.methods["__init__"], "ProcessGroupNCCL", args, kwargs).arguments
+        if not isinstance(given["store"], Store) or not isinstance(given["options"], Options):
+            raise TypeError(f"ProcessGroupNCCL(): incompatible constructor arguments: {args}")
+        self._store, self._rank, self._size = given["store"], given["rank"], given["size"]
+        self._timeout = given["options"]._timeout
+        self._streams = self._fake.streams
+        self._blocking = os.environ.get("TORCH_NCCL_BLOCKING_WAIT", "0") not in ("", "0")
+        self._stream = self._streams.Stream()
+        self._gloo: Any = None
+        self._aborted = False
+        self._coalescing: list[Callable[[], list[Any]]] | None = None
+        self._touched: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._queue: queue.SimpleQueue[tuple[FakeWork, list[Any]] | None] = queue.SimpleQueue()
+        self._outstanding: list[FakeWork] = []
+        self._lock = threading.Lock()
+        type(self).made.append(self)
+        threading.Thread(target=self._execute, daemon=True, name="fake-nccl").start()
+        if not self._blocking:
+            threading.Thread(target=self._watch, daemon=True, name="fake-nccl-watchdog").start()
+
+    def __getattribute__(self, name: str) -> Any:
+        """A method only where the bindings have one, and with arguments that they take."""
+        if name.startswith("__") or name in ("made", "of", "Options") or (name in _OWN and name not in _CALLS):
+            return object.__getattribute__(self, name)
+        if name in vars(self):
+            return vars(self)[name]
+        accepted = known(name)
+        if name not in _CALLS:
+            raise AssertionError(f"ProcessGroupNCCL.{name} has no stand-in: write one in tests/support/gpu_nccl.py")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            bound(accepted, name, args, kwargs, _fits)
+            return object.__getattribute__(self, f"_call_{name}")(*args, **kwargs)
+
+        return call
+
+    def _call_rank(self) -> int:
+        return self._rank
+
+    def _call_size(self) -> int:
+        return self._size
+
+    def _call__is_initialized(self) -> bool:
+        return self._gloo is not None
+
+    def _call_send(self, tensors: Any, dstRank: int, tag: int) -> Any:
+        return self._point_to_point("send", tensors, dstRank)
+
+    def _call_recv(self, tensors: Any, srcRank: int, tag: int) -> Any:
+        return self._point_to_point("recv", tensors, srcRank)
+
+    def _call_allreduce(self, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        given = tensors if isinstance(tensors, list) else [tensors]
+        return self._collective(given, given, lambda gloo: gloo.allreduce(tensors, *args, **kwargs))
+
+    def _call_broadcast(self, tensors: Any, root: Any = None, *args: Any, **kwargs: Any) -> Any:
+        given = tensors if isinstance(tensors, list) else [tensors]
+        written = [] if root == self._rank else given
+        return self._collective(given, written, lambda gloo: gloo.broadcast(tensors, root, *args, **kwargs))
+
+    def _call__allgather_base(self, output: Any, input: Any, *args: Any) -> Any:
+        if output.numel() != input.numel() * self._size:
+            raise ValueError("output tensor size must be equal to world_size times input tensor size")
+        return self._collective([input], [output], lambda gloo: gloo._allgather_base(output, input.clone(), *args))
+
+    def _call__start_coalescing(self) -> None:
+        self._coalescing, self._touched = [], ([], [])
+
+    def _call__end_coalescing(self) -> Any:
+        if self._coalescing is None:
+            raise RuntimeError("_end_coalescing without _start_coalescing")
+        begun, self._coalescing = self._coalescing, None
+        if not begun:
+            return None
+
+        def run() -> None:
+            if self._fake.broken_links:
+                raise RuntimeError(self._fake.broken_links.pop())
+            works = [work for begin in begun for work in begin()]
+            for work in works:
+                work.wait()
+
+        return self._launch(run, *self._touched)
+
+    def _call_abort(self) -> None:
+        self._aborted = True
+        with self._lock:
+            outstanding = list(self._outstanding)
+        for work in outstanding:
+            work.fail("the communicator was aborted")
+            work._left.set()
+        if self._gloo is not None:
+            nothing = torch.zeros(1, dtype=torch.uint8)
+            for peer in (peer for peer in range(self._size) if peer != self._rank):
+                with suppress(RuntimeError):
+                    self._gloo.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        self._queue.put(None)
+
+    _call_shutdown = _call_abort
+
+    def _point_to_point(self, name: str, tensors: list[torch.Tensor], peer: int) -> Any:
+        _on_gpu(tensors)
+        if len(tensors) != 1:
+            raise ValueError("Expecting one tensor only but got multiple.")
+        if not 0 <= peer < self._size or peer == self._rank:
+            raise ValueError(f"invalid rank {peer} of a group of {self._size}, at rank {self._rank}")
+
+        def begin() -> list[Any]:
+            return [getattr(self._gloo, name)(tensors, peer, 0)]
+
+        read, written = (tensors, []) if name == "send" else ([], tensors)
+        if self._coalescing is None:
+            raise AssertionError("a bare send makes a communicator of its own in NCCL: coalesce it")
+        self._add(begin, read, written)
+        return None
+
+    def _collective(self, read: list[Any], written: list[Any], begin: Callable[[Any], Any]) -> FakeWork:
+        _on_gpu([*read, *written])
+        if self._coalescing is not None:
+            self._add(lambda: [begin(self._gloo)], read, written)
+            return None
+        return self._launch(lambda: begin(self._gloo).wait(), read, written)
+
+    def _add(self, begin: Callable[[], list[Any]], read: list[Any], written: list[Any]) -> None:
+        assert self._coalescing is not None
+        self._coalescing.append(begin)
+        self._touched[0].extend(read)
+        self._touched[1].extend(written)
+
+    def _launch(self, run: Callable[[], None], read: list[Any], written: list[Any]) -> FakeWork:
+        if self._aborted:
+            raise NcclError(f"NCCL communicator was aborted on rank {self._rank}.")
+        self._connect()
+        waiting = self._streams.current()
+        self._stream._take(waiting._clock)
+        self._streams.touched(read, written, self._stream)
+        work = FakeWork(self, run, dict(self._stream._clock))
+        with self._lock:
+            self._outstanding.append(work)
+        self._queue.put((work, list(waiting._pending)))
+        return work
+
+    def _execute(self) -> None:
+        with torch._C.DisableTorchFunction():  # what it computes is not the host's work on some stream
+            while (item := self._queue.get()) is not None:
+                work, waits_for = item
+                work.execute(waits_for)
+
+    def _watch(self) -> None:
+        while not self._aborted:
+            with self._lock:
+                failed = [work for work in self._outstanding if work.over() and work._error is not None]
+            if failed:
+                print(f"stand-in for NCCL, watchdog: taking the process down: {failed[0]._error}", file=sys.stderr)
+                sys.stderr.flush()
+                os._exit(EXIT_CODE)
+            time.sleep(_LOOK_S)
+
+    def _over(self, work: FakeWork) -> None:
+        with self._lock:
+            if work._error is None:
+                self._outstanding = [other for other in self._outstanding if other is not work]
+
+    def _connect(self) -> None:
+        """The first operation makes the communicator, with all ranks."""
+        if self._gloo is not None:
+            return
+        _interface()
+        me = [os.environ.get("NCCL_HOSTID", socket.gethostname()), self._fake.gpus[self._fake.cuda.current_device()]]
+        self._store.set(f"gpu/{self._rank}", "/".join(me))
+        everybody = [self._store.get(f"gpu/{rank}").decode() for rank in range(self._size)]
+        if len(set(everybody)) < self._size:
+            twins = [rank for rank in range(self._size) if everybody.count(everybody[rank]) > 1]
+            raise NcclError(f"ncclInvalidUsage: Duplicate GPU detected : ranks {twins} are on one CUDA device")
+        options = ProcessGroupGloo._Options()
+        options._timeout = self._timeout
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        self._gloo = ProcessGroupGloo(PrefixStore("stand-in", self._store), self._rank, self._size, options)
+
+
+_OWN = frozenset(dir(ProcessGroupNCCL))
+_CALLS = frozenset(name.removeprefix("_call_") for name in _OWN if name.startswith("_call_"))
+assert issubclass(ProcessGroupGloo, BACKEND)
+assert all(known(name) for name in _CALLS), "a stand-in has a method that the bindings lack"
+
+
+def _fits(annotation: str, value: Any) -> bool:
+    """What pybind11 would refuse of tensors, lists of them and numbers."""
+    if annotation == "torch.Tensor":
+        return isinstance(value, torch.Tensor)
+    if annotation == "collections.abc.Sequence[torch.Tensor]":
+        return isinstance(value, (list, tuple)) and all(isinstance(each, torch.Tensor) for each in value)
+    if annotation.startswith("typing.SupportsInt"):
+        return isinstance(value, int)
+    return True
+
+
+def _on_gpu(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if not tensor.is_cuda:
+            raise ValueError("Tensors must be CUDA and dense")
+        if not tensor.is_contiguous():
+            raise ValueError("Tensors must be contiguous")
+
+
+def _interface() -> None:
+    """NCCL_SOCKET_IFNAME has to name an interface: by a prefix, with `=` the whole name, with `^` all others."""
+    wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")
+    names = [name for _, name in socket.if_nameindex()]
+    if not wanted:
+        return
+    without, whole = wanted.startswith("^"), wanted.lstrip("^").startswith("=")
+    chosen = [each for each in wanted.lstrip("^=").split(",") if each]
+
+    def named(name: str) -> bool:
+        return any(name == each if whole else name.startswith(each) for each in chosen)
+
+    if not any(named(name) != without for name in names):
+        raise NcclError(f"ncclInvalidUsage: Bootstrap : no socket interface found among {names} for {wanted!r}")

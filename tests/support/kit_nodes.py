@@ -1,0 +1,80 @@
+"""Checks of the acceptance kit over the nodes of an allocation: `sbatch sbatch/gpu_check.sh`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from kit import Finding, Place
+from kit_bench import shown_sync
+from kit_train import STEPS, judged, last_words
+from training_runs import metrics, train, workspace
+
+from slurm_rlhf.bench.sync_command import World, measure, model_of
+from slurm_rlhf.cluster.network import address_towards
+from slurm_rlhf.launch.accelerators import Wanted
+from slurm_rlhf.launch.preflight import check_nodes
+from slurm_rlhf.launch.srun import SHAPING, Step, step_command
+
+
+def look(place: Place) -> Finding:
+    """What every run does first: one directory, the same packages, usable GPUs on all nodes."""
+    gpus = len(place.gpus)
+    wanted = Wanted(dict.fromkeys(place.nodes, gpus))
+    notes = check_nodes(Path(place.scratch, "run"), place.nodes, wanted=wanted, gpus=[gpus] * len(place.nodes))
+    if notes and not place.rehearse:
+        raise AssertionError(" ".join(notes))
+    return Finding(
+        f"{len(place.nodes)} nodes share a directory, have the same packages and {len(place.gpus)} GPUs each"
+    )
+
+
+def sync(place: Place) -> Finding:
+    """Actor ranks of ZeRO-3 on the first node, engine ranks on the second; the raw transfer is one link's."""
+    first, second = place.nodes[:2]
+    backend = place.backend("nccl")
+    ranks = min(2, len(place.gpus))
+    for name in SHAPING:  # or srun would read them as options of the ranks' steps
+        os.environ.pop(name, None)
+    world = World(
+        model_of(20 << 20 if place.rehearse else 2 << 30),
+        [first] * ranks,
+        [second] * ranks,
+        zero=3,
+        backend=backend,
+        bucket_bytes=(4 if place.rehearse else 256) << 20,
+        naive=False,
+        host=address_towards(second),
+        prefix=lambda node: _step(node, len(place.gpus)),
+        gpus=() if place.rehearse else place.gpus,
+        remote=True,
+        scratch=place.scratch,
+    )
+    return shown_sync(measure(world))
+
+
+def _step(node: str, gpus: int) -> list[str]:
+    """A step of one task. Slurm sets CUDA_VISIBLE_DEVICES of a step anew, so the rank's own goes by another name."""
+    words = step_command(Step("gpu_check", (node,), gpus=(gpus,)), [])
+    outside = 'export KIT_DEVICES="$CUDA_VISIBLE_DEVICES"; exec "$@"'
+    inside = 'export CUDA_VISIBLE_DEVICES="$KIT_DEVICES"; exec "$@"'
+    return ["bash", "-c", outside, "step", *words, "bash", "-c", inside, "rank"]
+
+
+def ppo(place: Place) -> Finding:
+    """Actor ranks on all nodes, an engine on each; the run itself starts the steps."""
+    config = workspace(Path(place.scratch, "work"))
+    nodes = len(place.nodes)
+    words = [f"--actor.num_nodes={nodes}", f"--vllm.num_nodes={nodes}", f"--vllm.num_engines={nodes}"]
+    words += ["--algo.kl.init_coef=0", f"--train.max_steps={STEPS}", "--train.full_determinism=false"]
+    words += ["--vllm.enforce_eager=true", f"--rollout.batch_size={8 * nodes}", f"--train.batch_size={16 * nodes}"]
+    if len(place.gpus) < 3:
+        words += ["--train.colocate_all=true", f"--critic.num_nodes={nodes}", "--vllm.gpu_memory_utilization=0.3"]
+    backend: Any = "ipc" if len(place.gpus) < 3 else place.backend("nccl")
+    run_dir = Path(place.scratch, "run")
+    code, output = train(config, run_dir, *words, "--ds.param_dtype=bf16", timeout_s=600)
+    assert code == 0, last_words(run_dir, output)
+    log = "".join(path.read_text(errors="replace") for path in (run_dir / "logs").glob("conductor.*.log"))
+    finding, _ = judged(metrics(run_dir), log, "bf16", backend)
+    return Finding(f"{nodes} nodes: {finding.figure}", finding.figures)

@@ -1,0 +1,187 @@
+"""Weight updates from a DeepSpeed actor to a vLLM engine, for any model, number of ranks, ZeRO stage and precision."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rollout_zygote import Zygote
+from tiny_models import make_tiny
+from training_ranks import make_experience, share
+from warm_ranks import WarmRank
+
+from slurm_rlhf.config.dump import dump_toml
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
+from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.roster import Peer
+from slurm_rlhf.control.server import ControlServer
+from slurm_rlhf.controller.weight_updates import WeightSync
+from slurm_rlhf.errors import RunError
+from slurm_rlhf.records import Sampling, Trajectory
+from slurm_rlhf.run_directory import RunDirectory
+
+ACTORS = 2
+SAMPLING = Sampling(max_new_tokens=16, temperature=0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    arch: str
+    tied: bool
+    tp: int
+    zero: int
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.arch}-{'tied' if self.tied else 'untied'}-tp{self.tp}-zero{self.zero}-{self.dtype}"
+
+
+class Ranks:
+    """A role whose processes live on from cell to cell."""
+
+    def __init__(self, zygote: Zygote, root: Path, role: str, count: int) -> None:
+        from torch.distributed import TCPStore
+
+        self.role = role
+        self.count = count
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        common = {"WORLD_SIZE": str(count), "MASTER_PORT": str(self.store.port)}
+        self.processes = [
+            WarmRank(zygote, root / f"{role}.{count}.{rank}", **common, **number) for rank, number in enumerate(numbers)
+        ]
+
+    def live(self, config: Config) -> ControlServer:
+        directory = RunDirectory(Path(config.run_dir))
+        directory.make()
+        directory.config.write_text(dump_toml(config))
+
+        def broken(peer: Peer, *what: Any) -> None:
+            server.fail_role(self.role, RunError(f"{peer} is lost: {peer.lost} {what}"))
+
+        server = ControlServer(RunKeys.create(directory.keys), on_lost=broken, on_event=broken)
+        where = [f"--run_dir={directory.root}", f"--endpoint={server.endpoint()}", f"--world={self.count}"]
+        for rank, process in enumerate(self.processes):
+            # vLLM overwrites what torchrun would have set, and this life's store keys must not be the last one's.
+            fresh = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": str(directory.root)}
+            process.live([f"--role={self.role}", "--first_rank=0", *where], fresh)
+        return server
+
+    def log(self, run_dir: str) -> str:
+        return "\n".join(path.read_text()[-3000:] for path in Path(run_dir).glob("logs/*"))
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.end()
+
+
+class Bench:
+    """Two actor ranks, and engines of one and of two ranks."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.zygote = Zygote("slurm_rlhf.training.policy")
+        self.actors = Ranks(self.zygote, root, "actor", ACTORS)
+        self.engines = {tp: Ranks(self.zygote, root, "rollout", tp) for tp in (1, 2)}
+
+    def run(self, cell: Cell) -> list[tuple[float, float]]:
+        """After each of two updates: largest difference of the engine's log-probs from a transformers forward of the
+        weights that the actor gathers at that time, and of those that the engine had before."""
+        place = self.root / str(cell)
+        shape = {"hidden": 128, "heads": 4, "kv_heads": 2, "dtype": cell.dtype}
+        first, other = (make_tiny(place / f"m{seed}", cell.arch, cell.tied, seed=seed, **shape) for seed in (1, 2))
+        actor_config, engine_config = (self._config(cell, place / role, m) for role, m in (("a", other), ("e", first)))
+        servers = [self.actors.live(actor_config), self.engines[cell.tp].live(engine_config)]
+        try:
+            return self._updates(cell, place, first, *servers, actor_config, engine_config)
+        except Exception as error:
+            error.add_note(self.actors.log(actor_config.run_dir) + self.actors.log(engine_config.run_dir))
+            raise
+        finally:
+            for server in servers:
+                server.close()
+
+    def _updates(
+        self,
+        cell: Cell,
+        place: Path,
+        stale: Path,
+        actor_server: ControlServer,
+        engine_server: ControlServer,
+        actor_config: Config,
+        engine_config: Config,
+    ) -> list[tuple[float, float]]:
+        actor_server.wait_for("actor", ACTORS, 150)
+        engine_server.wait_for("rollout", cell.tp, 150)
+        actor = RoleHandle(actor_server, "actor", ACTORS, actor_config.timeout)
+        rollout = EngineHandle(engine_server, "rollout", cell.tp, cell.tp, engine_config.timeout)
+        started = gather([*actor.start_all("start", total_steps=4), *rollout.start_all("start", total_steps=4)])
+        sync = WeightSync(actor_config, actor, rollout, "127.0.0.1")
+        sync.connect(started[0], [0])
+        found = []
+        for version in (1, 2):
+            sync.update(version)
+            gather(actor.start_all("export", path=str(place / f"v{version}")))
+            sampled = self._generate(rollout, version)
+            gaps = (largest_gap(sampled, place / f"v{version}"), largest_gap(sampled, stale))
+            found.append(gaps)
+            stale = place / f"v{version}"
+            self._train(actor)
+        shutdowns: list[Future[Any]] = []
+        for server, role, count in ((actor_server, "actor", ACTORS), (engine_server, "rollout", cell.tp)):
+            shutdowns += [server.call(role, rank, "shutdown", timeout_s=60) for rank in range(count)]
+        gather(shutdowns)
+        return found
+
+    def _config(self, cell: Cell, run_dir: Path, model: Path) -> Config:
+        config = Config(run_dir=str(run_dir))
+        config.actor.model_name_or_path = str(model)
+        config.actor.learning_rate = 3e-2
+        config.actor.lr_scheduler, config.actor.lr_warmup_ratio = "constant", 0.0
+        config.ds.zero_stage, config.ds.param_dtype = cell.zero, cell.dtype
+        config.data.max_len = 128
+        config.vllm.tensor_parallel_size = cell.tp
+        config.vllm.max_num_seqs = 16
+        config.sync.bucket_mb = 1
+        config.timeout.sync = config.timeout.collective = 120.0
+        return config
+
+    def _generate(self, rollout: EngineHandle, version: int) -> list[Trajectory]:
+        rng = np.random.default_rng(version)
+        prompts = [[i, i, rng.integers(2, 60, 4 + 5 * i).astype(np.int32)] for i in range(8)]
+        order = {"sampling": SAMPLING.to_wire(), "run_seed": 1, "version": version, "stream": version}
+        answer = rollout.call(0, "generate", prompts=prompts, **order).result()
+        return [Trajectory.from_wire(wire) for _, wire in answer["found"]]
+
+    def _train(self, actor: RoleHandle) -> None:
+        experience = make_experience(0)
+        parts = []
+        for rank in range(ACTORS):
+            part, micro = share(experience, rank, ACTORS, 100)
+            parts.append({"experience": part.to_wire(), "micro": micro})
+        gather(actor.start_all("train_step", parts, denominator=float(experience.action_mask.sum())))
+
+    def end(self) -> None:
+        for ranks in (self.actors, *self.engines.values()):
+            ranks.end()
+        self.zygote.end()
+
+
+def largest_gap(trajectories: list[Trajectory], directory: Path) -> float:
+    """Largest difference of rollout log-probs from a transformers forward of `directory`'s weights in fp32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    largest = 0.0
+    for t in trajectories:
+        ids = torch.from_numpy(np.concatenate([t.prompt_ids, t.response_ids]).astype(np.int64))[None]
+        with torch.no_grad():
+            logits = model(ids).logits[0, len(t.prompt_ids) - 1 : -1].double() / SAMPLING.temperature
+        expected = logits.log_softmax(-1).gather(1, ids[0, len(t.prompt_ids) :, None])[:, 0].numpy()
+        largest = max(largest, float(np.abs(expected - t.rollout_logprobs).max()))
+    return largest

@@ -1,0 +1,110 @@
+"""The sender's side of the tests of sync/: this process is the actor's rank 0, all other ranks are `sync_peer`s."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sync_peer import Peer, describe, digest, hold, make_weights
+
+from slurm_rlhf.weight_sync.group import SyncGroup, join
+from slurm_rlhf.weight_sync.member import Membership
+from slurm_rlhf.weight_sync.plan import make_plan
+from slurm_rlhf.weight_sync.sender import Sender
+from slurm_rlhf.weight_sync.store import SyncStore
+
+BUCKET = 1 << 20
+
+
+class Fleet:
+    """The sender's side, receivers that come and go, and one store for all groups that follow each other.
+
+    Receivers that a test leaves alive serve the next one: whatever happened to their group, they join another.
+    """
+
+    def __init__(self) -> None:
+        self.store = SyncStore.listen("127.0.0.1", timeout_s=30)
+        self.peers: list[Peer] = []
+        self.spare: list[Peer] = []
+        self.names = 0
+        self.group: SyncGroup
+
+    def hire(self, receivers: int) -> None:
+        missing = receivers - len(self.peers) - len(self.spare)
+        fresh = [Peer() for _ in range(missing)]
+        self.spare += fresh
+        for peer in fresh:
+            peer.wait_warm()
+        while len(self.peers) < receivers:
+            self.peers.append(self.spare.pop(0))
+
+    def dismiss(self) -> None:
+        for peer in self.peers:
+            if peer.fit():
+                self.spare.append(peer)
+            else:
+                peer.end()
+        self.peers = []
+
+    def build(self, receivers: int, *, actors: int = 1, nodes: str = "", gpus: str = "", **options: Any) -> SyncGroup:
+        """A group of this process, `actors - 1` other actor ranks and `receivers`; `nodes`: a letter for each, `gpus`
+        too, where they have stand-ins for GPUs: the test has them in this process, then."""
+        self.hire(actors - 1 + receivers)
+        self.names += 1
+        where = {"name": f"g{self.names}", "world": actors + receivers, "actors": actors}
+        where |= {"host": "127.0.0.1", "port": self.store.port, "timeout_s": 30.0} | options
+        at = nodes or "n" * (actors + receivers)
+        for rank, peer in enumerate(self.peers, 1):
+            if gpus:
+                peer.tell("see", gpus=[f"GPU-{gpus[rank]}"])
+                assert peer.answer() is None
+            label = f"actor {rank}" if rank < actors else f"rollout {rank - actors}"
+            peer.tell("join", rank=rank, label=label, node=at[rank], **where)
+        self.group = join(Membership(rank=0, label="actor 0", node=at[0], **where))
+        for peer in self.peers:
+            assert peer.answer() == [str(member) for member in self.group.members]
+        return self.group
+
+    def sender(
+        self,
+        receivers: int,
+        *,
+        layers: int = 12,
+        actors: int = 1,
+        zero: int = 0,
+        compare: int = 0,
+        bucket: int = BUCKET,
+        **options: Any,
+    ) -> Sender:
+        group = self.build(receivers, actors=actors, **options)
+        parameters = describe(make_weights(0, layers))
+        for peer in self.peers[: actors - 1]:
+            peer.tell("sender_of", parameters=parameters, bucket=bucket, zero=zero, compare=compare)
+        for peer in self.peers[actors - 1 :]:
+            peer.tell("receiver_of", parameters=parameters, bucket=bucket, zero=zero, compare=compare)
+        sender = Sender(group, make_plan(parameters, bucket, group.layout(zero)), compare)
+        for peer in self.peers:
+            assert peer.answer() == len(sender.plan.buckets)
+        return sender
+
+    def update(self, sender: Sender, version: int, layers: int = 12) -> None:
+        """One update of all, compared byte for byte."""
+        actors = sender.group.actors
+        for peer in self.peers[: actors - 1]:
+            peer.tell("push", version=version, seed=version, layers=layers)
+        for peer in self.peers[actors - 1 :]:
+            peer.tell("update", version=version)
+        weights = make_weights(version, layers)
+        zero = sender.plan.layout.zero_stage == 3
+        stats = sender.push(hold(weights, 0, actors if zero else 1), version)
+        assert (stats.version, stats.buckets) == (version, len(sender.plan.buckets))
+        answers = [peer.answer() for peer in self.peers]
+        assert all(answer["nbytes"] == stats.nbytes for answer in answers[: actors - 1])
+        sent = {name: digest(tensor) for name, tensor in weights}
+        assert all(answer == sent for answer in answers[actors - 1 :])
+
+    def end(self, gently: bool = False) -> None:
+        """`gently`: they may do what they do at exit, save their coverage."""
+        for peer in self.peers + self.spare if gently else ():
+            peer.leave()
+        for peer in self.peers + self.spare:
+            peer.end()

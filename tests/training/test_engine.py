@@ -1,0 +1,138 @@
+"""Optimizer steps of actor and critic under real torchrun and DeepSpeed, against plain torch on one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import make_tiny
+from training_ranks import LEARNING_RATE, TEMPERATURE, WARMUP, make_config, make_experience, torchrun
+
+from slurm_rlhf.algorithms.losses import policy_loss, value_loss
+from slurm_rlhf.records import Experience
+
+# --- plain torch -----------------------------------------------------------------------------------------------------
+
+
+def states(exp: Experience, body: Any) -> torch.Tensor:
+    """Hidden states before the actions, one unpadded sequence at a time."""
+    rows = []
+    for start, prompt, length in zip(exp.token_offsets, exp.prompt_lens, exp.lengths, strict=False):
+        ids = torch.tensor(exp.token_ids[start : start + length].astype(np.int64))[None]
+        rows.append(body(input_ids=ids, use_cache=False).last_hidden_state[0, prompt - 1 : length - 1])
+    return torch.cat(rows)
+
+
+def plain_loss(kind: str, module: Any, exp: Experience) -> torch.Tensor:
+    mask, count = torch.tensor(exp.action_mask), float(exp.action_mask.sum())
+    columns = {name: torch.tensor(values) for name, values in exp.columns.items()}
+    if kind == "value":
+        values = module.value_head(states(exp, module.model)).squeeze(-1)
+        return value_loss(values, columns["values"], columns["returns"], mask, count, 0.5)[0]
+    offsets, lens = exp.token_offsets, exp.prompt_lens
+    targets = np.concatenate([exp.token_ids[offsets[i] + lens[i] : offsets[i + 1]] for i in range(len(exp))])
+    logits = module.model.lm_head(states(exp, module.model.model)) / TEMPERATURE
+    logprobs = logits.log_softmax(-1).gather(-1, torch.tensor(targets.astype(np.int64))[:, None])[:, 0]
+    return policy_loss(logprobs, columns["logprobs"], columns["advantages"], mask, count, 0.2, 0.2)[0]
+
+
+def plain_torch(kind: str, model: Path, weight_decay: float) -> tuple[dict[str, torch.Tensor], list[float]]:
+    from slurm_rlhf.training.models import load_critic, load_policy
+
+    config = make_config(model)
+    module = load_policy(model, config.ds, 1000) if kind == "policy" else load_critic(model, config.ds, 42)
+    groups = [
+        {"params": [p for p in module.parameters() if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in module.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    norms = []
+    for step, lr in enumerate(WARMUP):
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.zero_grad()
+        plain_loss(kind, module, make_experience(step)).backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(module.parameters(), config.actor.max_norm)))
+        optimizer.step()
+    return {name: p.detach() for name, p in module.named_parameters()}, norms
+
+
+# --- the tests -------------------------------------------------------------------------------------------------------
+
+CASES: list[dict[str, Any]] = [
+    {"name": "whole", "kind": "policy", "zero_stage": 2, "max_tokens": 10_000},
+    {"name": "split", "kind": "policy", "zero_stage": 2, "max_tokens": 30, "weight_decay": 0.1},
+    {"name": "single", "kind": "policy", "zero_stage": 2, "max_tokens": 1, "gradient_checkpointing": True},
+    {"name": "zero0", "kind": "policy", "zero_stage": 0, "max_tokens": 40},
+    {"name": "zero1", "kind": "policy", "zero_stage": 1, "max_tokens": 40},
+    {
+        "name": "zero3",
+        "kind": "policy",
+        "zero_stage": 3,
+        "max_tokens": 40,
+        "gradient_checkpointing": True,
+        "weight_decay": 0.1,
+    },
+    {"name": "value", "kind": "value", "zero_stage": 2, "max_tokens": 40},
+    {"name": "bf16", "kind": "policy", "zero_stage": 2, "max_tokens": 40, "param_dtype": "bf16"},
+    # Last: DeepSpeed's autocast, once it was in use, changes how later engines of the same process add up gradients.
+    {"name": "bf16zero0", "kind": "policy", "zero_stage": 0, "max_tokens": 40, "param_dtype": "bf16"},
+]
+RESUMES = [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16")]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny(tmp_path_factory.mktemp("models") / "qwen2")
+
+
+@pytest.fixture(scope="module")
+def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """What one rank and two ranks have written; `nan` and `resume` are asserted by the ranks themselves."""
+    outs = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2)}
+    torchrun(1, model=str(model), out=str(outs[1]), cases=CASES, resume=[[2, "bf16"]], nan=[0, 2])
+    torchrun(2, model=str(model), out=str(outs[2]), cases=CASES, resume=RESUMES, nan=[0, 2], stall=True)
+    return outs
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("case", [case for case in CASES if "param_dtype" not in case], ids=lambda case: case["name"])
+def test_training_on_ranks_and_micro_batches_equals_plain_adamw_on_the_whole_batch(
+    results: dict[int, Path], model: Path, case: dict[str, Any], ranks: int
+) -> None:
+    expected, norms = plain_torch(case["kind"], model, case.get("weight_decay", 0.0))
+    ours = load_file(results[ranks] / f"{case['name']}.safetensors")
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    metrics = json.loads((results[ranks] / f"{case['name']}.json").read_text())
+    assert [step["grad_norm"] for step in metrics] == pytest.approx(norms, rel=1e-5)
+    assert min(norms) > make_config(model).actor.max_norm
+    assert [step["lr"] for step in metrics] == pytest.approx(WARMUP)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("case", ["bf16", "bf16zero0"])
+def test_bf16_training_stays_close_to_fp32(results: dict[int, Path], model: Path, ranks: int, case: str) -> None:
+    start = load_file(model / "model.safetensors")
+    moved = {}
+    for name in (case, "zero1"):
+        ours = load_file(results[ranks] / f"{name}.safetensors")
+        moved[name] = torch.cat([(ours[f"model.{key}"] - value).flatten() for key, value in start.items()])
+    assert moved["zero1"].abs().max() > LEARNING_RATE
+    # bf16 keeps 8 bits of weights of about 0.1: errors of up to 4e-4.
+    assert (moved[case] - moved["zero1"]).abs().median() < 4e-4
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_that_stalls_is_noticed_within_the_collective_timeout(results: dict[int, Path]) -> None:
+    seconds, message = json.loads((results[2] / "stall.json").read_text())
+    assert 1.5 < seconds < 4.5, message
+    assert "timed out" in message.lower()

@@ -1,0 +1,149 @@
+"""`slurm-rlhf sft` as a user runs it: one process without torchrun, and two ranks with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_tiny
+
+ROOT = Path(__file__).parents[2]
+# Answers as vLLM samples them, with the log-probs of the tokens.
+VLLM = """
+import json, sys
+from vllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32", enforce_eager=True, max_model_len=64, max_num_seqs=8, seed=0)
+asked = [f"{a}+{b}=" for a, b in ((1, 2), (7, 9), (5, 5))]
+answers = llm.generate(asked, SamplingParams(temperature=0.0, max_tokens=6, logprobs=0), use_tqdm=False)
+told = [
+    [list(a.prompt_token_ids), list(o.token_ids), [next(iter(p.values())).logprob for p in o.logprobs]]
+    for a in answers for o in a.outputs
+]
+print("ANSWERS " + json.dumps(told))
+"""
+
+
+def run_sft(words: list[str], launcher: list[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, *launcher, str(cwd / "slurm-rlhf"), "sft", *words], cwd, {})
+
+
+def run(command: list[str], cwd: Path, extra: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **extra}
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, err = process.communicate(timeout=120)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        out, err = process.communicate()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    # What an installation puts on the PATH.
+    (tmp_path / "slurm-rlhf").write_text("import sys\nfrom slurm_rlhf.cli.main import main\nsys.exit(main())\n")
+    make_tiny(tmp_path / "model")
+    rows = [{"input": f"{a}+{b}=", "output": str(a + b)} for a in range(10) for b in range(10)]
+    rows.append({"input": "1" * 60, "output": "too long"})
+    (tmp_path / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config: dict[str, dict[str, Any]] = {
+        "actor": {"model_name_or_path": "model", "lr_warmup_ratio": 0.1},
+        "sft": {"dataset": "sums.jsonl", "output_dir": "out", "batch_size": 20, "max_epochs": 8, "learning_rate": 3e-3},
+        "data": {"max_len": 32},
+        "ds": {"param_dtype": "fp32"},
+        "train": {"max_tokens_per_gpu": 100},
+    }
+    lines = [
+        f"[{group}]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in keys.items()) for group, keys in config.items()
+    ]
+    (tmp_path / "job.toml").write_text("\n".join(lines))
+    return tmp_path
+
+
+def losses(output: str) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)/40 loss (\S+)", output)}
+
+
+@pytest.mark.timeout(280)
+def test_sft_learns_and_its_model_loads_everywhere(job: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    result = run_sft(["job.toml"], [], job)
+    assert result.returncode == 0, result.stderr
+    assert "100 examples, 1 dropped as too long, 40 steps" in result.stdout
+    alone = losses(result.stdout)
+    assert sorted(alone) == list(range(1, 41))
+    assert alone[40] < 0.6 * alone[1]
+    assert "DeepSpeed" not in result.stdout + result.stderr
+    assert sorted(path.name for path in job.iterdir()) == ["job.toml", "model", "out", "slurm-rlhf", "sums.jsonl"]
+
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    both = run_sft(["job.toml", "--sft.output_dir=both"], ranks, job)
+    assert both.returncode == 0, both.stderr
+    assert losses(both.stdout) == pytest.approx(alone, abs=2e-4)
+
+    model = AutoModelForCausalLM.from_pretrained(job / "out", dtype="auto")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    cpu = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    quiet = {"TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    sampled = run([sys.executable, "-c", VLLM, "out"], job, cpu | quiet)
+    assert sampled.returncode == 0, sampled.stderr[-3000:]
+    for prompt, response, told in json.loads(sampled.stdout.split("ANSWERS ")[1].splitlines()[0]):
+        with torch.no_grad():
+            logprobs = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
+        ours = [float(logprobs[len(prompt) - 1 + place, token]) for place, token in enumerate(response)]
+        assert ours == pytest.approx(told, abs=1e-5)
+
+
+@pytest.mark.timeout(120)
+def test_bad_input_is_one_message_and_leaves_nothing(job: Path) -> None:
+    with (job / "sums.jsonl").open("a") as file:
+        file.write('{"input": "1+1="}\n')
+    result = run_sft(["job.toml"], [], job)
+    assert result.returncode == 2
+    assert re.search(r"sums\.jsonl:102: no column 'output' \(columns: input\)", result.stderr)
+    assert "Traceback" not in result.stderr
+    assert not (job / "out").exists()
+
+
+@pytest.mark.timeout(60)
+def test_examples_in_process(job: Path) -> None:
+    from slurm_rlhf.config.schema import Config, Data
+    from slurm_rlhf.data.tokenizer import Tokenizer
+    from slurm_rlhf.errors import ConfigError, DataError
+    from slurm_rlhf.training import sft
+    from slurm_rlhf.training.examples import load_examples
+
+    tokenizer = Tokenizer.load(job / "model")
+    data = Data(max_len=32)
+    examples = load_examples(job / "sums.jsonl", tokenizer, data)
+    first = examples.experience.select([0])
+    assert tokenizer.decode(first.token_ids.tolist(), skip_special_tokens=False) == "0+0=0<eos>"
+    assert (first.prompt_lens[0], first.response_lens[0]) == (4, 2)
+    # A limit is a limit: 0+0=0<eos> has 6 tokens, 9+9=18<eos> has 7.
+    assert {int(n) for n in load_examples(job / "sums.jsonl", tokenizer, Data(max_len=6)).experience.lengths} == {6}
+    (job / "bad.jsonl").write_text('{"input": "1", "output": "2"}\n{"input": "1", "output": 2}\n')
+    with pytest.raises(DataError, match=r"bad\.jsonl:2: 'output' must be a string, got int"):
+        load_examples(job / "bad.jsonl", tokenizer, data)
+
+    config = Config()
+    config.sft.output_dir = str(job / "model")
+    with pytest.raises(ConfigError, match="is there already"):
+        sft.run(config)

@@ -1,0 +1,151 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sync_peer import describe, hold
+
+from slurm_rlhf.errors import SyncError
+from slurm_rlhf.weight_sync.bucket import Assembly, fill, verify
+from slurm_rlhf.weight_sync.buffers import Pool
+from slurm_rlhf.weight_sync.checksum import checksum
+from slurm_rlhf.weight_sync.layout import Layout
+from slurm_rlhf.weight_sync.plan import make_plan
+from slurm_rlhf.weight_sync.sender import span_source
+
+
+def _random_bytes(n: int) -> torch.Tensor:
+    return torch.randint(0, 256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))
+
+
+def _odd_words(count: int) -> np.ndarray:
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    with np.errstate(over="ignore"):
+        mixed = (np.arange(1, count + 1, dtype=np.int64).view(np.uint64) * golden).view(np.int64)
+        return ((mixed ^ (mixed >> 29)).view(np.uint64) * golden) | np.uint64(1)
+
+
+@pytest.mark.parametrize("lanes", [5, 1 << 15, (2 << 15) + 5])
+def test_checksum_is_the_weighted_sum_it_says(lanes: int):
+    data = _random_bytes(8 * lanes)
+    words = data.numpy().view(np.uint64)
+    block_weights = _odd_words(4)[1:]
+    block_weights[0] = 1
+    with np.errstate(over="ignore"):
+        weights = _odd_words(1 << 15)
+        blocks = [words[low : low + (1 << 15)] for low in range(0, lanes, 1 << 15)]
+        sums = [(block * weights[: len(block)]).sum(dtype=np.uint64) for block in blocks]
+        total = sum((sums[i] * block_weights[i] for i in range(len(sums))), np.uint64(0))
+    assert checksum(data).item() == np.asarray(total).view(np.int64)
+
+
+@pytest.mark.parametrize("lanes", [5, 1 << 15, (2 << 15) + 5, (1 << 20) + 3])
+def test_a_device_that_takes_many_blocks_at_once_finds_the_same(lanes: int, monkeypatch: pytest.MonkeyPatch):
+    data = _random_bytes(8 * lanes)
+    alone = checksum(data).item()
+    monkeypatch.setattr("slurm_rlhf.weight_sync.checksum._is_cpu", lambda tensor: False)
+    assert checksum(data).item() == alone
+
+
+@pytest.mark.parametrize("lanes", [0, 5, 1 << 15, 1 << 16, (1 << 17) + 77])
+def test_checksum_of_a_copy_is_that_of_the_bytes(lanes):
+    data, copy = _random_bytes(8 * lanes), torch.zeros(8 * lanes, dtype=torch.uint8)
+    assert checksum(data, into=copy).item() == checksum(data).item()
+    assert torch.equal(copy, data)
+
+
+@given(st.integers(2, 9000), st.data())
+def test_checksum_sees_a_flipped_bit_a_shift_and_an_exchange(lanes, draw):
+    data = _random_bytes(8 * lanes)
+    here, there = draw.draw(st.integers(0, lanes - 2)), lanes - 1
+    flipped = data.clone()
+    flipped[8 * here] ^= 1 << draw.draw(st.integers(0, 7))
+    exchanged = data.clone().view(torch.int64)
+    exchanged[here], exchanged[there] = exchanged[there].item(), exchanged[here].item()
+    changed = [flipped, exchanged.view(torch.uint8), data.roll(8)]
+    assert checksum(data).item() not in [checksum(other).item() for other in changed]
+
+
+def _weights() -> list[tuple[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    return [
+        ("fp32", torch.randn(7, 5)),
+        ("bf16", torch.randn(33).bfloat16()),
+        ("half", torch.randn(6, 4).half()),
+        ("scalar", torch.tensor(3.5)),
+        ("none", torch.zeros(0, 4)),
+        ("large", torch.randn(90, 10)),
+    ]
+
+
+def _plan(actors: int = 1, zero: int = 0, bucket: int = 1 << 20):
+    return make_plan(describe(_weights()), bucket, Layout(("a",) * actors, ("b",), zero))
+
+
+def _filled(plan, bucket: int, version: int) -> torch.Tensor:
+    """The bucket as its owners would send it."""
+    actors = len(plan.layout.actors)
+    cut = actors if plan.layout.zero_stage == 3 else 1
+    buffer = torch.randint(0, 256, (plan.nbytes(bucket, 0),), dtype=torch.uint8)
+    for part in plan.parts(bucket, 0):
+        source = span_source(plan, hold(_weights(), part.owner if cut > 1 else 0, cut))
+        fill(buffer[part.start : part.start + part.nbytes], part, bucket, version, source)
+    return buffer
+
+
+@pytest.mark.parametrize(("actors", "zero"), [(1, 0), (3, 2), (1, 3), (4, 3)])
+@pytest.mark.parametrize("bucket", [64, 320, 1 << 20])
+@pytest.mark.parametrize("way", ["parameters", "copies"])
+def test_what_is_filled_is_what_is_put_together(actors, zero, bucket, way):
+    plan = _plan(actors, zero, bucket)
+    assembly = Assembly(plan, Pool(torch.device("cpu")))
+    got = []
+    for index in range(len(plan.buckets)):
+        buffer = _filled(plan, index, 12)
+        got += list(getattr(assembly, way)(buffer, plan.parts(index, 0), index, 12))
+    for (name, tensor), (expected, sent) in zip(got, _weights(), strict=True):
+        assert name == expected
+        assert tensor.dtype == sent.dtype
+        assert torch.equal(tensor, sent)
+
+
+def test_a_wrong_byte_and_a_wrong_version_are_named():
+    plan = _plan(2, 3)
+    buffer = _filled(plan, 0, 12)
+    first, second = plan.parts(0, 0)
+    with pytest.raises(SyncError, match="bucket 0 of policy version 13, got bucket 0 of version 12 from actor 1"):
+        verify(buffer, plan, [second], 0, 13)
+    buffer[second.pieces[1].offset + 3] += 1
+    verify(buffer, plan, [first], 0, 12)
+    assembly = Assembly(plan, Pool(torch.device("cpu")))
+    for way in (assembly.parameters, assembly.copies):
+        with pytest.raises(SyncError, match="differs from that of actor 1 in bf16 "):
+            list(way(buffer, (first, second), 0, 12))
+
+
+def test_parameters_that_are_not_the_plan():
+    plan = _plan()
+    held = hold(_weights())
+    with pytest.raises(SyncError, match="no parameter 'bf16', which is in the plan"):
+        span_source(plan, {name: part for name, part in held.items() if name != "bf16"})
+    with pytest.raises(SyncError, match="'half' is float32, the plan says float16"):
+        span_source(plan, {**held, "half": (0, torch.zeros(24))})
+    with pytest.raises(SyncError, match="'more' that is not in the plan"):
+        span_source(plan, {**held, "more": (0, torch.zeros(24))})
+    source = span_source(plan, {**held, "fp32": (10, torch.zeros(25))})
+    with pytest.raises(SyncError, match="holds elements 10 to 35 of 'fp32', the plan wants 0 to 35 of 35"):
+        source(plan.buckets[0][0])
+
+
+def test_memory_is_used_again_when_the_last_view_of_it_is_gone():
+    pool = Pool(torch.device("cpu"))
+    first = pool.take(1000)
+    kept = first[100:200].view(torch.float32)
+    address = first.data_ptr()
+    del first
+    second = pool.take(1000)
+    assert second.data_ptr() != address
+    kept.fill_(1.0)
+    del kept
+    assert pool.take(900).data_ptr() == address
+    assert pool.peak == 2000

@@ -1,0 +1,169 @@
+"""Links that are cut in silence while weights are on their way: found by missing signs of life, not by long waits."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from shaped_links import Links, available, shaped
+from sync_peer import Peer, describe, make_weights
+from sync_ranks import Ranks, loaded, sent
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.weight_updates import WeightSync
+from slurm_rlhf.weight_sync.diagnosis import Names, cut
+from slurm_rlhf.weight_sync.liveness import Pulse, partners
+from slurm_rlhf.weight_sync.member import Member
+
+pytestmark = pytest.mark.timeout(240)
+
+SILENCE = 2.0
+LATE = SILENCE + 8  # for the verdict, on a busy machine; an operation's time-out is 120 s here
+NODES = ["near", "mid", "far"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[tuple[Links, WeightSync]]:
+    """Two actor ranks, ZeRO-3, on nodes of their own, and an engine on a third."""
+    with shaped(NODES, "100mbit") as links:
+        peers = [Peer(links.inside(node), node) for node in NODES]
+        try:
+            for peer in peers:
+                peer.wait_warm()
+            settings = {"timeout.sync": 240.0, "timeout.sync_silence": SILENCE, "sync.bucket_mb": 1, "ds.zero_stage": 3}
+            settings["sync.compare"] = 100  # so that the engine asks the store, which is behind the cut, all the time
+            actor, rollout = Ranks(peers[:2]), Ranks(peers[2:])
+            for name, ranks in (("actor", actor), ("rollout", rollout)):
+                for rank in range(ranks.world):
+                    ranks.call(rank, "become", role=name, rank=rank, settings=settings).result()
+            weights = WeightSync(Config(), actor, rollout, links.address("near"))  # type: ignore[arg-type]
+            weights.connect(describe(make_weights(0)), [0])
+            start = time.monotonic()
+            weights.update(1)
+            print(f"an update takes {time.monotonic() - start:.1f} s")
+            yield links, weights
+        finally:
+            for peer in peers:
+                peer.end()
+
+
+class Told(logging.Handler):
+    """What the conductor logs of the first failure; it repairs the link at once, so that the update can go on."""
+
+    def __init__(self, repair: Callable[[], None]) -> None:
+        super().__init__(logging.WARNING)
+        self.repair = repair
+        self.text = ""
+        self.at = 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self.text:
+            self.text, self.at = record.getMessage(), time.monotonic()
+            self.repair()
+
+
+@contextmanager
+def cut_soon(damage: Callable[[], None], repair: Callable[[], None]) -> Iterator[Callable[[], tuple[str, float]]]:
+    """A cut half way in an update; gives (what was said of it, after how many seconds)."""
+    told, damaged = Told(repair), []
+    timer = threading.Timer(0.4, lambda: (damaged.append(time.monotonic()), damage()))
+    logger = logging.getLogger("slurm_rlhf.controller.weight_updates")
+    logger.addHandler(told)
+    timer.start()
+    try:
+        yield lambda: (told.text, told.at - damaged[0])
+    finally:
+        timer.join()
+        logger.removeHandler(told)
+        if not told.text:
+            repair()
+
+
+@pytest.mark.skipif(not available(), reason="network namespaces need root")
+def test_a_node_that_is_cut_off_is_named_in_seconds(cluster: tuple[Links, WeightSync]) -> None:
+    links, weights = cluster
+    with cut_soon(lambda: links.vanish("far"), lambda: links.appear("far")) as outcome:
+        metrics = weights.update(2)
+    text, seconds = outcome()
+    print(f"after {seconds:.1f} s: {text}")
+    far = rf"rollout 0 on far (eth0, {links.address('far')})"
+    assert f"actor 0 on near (eth0, {links.address('near')}) heard nothing from {far} for 2 s" in text
+    assert seconds < LATE
+    assert metrics["perf/sync_group"] == 2
+    assert loaded(weights, 0) == sent(2)
+
+
+@pytest.mark.skipif(not available(), reason="network namespaces need root")
+def test_a_link_between_two_members_that_the_leader_hears_is_named(cluster: tuple[Links, WeightSync]) -> None:
+    links, weights = cluster
+    with cut_soon(lambda: links.part("mid", "far"), lambda: links.join("mid", "far")) as outcome:
+        weights.update(3)
+    text, seconds = outcome()
+    print(f"after {seconds:.1f} s: {text}")
+    assert "the link between them is cut" in text
+    for node, label in (("mid", "actor 1"), ("far", "rollout 0")):
+        assert f"{label} on {node} (eth0, {links.address(node)})" in text
+    assert "actor 0" not in text.partition("failed: ")[2]
+    assert seconds < LATE
+    assert loaded(weights, 0) == sent(3)
+
+
+def member(rank: int, node: str, **more: Any) -> Member:
+    return Member(rank, f"rank {rank}", node, node, 1, "127.0.0.1", "eth0", "gloo", "", **more)
+
+
+def test_every_pair_of_nodes_is_watched_and_a_pulse_costs_a_datagram_per_node() -> None:
+    members = [member(rank, "aabbbbccd"[rank]) for rank in range(9)]
+    sends = dict(enumerate(partners(members)))
+    assert sends[0] == tuple(range(1, 9))
+    assert all(0 in sends[rank] for rank in range(1, 9))
+    pairs = {(members[one].node, members[other].node) for one, others in sends.items() for other in others}
+    assert pairs >= {(one, other) for one in "abcd" for other in "abcd" if one != other}
+    assert all(len(others) <= 4 for rank, others in sends.items() if rank)
+    assert sends[5] == (0, 1, 7, 8)
+    many = partners([member(rank, str(rank // 8)) for rank in range(8 * 200)])
+    assert sum(map(len, many)) < 67 * len(many)
+    assert {8 * node + 3 for node in (68, 99, 101, 132)} <= set(many[8 * 100 + 3])
+
+
+def test_pulses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three members: one is heard and falls silent, one is never heard, a stranger counts as nobody."""
+    ends = [Pulse("127.0.0.1", 0.5) for _ in range(3)]
+    members = [member(rank, "abc"[rank], pulse=end.port) for rank, end in enumerate(ends)]
+    quiet: list[tuple[int, ...]] = []
+    ends[0].start(members, 0, "ours")
+    ends[1].start(members, 1, "ours")
+    ends[2].start(members, 2, "another run's")
+    with ends[0].watched(quiet.append):
+        time.sleep(1.2)
+        assert (quiet, ends[0].unheard) == ([], (2,))
+        ends[1].close()
+        stopped = time.monotonic()
+        while not quiet:
+            assert time.monotonic() - stopped < 20
+            time.sleep(0.02)
+        assert time.monotonic() - stopped > 0.4
+    assert quiet == [(1,)]
+    with ends[0].watched(quiet.append):
+        time.sleep(0.2)  # silent before already; it has as long again
+    assert quiet == [(1,)]
+    for end in ends:
+        end.close()
+
+
+def test_what_silences_mean() -> None:
+    names = Names({rank: f"m{rank}" for rank in range(9)}, {rank: f"M{rank} (ib0)" for rank in range(9)}, 300, 15)
+    for_so_long = "for 15 s (timeout.sync_silence)"
+    assert cut({0: (3,), 1: (), 2: (3,)}, {0, 1, 2}, names) == (
+        f"M0 (ib0) heard nothing from M3 (ib0) {for_so_long}: its link is cut, or it hangs"
+    )
+    assert cut({0: (), 2: (3,), 3: (2,)}, {0, 2, 3}, names).startswith(
+        f"M2 (ib0) heard nothing from M3 (ib0) {for_so_long}, though both are alive: the link between them is cut"
+    )
+    whole_node = cut({0: (), 1: (3, 4, 5, 6, 7, 8)}, {0, 1, 2}, names)
+    assert "M1 (ib0) heard nothing from M3 (ib0) and M4 (ib0) and M5 (ib0) and M6 (ib0) and 2 more for" in whole_node

@@ -1,0 +1,273 @@
+"""The plan of a weight transfer, without processes: every byte once to everybody, and nobody burdened beyond others."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurm_rlhf.errors import SyncError
+from slurm_rlhf.weight_sync.compatibility import check_match
+from slurm_rlhf.weight_sync.cost import account
+from slurm_rlhf.weight_sync.layout import Layout
+from slurm_rlhf.weight_sync.plan import ALIGN, ITEM_SIZE, SyncPlan, make_plan
+from slurm_rlhf.weight_sync.routes import routes
+
+PARAMETERS = [
+    ["a", [4, 8], "float32"],
+    ["b", [], "bf16"],
+    ["c", [3], "torch.float16"],
+    ["d", [1000], "fp32"],
+    ["e", [2], "fp32"],
+]
+ONE = Layout(("n",), ("n",))
+LAYOUTS = {
+    "one of each": (["x"], ["y"]),
+    "one of each on one node": (["x"], ["x"]),
+    "6+2 on two nodes": (["x"] * 6 + ["y"] * 6, ["x"] * 2 + ["y"] * 2),
+    "6+2 on one node": (["x"] * 6, ["x"] * 2),
+    "1 actor, 3 engine nodes": (["x"], ["p", "q", "r"]),
+    "2x2 to 2x2": (["x", "x", "y", "y"], ["p", "p", "q", "q"]),
+    "2x2 to 4x2": (["x", "x", "y", "y"], [n for n in "pqrs" for _ in range(2)]),
+    "TP 4 on one node": (["x"] * 2, ["p"] * 4),
+    "one node shared, one not": (["x"] * 3, ["x"] * 4 + ["p"] * 4),
+    "uneven": (["x"] * 5 + ["y"], ["x", "p", "p", "p", "q", "y"]),
+    "many actors, one engine": (list("abcdefgh"), ["p"]),
+}
+
+
+def cases(names=tuple(LAYOUTS)):
+    shapes = st.lists(
+        st.tuples(st.lists(st.integers(0, 40), max_size=3), st.sampled_from(sorted(ITEM_SIZE))), min_size=1, max_size=12
+    )
+    given_nodes = st.sampled_from([LAYOUTS[name] for name in names])
+    any_nodes = st.tuples(
+        st.lists(st.sampled_from("xyz"), min_size=1, max_size=7).map(sorted),
+        st.lists(st.sampled_from("wxypq"), min_size=1, max_size=9).map(sorted),
+    )
+    return st.tuples(
+        shapes, given_nodes | any_nodes, st.integers(0, 3), st.integers(64, 9000), st.sampled_from([64, 192, 4096])
+    )
+
+
+def planned(case) -> SyncPlan:
+    shapes, (actors, engines), stage, bucket, chunk = case
+    described = [[f"p{i}", shape, dtype] for i, (shape, dtype) in enumerate(shapes)]
+    rails = tuple(f"ib{rank % 3}" for rank in range(len(actors) + len(engines))) if bucket % 2 else ()
+    return make_plan(described, bucket, Layout(tuple(actors), tuple(engines), stage, rails), chunk)
+
+
+def everything(plan: SyncPlan):
+    for stream in range(len(plan.streams)):
+        for bucket in range(len(plan.buckets)):
+            yield stream, bucket
+
+
+def follow(plan: SyncPlan, stream: int, bucket: int):
+    """(giver, taker, bytes) of every hand-over, as the members will do it: each taker's giver counts it as a taker."""
+    for route in routes(plan, bucket, stream):
+        takers = {rank for ranks in route.node_ranks for rank in ranks}
+        reached, waiting = {route.owner}, [route.owner]
+        while waiting:
+            giver = waiting.pop()
+            for taker in route.takers(giver):
+                assert taker not in reached, "a chunk comes twice"
+                assert route.giver(taker) == giver
+                reached.add(taker)
+                waiting.append(taker)
+                yield giver, taker, route
+        assert reached - {route.owner} == takers, "a chunk does not come"
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_every_byte_reaches_every_engine_rank_once(case):
+    plan = planned(case)
+    got = {rank: Counter() for rank in range(len(plan.layout.actors), plan.layout.world)}
+    owned = Counter()
+    for stream, bucket in everything(plan):
+        parts = plan.parts(bucket, stream)
+        chunks = {rank: [] for rank in got}
+        for _, taker, route in follow(plan, stream, bucket):
+            chunks[taker].append((route.low, route.high))
+        covered = {rank: sorted(found) for rank, found in chunks.items() if found}
+        assert {plan.layout.node(rank) for rank in covered} == set(plan.streams[stream].nodes)
+        for rank, found in covered.items():
+            assert plan.stream_to(rank) == stream
+            assert found[0][0] == 0
+            assert [high for _, high in found[:-1]] == [low for low, _ in found[1:]]
+            assert found[-1][1] == plan.nbytes(bucket, stream)
+            for piece in (piece for part in parts for piece in part.pieces):
+                for byte in range(piece.span.low, piece.span.high, 2):  # dtypes have at least two
+                    got[rank][piece.span.parameter, byte] += 1
+        for part in parts:
+            for piece in part.pieces:
+                owned[part.owner, piece.span.parameter] += piece.span.nbytes
+    every = {(index, byte): 1 for index, p in enumerate(plan.parameters) for byte in range(0, p.nbytes, 2)}
+    assert all(found == every for found in got.values())
+    if plan.layout.zero_stage == 3:
+        for (owner, index), nbytes in owned.items():
+            parameter = plan.parameters[index]
+            shard = -(-parameter.numel // len(plan.layout.actors))
+            mine = max(0, min(parameter.numel, (owner + 1) * shard) - owner * shard)
+            assert nbytes == mine * ITEM_SIZE[parameter.dtype], "a rank sends what is not its shard"
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases())
+def test_buckets_hold_their_limit_and_their_order(case):
+    plan, limit = planned(case), case[3]
+    spans = [span for bucket in plan.buckets for span in bucket]
+    assert [span.parameter for span in spans] == sorted(span.parameter for span in spans)
+    for stream, bucket in everything(plan):
+        assert sum(span.nbytes for span in plan.buckets[bucket]) <= limit
+        end = 0
+        for part in plan.parts(bucket, stream):
+            assert part.start == end
+            end = part.start + 8 * (2 + len(part.pieces))
+            for piece in part.pieces:
+                assert piece.offset >= end
+                assert piece.offset % ALIGN == 0
+                end = piece.offset + piece.span.nbytes
+            assert end <= part.start + part.nbytes
+            end = part.start + part.nbytes
+
+
+@settings(max_examples=40, deadline=None)
+@given(cases(), st.integers(20, 60))
+def test_nobody_sends_more_than_a_fair_share_and_a_bucket(case, layers):
+    """Of a model of many buckets, cut by ZeRO or whole; links of nodes carry the model once in each direction."""
+    (_, nodes, stage, _, _) = case
+    described = [[f"p{i}", [24, 32], "bf16"] for i in range(layers)]
+    plan = make_plan(described, 4096, Layout(tuple(nodes[0]), tuple(nodes[1]), stage), 256)
+    sent, into, out = Counter(), Counter(), Counter()
+    total = Counter()
+    for stream, bucket in everything(plan):
+        total[stream] += plan.nbytes(bucket, stream)
+        for giver, taker, route in follow(plan, stream, bucket):
+            if giver == route.owner:
+                sent[stream, giver] += route.nbytes
+            if plan.layout.node(giver) != plan.layout.node(taker):
+                into[stream, plan.layout.node(taker)] += route.nbytes
+                out[stream, plan.layout.node(giver)] += route.nbytes
+    for (stream, _), nbytes in into.items():
+        assert nbytes <= total[stream], "a node takes a byte over the network twice"
+    for (stream, rank), nbytes in sent.items():
+        taking = plan.streams[stream]
+        copies = (
+            len({plan.layout.actors[owner] for owner in taking.owners}) + 1
+        )  # remote ones, and that of its own node
+        share = min(copies, len(taking.nodes)) * total[stream] / len(taking.owners)
+        assert nbytes <= share + 4096 * copies, (rank, nbytes, share)
+
+
+def test_a_node_with_both_roles_is_served_without_the_network_unless_the_model_is_cut():
+    nodes = (("x",) * 6 + ("y",) * 6, ("x",) * 2 + ("y",) * 2)
+    for stage, crossing in ((2, False), (3, True)):
+        plan = make_plan([["p", [1000, 100], "bf16"]], 1 << 16, Layout(*nodes, stage))
+        edges = [edge for where in everything(plan) for edge in follow(plan, *where)]
+        assert any(plan.layout.node(giver) != plan.layout.node(taker) for giver, taker, _ in edges) == crossing
+
+
+def test_what_leaves_over_a_rail_arrives_on_it():
+    rails = ("ib0", "ib1") * 4
+    plan = make_plan(
+        [["p", [4000, 100], "bf16"]], 1 << 20, Layout(*map(tuple, LAYOUTS["2x2 to 2x2"]), 3, rails), 1 << 12
+    )
+    carried = Counter()
+    for where in everything(plan):
+        for giver, taker, route in follow(plan, *where):
+            if plan.layout.node(giver) != plan.layout.node(taker):
+                assert rails[giver] == rails[taker] == rails[route.owner]
+                carried[rails[giver]] += route.nbytes
+    assert carried["ib0"] == pytest.approx(carried["ib1"], rel=0.02)
+
+
+def test_relays_take_turns_and_every_rail_is_used():
+    plan = make_plan([["p", [4000, 100], "bf16"]], 1 << 20, Layout(*map(tuple, LAYOUTS["2x2 to 4x2"]), 3), 1 << 12)
+    sent = Counter()
+    for where in everything(plan):
+        for giver, taker, route in follow(plan, *where):
+            if plan.layout.node(giver) != plan.layout.node(taker):
+                sent[plan.layout.node(giver)] += route.nbytes
+    for node in "xy":  # each actor node a copy
+        assert sent[node] == pytest.approx(plan.payload, rel=0.02)
+    for node in "pqrs":  # and the two copies that are left are relayed by all four
+        assert sent[node] == pytest.approx(plan.payload / 2, rel=0.1)
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_account_is_what_the_routes_add_up_to(name, zero):
+    layout = Layout(*map(tuple, LAYOUTS[name]), zero)
+    plan = make_plan([[f"p{i}", [500, 101], "bf16"] for i in range(20)], 1 << 19, layout, 1 << 12)
+    sent, out, into = Counter(), Counter(), Counter()
+    for where in everything(plan):
+        for giver, taker, route in follow(plan, *where):
+            sent[giver] += route.nbytes
+            if layout.node(giver) != layout.node(taker):
+                out[layout.node(giver)] += route.nbytes
+                into[layout.node(taker)] += route.nbytes
+    found = account(plan)
+    for counted, told in ((sent, found.sent), (out, found.out), (into, found.into)):
+        for key in {*counted, *told}:
+            assert counted[key] == pytest.approx(told[key], rel=0.1, abs=plan.payload / 50), key
+    busiest = max([*found.out.values(), *found.into.values(), 0])
+    assert found.seconds(network=1e6, inside=1e12) == pytest.approx(busiest / 1e6, abs=1e-3)
+
+
+def test_buckets_keep_whole_parameters_and_cut_large_ones():
+    plan = make_plan(PARAMETERS, 256, ONE)
+    held = [[(plan.parameters[s.parameter].name, s.low, s.high) for s in bucket] for bucket in plan.buckets]
+    assert held[0] == [("a", 0, 128), ("b", 0, 2), ("c", 0, 6)]
+    assert held[1] == [("d", 0, 256)]
+    assert held[-1] == [("d", 3840, 4000), ("e", 0, 8)]
+    assert plan.described == [
+        ["a", [4, 8], "float32"],
+        ["b", [], "bfloat16"],
+        ["c", [3], "float16"],
+        ["d", [1000], "float32"],
+        ["e", [2], "float32"],
+    ]
+    assert plan.fingerprint() == make_plan(PARAMETERS, 256, ONE).fingerprint()
+    assert plan.fingerprint() != make_plan(PARAMETERS, 320, ONE).fingerprint()
+
+
+def test_chunks_are_small_only_where_nodes_relay():
+    def chunk(name: str) -> int:
+        return make_plan(PARAMETERS, 256, Layout(*map(tuple, LAYOUTS[name]), 3)).chunk_bytes
+
+    assert chunk("2x2 to 4x2") == chunk("1 actor, 3 engine nodes") == 512 << 10
+    assert chunk("2x2 to 2x2") == chunk("TP 4 on one node") == chunk("6+2 on two nodes") == 4 << 20
+
+
+def test_what_cannot_be_planned():
+    with pytest.raises(SyncError, match="'a' twice"):
+        make_plan([["a", [1], "fp32"], ["a", [1], "fp32"]], 100, ONE)
+    with pytest.raises(SyncError, match=r"int8.*valid: float32, bfloat16, float16"):
+        make_plan([["a", [1], "int8"]], 100, ONE)
+    with pytest.raises(SyncError, match="empty"):
+        make_plan([], 100, ONE)
+    with pytest.raises(SyncError, match="at least one actor rank and one engine rank"):
+        Layout(("x",), ())
+
+
+def test_two_architectures_are_told_apart_by_name():
+    sent = [["same", [2], "bf16"], ["shape", [2, 3], "fp32"], ["extra", [1], "fp32"]]
+    expected = [["same", [2], "fp32"], ["shape", [3, 2], "fp32"], ["wanted", [1], "fp32"]]
+    check_match(sent[:1], expected[:1], "actor 0", "rollout 1")  # fp32 holds every bf16
+    with pytest.raises(SyncError) as caught:
+        check_match(sent, expected, "actor 0", "rollout 1")
+    text = str(caught.value)
+    assert "extra: only actor 0 has it" in text
+    assert "wanted: only rollout 1 has it" in text
+    assert "shape: [2, 3] at actor 0, [3, 2] at rollout 1" in text
+    assert "same" not in text.replace("the same", "")
+
+
+@pytest.mark.parametrize(("sent", "kept"), [("fp32", "bf16"), ("bf16", "fp16"), ("fp16", "bf16")])
+def test_a_dtype_that_would_be_rounded_is_refused(sent, kept):
+    with pytest.raises(SyncError, match=r"(?s)rollout 1 cannot hold .* actor 0 .*p: .* at actor 0, .*vllm.dtype"):
+        check_match([["p", [2], sent]], [["p", [2], kept]], "actor 0", "rollout 1")

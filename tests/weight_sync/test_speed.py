@@ -1,0 +1,118 @@
+"""How fast weights travel: ratios within one run of `slurm-rlhf bench sync`."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from shaped_links import available, shaped
+from tiny_models import make_tiny
+
+from slurm_rlhf.bench.sync_command import World, help_page, measure, model_of, run
+from slurm_rlhf.config.model_parameters import stored_parameters
+from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.weight_sync.interfaces import pick, rail_of
+
+
+def test_the_bench_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--size=3MB", "--actors=2x1", "--engines=1x2", "--zero=3", "--bucket_mb=1", "--repeats=1", "--json"]
+    assert run(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"seconds", "bytes", "raw_seconds", "share_of_raw", "naive_seconds", "peak_extra_bytes"} <= set(found)
+    assert found["bytes"] == sum(2 * math.prod(shape) for _, shape, _ in model_of(3_000_000))
+    assert found["share_of_raw"] == pytest.approx(found["raw_seconds"] / found["seconds"])
+    assert (found["actors"], found["engines"], found["zero"]) == ("2x1", "1x2", 3)
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("--size=big", "--size takes a number and a unit, as in 500MB"),
+        ("--actors=2", "--actors takes nodes x ranks on each, as in 2x4, got '2'"),
+        ("--speed=9", "does not know '--speed=9'"),
+        ("--load", "--load needs the model"),
+    ],
+)
+def test_bad_words(word: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run([word])
+    assert "--peak" not in help_page()
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.skipif(not available(), reason="network namespaces and tc need root")
+def test_both_interfaces_of_a_node_carry_their_share() -> None:
+    """ZeRO-3 shards of two ranks of a node leave over two interfaces, and the other node takes each byte once."""
+    with shaped(["actor0", "rollout0"], "1gbit") as links:
+        links.rail("1gbit")
+        world = World(
+            model_of(20_000_000),
+            actors=["actor0"] * 2,
+            engines=["rollout0"] * 2,
+            zero=3,
+            bucket_bytes=4 << 20,
+            naive=False,
+            repeats=1,
+            host=links.address("actor0"),
+            interface="eth0,ib0",
+            prefix=links.inside,
+        )
+        found = measure(world)
+        sent = {rail: links.sent("actor0", rail) for rail in ("eth0", "ib0")}
+    # Two updates, half over each, and once the same bytes in one stream for the raw rate.
+    assert sum(sent.values()) < 3.2 * found["bytes"]
+    assert sent["ib0"] == pytest.approx(found["bytes"], rel=0.1)
+
+
+def test_a_rank_takes_the_interface_near_its_device() -> None:
+    rails, numa = ["ib0", "ib1", "ib2", "ib3"], {"ib0": 0, "ib1": 0, "ib2": 1, "ib3": 1}
+    assert [pick(rails, numa, 1, rank) for rank in range(4)] == ["ib2", "ib3", "ib2", "ib3"]
+    assert [pick(rails, {}, 1, rank) for rank in range(5)] == ["ib0", "ib1", "ib2", "ib3", "ib0"]
+    assert pick(rails, numa, -1, 6) == "ib2"
+    assert rail_of(["lo"], "", 5) == "lo"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not available(), reason="network namespaces and tc need root")
+def test_links_of_400_mbit_are_full_and_twice_the_nodes_cost_little() -> None:
+    """Two actor nodes of two ranks, ZeRO-3, to two and to four rollout nodes of two ranks; 100 MB."""
+    found = {}
+    for engines in (2, 4):
+        nodes = [f"actor{i}" for i in range(2)] + [f"rollout{i}" for i in range(engines)]
+        with shaped(nodes, "400mbit") as links:
+            world = World(
+                model_of(100_000_000),
+                actors=[node for node in nodes[:2] for _ in range(2)],
+                engines=[node for node in nodes[2:] for _ in range(2)],
+                zero=3,
+                bucket_bytes=16 << 20,
+                naive=engines == 2,
+                host=links.address("actor0"),
+                prefix=links.inside,
+            )
+            found[engines] = measure(world)
+            print(json.dumps(found[engines]))
+    two, four = found[2], found[4]
+    assert two["seconds"] <= 1.15 * two["raw_seconds"]
+    assert four["seconds"] <= 1.10 * two["seconds"]
+    assert two["naive_seconds"] >= 2 * two["seconds"]
+    assert max(two["peak_extra_bytes"], four["peak_extra_bytes"]) <= 3 * (16 << 20) * 1.05
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_loopback_reaches_four_fifths_of_what_gloo_does_with_the_same_bytes(tmp_path: Path) -> None:
+    """500 MB of bf16 from one actor rank to two engine ranks; then into vLLM as well."""
+    model = make_tiny(tmp_path / "model", hidden=2048, heads=16, kv_heads=2, layers=7, dtype="bf16")
+    parameters = [[name, shape, "bfloat16"] for name, shape in stored_parameters(str(model))]
+    apart = measure(World(parameters, ["actor0"], ["rollout0"] * 2, repeats=7))
+    together = measure(World(parameters, ["node"], ["node"] * 2, repeats=7, model=str(model)))
+    for found in (apart, together):
+        print(json.dumps(found))
+        assert found["bytes"] > 400e6
+        assert found["share_of_raw"] >= 0.8
+        assert found["peak_extra_bytes"] <= 3 * (64 << 20) * 1.01
+    assert together["seconds_with_loading"] > together["seconds"]

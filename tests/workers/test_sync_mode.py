@@ -1,0 +1,144 @@
+"""When an engine takes new weights: behind the responses in flight, or under them. The engine itself is scripted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.records import Trajectory, VersionSpan
+from slurm_rlhf.rollout.engine import Gauges
+from slurm_rlhf.workers.engine_leader import RolloutRole
+from slurm_rlhf.workers.worker import Seat
+
+
+class Call:
+    """A request as the role sees it."""
+
+    def __init__(self, method: str, **args: Any) -> None:
+        self.method = method
+        self.args = args
+        self.answer: Any = None
+
+    def reply(self, answer: Any) -> None:
+        self.answer = answer
+
+    def fail(self, error: Exception) -> None:
+        raise error
+
+
+class Scripted:
+    """Three tokens for each request, marked with the version they were sampled under."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.gauges = Gauges(0, 0, 0.0)
+        self.tokens: dict[tuple[int, int], list[int]] = {}
+
+    def add(self, request: Any) -> None:
+        self.tokens[request.prompt, request.sample] = []
+
+    def load_weights(self, weights: Any, version: int) -> None:
+        self.version = version
+
+    def step(self) -> list[Trajectory]:
+        landed = []
+        for key, versions in list(self.tokens.items()):
+            versions.append(self.version)
+            if len(versions) == 3:
+                del self.tokens[key]
+                landed.append(_trajectory(key, versions))
+        return landed
+
+
+class Arrived:
+    """The sync end of a role whose weights are there, after so many updates that break off."""
+
+    def __init__(self, broken: int = 0) -> None:
+        self.broken = broken
+
+    def receive(self, version: int, load: Any) -> dict[str, Any]:
+        self.broken -= 1
+        if self.broken >= 0:
+            return {"broken": "somebody died"}
+        load(iter([]), version)
+        return {"checksum_s": 0.0}
+
+
+def _trajectory(key: tuple[int, int], versions: list[int]) -> Trajectory:
+    import numpy as np
+
+    spans = [
+        VersionSpan(i, i + versions.count(version), version)
+        for i, version in enumerate(versions)
+        if versions.index(version) == i
+    ]
+    return Trajectory(
+        prompt=key[0],
+        sample=key[1],
+        prompt_ids=np.array([1], dtype=np.int32),
+        response_ids=np.arange(3, dtype=np.int32),
+        rollout_logprobs=np.zeros(3, dtype=np.float32),
+        action_mask=np.ones(3, dtype=bool),
+        finish_reason="length",
+        text="",
+        versions=spans,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _outside_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slurm_rlhf.workers.engine_worker.prepare_environment", lambda: None)
+
+
+def make_role(mode: str, broken: int = 0) -> RolloutRole:
+    config = Config()
+    config.vllm.sync_mode = mode  # type: ignore[assignment]
+    role = RolloutRole(config, Seat("rollout", 0, 1, 0, "n"), None)  # type: ignore[arg-type]
+    role.engine, role.sync = Scripted(), Arrived(broken)  # type: ignore[assignment]
+    return role
+
+
+def ask(role: RolloutRole) -> Call:
+    """Two responses, and the first token of each."""
+    sampling = {"n": 2, "temperature": 1.0, "max_new_tokens": 3}
+    asked = Call("generate", prompts=[[0, 7, [1]]], sampling=sampling, run_seed=1, version=0, stream=0)
+    role.handle(asked)
+    role.advance()
+    return asked
+
+
+def versions_of(asked: Call) -> list[list[int]]:
+    """Of each token of each response."""
+    found = [Trajectory.from_wire(wire).versions for _, wire in asked.answer["found"]]
+    return [[span.version for span in spans for _ in range(span.start, span.end)] for spans in found]
+
+
+@pytest.mark.parametrize(("mode", "versions"), [("drain", [0, 0, 0]), ("inflight", [0, 1, 1])])
+def test_responses_in_flight_when_weights_come(mode: str, versions: list[int]) -> None:
+    role = make_role(mode)
+    asked = ask(role)
+    weights = Call("sync_receive", version=1)
+    role.handle(weights)
+    assert (weights.answer is None) == (mode == "drain")
+    while role.busy():
+        role.advance()
+    assert weights.answer == {"checksum_s": 0.0}
+    assert role.engine.version == 1
+    assert versions_of(asked) == [versions, versions]
+
+
+def test_responses_wait_while_an_update_that_broke_off_is_repeated() -> None:
+    role = make_role("inflight", broken=1)
+    asked = ask(role)
+    first, again = Call("sync_receive", version=1), Call("sync_receive", version=1)
+    role.handle(first)
+    assert first.answer == {"broken": "somebody died"}
+    assert not role.busy()  # so the worker waits for calls instead of stepping an engine without usable weights
+    role.advance()
+    role.handle(again)
+    assert role.busy()
+    while role.busy():
+        role.advance()
+    assert versions_of(asked) == [[0, 1, 1], [0, 1, 1]]
