@@ -16,10 +16,10 @@ from slurm_rlhf.control.codec import MAX_HEADER_BYTES, encode
 from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.server import ControlServer
+from slurm_rlhf.controller import chunk_size as portions
 from slurm_rlhf.controller.dispatch import Generation
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.engine import Gauges
-from slurm_rlhf.workers import chunk_size as portions
 from slurm_rlhf.workers.engine_leader import RolloutRole
 from slurm_rlhf.workers.main import serve
 from slurm_rlhf.workers.worker import Seat

@@ -31,7 +31,7 @@ GPU_FILES = (
     "rollout/sleep.py",
 )
 """Code that runs on GPUs alone. At least `ENOUGH` of each file's lines have to run with the stand-ins."""
-ROOMS = ("sync", "roles", "training", "rollout")
+ROOMS = ("weight_sync", "workers", "controller", "rewards", "training", "rollout", "bench")
 """In these every CUDA branch has to be taken."""
 ENOUGH = 0.95
 DIRECTORY = "SLURM_RLHF_GPU_COVERAGE"
