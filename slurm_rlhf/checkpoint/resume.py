@@ -76,7 +76,8 @@ def resolve(root: Path, resume: str) -> Path | None:
     if newest is None and problems:
         listed = "\n  ".join(str(problem) for problem in problems)
         raise CheckpointError(
-            f"no checkpoint in {root} is whole:\n  {listed}\nTo start from the beginning, remove them or add --resume never."
+            f"no checkpoint in {root} is whole:\n  {listed}\n"
+            "To start from the beginning, remove them or add --resume never."
         )
     return newest
 
