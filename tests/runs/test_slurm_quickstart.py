@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from slurm_nodes import CHECKOUT, SlurmNodes, slurm
 from checkout import MADE_HERE
+from slurm_nodes import CHECKOUT, SlurmNodes
 from training_runs import metrics
-
-__all__ = ["slurm"]
 
 
 @pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by sbatch/environment.sh")
