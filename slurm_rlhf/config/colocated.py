@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slurm_rlhf.config.algorithm import has_critic, has_reference, has_reward_model
 from slurm_rlhf.config.schema import Config, Critic, Ref, Reward
 
 
@@ -35,9 +36,9 @@ def _trainers(config: Config) -> Iterator[str]:
     """Every other role that runs on accelerators is as large as the actor."""
     actor = config.actor
     others: list[tuple[str, Critic | Ref | Reward, bool]] = [
-        ("critic", config.critic, True),
-        ("ref", config.ref, config.algo.kl.init_coef != 0),
-        ("reward", config.reward, bool(config.reward.model_name_or_path)),
+        ("critic", config.critic, has_critic(config)),
+        ("ref", config.ref, has_reference(config)),
+        ("reward", config.reward, has_reward_model(config)),
     ]
     for role, group, runs in others:
         if runs and (group.num_nodes, group.num_gpus_per_node) != (actor.num_nodes, actor.num_gpus_per_node):

@@ -92,7 +92,7 @@ class TurnTakingEngines(Engines):
 
     def _park(self, method: str) -> None:
         if self._parks:
-            roles: list[RoleHandle] = [self._fleet.roles[role] for role in PARKING]
+            roles: list[RoleHandle] = [self._fleet.roles[role] for role in PARKING if role in self._fleet.roles]
             gather([call for role in roles for call in role.start_all(method)])
 
     def _all(self, method: str, **arguments: Any) -> list[Any]:

@@ -183,7 +183,7 @@ class GpuAccount:
         update = self._flops.update(experience, number > self._config.critic.freezing_steps)
         whole = update + self._flops.others(experience)
         cards = {slot: peaks[role] for role, ranks in self._slots.items() for of in ranks for slot in of}
-        training = {slot for role in ("actor", "critic") for of in self._slots[role] for slot in of}
+        training = {slot for role in ("actor", "critic") for of in self._slots.get(role, []) for slot in of}
         self._sums["flops"] += whole
         self._sums["peak_flops"] += 1e12 * sum(cards.values()) * timings["time/step"]
         return {

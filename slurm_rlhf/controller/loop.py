@@ -212,7 +212,7 @@ class TrainingRun:
         self._count_wall()
         path = self.checkpoints.begin(step)
         futures: list[Future[Any]] = []
-        for role in SAVING:
+        for role in self._saving():
             (path / role).mkdir()
             futures += self.fleet.roles[role].start_all("save", path=str(path / role))
         gather(futures)
@@ -228,6 +228,9 @@ class TrainingRun:
         self._saved_step = step
         self.reporting.saved(step, time.monotonic() - started)
 
+    def _saving(self) -> list[str]:
+        return [role for role in SAVING if role in self.fleet.roles]
+
     def load(self, path: Path) -> None:
         """Take the roles, the data order and the KL coefficient back to a checkpoint; `state` is loaded already."""
         state = self.checkpoints.load_state(path)
@@ -238,7 +241,7 @@ class TrainingRun:
         self._unevaluated = state.get(UNEVALUATED)
         if self.gpus is not None:
             self.gpus.load_state_dict(state.get(GPUS, {}))
-        gather([f for role in SAVING for f in self.fleet.roles[role].start_all("load", path=str(path / role))])
+        gather([f for role in self._saving() for f in self.fleet.roles[role].start_all("load", path=str(path / role))])
         self._saved_step = self.state.step
 
     def _export(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slurm_rlhf.config.algorithm import has_critic, has_reference
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.placement.flops import batch_flops
@@ -19,7 +20,7 @@ class StepFlops:
     """
 
     policy: ModelShape
-    critic: ModelShape
+    critic: ModelShape | None
     reward: ModelShape | None  # None: a function
     reference: bool
     epochs: int
@@ -36,9 +37,9 @@ class StepFlops:
         try:
             return cls(
                 read_shape("actor.model_name_or_path", path),
-                read_shape("critic.model_name_or_path", critic or path),
+                read_shape("critic.model_name_or_path", critic or path) if has_critic(config) else None,
                 read_shape("reward.model_name_or_path", reward) if reward else None,
-                config.algo.kl.init_coef != 0,
+                has_reference(config),
                 config.train.max_epochs,
                 config.rollout.n_samples_per_prompt,
             )
@@ -48,7 +49,7 @@ class StepFlops:
     def update(self, experience: Experience, actor_trains: bool) -> float:
         """Of the training passes of actor and critic."""
         lengths, responses = [int(n) for n in experience.lengths], int(experience.response_lens.sum())
-        once = batch_flops(self.critic, lengths, True, 0)
+        once = batch_flops(self.critic, lengths, True, 0) if self.critic else 0.0
         if actor_trains:
             once += batch_flops(self.policy, lengths, True, responses)
         return self.epochs * once
@@ -62,5 +63,5 @@ class StepFlops:
             self.policy, prompts[:: self.samples], False, 0
         )
         total = (2 + self.reference) * policy - again  # sampled, and scored by actor and reference
-        total += batch_flops(self.critic, lengths, False, 0)
+        total += batch_flops(self.critic, lengths, False, 0) if self.critic else 0.0
         return total + (batch_flops(self.reward, lengths, False, 0) if self.reward else 0.0)

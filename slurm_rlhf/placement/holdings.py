@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from slurm_rlhf.config.algorithm import has_critic, has_reference
 from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.reward import critic_directory
 from slurm_rlhf.config.schema import Config
@@ -30,7 +31,7 @@ class Models:
     """Shapes of the models of a run."""
 
     actor: ModelShape
-    critic: ModelShape
+    critic: ModelShape | None
     reward: ModelShape | None
 
 
@@ -57,19 +58,25 @@ class Holding:
 def read_models(config: Config) -> Models:
     """Read the config.json files that `config` names. Raises ModelError."""
     actor = read_shape("actor.model_name_or_path", config.actor.model_name_or_path)
-    critic = critic_directory(config)
     reward = config.reward.model_name_or_path
     return Models(
         actor,
-        actor if critic == config.actor.model_name_or_path else read_shape("critic.model_name_or_path", critic),
+        _critic_shape(config, actor) if has_critic(config) else None,
         read_shape("reward.model_name_or_path", reward) if reward else None,
     )
 
 
+def _critic_shape(config: Config, actor: ModelShape) -> ModelShape:
+    path = critic_directory(config)
+    return actor if path == config.actor.model_name_or_path else read_shape("critic.model_name_or_path", path)
+
+
 def holdings(config: Config, models: Models, gpu: int) -> dict[str, Holding]:
     """Role -> what a rank of it holds, for the roles that `config` starts. `gpu`: bytes of a GPU's memory."""
-    found = {ACTOR: _trainer(config, models.actor, ACTOR), CRITIC: _trainer(config, models.critic, CRITIC)}
-    if config.algo.kl.init_coef != 0:
+    found = {ACTOR: _trainer(config, models.actor, ACTOR)}
+    if models.critic is not None:
+        found[CRITIC] = _trainer(config, models.critic, CRITIC)
+    if has_reference(config):
         found[REFERENCE] = _frozen(config, models.actor, REFERENCE)
     if models.reward is not None:
         found[REWARD] = _frozen(config, models.reward, REWARD)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slurm_rlhf.config.algorithm import has_critic, has_reference, has_reward_model
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
 
@@ -70,18 +71,17 @@ class RoleSize:
 def role_sizes(config: Config) -> list[RoleSize]:
     """The roles that a run with `config` starts, in ROLE_ORDER.
 
-    The reference only when KL enters the reward, the reward model only when there is one.
+    Critic and reference only when the algorithm or the KL asks for them, the reward model only when there is one.
     """
     actor, critic, ref, reward, vllm = config.actor, config.critic, config.ref, config.reward, config.vllm
     if vllm.num_engines < 1:
         raise PlacementError(f"vllm.num_engines must be at least 1, got {vllm.num_engines}")
-    sizes = [
-        RoleSize(ACTOR, actor.num_nodes, actor.num_gpus_per_node),
-        RoleSize(CRITIC, critic.num_nodes, critic.num_gpus_per_node),
-    ]
-    if config.algo.kl.init_coef != 0:
+    sizes = [RoleSize(ACTOR, actor.num_nodes, actor.num_gpus_per_node)]
+    if has_critic(config):
+        sizes.append(RoleSize(CRITIC, critic.num_nodes, critic.num_gpus_per_node))
+    if has_reference(config):
         sizes.append(RoleSize(REFERENCE, ref.num_nodes, ref.num_gpus_per_node))
-    if reward.model_name_or_path:
+    if has_reward_model(config):
         sizes.append(RoleSize(REWARD, reward.num_nodes, reward.num_gpus_per_node))
     sizes.append(RoleSize(ROLLOUT, vllm.num_nodes, tp=vllm.tensor_parallel_size, engines=vllm.num_engines))
     return sizes

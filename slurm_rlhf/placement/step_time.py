@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slurm_rlhf.config.algorithm import has_reference
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.flops import forward_flops, training_flops
 from slurm_rlhf.placement.gpus import Gpu
@@ -71,7 +72,7 @@ def _work(
     for role, shape, group, head, trains in (
         (ACTOR, models.actor, config.actor, logits, True),
         (CRITIC, models.critic, config.critic, 0.0, True),
-        (REFERENCE, models.actor if config.algo.kl.init_coef else None, config.ref, logits, False),
+        (REFERENCE, models.actor if has_reference(config) else None, config.ref, logits, False),
         (REWARD, models.reward, config.reward, 0.0, False),
     ):
         if shape is not None:
