@@ -72,8 +72,8 @@ def policy_loss(
         ratio = exp(logprobs - old_logprobs)
         sum over actions of  -w min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)  / denominator
 
-    logprobs [A] (with gradient), old_logprobs [A], advantages [A], weights [A] (None: w = 1). The log-ratio is clamped to +-20, so that exp does
-    not overflow; beyond it a token gives no gradient.
+    logprobs [A] (with gradient), old_logprobs [A], advantages [A], weights [A] (None: w = 1). The log-ratio is
+    clamped to +-20, so that exp does not overflow; beyond it a token gives no gradient.
     Metrics: policy_loss, ratio, clip_fraction (actions where the clipped term is the smaller one), approx_kl (k3 of
     old against new policy).
     Source: Schulman et al., Proximal Policy Optimization (2017), eq. 7; two ranges: Yu et al., DAPO (2025), eq. 10.

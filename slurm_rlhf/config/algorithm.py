@@ -21,8 +21,3 @@ def has_critic(config: Config) -> bool:
 def has_reference(config: Config) -> bool:
     """Say whether a frozen policy runs: where the KL to it counts, or the algorithm needs it."""
     return config.algo.kl.init_coef != 0 or algorithm_of(config).needs_reference
-
-
-def has_reward_model(config: Config) -> bool:
-    """Say whether rewards come from a model."""
-    return bool(config.reward.model_name_or_path)

@@ -13,6 +13,7 @@ import numpy as np
 from slurm_rlhf.algorithms.reward_scale import RunningScale, clip_warning
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import Stop, StopRequested
+from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import gather
 from slurm_rlhf.controller.batches import Batches
@@ -31,7 +32,6 @@ from slurm_rlhf.observe.phases import Phases
 from slurm_rlhf.records import Experience, Sampling
 from slurm_rlhf.run_directory import RunDirectory
 
-SAVING = ("actor", "critic")
 REWARD_SCALE, UNEVALUATED, GPUS = "reward_scale", "unevaluated", "gpus"
 """In a checkpoint's state where there is something to say."""
 
@@ -207,6 +207,9 @@ class TrainingRun:
         if self._saved_step != self.state.step:
             self._save()
 
+    def _saving(self) -> list[str]:
+        return [role for role in self.fleet.roles if ROLES[role].saves]
+
     def _save(self) -> None:
         step, started = self.state.step, time.monotonic()
         self._count_wall()
@@ -227,9 +230,6 @@ class TrainingRun:
         self.checkpoints.prune(self.config.ckpt.max_num)
         self._saved_step = step
         self.reporting.saved(step, time.monotonic() - started)
-
-    def _saving(self) -> list[str]:
-        return [role for role in SAVING if role in self.fleet.roles]
 
     def load(self, path: Path) -> None:
         """Take the roles, the data order and the KL coefficient back to a checkpoint; `state` is loaded already."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from slurm_rlhf.config.algorithm import has_critic, has_reference
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.placement.flops import batch_flops
-from slurm_rlhf.placement.model_shape import ModelShape, read_shape
+from slurm_rlhf.placement.holdings import read_models
+from slurm_rlhf.placement.model_shape import ModelShape
 from slurm_rlhf.records import Experience
 
 
@@ -20,7 +21,7 @@ class StepFlops:
     """
 
     policy: ModelShape
-    critic: ModelShape | None
+    critic: ModelShape | None  # None: the algorithm has none
     reward: ModelShape | None  # None: a function
     reference: bool
     epochs: int
@@ -29,22 +30,12 @@ class StepFlops:
     @classmethod
     def of(cls, config: Config) -> StepFlops | None:
         """None where the shape of a model is not known."""
-        path, critic, reward = (
-            config.actor.model_name_or_path,
-            config.critic.model_name_or_path,
-            config.reward.model_name_or_path,
-        )
         try:
-            return cls(
-                read_shape("actor.model_name_or_path", path),
-                read_shape("critic.model_name_or_path", critic or path) if has_critic(config) else None,
-                read_shape("reward.model_name_or_path", reward) if reward else None,
-                has_reference(config),
-                config.train.max_epochs,
-                config.rollout.n_samples_per_prompt,
-            )
+            models = read_models(config)
         except ModelError:
             return None
+        epochs, samples = config.train.max_epochs, config.rollout.n_samples_per_prompt
+        return cls(models[ACTOR], models.get(CRITIC), models.get(REWARD), REFERENCE in models, epochs, samples)
 
     def update(self, experience: Experience, actor_trains: bool) -> float:
         """Of the training passes of actor and critic."""

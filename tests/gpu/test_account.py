@@ -259,6 +259,18 @@ def test_flops_are_those_of_the_mathematics(tmp_path: Path) -> None:
     assert again.others(one) == pytest.approx(3 * body + 2 * logits)
 
 
+def test_a_critic_that_starts_from_the_reward_model_has_its_shape(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    smaller = tmp_path / "reward"
+    smaller.mkdir()
+    (smaller / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 1}))
+    made.reward.model_name_or_path = str(smaller)
+    flops = StepFlops.of(made)
+    assert flops is not None
+    assert flops.critic == flops.reward == read_shape("reward.model_name_or_path", str(smaller))
+    assert flops.critic.parameters < flops.policy.parameters
+
+
 class Engines:
     def update(self, version: int) -> dict[str, float]:
         return {}
