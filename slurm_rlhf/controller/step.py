@@ -26,7 +26,7 @@ from slurm_rlhf.control.handles import RoleHandle, gather
 from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.controller.dispatch import Generation
 from slurm_rlhf.controller.verdicts import constant_share
-from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import F32, Experience, Prompt, Sampling, Trajectory, pack
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.values import Rewards
