@@ -80,8 +80,10 @@ def wait_for_restart(slurm: SlurmNodes, job: int, run_dir: Path, restart: int) -
 def test_submitit_is_preempted_and_timed_out_goes_on_and_gives_the_summary(
     slurm: SlurmNodes, config: Path, calm: list[str]
 ) -> None:
-    """Issue 5.1: the Python call, on Slurm. An urgent job's preemption and the signal before the end of the time both
-    go through submitit's checkpoint protocol, both end in an exact resume, and `result()` gives the summary.
+    """Submit by the Python call, preempt the job, and end its time.
+
+    Preemption and the signal before the end of the time both go through submitit's checkpoint protocol, both end in an
+    exact resume, and `result()` gives the summary.
     """
     run_dir = slurm.shared / "submitit"
     keys = ["--slurm.time=10", "--slurm.signal_lead_s=60", "--slurm.mem=8000", "--slurm.partition=gpu"]
@@ -123,11 +125,12 @@ def test_submitit_is_preempted_and_timed_out_goes_on_and_gives_the_summary(
 def test_a_chain_goes_on_ends_with_the_run_and_its_ranks_are_in_a_container(
     slurm: SlurmNodes, config: Path, calm: list[str]
 ) -> None:
-    """Issue 5.4: the second link of a chain goes on with what the first left unfinished, to the numbers of an
-    undisturbed run, and what is left of the chain goes when the run is finished, at once when it already was.
+    """Run a chain of jobs whose ranks are in a container.
 
-    5.5: ranks run in a (stand-in) container while the conductor has no torch at all: the one on its path raises when it
-    is imported. 5.3: status shows the job, step and reward, and the attach line.
+    The second link goes on with what the first left unfinished, to the numbers of an undisturbed run. What is left of
+    the chain goes when the run is finished, at once when it already was. Ranks run in a (stand-in) container while the
+    conductor has no torch at all: the one on its path raises when it is imported. `status` shows the job, the step, the
+    reward, and the line to look inside.
     """
     run_dir, poison, program = slurm.shared / "chain", slurm.shared / "poison", slurm.shared / "bin" / "apptainer"
     for name in ("torch", "vllm", "deepspeed", "transformers"):

@@ -29,10 +29,10 @@ def calm(slurm: SlurmNodes) -> Calm:
 
 
 def test_the_unedited_ppo_32b_trains_a_tiny_model_on_four_nodes(slurm: SlurmNodes, calm: Calm) -> None:
-    """Issue 3.3: the batch file as it is, with nothing but overrides on its command line.
+    """Submit the batch file as it is, with nothing but overrides on its command line.
 
-    3.4: a step per role on its own nodes, a log per role, node and rank, a taken port costs a retry, the interface is
-    logged. 3.5: save and stop files (in `calm_run`). 3.6: no process is left.
+    Each role has a step on its own nodes, and a log per node and rank; a taken port costs a retry; the interface is
+    logged; the files `save` and `stop` are obeyed (in `calm_run`); no process is left.
     """
     assert f"srun --jobid={calm.job} --overlap --pty" in said(calm.run_dir)
     logs = calm.run_dir / "logs"
@@ -66,11 +66,10 @@ def wait_for_restart(slurm: SlurmNodes, job: int, run_dir: Path, restart: int) -
 
 
 def test_requeued_preempted_and_followed_it_writes_the_same_metrics(slurm: SlurmNodes, calm: Calm) -> None:
-    """Issue 3.5: after SIGUSR1 and after SIGTERM (a preemption) it saves, is requeued and resumes exactly, both times.
+    """Requeue a run by SIGUSR1 and by a preemption: it saves and resumes exactly, both times.
 
-    After the approaching end of the allocation it submits its successor, as requeue is forbidden by then. Steps in
-    flight are finished or dropped. The world is the one measured in issue 3: actor with 2 ranks on two nodes, critic,
-    reference, two engines, here on 3 nodes.
+    Before the end of the allocation it submits its successor, as requeue is forbidden by then. Steps in flight are
+    finished or dropped. The roles: actor with two ranks on two nodes, critic, reference, two engines, on three nodes.
     """
     run_dir, hold = slurm.shared / "requeued", calm.work / "hold"
     alive_s = calm.start_s + 4

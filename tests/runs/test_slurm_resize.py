@@ -21,9 +21,9 @@ COMPARED = 2
 
 
 def test_a_run_of_four_nodes_goes_on_on_two_until_it_is_cancelled(slurm: SlurmNodes) -> None:
-    """Issue 3.7: another rank count in every role and fewer nodes, metrics that agree to rounding.
+    """Resume with other ranks in every role and fewer nodes: metrics agree to rounding.
 
-    Issue 3.6: `scancel` leaves the last checkpoint usable, no orphan, and the allocation released.
+    `scancel` leaves the last checkpoint usable, no orphan, and the allocation released.
     """
     calm, run_dir = calm_run(slurm), slurm.shared / "resized"
     config = CHECKOUT / "sbatch" / "ppo_32b.toml"

@@ -27,11 +27,11 @@ def config(slurm: SlurmNodes) -> Path:
 
 
 def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: SlurmNodes, config: Path) -> None:
-    """Issue 3.4: two jobs on the same nodes do not collide, GPUs are bound as the job was granted them.
+    """Run two jobs on the same nodes: they do not collide, and each has the GPUs that Slurm granted it.
 
-    3.6: inside salloc, where no batch step's end cleans up, a killed engine on another node ends the run, with the
-    role's name, a true exit code, no orphan, the allocation released. Measured: of a job that loses a node, the same,
-    long before SlurmdTimeout (300 s), and the first is nothing to the second.
+    Inside salloc, where no batch step's end cleans up, a killed engine on another node ends the run with the role's
+    name, a true exit code, no orphan, and the allocation released. So ends a job that loses a node, long before
+    SlurmdTimeout (300 s). The end of the first is nothing to the second.
     """
     first, second = slurm.shared / "interactive", slurm.shared / "second"
     half = ["--nodes=3", "--nodelist=gpu[001-003]", "--gres=gpu:4", "--cpus-per-task=4", "--mem=8000"]
