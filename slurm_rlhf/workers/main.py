@@ -18,6 +18,7 @@ from slurm_rlhf.cluster.parent_death import die_with_parent
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import RankCalls
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.events import TERMINATION
 from slurm_rlhf.control.keys import RunKeys
@@ -27,12 +28,14 @@ from slurm_rlhf.workers.worker import Role, Seat
 
 # Imported by name, so that a rank loads the heavy libraries of its own role only.
 ROLES = {
-    "actor": ("slurm_rlhf.workers.actor", "ActorRole"),
-    "critic": ("slurm_rlhf.workers.critic", "CriticRole"),
-    "reference": ("slurm_rlhf.workers.reference", "ReferenceRole"),
-    "reward": ("slurm_rlhf.workers.reward", "RewardRole"),
+    "actor": ("slurm_rlhf.workers.model_workers", "ActorRole"),
+    "critic": ("slurm_rlhf.workers.model_workers", "CriticRole"),
+    "reference": ("slurm_rlhf.workers.model_workers", "ReferenceRole"),
+    "reward": ("slurm_rlhf.workers.model_workers", "RewardRole"),
     "rollout": ("slurm_rlhf.workers.engine_leader", "engine_role"),
 }
+
+SHUTDOWN = RankCalls.shutdown.__name__
 
 _USUAL = gc.get_threshold()[0]
 _RARELY = 100_000  # new objects
@@ -84,9 +87,8 @@ def serve(client: ControlClient, role: Role, cache: KernelCache | None) -> None:
             role.advance()
         else:
             client.phase = request.method
-            if request.method == "shutdown":
-                role.close()
-                request.reply("done")
+            if request.method == SHUTDOWN:
+                request.reply(role.shutdown())
                 return
             role.handle(request)
             if not role.busy():

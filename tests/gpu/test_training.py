@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_standins import FakeCuda, check_signature, fake_cuda
+from slurm_rlhf.workers.release_memory import taking_turns
 from tiny_models import make_reward, make_tiny
 from torch import Tensor, nn
 from training_ranks import make_config, make_experience
@@ -33,7 +34,6 @@ from slurm_rlhf.training.reward_model import RewardModel
 from slurm_rlhf.training.value import ValueTrainer
 from slurm_rlhf.training.zero3_init import zero3_config
 from slurm_rlhf.workers.libraries import import_libraries
-from slurm_rlhf.workers.release_memory import taking_turns
 from slurm_rlhf.workers.worker import Seat
 
 pytestmark = pytest.mark.timeout(120)
