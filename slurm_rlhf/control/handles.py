@@ -94,6 +94,11 @@ class RoleHandle(Generic[C]):
         """
         return gather(self.start_all(method, argument, **shared))
 
+    def shut_down(self, rank: int) -> Future[str]:
+        """Ask one process of the role to end, an engine's followers included."""
+        spec = spec_of(RankCalls.shutdown)
+        return self._server.send(self.role, rank, spec.name, {}, spec.seconds(self._timeout), spec.read_result)
+
     def _check_count(self, method: str, arguments: Sequence[Any]) -> None:
         if len(arguments) != self.world:
             raise RunError(f"{method} got arguments for {len(arguments)} ranks; {self.role} has {self.world}")
