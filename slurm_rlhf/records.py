@@ -93,17 +93,17 @@ class Trajectory:
 
 @dataclass(slots=True)
 class EngineLoad:
-    """What an engine did in a stretch of time while it had requests: sums, and the highest value of `kv_usage`."""
+    """Sum up a stretch of time of one engine: measured by the rollout role, added up by the conductor."""
 
     tokens: int = 0  # sampled
     responses: int = 0  # finished
     steps: int = 0
     busy_s: float = 0.0  # with at least one request
-    queued_s: float = 0.0  # requests waiting for a place in the batch, times how long
-    kv_usage: float = 0.0  # share of the KV cache that is taken, 0 to 1
+    queued_s: float = 0.0  # seconds that requests waited for a place in the batch, summed over requests
+    kv_usage: float = 0.0  # highest share of the KV cache in use, 0 to 1
 
     def add(self, other: EngineLoad) -> None:
-        """The stretch that follows."""
+        """Add the stretch of time that follows."""
         self.tokens += other.tokens
         self.responses += other.responses
         self.steps += other.steps
@@ -113,11 +113,11 @@ class EngineLoad:
 
     @property
     def tokens_per_s(self) -> float:
-        """While it had requests; 0 when it had none."""
+        """Return the rate while it had requests; 0 when it had none."""
         return self.tokens / self.busy_s if self.busy_s > 0 else 0.0
 
     def metrics(self) -> dict[str, float]:
-        """tokens_per_s; busy_s; responses; running and waiting, mean requests in the batch and before it; kv_usage."""
+        """Return its metrics; `running` and `waiting` are the mean numbers of requests in the batch and before it."""
         return {
             "tokens_per_s": self.tokens_per_s,
             "busy_s": self.busy_s,
