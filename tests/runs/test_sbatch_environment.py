@@ -16,6 +16,7 @@ from checkout import MADE_HERE, ROOT, without_network
 
 pytestmark = pytest.mark.slow
 
+
 def run(script: Path, *args: str, prefix: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
     """With nothing of this process's environment but PATH, and a home directory that is not there."""
     environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PIP_CONFIG_FILE": os.devnull} | variables
