@@ -80,7 +80,7 @@ def change(module):
     module.VllmEngine.step, module.VllmEngine.load_weights = slow_step, load_weights
 """
 """From the second batch on, the engine pauses after each of its first 150 steps until new weights come, the last 50 of
-them for longer: the weights meet it half way however busy the machine is. Evaluations, which are greedy, are left alone.
+them for longer: the weights meet it half way however busy the machine is. Evaluations, which are greedy, do not pause.
 In the update to policy version 2 its process stands still for six seconds."""
 
 
