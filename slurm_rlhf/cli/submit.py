@@ -12,7 +12,7 @@ from slurm_rlhf.config.schema import Config
 USAGE = "usage: slurm-rlhf submit FILE.toml [--KEY=VALUE ...] [--local]"
 ABOUT = (
     "Submits a PPO run to Slurm with the options of the group slurm, and prints its job. It saves and requeues itself "
-    "when it is preempted or its time is up. In Python: slurm_rlhf.launch.submit(config), which returns a submitit job."
+    "when it is preempted or its time is up. In Python: slurm_rlhf.submit(config), which returns a submitit job."
 )
 FLAGS = {"local": "run it on this machine instead, as a process that goes on when this command has ended"}
 GROUPS = ["slurm", *(field.name for field in fields(Config) if field.name not in ("sft", "slurm"))]

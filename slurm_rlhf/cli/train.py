@@ -44,14 +44,20 @@ def run(words: list[str]) -> int:
 
         return mpi.train(arguments, start)
     config = load_config(arguments.file, arguments.overrides)
-    check(config)
     if "dry_run" in arguments.flags:
+        check(config)
         layout = draw_layout(config)
         memory = memory_on(config, layout_somewhere(config))
         print(dump_toml(config))
         print(textwrap.indent(f"{layout}\n\n{draw_memory(config, memory)}", "# ", lambda line: True), flush=True)
         refuse(config, memory)
         return 0
+    return train_here(config)
+
+
+def train_here(config: Config) -> int:
+    """Train with `config` in the allocation or on the machine of this process; the exit code. Raises SlurmRlhfError."""
+    check(config)
     ranks = layout_here(config)
     insist_on_memory(config, ranks)
     from slurm_rlhf.controller import conductor
