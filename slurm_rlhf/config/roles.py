@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slurm_rlhf.config.algorithm import has_critic, has_reference
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
 
@@ -66,7 +67,7 @@ _ROWS = (
         ACTOR,
         group="actor",
         letter="A",
-        worker="slurm_rlhf.workers.actor:ActorRole",
+        worker="slurm_rlhf.workers.model_workers:ActorRole",
         kind="trained",
         model_keys=("actor.model_name_or_path",),
         head=True,
@@ -77,29 +78,30 @@ _ROWS = (
         CRITIC,
         group="critic",
         letter="C",
-        worker="slurm_rlhf.workers.critic:CriticRole",
+        worker="slurm_rlhf.workers.model_workers:CriticRole",
         kind="trained",
         # A reward model has learned already what a response is worth. Source: OpenRLHF, `cli/train_ppo_ray.py`.
         model_keys=("critic.model_name_or_path", "reward.model_name_or_path", "actor.model_name_or_path"),
         saves=True,
         sleeps=True,
+        runs=has_critic,
     ),
     RoleSpec(
         REFERENCE,
         group="ref",
         letter="R",
-        worker="slurm_rlhf.workers.reference:ReferenceRole",
+        worker="slurm_rlhf.workers.model_workers:ReferenceRole",
         kind="frozen",
         model_keys=("actor.model_name_or_path",),
         head=True,
         colocates=ACTOR,
-        runs=lambda config: config.algo.kl.init_coef != 0,
+        runs=has_reference,
     ),
     RoleSpec(
         REWARD,
         group="reward",
         letter="W",
-        worker="slurm_rlhf.workers.reward:RewardRole",
+        worker="slurm_rlhf.workers.model_workers:RewardRole",
         kind="frozen",
         model_keys=("reward.model_name_or_path",),
         colocates=CRITIC,

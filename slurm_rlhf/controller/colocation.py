@@ -16,7 +16,7 @@ from slurm_rlhf.controller.dispatch import Generation
 from slurm_rlhf.controller.engine_pool import Engines
 from slurm_rlhf.controller.supervisor import Fleet
 from slurm_rlhf.controller.weight_updates import WeightSync
-from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Prompt, Sampling, Trajectory
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.controller.step_flops import StepFlops
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.observe.gpu_time import GpuTime, Slot
+from slurm_rlhf.observe.timing import GpuTime, Slot
 from slurm_rlhf.placement.flops import mfu
 from slurm_rlhf.placement.gpus import find_gpu
 from slurm_rlhf.placement.rank_map_file import RankMap

@@ -28,8 +28,7 @@ from slurm_rlhf.controller.step import PPO
 from slurm_rlhf.controller.step_flops import StepFlops
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.observe.gpu_time import GpuTime
-from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.observe.timing import GpuTime, Phases
 from slurm_rlhf.placement.flops import forward_flops
 from slurm_rlhf.placement.model_shape import read_shape
 from slurm_rlhf.placement.rank_map_file import NodeShare, RankMap

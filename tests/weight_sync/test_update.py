@@ -26,7 +26,7 @@ from slurm_rlhf.weight_sync.receiver import Receiver
 from slurm_rlhf.weight_sync.relay import _Shelved
 from slurm_rlhf.weight_sync.sender import Sender
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 PARAMETERS = describe(make_weights(0))
 
 
