@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from slurm_rlhf.cluster.parent_death import die_with_parent
+from slurm_rlhf.cluster.child_process import die_with_parent
 
 
 def shimmed(command: list[str], number: signal.Signals = signal.SIGKILL) -> list[str]:

@@ -7,9 +7,9 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from slurm_rlhf.cluster.continuation import Continuation
-from slurm_rlhf.cluster.environment import SlurmEnvironment, read_slurm
-from slurm_rlhf.cluster.job import command
+from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
+from slurm_rlhf.cluster.slurm_job import command
+from slurm_rlhf.cluster.stop import Continuation
 from slurm_rlhf.config.schema import Slurm
 from slurm_rlhf.launch.requeue import continuation_here
 

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from slurm_rlhf.cluster.continuation import Continuation, NoContinuation
-from slurm_rlhf.cluster.environment import SlurmEnvironment, read_slurm
-from slurm_rlhf.cluster.job import command
-from slurm_rlhf.cluster.stop import immune, termination
+from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
+from slurm_rlhf.cluster.slurm_job import command
+from slurm_rlhf.cluster.stop import Continuation, NoContinuation, immune, termination
 from slurm_rlhf.launch.successor import successor, successor_environment
 
 _KILL_S = 20.0  # Slurm ends a requeued job within seconds
