@@ -107,7 +107,7 @@ class ControlClient:
         return request
 
     def event(self, name: str, /, **data: Any) -> None:
-        """Tell the conductor something without being asked. Does not block; raises WireError as `Request.reply` does."""
+        """Tell the conductor something unasked. Does not block; raises WireError as `Request.reply` does."""
         self._post("event", encode({"name": name, "data": data}), 0)
 
     def close(self) -> None:

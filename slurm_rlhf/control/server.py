@@ -68,7 +68,7 @@ class ControlServer:
         self._loop.start()
 
     def endpoint(self, host: str | None = None) -> str:
-        """Return `tcp://host:port` for the ranks. `host`: the name they reach this node by; None: what it listens on."""
+        """Return `tcp://host:port` for the ranks; `host` is their name for this node, None: what it listens on."""
         if host is None:
             host = socket.gethostname() if self._host in ("0.0.0.0", "*") else self._host
         return f"tcp://{host}:{self._loop.port}"
