@@ -11,6 +11,7 @@ from slurm_rlhf.cluster.gpu_query import GpuProcess, GpuState, is_busy
 from slurm_rlhf.config.attention import missing
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
+from slurm_rlhf.listing import shortened, shortened_lines
 from slurm_rlhf.placement.rank_map_file import RankMap
 from slurm_rlhf.placement.topology import GPU
 
@@ -50,7 +51,7 @@ def judge_accelerators(answers: Answers, wanted: Wanted, granted_by: str) -> lis
     lacking = {node: missing(wanted.attention, said["modules"]) for node, said in answers.items()}
     without = [node for node, words in lacking.items() if words]
     if without:
-        raise ConfigError(f"{lacking[without[0]]}\n  It is missing on {_some(without)}.")
+        raise ConfigError(f"{lacking[without[0]]}\n  It is missing on {shortened(without, 4)}.")
     built = sorted({str(said["cuda_build"]) for said in answers.values()})
     if not wanted.slots:
         if any(built):
@@ -166,9 +167,4 @@ def _cards(said: Mapping[str, Any], slots: int) -> list[GpuState]:
 
 
 def _listed(problems: Sequence[str], remedy: str) -> str:
-    rest = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return "GPUs cannot be used:\n  " + "\n  ".join(problems[:_SHOWN]) + f"{rest}\n{remedy[0].upper()}{remedy[1:]}."
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"GPUs cannot be used:{shortened_lines(problems, _SHOWN)}\n{remedy[0].upper()}{remedy[1:]}."

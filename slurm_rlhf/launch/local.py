@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node_environment import visible_gpus, without_gpu_choice
 from slurm_rlhf.launch.step_spec import StepSpec, torchrun_command
 from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.polling import wait_until
 
 
 @dataclass(slots=True)
@@ -68,9 +68,7 @@ class LocalLauncher:
             item.process.wait()
 
     def _wait_gone(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while any(item.process.poll() is None for item in self._started) and time.monotonic() < end:
-            time.sleep(0.02)
+        wait_until(lambda: not any(item.process.poll() is None for item in self._started), seconds, 0.02, 0.02)
 
     def _signal(self, number: signal.Signals) -> None:
         for item in self._started:

@@ -6,12 +6,12 @@ torch, so it takes one second.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import re
 import sys
-import time
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
@@ -22,6 +22,7 @@ from slurm_rlhf.cluster.devices import local_gpus
 from slurm_rlhf.cluster.gpu_query import GpuLook, ask_gpus, is_busy
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.attention import wanted_modules
+from slurm_rlhf.polling import wait_until
 
 PACKAGES = ("slurm_rlhf", "torch", "vllm", "deepspeed", "transformers", "numpy", "pyzmq", "msgpack")
 """Packages that need the same version everywhere: they compute the same numbers, or exchange messages."""
@@ -75,12 +76,14 @@ def cuda_build() -> str:
 
 def _look(names: tuple[str, ...]) -> GpuLook:
     """Ask for the GPUs; busy ones get a moment to become free."""
-    end = time.monotonic() + _LEAVING_S
-    while True:
-        look = ask_gpus(os.environ)
-        if not any(is_busy(card) for card in look.chosen(names)) or time.monotonic() > end:
-            return look
-        time.sleep(0.5)
+    looks: list[GpuLook] = []
+
+    def free() -> bool:
+        looks.append(ask_gpus(os.environ))
+        return not any(is_busy(card) for card in looks[-1].chosen(names))
+
+    wait_until(free, _LEAVING_S, 0.5, 0.5)
+    return looks[-1]
 
 
 def _is_there(module: str) -> bool:
@@ -103,14 +106,10 @@ def versions() -> dict[str, str]:
 
 
 def _read(file: Path, wait_s: float) -> str:
-    end = time.monotonic() + wait_s
-    while True:
-        try:
-            return file.read_text(encoding="utf-8")
-        except OSError:
-            if time.monotonic() > end:
-                return ""
-            time.sleep(0.2)
+    with contextlib.suppress(OSError):
+        wait_until(file.exists, wait_s, 0.2, 0.2)
+        return file.read_text(encoding="utf-8")
+    return ""
 
 
 if __name__ == "__main__":

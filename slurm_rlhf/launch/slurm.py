@@ -6,7 +6,6 @@ import json
 import secrets
 import signal
 import threading
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from slurm_rlhf.launch.srun import RunningStep, Step
 from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map_file import RankMap
 from slurm_rlhf.placement.topology import GPU
+from slurm_rlhf.polling import wait_until
 
 _KILL_S = 3.0
 ATTEMPTS = 5
@@ -135,9 +135,7 @@ class SlurmLauncher:
             item.step.signal(number)
 
     def _wait_gone(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while any(item.step.code is None for item in self._roles) and time.monotonic() < end:
-            time.sleep(0.05)
+        wait_until(lambda: not any(item.step.code is None for item in self._roles), seconds, 0.05, 0.05)
 
 
 def used_nodes(ranks: RankMap) -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from slurm_rlhf.atomic_write import write_atomically
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map_file import NodeShare, RankMap
 
@@ -31,9 +32,7 @@ class StepSpec:
 
     def write(self, path: Path) -> None:
         """Write it as JSON; readers find a whole file or none."""
-        written = path.with_suffix(".new")
-        written.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        written.replace(path)
+        write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
     def read(cls, path: Path) -> StepSpec:
