@@ -18,9 +18,9 @@ from slurm_rlhf.cli.placement_report import (
     memory_on,
     require_fit,
 )
-from slurm_rlhf.cluster.environment import read_slurm
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.session import attach_line
+from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_sft
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.load import load_config
@@ -63,7 +63,7 @@ def train_here(config: Config) -> int:
     ranks = layout_here(config)
     check_memory(config, ranks)
     from slurm_rlhf.controller import conductor
-    from slurm_rlhf.launch.job_chain import continuation_of
+    from slurm_rlhf.launch.requeue import continuation_of
 
     launcher = _launcher(config, ranks)
     return conductor.run(

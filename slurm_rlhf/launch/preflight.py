@@ -1,4 +1,4 @@
-"""Before anything is started: do all nodes see the run directory, the same packages, and GPUs that can be used?"""
+"""Check the nodes before anything starts: the run directory, the same packages, usable GPUs."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ NOTHING = Wanted({})
 
 
 def check_here(wanted: Wanted, environ: Mapping[str, str]) -> list[str]:
-    """This machine alone: notes for the user. Raises as `judge_accelerators`. Blocks for a second."""
+    """Check this machine alone; return notes for the user. Raises as `judge_accelerators`. Blocks for a second."""
     here = node_name(environ)
-    said = {here: equipment(gpus=True)}  # where the run has none, the reason is of interest
+    said = {here: equipment(gpus=True)}  # without GPUs the reason is of interest
     return judge_accelerators(said, wanted, "start it where nvidia-smi shows GPUs")
 
 
 def check_nodes(
     run_dir: Path, nodes: Sequence[str], container: Container = HOST, wanted: Wanted = NOTHING, gpus: Sequence[int] = ()
 ) -> list[str]:
-    """Ask each of `nodes`, by one step over all of them. Blocks for a second or two, at most for a minute.
+    """Check all `nodes` with one step over them; return notes. Blocks for a second or two, at most for a minute.
 
-    In a container the nodes have to be like each other, and this process need have nothing but slurm_rlhf itself.
-    `gpus`: of each node, for the step. Returns notes for the user.
+    In a container the nodes are compared with each other, and this process needs nothing but slurm_rlhf itself.
+    `gpus`: the number on each node, for the step.
 
     Raises ConfigError or PlacementError naming the nodes and the remedy, RunError when the step cannot be started.
     """
@@ -89,9 +89,9 @@ def judge(
     said: str,
     started: Sequence[str] = (sys.executable,),
 ) -> None:
-    """Raise for what is wrong with `answers` (node -> what `probe.answer` said).
+    """Raise for what is wrong with `answers` (node -> what `probe.answer` returned).
 
-    `said`: srun's complaints; `started`: the interpreter, and what stood before it.
+    `said`: the error output of srun; `started`: the interpreter, and the words before it.
     """
     silent = [node for node in nodes if node not in answers]
     if silent:
