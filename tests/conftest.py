@@ -185,6 +185,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """End what the tests left running, and fail the session for it; under CI also for a test that was skipped."""
     problems = []
+    if "warm_runs" in sys.modules:
+        sys.modules["warm_runs"].end()
     deadline = time.monotonic() + SETTLE
     while (left := _leftovers()) and time.monotonic() < deadline:
         time.sleep(0.1)

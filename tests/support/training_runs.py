@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from kit_seats import visible
 from tiny_models import make_tiny
+from warm_runs import WarmRun, commands
 
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())", "train"]
 
@@ -69,10 +70,18 @@ def workspace(path: Path, reward: str = REWARD) -> Path:
 class Run:
     """One `slurm-rlhf train` in a session of its own."""
 
-    def __init__(self, config: Path, run_dir: Path, *overrides: str, command: Sequence[str] = COMMAND) -> None:
+    def __init__(
+        self, config: Path, run_dir: Path, *overrides: str, command: Sequence[str] = COMMAND, warm: bool = False
+    ) -> None:
+        """`warm`: its processes are forked from one that has imported the libraries."""
         self.run_dir = run_dir
+        words = [*command, str(config), f"--run_dir={run_dir}", *overrides]
+        self.process: Any
+        if warm and not visible():
+            self.process = WarmRun(words, {**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+            return
         self.process = subprocess.Popen(
-            [*command, str(config), f"--run_dir={run_dir}", *overrides],
+            words,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -149,9 +158,11 @@ class Run:
 
 
 @contextmanager
-def started(config: Path, run_dir: Path, *overrides: str, command: Sequence[str] = COMMAND) -> Iterator[Run]:
+def started(
+    config: Path, run_dir: Path, *overrides: str, command: Sequence[str] = COMMAND, warm: bool = False
+) -> Iterator[Run]:
     """A run that does not outlive the block."""
-    run = Run(config, run_dir, *overrides, command=command)
+    run = Run(config, run_dir, *overrides, command=command, warm=warm)
     try:
         yield run
     finally:
@@ -159,10 +170,15 @@ def started(config: Path, run_dir: Path, *overrides: str, command: Sequence[str]
 
 
 def train(
-    config: Path, run_dir: Path, *overrides: str, timeout_s: float = 150, command: Sequence[str] = COMMAND
+    config: Path,
+    run_dir: Path,
+    *overrides: str,
+    timeout_s: float = 150,
+    command: Sequence[str] = COMMAND,
+    warm: bool = False,
 ) -> tuple[int, str]:
     """A whole run: (exit code, what it printed)."""
-    with started(config, run_dir, *overrides, command=command) as run:
+    with started(config, run_dir, *overrides, command=command, warm=warm) as run:
         return run.wait(timeout_s)
 
 
@@ -205,6 +221,7 @@ def assert_close_metrics(rows: list[dict[str, Any]], expected: list[dict[str, An
 
 
 def _command_lines() -> Iterator[tuple[int, str]]:
+    forked = commands()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -212,4 +229,5 @@ def _command_lines() -> Iterator[tuple[int, str]]:
             except OSError:
                 continue
             # A process that has ended but was not waited for yet has an empty command line.
-            yield int(entry.name), words.replace(b"\0", b" ").decode(errors="replace")
+            line = words.replace(b"\0", b" ").decode(errors="replace")
+            yield int(entry.name), forked.get(int(entry.name), line) if line else line

@@ -1,0 +1,305 @@
+"""Whole runs whose processes are forked from one that has imported torch, transformers, DeepSpeed and vLLM.
+
+Most of a run's start is these imports, once for each rank and each torchrun. All else is as a user starts it: conductor,
+torchruns and ranks are processes with sessions, signals, environments and output of their own, and die with who started
+them. Run as a program, this file is the process that they are forked from.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+REGISTRY = "SLURM_RLHF_TEST_COMMANDS"
+"""In the environment of forked processes: a directory with a file for each, named by process id, with its command."""
+SHIM = "slurm_rlhf.launch.exec_shim"
+MODULES = ("torch.distributed.run", "slurm_rlhf.workers.main")
+"""What is forked in place of a new Python."""
+
+
+class Forker:
+    """The handle of a process without threads that forks on demand, over a socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+
+    def ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> Any:
+        with self._lock:
+            data = json.dumps(request).encode() + b"\n"
+            sent = socket.send_fds(self._connection, [data], files)
+            self._connection.sendall(data[sent:])
+            return json.loads(_line(self._connection)[0])
+
+
+class Forked:
+    """A forked process, as `subprocess.Popen`."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(
+        self, forker: Forker, command: Sequence[str], environment: dict[str, str], files: Sequence[int], bound: bool
+    ) -> None:
+        """`bound`: it is killed when the process that forks it ends."""
+        self.args = list(command)
+        self.returncode: int | None = None
+        self._forker = forker
+        request = {"command": self.args, "environment": environment, "directory": os.getcwd(), "bound": bound}
+        self.pid: int = forker.ask(request, files)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._forker.ask({"poll": self.pid})
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        end = time.monotonic() + (timeout if timeout is not None else float("inf"))
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            time.sleep(0.01)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class WarmRun(Forked):
+    """The conductor of a run: a forked process whose output can be read."""
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        with open(os.devnull) as nothing:
+            files = (nothing.fileno(), self._output.fileno(), self._output.fileno())
+            super().__init__(_zygote().forker, command, {**environment, REGISTRY: _zygote().registry}, files, False)
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, None]:
+        self.wait(timeout)
+        self._output.seek(0)
+        return self._output.read(), None
+
+
+class _Zygote:
+    """The program below, with everything imported."""
+
+    def __init__(self) -> None:
+        self.registry = tempfile.mkdtemp(prefix="warm-runs-")
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}", "CUDA_VISIBLE_DEVICES": ""}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            env=environment | {"OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+        )
+        theirs.close()
+        self.forker = Forker(ours)
+
+
+_running: list[_Zygote] = []
+
+
+def _zygote() -> _Zygote:
+    if not _running:
+        _running.append(_Zygote())
+    return _running[0]
+
+
+def end() -> None:
+    """End the process that forks, if there is one; the session does it (conftest.py)."""
+    while _running:
+        zygote = _running.pop()
+        zygote.process.kill()
+        zygote.process.wait()
+
+
+def commands() -> dict[int, str]:
+    """Command lines of forked processes by process id, also of those that have ended."""
+    found = {}
+    for path in Path(_running[0].registry).iterdir() if _running else ():
+        found[int(path.name)] = path.read_text()
+    return found
+
+
+# --- in the processes that are forked, and in those that fork them ---------------------------------------------------
+
+
+def _line(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """A line, and the files that came with it. Nothing more follows before it is answered."""
+    data, files = b"", []
+    while not data.endswith(b"\n"):
+        part, more, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+        if not part:
+            os._exit(0)  # the owner is gone
+        data += part
+        files += more
+    return data, files
+
+
+def _serve(connection: socket.socket) -> None:
+    """Fork, and wait for what was forked, as the owner asks."""
+    while True:
+        data, files = _line(connection)
+        request = json.loads(data)
+        if "poll" in request:
+            pid, status = os.waitpid(request["poll"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            parent = os.getpid()
+            answer = os.fork()
+            if answer == 0:
+                connection.close()
+                _live(request, files, parent)
+            for file in files:
+                os.close(file)
+        connection.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _live(request: dict[str, Any], files: list[int], parent: int) -> None:
+    """Be the process that the command would start; does not return."""
+    code = 1
+    try:
+        _prepare(request, files, parent)
+        _run(request["command"])
+        code = 0
+    except SystemExit as leaving:
+        if isinstance(leaving.code, str):
+            print(leaving.code, file=sys.stderr)
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _prepare(request: dict[str, Any], files: list[int], parent: int) -> None:
+    from slurm_rlhf.cluster.parent_death import die_with_parent
+
+    os.setsid()
+    if request["bound"]:
+        die_with_parent(parent)
+    for target, file in enumerate(files):
+        os.dup2(file, target)
+    for file in set(files) - {0, 1, 2}:
+        os.close(file)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[attr-defined]
+    atexit._clear()
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["directory"])
+    Path(os.environ[REGISTRY], str(os.getpid())).write_text(" ".join(request["command"]))
+    _take_popen(_forker())
+
+
+def _forker() -> Forker:
+    """A process that forks for this one from here, where it has no threads yet."""
+    ours, theirs = socket.socketpair()
+    owner = os.getpid()
+    if os.fork() == 0:
+        from slurm_rlhf.cluster.parent_death import die_with_parent
+
+        ours.close()
+        die_with_parent(owner)
+        _serve(theirs)
+    theirs.close()
+    return Forker(ours)
+
+
+def _take_popen(forker: Forker) -> None:
+    """Fork where a new Python would run one of `MODULES`."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    usual = subprocess.Popen
+
+    def popen(args: Any, **options: Any) -> Any:
+        command = list(args) if isinstance(args, (list, tuple)) else []
+        bound = SHIM in command[:3]
+        if bound:
+            command = command[command.index(SHIM) + 3 :]
+        if not any(module in command[:4] for module in MODULES):
+            return usual(args, **options)
+        out = _number(options.get("stdout"), 1)
+        err = out if options.get("stderr") == subprocess.STDOUT else _number(options.get("stderr"), 2)
+        with open(os.devnull) as nothing:
+            return Forked(forker, command, dict(options["env"]), (nothing.fileno(), out, err), bound)
+
+    subprocess.Popen = popen  # type: ignore[assignment,misc]
+    subprocess_handler.Popen = popen  # type: ignore[assignment]
+
+
+def _number(file: Any, otherwise: int) -> int:
+    return otherwise if file is None else int(file.fileno())
+
+
+def _run(command: list[str]) -> None:
+    """What Python does with its arguments: `-c` is the command line `slurm-rlhf`, `-m` a module."""
+    sys.orig_argv[:] = command
+    for directory in reversed(os.environ.get("PYTHONPATH", "").split(":")):
+        if directory and directory not in sys.path:
+            sys.path.insert(0, directory)
+            if (Path(directory) / "sitecustomize.py").exists():
+                runpy.run_path(str(Path(directory) / "sitecustomize.py"), run_name="sitecustomize")
+    if "-m" not in command[:3]:
+        from slurm_rlhf.cli.main import main
+
+        sys.argv = ["slurm-rlhf", *command[3:]]
+        sys.exit(main())
+    from slurm_rlhf.rollout import environment
+
+    # vLLM is imported already, with these variables.
+    environment.prepare_environment = lambda: os.environ.update(environment.vllm_environment(False))
+    at = command.index("-m")
+    sys.argv = [command[at + 1], *command[at + 2 :]]
+    runpy.run_module(command[at + 1], run_name="__main__")
+
+
+def _import_libraries() -> None:
+    import torch
+
+    from slurm_rlhf.rollout.environment import prepare_environment
+    from slurm_rlhf.rollout.libraries import import_vllm
+    from slurm_rlhf.training.zero3_init import import_deepspeed
+
+    prepare_environment()
+    import torch.distributed.run
+    import transformers.modeling_utils  # noqa: F401
+
+    import_deepspeed(torch.device("cpu"))
+    import_vllm()
+    import vllm.entrypoints.llm  # noqa: F401
+
+
+if __name__ == "__main__":
+    _import_libraries()
+    gc.collect()
+    gc.freeze()
+    _serve(socket.socket(fileno=int(sys.argv[1])))
