@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
-from slurm_rlhf.controller.step_flops import StepFlops
-from slurm_rlhf.errors import RunError
+from slurm_rlhf.errors import ModelError, RunError
 from slurm_rlhf.observe.gpu_time import GpuTime, Slot
-from slurm_rlhf.placement.flops import mfu
+from slurm_rlhf.placement.flops import batch_flops, mfu
 from slurm_rlhf.placement.gpus import find_gpu
+from slurm_rlhf.placement.model_shape import ModelShape, read_shape
 from slurm_rlhf.placement.rank_map_file import RankMap
 from slurm_rlhf.records import Experience
 
@@ -24,6 +25,61 @@ EVERY = 20
 """Steps from one line on the console to the next."""
 
 GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """What the mathematics needs, whatever is computed twice: no recomputation of activations, no padding.
+
+    Logits are counted for response tokens only. A prompt is sampled from once for all of its responses.
+    """
+
+    policy: ModelShape
+    critic: ModelShape
+    reward: ModelShape | None  # None: a function
+    reference: bool
+    epochs: int
+    samples: int  # responses per prompt
+
+    @classmethod
+    def of(cls, config: Config) -> StepFlops | None:
+        """None where the shape of a model is not known."""
+        path, critic, reward = (
+            config.actor.model_name_or_path,
+            config.critic.model_name_or_path,
+            config.reward.model_name_or_path,
+        )
+        try:
+            return cls(
+                read_shape("actor.model_name_or_path", path),
+                read_shape("critic.model_name_or_path", critic or path),
+                read_shape("reward.model_name_or_path", reward) if reward else None,
+                config.algo.kl.init_coef != 0,
+                config.train.max_epochs,
+                config.rollout.n_samples_per_prompt,
+            )
+        except ModelError:
+            return None
+
+    def update(self, experience: Experience, actor_trains: bool) -> float:
+        """Of the training passes of actor and critic."""
+        lengths, responses = [int(n) for n in experience.lengths], int(experience.response_lens.sum())
+        once = batch_flops(self.critic, lengths, True, 0)
+        if actor_trains:
+            once += batch_flops(self.policy, lengths, True, responses)
+        return self.epochs * once
+
+    def others(self, experience: Experience) -> float:
+        """Of sampling and of all passes without gradients."""
+        lengths, responses = [int(n) for n in experience.lengths], int(experience.response_lens.sum())
+        policy = batch_flops(self.policy, lengths, False, responses)
+        prompts = [int(n) for n in experience.prompt_lens]
+        again = batch_flops(self.policy, prompts, False, 0) - batch_flops(
+            self.policy, prompts[:: self.samples], False, 0
+        )
+        total = (2 + self.reference) * policy - again  # sampled, and scored by actor and reference
+        total += batch_flops(self.critic, lengths, False, 0)
+        return total + (batch_flops(self.reward, lengths, False, 0) if self.reward else 0.0)
 
 
 class GpuAccount:
@@ -183,7 +239,7 @@ class GpuAccount:
         update = self._flops.update(experience, number > self._config.critic.freezing_steps)
         whole = update + self._flops.others(experience)
         cards = {slot: peaks[role] for role, ranks in self._slots.items() for of in ranks for slot in of}
-        training = {slot for role in ("actor", "critic") for of in self._slots[role] for slot in of}
+        training = {slot for role in ("actor", "critic") for of in self._slots.get(role, []) for slot in of}
         self._sums["flops"] += whole
         self._sums["peak_flops"] += 1e12 * sum(cards.values()) * timings["time/step"]
         return {

@@ -35,7 +35,7 @@ TERMINATION_S = 1.0
 LOOPBACK = "127.0.0.1"
 
 
-class Fleet:
+class Supervisor:
     """Starts the process groups of each role and notices within seconds when one of them is gone.
 
     The first failure fails every pending call of every role, so that whatever the conductor waits for, it learns of
@@ -69,7 +69,7 @@ class Fleet:
     def start(self, environment: Mapping[str, Mapping[str, Mapping[str, str]]]) -> None:
         """Start all roles, with the variables of `environment[role][node]`; wait until each rank has said hello.
 
-        It does not wait for engines: `roles.engines.Engines` does that.
+        It does not wait for engines: `EnginePool` does that.
         Raises RoleDied naming the role that ended instead, CallTimeout naming the ranks that stayed silent.
         """
         for role in self._ranks.roles:
@@ -80,7 +80,7 @@ class Fleet:
             ]
             self._launcher.start(role, arguments, environment[role])
             self.roles[role] = self._handle(role)
-        threading.Thread(target=self._watch, name="fleet-watch", daemon=True).start()
+        threading.Thread(target=self._watch, name="supervisor", daemon=True).start()
         for role, handle in self.roles.items():
             if not isinstance(handle, EngineHandle):
                 self.server.wait_for(role, handle.world, self._config.timeout.connect)

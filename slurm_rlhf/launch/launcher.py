@@ -20,7 +20,7 @@ class Ended:
 
 
 class Launcher(Protocol):
-    """Starts the roles of one rank map. Created by the command line, used by the conductor's `Fleet`."""
+    """Starts the roles of one rank map. Created by the command line, used by the conductor's `Supervisor`."""
 
     @property
     def address(self) -> str:

@@ -16,8 +16,7 @@ from slurm_rlhf.control.codec import MAX_HEADER_BYTES, encode
 from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.server import ControlServer
-from slurm_rlhf.controller import chunk_size as portions
-from slurm_rlhf.controller.dispatch import Generation
+from slurm_rlhf.controller.dispatch import Dispatcher, answer_sizes
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.engine import Gauges
 from slurm_rlhf.workers.engine_leader import RolloutRole
@@ -79,8 +78,8 @@ def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic:
         handle = EngineHandle(server, "rollout", 1, 1, Timeout(generate=30.0))
         prompts = [Prompt(100 + i, "", np.full(10, i, dtype=np.int32)) for i in range(PROMPTS)]
         width = PROMPTS * SAMPLES * 16
-        generation = Generation(handle, 1, max_num_seqs=width, deterministic=deterministic)
-        found = generation.run(prompts, Sampling(n=SAMPLES, max_new_tokens=TOKENS), 0)
+        dispatcher = Dispatcher(handle, 1, max_num_seqs=width, deterministic=deterministic)
+        found = dispatcher.run(prompts, Sampling(n=SAMPLES, max_new_tokens=TOKENS), 0)
         assert handle.call(0, "shutdown").result(20.0) == "done"
         thread.join(20.0)
         client.close()
@@ -94,9 +93,9 @@ def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic:
 @pytest.mark.parametrize("tokens", [1, 100, 1000, 32_000])
 def test_answers_hold_everything_and_each_fits_into_a_message(tokens: int) -> None:
     for responses in (1, 7, 5000, 100_000):
-        counts = portions.answers(responses, 4 * tokens, tokens)
+        counts = answer_sizes(responses, 4 * tokens, tokens)
         assert sum(counts) == responses
         assert min(counts) >= 1
         # Text of 40 bytes a token would still fit.
         assert max(counts) == 1 or max(counts) * (16 * tokens + 9 * tokens + 40 * tokens + 200) < MAX_HEADER_BYTES
-    assert portions.answers(8, 10, tokens) == [8], "small batches are answered at once"
+    assert answer_sizes(8, 10, tokens) == [8], "small batches are answered at once"

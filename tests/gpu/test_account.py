@@ -6,30 +6,26 @@ import json
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from steps import make_loop, make_step
 
 from slurm_rlhf.algorithms.kl import KLController
-from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.controller.batches import Batch, OnDemand
-from slurm_rlhf.controller.engine_metrics import EngineWatch
-from slurm_rlhf.controller.gpu_account import GpuAccount, slots_of
-from slurm_rlhf.controller.loop import TrainingRun
+from slurm_rlhf.controller.engine_pool import EngineMetrics
+from slurm_rlhf.controller.gpu_account import GpuAccount, StepFlops, slots_of
+from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
-from slurm_rlhf.controller.state import RunState
-from slurm_rlhf.controller.step import PPO
-from slurm_rlhf.controller.step_flops import StepFlops
+from slurm_rlhf.controller.step import Step
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.gpu_time import GpuTime
-from slurm_rlhf.observe.phases import Phases
 from slurm_rlhf.placement.flops import forward_flops
 from slurm_rlhf.placement.model_shape import read_shape
 from slurm_rlhf.placement.rank_map_file import NodeShare, RankMap
@@ -259,13 +255,13 @@ def test_flops_are_those_of_the_mathematics(tmp_path: Path) -> None:
     assert again.others(one) == pytest.approx(3 * body + 2 * logits)
 
 
-class Engines:
+class Pool:
     def update(self, version: int) -> dict[str, float]:
         return {}
 
 
-class Steps(PPO):
-    """PPO whose roles compute nothing, but are asked."""
+class Steps(Step):
+    """Steps whose roles compute nothing, but are asked."""
 
     def collect(self, batch: Batch, version: int) -> Any:
         gather(self.roles["actor"].start_all("logprobs"))
@@ -277,45 +273,33 @@ class Steps(PPO):
         return metrics
 
 
-def run(tmp_path: Path, roles: dict[str, RoleHandle], stop: Stop, on_gpus: bool, resume: bool = False) -> TrainingRun:
+def run(tmp_path: Path, roles: dict[str, RoleHandle], stop: Stop, on_gpus: bool, resume: bool = False) -> TrainingLoop:
     made = config(tmp_path)
     made.logger.progress, made.logger.tensorboard = "plain", False
     made.train.self_check = False  # it has a test of its own, with roles that compute
-    directory, phases = RunDirectory(tmp_path), Phases()
+    directory = RunDirectory(tmp_path)
     directory.make()
     reporting = Reporting(made, directory, RANKS.worlds)
     account = None
     if on_gpus:
         account = reporting.gpus = GpuAccount(made, RANKS, time.monotonic(), lambda: WAY)
         account.watch(roles)
-    checkpoints = CheckpointDir(tmp_path)
-    checkpoint = checkpoints.latest() if resume else None
-    saved = checkpoints.load_state(checkpoint)["run"] if checkpoint else {"seed": 0}
     order = PromptOrder(4, 1, 2, 0)
-    training = TrainingRun(
-        config=made,
-        directory=directory,
-        fleet=SimpleNamespace(roles=roles),  # type: ignore[arg-type]
-        eval_prompts=None,
+    step = make_step(
+        made,
+        roles,
+        Steps,
+        pool=Pool(),
         order=order,
-        ppo=Steps(made, roles, Engines(), None, KLController(0.0), phases, None),  # type: ignore[arg-type]
-        batches=OnDemand(lambda step: Batch(step, [], [], {}, 1.0, {**order.state_dict()})),
-        weights=Engines(),  # type: ignore[arg-type]
-        checkpoints=checkpoints,
-        state=RunState(**saved),
         total_steps=4 if resume else 2,
-        reporting=reporting,
+        kl=KLController(0.0),
         self_check=SelfCheck(made, roles["actor"], reporting.note, PromptFindings({}), {}),
-        phases=phases,
-        engines=EngineWatch([]),
+        engine_metrics=EngineMetrics([]),
         stop=stop,
-        clock=time.monotonic(),
-        gpus=account,
+        note=reporting.note,
     )
-    reporting.begin(training.state, training.total_steps, checkpoint)
-    if checkpoint:
-        training.load(checkpoint)
-    return training
+    step.batches = OnDemand(lambda number: Batch(number, [], [], {}, 1.0, {**order.state_dict()}))
+    return make_loop(step, directory, reporting, resume, gpus=account)
 
 
 @pytest.mark.parametrize("on_gpus", [True, False], ids=["gpus", "cpus"])

@@ -25,7 +25,7 @@ from tiny_models import make_tiny
 
 from slurm_rlhf.cluster import kernel_cache
 from slurm_rlhf.control.handles import EngineHandle
-from slurm_rlhf.controller.dispatch import Generation
+from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.errors import RemoteError, RunError
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.engine_place import EnginePlace
@@ -88,7 +88,7 @@ def prompts(count: int) -> list[Prompt]:
 
 
 def generate(fleet: RolloutFleet, count: int, version: int, deterministic: bool = True) -> list[Trajectory]:
-    return Generation(fleet.engines, 1, WIDTH, deterministic).run(prompts(count), SAMPLING, version)
+    return Dispatcher(fleet.engines, 1, WIDTH, deterministic).run(prompts(count), SAMPLING, version)
 
 
 def bits(trajectories: list[Trajectory]) -> list[tuple[int, bytes, bytes]]:
@@ -146,7 +146,7 @@ def test_two_batches_in_flight_keep_the_ranks_in_step(zygote: Zygote, single: Ro
         plain = generate(single, 10, 1)
         assert [t.response_ids.tolist() for t in generate(fleet, 10, 1)] == [t.response_ids.tolist() for t in plain]
         how = replace(SAMPLING, stop=[max((t.text for t in plain), key=len)[6:9]])
-        wide, narrow = (Generation(f.engines, 1, WIDTH, False).run(prompts(10), how, 1) for f in (fleet, single))
+        wide, narrow = (Dispatcher(f.engines, 1, WIDTH, False).run(prompts(10), how, 1) for f in (fleet, single))
         assert [t.response_ids.tolist() for t in wide] == [t.response_ids.tolist() for t in narrow]
         assert any(len(cut.response_ids) < len(t.response_ids) for cut, t in zip(wide, plain, strict=True))
         assert_sleeps_as_one(fleet)
@@ -237,7 +237,7 @@ def test_a_slow_engine_delays_the_batch_by_its_own_last_sequences_at_most(single
     recorder = Recorder(single.engines)
     single.engines.ready = [0, 1]
     with slowed(single.ranks[0].pid, 5):
-        batch = Generation(recorder, 1, WIDTH, False).run(prompts(200), SAMPLING, 4)
+        batch = Dispatcher(recorder, 1, WIDTH, False).run(prompts(200), SAMPLING, 4)
     single.engines.ready = [0]
     shares = [sum(t.engine == engine for t in batch) / len(batch) for engine in (0, 1)]
     last_given = max(at for at, _, _ in recorder.given)

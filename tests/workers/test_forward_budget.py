@@ -7,13 +7,12 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from steps import make_step
 
 from slurm_rlhf.algorithms.kl import KLController
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import RoleHandle
 from slurm_rlhf.controller.batches import Batch
-from slurm_rlhf.controller.step import PPO
-from slurm_rlhf.observe.phases import Phases
 from slurm_rlhf.records import Experience, Prompt, Trajectory
 from slurm_rlhf.rewards.model import ModelRewards, Scoring
 
@@ -49,7 +48,7 @@ class Ranks:
 
 
 def run(forward: int) -> dict[str, Ranks]:
-    """One PPO step over 32 responses of 9 tokens."""
+    """One step over 32 responses of 9 tokens."""
     config = Config()
     config.rollout.batch_size, config.train.batch_size = 32, 32
     config.train.max_tokens_per_gpu, config.train.forward_max_tokens_per_gpu = TRAINED, forward
@@ -71,10 +70,9 @@ def run(forward: int) -> dict[str, Ranks]:
         for i in range(32)
     ]
     reward = Scoring(ModelRewards(handles["reward"], config.train.forward_tokens), config.timeout.reward)
-    ppo = PPO(config, handles, cast(Any, None), reward, KLController(0.01, 0.0, 1), Phases())
-    batch = Batch(1, prompts, responses, {}, 1.0, {})
-    experience, metrics = ppo.collect(batch, 0)
-    ppo.update(1, experience, metrics)
+    step = make_step(config, handles, reward=reward, kl=KLController(0.01, 0.0, 1))
+    experience, metrics = step.collect(Batch(1, prompts, responses, {}, 1.0, {}), 0)
+    step.update(1, experience, metrics)
     return roles
 
 
