@@ -6,16 +6,13 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 from slurm_rlhf.cluster.stop import StopRequested
+from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.records import KV_CACHE, WEIGHTS
 
 log = logging.getLogger(__name__)
-
-OFFLOADING = ("actor", "critic")
-"""Roles with an optimizer, whose states ds.enable_sleep keeps in host memory during the engines' turn."""
 
 
 class Colocation:
@@ -75,7 +72,5 @@ class Colocation:
 
     def _tell_trainers(self, method: str) -> None:
         if self._offload:
-            calls: list[Any] = [
-                call for role in OFFLOADING if role in self._roles for call in self._roles[role].start_all(method)
-            ]
-            gather(calls)
+            handles = [handle for role, handle in self._roles.items() if ROLES[role].sleeps]
+            gather([call for handle in handles for call in handle.start_all(method)])

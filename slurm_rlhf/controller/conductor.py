@@ -125,7 +125,7 @@ class Conductor:
 
 
 def refuse_restart(file: Path, moved: bool, lead_s: float) -> None:
-    """Count this allocation in `file`; `moved`: it did a step. Raises ConfigError after `MOST_RESTARTS` that did none."""
+    """Count this allocation in `file`; `moved`: it did a step. Raises ConfigError after `MOST_RESTARTS` without one."""
     if moved:
         file.unlink(missing_ok=True)
         return

@@ -13,8 +13,7 @@ from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import CallTimeout
-from slurm_rlhf.observe.engine_load import EngineLoad
-from slurm_rlhf.observe.stragglers import STEPS, Stragglers
+from slurm_rlhf.observe.engine_load import STEPS, EngineLoad, Stragglers
 
 log = logging.getLogger(__name__)
 

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.errors import ModelError, RunError
-from slurm_rlhf.observe.gpu_time import GpuTime, Slot
+from slurm_rlhf.observe.timing import GpuTime, Slot
 from slurm_rlhf.placement.flops import batch_flops, mfu
 from slurm_rlhf.placement.gpus import find_gpu
-from slurm_rlhf.placement.model_shape import ModelShape, read_shape
+from slurm_rlhf.placement.holdings import read_models
+from slurm_rlhf.placement.model_shape import ModelShape
 from slurm_rlhf.placement.rank_map_file import RankMap
 from slurm_rlhf.records import Experience
 
@@ -44,22 +46,12 @@ class StepFlops:
     @classmethod
     def of(cls, config: Config) -> StepFlops | None:
         """None where the shape of a model is not known."""
-        path, critic, reward = (
-            config.actor.model_name_or_path,
-            config.critic.model_name_or_path,
-            config.reward.model_name_or_path,
-        )
         try:
-            return cls(
-                read_shape("actor.model_name_or_path", path),
-                read_shape("critic.model_name_or_path", critic or path),
-                read_shape("reward.model_name_or_path", reward) if reward else None,
-                config.algo.kl.init_coef != 0,
-                config.train.max_epochs,
-                config.rollout.n_samples_per_prompt,
-            )
+            models = read_models(config)
         except ModelError:
             return None
+        epochs, samples = config.train.max_epochs, config.rollout.n_samples_per_prompt
+        return cls(models[ACTOR], models[CRITIC], models.get(REWARD), REFERENCE in models, epochs, samples)
 
     def update(self, experience: Experience, actor_trains: bool) -> float:
         """Of the training passes of actor and critic."""
@@ -239,7 +231,7 @@ class GpuAccount:
         update = self._flops.update(experience, number > self._config.critic.freezing_steps)
         whole = update + self._flops.others(experience)
         cards = {slot: peaks[role] for role, ranks in self._slots.items() for of in ranks for slot in of}
-        training = {slot for role in ("actor", "critic") for of in self._slots.get(role, []) for slot in of}
+        training = _distinct({role: of for role, of in self._slots.items() if ROLES[role].kind == "trained"})
         self._sums["flops"] += whole
         self._sums["peak_flops"] += 1e12 * sum(cards.values()) * timings["time/step"]
         return {

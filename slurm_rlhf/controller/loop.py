@@ -17,7 +17,7 @@ from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
 from slurm_rlhf.controller.step import Metrics, Step
 from slurm_rlhf.data.prompts import PromptSet
-from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import Experience, Sampling
 
 

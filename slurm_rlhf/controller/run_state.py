@@ -11,13 +11,13 @@ from typing import Any
 
 from slurm_rlhf.algorithms.reward_scale import RunningScale
 from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.control.handles import RoleHandle, gather
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.step import Step
 from slurm_rlhf.errors import CheckpointError
 from slurm_rlhf.observe.metrics import finite
 
-SAVING = ("actor", "critic")
 REWARD_SCALE, UNEVALUATED, GPUS = "reward_scale", "unevaluated", "gpus"
 """Keys of a checkpoint's state that are there only where the run has something to say."""
 
@@ -74,7 +74,7 @@ class RunCheckpoints:
         self.count_wall()
         path = self.directory.begin(number)
         futures: list[Future[Any]] = []
-        for role in SAVING:
+        for role in self._saving():
             (path / role).mkdir()
             futures += self.roles[role].start_all("save", path=str(path / role))
         gather(futures)
@@ -98,7 +98,7 @@ class RunCheckpoints:
         self.unevaluated = state.get(UNEVALUATED)
         if self.gpus is not None:
             self.gpus.load_state_dict(state.get(GPUS, {}))
-        gather([f for role in SAVING for f in self.roles[role].start_all("load", path=str(path / role))])
+        gather([f for role in self._saving() for f in self.roles[role].start_all("load", path=str(path / role))])
         self._saved_step = self.state.step
 
     def evaluated(self) -> None:
@@ -110,6 +110,9 @@ class RunCheckpoints:
         now = time.monotonic()
         self.state.wall_s += now - self.clock
         self.clock = now
+
+    def _saving(self) -> list[str]:
+        return [role for role in self.roles if ROLES[role].saves]
 
     def _state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"run": self.state.to_json(), "order": self.order, "kl": self.step.kl.state_dict()}

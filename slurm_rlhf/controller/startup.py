@@ -12,6 +12,7 @@ from typing import Any
 from slurm_rlhf.algorithms.kl import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import Stop
+from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import EngineHandle, gather
 from slurm_rlhf.controller.colocation import Colocation
@@ -28,7 +29,7 @@ from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.placement.rank_plan import RankMap
 from slurm_rlhf.placement.topology import CPU
 from slurm_rlhf.rewards.function import RewardFunction
@@ -207,16 +208,14 @@ def optimizer_steps(config: Config, role: str, steps: int) -> int:
     return max(steps - frozen, 0) * config.train.max_epochs * responses // config.train.batch_size
 
 
-TRAINERS = ("actor", "critic", "reference", "reward")
-
-
 def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dict[str, dict[str, str]]]:
     """Choose the environment variables of each role on each node: role -> node -> variables.
 
     `cpus`: of nodes for which the topology has no number.
 
-    Trainers compute side by side and rollout alone, so each gets the share of the node's CPUs of its own phase. Threads
-    that wait do not spin: on shared cores a spinning thread takes the time of the role that has work.
+    Roles of one phase compute at the same time, and those of another phase wait: each rank gets its share of the node's
+    CPUs among the ranks of its phase. Threads that wait do not spin: on shared cores a spinning thread takes the time
+    of the role that has work.
     """
     nodes = {share.node for shares in ranks.roles.values() for share in shares}
     environment: dict[str, dict[str, dict[str, str]]] = {role: {} for role in ranks.roles}
@@ -224,9 +223,8 @@ def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dic
         here = {
             role: len(share.ranks) for role, shares in ranks.roles.items() for share in shares if share.node == node
         }
-        together = sum(count for role, count in here.items() if role in TRAINERS)
-        for role, count in here.items():
-            rivals = together if role in TRAINERS else count
+        for role in here:
+            rivals = sum(count for other, count in here.items() if ROLES[other].phase == ROLES[role].phase)
             threads = config.train.threads_per_rank or max(1, (ranks.topology.node(node).cpus or cpus) // rivals)
             environment[role][node] = _variables(threads, alone=len(nodes) == 1)
     return environment

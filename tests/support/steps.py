@@ -15,7 +15,7 @@ from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
 from slurm_rlhf.controller.step import Step
 from slurm_rlhf.data.prompts import PromptSet
-from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.run_directory import RunDirectory
 
 
