@@ -7,6 +7,7 @@ import string
 from collections.abc import Iterator
 from pathlib import Path
 
+from slurm_rlhf.config.algorithm import algorithm_of, has_critic
 from slurm_rlhf.config.attention import problem as attention_problem
 from slurm_rlhf.config.colocated import colocated
 from slurm_rlhf.config.load import joined
@@ -36,7 +37,7 @@ def check(config: Config) -> None:
     check_length("actor.model_name_or_path", actor, config.data.max_len)
     check_architecture("actor.model_name_or_path", actor, config.data.max_len)
     check_tensor_parallel("actor.model_name_or_path", actor, config.vllm.tensor_parallel_size)
-    if config.critic.model_name_or_path:
+    if config.critic.model_name_or_path and has_critic(config):
         check_model_directory("critic.model_name_or_path", config.critic.model_name_or_path, tokenizer=False)
     if config.reward.model_name_or_path:
         check_reward_model(config)
@@ -76,11 +77,36 @@ def _training_problems(config: Config) -> Iterator[str]:
     yield from _frozen(config)
     yield from filter(None, [attention_problem(config.ds.attn_implementation)])
     yield from _slurm(config)
-    if not in_range:
+    wrong = list(_algorithm(config))
+    yield from wrong
+    if not in_range and not wrong:
         yield from _batches(config)
+    if not in_range:
         yield from _relations(config)
+    if not in_range and not wrong:
         yield from colocated(config)
+    if not in_range:
         yield from sampling(config)
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    """The rules of the algorithm that advantages are estimated by."""
+    try:
+        algorithm = algorithm_of(config)
+    except ConfigError as error:
+        yield str(error)
+        return
+    samples, least = config.rollout.n_samples_per_prompt, algorithm.min_samples_per_prompt
+    if samples < least:
+        yield (
+            f"algo.advantage.estimator = {algorithm.name} compares the responses to one prompt: it needs "
+            f"rollout.n_samples_per_prompt of at least {least}, got {samples}"
+        )
+    if config.critic.freezing_steps and not algorithm.needs_critic:
+        yield (
+            f"critic.freezing_steps = {config.critic.freezing_steps} trains the critic alone at first, and "
+            f"algo.advantage.estimator = {algorithm.name} has none: leave the key out"
+        )
 
 
 def _batches(config: Config) -> Iterator[str]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from slurm_rlhf.config.algorithm import has_critic, has_reference
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
 
@@ -83,6 +84,7 @@ _ROWS = (
         model_keys=("critic.model_name_or_path", "reward.model_name_or_path", "actor.model_name_or_path"),
         saves=True,
         sleeps=True,
+        runs=has_critic,
     ),
     RoleSpec(
         REFERENCE,
@@ -93,7 +95,7 @@ _ROWS = (
         model_keys=("actor.model_name_or_path",),
         head=True,
         colocates=ACTOR,
-        runs=lambda config: config.algo.kl.init_coef != 0,
+        runs=has_reference,
     ),
     RoleSpec(
         REWARD,

@@ -37,7 +37,7 @@ class StepFlops:
     """
 
     policy: ModelShape
-    critic: ModelShape
+    critic: ModelShape | None  # None: the algorithm has none
     reward: ModelShape | None  # None: a function
     reference: bool
     epochs: int
@@ -51,12 +51,12 @@ class StepFlops:
         except ModelError:
             return None
         epochs, samples = config.train.max_epochs, config.rollout.n_samples_per_prompt
-        return cls(models[ACTOR], models[CRITIC], models.get(REWARD), REFERENCE in models, epochs, samples)
+        return cls(models[ACTOR], models.get(CRITIC), models.get(REWARD), REFERENCE in models, epochs, samples)
 
     def update(self, experience: Experience, actor_trains: bool) -> float:
         """Of the training passes of actor and critic."""
         lengths, responses = [int(n) for n in experience.lengths], int(experience.response_lens.sum())
-        once = batch_flops(self.critic, lengths, True, 0)
+        once = batch_flops(self.critic, lengths, True, 0) if self.critic else 0.0
         if actor_trains:
             once += batch_flops(self.policy, lengths, True, responses)
         return self.epochs * once
@@ -70,7 +70,7 @@ class StepFlops:
             self.policy, prompts[:: self.samples], False, 0
         )
         total = (2 + self.reference) * policy - again  # sampled, and scored by actor and reference
-        total += batch_flops(self.critic, lengths, False, 0)
+        total += batch_flops(self.critic, lengths, False, 0) if self.critic else 0.0
         return total + (batch_flops(self.reward, lengths, False, 0) if self.reward else 0.0)
 
 

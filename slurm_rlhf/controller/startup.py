@@ -12,6 +12,7 @@ from typing import Any
 from slurm_rlhf.algorithms.kl import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import Stop
+from slurm_rlhf.config.algorithm import algorithm_of
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import EngineHandle, gather
@@ -179,6 +180,7 @@ class Startup:
         source = inputs.reward or ModelRewards(roles["reward"], config.train.forward_tokens)
         return Step(
             config=config,
+            algorithm=algorithm_of(config),
             roles=roles,
             pool=pool,
             dispatcher=dispatcher,

@@ -24,11 +24,12 @@ from typing import Any
 
 import numpy as np
 
-from slurm_rlhf.algorithms.advantages import whiten
+from slurm_rlhf.algorithms.advantages import estimate
+from slurm_rlhf.algorithms.aggregation import loss_weights
 from slurm_rlhf.algorithms.batching import mini_batches
 from slurm_rlhf.algorithms.kl import KLController, approx_kl
 from slurm_rlhf.algorithms.packed import response_sums
-from slurm_rlhf.algorithms.registry import AdvantageInputs, advantage_estimator
+from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale, clip_warning, clipped_share
 from slurm_rlhf.algorithms.sharding import Shard, assemble, shards
 from slurm_rlhf.cluster.stop import Stop
@@ -43,7 +44,7 @@ from slurm_rlhf.controller.step_metrics import Trained, sample_metrics, update_m
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.observe.timing import Phases
-from slurm_rlhf.records import F32, Experience, Prompt, Sampling, Trajectory, pack
+from slurm_rlhf.records import Experience, Prompt, Sampling, Trajectory, pack
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.values import Rewards
 
@@ -58,6 +59,7 @@ class Step:
     """Does the steps of a run, one after the other."""
 
     config: Config
+    algorithm: Algorithm
     roles: Mapping[str, RoleHandle]
     pool: EnginePool
     dispatcher: Dispatcher
@@ -180,29 +182,28 @@ class Step:
         rewards = experience.rewards
         if self.scale is not None:
             rewards = self.scale.with_batch(rewards).normalize(rewards)
-        values: F32 = columns["values"]
-        advantages, returns = advantage_estimator(config.advantage.estimator)(
-            AdvantageInputs(
-                rewards=rewards,
-                kl=kl,
-                values=values,
-                action_mask=mask,
-                offsets=offsets,
-                kl_coef=self.kl.coef,
-                clip_range=self.config.reward.clip_range,
-                gamma=config.advantage.gamma,
-                lambd=config.advantage.lambd,
-            )
+        inputs = AdvantageInputs(
+            rewards=rewards,
+            kl=kl,
+            values=columns.get("values"),
+            action_mask=mask,
+            offsets=offsets,
+            groups=np.arange(len(experience)) // self.config.rollout.n_samples_per_prompt,
+            kl_coef=self.kl.coef,
+            clip_range=self.config.reward.clip_range,
+            gamma=config.advantage.gamma,
+            lambd=config.advantage.lambd,
         )
-        columns["advantages"] = advantages if config.advantage.no_whitening else whiten(advantages, mask)
-        columns["returns"] = returns
-        return {
+        columns |= estimate(self.algorithm, inputs, no_whitening=config.advantage.no_whitening)
+        metrics = {
             "kl": mean_kl,
             "kl_coef": self.kl.coef,
             "reward_clipped": clipped_share(rewards, self.config.reward.clip_range),
-            "value": float(values[mask].mean()) if mask.any() else 0.0,
-            "return": float(returns[mask].mean()) if mask.any() else 0.0,
         }
+        for name, column in (("value", "values"), ("return", "returns")):
+            if column in columns:
+                metrics[name] = float(columns[column][mask].mean()) if mask.any() else 0.0
+        return metrics
 
     def update(self, number: int, experience: Experience, metrics: Metrics) -> Metrics:
         """Train actor and critic on what `collect` answered; add the metrics of the training."""
@@ -214,21 +215,26 @@ class Step:
         return metrics | trained
 
     def _train(self, number: int, experience: Experience) -> list[Trained]:
-        """Do `train.max_epochs` passes of mini-batches through actor and critic, which train side by side."""
-        train = self.config.train
+        """Pass mini-batches through actor and critic `train.max_epochs` times; the two train side by side."""
+        train, longest = self.config.train, self.config.rollout.max_new_tokens
         frozen = ("actor",) if number <= self.config.critic.freezing_steps else ()
         trained = [role for role in ("actor", "critic") if role in self.roles and role not in frozen]
         pending: list[tuple[str, float, list[Future[Any]]]] = []
         for epoch in range(train.max_epochs):
             for rows in mini_batches(len(experience), train.batch_size, train.seed * 1_000_003 + number, epoch):
                 batch = experience.select(rows)
-                # Every micro-batch on every rank divides by the tokens of the whole optimizer step: an exact mean.
+                # Every micro-batch on every rank divides by numbers of the whole optimizer step: an exact mean.
                 tokens = float(batch.action_mask.sum())
+                mode = self.algorithm.aggregation
+                weighed, weights = loss_weights(mode, batch.action_mask, batch.action_offsets, longest)
+                if weights is not None:
+                    batch.columns["loss_weights"] = weights
                 for role in trained:
                     handle = self.roles[role]
                     parts = shards(batch, handle.world, train.max_tokens_per_gpu)
+                    denominator = weighed if role == "actor" else tokens
                     calls = [
-                        handle.call(rank, "train_step", denominator=tokens, **part.to_wire())
+                        handle.call(rank, "train_step", denominator=denominator, **part.to_wire())
                         for rank, part in enumerate(parts)
                     ]
                     self._one_at_a_time(calls)

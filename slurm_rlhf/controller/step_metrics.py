@@ -65,8 +65,11 @@ def update_metrics(steps: list[Trained]) -> dict[str, float]:
             else:
                 found.setdefault(name, []).append(_per_token(step, name))
     first = next((step for step in steps if step.role == "actor"), None)
-    of_first = {f"first_{name}": _per_token(first, name) for name in ("ratio", "approx_kl")} if first else {}
-    return {name: float(np.mean(values)) for name, values in found.items()} | of_first
+    metrics = {name: float(np.mean(values)) for name, values in found.items()}
+    for name in ("ratio", "approx_kl"):
+        if first and name in first.answers[0]:  # a loss of the user's may have other metrics
+            metrics[f"first_{name}"] = _per_token(first, name)
+    return metrics
 
 
 def _per_token(step: Trained, name: str) -> float:

@@ -8,6 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.config.algorithm import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.loop import TrainingLoop
@@ -22,7 +23,8 @@ from slurm_rlhf.run_directory import RunDirectory
 def make_step(config: Config, roles: Mapping[str, Any], kind: type[Step] = Step, **parts: Any) -> Step:
     """Build a step with `parts`; what is not among them is None, and must not be used."""
     missing = {field.name: None for field in fields(Step) if field.init}
-    made: Any = {**missing, "phases": Phases(), "config": config, "roles": roles, **parts}
+    given = {"config": config, "algorithm": algorithm_of(config), "roles": roles, "phases": Phases()}
+    made: Any = {**missing, **given, **parts}
     return kind(**made)
 
 
