@@ -1,38 +1,60 @@
 """The user's reward function: a Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF.
 
-What it can take, and an example: README.md, "The reward function".
+It is given what the names in its signature ask for, which is looked at when the file is loaded. What it can take, and
+an example: README.md, "The reward function".
 """
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import traceback
+import copy
+import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from slurm_rlhf.errors import ConfigError, RewardError
 from slurm_rlhf.records import Prompt, Trajectory
-from slurm_rlhf.rewards.arguments import Taken, taken
 from slurm_rlhf.rewards.values import Rewards, parse_answer
+from slurm_rlhf.user_files import line_of, run_file, text_of
 
 FUNCTION = "reward_func"
 KEY = "reward.remote_url"
+
+Argument = Callable[[list[Prompt], list[Trajectory], int], Any]
+
+ARGUMENTS: dict[str, Argument] = {
+    "queries": lambda prompts, found, step: [p.text + t.text for p, t in zip(prompts, found, strict=True)],
+    "prompts": lambda prompts, found, step: [p.text for p in prompts],
+    "labels": lambda prompts, found, step: [copy.deepcopy(p.label) for p in prompts],
+    "responses": lambda prompts, found, step: [t.text for t in found],
+    "rows": lambda prompts, found, step: [copy.deepcopy(p.row) for p in prompts],
+    "prompt_ids": lambda prompts, found, step: [t.prompt_ids.tolist() for t in found],
+    "response_ids": lambda prompts, found, step: [t.response_ids.tolist() for t in found],
+    "finish_reasons": lambda prompts, found, step: [t.finish_reason for t in found],
+    "step": lambda prompts, found, step: step,
+}
+"""Name -> how it is made. All except `step` are lists with one entry per response, and copies: a function may change
+them without effect on anything else. README.md says what each holds."""
+
+BY_PLACE = ("queries", "prompts", "labels")
+"""The order of OpenRLHF, for functions that call their first three parameters otherwise."""
+
+ELSEWHERE = {"completions": "responses", "completion_ids": "response_ids"}
+"""What TRL passes under another name. Never taken by place: a completion is not a query."""
 
 
 class RewardFunction:
     """Calls the user's function and accepts nothing that is not one finite number per response."""
 
-    def __init__(self, function: Callable[..., Any], file: Path, arguments: Taken) -> None:
+    def __init__(self, function: Callable[..., Any], file: Path, arguments: TakenArguments) -> None:
         self._function = function
         self._file = file
         self._arguments = arguments
 
     @classmethod
     def load(cls, source: str) -> RewardFunction:
-        """The function in the Python file `source`, whose directory is importable for it.
+        """Load the function in the Python file `source`, whose directory is importable for it.
 
         Raises ConfigError when there is no such file or `source` is a URL, RewardError when the file cannot be run
         (with the line), does not define `reward_func`, or its signature takes what is not passed.
@@ -42,56 +64,105 @@ class RewardFunction:
         file = Path(source).absolute()
         if not file.is_file():
             raise ConfigError(f"{KEY}: no such file: {source or repr('')}: name a Python file with {FUNCTION}")
-        function = getattr(_run(file), FUNCTION, None)
+        if file.suffix != ".py":
+            raise ConfigError(f"{KEY}: {file} is not a Python file: its name must end in .py")
+        function = getattr(run_file(file, "slurm_rlhf_reward", RewardError), FUNCTION, None)
         if not callable(function):
             raise RewardError(f"{file} does not define {FUNCTION}(queries, prompts, labels, **kwargs): add it")
-        return cls(function, file, taken(function, f"{_defined(file, function)}: {FUNCTION}"))
+        return cls(function, file, taken_arguments(function, f"{_defined(file, function)}: {FUNCTION}"))
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
-        """Rewards of `trajectories`, [N]; `prompts[i]` is the prompt of `trajectories[i]`.
+        """Compute the rewards of `trajectories`, [N]; `prompts[i]` is the prompt of `trajectories[i]`.
 
         `step`: the training step that they are of; in an evaluation, the steps done before it. The function gets those
-        of `reward_arguments.ARGUMENTS` that its signature takes. Raises RewardError for what it raises or answers.
+        of `ARGUMENTS` that its signature takes. Raises RewardError for what it raises, and for an answer of no use.
         """
         try:
             answer = self._arguments.call(self._function, prompts, trajectories, step)
         except (Exception, SystemExit) as error:
-            raise RewardError(f"{_place(self._file, error)}: {FUNCTION} raised {_told(error)}") from error
+            raise RewardError(f"{line_of(self._file, error)}: {FUNCTION} raised {text_of(error)}") from error
         return parse_answer(answer, len(trajectories), f"{self._file}: {FUNCTION}")
 
 
-def _run(file: Path) -> ModuleType:
-    """The file as a module of its own name."""
-    name = f"slurm_rlhf_reward_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{KEY}: {file} is not a Python file: its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickling look their module up by name; neighbours come last, so that they shadow nothing.
-    sys.modules[name] = module
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise RewardError(f"{_place(file, error)}: cannot be imported: {_told(error)}") from error
-    return module
-
-
 def _defined(file: Path, function: Callable[..., Any]) -> str:
-    """file:line of the function, where it is in the file."""
+    """Name file and line of the function, where it is in the file."""
     code = getattr(function, "__code__", None)
     return f"{file}:{code.co_firstlineno}" if code is not None and code.co_filename == str(file) else str(file)
 
 
-def _place(file: Path, error: BaseException) -> str:
-    """file:line of the deepest frame in the user's file."""
-    if isinstance(error, SyntaxError) and error.filename == str(file):
-        return f"{file}:{error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    return f"{file}:{lines[-1]}" if lines else str(file)
+@dataclass(frozen=True, slots=True)
+class TakenArguments:
+    """The arguments that a function takes."""
+
+    places: tuple[str, ...]
+    names: tuple[str, ...]
+
+    def call(
+        self, function: Callable[..., Any], prompts: list[Prompt], trajectories: list[Trajectory], step: int
+    ) -> Any:
+        """Call `function` for `trajectories`; `prompts[i]` is the prompt of `trajectories[i]`."""
+        return function(
+            *(ARGUMENTS[name](prompts, trajectories, step) for name in self.places),
+            **{name: ARGUMENTS[name](prompts, trajectories, step) for name in self.names},
+        )
 
 
-def _told(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+def taken_arguments(function: Callable[..., Any], where: str) -> TakenArguments:
+    """Find out which arguments `function` takes; `**kwargs` takes all that have no parameter of their own.
+
+    Raises RewardError, its message starting with `where`, for a coroutine or a generator, and for a parameter without
+    a default that nothing is passed for.
+    """
+    _refuse_kind(function, where)
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # of a builtin or an extension
+        return TakenArguments(BY_PLACE, ())
+    kinds = inspect.Parameter
+    placed = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    named = [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
+    open_places = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
+    places = _places(placed, open_places)
+    rest = placed[len(places) :]
+    for parameter in rest + named:
+        needed = parameter.default is kinds.empty
+        if needed and (parameter.name not in ARGUMENTS or parameter.kind is kinds.POSITIONAL_ONLY):
+            raise RewardError(_unknown(parameter.name, where))
+    names = [p.name for p in rest + named if p.name in ARGUMENTS and p.kind is not kinds.POSITIONAL_ONLY]
+    if any(p.kind is kinds.VAR_KEYWORD for p in parameters):
+        names += [name for name in ARGUMENTS if name not in names and name not in places]
+    return TakenArguments(places, tuple(names))
+
+
+def _places(placed: list[inspect.Parameter], open_places: bool) -> tuple[str, ...]:
+    """Pass OpenRLHF's three by place, unless a parameter says by its name that it means something else."""
+    first = placed[: len(BY_PLACE)]
+    if len(first) < len(BY_PLACE) and not open_places:
+        return ()
+    for name, parameter in zip(BY_PLACE, first, strict=False):
+        other = parameter.name in ELSEWHERE or (parameter.name in ARGUMENTS and parameter.name != name)
+        setting = parameter.name != name and parameter.default not in (inspect.Parameter.empty, None)
+        if other or setting:
+            return ()
+    return BY_PLACE
+
+
+def _refuse_kind(function: Callable[..., Any], where: str) -> None:
+    for target in (function, getattr(function, "__call__", None)):  # noqa: B004 an object with an async __call__
+        if inspect.iscoroutinefunction(target) or inspect.isasyncgenfunction(target):
+            raise RewardError(
+                f"{where} is declared with `async def`, and nothing awaits it: declare it with `def`, and run "
+                "coroutines inside it with asyncio.run(...)"
+            )
+        if inspect.isgeneratorfunction(target):
+            raise RewardError(f"{where} is a generator (it has a `yield`): return a list with one number per response")
+
+
+def _unknown(name: str, where: str) -> str:
+    hint = f"A column of the data set is in rows: rows[i][{name!r}]"
+    if name in ELSEWHERE:
+        hint = f"TRL's {name} are `{ELSEWHERE[name]}` here"
+    return (
+        f"{where} has a parameter {name!r} that nothing is passed for. Passed are {', '.join(ARGUMENTS)}: take any of "
+        f"them by name. {hint}"
+    )
