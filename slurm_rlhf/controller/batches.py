@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from slurm_rlhf.observe.engine_load import EngineLoad
-from slurm_rlhf.records import Prompt, Trajectory
+from slurm_rlhf.records import EngineLoad, Prompt, Trajectory
 
 
 @dataclass(slots=True)

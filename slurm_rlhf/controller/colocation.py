@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from slurm_rlhf.cluster.stop import StopRequested
 from slurm_rlhf.config.roles import ROLES
+from slurm_rlhf.control.calls import EngineCalls, TrainerCalls, WakeUpRequest
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.records import KV_CACHE, WEIGHTS
 
@@ -23,7 +24,7 @@ class Colocation:
     they have room for weights only, and the KV cache comes last.
     """
 
-    def __init__(self, roles: Mapping[str, RoleHandle], engines: EngineHandle, offload: bool) -> None:
+    def __init__(self, roles: Mapping[str, RoleHandle[Any]], engines: EngineHandle, offload: bool) -> None:
         """`offload`: actor and critic have optimizer states to move out of the engines' way (ds.enable_sleep)."""
         self._roles = roles
         self._engines = engines
@@ -48,18 +49,18 @@ class Colocation:
     def waking(self, version: int) -> Iterator[None]:
         """Wake the engines up around an update to policy `version`: room for weights before it, the KV cache after."""
         began = time.monotonic()
-        self._tell_trainers("sleep")
-        self._engines.call_all("wake_up", part=WEIGHTS)
+        self._tell_trainers(TrainerCalls.sleep)
+        self._engines.call_all(EngineCalls.wake_up, WakeUpRequest(WEIGHTS))
         woken = time.monotonic()
         yield
         moved = time.monotonic()
-        self._engines.call_all("wake_up", part=KV_CACHE)
+        self._engines.call_all(EngineCalls.wake_up, WakeUpRequest(KV_CACHE))
         self._times["time/wake_up"] = woken - began + time.monotonic() - moved
         log.info("engines are awake with policy version %d", version)
 
     def put_engines_to_sleep(self) -> int:
         """Free the engines' memory: so many bytes on every accelerator."""
-        freed: int = min(self._engines.call_all("sleep"))
+        freed = min(self._engines.call_all(EngineCalls.sleep))
         what = f"at least {freed / 2**30:.1f} GiB freed on each GPU" if freed else "vLLM frees no memory on CPUs"
         log.info("engines sleep: %s", what)
         return freed
@@ -67,10 +68,10 @@ class Colocation:
     def _hand_back(self) -> None:
         began = time.monotonic()
         freed = self.put_engines_to_sleep()
-        self._tell_trainers("wake_up")
+        self._tell_trainers(TrainerCalls.wake_up)
         self._times |= {"time/sleep": time.monotonic() - began, "perf/sleep_freed_bytes": float(freed)}
 
-    def _tell_trainers(self, method: str) -> None:
+    def _tell_trainers(self, method: Callable[[TrainerCalls], None]) -> None:
         if self._offload:
             handles = [handle for role, handle in self._roles.items() if ROLES[role].sleeps]
             gather([call for handle in handles for call in handle.start_all(method)])

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
+from slurm_rlhf.control.calls import EngineCalls, GenerateAnswer, GenerateBatch, PromptTokens
 from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.controller.engine_pool import EnginePool
-from slurm_rlhf.observe.engine_load import EngineLoad
-from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 
 Answers = dict[int, list[Trajectory]]
 """Position of a prompt -> its responses so far, in the order in which they were finished."""
@@ -67,7 +66,7 @@ class Dispatcher:
         width, n = self.max_num_seqs, sampling.n
         left = deque(range(len(prompts)))
         held = [0] * self.rollout.world  # responses that each engine owes
-        pending: dict[Future[Any], tuple[int, int]] = {}  # call -> engine, how many responses
+        pending: dict[Future[GenerateAnswer], tuple[int, int]] = {}  # call -> engine, how many responses
         found: Answers = {}
         begun = set(self.rollout.ready)
 
@@ -109,25 +108,27 @@ class Dispatcher:
 
     def _ask(
         self, engine: int, positions: list[int], prompts: list[Prompt], sampling: Sampling, version: int
-    ) -> dict[Future[Any], int]:
+    ) -> dict[Future[GenerateAnswer], int]:
         """Hand all of it to an engine at once: the calls that bring the responses, and how many each.
 
         The first has the prompts. The others have none: they are there to be answered, because one answer with
         everything could be larger than a message may be.
         """
-        wires = [[i, prompts[i].index, prompts[i].token_ids] for i in positions]
+        asked = [PromptTokens(i, prompts[i].index, prompts[i].token_ids) for i in positions]
         longest = max(len(prompts[i].token_ids) for i in positions)
         counts = answer_sizes(len(positions) * sampling.n, longest, sampling.max_new_tokens)
-        how = {"sampling": sampling.to_wire(), "run_seed": self.run_seed, "version": version, "stream": self.runs}
+        first = GenerateBatch(asked, sampling, self.run_seed, version, self.runs)
         return {
-            self.rollout.call(engine, "generate", prompts=[] if part else wires, answer=count, **how): count
+            self.rollout.call(
+                engine, EngineCalls.generate, replace(first, prompts=[] if part else asked, answer=count)
+            ): count
             for part, count in enumerate(counts)
         }
 
-    def _take(self, engine: int, answer: dict[str, Any], found: Answers) -> None:
-        self.loads.setdefault(engine, EngineLoad()).add(EngineLoad.from_wire(answer["load"]))
-        for position, wire in answer["found"]:
-            found.setdefault(position, []).append(Trajectory.from_wire(wire))
+    def _take(self, engine: int, answer: GenerateAnswer, found: Answers) -> None:
+        self.loads.setdefault(engine, EngineLoad()).add(answer.load)
+        for position, trajectory in answer.found:
+            found.setdefault(position, []).append(trajectory)
 
 
 # An engine that is slow must not sit on prompts that others could have started: when the last prompt is handed out,

@@ -9,11 +9,13 @@ from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Any
 
+from slurm_rlhf.control.calls import EngineCalls, StartRequest
 from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import CallTimeout
-from slurm_rlhf.observe.engine_load import STEPS, EngineLoad, Stragglers
+from slurm_rlhf.observe.engine_load import STEPS, Stragglers
+from slurm_rlhf.records import EngineLoad, ParameterSpec
 
 log = logging.getLogger(__name__)
 
@@ -35,16 +37,16 @@ class EnginePool:
         self._weight_sync = weight_sync
         self._timeout_s = timeout_s
         self._all_at_once = all_at_once
-        self._started: list[Future[Any]] = [Future() for _ in range(handle.world)]
+        self._started: list[Future[None]] = [Future() for _ in range(handle.world)]
         self._connected: list[int] = []  # engines in the present sync group
-        self._parameters: list[list[Any]] = []
+        self._parameters: list[ParameterSpec] = []
         handle.ready = []
 
     def begin(self) -> None:
         """Start the engines, and return at once. An engine that cannot start ends the run."""
         threading.Thread(target=self._start_each, name="engines", daemon=True).start()
 
-    def wait(self, parameters: list[list[Any]]) -> list[int]:
+    def wait(self, parameters: list[ParameterSpec]) -> list[int]:
         """Wait until the first engine has started, or all; answer which have.
 
         `parameters`: what the actor is going to send.
@@ -108,7 +110,7 @@ class EnginePool:
             for engine in sorted(absent):
                 if here.issuperset(self._ranks(engine)):
                     absent.discard(engine)
-                    call = self._handle.call(engine, "start", total_steps=0)
+                    call = self._handle.call(engine, EngineCalls.start, StartRequest(0))
                     call.add_done_callback(partial(self._finish, engine))
             if absent and (failure := self._supervisor.failure or self._late(absent, here, end)):
                 for engine in absent:

@@ -11,7 +11,8 @@ import numpy as np
 
 from slurm_rlhf.cluster.stop import Stop, StopRequested
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.handles import gather
+from slurm_rlhf.config.roles import ACTOR
+from slurm_rlhf.control.calls import ActorCalls, DirectoryRequest
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
@@ -52,7 +53,7 @@ class TrainingLoop:
         finally:
             self.step.batches.close()
         self.checkpoints.save_once()
-        gather(self.step.roles["actor"].start_all("export", path=str(self.final)))
+        self.step.roles[ACTOR].call_all(ActorCalls.export, DirectoryRequest(str(self.final)))
         self.checkpoints.count_wall()
 
     def _begin(self) -> None:

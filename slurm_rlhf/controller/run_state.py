@@ -12,6 +12,7 @@ from typing import Any
 from slurm_rlhf.algorithms.reward_scale import RunningScale
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.config.roles import ROLES
+from slurm_rlhf.control.calls import DirectoryRequest, TrainerCalls
 from slurm_rlhf.control.handles import RoleHandle, gather
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.step import Step
@@ -58,7 +59,7 @@ class RunCheckpoints:
 
     directory: CheckpointDir
     keep: int  # the newest so many
-    roles: Mapping[str, RoleHandle]
+    roles: Mapping[str, RoleHandle[Any]]
     state: RunState
     step: Step
     saved: Callable[[int, float], None]  # told the step of each checkpoint, and the seconds that it took
@@ -73,11 +74,11 @@ class RunCheckpoints:
         number, started = self.state.step, time.monotonic()
         self.count_wall()
         path = self.directory.begin(number)
-        futures: list[Future[Any]] = []
+        saves: list[Future[None]] = []
         for role in self._saving():
             (path / role).mkdir()
-            futures += self.roles[role].start_all("save", path=str(path / role))
-        gather(futures)
+            saves += self.roles[role].start_all(TrainerCalls.save, DirectoryRequest(str(path / role)))
+        gather(saves)
         self.directory.commit(number, self._state_dict())
         self.directory.prune(self.keep)
         self._saved_step = number
@@ -98,7 +99,10 @@ class RunCheckpoints:
         self.unevaluated = state.get(UNEVALUATED)
         if self.gpus is not None:
             self.gpus.load_state_dict(state.get(GPUS, {}))
-        gather([f for role in self._saving() for f in self.roles[role].start_all("load", path=str(path / role))])
+        loads: list[Future[None]] = []
+        for role in self._saving():
+            loads += self.roles[role].start_all(TrainerCalls.load, DirectoryRequest(str(path / role)))
+        gather(loads)
         self._saved_step = self.state.step
 
     def evaluated(self) -> None:

@@ -7,14 +7,14 @@ import os
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from slurm_rlhf.algorithms.kl import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.algorithm import algorithm_of
-from slurm_rlhf.config.roles import ROLES
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import StartAnswer, StartCalls, StartRequest
 from slurm_rlhf.control.handles import EngineHandle, gather
 from slurm_rlhf.controller.colocation import Colocation
 from slurm_rlhf.controller.dispatch import Dispatcher
@@ -96,7 +96,7 @@ class Startup:
         self.supervisor.start(role_environment(config, self.ranks, len(os.sched_getaffinity(0))))
         self.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.ranks.worlds.items()))
         roles = self.supervisor.roles
-        weight_sync = WeightSync(config, roles["actor"], self._engines(), self.supervisor.sync_host)
+        weight_sync = WeightSync(config, roles[ACTOR], self._engines(), self.supervisor.sync_host)
         gpus = self._gpus(weight_sync)
         colocation = Colocation(roles, self._engines(), config.ds.enable_sleep) if config.train.colocate_all else None
         pool = self._start_roles(weight_sync, colocation)
@@ -129,14 +129,14 @@ class Startup:
         )
 
     def _engines(self) -> EngineHandle:
-        rollout = self.supervisor.roles["rollout"]
+        rollout = self.supervisor.roles[ROLLOUT]
         assert isinstance(rollout, EngineHandle)
         return rollout
 
     def _gpus(self, weight_sync: WeightSync) -> GpuAccount | None:
         if self.ranks.topology.accelerator == CPU:
             return None
-        self.reporting.gpus = GpuAccount(self.config, self.ranks, self.clock, lambda: weight_sync.way)
+        self.reporting.gpus = GpuAccount(self.config, self.ranks, self.clock, lambda: weight_sync.connection)
         self.reporting.gpus.watch(self.supervisor.roles)
         return self.reporting.gpus
 
@@ -150,16 +150,18 @@ class Startup:
             log.info("engines %s have started, before any trainer", pool.wait([]))
             colocation.put_engines_to_sleep()
         log.info("trainers start")
-        starts: dict[str, list[Future[Any]]] = {
-            role: handle.start_all("start", total_steps=optimizer_steps(config, role, self.inputs.total_steps))
+        starts: dict[str, list[Future[StartAnswer]]] = {
+            role: handle.start_all(
+                StartCalls.start, StartRequest(optimizer_steps(config, role, self.inputs.total_steps))
+            )
             for role, handle in self.supervisor.roles.items()
             if handle is not engines
         }
         gather([future for futures in starts.values() for future in futures])
-        for role in ("critic", "reward"):
+        for role in (CRITIC, REWARD):
             if role in starts:
-                self.reporting.note(starts[role][0].result())
-        first = pool.wait(starts["actor"][0].result())
+                self.reporting.note(starts[role][0].result().note)
+        first = pool.wait(starts[ACTOR][0].result().parameters or [])
         if len(first) < engines.world:
             self.reporting.note(f"{len(first)} of {engines.world} engines are ready; the others join when they are")
         return pool
@@ -177,7 +179,7 @@ class Startup:
         scale, told = reward_scale(config)
         if told:
             note(told)
-        source = inputs.reward or ModelRewards(roles["reward"], config.train.forward_tokens)
+        source = inputs.reward or ModelRewards(roles[REWARD], config.train.forward_tokens)
         return Step(
             config=config,
             algorithm=algorithm_of(config),
@@ -191,8 +193,8 @@ class Startup:
             reward=Scoring(source, config.timeout.reward),
             kl=KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon),
             scale=scale,
-            self_check=SelfCheck(config, roles["actor"], note, inputs.findings, self.reporting.self_check),
-            engine_metrics=EngineMetrics([group.node for group in self.ranks.tp_groups if group.role == "rollout"]),
+            self_check=SelfCheck(config, roles[ACTOR], note, inputs.findings, self.reporting.self_check),
+            engine_metrics=EngineMetrics([group.node for group in self.ranks.tp_groups if group.role == ROLLOUT]),
             phases=phases,
             stop=self.stop,
             note=note,
@@ -206,7 +208,7 @@ def optimizer_steps(config: Config, role: str, steps: int) -> int:
     with the run.
     """
     responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    frozen = config.critic.freezing_steps if role == "actor" else 0
+    frozen = config.critic.freezing_steps if role == ACTOR else 0
     return max(steps - frozen, 0) * config.train.max_epochs * responses // config.train.batch_size
 
 

@@ -34,6 +34,8 @@ from slurm_rlhf.algorithms.reward_scale import RewardScale, clip_warning, clippe
 from slurm_rlhf.algorithms.sharding import Shard, assemble, shards
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD
+from slurm_rlhf.control.calls import CriticCalls, ForwardBatch, LogprobCalls, TrainBatch, TrainerCalls
 from slurm_rlhf.control.handles import RoleHandle, gather
 from slurm_rlhf.controller.batches import Ahead, Batch, Batches, OnDemand
 from slurm_rlhf.controller.colocation import Colocation
@@ -44,14 +46,18 @@ from slurm_rlhf.controller.step_metrics import Trained, sample_metrics, update_m
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.observe.timing import Phases
-from slurm_rlhf.records import Experience, Prompt, Sampling, Trajectory, pack
+from slurm_rlhf.records import F32, Experience, Prompt, Sampling, Trajectory, pack
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.values import Rewards
 
 Metrics = dict[str, float]
 
-COLUMNS = (("actor", "logprobs", "logprobs"), ("reference", "logprobs", "ref_logprobs"), ("critic", "values", "values"))
-"""Role, method and column of each pass without gradients; a role that the run lacks has no column."""
+COLUMNS: tuple[tuple[str, Any, str], ...] = (
+    (ACTOR, LogprobCalls.logprobs, "logprobs"),
+    (REFERENCE, LogprobCalls.logprobs, "ref_logprobs"),
+    (CRITIC, CriticCalls.values, "values"),
+)
+"""Role, call and column of each pass without gradients; a role that the run lacks has no column."""
 
 
 @dataclass(slots=True)
@@ -60,7 +66,7 @@ class Step:
 
     config: Config
     algorithm: Algorithm
-    roles: Mapping[str, RoleHandle]
+    roles: Mapping[str, RoleHandle[Any]]
     pool: EnginePool
     dispatcher: Dispatcher
     colocation: Colocation | None  # None: every role has accelerators of its own
@@ -148,7 +154,7 @@ class Step:
         owners = [prompt for prompt in batch.prompts for _ in range(self.config.rollout.n_samples_per_prompt)]
         with self.phases("forward"):
             scored = self.reward.begin(owners, batch.trajectories, batch.step)
-            if "reward" in self.roles:
+            if REWARD in self.roles:
                 self._one_at_a_time([scored])
             self._forward(experience)
         with self.phases("reward"):
@@ -161,16 +167,16 @@ class Step:
 
     def _forward(self, experience: Experience) -> None:
         """Fill the columns of log-probs and values, all roles at once."""
-        running: list[tuple[str, str, list[Shard], list[Future[Any]]]] = []
+        running: list[tuple[str, list[Shard], list[Future[F32]]]] = []
         for role, method, column in COLUMNS:
             if role in self.roles:
                 handle = self.roles[role]
                 parts = shards(experience, handle.world, self.config.train.forward_tokens)
-                calls = [handle.call(rank, method, **part.to_wire()) for rank, part in enumerate(parts)]
+                calls = handle.start_each(method, [ForwardBatch(part.experience, part.micro) for part in parts])
                 self._one_at_a_time(calls)
-                running.append((method, column, parts, calls))
-        for method, column, parts, calls in running:
-            experience.columns[column] = assemble(experience, parts, [answer[method] for answer in gather(calls)])
+                running.append((column, parts, calls))
+        for column, parts, calls in running:
+            experience.columns[column] = assemble(experience, parts, gather(calls))
 
     def _advantages(self, experience: Experience) -> Metrics:
         """Fill the columns of advantages and returns."""
@@ -217,8 +223,8 @@ class Step:
     def _train(self, number: int, experience: Experience) -> list[Trained]:
         """Pass mini-batches through actor and critic `train.max_epochs` times; the two train side by side."""
         train, longest = self.config.train, self.config.rollout.max_new_tokens
-        frozen = ("actor",) if number <= self.config.critic.freezing_steps else ()
-        trained = [role for role in ("actor", "critic") if role in self.roles and role not in frozen]
+        frozen = (ACTOR,) if number <= self.config.critic.freezing_steps else ()
+        trained = [role for role in (ACTOR, CRITIC) if role in self.roles and role not in frozen]
         pending: list[tuple[str, float, list[Future[Any]]]] = []
         for epoch in range(train.max_epochs):
             for rows in mini_batches(len(experience), train.batch_size, train.seed * 1_000_003 + number, epoch):
@@ -232,11 +238,9 @@ class Step:
                 for role in trained:
                     handle = self.roles[role]
                     parts = shards(batch, handle.world, train.max_tokens_per_gpu)
-                    denominator = weighed if role == "actor" else tokens
-                    calls = [
-                        handle.call(rank, "train_step", denominator=denominator, **part.to_wire())
-                        for rank, part in enumerate(parts)
-                    ]
+                    denominator = weighed if role == ACTOR else tokens
+                    batches = [TrainBatch(part.experience, part.micro, denominator) for part in parts]
+                    calls = handle.start_each(TrainerCalls.train_step, batches)
                     self._one_at_a_time(calls)
                     pending.append((role, tokens, calls))
         return [Trained(role, tokens, gather(calls)) for role, tokens, calls in pending]

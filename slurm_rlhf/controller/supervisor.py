@@ -63,7 +63,7 @@ class Supervisor:
         self._failure_lock = threading.Lock()
         # What earlier starts of the run have written into the logs: it is not what this one died of.
         self._marks = {path: path.stat().st_size for path in directory.logs.glob("*.log")}
-        self.roles: dict[str, RoleHandle] = {}
+        self.roles: dict[str, RoleHandle[Any]] = {}
 
     def start(self, environment: Mapping[str, Mapping[str, Mapping[str, str]]]) -> None:
         """Start all roles, with the variables of `environment[role][node]`; wait until each rank has said hello.
@@ -84,7 +84,7 @@ class Supervisor:
             if not isinstance(handle, EngineHandle):
                 self.server.wait_for(role, handle.world, self._config.timeout.connect)
 
-    def _handle(self, role: str) -> RoleHandle:
+    def _handle(self, role: str) -> RoleHandle[Any]:
         world, timeout = self._ranks.world(role), self._config.timeout
         if any(share.engines for share in self._ranks.roles[role]):
             return EngineHandle(self.server, role, world, self._config.vllm.tensor_parallel_size, timeout)
@@ -147,10 +147,7 @@ class Supervisor:
         """Ask every rank to leave; True when all of them have closed what they hold."""
         if self._failed is not None:
             return False
-        limit = self._config.timeout.shutdown
-        calls = [
-            self.server.call(role, rank, "shutdown", timeout_s=limit) for role in self.roles for rank in self.here(role)
-        ]
+        calls = [handle.shut_down(rank) for role, handle in self.roles.items() for rank in self.here(role)]
         done, late = wait(calls, self._config.timeout.shutdown / 2)
         return not late and all(call.exception() is None for call in done)
 
