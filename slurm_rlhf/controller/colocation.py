@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from slurm_rlhf.cluster.stop import StopRequested
 from slurm_rlhf.config.roles import ROLES

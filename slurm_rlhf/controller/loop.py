@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from slurm_rlhf.cluster.stop import Stop, StopRequested
-from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.roles import ACTOR
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import ActorCalls, DirectoryRequest
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.reporting import Reporting

@@ -33,8 +33,8 @@ from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale, clip_warning, clipped_share
 from slurm_rlhf.algorithms.sharding import Shard, assemble, shards
 from slurm_rlhf.cluster.stop import Stop
-from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import CriticCalls, ForwardBatch, LogprobCalls, TrainBatch, TrainerCalls
 from slurm_rlhf.control.handles import RoleHandle, gather
 from slurm_rlhf.controller.batches import Ahead, Batch, Batches, OnDemand
