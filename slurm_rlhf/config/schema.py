@@ -112,6 +112,8 @@ class Reward:
     remote_url: FilePath = ""
     """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF. README.md says what it can
     take."""
+    function: str = ""
+    """Name of a function that a file in train.plugins registers (slurm_rlhf.register_reward), instead of a file."""
     model_name_or_path: FilePath = ""
     """Directory of a reward model, instead of a function: sequence classification with one label, or a value head."""
     num_nodes: int = 1

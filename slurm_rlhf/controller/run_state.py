@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.algorithms.plugins import changed_plugins, load_plugins
 from slurm_rlhf.algorithms.reward_scale import RunningScale
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.config.roles import ROLES
@@ -19,7 +20,7 @@ from slurm_rlhf.controller.step import Step
 from slurm_rlhf.errors import CheckpointError
 from slurm_rlhf.observe.metrics import finite
 
-REWARD_SCALE, UNEVALUATED, GPUS = "reward_scale", "unevaluated", "gpus"
+REWARD_SCALE, UNEVALUATED, GPUS, PLUGINS = "reward_scale", "unevaluated", "gpus", "plugins"
 """Keys of a checkpoint's state that are there only where the run has something to say."""
 
 
@@ -96,6 +97,11 @@ class RunCheckpoints:
         step.kl.load_state_dict(state["kl"])
         if isinstance(step.scale, RunningScale) and "count" in (before := state.get(REWARD_SCALE, {})):
             step.scale = RunningScale(**before)
+        if changes := changed_plugins(state.get(PLUGINS, {}), load_plugins(step.config.train.plugins)):
+            step.note(
+                f"warning: train.plugins since {path.name} was written: {', '.join(changes)}. The run goes on with the "
+                "files as they are now"
+            )
         self.unevaluated = state.get(UNEVALUATED)
         if self.gpus is not None:
             self.gpus.load_state_dict(state.get(GPUS, {}))
@@ -126,4 +132,6 @@ class RunCheckpoints:
             state[UNEVALUATED] = {name: finite(value) for name, value in self.unevaluated.items()}
         if self.gpus is not None:
             state[GPUS] = self.gpus.state_dict()
+        if plugins := load_plugins(self.step.config.train.plugins):
+            state[PLUGINS] = plugins
         return state

@@ -1,60 +1,78 @@
 """The user's reward function: a Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF.
 
-It is given what the names in its signature ask for, which is looked at when the file is loaded. What it can take, and
-an example: README.md, "The reward function".
+What it can take, and an example: README.md, "The reward function".
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
+import difflib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from slurm_rlhf.config.schema import Reward
 from slurm_rlhf.errors import ConfigError, RewardError
 from slurm_rlhf.records import Prompt, Trajectory
+from slurm_rlhf.rewards.arguments import Taken, taken
 from slurm_rlhf.rewards.values import Rewards, parse_answer
-from slurm_rlhf.user_files import line_of, run_file, text_of
+from slurm_rlhf.user_files import file_of, line_of, run_file, same_place, text_of
 
 FUNCTION = "reward_func"
 KEY = "reward.remote_url"
 
-Argument = Callable[[list[Prompt], list[Trajectory], int], Any]
 
-ARGUMENTS: dict[str, Argument] = {
-    "queries": lambda prompts, found, step: [p.text + t.text for p, t in zip(prompts, found, strict=True)],
-    "prompts": lambda prompts, found, step: [p.text for p in prompts],
-    "labels": lambda prompts, found, step: [copy.deepcopy(p.label) for p in prompts],
-    "responses": lambda prompts, found, step: [t.text for t in found],
-    "rows": lambda prompts, found, step: [copy.deepcopy(p.row) for p in prompts],
-    "prompt_ids": lambda prompts, found, step: [t.prompt_ids.tolist() for t in found],
-    "response_ids": lambda prompts, found, step: [t.response_ids.tolist() for t in found],
-    "finish_reasons": lambda prompts, found, step: [t.finish_reason for t in found],
-    "step": lambda prompts, found, step: step,
-}
-"""Name -> how it is made. All except `step` are lists with one entry per response, and copies: a function may change
-them without effect on anything else. README.md says what each holds."""
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-BY_PLACE = ("queries", "prompts", "labels")
-"""The order of OpenRLHF, for functions that call their first three parameters otherwise."""
+_REGISTERED: dict[str, Callable[..., Any]] = {}
 
-ELSEWHERE = {"completions": "responses", "completion_ids": "response_ids"}
-"""What TRL passes under another name. Never taken by place: a completion is not a query."""
+
+def register_reward(function: Function, name: str = "", *, replace: bool = False) -> Function:
+    """Make a reward function known by its name, so that `reward.function` can choose it; also a decorator.
+
+    Call it in a Python file that `train.plugins` names. The function takes what `reward_func` in a file takes. `name`:
+    the function's own, if empty. Raises ConfigError for a name that is taken, unless `replace` is set.
+    """
+    if not callable(function):
+        raise ConfigError(f"register_reward takes a function, got {type(function).__name__}")
+    name = name or getattr(function, "__name__", type(function).__name__)
+    owner = _REGISTERED.get(name)
+    if owner is not None and not replace and not same_place(owner, function):
+        raise ConfigError(f"the reward name {name!r} is taken by {file_of(owner)}: register yours by another name")
+    _REGISTERED[name] = function
+    return function
 
 
 class RewardFunction:
     """Calls the user's function and accepts nothing that is not one finite number per response."""
 
-    def __init__(self, function: Callable[..., Any], file: Path, arguments: TakenArguments) -> None:
+    def __init__(self, function: Callable[..., Any], file: Path | str, arguments: Taken, name: str = FUNCTION) -> None:
         self._function = function
         self._file = file
         self._arguments = arguments
+        self._name = name
+
+    @classmethod
+    def of(cls, config: Reward) -> RewardFunction:
+        """Find the function that `config` names: one that is registered, or that of a file. Raises as `load`."""
+        if not config.function:
+            return cls.load(config.remote_url)
+        name = config.function
+        if name not in _REGISTERED:
+            near = difflib.get_close_matches(name, _REGISTERED, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            known = ", ".join(sorted(_REGISTERED)) or "none"
+            raise ConfigError(
+                f"reward.function = {name!r} is not registered{meant} (registered: {known}): call "
+                "slurm_rlhf.register_reward in a file that train.plugins names, or pass it to slurm_rlhf.train"
+            )
+        function = _REGISTERED[name]
+        return cls(
+            function, file_of(function), taken(function, f"{_defined(file_of(function), function)}: {name}"), name
+        )
 
     @classmethod
     def load(cls, source: str) -> RewardFunction:
-        """Load the function in the Python file `source`, whose directory is importable for it.
+        """The function in the Python file `source`, whose directory is importable for it.
 
         Raises ConfigError when there is no such file or `source` is a URL, RewardError when the file cannot be run
         (with the line), does not define `reward_func`, or its signature takes what is not passed.
@@ -64,105 +82,25 @@ class RewardFunction:
         file = Path(source).absolute()
         if not file.is_file():
             raise ConfigError(f"{KEY}: no such file: {source or repr('')}: name a Python file with {FUNCTION}")
-        if file.suffix != ".py":
-            raise ConfigError(f"{KEY}: {file} is not a Python file: its name must end in .py")
-        function = getattr(run_file(file, "slurm_rlhf_reward", RewardError), FUNCTION, None)
+        function = getattr(run_file(file, KEY, RewardError), FUNCTION, None)
         if not callable(function):
             raise RewardError(f"{file} does not define {FUNCTION}(queries, prompts, labels, **kwargs): add it")
-        return cls(function, file, taken_arguments(function, f"{_defined(file, function)}: {FUNCTION}"))
+        return cls(function, file, taken(function, f"{_defined(file, function)}: {FUNCTION}"))
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
-        """Compute the rewards of `trajectories`, [N]; `prompts[i]` is the prompt of `trajectories[i]`.
+        """Rewards of `trajectories`, [N]; `prompts[i]` is the prompt of `trajectories[i]`.
 
         `step`: the training step that they are of; in an evaluation, the steps done before it. The function gets those
-        of `ARGUMENTS` that its signature takes. Raises RewardError for what it raises, and for an answer of no use.
+        of `arguments.ARGUMENTS` that its signature takes. Raises RewardError for what it raises or answers.
         """
         try:
             answer = self._arguments.call(self._function, prompts, trajectories, step)
         except (Exception, SystemExit) as error:
-            raise RewardError(f"{line_of(self._file, error)}: {FUNCTION} raised {text_of(error)}") from error
-        return parse_answer(answer, len(trajectories), f"{self._file}: {FUNCTION}")
+            raise RewardError(f"{line_of(self._file, error)}: {self._name} raised {text_of(error)}") from error
+        return parse_answer(answer, len(trajectories), f"{self._file}: {self._name}")
 
 
-def _defined(file: Path, function: Callable[..., Any]) -> str:
-    """Name file and line of the function, where it is in the file."""
+def _defined(file: Path | str, function: Callable[..., Any]) -> str:
+    """file:line of the function, where it is in the file."""
     code = getattr(function, "__code__", None)
     return f"{file}:{code.co_firstlineno}" if code is not None and code.co_filename == str(file) else str(file)
-
-
-@dataclass(frozen=True, slots=True)
-class TakenArguments:
-    """The arguments that a function takes."""
-
-    places: tuple[str, ...]
-    names: tuple[str, ...]
-
-    def call(
-        self, function: Callable[..., Any], prompts: list[Prompt], trajectories: list[Trajectory], step: int
-    ) -> Any:
-        """Call `function` for `trajectories`; `prompts[i]` is the prompt of `trajectories[i]`."""
-        return function(
-            *(ARGUMENTS[name](prompts, trajectories, step) for name in self.places),
-            **{name: ARGUMENTS[name](prompts, trajectories, step) for name in self.names},
-        )
-
-
-def taken_arguments(function: Callable[..., Any], where: str) -> TakenArguments:
-    """Find out which arguments `function` takes; `**kwargs` takes all that have no parameter of their own.
-
-    Raises RewardError, its message starting with `where`, for a coroutine or a generator, and for a parameter without
-    a default that nothing is passed for.
-    """
-    _refuse_kind(function, where)
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # of a builtin or an extension
-        return TakenArguments(BY_PLACE, ())
-    kinds = inspect.Parameter
-    placed = [p for p in parameters if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
-    named = [p for p in parameters if p.kind is kinds.KEYWORD_ONLY]
-    open_places = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
-    places = _places(placed, open_places)
-    rest = placed[len(places) :]
-    for parameter in rest + named:
-        needed = parameter.default is kinds.empty
-        if needed and (parameter.name not in ARGUMENTS or parameter.kind is kinds.POSITIONAL_ONLY):
-            raise RewardError(_unknown(parameter.name, where))
-    names = [p.name for p in rest + named if p.name in ARGUMENTS and p.kind is not kinds.POSITIONAL_ONLY]
-    if any(p.kind is kinds.VAR_KEYWORD for p in parameters):
-        names += [name for name in ARGUMENTS if name not in names and name not in places]
-    return TakenArguments(places, tuple(names))
-
-
-def _places(placed: list[inspect.Parameter], open_places: bool) -> tuple[str, ...]:
-    """Pass OpenRLHF's three by place, unless a parameter says by its name that it means something else."""
-    first = placed[: len(BY_PLACE)]
-    if len(first) < len(BY_PLACE) and not open_places:
-        return ()
-    for name, parameter in zip(BY_PLACE, first, strict=False):
-        other = parameter.name in ELSEWHERE or (parameter.name in ARGUMENTS and parameter.name != name)
-        setting = parameter.name != name and parameter.default not in (inspect.Parameter.empty, None)
-        if other or setting:
-            return ()
-    return BY_PLACE
-
-
-def _refuse_kind(function: Callable[..., Any], where: str) -> None:
-    for target in (function, getattr(function, "__call__", None)):  # noqa: B004 an object with an async __call__
-        if inspect.iscoroutinefunction(target) or inspect.isasyncgenfunction(target):
-            raise RewardError(
-                f"{where} is declared with `async def`, and nothing awaits it: declare it with `def`, and run "
-                "coroutines inside it with asyncio.run(...)"
-            )
-        if inspect.isgeneratorfunction(target):
-            raise RewardError(f"{where} is a generator (it has a `yield`): return a list with one number per response")
-
-
-def _unknown(name: str, where: str) -> str:
-    hint = f"A column of the data set is in rows: rows[i][{name!r}]"
-    if name in ELSEWHERE:
-        hint = f"TRL's {name} are `{ELSEWHERE[name]}` here"
-    return (
-        f"{where} has a parameter {name!r} that nothing is passed for. Passed are {', '.join(ARGUMENTS)}: take any of "
-        f"them by name. {hint}"
-    )

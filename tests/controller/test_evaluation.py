@@ -71,10 +71,13 @@ class Engines:
 class Role:
     """Ranks that have nothing to say."""
 
-    def start_all(self, method: str, **arguments: Any) -> list[Future[Any]]:
+    def start_all(self, method: Any, argument: Any, /) -> list[Future[Any]]:
         done: Future[Any] = Future()
         done.set_result(None)
         return [done]
+
+    def call_all(self, method: Any, argument: Any, /) -> list[Any]:
+        return [None]
 
 
 class Steps(Step):

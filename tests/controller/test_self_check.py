@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from tiny_models import make_tiny
 from training_ranks import make_config
 
 from slurm_rlhf.config.schema import Data
+from slurm_rlhf.control.calls import SelfCheckAnswer
 from slurm_rlhf.controller.self_check import PER_RANK, PromptFindings, SelfCheck, few
 from slurm_rlhf.controller.step_metrics import update_metrics
 from slurm_rlhf.data.prompts import PromptSet
@@ -46,10 +48,12 @@ class Here:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def call(self, rank: int, method: str, /, experience: dict[str, Any], **args: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        answer.set_result(getattr(self.trainer, method)(Experience.from_wire(experience), **args))
-        return answer
+    def start_each(self, method: Any, batches: list[Any], /) -> list[Future[Any]]:
+        (batch,), name = batches, method.__name__
+        arguments = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "experience"}
+        found, answer = getattr(self.trainer, name)(batch.experience, **arguments), Future[Any]()
+        answer.set_result(SelfCheckAnswer(**found) if name == "self_check" else found.get(name, found))
+        return [answer]
 
 
 class Bench:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from steps import make_loop, make_step
 from slurm_rlhf.algorithms.kl import KLController
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import ActorCalls, DeviceReport, EngineCalls, ForwardBatch, GenerateBatch, SyncConnection
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.controller.batches import Batch, OnDemand
 from slurm_rlhf.controller.engine_pool import EngineMetrics
@@ -30,7 +32,7 @@ from slurm_rlhf.placement.flops import forward_flops
 from slurm_rlhf.placement.model_shape import read_shape
 from slurm_rlhf.placement.rank_map_file import NodeShare, RankMap
 from slurm_rlhf.placement.topology import Topology
-from slurm_rlhf.records import Experience
+from slurm_rlhf.records import Experience, Sampling
 from slurm_rlhf.run_directory import RunDirectory
 
 pytestmark = pytest.mark.timeout(60)
@@ -54,8 +56,8 @@ RANKS = RankMap(
         "rollout": [NodeShare("n1", (3, 4), (0, 1), ((0, 0), (0, 1)))],
     },
 )
-H100 = {"gpu": "NVIDIA H100 80GB HBM3", "total": 80 << 30, "used": 30 << 30, "allocated": 29 << 30}
-WAY = {"backend": "nccl", "interface": "ib0", "address": "10.0.0.1", "node": "n1"}
+H100 = DeviceReport("NVIDIA H100 80GB HBM3", total=80 << 30, used=30 << 30, allocated=29 << 30, attention="")
+WAY = SyncConnection("nccl", "ib0", "10.0.0.1", "n1")
 
 
 class Clock:
@@ -72,7 +74,7 @@ class Server:
         self.answers: dict[str, Any] = {}
         self.pending: dict[tuple[str, int, str], Future[Any]] = {}
 
-    def call(self, role: str, rank: int, method: str, *, timeout_s: float, **_: Any) -> Future[Any]:
+    def send(self, role: str, rank: int, method: str, argument: Any, *_: Any) -> Future[Any]:
         future: Future[Any] = Future()
         self.pending[role, rank, method] = future
         answer = self.answers.get(method)
@@ -86,7 +88,7 @@ class Server:
         self.pending[role, rank, method].set_result(None)
 
 
-def handles(server: Server) -> dict[str, RoleHandle]:
+def handles(server: Server) -> dict[str, RoleHandle[Any]]:
     timeout = Config().timeout
     made = {role: RoleHandle(server, role, RANKS.world(role), timeout) for role in ("actor", "critic", "reference")}  # type: ignore[arg-type]
     return made | {"rollout": EngineHandle(server, "rollout", 2, 2, timeout)}  # type: ignore[arg-type]
@@ -114,17 +116,16 @@ def experience(prompts: list[int], responses: list[int]) -> Experience:
 
 
 FOUR = experience([10, 10, 20, 20], [30, 40, 50, 60])
+FORWARD, GENERATE = ForwardBatch(FOUR, []), GenerateBatch([], Sampling(), 0, 0, 0)
 
 
 @pytest.fixture
 def server() -> Server:
     made = Server()
-    made.answers["about"] = lambda role, rank: (
-        H100
-        | {
-            "used": (30 + rank) << 30,
-            "attention": {"rollout": "FLASH_ATTN", "actor": "sdpa: FLASH_ATTENTION"}.get(role, ""),
-        }
+    made.answers["about"] = lambda role, rank: replace(
+        H100,
+        used=(30 + rank) << 30,
+        attention={"rollout": "FLASH_ATTN", "actor": "sdpa: FLASH_ATTENTION"}.get(role, ""),
     )
     return made
 
@@ -171,7 +172,10 @@ def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
                                  "critic 30.0, reference 31.0, rollout 30.0"]  # fmt: skip
     clock.now += 50
     account.begin()
-    calls = [*roles["actor"].start_all("logprobs"), roles["rollout"].call(0, "generate")]
+    calls = [
+        *roles["actor"].start_all(ActorCalls.logprobs, FORWARD),
+        roles["rollout"].call(0, EngineCalls.generate, GENERATE),
+    ]
     clock.now += 6
     server.finish("rollout", 0, "generate")
     for rank in (0, 1):
@@ -204,10 +208,10 @@ def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
 
 def test_hours_go_on_over_sessions(tmp_path: Path, server: Server) -> None:
     clock = Clock()
-    first = GpuAccount(config(tmp_path), RANKS, 100.0, lambda: {}, clock)
+    first = GpuAccount(config(tmp_path), RANKS, 100.0, lambda: None, clock)
     clock.now += 720
     assert first.hours() == 1.0
-    second = GpuAccount(config(tmp_path), RANKS, clock.now, lambda: {}, clock)
+    second = GpuAccount(config(tmp_path), RANKS, clock.now, lambda: None, clock)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     clock.now += 720
     assert second.hours() == 2.0
@@ -220,11 +224,11 @@ def test_what_is_not_known_is_left_out(tmp_path: Path, server: Server, kind: str
     """It never ends a run."""
     made = config(tmp_path, **({"model_type": "novel"} if kind == "model" else {}))
     if kind == "card":
-        server.answers["about"] = lambda role, rank: H100 | {"gpu": "Novel 9000", "attention": ""}
+        server.answers["about"] = lambda role, rank: replace(H100, gpu="Novel 9000")
     if kind == "silent":
         server.answers["about"] = RunError("no")
     clock = Clock()
-    account = GpuAccount(made, RANKS, 40.0, lambda: {}, clock)
+    account = GpuAccount(made, RANKS, 40.0, lambda: None, clock)
     account.watch(handles(server))
     told = account.started()
     assert told[1:] == (["no peak rate is known for Novel 9000: no MFU"] if kind == "card" else [])
@@ -276,7 +280,7 @@ class Steps(Step):
     """Steps whose roles compute nothing, but are asked."""
 
     def collect(self, batch: Batch, version: int) -> Any:
-        gather(self.roles["actor"].start_all("logprobs"))
+        gather(self.roles["actor"].start_all(ActorCalls.logprobs, FORWARD))
         return FOUR, {"response_tokens": 8.0, "reward": 1.0, "kl": 0.0, "reward_clipped": 0.0}
 
     def update(self, number: int, experience: Any, metrics: dict[str, float]) -> dict[str, float]:
@@ -285,7 +289,9 @@ class Steps(Step):
         return metrics
 
 
-def run(tmp_path: Path, roles: dict[str, RoleHandle], stop: Stop, on_gpus: bool, resume: bool = False) -> TrainingLoop:
+def run(
+    tmp_path: Path, roles: dict[str, RoleHandle[Any]], stop: Stop, on_gpus: bool, resume: bool = False
+) -> TrainingLoop:
     made = config(tmp_path)
     made.logger.progress, made.logger.tensorboard = "plain", False
     made.train.self_check = False  # it has a test of its own, with roles that compute

@@ -26,6 +26,7 @@ from torch.nn import functional
 from slurm_rlhf.cluster.stop import TERM, StopRequested
 from slurm_rlhf.config.sampling import COLDEST
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import EngineCalls
 from slurm_rlhf.controller.colocation import Colocation
 from slurm_rlhf.controller.colocation import log as colocation_log
 from slurm_rlhf.controller.engine_pool import EnginePool
@@ -115,12 +116,12 @@ class Handle:
     def __init__(self, told: list[str], name: str) -> None:
         self._told, self._name = told, name
 
-    def call_all(self, method: str, **arguments: Any) -> list[Any]:
-        self._told.append(" ".join([self._name, method, *arguments.values()]))
-        return [3 << 30, 2 << 30] if method == "sleep" else [None, None]
+    def call_all(self, method: Any, argument: Any = None, /) -> list[Any]:
+        self._told.append(" ".join([self._name, method.__name__, *([argument.part] if argument else [])]))
+        return [3 << 30, 2 << 30] if method is EngineCalls.sleep else [None, None]
 
-    def start_all(self, method: str, **arguments: Any) -> list[Any]:
-        self.call_all(method, **arguments)
+    def start_all(self, method: Any, /) -> list[Any]:
+        self.call_all(method)
         return []
 
 

@@ -11,7 +11,8 @@ import pytest
 
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.records import Prompt, Trajectory, pack
-from slurm_rlhf.rewards.function import ARGUMENTS, RewardFunction
+from slurm_rlhf.rewards.arguments import ARGUMENTS
+from slurm_rlhf.rewards.function import RewardFunction
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 ROWS: list[dict[str, Any]] = [

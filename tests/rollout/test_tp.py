@@ -24,6 +24,7 @@ from rollout_zygote import Zygote
 from tiny_models import make_tiny
 
 from slurm_rlhf.cluster import kernel_cache
+from slurm_rlhf.control.calls import GenerateBatch
 from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.errors import RemoteError, RunError
@@ -218,10 +219,10 @@ class Recorder:
     def world(self) -> int:
         return self.engines.world
 
-    def call(self, engine: int, method: str, /, **args: Any) -> Future[Any]:
-        count = len(args["prompts"]) * SAMPLING.n
+    def call(self, engine: int, method: Any, batch: GenerateBatch, /) -> Future[Any]:
+        count = len(batch.prompts) * SAMPLING.n
         self.given.append((time.monotonic(), engine, count))
-        future = self.engines.call(engine, method, **args)
+        future = self.engines.call(engine, method, batch)
         future.add_done_callback(lambda _: self.returned.append((time.monotonic(), engine, count)))
         return future
 
