@@ -14,10 +14,10 @@ import numpy as np
 from slurm_rlhf.bench.baseline_rollout import BareGenerate
 from slurm_rlhf.bench.compare import race
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import EngineCalls, StartRequest
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.handles import EngineHandle
-from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.records import Prompt, Sampling, Trajectory

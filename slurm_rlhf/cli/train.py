@@ -63,7 +63,7 @@ def train_here(config: Config) -> int:
     ranks = layout_here(config)
     check_memory(config, ranks)
     from slurm_rlhf.controller import conductor
-    from slurm_rlhf.launch.job_chain import continuation_of
+    from slurm_rlhf.launch.requeue import continuation_of
 
     launcher = _launcher(config, ranks)
     return conductor.run(

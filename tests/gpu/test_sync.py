@@ -24,6 +24,7 @@ from slurm_rlhf.bench import train as bench_train
 from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync.backend_choice import choose, share_gpus
 from slurm_rlhf.weight_sync.backends.device_ipc import DeviceIpc, ordinal_of
 from slurm_rlhf.weight_sync.backends.nccl import Nccl
@@ -32,7 +33,6 @@ from slurm_rlhf.weight_sync.communicator import _OWN_ERRORS, Communicator, in_ti
 from slurm_rlhf.weight_sync.gpu import device_address, device_name
 from slurm_rlhf.weight_sync.group import SyncGroup
 from slurm_rlhf.weight_sync.member import Membership
-from slurm_rlhf.weight_sync.store import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("own_environment")]
 
