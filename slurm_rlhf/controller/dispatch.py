@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from slurm_rlhf.control.calls import EngineCalls, GenerateAnswer, GenerateBatch, PromptTokens
+from slurm_rlhf.control.calls import EngineCalls, GenerateAnswer, GenerateBatch, PackedPrompts, PromptTokens
 from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.controller.engine_pool import EnginePool
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
@@ -114,16 +114,15 @@ class Dispatcher:
         The first has the prompts. The others have none: they are there to be answered, because one answer with
         everything could be larger than a message may be.
         """
-        asked = [PromptTokens(i, prompts[i].index, prompts[i].token_ids) for i in positions]
+        asked = PackedPrompts.pack([PromptTokens(i, prompts[i].index, prompts[i].token_ids) for i in positions])
         longest = max(len(prompts[i].token_ids) for i in positions)
         counts = answer_sizes(len(positions) * sampling.n, longest, sampling.max_new_tokens)
-        first = GenerateBatch(asked, sampling, self.run_seed, version, self.runs)
-        return {
-            self.rollout.call(
-                engine, EngineCalls.generate, replace(first, prompts=[] if part else asked, answer=count)
-            ): count
-            for part, count in enumerate(counts)
-        }
+        none = PackedPrompts.pack([])
+        calls = {}
+        for part, count in enumerate(counts):
+            batch = GenerateBatch(none if part else asked, sampling, self.run_seed, version, self.runs, count)
+            calls[self.rollout.call(engine, EngineCalls.generate, batch)] = count
+        return calls
 
     def _take(self, engine: int, answer: GenerateAnswer, found: Answers) -> None:
         self.loads.setdefault(engine, EngineLoad()).add(answer.load)

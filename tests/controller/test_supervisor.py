@@ -98,7 +98,7 @@ def test_a_silent_rank_is_named_and_not_the_one_whose_collective_it_broke(
     assert str(BROKEN) in str(verdict)
     assert LIMIT / 2 - INTERVAL <= seconds < LIMIT  # before the heartbeats alone would have said so
     with pytest.raises(RoleDied, match="rank 1 on n2"):
-        supervisor.roles["critic"].call(0, "shutdown").result(5)
+        supervisor.roles["critic"].shut_down(0).result(5)
 
 
 def test_a_dead_node_is_named_and_not_the_ranks_that_ended_because_of_it(

@@ -16,7 +16,15 @@ from steps import make_loop, make_step
 from slurm_rlhf.algorithms.kl import KLController
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import ActorCalls, DeviceReport, EngineCalls, ForwardBatch, GenerateBatch, SyncConnection
+from slurm_rlhf.control.calls import (
+    ActorCalls,
+    DeviceReport,
+    EngineCalls,
+    ForwardBatch,
+    GenerateBatch,
+    PackedPrompts,
+    SyncConnection,
+)
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.controller.batches import Batch, OnDemand
 from slurm_rlhf.controller.engine_pool import EngineMetrics
@@ -116,7 +124,7 @@ def experience(prompts: list[int], responses: list[int]) -> Experience:
 
 
 FOUR = experience([10, 10, 20, 20], [30, 40, 50, 60])
-FORWARD, GENERATE = ForwardBatch(FOUR, []), GenerateBatch([], Sampling(), 0, 0, 0)
+FORWARD, GENERATE = ForwardBatch(FOUR, []), GenerateBatch(PackedPrompts.pack([]), Sampling(), 0, 0, 0)
 
 
 @pytest.fixture

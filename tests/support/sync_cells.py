@@ -20,6 +20,7 @@ from slurm_rlhf.control.calls import (
     DirectoryRequest,
     EngineCalls,
     GenerateBatch,
+    PackedPrompts,
     PromptTokens,
     StartCalls,
     StartRequest,
@@ -162,7 +163,9 @@ class Bench:
     def _generate(self, rollout: EngineHandle, version: int) -> list[Trajectory]:
         rng = np.random.default_rng(version)
         prompts = [PromptTokens(i, i, rng.integers(2, 60, 4 + 5 * i).astype(np.int32)) for i in range(8)]
-        answer = rollout.call(0, EngineCalls.generate, GenerateBatch(prompts, SAMPLING, 1, version, version)).result()
+        answer = rollout.call(
+            0, EngineCalls.generate, GenerateBatch(PackedPrompts.pack(prompts), SAMPLING, 1, version, version)
+        ).result()
         return [trajectory for _, trajectory in answer.found]
 
     def _train(self, actor: RoleHandle[ActorCalls]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from sync_peer import Peer, digest, make_weights
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import spec_of
+from slurm_rlhf.control.call_spec import spec_of
 from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import RemoteError
 
