@@ -18,7 +18,7 @@ from slurm_rlhf.cli.placement_report import (
     memory_on,
     require_fit,
 )
-from slurm_rlhf.cluster.nodelist import expand
+from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_parameters import stored_parameters

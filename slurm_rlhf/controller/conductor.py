@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
-from slurm_rlhf.cluster.continuation import Continuation
 from slurm_rlhf.cluster.session import Session
-from slurm_rlhf.cluster.stop import Stop, StopRequested
+from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.reporting import Reporting
@@ -106,7 +105,7 @@ class Conductor:
             supervisor.blame(error)
             raise
         finally:
-            self.stop.deaf()
+            self.stop.ignore_signals()
             supervisor.stop()
         self.reporting.finished()
 
