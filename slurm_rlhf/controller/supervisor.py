@@ -12,7 +12,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cluster.nodelist import expand
+from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle

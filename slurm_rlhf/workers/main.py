@@ -12,9 +12,8 @@ import threading
 import traceback
 from pathlib import Path
 
-from slurm_rlhf.cluster.inherited import KEYS
+from slurm_rlhf.cluster.child_process import KEYS, die_with_parent
 from slurm_rlhf.cluster.kernel_cache import KernelCache, cache_variables, take_kernel_cache
-from slurm_rlhf.cluster.parent_death import die_with_parent
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES
