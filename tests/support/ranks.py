@@ -95,11 +95,7 @@ class RolloutFleet:
 
     def shut_down(self, timeout_s: float = 30) -> list[int | None]:
         """As the conductor does at the end of a run; exit codes."""
-        calls = [
-            self.server.call("rollout", rank, "shutdown", timeout_s=timeout_s)
-            for rank, process in self.ranks.items()
-            if process.poll() is None
-        ]
+        calls = [self.engines.shut_down(rank) for rank, process in self.ranks.items() if process.poll() is None]
         gather(calls)
         self.ended(list(self.ranks), timeout_s)
         return [process.poll() for process in self.ranks.values()]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from sync_peer import Peer, describe, digest, hold, make_weights
@@ -149,7 +149,9 @@ class PeerRanks:
         answer = peer.answer()
         if isinstance(answer, dict) and "error" in answer:
             raise RemoteError(f"{method} failed: {answer['error']}: {answer['message']}")
-        return result(**answer) if result else answer
+        if result is None:
+            return answer
+        return result(**{field.name: answer[field.name] for field in fields(result) if field.name in answer})
 
 
 def _plain(argument: Any) -> dict[str, Any]:
