@@ -18,6 +18,7 @@ from slurm_rlhf.cluster.session import Session
 from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
 from slurm_rlhf.config.algorithm import algorithm_of
 from slurm_rlhf.config.dump import dump_toml
+from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import EngineHandle, gather
 from slurm_rlhf.controller.batches import Ahead, OnDemand, Sampler
@@ -172,7 +173,8 @@ class Conductor:
         checkpoint = self.checkpoints.resolve(self.config.resume)
         if checkpoint is None:
             return RunState(seed=self.config.train.seed), None, True
-        state = self.checkpoints.load_state(checkpoint)
+        saving = [role.name for role in running_roles(self.config) if role.saves]
+        state = self.checkpoints.load_state(checkpoint, saving)
         return RunState.from_json(state["run"]), checkpoint, UNEVALUATED not in state
 
     def _start(self, fleet: Fleet, inputs: Inputs, state: RunState, checkpoint: Path | None) -> TrainingRun:
