@@ -10,8 +10,8 @@ from typing import Any
 
 from rollout_zygote import Rank, Zygote
 
-from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.values import dump_toml
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.handles import EngineHandle, gather
 from slurm_rlhf.control.roster import Peer

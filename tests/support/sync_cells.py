@@ -13,8 +13,8 @@ from tiny_models import make_tiny
 from training_ranks import make_experience, share
 from warm_ranks import WarmRank
 
-from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.values import dump_toml
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.control.roster import Peer
