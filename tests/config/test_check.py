@@ -103,7 +103,10 @@ def test_a_good_one(config: Config) -> None:
         (["data.prompt_dataset="], ["data.prompt_dataset is not set"]),
         (["data.prompt_dataset=/no/where"], ["data.prompt_dataset: no such file: /no/where"]),
         (["eval.dataset=/"], ["eval.dataset: is a directory, not a file: /"]),
-        (["reward.remote_url="], ["neither reward.remote_url (a Python file", "nor reward.model_name_or_path is set"]),
+        (
+            ["reward.remote_url="],
+            ["neither reward.remote_url (a Python file", "nor reward.model_name_or_path nor reward.function"],
+        ),
         (["reward.model_name_or_path=/rm"], ["reward.remote_url and reward.model_name_or_path are both set"]),
         (
             ["reward.remote_url=", "reward.model_name_or_path=/rm", "reward.num_nodes=3"],

@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import torch
 from gpu_standins import FakeCuda, fake_cuda
-from sync_fleet import BUCKET, Fleet
+from sync_fleet import BUCKET, Fleet, PeerRanks, configure, sent
 from sync_peer import describe, hold, make_weights
-from sync_ranks import Ranks, configure, sent
 from torch.distributed import HashStore
 
 import slurm_rlhf.weight_sync.sender as push_module
@@ -227,7 +226,7 @@ def conducted(fleet: Fleet, **settings: Any) -> WeightSync:
     """Two actor ranks with shards and an engine, as the conductor has them."""
     fleet.hire(3)
     settings = {"timeout.sync": 40.0, "sync.bucket_mb": 1, "ds.zero_stage": 3} | settings
-    actors, engines = Ranks(fleet.peers[:2]), Ranks(fleet.peers[2:3])
+    actors, engines = PeerRanks(fleet.peers[:2]), PeerRanks(fleet.peers[2:3])
     for role, ranks, gpus in (("actor", actors, "ab"), ("rollout", engines, "c")):
         for rank, gpu in enumerate(gpus):
             ranks.call(rank, "see", gpus=[f"GPU-{gpu}"]).result()

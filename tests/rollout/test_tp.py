@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from rollout_fleet import RolloutFleet, config
-from rollout_zygote import Zygote
+from ranks import RolloutFleet, config
 from tiny_models import make_tiny
+from zygote import Zygote
 
 from slurm_rlhf.cluster import kernel_cache
 from slurm_rlhf.control.handles import EngineHandle
