@@ -14,8 +14,9 @@ from pathlib import Path
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.session import Session
 from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
-from slurm_rlhf.config.dump import dump_toml
+from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.values import dump_toml
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import UNEVALUATED, RunState
 from slurm_rlhf.controller.startup import Inputs, Startup
@@ -119,7 +120,8 @@ class Conductor:
         checkpoint = self.checkpoints.resolve(self.config.resume)
         if checkpoint is None:
             return RunState(seed=self.config.train.seed), None, True
-        state = self.checkpoints.load_state(checkpoint)
+        saving = [role.name for role in running_roles(self.config) if role.saves]
+        state = self.checkpoints.load_state(checkpoint, saving)
         return RunState.from_json(state["run"]), checkpoint, UNEVALUATED not in state
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from slurm_rlhf.algorithms.kl import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import Stop
-from slurm_rlhf.config.algorithm import algorithm_of
-from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, ROLLOUT
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, ROLLOUT, algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import StartAnswer, StartCalls, StartRequest
 from slurm_rlhf.control.handles import EngineHandle, gather

@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
-from slurm_rlhf.config.algorithm import algorithm_of
+from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.loop import TrainingLoop
