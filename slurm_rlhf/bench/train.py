@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from slurm_rlhf.algorithms.sharding import shards
+from slurm_rlhf.algorithms.batching import shards
 from slurm_rlhf.bench.baseline_train import BareTrainer
 from slurm_rlhf.bench.compare import race
 from slurm_rlhf.config.schema import Config

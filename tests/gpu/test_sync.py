@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 
 import slurm_rlhf.weight_sync.sender as push_module
 from slurm_rlhf.bench import train as bench_train
-from slurm_rlhf.config.buckets import bucket_mb
+from slurm_rlhf.config.schema import Sync
 from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
 from slurm_rlhf.polling import wait_until
@@ -278,7 +278,7 @@ def test_the_choice_between_gpus():
 
 
 def test_buckets_are_larger_between_gpus():
-    assert (bucket_mb(0, True), bucket_mb(0, False), bucket_mb(5, True)) == (256, 64, 5)
+    assert [Sync(bucket_mb=mb).bucket_size_mb(gpus) for mb, gpus in ((0, True), (0, False), (5, True))] == [256, 64, 5]
 
 
 class Never:
