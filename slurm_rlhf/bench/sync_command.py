@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.gpu_query import local_gpus, share_gpus
-from slurm_rlhf.config.buckets import bucket_mb
-from slurm_rlhf.config.model_parameters import stored_parameters
+from slurm_rlhf.config.model_directory import stored_parameters
+from slurm_rlhf.config.schema import Sync
 from slurm_rlhf.errors import ConfigError, RunError
 
 USAGE = (
@@ -157,7 +157,7 @@ def _world(options: dict[str, str], chosen: set[str]) -> World:
         ["node"] * len(engines) if one else engines,
         zero=_count("zero", options["zero"], 0),
         backend=options["backend"],
-        bucket_bytes=bucket_mb(_count("bucket_mb", options["bucket_mb"], 0), bool(gpus)) << 20,
+        bucket_bytes=Sync(bucket_mb=_count("bucket_mb", options["bucket_mb"], 0)).bucket_size_mb(bool(gpus)) << 20,
         repeats=_count("repeats", options["repeats"], 1),
         naive="naive" in chosen,
         model=options["model"] if "load" in chosen else "",

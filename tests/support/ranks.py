@@ -10,9 +10,10 @@ from typing import Any
 
 from zygote import Rank, WarmRank, Zygote
 
-from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.values import dump_toml
 from slurm_rlhf.control.auth import RunKeys
+from slurm_rlhf.control.calls import EngineCalls, StartRequest
 from slurm_rlhf.control.handles import EngineHandle, gather
 from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
@@ -69,7 +70,7 @@ class RolloutFleet:
 
     def starting(self, timeout_s: float = 120) -> list[Future[Any]]:
         self.server.wait_for("rollout", self.world, timeout_s)
-        return self.engines.start_all("start", total_steps=1)
+        return self.engines.start_all(EngineCalls.start, StartRequest(1))
 
     def kill(self, rank: int) -> None:
         self.ranks[rank].send_signal(signal.SIGKILL)
@@ -94,11 +95,7 @@ class RolloutFleet:
 
     def shut_down(self, timeout_s: float = 30) -> list[int | None]:
         """As the conductor does at the end of a run; exit codes."""
-        calls = [
-            self.server.call("rollout", rank, "shutdown", timeout_s=timeout_s)
-            for rank, process in self.ranks.items()
-            if process.poll() is None
-        ]
+        calls = [self.engines.shut_down(rank) for rank, process in self.ranks.items() if process.poll() is None]
         gather(calls)
         self.ended(list(self.ranks), timeout_s)
         return [process.poll() for process in self.ranks.values()]
