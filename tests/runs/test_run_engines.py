@@ -50,7 +50,7 @@ def slowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     path = tmp_path_factory.mktemp("slowed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", write_patch(path / "patch", SLOWER, ranks=("1",)))
-        with started(workspace(path), path / "run", *WORLD) as run:
+        with started(workspace(path), path / "run", *WORLD, warm=True) as run:
             code, output = run.wait(200)
     assert code == 0, output
     return path / "run", output

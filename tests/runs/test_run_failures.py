@@ -39,7 +39,7 @@ def test_a_reward_function_that_raises_keeps_the_checkpoints_and_ctrl_c_ends_wha
     tmp_path: Path,
 ) -> None:
     config = workspace(tmp_path, RAISES_LATER)
-    with started(config, tmp_path / "run", *SMALL, "--ckpt.save_steps=1") as run:
+    with started(config, tmp_path / "run", *SMALL, "--ckpt.save_steps=1", warm=True) as run:
         code, output = run.wait(150)
         run.assert_gone(1)
     assert code == 2
@@ -57,7 +57,7 @@ def test_a_reward_function_that_raises_keeps_the_checkpoints_and_ctrl_c_ends_wha
     (tmp_path / "reward.py").write_text(
         "def reward_func(queries, prompts, labels, **kwargs):\n    return [0.0] * len(queries)\n"
     )
-    with started(config, tmp_path / "run", *SMALL, *ENDLESS) as run:
+    with started(config, tmp_path / "run", *SMALL, *ENDLESS, warm=True) as run:
         run.wait_for_step(3, 120)
         run.process.send_signal(signal.SIGINT)  # Ctrl-C ends what the run has started
         code, output = run.wait(30)

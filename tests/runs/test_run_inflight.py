@@ -97,7 +97,7 @@ class Whole:
         self.rows = metrics(self.run_dir)
 
     def _train(self, config: Path) -> None:
-        with started(config, self.run_dir, *WORLD) as run:
+        with started(config, self.run_dir, *WORLD, warm=True) as run:
             run.wait_for_step(2, 150)
             run.process.terminate()
             self.stopped, self.first = run.wait(60)
@@ -105,7 +105,7 @@ class Whole:
             self.log = run.log()
         self.saved = json.loads((self.run_dir / "summary.json").read_text())
         self.state = json.loads(max((self.run_dir / "checkpoints").glob("*/state.json")).read_text())
-        self.code, self.second = train(config, self.run_dir, *WORLD)
+        self.code, self.second = train(config, self.run_dir, *WORLD, warm=True)
 
     def asked(self) -> list[tuple[str, ...]]:
         """Prompts of the batches that were scored, each once and in order; of a batch done again only the last time."""

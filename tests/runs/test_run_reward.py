@@ -25,7 +25,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs")
     config = workspace(path)
     make_reward(path / "rm", hidden=128, heads=4, kv_heads=2)
-    code, output = train(config, path / "run", *SHARDED, f"--reward.model_name_or_path={path / 'rm'}")
+    code, output = train(config, path / "run", *SHARDED, f"--reward.model_name_or_path={path / 'rm'}", warm=True)
     assert code == 0, output
     return path / "run"
 

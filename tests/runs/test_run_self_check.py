@@ -41,7 +41,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", write_patch(path / "patch", COLDER))
         overrides = (*SMALL, "--train.max_steps=1")
-        with started(config, path / "run", *overrides) as run:
+        with started(config, path / "run", *overrides, warm=True) as run:
             code, output = run.wait(150)
             run.assert_gone(1)
     return path / "run", code, output
@@ -91,7 +91,7 @@ def test_a_model_with_dropout_trains_with_a_ratio_of_one(tmp_path: Path) -> None
         f"--actor.model_name_or_path={tmp_path / 'opt'}",
         ("--train.batch_size=32", "--train.max_epochs=1"),
     )
-    with started(config, tmp_path / "run", model, *one_update, *SMALL, "--train.max_steps=2") as run:
+    with started(config, tmp_path / "run", model, *one_update, *SMALL, "--train.max_steps=2", warm=True) as run:
         code, output = run.wait(150)
         run.assert_gone(1)
     assert code == 0, output

@@ -48,7 +48,7 @@ def late(config: Path) -> Iterator[Run]:
 @pytest.fixture(scope="module")
 def killed(config: Path, late: Run) -> list[str]:
     """Metrics of a run that was killed beside the other one, with everything it had started."""
-    with started(config, config.parent / "killed", *TP, ENDLESS) as run:
+    with started(config, config.parent / "killed", *TP, ENDLESS, warm=True) as run:
         run.wait_for_step(2, 250)
         run.end()
         run.assert_gone(10)
@@ -95,7 +95,7 @@ def test_a_failed_engine_ends_the_run_by_name_within_seconds(late: Run) -> None:
 
 def test_a_run_after_a_killed_one_gives_the_same_bits(config: Path, killed: list[str]) -> None:
     assert not list(Path("/dev/shm").glob("slurm_rlhf.*"))
-    code, output = train(config, config.parent / "killed", *TP, "--train.max_steps=2", timeout_s=250)
+    code, output = train(config, config.parent / "killed", *TP, "--train.max_steps=2", timeout_s=250, warm=True)
     assert code == 0, output
     assert timeless(metrics(config.parent / "killed")) == killed
 

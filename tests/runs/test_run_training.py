@@ -100,7 +100,7 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
     Nor does the self-check, which the first of the three sessions leaves out.
     """
     run_dir = config.parent / "interrupted"
-    with started(config, run_dir, *WORLD, "--train.self_check=false") as run:
+    with started(config, run_dir, *WORLD, "--train.self_check=false", warm=True) as run:
         run.wait_for_step(1, 120)
         run.process.terminate()
         code, output = run.wait(30)
@@ -110,12 +110,12 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
     saved = json.loads((run_dir / "summary.json").read_text())
     assert saved["status"] == "stopped"
     assert (run_dir / "checkpoints" / f"step_{saved['steps']:06d}").is_dir()
-    with started(config, run_dir, *WORLD) as run:
+    with started(config, run_dir, *WORLD, warm=True) as run:
         run.wait_for_step(3, 120)
         run.process.kill()
         run.process.communicate()
         run.assert_gone(15)
-    code, output = train(config, run_dir, *WORLD)
+    code, output = train(config, run_dir, *WORLD, warm=True)
     assert code == 0, output
     assert "resuming from" in output
     assert "self-check, first update: mean ratio 1" in output
@@ -128,7 +128,7 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
 def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, whole: tuple[Path, str]) -> None:
     """From the whole run's checkpoint: the actor shrinks, the critic grows, one engine is left of two."""
     run_dir, half = config.parent / "resized", whole[0] / "checkpoints" / "step_000002"
-    code, output = train(config, run_dir, f"--resume={half}", "--critic.num_gpus_per_node=2", NORMALIZED)
+    code, output = train(config, run_dir, f"--resume={half}", "--critic.num_gpus_per_node=2", NORMALIZED, warm=True)
     assert code == 0, output
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["world"] == {"actor": 1, "critic": 2, "reference": 1, "rollout": 1}
@@ -196,7 +196,7 @@ def test_ten_thousand_attacks_on_the_control_port_change_nothing(attacked: Attac
 @pytest.fixture(scope="module")
 def small(config: Path) -> Path:
     run_dir = config.parent / "small"
-    code, output = train(config, run_dir, *SMALL)
+    code, output = train(config, run_dir, *SMALL, warm=True)
     assert code == 0, output
     return run_dir
 
@@ -213,7 +213,7 @@ def colocated(config: Path) -> tuple[Path, list[Call]]:
     """(run directory, what its ranks did) of the small run on one slot in place of three."""
     run_dir = config.parent / "colocated"
     with noted(config.parent / "noted") as file:
-        code, output = train(config, run_dir, *SMALL, "--train.colocate_all=true", "--ds.enable_sleep=true")
+        code, output = train(config, run_dir, *SMALL, "--train.colocate_all=true", "--ds.enable_sleep=true", warm=True)
     assert code == 0, output
     return run_dir, calls(file)
 

@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 REGISTRY = "SLURM_RLHF_TEST_COMMANDS"
 """In the environment of forked processes: a directory with a file for each, named by process id, with its command."""
-SHIM = "slurm_rlhf.launch.exec_shim"
+SHIM = "slurm_rlhf.launch.child_process"
 MODULES = ("torch.distributed.run", "slurm_rlhf.workers.main")
 """What is forked in place of a new Python."""
 
@@ -202,7 +202,7 @@ def _live(request: dict[str, Any], files: list[int], parent: int) -> None:
 
 
 def _prepare(request: dict[str, Any], files: list[int], parent: int) -> None:
-    from slurm_rlhf.cluster.parent_death import die_with_parent
+    from slurm_rlhf.cluster.child_process import die_with_parent
 
     os.setsid()
     if request["bound"]:
@@ -225,7 +225,7 @@ def _forker() -> Forker:
     ours, theirs = socket.socketpair()
     owner = os.getpid()
     if os.fork() == 0:
-        from slurm_rlhf.cluster.parent_death import die_with_parent
+        from slurm_rlhf.cluster.child_process import die_with_parent
 
         ours.close()
         die_with_parent(owner)
@@ -245,7 +245,7 @@ def _take_popen(forker: Forker) -> None:
         bound = SHIM in command[:3]
         if bound:
             command = command[command.index(SHIM) + 3 :]
-        if not any(module in command[:4] for module in MODULES):
+        if options.get("pass_fds") or not any(module in command[:4] for module in MODULES):
             return usual(args, **options)
         out = _number(options.get("stdout"), 1)
         err = out if options.get("stderr") == subprocess.STDOUT else _number(options.get("stderr"), 2)
