@@ -1,8 +1,8 @@
 """Whole runs whose processes are forked from one that has imported torch, transformers, DeepSpeed and vLLM.
 
-Most of a run's start is these imports, once for each rank and each torchrun. All else is as a user starts it: conductor,
-torchruns and ranks are processes with sessions, signals, environments and output of their own, and die with who started
-them. Run as a program, this file is the process that they are forked from.
+Most of a run's start is these imports, once for each rank and each torchrun. All else is as a user starts it:
+conductor, torchruns and ranks are processes with sessions, signals, environments and output of their own, and die with
+their parents. Run as a program, this file is the process that they are forked from.
 """
 
 from __future__ import annotations
