@@ -138,7 +138,7 @@ def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, 
 def test_ten_thousand_attacks_on_the_control_port_change_nothing(config: Path, whole: tuple[Path, str]) -> None:
     """Fuzzed, truncated and replayed bytes, wrong keys, and nonsense under the right one, from the first process on."""
     run_dir = config.parent / "attacked"
-    with started(config, run_dir, *WORLD, warm=True) as run:
+    with started(config, run_dir, *WORLD) as run:
         run.wait_for_ranks(60)
         endpoint, keys = run.endpoint(), RunKeys.load(run_dir / ".control" / "keys.json")
         recorded = record(endpoint, keys, "actor", 2)
