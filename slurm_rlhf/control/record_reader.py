@@ -95,21 +95,12 @@ def _literal(*allowed: Any) -> Reader:
     return read_literal
 
 
-def _union(*kinds: Any) -> Reader:
-    readers = [reader(kind) for kind in kinds]
-
-    def read_union(value: Any) -> Any:
-        failure: _Mismatch | None = None
-        for read_one in readers:
-            try:
-                return read_one(value)
-            except _Mismatch as error:
-                # The failure that went deepest is of the kind that was meant.
-                failure = error if failure is None or len(error.path) > len(failure.path) else failure
-        assert failure is not None
-        raise failure
-
-    return read_union
+def _optional(*kinds: Any) -> Reader:
+    others = [kind for kind in kinds if kind is not type(None)]
+    if len(others) != 1 or len(kinds) != 2:
+        raise TypeError(f"a union of {kinds} cannot travel between processes; one type or None can")
+    read_other = reader(others[0])
+    return lambda value: None if value is None else read_other(value)
 
 
 def _list(kind: Any) -> Reader:
@@ -218,8 +209,8 @@ _SIMPLE: dict[Any, Reader] = {
 }
 _GENERIC: dict[Any, Callable[..., Reader]] = {
     Literal: _literal,
-    Union: _union,
-    types.UnionType: _union,
+    Union: _optional,
+    types.UnionType: _optional,
     list: _list,
     dict: _dict,
     np.ndarray: _array,
