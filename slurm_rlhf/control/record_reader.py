@@ -153,18 +153,13 @@ def _array(shape: Any, dtype: Any) -> Reader:
 
 def _record(record: type[Any]) -> Reader:
     hints = get_type_hints(record)
-    fields = {field.name: reader(hints[field.name]) for field in dataclasses.fields(record) if field.init}
-    needed = {
-        field.name
-        for field in dataclasses.fields(record)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
+    fields = {field.name: reader(hints[field.name]) for field in dataclasses.fields(record)}
 
     def read_record(value: Any) -> Any:
         if type(value) is not dict:
             raise _Mismatch(f"must be a {record.__name__}, and is {_described(value)}")
-        if not needed <= value.keys() <= fields.keys():
-            _refuse_fields(record, needed, set(fields), set(value))
+        if value.keys() != fields.keys():
+            _refuse_fields(record, set(fields), set(value))
         values = {}
         for name, item in value.items():
             try:
@@ -176,8 +171,8 @@ def _record(record: type[Any]) -> Reader:
     return read_record
 
 
-def _refuse_fields(record: type[Any], needed: set[str], known: set[str], found: set[Any]) -> None:
-    wrong = [f"{name} is missing" for name in sorted(needed - found)]
+def _refuse_fields(record: type[Any], known: set[str], found: set[Any]) -> None:
+    wrong = [f"{name} is missing" for name in sorted(known - found)]
     wrong += [f"{name} is unknown" for name in sorted(map(str, found - known))]
     raise _Mismatch(f"is no {record.__name__}: {', '.join(wrong)}; its fields: {', '.join(sorted(known))}")
 

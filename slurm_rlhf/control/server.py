@@ -189,10 +189,8 @@ class ControlServer:
     def _absence(self, role: str, rank: int, peer: Peer | None) -> Exception | None:
         """Say why a rank cannot be called; None: it can."""
         if peer is None:
-            ranks = [other.rank for other in self._loop.roster.of_role(role)]
-            return RoleDied(
-                f"{role} rank {rank} is not connected; connected ranks of {role}: {shortened(map(str, ranks), 8) or 'none'}"
-            )
+            ranks = shortened([str(other.rank) for other in self._loop.roster.of_role(role)], 8)
+            return RoleDied(f"{role} rank {rank} is not connected; connected ranks of {role}: {ranks or 'none'}")
         return RoleDied(f"{peer} is lost: {peer.lost}") if peer.lost else None
 
     def _tell_lost(self, peer: Peer) -> None:
