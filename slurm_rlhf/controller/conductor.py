@@ -42,7 +42,7 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, RemoteError, RunError
 from slurm_rlhf.launch.launcher import Launcher
 from slurm_rlhf.observe.timing import Phases
-from slurm_rlhf.placement.rank_plan import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import CPU
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.placement.rank_plan import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 
 
 def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dict[str, dict[str, str]]]:

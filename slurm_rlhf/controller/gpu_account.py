@@ -16,7 +16,7 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.timing import GpuTime, Slot
 from slurm_rlhf.placement.flops import mfu
 from slurm_rlhf.placement.gpus import find_gpu
-from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Experience
 
 log = logging.getLogger(__name__)

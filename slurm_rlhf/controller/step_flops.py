@@ -8,8 +8,8 @@ from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.placement.flops import batch_flops
-from slurm_rlhf.placement.holdings import read_models
 from slurm_rlhf.placement.model_shape import ModelShape
+from slurm_rlhf.placement.rank_memory import read_models
 from slurm_rlhf.records import Experience
 
 
