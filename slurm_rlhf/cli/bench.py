@@ -2,43 +2,54 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
+import json
+import os
+import sys
+from typing import Any, Protocol
 
-from slurm_rlhf.cli.main import Command
+from slurm_rlhf.bench.options import BENCHES, Given, read
 from slurm_rlhf.errors import ConfigError
-
-BENCHES = {
-    "rollout": "the rollout worker against a bare LLM.generate",
-    "train": "the actor's update against a bare DeepSpeed and transformers loop",
-    "sync": "a weight update against the raw transfer of its bytes, and against the naive way",
-}
-"""Name -> summary; `slurm_rlhf.cli.bench_<name>` is its Command."""
 
 USAGE = "usage: slurm-rlhf bench NAME [FILE.toml] [--KEY=VALUE ...] [--OPTION=VALUE ...] [--json]"
 
 
+class BenchModule(Protocol):
+    """What the module of a bench, `slurm_rlhf.bench.<name>`, offers."""
+
+    def run(self, given: Given) -> dict[str, Any]:
+        """Measure."""
+
+    def show(self, result: dict[str, Any]) -> str:
+        """Write the results for a reader."""
+
+
 def help_page() -> str:
-    """All of `slurm-rlhf bench --help`: what there is, then the page of each."""
+    """Write `slurm-rlhf bench --help`: what there is, then the page of each."""
     width = max(map(len, BENCHES))
-    names = "\n".join(f"  {name.ljust(width)}  {summary}" for name, summary in BENCHES.items())
-    return "\n\n".join([f"{USAGE}\n\nbenches:\n{names}", *(_bench(name).help_page() for name in BENCHES)])
+    names = "\n".join(f"  {name.ljust(width)}  {bench.summary}" for name, bench in BENCHES.items())
+    return "\n\n".join([f"{USAGE}\n\nbenches:\n{names}", *(bench.help_page() for bench in BENCHES.values())])
 
 
 def run(words: list[str]) -> int:
-    """Runs the bench that the first word names. Raises ConfigError."""
+    """Run the bench that the first word names. Raises ConfigError, and what the bench raises."""
     if not words or words[0] not in BENCHES:
         given = words[0] if words else ""
         near = difflib.get_close_matches(given, BENCHES, n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"bench: unknown bench {given!r}{meant} (benches: {', '.join(BENCHES)})\n{USAGE}")
-    bench = _bench(words[0])
+    bench = BENCHES[words[0]]
     if "-h" in words or "--help" in words:
         print(bench.help_page(), end="")
         return 0
-    return bench.run(words[1:])
-
-
-def _bench(name: str) -> Command:
-    command: Command = importlib.import_module(f"slurm_rlhf.bench.{name}_command")
-    return command
+    options = read(bench, words[1:])
+    if "threads" in options.options:  # before torch is imported: that is when it counts
+        os.environ["OMP_NUM_THREADS"] = str(options.options["threads"])
+    # What libraries print meanwhile goes to standard error: standard output is the result's.
+    with contextlib.redirect_stdout(sys.stderr):
+        module: BenchModule = importlib.import_module(f"slurm_rlhf.bench.{bench.name}")
+        result = module.run(options)
+    print(json.dumps(result) if options.json else module.show(result))
+    return 0

@@ -20,7 +20,9 @@ from sync_ranks import Ranks, configure, sent
 from torch.distributed import HashStore
 
 import slurm_rlhf.weight_sync.sender as push_module
+from slurm_rlhf.bench import sync as bench_sync
 from slurm_rlhf.bench import train as bench_train
+from slurm_rlhf.bench.options import BENCHES, read
 from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
@@ -360,8 +362,8 @@ sys.path.insert(0, {tests!r})
 from gpu_standins import FakeCuda
 spec, rank, gpu = sys.argv[1:]
 FakeCuda([gpu]).install()
-from slurm_rlhf.bench import sync as sync_bench
-sync_bench.main()
+from slurm_rlhf.bench import sync_rank
+sync_rank.main()
 """
 
 
@@ -378,6 +380,14 @@ def test_the_benchmark_of_transfers_between_gpus(tmp_path: Path):
     (found, _), _ = (rank.communicate(timeout=90) for rank in ranks)
     assert [rank.returncode for rank in ranks] == [0, 0]
     assert {"seconds", "raw_seconds", "peak_extra_bytes", "naive_seconds"} <= set(json.loads(found))
+
+
+def test_the_benchmark_of_transfers_knows_the_gpus(monkeypatch):
+    monkeypatch.setattr(bench_sync, "local_gpus", lambda environ: ("0", "1"))
+    options = read(BENCHES["sync"], ["--backend=nccl", "--size=1MB"]).options
+    world = bench_sync._world(options)
+    assert (world.gpus, world.bucket_bytes) == (("0", "1"), 256 << 20)
+    assert bench_sync._world(options | {"backend": "gloo"}).gpus == ()
 
 
 def test_the_benchmark_of_training_names_the_gpu(cuda: FakeCuda):

@@ -10,7 +10,8 @@ import pytest
 from shaped_links import available, shaped
 from tiny_models import make_tiny
 
-from slurm_rlhf.bench.sync_command import World, help_page, measure, model_of, run
+from slurm_rlhf.bench.sync import World, measure, parameters_of
+from slurm_rlhf.cli.bench import help_page, run
 from slurm_rlhf.config.model_parameters import stored_parameters
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.weight_sync.interfaces import pick, rail_of
@@ -18,10 +19,10 @@ from slurm_rlhf.weight_sync.interfaces import pick, rail_of
 
 def test_the_bench_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--size=3MB", "--actors=2x1", "--engines=1x2", "--zero=3", "--bucket_mb=1", "--repeats=1", "--json"]
-    assert run(words) == 0
+    assert run(["sync", *words]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"seconds", "bytes", "raw_seconds", "share_of_raw", "naive_seconds", "peak_extra_bytes"} <= set(found)
-    assert found["bytes"] == sum(2 * math.prod(shape) for _, shape, _ in model_of(3_000_000))
+    assert found["bytes"] == sum(2 * math.prod(shape) for _, shape, _ in parameters_of(3_000_000))
     assert found["share_of_raw"] == pytest.approx(found["raw_seconds"] / found["seconds"])
     assert (found["actors"], found["engines"], found["zero"]) == ("2x1", "1x2", 3)
 
@@ -37,7 +38,7 @@ def test_the_bench_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_bad_words(word: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        run([word])
+        run(["sync", word])
     assert "--peak" not in help_page()
 
 
@@ -48,7 +49,7 @@ def test_both_interfaces_of_a_node_carry_their_share() -> None:
     with shaped(["actor0", "rollout0"], "1gbit") as links:
         links.rail("1gbit")
         world = World(
-            model_of(20_000_000),
+            parameters_of(20_000_000),
             actors=["actor0"] * 2,
             engines=["rollout0"] * 2,
             zero=3,
@@ -84,7 +85,7 @@ def test_links_of_400_mbit_are_full_and_twice_the_nodes_cost_little() -> None:
         nodes = [f"actor{i}" for i in range(2)] + [f"rollout{i}" for i in range(engines)]
         with shaped(nodes, "400mbit") as links:
             world = World(
-                model_of(100_000_000),
+                parameters_of(100_000_000),
                 actors=[node for node in nodes[:2] for _ in range(2)],
                 engines=[node for node in nodes[2:] for _ in range(2)],
                 zero=3,
