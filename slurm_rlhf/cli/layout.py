@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from slurm_rlhf.cluster.environment import read_slurm
 from slurm_rlhf.cluster.local import process_slots
 from slurm_rlhf.cluster.resources import current_topology
+from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.rank_plan import RankMap, place, role_sizes
 from slurm_rlhf.placement.render import draw
-from slurm_rlhf.placement.role_sizes import colocations
 from slurm_rlhf.placement.topology import CPU, Node, Topology, numbered_names
 
 IMAGINED = "Not in a Slurm allocation: these nodes stand for those that sbatch --nodes={nodes} would get."

@@ -10,10 +10,11 @@ from typing import Any
 
 from slurm_rlhf.cluster.gpu_kinds import granted_types, local_kinds
 from slurm_rlhf.config.model_directory import check_tensor_parallel
+from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, PlacementError
 from slurm_rlhf.placement.gpu_size import TELL, GpuSize, found_size, told_size
-from slurm_rlhf.placement.holdings import ROLLOUT, Models, read_models
+from slurm_rlhf.placement.holdings import Models, read_models
 from slurm_rlhf.placement.memory import Account, Row, account, gib
 from slurm_rlhf.placement.rank_map_file import RankMap
 from slurm_rlhf.placement.remedies import Remedy, changed, fits, remedies

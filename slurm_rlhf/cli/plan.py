@@ -12,6 +12,7 @@ from slurm_rlhf.cli.memory import draw_memory, memory_json, memory_of, memory_on
 from slurm_rlhf.cli.transfer import INSIDE_GBITS, NETWORK_GBITS, draw_transfer, transfer_json, transfer_plan
 from slurm_rlhf.cluster.nodelist import expand
 from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.placement.render import draw
 from slurm_rlhf.placement.topology import numbered_names
@@ -46,11 +47,11 @@ RATES = {
     "network_gbits": f"rate of a node's links in each direction, for the predicted seconds [{NETWORK_GBITS:g}]",
     "inside_gbits": f"the same between ranks of one node [{INSIDE_GBITS:g}]",
 }
-ROLES = ("actor", "critic", "ref", "reward")
-KEYS = [f"{role}.{size}" for role in ROLES for size in ("num_nodes", "num_gpus_per_node")]
+SIZES = ("num_nodes", "num_gpus_per_node")
+KEYS = [f"{role.group}.{size}" for role in ROLES.values() if role.kind != "engine" for size in SIZES]
 KEYS += ["vllm.num_engines", "vllm.tensor_parallel_size", "vllm.num_nodes"]
 KEYS += ["algo.kl.init_coef", "reward.model_name_or_path"]
-KEYS += ["train.colocate_all", "train.colocate_actor_ref", "train.colocate_critic_reward"]
+KEYS += ["train.colocate_all", *filter(None, (role.colocation_key for role in ROLES.values()))]
 KEYS += ["ds.zero_stage", "ds.param_dtype", "sync.bucket_mb"]
 KEYS += ["train.gpu", "train.gpu_memory_gb", "train.max_tokens_per_gpu", "train.forward_max_tokens_per_gpu"]
 KEYS += ["train.logprob_chunk_tokens", "actor.gradient_checkpointing_enable", "data.max_len", "ds.enable_sleep"]

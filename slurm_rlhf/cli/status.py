@@ -14,7 +14,7 @@ from slurm_rlhf.cluster.session import attach_line
 from slurm_rlhf.cluster.states import OVER, reason_words, state_words
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.observe.log_tail import tail
-from slurm_rlhf.observe.run_status import Standing, read_standing
+from slurm_rlhf.observe.run_status import RunStatus, read_run_status
 from slurm_rlhf.observe.table import duration
 
 USAGE = "usage: slurm-rlhf status RUN"
@@ -37,10 +37,10 @@ def run(words: list[str]) -> int:
     if len(words) != 1 or words[0].startswith("-"):
         raise ConfigError(f"one run directory or job number is needed\n{USAGE}")
     found = find(words[0])
-    standing = None
+    status = None
     if found.directory is not None:
-        standing = read_standing(found.directory / "metrics.jsonl", found.directory / "summary.json")
-    print("\n".join([*job_lines(found), *run_lines(found, standing, time.time()), *failure_lines(found, standing)]))
+        status = read_run_status(found.directory / "metrics.jsonl", found.directory / "summary.json")
+    print("\n".join([*job_lines(found), *run_lines(found, status, time.time()), *failure_lines(found, status)]))
     return 0
 
 
@@ -71,31 +71,31 @@ def job_lines(found: Found) -> list[str]:
     return lines
 
 
-def run_lines(found: Found, standing: Standing | None, now: float) -> list[str]:
+def run_lines(found: Found, status: RunStatus | None, now: float) -> list[str]:
     """The run's part: step, reward, pace, end."""
-    if standing is None:
+    if status is None:
         return [_row("run", "its directory is not known: it names it in its output when it starts")]
-    lines = [_row("run", f"{found.directory}{': ' + said if (said := _said(found, standing)) else ''}")]
-    if not standing.total:
+    lines = [_row("run", f"{found.directory}{': ' + said if (said := _said(found, status)) else ''}")]
+    if not status.total:
         return lines
-    reward = "" if standing.reward is None else f", reward {standing.reward:.4g}"
-    lines.append(_row("step", f"{standing.step}/{standing.total}{reward}"))
-    if standing.step_s is not None and standing.age_s is not None:
-        pace = f"{standing.step_s:.3g} s" if standing.step_s < 60 else duration(standing.step_s)
-        lines.append(_row("pace", f"{pace} a step, the last one {duration(standing.age_s)} ago"))
-    if _going(found, standing) and standing.left_s is not None:
-        end = datetime.fromtimestamp(now + standing.left_s)
-        lines.append(_row("left", f"{duration(standing.left_s)}, until {end:%a %H:%M}{_too_late(found.job, end)}"))
+    reward = "" if status.reward is None else f", reward {status.reward:.4g}"
+    lines.append(_row("step", f"{status.step}/{status.total}{reward}"))
+    if status.step_s is not None and status.age_s is not None:
+        pace = f"{status.step_s:.3g} s" if status.step_s < 60 else duration(status.step_s)
+        lines.append(_row("pace", f"{pace} a step, the last one {duration(status.age_s)} ago"))
+    if _going(found, status) and status.left_s is not None:
+        end = datetime.fromtimestamp(now + status.left_s)
+        lines.append(_row("left", f"{duration(status.left_s)}, until {end:%a %H:%M}{_too_late(found.job, end)}"))
     return lines
 
 
-def failure_lines(found: Found, standing: Standing | None) -> list[str]:
+def failure_lines(found: Found, status: RunStatus | None) -> list[str]:
     """What failed, in its own last words."""
-    if standing is None or found.directory is None:
+    if status is None or found.directory is None:
         return []
-    if standing.status == "failed":
-        return ["", f"error: {standing.error}"]
-    if not _cut_off(found, standing):
+    if status.status == "failed":
+        return ["", f"error: {status.error}"]
+    if not _cut_off(found, status):
         return []
     logs = [path for path in (found.directory / "logs").glob("*.log") if path.stat().st_size]
     if found.job and found.job.output and Path(found.job.output).exists():
@@ -108,19 +108,19 @@ def _indented(log: Path) -> list[str]:
     return [f"    {line}" for line in tail(log, LINES)]
 
 
-def _said(found: Found, standing: Standing) -> str:
-    if _cut_off(found, standing):
+def _said(found: Found, status: RunStatus) -> str:
+    if _cut_off(found, status):
         return "it was cut off in the middle and could not say why; checkpoints are intact"
-    return standing.status
+    return status.status
 
 
-def _going(found: Found, standing: Standing) -> bool:
-    return standing.status == "running" and not _cut_off(found, standing)
+def _going(found: Found, status: RunStatus) -> bool:
+    return status.status == "running" and not _cut_off(found, status)
 
 
-def _cut_off(found: Found, standing: Standing) -> bool:
+def _cut_off(found: Found, status: RunStatus) -> bool:
     """It says that it runs, but nobody is there who could."""
-    if standing.status != "running":
+    if status.status != "running":
         return False
     if found.unasked:
         return False

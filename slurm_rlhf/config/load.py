@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ NOT_PATHS = {
 """Words that a path key also takes, which are not paths."""
 
 
-def load_config(path: Path | str | None, overrides: list[str]) -> Config:
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a run: defaults, then the TOML file, then the command line; the last word wins.
 
     Paths become absolute: those of the file start at its directory, those of the command line at the working
@@ -38,7 +39,7 @@ def load_config(path: Path | str | None, overrides: list[str]) -> Config:
     if path is not None:
         file = Path(path)
         _apply_table(config, _read(file), "", file, problems)
-    _apply_overrides(config, overrides, problems)
+    _apply_overrides(config, list(overrides), problems)
     if problems:
         raise ConfigError(joined(problems))
     if path is not None and not config.run_dir:
@@ -108,6 +109,8 @@ def _unknown(name: str, dashes: str = "") -> str:
 
 
 def _resolved(key: Key, value: Any, base: Path) -> Any:
+    if key.kind == "list[path]":
+        return [os.path.abspath(base / Path(item).expanduser()) for item in value]
     if key.kind != "path" or not value or value.startswith(NOT_PATHS.get(key.name, ())):
         return value
     return os.path.abspath(base / Path(value).expanduser())

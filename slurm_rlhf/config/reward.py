@@ -47,14 +47,6 @@ def reward_statistics(path: str) -> tuple[float, float] | None:
     return float(mean), float(std)
 
 
-def critic_directory(config: Config) -> str:
-    """Where the value model starts from: critic.model_name_or_path, the reward model, or the actor's directory.
-
-    A reward model has learned already what a response is worth. Source: OpenRLHF, `cli/train_ppo_ray.py`.
-    """
-    return config.critic.model_name_or_path or config.reward.model_name_or_path or config.actor.model_name_or_path
-
-
 def check_reward_model(config: Config) -> None:
     """Raises ModelError for a directory that cannot be used, one of other tokens than the actor's included."""
     path = config.reward.model_name_or_path

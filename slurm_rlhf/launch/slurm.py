@@ -13,6 +13,7 @@ from pathlib import Path
 
 from slurm_rlhf.cluster.environment import SlurmEnvironment
 from slurm_rlhf.cluster.network import address_towards
+from slurm_rlhf.config.roles import ROLES, role_order
 from slurm_rlhf.launch.container import HOST, Container
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node import RANK_MAP
@@ -21,7 +22,6 @@ from slurm_rlhf.launch.srun import Step
 from slurm_rlhf.launch.step import RunningStep
 from slurm_rlhf.launch.step_spec import StepOrder
 from slurm_rlhf.placement.rank_map_file import RankMap
-from slurm_rlhf.placement.role_sizes import ROLLOUT, role_rank
 from slurm_rlhf.placement.topology import GPU
 
 _KILL_S = 3.0
@@ -120,7 +120,7 @@ class SlurmLauncher:
         """Where the step's torchruns meet; 0: they need not."""
         if not step.together or len(step.nodes) == 1:
             return 0
-        number = role_rank(step.name)[0]
+        number = role_order(step.name)[0]
         return meeting_port(self._slurm.job_id, self._slurm.restart_count, number, attempt, self._ephemeral)
 
     def _signal(self, number: signal.Signals) -> None:
@@ -153,7 +153,7 @@ def role_step(ranks: RankMap, role: str, logs: Path, container: Container = HOST
         # All that the job has there, as the shim chooses and NCCL wants to see its neighbours.
         gpus=tuple(node.gpus for node in nodes) if has_gpus else (),
         output=str(logs / f"{role}.%N.torchrun.log"),
-        together=role != ROLLOUT,
+        together=ROLES[role].kind != "engine",
         uneven=len({node.gpus for node in ranks.topology.nodes}) > 1,
         options=container.step_options(),
     )

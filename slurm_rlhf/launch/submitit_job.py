@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.dump import dump_toml
+from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.time_limit import minutes
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError
 from slurm_rlhf.launch.train_job import SIGNAL, TrainJob
 from slurm_rlhf.placement.rank_plan import place, role_sizes
-from slurm_rlhf.placement.role_sizes import colocations
 from slurm_rlhf.placement.topology import Topology, numbered_names
 
 FOLDER = "submitit"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from slurm_rlhf.config.schema import Data
-from slurm_rlhf.data.continuation import continuations
+from slurm_rlhf.data.framing import continuations
 from slurm_rlhf.data.jsonl import read_jsonl
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer

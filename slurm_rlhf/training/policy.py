@@ -7,7 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from slurm_rlhf.algorithms.losses import Metrics, entropy_bonus, policy_loss
+from slurm_rlhf.algorithms.losses import Metrics, PolicyInputs, entropy_bonus
+from slurm_rlhf.algorithms.plugins import load_plugins
+from slurm_rlhf.algorithms.registry import policy_loss_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.training.collate import TokenBatch, action_mask, collate, column
@@ -40,6 +42,8 @@ class PolicyTrainer:
                 max_len=config.data.max_len,
             )
         self.engine = TrainEngine(module, EngineConfig.of_actor(config, actor.learning_rate, total_steps), self.world)
+        load_plugins(config.train.plugins)
+        self.policy_loss = policy_loss_of(config.algo.advantage.estimator)
         self.clip_low, self.clip_high = actor.eps_clip_low_high or (actor.eps_clip, actor.eps_clip)
 
     def logprobs(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
@@ -72,14 +76,18 @@ class PolicyTrainer:
         device = self.world.device
         mask = action_mask(part, device)
         logprobs, entropy = self._forward(collate(part, device))
-        loss, metrics = policy_loss(
-            logprobs,
-            column(part, "logprobs", device),
-            column(part, "advantages", device),
-            mask,
-            denominator,
-            self.clip_low,
-            self.clip_high,
+        loss, metrics = self.policy_loss(
+            PolicyInputs(
+                logprobs,
+                column(part, "logprobs", device),
+                column(part, "advantages", device),
+                mask,
+                part.response_lens.tolist(),
+                column(part, "loss_weights", device) if "loss_weights" in part.columns else None,
+                denominator,
+                self.clip_low,
+                self.clip_high,
+            )
         )
         bonus, more = entropy_bonus(entropy, mask, denominator, self.config.actor.entropy_coef)
         return loss + bonus, metrics | more

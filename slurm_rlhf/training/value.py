@@ -7,7 +7,8 @@ from pathlib import Path
 from torch import Tensor
 
 from slurm_rlhf.algorithms.losses import Metrics, value_loss
-from slurm_rlhf.config.reward import critic_directory, reward_statistics
+from slurm_rlhf.config.reward import reward_statistics
+from slurm_rlhf.config.roles import CRITIC, ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.training.collate import TokenBatch, action_mask, collate, column
@@ -27,7 +28,7 @@ class ValueTrainer:
         self.config = config
         self.world = join_world(config.timeout.collective)
         seed_rank(config.train.seed, self.world.rank, config.train.full_determinism)
-        path = critic_directory(config)
+        path = ROLES[CRITIC].model(config)[1]
         statistics = reward_statistics(path) if config.reward.normalize_enable else None
         recompute = config.actor.gradient_checkpointing_enable
         with loading(config.ds, self.world) as ds:

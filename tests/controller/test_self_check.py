@@ -56,7 +56,7 @@ class Bench:
     def __init__(self, model: Path, **train: Any) -> None:
         from slurm_rlhf.algorithms.kl import KLController
         from slurm_rlhf.controller.step import PPO
-        from slurm_rlhf.observe.phases import Phases
+        from slurm_rlhf.observe.timing import Phases
         from slurm_rlhf.training.frozen import FrozenPolicy
         from slurm_rlhf.training.policy import PolicyTrainer
         from slurm_rlhf.training.value import ValueTrainer

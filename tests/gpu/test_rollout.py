@@ -28,7 +28,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller import colocation as turns
 from slurm_rlhf.controller.colocation import TurnTakingEngines, TurnTakingGeneration
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling
 from slurm_rlhf.rollout.environment import prepare_environment
 from slurm_rlhf.rollout.sleep import DeviceMemory

@@ -36,7 +36,7 @@ from slurm_rlhf.weight_sync.group import SyncGroup
 from slurm_rlhf.weight_sync.member import Membership
 from slurm_rlhf.weight_sync.store import wait_until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_environment")]
 
 OWN = "abcdefgh"
 """A GPU for each rank."""
@@ -344,8 +344,7 @@ def test_two_ranks_on_one_gpu_are_refused_in_words(fleet: Fleet):
 
 def test_an_address_is_no_interface(monkeypatch, cuda: FakeCuda):
     """A member on an alias knows its address only (defect 12)."""
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that it is put back after the test
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     name_interface("10.1.2.3")
     assert "NCCL_SOCKET_IFNAME" not in os.environ
     name_interface("lo")

@@ -36,7 +36,7 @@ from slurm_rlhf.workers.libraries import import_libraries
 from slurm_rlhf.workers.release_memory import taking_turns
 from slurm_rlhf.workers.worker import Seat
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_environment")]
 
 GPU = torch.device("cuda", 1)
 

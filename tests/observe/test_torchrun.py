@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.observe.torchrun_report import FailedProcess, first_failure
+from slurm_rlhf.observe.log_tail import FailedProcess, first_failure
 
 pytestmark = pytest.mark.timeout(120)
 RANK = """

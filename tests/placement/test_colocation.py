@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from slurm_rlhf.cli.layout import draw_layout, layout_here, layout_on
+from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.gpu_visibility import visibility
 from slurm_rlhf.placement.render import draw
-from slurm_rlhf.placement.role_sizes import colocations
 
 EVERYBODY = frozenset({"actor", "critic", "reference", "reward", "rollout"})
 JOB = {

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from slurm_nodes import CHECKOUT, SlurmNodes, slurm
+from slurm_nodes import CHECKOUT, SlurmNodes
 from slurm_runs import COMMAND, start_soon
 from training_runs import metrics, timeless, train, workspace
 
@@ -19,7 +19,6 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.launch import submit
 from slurm_rlhf.launch.train_job import SIGNAL
 
-__all__ = ["slurm"]
 pytestmark = pytest.mark.timeout(400)
 
 STEPS = 24

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from slurm_nodes import CHECKOUT, SlurmNodes, slurm
+from slurm_nodes import CHECKOUT, SlurmNodes
 
-__all__ = ["slurm"]
 pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
 
 SCRIPT = """#!/bin/bash

@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from slurm_nodes import CHECKOUT, SlurmNodes, slurm
+from slurm_nodes import CHECKOUT, SlurmNodes
 from training_runs import metrics, timeless, train, workspace
 
-__all__ = ["slurm"]
 pytestmark = pytest.mark.timeout(400)
 
 COMMAND = str(CHECKOUT / ".venv" / "bin" / "slurm-rlhf")
