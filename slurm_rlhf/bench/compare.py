@@ -14,7 +14,6 @@ from typing import Any
 
 from slurm_rlhf.bench.options import Given
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.training.random_model import ModelSize, make_random_model
 
 
@@ -74,8 +73,6 @@ def model_of(given: Given, mean_response: int) -> Iterator[Config]:
     if config.actor.model_name_or_path:
         yield config
         return
-    if options["hidden"] % 64 or options["vocab"] < 258:
-        raise ConfigError("--hidden takes a multiple of 64, --vocab at least 258")
     with tempfile.TemporaryDirectory(prefix="slurm-rlhf-bench-") as scratch:
         size = ModelSize(options["hidden"], options["layers"], options["vocab"], config.data.max_len)
         config.actor.model_name_or_path = str(make_random_model(Path(scratch) / "model", size, mean_response))

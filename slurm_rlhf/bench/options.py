@@ -15,11 +15,12 @@ from slurm_rlhf.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of a bench itself: a number of at least `least`, a switch (True, False), or a text."""
+    """An option of a bench itself: a multiple of `step`, `least` at least; a switch (True, False); or a text."""
 
     default: int | str | bool
     about: str
     least: int = 1
+    step: int = 1
 
     @property
     def is_switch(self) -> bool:
@@ -64,14 +65,14 @@ _MODEL = "Without actor.model_name_or_path a Qwen2 with random weights is made f
 _OF_BOTH_SIDES = {
     "repeats": Option(5, "repetitions of each side, after one that does not count"),
     "threads": Option(max(1, len(os.sched_getaffinity(0))), "CPU threads of a step"),
-    "hidden": Option(256, "hidden size of the random model, a multiple of 64 and at least 64"),
+    "hidden": Option(256, "hidden size of the random model, a multiple of 64", step=64),
     "layers": Option(4, "its layers"),
-    "vocab": Option(8192, "its tokens, at least 258"),
+    "vocab": Option(8192, "its tokens, at least 258", least=258),
 }
 
 _ROLLOUT = Bench(
     "rollout",
-    "the rollout worker against a bare LLM.generate",
+    "the rollout worker, compared with a plain LLM.generate",
     "Generates with the rollout worker, through its control plane, and with vLLM's LLM.generate: in one process, the\n"
     "same prompts, seeded sampling and log-probs, in turns; prints tokens/s of both (medians) and their ratio.\n"
     "Both engines are on the device at once: on a GPU give each less than half (vllm.gpu_memory_utilization).\n"
@@ -93,7 +94,7 @@ _ROLLOUT = Bench(
 )
 _TRAIN = Bench(
     "train",
-    "the actor's update against a bare DeepSpeed and transformers loop",
+    "the update of the actor, compared with a plain DeepSpeed and transformers loop",
     "Takes PPO steps with the actor's role and with a plain loop (transformers' logits, log_softmax, the same loss,\n"
     "the same DeepSpeed settings, padded micro-batches of as many sequences as fit into train.max_tokens_per_gpu): in\n"
     "one process, the same sequences, in turns; once of equal and once of different lengths. Prints tokens/s of both.\n"
@@ -113,7 +114,7 @@ _TRAIN = Bench(
 )
 _SYNC = Bench(
     "sync",
-    "a weight update against the raw transfer of its bytes, and against the naive way",
+    "a weight update, compared with the raw transfer of its bytes and with one broadcast per parameter",
     "Starts actor ranks and engine ranks on this machine, moves the weights of a model of the given size (bf16), or\n"
     "of the shapes in a model directory, and prints seconds, bytes and rates: as a run does it, as plain gloo moves\n"
     "the same bytes in 64 MB pieces, and naively, a broadcast per parameter from one root. Each byte is compared.\n"
@@ -178,6 +179,8 @@ def _value(name: str, option: Option, text: str, bench: Bench) -> int | str:
         return text
     if not text.isdecimal() or int(text) < option.least:
         raise ConfigError(f"--{name} takes a whole number of at least {option.least}, got {text!r}\n{bench.usage}")
+    if int(text) % option.step:
+        raise ConfigError(f"--{name} takes a multiple of {option.step}, got {text}\n{bench.usage}")
     return int(text)
 
 

@@ -13,6 +13,8 @@ from slurm_rlhf.bench.compare import compare
 from slurm_rlhf.bench.options import BENCHES
 from slurm_rlhf.cli.main import main
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())", "bench"]
 TINY = ("--json", "--hidden=64", "--layers=2", "--vocab=512", "--repeats=2", "--threads=1")
 
@@ -63,7 +65,8 @@ def test_bench_train() -> None:
         (["rolout"], "unknown bench 'rolout'; did you mean rollout?"),
         (["rollout", "--prompts=0"], "--prompts takes a whole number of at least 1, got '0'"),
         (["train", "--repeats", "x"], "--repeats takes a whole number of at least 1, got 'x'"),
-        (["train", "--hidden=100"], "--hidden takes a multiple of 64"),
+        (["train", "--hidden=100"], "--hidden takes a multiple of 64, got 100"),
+        (["train", "--vocab=20"], "--vocab takes a whole number of at least 258, got '20'"),
         (["train", "--train.sed=1"], "unknown key --train.sed; did you mean --train.seed"),
         (["train", "--rollout.max_new_tokens=0"], "rollout.max_new_tokens must be at least 1"),
         (["train", "nowhere.toml"], "nowhere.toml: no such file"),
@@ -73,6 +76,7 @@ def test_bench_train() -> None:
         (["rollout", "--prompt_tokens=400"], "more than data.max_len = 512"),
     ],
 )
+@pytest.mark.usefixtures("own_environment")
 def test_what_the_user_has_to_mend(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *words]) == 2
     out, err = capsys.readouterr()

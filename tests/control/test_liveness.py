@@ -26,7 +26,7 @@ from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import RoleDied
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 TIMES = {"heartbeat_interval": INTERVAL, "heartbeat_limit": LIMIT}
 

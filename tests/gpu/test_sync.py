@@ -36,7 +36,7 @@ from slurm_rlhf.weight_sync.group import SyncGroup
 from slurm_rlhf.weight_sync.member import Membership
 from slurm_rlhf.weight_sync.store import wait_until
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_environment")]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("own_environment")]
 
 OWN = "abcdefgh"
 """A GPU for each rank."""

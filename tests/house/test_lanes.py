@@ -9,6 +9,8 @@ from pathlib import Path
 import lanes
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[1]
 
 RUN = f"import sys; sys.path.insert(0, {str(TESTS / 'support')!r}); import lanes; sys.exit(lanes.run({{}}))"

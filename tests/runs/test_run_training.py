@@ -17,7 +17,7 @@ from training_runs import assert_close_metrics, metrics, started, timeless, trai
 
 from slurm_rlhf.control.keys import RunKeys
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 # Running statistics of the rewards are one more thing that a resumed run must have kept.
 NORMALIZED = "--reward.normalize_enable=true"

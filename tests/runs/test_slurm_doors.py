@@ -19,7 +19,7 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.launch import submit
 from slurm_rlhf.launch.train_job import SIGNAL
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS = 24
 LENGTH = (f"--train.max_steps={STEPS}", "--train.num_episodes=4")

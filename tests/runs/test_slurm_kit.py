@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from slurm_nodes import CHECKOUT, SlurmNodes
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(500)]
 
 SCRIPT = """#!/bin/bash
 cd {checkout} && exec .venv/bin/python -m pytest -p no:cacheprovider tests/kit/test_gpu.py -m gpu --rehearse \\

@@ -10,6 +10,8 @@ from checkout import MADE_HERE
 from slurm_nodes import CHECKOUT, SlurmNodes
 from training_runs import metrics
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
 
 @pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by sbatch/environment.sh")
 @pytest.mark.timeout(500)

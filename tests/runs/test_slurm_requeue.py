@@ -16,7 +16,7 @@ from training_runs import metrics, timeless
 
 from slurm_rlhf.config.load import load_config
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NODES = ["--nodes=3", "--gres=gpu:8", "--cpus-per-task=4", "--mem=8000"]
 GRACE_S = 10  # GraceTime of the partition

@@ -10,7 +10,7 @@ from training_runs import assert_close_metrics, metrics
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
 
 RESOURCES = ["--gres=gpu:8", "--cpus-per-task=4", "--mem=8000"]
 SMALLER = (

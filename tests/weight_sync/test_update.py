@@ -26,7 +26,7 @@ from slurm_rlhf.weight_sync.relay import _Shelved
 from slurm_rlhf.weight_sync.sender import Sender
 from slurm_rlhf.weight_sync.store import wait_until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 PARAMETERS = describe(make_weights(0))
 
 

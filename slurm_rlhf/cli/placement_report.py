@@ -1,32 +1,74 @@
-"""The memory of a run, as `plan` shows it and `train` insists on it."""
+"""Report where the roles of a configuration go and what memory they need, as `plan` shows it and `train` checks it."""
 
 from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slurm_rlhf.cluster.environment import read_slurm
 from slurm_rlhf.cluster.gpu_kinds import granted_types, local_kinds
+from slurm_rlhf.cluster.local import process_slots
+from slurm_rlhf.cluster.resources import current_topology
 from slurm_rlhf.config.model_directory import check_tensor_parallel
-from slurm_rlhf.config.roles import ROLLOUT
+from slurm_rlhf.config.roles import ROLLOUT, colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, PlacementError
 from slurm_rlhf.placement.gpu_size import TELL, GpuSize, found_size, told_size
 from slurm_rlhf.placement.holdings import Models, read_models
 from slurm_rlhf.placement.memory import Account, Row, account, gib
-from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.rank_plan import RankMap, place, role_sizes
 from slurm_rlhf.placement.remedies import Remedy, changed, fits, remedies
-from slurm_rlhf.placement.topology import GPU
+from slurm_rlhf.placement.render import draw
+from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names
 
+EXAMPLE_NODES = "Not in a Slurm allocation: these nodes stand for those that sbatch --nodes={nodes} would get."
 _WIDTH = 100
 _LARGEST = 3
 
 
+def layout_here(config: Config, environ: Mapping[str, str] = os.environ) -> RankMap:
+    """Place the ranks of a run that starts now: on this machine, or on the nodes of the Slurm allocation it is in.
+
+    Raises PlacementError when the roles do not fit.
+    """
+    colocate = colocations(config)
+    return place(current_topology(config, colocate, environ), role_sizes(config), colocate)
+
+
+def layout_on(config: Config, names: Sequence[str], gpus_per_node: int) -> RankMap:
+    """Place the ranks on nodes that need not exist. Raises PlacementError when the roles do not fit."""
+    return place(Topology.uniform(names, gpus_per_node), role_sizes(config), colocations(config))
+
+
+def layout_somewhere(config: Config, environ: Mapping[str, str] = os.environ) -> RankMap:
+    """Place the ranks as `layout_here`, but on example nodes if roles need several and this is no allocation."""
+    nodes = _example_nodes(config, environ)
+    if nodes == 0:
+        return layout_here(config, environ)
+    roles, colocate = role_sizes(config), colocations(config)
+    topology = Topology(tuple(Node(name, 0) for name in numbered_names(nodes)), CPU)
+    return place(process_slots(topology, roles, colocate), roles, colocate)
+
+
+def draw_layout(config: Config, environ: Mapping[str, str] = os.environ) -> str:
+    """Draw the rank map of `layout_somewhere` as a grid. Raises PlacementError when the roles do not fit."""
+    drawn = draw(layout_somewhere(config, environ))
+    nodes = _example_nodes(config, environ)
+    return f"{EXAMPLE_NODES.format(nodes=nodes)}\n\n{drawn}" if nodes else drawn
+
+
+def _example_nodes(config: Config, environ: Mapping[str, str]) -> int:
+    """Count the example nodes that are needed; 0 if real ones are used."""
+    nodes = max(size.num_nodes for size in role_sizes(config))
+    return nodes if nodes > 1 and read_slurm(environ) is None else 0
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What is known: all of it, or `unknown` says what is not."""
+    """Hold the memory estimate; without one, `unknown` says why."""
 
     size: GpuSize
     unknown: str = ""
@@ -35,15 +77,13 @@ class Memory:
 
 
 def memory_of(config: Config, found: GpuSize | None) -> Memory:
-    """The memory of a run on GPUs as the user says, or else as `found`.
+    """Estimate the memory of a run on the GPUs that the user names, or else on those `found`.
 
-    Raises ConfigError for a GPU that nobody knows, and for a size of engines that does not divide the model.
+    Raises ConfigError for an unknown kind of GPU, and for a tensor-parallel size that does not divide the model.
     """
     size = told_size(config.train.gpu, config.train.gpu_memory_gb) or found
     if size is None:
-        return Memory(
-            GpuSize(0), f"without GPUs there is none of theirs to estimate; for a machine with GPUs say {TELL}"
-        )
+        return Memory(GpuSize(0), f"there are no GPUs here; to estimate it for a machine with GPUs, add {TELL}")
     if not size.memory:
         return Memory(size, "; ".join(size.notes))
     try:
@@ -56,29 +96,29 @@ def memory_of(config: Config, found: GpuSize | None) -> Memory:
 
 
 def memory_on(config: Config, ranks: RankMap) -> Memory:
-    """`memory_of` on the GPUs of this machine or of the allocation it is in, where the ranks go to any."""
+    """Estimate as `memory_of`, on the GPUs of this machine or of the allocation it is in, if the ranks use any."""
     return memory_of(config, gpus_here() if ranks.topology.accelerator == GPU else None)
 
 
-def insist_on_memory(config: Config, ranks: RankMap) -> None:
-    """Raises PlacementError for what is known not to fit its GPUs. Says so, on GPUs, where it is not known."""
+def check_memory(config: Config, ranks: RankMap) -> None:
+    """Raise PlacementError if the run is known not to fit its GPUs; print a note if that is unknown."""
     if ranks.topology.accelerator != GPU:
         return
     memory = memory_on(config, ranks)
-    refuse(config, memory)
+    require_fit(config, memory)
     if memory.account is None:
-        print(f"memory is not known beforehand: {memory.unknown}", flush=True)
+        print(f"memory cannot be estimated: {memory.unknown}", flush=True)
 
 
 def gpus_here(environ: Mapping[str, str] = os.environ) -> GpuSize:
-    """Of the GPUs of this machine and of the allocation it is in. Blocks for up to a minute where nothing answers."""
+    """Find the GPUs of this machine and of the allocation it is in. Blocks for up to a minute if nothing answers."""
     return found_size(local_kinds(environ), granted_types(environ))
 
 
 def draw_memory(config: Config, memory: Memory) -> str:
-    """A row per role, at most 100 columns wide."""
+    """Draw a row per role, at most 100 columns wide."""
     if memory.account is None:
-        return textwrap.fill(f"memory: not known: {memory.unknown}", _WIDTH, subsequent_indent="  ")
+        return textwrap.fill(f"memory: unknown: {memory.unknown}", _WIDTH, subsequent_indent="  ")
     told = f"Memory of a GPU in GiB ({memory.size.name}: {memory.size.gib:.1f})"
     rows = [("", "needed", "there", told)]
     for row in memory.account.rows:
@@ -98,15 +138,15 @@ def draw_memory(config: Config, memory: Memory) -> str:
 
 def _kv_line(config: Config, found: Account) -> str:
     engine, wanted = found.engine, found.wanted
-    fewer = " (they take turns: sampling takes longer)" if engine.sequences < wanted else ""
+    fewer = " (not all fit at once: sampling takes longer)" if engine.sequences < wanted else ""
     return (
         f"KV cache of an engine: {engine.blocks} blocks, {int(engine.sequences)} sequences of data.max_len = "
-        f"{config.data.max_len}; {wanted} come at once{fewer}."
+        f"{config.data.max_len}; {wanted} are requested at once{fewer}."
     )
 
 
 def memory_json(memory: Memory) -> dict[str, Any]:
-    """JSON-ready; bytes."""
+    """Return the estimate in bytes, ready for JSON."""
     found = memory.account
     if found is None:
         return {"known": False, "why": memory.unknown}
@@ -137,8 +177,8 @@ def memory_json(memory: Memory) -> dict[str, Any]:
     }
 
 
-def refuse(config: Config, memory: Memory) -> None:
-    """Raises PlacementError for what is known not to fit: the term that is too large, and settings that do fit."""
+def require_fit(config: Config, memory: Memory) -> None:
+    """Raise PlacementError if the run is known not to fit: names the largest terms, and settings that do fit."""
     found, models = memory.account, memory.models
     if found is None or models is None or found.fits:
         return
@@ -149,7 +189,7 @@ def refuse(config: Config, memory: Memory) -> None:
             worst = max((row for row in found.rows if row.role == role), key=lambda row: (not row.fits, row.needed))
             lines.append(_problem(worst, config, found))
             if fits(account(advised, models, memory.size.memory), role):
-                lines.append("    it fits with the same")
+                lines.append("    it fits with the same settings")
                 continue
             offered = remedies(advised, models, memory.size.memory, worst)
             lines += _advice(offered)
