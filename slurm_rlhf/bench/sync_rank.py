@@ -13,23 +13,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo
+from torch.distributed import PrefixStore
 
 from slurm_rlhf.cluster.network import is_loopback
 from slurm_rlhf.cluster.parent_death import die_with_parent
-from slurm_rlhf.weight_sync.communicator import bare_group
+from slurm_rlhf.weight_sync._torch import gloo_group, largest, nccl_group
 from slurm_rlhf.weight_sync.group import SyncGroup, join
 from slurm_rlhf.weight_sync.layout import Layout
 from slurm_rlhf.weight_sync.member import Membership
 from slurm_rlhf.weight_sync.plan import Parameter, SyncPlan, make_plan
 from slurm_rlhf.weight_sync.receiver import Receiver
+from slurm_rlhf.weight_sync.rendezvous import SyncStore, wait_until
 from slurm_rlhf.weight_sync.sender import Held, Sender
-from slurm_rlhf.weight_sync.store import SyncStore, wait_until
 
 RAW_PIECE = 64 << 20
 ON_GPUS = ("nccl", "ipc")
@@ -38,7 +37,7 @@ ON_GPUS = ("nccl", "ipc")
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What `bench.sync` tells every rank."""
+    """Tell every rank what `bench.sync` measures."""
 
     parameters: list[list[Any]]  # [[name, shape, dtype], ...]
     actors: list[str]  # nodes
@@ -61,7 +60,7 @@ class Spec:
 
 
 class Rank:
-    """One process of the benchmark."""
+    """Run one process of the benchmark."""
 
     def __init__(self, spec: Spec, rank: int) -> None:
         self.spec = spec
@@ -92,7 +91,7 @@ class Rank:
         self.held: Held = _held(self.plan, rank, self.device) if self.is_actor else {}
 
     def run(self) -> dict[str, Any]:
-        """Seconds of each way, median of the repetitions."""
+        """Measure the seconds of each way, median of the repetitions."""
         # The first update touches fresh memory; the bytes are compared in it, outside of what is measured.
         self._timed(lambda: self._update(0, compare=True))
         versions = iter(range(1, 1000))
@@ -146,7 +145,7 @@ class Rank:
             self.engine.load_weights(weights, version)
 
     def _raw(self) -> None:
-        """Over a network: the bytes once over one link, by one stream. On loopback: a broadcast to all ranks."""
+        """Move the bytes: over a network once over one link, by one stream; on loopback by a broadcast to all ranks."""
         layout = Layout(tuple(self.spec.actors), tuple(self.spec.engines))
         network = not is_loopback(self.group.me.address)
         at = self.device if self.group.backend == "nccl" else torch.device("cpu")
@@ -164,30 +163,23 @@ class Rank:
                 self.raw.recv([piece], 0, tag).wait()
 
     def _naive(self) -> None:
-        """One root, one parameter at a time, every engine rank for itself."""
+        """Broadcast one parameter at a time from one root, to every engine rank for itself."""
         whole = torch.zeros(max(parameter.nbytes for parameter in self.plan.parameters), dtype=torch.uint8)
         for parameter in self.plan.parameters:
             if parameter.nbytes:
                 self.plain.broadcast(whole[: parameter.nbytes], 0).wait()
 
     def _peaks(self) -> int:
-        mine = self.sender.peak if self.sender else self.receiver.carrier.pool.peak if self.receiver else 0
-        return round(self._largest(float(mine)))
+        end = self.sender or self.receiver
+        return round(self._largest(float(end.peak if end else 0)))
 
     def _largest(self, value: float) -> float:
-        """Over all ranks."""
-        options = torch.distributed.AllreduceOptions()
-        options.reduceOp = torch.distributed.ReduceOp.MAX
-        found = torch.tensor([value], dtype=torch.float64)
-        self.plain.allreduce([found], options).wait()
-        return float(found)
+        """Return the largest of all ranks' values."""
+        return largest(self.plain, value)
 
     def _plain_group(self) -> Any:
-        options = ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=self.spec.timeout_s)
-        options._devices = [ProcessGroupGloo.create_device(hostname=self.group.me.address)]
-        world = len(self.spec.actors) + len(self.spec.engines)
-        return ProcessGroupGloo(PrefixStore("plain", self.group.store), self.rank, world, options)
+        store, world = PrefixStore("plain", self.group.store), len(self.spec.actors) + len(self.spec.engines)
+        return gloo_group(store, self.rank, world, self.group.me.address, self.spec.timeout_s)
 
     def _port(self) -> int:
         file = Path(self.spec.port_file)
@@ -201,15 +193,15 @@ class Rank:
 
 
 def _nccl_group(plain: Any, group: SyncGroup, spec: Spec) -> Any:
-    """All ranks by NCCL, for the raw transfer; connected before anything is timed."""
-    made = bare_group(PrefixStore("raw", group.store), plain.rank(), plain.size(), spec.timeout_s)
+    """Connect all ranks by NCCL for the raw transfer, before anything is timed."""
+    made = nccl_group(PrefixStore("raw", group.store), plain.rank(), plain.size(), spec.timeout_s)
     made.allreduce(torch.zeros(1, device="cuda")).wait()
     torch.cuda.synchronize()
     return made
 
 
 def _held(plan: SyncPlan, rank: int, device: torch.device) -> Held:
-    """What an actor rank has: under ZeRO-3 its shard, else everything."""
+    """Make what an actor rank has: under ZeRO-3 its shard, else everything."""
     held = {}
     for index, parameter in enumerate(plan.parameters):
         step = -(-parameter.numel // len(plan.layout.actors)) if plan.layout.zero_stage == 3 else parameter.numel
@@ -220,7 +212,7 @@ def _held(plan: SyncPlan, rank: int, device: torch.device) -> Held:
 
 
 def _values(parameter: Parameter, index: int) -> torch.Tensor:
-    """Numbers that differ between neighbours and between parameters, the same on every rank."""
+    """Make numbers that differ between neighbours and between parameters, the same on every rank."""
     flat = (torch.arange(parameter.numel, dtype=torch.int32) * 7919 + index * 104729) % 65521
     return (flat - 32760).to(getattr(torch, parameter.dtype)).view(parameter.shape)
 
