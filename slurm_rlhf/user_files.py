@@ -11,18 +11,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from slurm_rlhf.errors import UserError
+from slurm_rlhf.errors import ConfigError, UserError
 
 
-def run_file(file: Path, prefix: str, error_class: type[UserError], mend: str = "") -> ModuleType:
-    """Run a Python file as a module named after `prefix` and the file; its directory is importable for it.
+def run_file(file: Path, key: str, error_class: type[UserError], mend: str = "") -> ModuleType:
+    """Run a Python file as a module; its directory is importable for it. `key`: of the configuration, names the file.
 
     Raises `error_class` with file and line for what the file raises; `mend` ends the message and says what to do.
+    ConfigError where it is not a Python file.
     """
-    name = f"{prefix}_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
+    name = f"slurm_rlhf_user_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
-        raise error_class(f"{file} is not a Python file: its name must end in .py")
+        raise ConfigError(f"{key}: {file} is not a Python file: its name must end in .py")
     module = importlib.util.module_from_spec(spec)
     # Dataclasses and pickling look their module up by name; neighbours come last, so that they shadow nothing.
     sys.modules[name] = module
@@ -48,6 +49,11 @@ def file_of(function: Callable[..., Any]) -> str:
     """Name the file that a function is defined in; a cell of a notebook has a name too. Else the function's name."""
     code = getattr(function, "__code__", None) or getattr(getattr(function, "__call__", None), "__code__", None)  # noqa: B004
     return str(code.co_filename) if code is not None else getattr(function, "__name__", type(function).__name__)
+
+
+def same_place(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    """Say whether `other` is `one` defined anew, as a cell of a notebook does that runs again."""
+    return all(getattr(one, name, None) == getattr(other, name, "") for name in ("__module__", "__qualname__"))
 
 
 def text_of(error: BaseException) -> str:

@@ -31,7 +31,7 @@ def _load(file: Path) -> str:
         what = "is a directory, not a file" if file.is_dir() else "no such file"
         raise ConfigError(f"{KEY}: {what}: {file}: name a Python file that calls slurm_rlhf.register_algorithm(...)")
     text = file.read_bytes()
-    run_file(file, "slurm_rlhf_plugin", ConfigError, f". Correct the file, or take it out of {KEY}")
+    run_file(file, KEY, ConfigError, f". Correct the file, or take it out of {KEY}")
     return hashlib.sha256(text).hexdigest()[:16]
 
 

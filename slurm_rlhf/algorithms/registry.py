@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.user_files import file_of
+from slurm_rlhf.user_files import file_of, same_place
 
 if TYPE_CHECKING:  # the command line and the planner read records, and start without numpy
     import numpy as np
@@ -84,7 +84,7 @@ def register_algorithm(algorithm: Algorithm, *, replace: bool = False) -> Algori
         )
     name = algorithm.name
     owner = built_in().get(name) or (None if replace else _REGISTERED.get(name))
-    if owner is not None and not _same_place(owner.advantages, algorithm.advantages):
+    if owner is not None and not same_place(owner.advantages, algorithm.advantages):
         raise ConfigError(
             f"the algorithm name {name!r} is taken by {file_of(owner.advantages)}: register yours by another name"
         )
@@ -94,11 +94,6 @@ def register_algorithm(algorithm: Algorithm, *, replace: bool = False) -> Algori
         )
     _REGISTERED[name] = algorithm
     return algorithm
-
-
-def _same_place(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
-    """Say whether a function was defined anew, as a cell of a notebook does that runs again."""
-    return all(getattr(one, name, None) == getattr(other, name, "") for name in ("__module__", "__qualname__"))
 
 
 @cache

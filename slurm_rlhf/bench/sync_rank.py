@@ -19,15 +19,17 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore
 
+from slurm_rlhf.atomic_write import write_atomically
 from slurm_rlhf.cluster.network import is_loopback
 from slurm_rlhf.cluster.parent_death import die_with_parent
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync._torch import gloo_group, largest, nccl_group
 from slurm_rlhf.weight_sync.group import SyncGroup, join
 from slurm_rlhf.weight_sync.layout import Layout
 from slurm_rlhf.weight_sync.member import Membership
 from slurm_rlhf.weight_sync.plan import Parameter, SyncPlan, make_plan
 from slurm_rlhf.weight_sync.receiver import Receiver
-from slurm_rlhf.weight_sync.rendezvous import SyncStore, wait_until
+from slurm_rlhf.weight_sync.rendezvous import SyncStore
 from slurm_rlhf.weight_sync.sender import Held, Sender
 
 RAW_PIECE = 64 << 20
@@ -185,9 +187,7 @@ class Rank:
         file = Path(self.spec.port_file)
         if self.rank == 0:
             self.store = SyncStore.listen(self.spec.host, self.spec.timeout_s)
-            fresh = file.with_suffix(".new")
-            fresh.write_text(str(self.store.port))
-            fresh.rename(file)
+            write_atomically(file, str(self.store.port))
         wait_until(file.exists, self.spec.timeout_s)
         return int(file.read_text())
 

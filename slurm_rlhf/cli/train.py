@@ -46,18 +46,24 @@ def train(words: list[str]) -> int:
 
         return mpi_start.train(arguments, start)
     config = load_config(arguments.file, arguments.overrides)
-    check(config)
     if "dry_run" in arguments.flags:
+        check(config)
         layout = draw_layout(config)
         memory = memory_on(config, layout_somewhere(config))
         print(dump_toml(config))
         print(textwrap.indent(f"{layout}\n\n{draw_memory(config, memory)}", "# ", lambda line: True), flush=True)
         require_fit(config, memory)
         return 0
+    return train_here(config)
+
+
+def train_here(config: Config) -> int:
+    """Train with `config` in the allocation or on the machine of this process; the exit code. Raises SlurmRlhfError."""
+    check(config)
     ranks = layout_here(config)
     check_memory(config, ranks)
     from slurm_rlhf.controller import conductor
-    from slurm_rlhf.launch.job_chain import continuation_of
+    from slurm_rlhf.launch.requeue import continuation_of
 
     launcher = _launcher(config, ranks)
     return conductor.run(
@@ -136,7 +142,7 @@ COMMANDS = {
     "submit": Command(
         SUBMIT_USAGE,
         "Submits a PPO run to Slurm with the options of the group slurm, and prints the job's number. The job saves "
-        "and requeues itself when it is preempted or its time is up. In Python: slurm_rlhf.launch.submit(config), "
+        "and requeues itself when it is preempted or its time is up. In Python: slurm_rlhf.submit(config), "
         "which returns a submitit job.",
         submit,
         SUBMIT_FLAGS,

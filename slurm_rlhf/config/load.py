@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tomllib
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.help import help_text
-from slurm_rlhf.config.keys import Key, all_keys, groups, nearest, put
+from slurm_rlhf.config.keys import Key, all_keys, get, groups, nearest, put
 from slurm_rlhf.config.overrides import split_overrides
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.values import BadValue, from_text, from_toml
@@ -45,6 +46,22 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Confi
     if path is not None and not config.run_dir:
         config.run_dir = os.path.abspath(Path("runs") / Path(path).stem)
     return config
+
+
+def settled(config: Config) -> Config:
+    """Return a copy of a configuration that was made or changed in Python, with every path absolute.
+
+    Raises ConfigError with every value that its key does not take.
+    """
+    copied, problems = copy.deepcopy(config), []
+    for name, key in all_keys().items():
+        try:
+            put(copied, name, _resolved(key, from_toml(key, get(copied, name)), Path.cwd()))
+        except BadValue as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(joined(problems))
+    return copied
 
 
 def joined(problems: list[str]) -> str:

@@ -101,7 +101,6 @@ RANGES: dict[str, Range] = {
     "ckpt.save_steps": NOT_NEGATIVE,
     "ckpt.max_num": COUNT,
     "sync.bucket_mb": NOT_NEGATIVE,
-    "sync.compare": NOT_NEGATIVE,
     "slurm.nodes": NOT_NEGATIVE,
     "slurm.gpus_per_node": NOT_NEGATIVE,
     "slurm.cpus_per_task": NOT_NEGATIVE,

@@ -112,6 +112,8 @@ class Reward:
     remote_url: FilePath = ""
     """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF. README.md says what it can
     take."""
+    function: str = ""
+    """Name of a function that a file in train.plugins registers (slurm_rlhf.register_reward), instead of a file."""
     model_name_or_path: FilePath = ""
     """Directory of a reward model, instead of a function: sequence classification with one label, or a value head."""
     num_nodes: int = 1
@@ -316,8 +318,6 @@ class Sync:
     """MiB of weights that go at a time, 0: 64, between GPUs 256. An engine rank needs 3 x as much; relays cut in 8."""
     interface: str = ""
     """Network interface of the weight transfer, or several (ib0,ib1), near the GPUs. Empty: any that connects."""
-    compare: int = 0
-    """Parameters of each update that are compared byte for byte, by SHA-256. Checksums of all are always compared."""
     fallback: Literal["none", "gloo"] = "none"
     """gloo: go over to it where the backend cannot connect the members or keeps breaking; none: end the run."""
 

@@ -84,9 +84,11 @@ class Switchboard:
     def start(self) -> None:
         self._thread.start()
 
-    def call(self, peer: Peer, method: str, timeout_s: float, parts: list[Part]) -> Future[Any]:
+    def call(
+        self, peer: Peer, method: str, timeout_s: float, parts: list[Part], read: Callable[[Any], Any]
+    ) -> Future[Any]:
         """Any thread, under the lock: the call is pending when this returns."""
-        call = self.pending.add(peer, method, timeout_s, self._clock.now())
+        call = self.pending.add(peer, method, timeout_s, read, self._clock.now())
         self._outbox.put((call, parts))
         self._wakeup.signal()
         return call.future
@@ -259,7 +261,7 @@ class Switchboard:
             if envelope.kind == "error":
                 call.future.set_exception(failure.from_wire(body(rest), peer, call.method))
             else:
-                call.future.set_result(decode(rest))
+                call.future.set_result(call.read(decode(rest)))
         except WireError as error:
             call.future.set_exception(WireError(f"the reply of {peer} to {call.method} is broken: {error}"))
             raise

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import zmq
 
+from slurm_rlhf.atomic_write import write_atomically
 from slurm_rlhf.errors import ConfigError
 
 _MAX_FILE_BYTES = 4096
@@ -35,18 +36,7 @@ class RunKeys:
         client_public, client_secret = zmq.curve_keypair()
         keys = cls(*(key.decode() for key in (server_public, server_secret, client_public, client_secret)))
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}")
-        # Never readable by others, not even between creation and chmod; O_EXCL: never through somebody's link.
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            with os.fdopen(descriptor, "w") as file:
-                os.fchmod(file.fileno(), 0o600)
-                json.dump(asdict(keys), file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_atomically(path, json.dumps(asdict(keys)), durable=True, private=True)
         return keys
 
     @classmethod

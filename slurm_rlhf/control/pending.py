@@ -17,6 +17,7 @@ class Call:
     peer: Peer
     method: str
     timeout_s: float
+    read: Callable[[Any], Any]  # makes the result of what has arrived
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -33,9 +34,9 @@ class PendingCalls:
         self._last_reply: dict[tuple[Peer, str], float] = {}
         self._newest = 0
 
-    def add(self, peer: Peer, method: str, timeout_s: float, now: float) -> Call:
+    def add(self, peer: Peer, method: str, timeout_s: float, read: Callable[[Any], Any], now: float) -> Call:
         self._newest += 1
-        call = Call(self._newest, peer, method, timeout_s)
+        call = Call(self._newest, peer, method, timeout_s, read)
         call.future.set_running_or_notify_cancel()
         self._calls[call.id] = call
         heapq.heappush(self._deadlines, (now + timeout_s, call.id))

@@ -140,13 +140,22 @@ class ControlServer:
         `timeout_s` seconds since the call and since the rank's last reply to the same method), RoleDied (the rank was
         lost or is not there) or what `fail_role` was given. It cannot be cancelled.
         """
-        parts = to_parts(encode({"method": method, "args": args}))
+        return self.send(role, rank, method, args, timeout_s, lambda result: result)
+
+    def send(
+        self, role: str, rank: int, method: str, argument: Any, timeout_s: float, read: Callable[[Any], Any]
+    ) -> Future[Any]:
+        """As `call`, with the arguments as a record or a dict; `read` makes the Future's result of the reply.
+
+        `read` runs on the I/O thread; it may raise WireError and nothing else.
+        """
+        parts = to_parts(encode({"method": method, "args": argument}))
         with self._lock:
             self._raise_if_closed(role)
             peer = self._board.roster.find(role, rank)
             failure = self._failed.get(role) or self._absence(role, rank, peer)
             if failure is None and peer is not None:
-                return self._board.call(peer, method, timeout_s, parts)
+                return self._board.call(peer, method, timeout_s, parts, read)
         future: Future[Any] = Future()
         future.set_exception(failure)
         return future

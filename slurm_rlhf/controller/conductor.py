@@ -159,7 +159,7 @@ class Conductor:
             prompts.fingerprint(),
         )
         total = min(order.total, config.train.max_steps or order.total)
-        reward = None if config.reward.model_name_or_path else RewardFunction.load(config.reward.remote_url)
+        reward = None if config.reward.model_name_or_path else RewardFunction.of(config.reward)
         findings = PromptFindings.of(prompts, tokenizer, config.data.apply_chat_template)
         return Inputs(prompts, evaluation, order, reward, total, findings)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from slurm_rlhf.algorithms.plugins import changed_plugins, load_plugins
 from slurm_rlhf.algorithms.reward_scale import RunningScale, clip_warning
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import Stop, StopRequested
@@ -32,7 +33,7 @@ from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import Experience, Sampling
 from slurm_rlhf.run_directory import RunDirectory
 
-REWARD_SCALE, UNEVALUATED, GPUS = "reward_scale", "unevaluated", "gpus"
+REWARD_SCALE, UNEVALUATED, GPUS, PLUGINS = "reward_scale", "unevaluated", "gpus", "plugins"
 """In a checkpoint's state where there is something to say."""
 
 
@@ -226,6 +227,8 @@ class TrainingRun:
             state[UNEVALUATED] = {name: finite(value) for name, value in self._unevaluated.items()}
         if self.gpus is not None:
             state[GPUS] = self.gpus.state_dict()
+        if plugins := load_plugins(self.config.train.plugins):
+            state[PLUGINS] = plugins
         self.checkpoints.commit(step, state)
         self.checkpoints.prune(self.config.ckpt.max_num)
         self._saved_step = step
@@ -238,6 +241,11 @@ class TrainingRun:
         self.ppo.kl.load_state_dict(state["kl"])
         if isinstance(self.ppo.scale, RunningScale) and "count" in (before := state.get(REWARD_SCALE, {})):
             self.ppo.scale = RunningScale(**before)
+        if changes := changed_plugins(state.get(PLUGINS, {}), load_plugins(self.config.train.plugins)):
+            self.reporting.note(
+                f"warning: train.plugins since {path.name} was written: {', '.join(changes)}. The run goes on with the "
+                "files as they are now"
+            )
         self._unevaluated = state.get(UNEVALUATED)
         if self.gpus is not None:
             self.gpus.load_state_dict(state.get(GPUS, {}))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +32,22 @@ class Summary:
     error: str = ""
     gpus: dict[str, Any] | None = None  # `GpuAccount.summary` of the controller; without GPUs not written
 
+    @classmethod
+    def read(cls, path: Path) -> Summary:
+        """Read what a run has written; fields that this version does not know are left out."""
+        known, found = {one.name for one in fields(cls)}, json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{name: value for name, value in found.items() if name in known})
+
     def write(self, path: Path) -> None:
         """Replace `path` atomically: readers always find a whole file, after a crash of the node too."""
-        fields = asdict(self)
+        content = asdict(self)
         if self.gpus is None:
-            del fields["gpus"]
-        fields |= {name: finite(value) for name, value in fields.items() if isinstance(value, float)}
-        fields["self_check"] = {name: finite(value) for name, value in self.self_check.items()}
+            del content["gpus"]
+        content |= {name: finite(value) for name, value in content.items() if isinstance(value, float)}
+        content["self_check"] = {name: finite(value) for name, value in self.self_check.items()}
         temporary = path.with_suffix(".tmp")
         with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(fields, indent=2, allow_nan=False) + "\n")
+            file.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from slurm_rlhf.observe.engine_load import EngineLoad
+from slurm_rlhf.records import EngineLoad
 from slurm_rlhf.rollout.engine import Gauges
 
 

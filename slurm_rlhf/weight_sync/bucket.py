@@ -12,6 +12,7 @@ from functools import cache
 import torch
 
 from slurm_rlhf.errors import SyncError
+from slurm_rlhf.listing import shortened
 from slurm_rlhf.weight_sync.plan import FIXED_HEADER, Parameter, Part, Piece, Span, SyncPlan
 
 Source = Callable[[Span], torch.Tensor]
@@ -259,10 +260,9 @@ def _checksums(header: list[int], part: Part, bucket: int, version: int) -> list
 
 
 def _different(names: list[str], part: Part, bucket: int, version: int) -> SyncError:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return SyncError(
         f"checksum of policy version {version} differs from that of actor {part.owner} in "
-        f"{', '.join(names[:5])}{more} (bucket {bucket})"
+        f"{shortened(names, 5)} (bucket {bucket})"
     )
 
 

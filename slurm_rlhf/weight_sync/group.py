@@ -20,6 +20,7 @@ from slurm_rlhf.cluster.network import address_of, address_towards, interface_of
 from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync.backends.backend import Backend, TransportFailure
 from slurm_rlhf.weight_sync.backends.gloo import GlooTransport
 from slurm_rlhf.weight_sync.diagnosis import FailureBoard, Names
@@ -42,7 +43,6 @@ from slurm_rlhf.weight_sync.rendezvous import (
     listen,
     read,
     unreachable,
-    wait_until,
 )
 
 log = logging.getLogger(__name__)

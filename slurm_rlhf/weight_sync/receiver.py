@@ -12,6 +12,7 @@ import torch
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SyncBroken, SyncError
+from slurm_rlhf.listing import shortened_lines
 from slurm_rlhf.weight_sync.backends.backend import Incoming
 from slurm_rlhf.weight_sync.backends.table import make_backend
 from slurm_rlhf.weight_sync.bucket import Assembly, Pool
@@ -58,8 +59,8 @@ class Receiver:
             with receiver.update(version) as weights:
                 engine.load_weights(weights, version)
 
-        The block's end tells rank 0 that they are loaded. The tensors lie on the backend's device, in memory that is not
-        used again as long as one of them lives: an engine may keep them. Raises SyncError naming the parameters
+        The block's end tells rank 0 that they are loaded. The tensors lie on the backend's device, in memory that
+        is not used again as long as one of them lives: an engine may keep them. Raises SyncError naming the parameters
         whose checksum differs, or who broke the update; whatever the block raises, the sender gets to know.
         """
         with following(self.group, version):
@@ -132,16 +133,16 @@ def check_match(sent: Sequence[Sequence[Any]], expected: Sequence[Sequence[Any]]
     """
     ours = {name: tuple(shape) for name, shape, _ in expected}
     theirs = {name: tuple(shape) for name, shape, _ in sent}
-    lines = [f"  {name}: only {sender} has it" for name in theirs if name not in ours]
-    lines += [f"  {name}: only {receiver} has it" for name in ours if name not in theirs]
+    lines = [f"{name}: only {sender} has it" for name in theirs if name not in ours]
+    lines += [f"{name}: only {receiver} has it" for name in ours if name not in theirs]
     lines += [
-        f"  {name}: {list(theirs[name])} at {sender}, {list(shape)} at {receiver}"
+        f"{name}: {list(theirs[name])} at {sender}, {list(shape)} at {receiver}"
         for name, shape in ours.items()
         if theirs.get(name, shape) != shape
     ]
     if lines:
         raise SyncError(
-            f"{sender} and {receiver} do not hold the same architecture:\n{_some(lines)}"
+            f"{sender} and {receiver} do not hold the same architecture:{shortened_lines(lines, _SHOWN)}"
             "\nBoth must be started from the same model directory (actor.model_name_or_path)."
         )
     _check_dtypes(sent, expected, sender, receiver)
@@ -150,17 +151,12 @@ def check_match(sent: Sequence[Sequence[Any]], expected: Sequence[Sequence[Any]]
 def _check_dtypes(sent: Sequence[Sequence[Any]], expected: Sequence[Sequence[Any]], sender: str, receiver: str) -> None:
     kept = {name: dtype_name(dtype) for name, _, dtype in expected}
     lossy = [
-        f"  {name}: {theirs} at {sender}, {kept[name]} at {receiver}"
+        f"{name}: {theirs} at {sender}, {kept[name]} at {receiver}"
         for name, _, dtype in sent
         if (theirs := dtype_name(dtype)) not in _HOLDS[kept[name]]
     ]
     if lossy:
         raise SyncError(
-            f"{receiver} cannot hold the weights of {sender} without rounding them:\n{_some(lossy)}"
+            f"{receiver} cannot hold the weights of {sender} without rounding them:{shortened_lines(lossy, _SHOWN)}"
             "\nLeave vllm.dtype at auto, which is ds.param_dtype, or name one that holds it."
         )
-
-
-def _some(lines: Sequence[str]) -> str:
-    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    return "\n".join(lines[:_SHOWN]) + more

@@ -20,10 +20,11 @@ from torch.distributed import Store, TCPStore
 
 from slurm_rlhf.cluster.network import is_loopback
 from slurm_rlhf.errors import ConfigError, SyncError
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync.member import Member, Membership
 
 BACKENDS = ("auto", "gloo", "nccl", "ipc", "disk")
-_POLL_S = (0.005, 0.1)  # the first pause, and the longest
+_RETRY_S = 0.1
 _BACKLOG = 4096
 _PROBES = 16  # connections that are tried at a time
 
@@ -84,7 +85,7 @@ def _wait_for_answer(host: str, port: int, answer_s: float) -> None:
     end = time.monotonic() + answer_s
     while True:
         try:
-            socket.create_connection((host, port), max(end - time.monotonic(), _POLL_S[1])).close()
+            socket.create_connection((host, port), max(end - time.monotonic(), _RETRY_S)).close()
             return
         except ConnectionRefusedError:
             return  # an answer
@@ -95,19 +96,7 @@ def _wait_for_answer(host: str, port: int, answer_s: float) -> None:
                     f"{answer_s:g} s ({error.strerror or error}): the link to {host} is cut, or something drops what "
                     "is sent there"
                 ) from error
-        time.sleep(_POLL_S[1])
-
-
-def wait_until(ready: Callable[[], bool], timeout_s: float) -> bool:
-    """Poll until `ready()` or the time is over. A store's own wait would hold its lock against all other threads."""
-    deadline = time.monotonic() + timeout_s
-    pause, longest = _POLL_S
-    while not ready():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause)
-        pause = min(pause * 1.5, longest)
-    return True
+        time.sleep(_RETRY_S)
 
 
 def read(store: Store, key: str) -> str | None:
@@ -227,7 +216,8 @@ def _objection(members: list[Member], joining: Membership) -> str:
     if len(members) < joining.world:
         missing = sorted(set(range(joining.world)) - {member.rank for member in members})
         here = ", ".join(str(member) for member in members)
-        return f"rank {missing} of {joining.world} did not come within {joining.timeout_s:g} s (timeout.sync); here: {here}"
+        late = f"rank {missing} of {joining.world} did not come within {joining.timeout_s:g} s (timeout.sync)"
+        return f"{late}; here: {here}"
     hidden = [member for member in members if is_loopback(member.address)]
     if hidden and len({member.host for member in members}) > 1:
         return (

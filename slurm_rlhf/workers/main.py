@@ -19,12 +19,15 @@ from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import RankCalls
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.events import TERMINATION
 from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.workers.role_store import open_store
 from slurm_rlhf.workers.worker import Role, Seat
+
+SHUTDOWN = RankCalls.shutdown.__name__
 
 _USUAL = gc.get_threshold()[0]
 _RARELY = 100_000  # new objects
@@ -76,9 +79,8 @@ def serve(client: ControlClient, role: Role, cache: KernelCache | None) -> None:
             role.advance()
         else:
             client.phase = request.method
-            if request.method == "shutdown":
-                role.close()
-                request.reply("done")
+            if request.method == SHUTDOWN:
+                request.reply(role.shutdown())
                 return
             role.handle(request)
             if not role.busy():

@@ -190,14 +190,15 @@ def test_a_stop_in_a_turn_gives_the_gpus_back(monkeypatch: pytest.MonkeyPatch) -
 def test_a_rank_says_what_its_gpu_holds(cuda: FakeCuda) -> None:
     held = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
     said = about_device(lambda: "FLASH_ATTN")
-    assert said["total"] == 100 * MIB
-    assert said["used"] >= said["allocated"] >= held.numel()
-    assert said["gpu"]
-    assert said["attention"] == "FLASH_ATTN"
+    assert said is not None
+    assert said.total == 100 * MIB
+    assert said.used >= said.allocated >= held.numel()
+    assert said.gpu
+    assert said.attention == "FLASH_ATTN"
 
 
 def test_without_a_gpu_a_rank_says_nothing() -> None:
-    assert about_device(lambda: "must not be asked") == {}
+    assert about_device(lambda: "must not be asked") is None
 
 
 def test_the_attention_kernel_is_that_of_the_first_pass(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

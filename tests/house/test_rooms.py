@@ -16,13 +16,16 @@ import pytest
 import slurm_rlhf
 
 ROOT = Path(slurm_rlhf.__file__).parent
-BASE = {"records", "errors", "run_directory", "user_files", "config"}
+BASE = {"records", "errors", "run_directory", "user_files", "listing", "atomic_write", "polling", "config"}
 ALL = {path.stem if path.is_file() else path.name for path in ROOT.iterdir() if not path.name.startswith("_")}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "records": set(),
     "errors": set(),
     "run_directory": set(),
+    "listing": set(),
+    "atomic_write": set(),
+    "polling": set(),
     "user_files": {"errors"},
     "config": {"errors", "algorithms"},
     "data": BASE,
@@ -41,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "controller": ALL - {"workers", "training", "rollout", "bench", "cli"},
     "bench": ALL,
     "cli": ALL,
+    "api": ALL,
 }
 
 OWNERS: dict[str, tuple[str, ...]] = {
@@ -206,7 +210,8 @@ LIGHT_ROOMS = (
 LIGHT = [dotted(module) for module in MODULES if room(module) in LIGHT_ROOMS] + [
     "slurm_rlhf.records",
     "slurm_rlhf.errors",
-    "slurm_rlhf.controller.conductor",
+    "slurm_rlhf.api",
+    "slurm_rlhf.user_files",
 ]
 """What a login node and the conductor import."""
 
@@ -230,6 +235,18 @@ def loaded(watched: set[str], names: list[str]) -> list[str]:
 
 def test_login_node_and_conductor_load_nothing_heavy() -> None:
     assert loaded(HEAVY, LIGHT) == []
+
+
+def test_importing_the_package_loads_nothing_but_itself() -> None:
+    assert loaded(HEAVY | {"numpy", "zmq", "tokenizers", "slurm_rlhf.errors"}, ["slurm_rlhf"]) == []
+
+
+def test_every_public_name_is_where_it_is_said_to_be() -> None:
+    for name in slurm_rlhf.__all__:
+        assert getattr(slurm_rlhf, name) is not None
+    assert dir(slurm_rlhf) == slurm_rlhf.__all__
+    with pytest.raises(AttributeError, match="no attribute 'trian'"):
+        slurm_rlhf.trian  # noqa: B018
 
 
 def test_the_command_line_and_the_planner_load_no_numpy_either() -> None:

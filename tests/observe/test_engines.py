@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from slurm_rlhf.controller.chunk_size import allowance, portion
 from slurm_rlhf.controller.engine_metrics import EngineWatch
-from slurm_rlhf.observe.engine_load import EngineLoad, Stragglers, far_below
+from slurm_rlhf.observe.engine_load import Stragglers, far_below
+from slurm_rlhf.records import EngineLoad
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from training_runs import Run, workspace
 
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.launch import submit
-from slurm_rlhf.launch.train_job import SIGNAL
+from slurm_rlhf.launch.submitit_job import SIGNAL
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -14,7 +14,7 @@ from slurm_rlhf.bench.sync import World, measure, parameters_of
 from slurm_rlhf.cli.bench import Bench
 from slurm_rlhf.config.model_parameters import stored_parameters
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.weight_sync.interfaces import pick, rail_of
+from slurm_rlhf.weight_sync.member import interface_near, pick_interface
 
 pytestmark = pytest.mark.slow
 
@@ -70,11 +70,11 @@ def test_both_interfaces_of_a_node_carry_their_share() -> None:
 
 
 def test_a_rank_takes_the_interface_near_its_device() -> None:
-    rails, numa = ["ib0", "ib1", "ib2", "ib3"], {"ib0": 0, "ib1": 0, "ib2": 1, "ib3": 1}
-    assert [pick(rails, numa, 1, rank) for rank in range(4)] == ["ib2", "ib3", "ib2", "ib3"]
-    assert [pick(rails, {}, 1, rank) for rank in range(5)] == ["ib0", "ib1", "ib2", "ib3", "ib0"]
-    assert pick(rails, numa, -1, 6) == "ib2"
-    assert rail_of(["lo"], "", 5) == "lo"
+    interfaces, numa = ["ib0", "ib1", "ib2", "ib3"], {"ib0": 0, "ib1": 0, "ib2": 1, "ib3": 1}
+    assert [pick_interface(interfaces, numa, 1, rank) for rank in range(4)] == ["ib2", "ib3", "ib2", "ib3"]
+    assert [pick_interface(interfaces, {}, 1, rank) for rank in range(5)] == ["ib0", "ib1", "ib2", "ib3", "ib0"]
+    assert pick_interface(interfaces, numa, -1, 6) == "ib2"
+    assert interface_near(["lo"], "", 5) == "lo"
 
 
 @pytest.mark.full

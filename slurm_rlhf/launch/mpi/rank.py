@@ -23,12 +23,11 @@ from typing import IO, Any
 
 from slurm_rlhf.config.roles import role_order
 from slurm_rlhf.launch.channel import Channel
-from slurm_rlhf.launch.exec_shim import shimmed
-from slurm_rlhf.launch.launcher import exit_text
+from slurm_rlhf.launch.child_process import bound_to_parent, exit_text
 from slurm_rlhf.launch.mpi.communicator import World
 from slurm_rlhf.launch.mpi.worker import MpiWorker, Order, meeting_socket
 from slurm_rlhf.launch.node import IGNORED
-from slurm_rlhf.launch.variables import without_injected
+from slurm_rlhf.launch.node_environment import without_injected
 from slurm_rlhf.placement.rank_map_file import RankMap
 
 _POLL_S = 0.1
@@ -54,7 +53,7 @@ def lead(world: World, ranks: RankMap, seat: Seat, start_s: float, conductor: li
     ours, theirs = socket.socketpair()
     # In a session of its own: a launcher that kills rank 0's process group leaves it the time to say what happened.
     child = subprocess.Popen(
-        shimmed([*conductor, f"--channel={theirs.fileno()}"], signal.SIGTERM),
+        bound_to_parent([*conductor, f"--channel={theirs.fileno()}"], signal.SIGTERM),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,  # mpirun gives ranks a terminal, whatever its own output is
         pass_fds=[theirs.fileno()],

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -13,6 +12,7 @@ from functools import partial
 import torch
 from torch.distributed import PrefixStore, Store, Work
 
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync._torch import all_gather, coalesced, nccl_group
 from slurm_rlhf.weight_sync.backends.backend import Incoming, Pending, TransportFailure
 from slurm_rlhf.weight_sync.bucket import Pool
@@ -75,14 +75,16 @@ class Communicator:
 
         `Work.wait` alone would neither end nor say anything when another thread aborts the group.
         """
-        deadline = time.monotonic() + self.timeout_s
+
+        def done() -> bool:
+            over = all(work.is_completed() for work in works)
+            if not over and self.aborted:
+                raise TransportFailure("the NCCL group was aborted", peer_left=False)
+            return over
+
         with _failing():
-            while not all(work.is_completed() for work in works):
-                if self.aborted:
-                    raise TransportFailure("the NCCL group was aborted", peer_left=False)
-                if time.monotonic() > deadline:
-                    raise TransportFailure(f"NCCL: not done after {self.timeout_s:g} s", peer_left=False)
-                time.sleep(_POLL_S)
+            if not wait_until(done, self.timeout_s, _POLL_S, _POLL_S):
+                raise TransportFailure(f"NCCL: not done after {self.timeout_s:g} s", peer_left=False)
             for work in works:
                 work.wait()
 
