@@ -14,10 +14,10 @@ import numpy as np
 from slurm_rlhf.bench.compare import compare, model_of, table
 from slurm_rlhf.bench.options import Given
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import EngineCalls, StartRequest
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.handles import EngineHandle
-from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller.dispatch import Generation
 from slurm_rlhf.errors import ConfigError

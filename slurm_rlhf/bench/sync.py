@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.bench.options import Given
-from slurm_rlhf.cluster.devices import local_gpus, seats
+from slurm_rlhf.cluster.gpu_query import local_gpus, share_gpus
 from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.model_parameters import stored_parameters
 from slurm_rlhf.errors import ConfigError, RunError
@@ -62,7 +62,7 @@ def measure(world: World) -> dict[str, Any]:
         (Path(place) / "spec.json").write_text(json.dumps(spec))
         processes: list[subprocess.Popen[str]] = []
         nodes = [*world.actors, *world.engines]
-        gpus = seats(nodes, world.gpus, one_machine=not world.remote)
+        gpus = share_gpus(nodes, world.gpus, one_machine=not world.remote)
         try:
             for rank, node in enumerate(nodes):
                 command = [sys.executable, "-m", "slurm_rlhf.bench.sync_rank", f"{place}/spec.json", str(rank)]

@@ -13,9 +13,9 @@ from typing import Any
 from slurm_rlhf.cli.arguments import Arguments
 from slurm_rlhf.cli.conductor import Orders
 from slurm_rlhf.cli.placement_report import check_memory, draw_memory, memory_on
-from slurm_rlhf.cluster.environment import read_slurm
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.session import attach_line
+from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.load import load_config

@@ -11,6 +11,8 @@ from functools import cache, reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from slurm_rlhf.algorithms.registry import KEY as ALGORITHM
+from slurm_rlhf.algorithms.registry import built_in
 from slurm_rlhf.config.schema import Config
 
 
@@ -106,6 +108,7 @@ def documentation() -> dict[str, str]:
                     found[prefix + statement.target.id] = " ".join(str(text.value.value).split())
 
     visit(Config(), "")
+    found[ALGORITHM] = found[ALGORITHM].format(algorithms=", ".join(sorted(built_in())))
     return found
 
 

@@ -201,8 +201,8 @@ class Ds:
 @dataclass(slots=True)
 class Advantage:
     estimator: str = "gae"
-    """How advantages are estimated, and so which algorithm trains: gae (PPO), or one that a file in train.plugins
-    registers. Methods without values start no critic."""
+    """How advantages are estimated, and so which algorithm trains: {algorithms}, or one that a file in train.plugins
+    registers. gae is PPO. An algorithm without values starts no critic."""
     gamma: float = 1.0
     """Discount per token."""
     lambd: float = 1.0

@@ -14,9 +14,8 @@ from pathlib import Path
 
 from slurm_rlhf.algorithms.kl import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir
-from slurm_rlhf.cluster.continuation import Continuation
 from slurm_rlhf.cluster.session import Session
-from slurm_rlhf.cluster.stop import Stop, StopRequested
+from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
 from slurm_rlhf.config.algorithm import algorithm_of
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
@@ -135,7 +134,7 @@ class Conductor:
             fleet.blame(error)
             raise
         finally:
-            self.stop.deaf()
+            self.stop.ignore_signals()
             fleet.stop()
         self.reporting.finished()
 

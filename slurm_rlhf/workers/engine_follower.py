@@ -10,13 +10,14 @@ from queue import SimpleQueue
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import EngineCalls, SyncConnection, SyncGroupRequest, spec_of
+from slurm_rlhf.control.call_spec import spec_of
+from slurm_rlhf.control.calls import EngineCalls, SyncConnection, SyncGroupRequest
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.local_stream import connect_local
 from slurm_rlhf.rollout.tp_engine import request_from_wire
 from slurm_rlhf.rollout.tp_group import engine_store
 from slurm_rlhf.workers.engine_worker import EngineRank, read_meeting
 from slurm_rlhf.workers.follower_links import WITH_ANSWER
+from slurm_rlhf.workers.local_stream import connect_local
 from slurm_rlhf.workers.worker import Seat
 
 _GRACE_S = 5.0  # for the leader to say why the engine does not start, before this rank's end says it

@@ -24,9 +24,7 @@ from slurm_rlhf.control.calls import (
     WakeUpRequest,
 )
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.events import FAILURE
-from slurm_rlhf.control.local_stream import LocalListener, LocalStream, accept_all
-from slurm_rlhf.control.request import Request
+from slurm_rlhf.control.messages import FAILURE, Request
 from slurm_rlhf.errors import CallTimeout, RunError
 from slurm_rlhf.rollout.meter import Meter
 from slurm_rlhf.rollout.request import GenerateRequest
@@ -35,6 +33,7 @@ from slurm_rlhf.rollout.tp_group import engine_store
 from slurm_rlhf.workers.engine_follower import FollowerRole
 from slurm_rlhf.workers.engine_worker import EngineRank, publish_meeting
 from slurm_rlhf.workers.follower_links import Followers
+from slurm_rlhf.workers.local_stream import LocalListener, LocalStream, accept_all
 from slurm_rlhf.workers.pending_responses import Tickets
 from slurm_rlhf.workers.worker import Role, Seat
 

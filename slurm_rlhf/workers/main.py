@@ -12,17 +12,16 @@ import threading
 import traceback
 from pathlib import Path
 
-from slurm_rlhf.cluster.inherited import KEYS
+from slurm_rlhf.cluster.child_process import KEYS, die_with_parent
 from slurm_rlhf.cluster.kernel_cache import KernelCache, cache_variables, take_kernel_cache
-from slurm_rlhf.cluster.parent_death import die_with_parent
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import RankCalls
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.events import TERMINATION
-from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.messages import TERMINATION
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.workers.role_store import open_store
 from slurm_rlhf.workers.worker import Role, Seat

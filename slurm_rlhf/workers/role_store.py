@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from slurm_rlhf.cluster.inherited import STORE_FD
+from slurm_rlhf.cluster.child_process import STORE_FD
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.cluster.environment import read_slurm
+from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config, Slurm
 from slurm_rlhf.config.time_limit import minutes

@@ -15,7 +15,7 @@ from call_times import Call, calls, noted
 from mpi_runs import mpirun
 from training_runs import assert_close_metrics, metrics, started, timeless, train, workspace
 
-from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.auth import RunKeys
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 

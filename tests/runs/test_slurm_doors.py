@@ -14,7 +14,7 @@ from slurm_nodes import CHECKOUT, SlurmNodes
 from slurm_runs import COMMAND, start_soon
 from training_runs import metrics, timeless, train, workspace
 
-from slurm_rlhf.cluster.job import parse_jobs
+from slurm_rlhf.cluster.slurm_job import parse_jobs
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.launch import submit
 from slurm_rlhf.launch.submitit_job import SIGNAL

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.errors import ConfigError
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slurm_rlhf.control.local_stream import LocalListener, LocalStream, accept_all, connect_local
 from slurm_rlhf.errors import CallTimeout, RoleDied, WireError
+from slurm_rlhf.workers.local_stream import LocalListener, LocalStream, accept_all, connect_local
 
 pytestmark = pytest.mark.timeout(60)
 

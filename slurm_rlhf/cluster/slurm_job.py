@@ -1,8 +1,96 @@
-"""Every state that Slurm gives a job (slurm.h, `man squeue`), what it means for a run and what to do about it."""
+"""Ask Slurm for a job: its fields, what its state means for a run, why it waits.
+
+One call of `scontrol` is enough; no accounting data base is needed. Source: slurm.h, `man squeue`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from slurm_rlhf.errors import RunError
+
+_TIMEOUT_S = 30.0
+_FIELD = re.compile(r"(?:^|\s)([A-Z][\w:/]*)=")
+_FORGOTTEN = ("Invalid job id", "not found")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Describe one job or array task; fields that scontrol did not print are empty."""
+
+    id: str  # 12, or 12_3 for a task of an array
+    number: str  # what SLURM_JOB_ID is in it
+    state: str
+    reason: str
+    exit_code: str  # status:signal
+    restarts: str
+    nodes: str
+    end_time: str  # 2026-11-20T18:00:00, Unknown
+    output: str  # of its batch script
+
+
+def parse_jobs(text: str) -> list[Job]:
+    """Parse the jobs in the output of `scontrol show job -o`."""
+    jobs = []
+    for line in text.splitlines():
+        marks = list(_FIELD.finditer(line))
+        ends = [*(mark.start() for mark in marks), len(line)][1:]
+        fields = {mark[1]: line[mark.end() : end].strip() for mark, end in zip(marks, ends, strict=True)}
+        if "JobId" not in fields:
+            continue
+        task = fields.get("ArrayTaskId", "")
+        jobs.append(
+            Job(
+                f"{fields['ArrayJobId']}_{task}" if task else fields["JobId"],
+                fields["JobId"],
+                *(fields.get(name, "") for name in ("JobState", "Reason", "ExitCode", "Restarts", "NodeList")),
+                *(fields.get(name, "") for name in ("EndTime", "StdOut")),
+            )
+        )
+    return jobs
+
+
+def ask_jobs(job_id: str) -> list[Job]:
+    """Ask for the job `job_id`, or all tasks of that array; empty when slurmctld has forgotten it. Takes up to 30 s.
+
+    Raises RunError where slurmctld does not answer.
+    """
+    done = command(["scontrol", "show", "job", "-o", job_id])
+    if done.returncode == 0:
+        return parse_jobs(done.stdout)
+    if any(mark in done.stderr for mark in _FORGOTTEN):
+        return []
+    raise RunError(
+        f"slurmctld says nothing about job {job_id}: {done.stderr.strip()}; ask again in a minute, on a node that can "
+        "submit jobs"
+    )
+
+
+def command(
+    words: Sequence[str], env: Mapping[str, str] | None = None, cwd: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm; one that is missing or hangs counts as failed. Blocks for up to 30 s.
+
+    `cwd` is the directory to run it in, if there is such a directory.
+    """
+    try:
+        return subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=env,
+            cwd=cwd if os.path.isdir(cwd) else None,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(list(words), 1, "", str(error))
+
 
 _SAME = "Submit the same command again: it goes on from the newest checkpoint."
 _BACK = "Nothing to do: Slurm starts it again by itself, and it goes on from the newest checkpoint."
@@ -47,13 +135,13 @@ STATES: dict[str, tuple[str, str]] = {
         "vllm.cpu_kvcache_gib or the ranks on a node.",
     ),
 }
-"""State -> (what it is, what to do; empty: nothing)."""
+"""State -> (what it means, what to do about it; empty: nothing)."""
 
 OVER = frozenset(
     {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "DEADLINE"}
     | {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "REVOKED"}
 )
-"""States of a job that does not come back by itself."""
+"""States of a job that does not start again by itself."""
 
 REASONS: dict[str, str] = {
     "Priority": "others come first",
@@ -74,17 +162,17 @@ REASONS: dict[str, str] = {
     "PartitionInactive": "the partition starts no jobs",
     "launch failed requeued held": "it could not be started; scontrol release when the node is mended",
 }
-"""Why a job is pending -> in words. Reasons that begin with Assoc or QOS are limits of the account."""
+"""Reason why a job is pending -> explanation. Reasons that begin with Assoc or QOS are limits of the account."""
 
 
 def state_words(job_state: str) -> tuple[str, str]:
-    """(what it is, what to do) of a JobState; several, joined by commas, are told one after the other."""
+    """Explain a JobState and what to do about it; several states are joined by commas."""
     known = [STATES.get(name, (f"is in state {name}", "")) for name in job_state.split(",")]
     return " and ".join(what for what, _ in known), " ".join(todo for _, todo in known if todo)
 
 
 def reason_words(reason: str, reasons: Mapping[str, str] = REASONS) -> str:
-    """A pending job's reason in words; empty if it has none."""
+    """Explain the reason of a pending job; empty if it has none."""
     name = reason.replace("_", " ") if reason.replace("_", " ") in reasons else reason.split(",", maxsplit=1)[0]
     if name in ("", "None"):
         return ""
