@@ -1,7 +1,7 @@
 """The numbers of reinforcement learning as pure functions: no processes, no devices, no configuration objects.
 
 What lives here: `registry` (the record of an algorithm), `methods` (one record each), advantages, losses, their
-aggregation, KL, reward scaling, batching, sharding, staleness, and `plugins` (records from the user's files).
+aggregation, KL, reward scaling, batching, staleness, and `plugins` (records from the user's files).
 
 May import: records, errors, user files, numpy. Losses call methods of tensors and import torch for type checks only.
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from slurm_rlhf.bench.options import Given
 from slurm_rlhf.cluster.gpu_query import local_gpus, share_gpus
-from slurm_rlhf.config.buckets import bucket_mb
-from slurm_rlhf.config.model_parameters import stored_parameters
+from slurm_rlhf.config.model_directory import stored_parameters
+from slurm_rlhf.config.schema import Sync
 from slurm_rlhf.errors import ConfigError, RunError
 
 _TIMEOUT_S = 600.0
@@ -114,7 +114,7 @@ def _world(options: dict[str, Any]) -> World:
         engines,
         zero=options["zero"],
         backend=options["backend"],
-        bucket_bytes=bucket_mb(options["bucket_mb"], bool(gpus)) << 20,
+        bucket_bytes=Sync(bucket_mb=options["bucket_mb"]).bucket_size_mb(bool(gpus)) << 20,
         repeats=options["repeats"],
         naive=options["naive"],
         model=options["model"] if options["load"] else "",

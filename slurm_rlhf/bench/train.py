@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slurm_rlhf.algorithms.sharding import shards
+from slurm_rlhf.algorithms.batching import shards
 from slurm_rlhf.bench.compare import compare, model_of, table
 from slurm_rlhf.bench.options import Given
 from slurm_rlhf.config.schema import Config

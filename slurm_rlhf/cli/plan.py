@@ -19,9 +19,8 @@ from slurm_rlhf.cli.placement_report import (
     require_fit,
 )
 from slurm_rlhf.cluster.slurm_notation import expand
-from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.model_parameters import stored_parameters
+from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, ModelError
@@ -144,7 +143,7 @@ def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
     nodes = {role: [share.node for share in shares for _ in share.ranks] for role, shares in ranks.roles.items()}
     layout = Layout(tuple(nodes["actor"]), tuple(nodes["rollout"]), config.ds.zero_stage)
     on_gpus = ranks.topology.accelerator == GPU and config.sync.backend in ("auto", "nccl", "ipc")
-    return make_plan(described, bucket_mb(config.sync.bucket_mb, on_gpus) << 20, layout)
+    return make_plan(described, config.sync.bucket_size_mb(on_gpus) << 20, layout)
 
 
 def transfer_json(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> dict[str, Any]:

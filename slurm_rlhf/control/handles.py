@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Generic, TypeVar, overload
 
-from slurm_rlhf.config.schema_timeout import Timeout
+from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control import calls
 from slurm_rlhf.control.call_spec import CallSpec, calls_of, spec_of
 from slurm_rlhf.control.calls import EngineCalls, RankCalls

@@ -17,7 +17,6 @@ from typing import Any
 from torch.distributed import PrefixStore, Store
 
 from slurm_rlhf.cluster.network import address_of, address_towards, interface_of
-from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
 from slurm_rlhf.polling import wait_until
@@ -310,7 +309,7 @@ def join_run(config: Config, label: str, parameters: Described, group: dict[str,
         "whole": config.ds.zero_stage < 3,
     }
     joined = join(Membership(label=label, **{**settings, **group}))
-    nbytes = bucket_mb(sync.bucket_mb, joined.on_gpus) << 20
+    nbytes = sync.bucket_size_mb(joined.on_gpus) << 20
     return joined, make_plan(parameters, nbytes, joined.layout(config.ds.zero_stage))
 
 

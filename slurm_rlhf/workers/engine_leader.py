@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -36,6 +37,8 @@ from slurm_rlhf.workers.follower_links import Followers
 from slurm_rlhf.workers.local_stream import LocalListener, LocalStream, accept_all
 from slurm_rlhf.workers.pending_responses import Tickets
 from slurm_rlhf.workers.worker import Role, Seat
+
+log = logging.getLogger(__name__)
 
 _RECEIVE = EngineCalls.sync_receive.__name__
 _LAST_WORDS_S = 1.0  # for the main thread and the control plane to say why
@@ -135,8 +138,6 @@ class RolloutRole(EngineRank, EngineCalls):
         try:
             self._queue(batch, answer)
         except Exception as error:
-            if self._open:
-                self.engine.drop()  # what it took of the call so far would be answered to nobody
             self._drop(error)
             if not answer.done():
                 answer.set_exception(error)
@@ -185,9 +186,13 @@ class RolloutRole(EngineRank, EngineCalls):
             super().handle(self._after_drain.pop(0))
 
     def _drop(self, error: Exception) -> None:
-        """The engine has dropped all of its requests."""
+        """Fail all calls and let the engine forget its requests, whose keys the next call may use again."""
         self._tickets.fail(error)
         self._open.clear()
+        try:
+            self.engine.drop()
+        except Exception:
+            log.exception("%s: its engine could not drop its requests", self.place)
         self._drained()
 
     def close(self) -> None:

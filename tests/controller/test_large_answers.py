@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_timeout import Timeout
+from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.codec import MAX_HEADER_BYTES, encode

@@ -23,7 +23,7 @@ from tiny_models import make_tiny
 from torch.nn import functional
 
 from slurm_rlhf.cluster.stop import TERM, StopRequested
-from slurm_rlhf.config.sampling import COLDEST
+from slurm_rlhf.config.rules import COLDEST
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller import colocation as turns
 from slurm_rlhf.controller.colocation import TurnTakingEngines, TurnTakingGeneration

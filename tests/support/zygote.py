@@ -1,6 +1,7 @@
-"""Starts ranks of the rollout role by forking: torch, transformers and vLLM are imported once, and not in each.
+"""Starts ranks by forking: torch, transformers and vLLM are imported once, and not in each.
 
-Run as a program, it reads [arguments, environment, script] lines and answers the process id of each rank.
+Run as a program, this file is the process that forks: it reads [request, details] lines and answers the process id of
+each rank. A warm rank is a worker again and again: each line of the pipe that it is given is the arguments of one life.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +76,56 @@ class Rank:
             os.kill(self.pid, number)
 
 
+WARM = "warm"
+"""In place of a script: be a worker again and again."""
+
+
+class LifeOver(BaseException):
+    """In place of the end of a warm rank's process."""
+
+
+class WarmRank:
+    """The test's handle of a rank that lives on, with `environment` as torchrun would give it."""
+
+    def __init__(self, zygote: Zygote, pipe: Path, **environment: str) -> None:
+        os.mkfifo(pipe)
+        torchrun = {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+        torchrun |= {"TORCHELASTIC_RESTART_COUNT": "0", "GLOO_SOCKET_IFNAME": "lo"}
+        self.rank = zygote.fork([str(pipe)], torchrun | environment, WARM)
+        self._pipe = open(pipe, "w", encoding="utf-8")  # noqa: SIM115
+
+    def live(self, arguments: list[str], environment: dict[str, str]) -> None:
+        """Begin a life, after the one before."""
+        self._pipe.write(json.dumps([arguments, environment]) + "\n")
+        self._pipe.flush()
+
+    def end(self) -> None:
+        self.rank.send_signal(signal.SIGKILL)
+        self._pipe.close()
+
+
+def _over(code: int) -> None:
+    raise LifeOver(code)
+
+
+def _live_again_and_again(pipe: str) -> None:
+    from slurm_rlhf.workers import main as worker
+
+    leave: Any = os._exit
+    for line in open(pipe, encoding="utf-8"):  # noqa: SIM115
+        arguments, environment = json.loads(line)
+        os.environ.update(environment)
+        sys.argv = ["worker", *arguments]
+        os._exit = _over  # type: ignore[assignment]
+        try:
+            worker.main()
+        except LifeOver as over:
+            if over.args[0]:
+                leave(1)
+        finally:
+            os._exit = leave
+
+
 def _child(arguments: list[str], environment: dict[str, str], script: str) -> None:
     from slurm_rlhf.workers import engine_worker as engine_rank
     from slurm_rlhf.workers import main as worker
@@ -83,7 +135,9 @@ def _child(arguments: list[str], environment: dict[str, str], script: str) -> No
     os.environ.update(environment)
     engine_rank.prepare_environment = lambda: None
     sys.argv = ["worker", *arguments]
-    if script:
+    if script == WARM:
+        _live_again_and_again(arguments[0])
+    elif script:
         runpy.run_path(script, run_name="__main__")
     else:
         worker.main()

@@ -1,4 +1,4 @@
-"""A real Slurm of four nodes on this machine, for the tests; see slurm_cluster.sh."""
+"""A real Slurm of four nodes on this machine, and whole runs as its jobs; see slurm_cluster.sh."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ BASE = Path("/tmp/slurm_rlhf_cluster")
 NODES = 4
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "munge", "ip", "unshare", "nsenter")
 OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"}
+COMMAND = str(CHECKOUT / ".venv" / "bin" / "slurm-rlhf")
+PLACES = ("--actor.num_nodes=2", "--vllm.num_engines=2", "--vllm.num_nodes=2", "--train.threads_per_rank=1")
+"""Actor with two ranks on two nodes, critic, reference, two engines on different nodes."""
+SMALL = ("--vllm.num_engines=1", "--vllm.num_nodes=1", "--algo.kl.init_coef=0", "--eval.dataset=")
+"""Fewer processes to start, where it is not they that matter."""
+ENDLESS = ("--train.max_steps=100000", "--train.num_episodes=100000")
 OWN = ("unshare", "slurm_cluster.sh", "slurmd", "sleep", "slurmstepd: extern")
 
 
@@ -35,7 +41,7 @@ def missing() -> str:
     )
 
 
-class SlurmNodes:
+class Cluster:
     """The running cluster: nodes gpu001 to gpu004 of 8 GPUs, and jobs on them."""
 
     names = tuple(f"gpu{number:03d}" for number in range(1, NODES + 1))
@@ -78,6 +84,20 @@ class SlurmNodes:
         place = [f"--chdir={cwd}"] if cwd else []
         return int(self.run("sbatch", "--parsable", *place, *words))
 
+    def submit(self, config: Path, run_dir: Path, options: list[str], *overrides: str) -> int:
+        """Submit a job that execs the conductor, as the sbatch files do."""
+        script = run_dir.with_suffix(".sh")
+        script.write_text(f'#!/bin/bash\nexec {COMMAND} train {config} --run_dir={run_dir} "$@"\n')
+        words = ["--ntasks-per-node=1", "--open-mode=append", f"--output={run_dir}.log", *options]
+        return self.sbatch(*words, str(script), *PLACES, *overrides)
+
+    def start_soon(self, number: int) -> None:
+        """Spare a requeued job the rest of Slurm's pause before it starts again (`cred_expire`).
+
+        Not all of it: in the second in which its last credential was revoked a node refuses the next one.
+        """
+        self.run("scontrol", "update", f"JobId={number}", "StartTime=now+3")
+
     def job(self, number: int) -> dict[str, str]:
         """What `scontrol show job` says: JobState, ExitCode, NodeList, ..."""
         return dict(re.findall(r"([\w/]+)=(\S*)", self.run("scontrol", "show", "job", str(number))))
@@ -105,6 +125,10 @@ class SlurmNodes:
         """Command lines of what runs on a node beside Slurm's daemon."""
         return [line for _, line in self.numbered(node) if not any(own in line for own in OWN)]
 
+    def left(self, run_dir: Path, *nodes: str) -> list[str]:
+        """Command lines of a run's processes on `nodes`."""
+        return [line for node in nodes for line in self.processes(node) if str(run_dir) in line]
+
     def numbered(self, node: str) -> Iterator[tuple[int, str]]:
         """(process id on this machine, command line) of everything on a node."""
         for pid in self.run("ip", "netns", "pids", f"srlhf-{node}").split():
@@ -117,15 +141,20 @@ class SlurmNodes:
                 yield int(pid), words.replace(b"\0", b" ").decode(errors="replace").strip()
 
 
+def said(run_dir: Path) -> str:
+    """What the job of a run printed."""
+    return Path(f"{run_dir}.log").read_text()
+
+
 @contextmanager
-def running_cluster() -> Iterator[SlurmNodes]:
+def running_cluster() -> Iterator[Cluster]:
     """The cluster, alone on this machine as long as the block lasts. Skips the test where it cannot be."""
     reason = missing()
     if reason:
         pytest.skip(reason)
     with open(f"{BASE}.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another session of tests on this machine
-        nodes = SlurmNodes()
+        nodes = Cluster()
         nodes.cluster("start", str(NODES))
         try:
             yield nodes

@@ -1,4 +1,4 @@
-"""Ranks of the rollout role in processes of their own, called as the conductor calls them; no torchrun, no trainers."""
+"""Ranks of a role in processes of their own, called as the conductor calls them, without torchrun."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from rollout_zygote import Rank, Zygote
+from zygote import Rank, WarmRank, Zygote
 
-from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.values import dump_toml
 from slurm_rlhf.control.auth import RunKeys
+from slurm_rlhf.control.calls import EngineCalls, StartRequest
 from slurm_rlhf.control.handles import EngineHandle, gather
 from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
+from slurm_rlhf.errors import RunError
 from slurm_rlhf.run_directory import RunDirectory
 
 
@@ -68,7 +70,7 @@ class RolloutFleet:
 
     def starting(self, timeout_s: float = 120) -> list[Future[Any]]:
         self.server.wait_for("rollout", self.world, timeout_s)
-        return self.engines.start_all("start", total_steps=1)
+        return self.engines.start_all(EngineCalls.start, StartRequest(1))
 
     def kill(self, rank: int) -> None:
         self.ranks[rank].send_signal(signal.SIGKILL)
@@ -93,14 +95,49 @@ class RolloutFleet:
 
     def shut_down(self, timeout_s: float = 30) -> list[int | None]:
         """As the conductor does at the end of a run; exit codes."""
-        calls = [
-            self.server.call("rollout", rank, "shutdown", timeout_s=timeout_s)
-            for rank, process in self.ranks.items()
-            if process.poll() is None
-        ]
+        calls = [self.engines.shut_down(rank) for rank, process in self.ranks.items() if process.poll() is None]
         gather(calls)
         self.ended(list(self.ranks), timeout_s)
         return [process.poll() for process in self.ranks.values()]
 
     def _told(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         self.events.append((peer.rank, event, data))
+
+
+class WarmRanks:
+    """A role whose processes live on from cell to cell."""
+
+    def __init__(self, zygote: Zygote, root: Path, role: str, count: int) -> None:
+        from torch.distributed import TCPStore
+
+        self.role = role
+        self.count = count
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        common = {"WORLD_SIZE": str(count), "MASTER_PORT": str(self.store.port)}
+        self.processes = [
+            WarmRank(zygote, root / f"{role}.{count}.{rank}", **common, **number) for rank, number in enumerate(numbers)
+        ]
+
+    def live(self, config: Config) -> ControlServer:
+        directory = RunDirectory(Path(config.run_dir))
+        directory.make()
+        directory.config.write_text(dump_toml(config))
+
+        def broken(peer: Peer, *what: Any) -> None:
+            server.fail_role(self.role, RunError(f"{peer} is lost: {peer.lost} {what}"))
+
+        server = ControlServer(RunKeys.create(directory.keys), on_lost=broken, on_event=broken)
+        where = [f"--run_dir={directory.root}", f"--endpoint={server.endpoint()}", f"--world={self.count}"]
+        for rank, process in enumerate(self.processes):
+            # vLLM overwrites what torchrun would have set, and this life's store keys must not be the last one's.
+            fresh = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": str(directory.root)}
+            process.live([f"--role={self.role}", "--first_rank=0", *where], fresh)
+        return server
+
+    def log(self, run_dir: str) -> str:
+        return "\n".join(path.read_text()[-3000:] for path in Path(run_dir).glob("logs/*"))
+
+    def end(self) -> None:
+        for process in self.processes:
+            process.end()

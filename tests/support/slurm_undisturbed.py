@@ -6,9 +6,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_nodes import CHECKOUT, SlurmNodes
-from slurm_runs import ENDLESS, PLACES, said, saved, steps, summary
-from training_runs import metrics, timeless, workspace
+from slurm_cluster import CHECKOUT, ENDLESS, PLACES, Cluster, said
+from training_runs import metrics, saved, steps, summary, timeless, workspace
 
 from slurm_rlhf.launch.slurm import ephemeral_start, rendezvous_port
 
@@ -77,14 +76,14 @@ def tiny(work: Path) -> tuple[str, ...]:
 _calm: dict[int, Calm] = {}
 
 
-def calm_run(slurm: SlurmNodes) -> Calm:
+def calm_run(slurm: Cluster) -> Calm:
     """The run, made when it is asked for the first time; it is the same for all test modules."""
     if id(slurm) not in _calm:
         _calm[id(slurm)] = _run(slurm)
     return _calm[id(slurm)]
 
 
-def _run(slurm: SlurmNodes) -> Calm:
+def _run(slurm: Cluster) -> Calm:
     """The port on which its actors are to meet is taken. A save file must not end it, a stop file must."""
     run_dir, work = slurm.shared / "large", workspace(slurm.shared / "calm", REWARD).parent
     job = slurm.sbatch(
