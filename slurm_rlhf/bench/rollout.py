@@ -24,10 +24,9 @@ from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.records import I32, Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.seeds import request_seed
 from slurm_rlhf.rollout.vllm_settings import engine_config
-from slurm_rlhf.workers.engine_leader import RolloutRole
-from slurm_rlhf.workers.libraries import import_libraries
-from slurm_rlhf.workers.main import serve
-from slurm_rlhf.workers.worker import Seat
+from slurm_rlhf.workers.engine_leader import EngineLeader
+from slurm_rlhf.workers.main import import_libraries, serve
+from slurm_rlhf.workers.worker import RankInfo
 
 
 def run(given: Given) -> dict[str, Any]:
@@ -51,12 +50,12 @@ class _Worker:
     """Run the rollout role and the conductor that calls it over the control plane in one process."""
 
     def __init__(self, config: Config, keys: Path) -> None:
-        seat = Seat("rollout", 0, 1, 0, socket.gethostname())
-        import_libraries(config, seat)
+        info = RankInfo("rollout", 0, 1, 0, socket.gethostname())
+        import_libraries(config, info)
         self.server = ControlServer(RunKeys.create(keys))
         client = ControlClient(self.server.endpoint(), RunKeys.load(keys), "rollout", 0, 1)
         client.connect(config.timeout.connect)
-        role = RolloutRole(config, seat, client)
+        role = EngineLeader(config, info, client)
         self._client = client
         self._thread = threading.Thread(target=serve, args=(client, role, None), name="rollout", daemon=True)
         self._thread.start()

@@ -25,8 +25,8 @@ from slurm_rlhf.records import Experience
 from slurm_rlhf.training.deepspeed_engine import EngineConfig, deepspeed_config
 from slurm_rlhf.training.distributed import join_world
 from slurm_rlhf.training.models import DTYPES
-from slurm_rlhf.workers.model_workers import ActorRole
-from slurm_rlhf.workers.worker import Seat
+from slurm_rlhf.workers.model_workers import ActorWorker
+from slurm_rlhf.workers.worker import RankInfo
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 
@@ -59,7 +59,7 @@ def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int
     """
     longest = prompt_tokens + config.rollout.max_new_tokens
     micro = max(1, config.train.max_tokens_per_gpu // longest)
-    role = ActorRole(config, Seat("actor", 0, 1, 0, socket.gethostname()), cast(ControlClient, None))
+    role = ActorWorker(config, RankInfo("actor", 0, 1, 0, socket.gethostname()), cast(ControlClient, None))
     role.start(StartRequest(total_steps=1))
     baseline = BaselineTrainer(config, micro)
     shape, gpu = read_shape("actor.model_name_or_path", config.actor.model_name_or_path), _gpu()
@@ -80,7 +80,7 @@ def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int
 
 
 def _compare(
-    config: Config, role: ActorRole, baseline: BaselineTrainer, batch: Experience, repeats: int
+    config: Config, role: ActorWorker, baseline: BaselineTrainer, batch: Experience, repeats: int
 ) -> dict[str, Any]:
     denominator = float(batch.action_mask.sum())
     losses: dict[str, float] = {}
@@ -121,7 +121,7 @@ def _micros(config: Config, batch: Experience) -> list[list[int]]:
     return shards(batch, 1, config.train.max_tokens_per_gpu)[0].micro
 
 
-def _batch(config: Config, sequences: int, prompt_tokens: int, shortest: int, role: ActorRole) -> Experience:
+def _batch(config: Config, sequences: int, prompt_tokens: int, shortest: int, role: ActorWorker) -> Experience:
     """Random tokens; lengths as if drawn between the shortest and the longest; old log-probs from the actor."""
     dice = np.random.default_rng(0)
     vocab = role.trainer.engine.module.model.config.vocab_size

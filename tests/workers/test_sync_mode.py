@@ -13,8 +13,8 @@ from slurm_rlhf.control.codec import decode, encode
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Sampling, Trajectory, VersionSpan
 from slurm_rlhf.rollout.engine import Gauges
-from slurm_rlhf.workers.engine_leader import RolloutRole
-from slurm_rlhf.workers.worker import Seat
+from slurm_rlhf.workers.engine_leader import EngineLeader
+from slurm_rlhf.workers.worker import RankInfo
 
 
 class Call:
@@ -103,15 +103,15 @@ def _outside_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slurm_rlhf.workers.engine_worker.prepare_environment", lambda: None)
 
 
-def make_role(mode: str, broken: int = 0) -> RolloutRole:
+def make_role(mode: str, broken: int = 0) -> EngineLeader:
     config = Config()
     config.vllm.sync_mode = mode  # type: ignore[assignment]
-    role = RolloutRole(config, Seat("rollout", 0, 1, 0, "n"), None)  # type: ignore[arg-type]
+    role = EngineLeader(config, RankInfo("rollout", 0, 1, 0, "n"), None)  # type: ignore[arg-type]
     role.engine, role.sync = Scripted(), Arrived(broken)  # type: ignore[assignment]
     return role
 
 
-def ask(role: RolloutRole) -> Call:
+def ask(role: EngineLeader) -> Call:
     """Two responses, and the first token of each."""
     prompt = PromptTokens(0, 7, np.array([1], dtype=np.int32))
     asked = Call("generate", GenerateBatch([prompt], Sampling(n=2, max_new_tokens=3), run_seed=1, version=0, stream=0))
