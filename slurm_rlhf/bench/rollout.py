@@ -19,7 +19,7 @@ from slurm_rlhf.control.calls import EngineCalls, StartRequest
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.control.server import ControlServer
-from slurm_rlhf.controller.dispatch import Generation
+from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.records import I32, Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.seeds import request_seed
@@ -132,11 +132,11 @@ def bench_rollout(config: Config, prompts: int, prompt_tokens: int, repeats: int
         try:
             vocab = _vocab(config)
             baseline = BaselineEngine(config)
-            generation = Generation(worker.handle, config.train.seed, config.vllm.max_num_seqs, deterministic=False)
+            dispatcher = Dispatcher(worker.handle, config.train.seed, config.vllm.max_num_seqs, deterministic=False)
 
             def ours(number: int) -> int:
                 drawn = _prompts(number, prompts, prompt_tokens, vocab)
-                found: list[Trajectory] = generation.run(drawn, how, number)
+                found: list[Trajectory] = dispatcher.run(drawn, how, number)
                 answered["ours"] = [t.response_ids.tolist() for t in found]
                 return sum(len(t.response_ids) for t in found)
 
