@@ -7,7 +7,7 @@ Shapes: P prompt tokens, R response tokens, N sequences, T = sum(P + R), A = sum
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,8 @@ I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
 
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
+WEIGHTS: Final = "weights"
+KV_CACHE: Final = "kv_cache"
 """The parts of an engine's memory that it gives up in its sleep."""
 
 

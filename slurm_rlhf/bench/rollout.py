@@ -19,7 +19,7 @@ from slurm_rlhf.control.calls import EngineCalls, StartRequest
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.control.server import ControlServer
-from slurm_rlhf.controller.dispatch import Generation
+from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.seeds import request_seed
 from slurm_rlhf.workers.engine_leader import EngineLeader
@@ -67,7 +67,7 @@ def bench_rollout(config: Config, prompts: int, prompt_tokens: int, repeats: int
         try:
             vocab = _vocab(config)
             bare = BareGenerate(config)
-            generation = Generation(worker.handle, config.train.seed, config.vllm.max_num_seqs, deterministic=False)
+            generation = Dispatcher(worker.handle, config.train.seed, config.vllm.max_num_seqs, deterministic=False)
 
             def ours(number: int) -> int:
                 drawn = _prompts(number, prompts, prompt_tokens, vocab)

@@ -13,6 +13,7 @@ from slurm_rlhf.algorithms.batching import shards
 from slurm_rlhf.algorithms.reward_scale import FixedScale, RewardScale, RunningScale
 from slurm_rlhf.config.reward import reward_statistics
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import ForwardBatch, RewardCalls
 from slurm_rlhf.control.handles import RoleHandle, gather
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.records import Prompt, Trajectory, pack
@@ -23,7 +24,7 @@ from slurm_rlhf.rewards.values import Rewards, parse_answer
 class ModelRewards:
     """Spread responses over the ranks of the reward role."""
 
-    def __init__(self, role: RoleHandle, max_tokens: int) -> None:
+    def __init__(self, role: RoleHandle[RewardCalls], max_tokens: int) -> None:
         """Take the role to call; `max_tokens`: of a micro-batch."""
         self._role = role
         self._max_tokens = max_tokens
@@ -38,7 +39,7 @@ class ModelRewards:
         count, ranks = len(experience), self._role.world
         filled = [*range(count), *[count - 1] * (-count % ranks)]
         parts = shards(experience.select(filled), ranks, self._max_tokens)
-        calls = [self._role.call(rank, "score", **part.to_wire()) for rank, part in enumerate(parts)]
+        calls = self._role.start_each(RewardCalls.score, [ForwardBatch(part.experience, part.micro) for part in parts])
         scores = np.full(len(filled), np.nan, dtype=np.float32)
         for part, answer in zip(parts, gather(calls), strict=True):
             scores[part.indices] = answer
@@ -77,7 +78,7 @@ class Scoring:
         return in_background(self._source, prompts, trajectories, step)
 
     def wait(self, scored: Future[Rewards], count: int) -> Rewards:
-        """Wait for the rewards of `count` responses. Raises RewardError after the deadline, and what the source raised."""
+        """Wait for the rewards of `count` responses. Raises RewardError after the deadline, or what the source raised."""
         try:
             return scored.result(self._timeout_s)
         except TimeoutError:

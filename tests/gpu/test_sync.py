@@ -229,21 +229,21 @@ def conducted(fleet: Fleet, **settings: Any) -> WeightSync:
     actors, engines = PeerRanks(fleet.peers[:2]), PeerRanks(fleet.peers[2:3])
     for role, ranks, gpus in (("actor", actors, "ab"), ("rollout", engines, "c")):
         for rank, gpu in enumerate(gpus):
-            ranks.call(rank, "see", gpus=[f"GPU-{gpu}"]).result()
-            ranks.call(rank, "become", role=role, rank=rank, settings=settings).result()
+            ranks.tell(rank, "see", gpus=[f"GPU-{gpu}"])
+            ranks.tell(rank, "become", role=role, rank=rank, settings=settings)
     weights = WeightSync(configure(settings), actors, engines, "127.0.0.1")
     weights.connect(describe(make_weights(0)), [0])
     return weights
 
 
 def arrived(weights: WeightSync) -> dict[str, str]:
-    return weights.rollout.call(0, "weights_loaded").result()
+    return weights.rollout.tell(0, "weights_loaded")
 
 
 def test_the_conductor_repeats_an_update_whose_link_broke(fleet: Fleet):
     weights = conducted(fleet)
     assert weights.update(1)["perf/sync_group"] == 1
-    weights.rollout.call(0, "break_link", times=1).result()
+    weights.rollout.tell(0, "break_link", times=1)
     assert weights.update(2)["perf/sync_group"] == 2, "once more over a new group, of NCCL again"
     assert arrived(weights) == sent(2)
     assert all(peer.process.poll() is None for peer in fleet.peers)
@@ -252,7 +252,7 @@ def test_the_conductor_repeats_an_update_whose_link_broke(fleet: Fleet):
 def test_the_conductor_goes_over_to_the_fallback(fleet: Fleet):
     """Where NCCL keeps failing, whatever it says: defect 1 would have run on over gloo."""
     weights = conducted(fleet, **{"sync.fallback": "gloo"})
-    weights.rollout.call(0, "break_link", times=9).result()
+    weights.rollout.tell(0, "break_link", times=9)
     weights.update(1)
     assert weights._backend["backend"] == "gloo"
     assert arrived(weights) == sent(1)

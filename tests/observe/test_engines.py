@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_rlhf.controller.chunk_size import allowance, portion
-from slurm_rlhf.controller.engine_metrics import EngineWatch
+from slurm_rlhf.controller.dispatch import allowance, chunk
+from slurm_rlhf.controller.engine_pool import EngineMetrics
 from slurm_rlhf.observe.engine_load import Stragglers, far_below
 from slurm_rlhf.records import EngineLoad
 
@@ -46,7 +46,7 @@ def load(tokens_per_s: float) -> EngineLoad:
 
 
 def test_a_slow_engine_is_named_once_with_node_and_figures_and_again_when_it_is_back() -> None:
-    watch = EngineWatch(["gpu01", "gpu02"])
+    watch = EngineMetrics(["gpu01", "gpu02"])
     told = []
     for step, rate in enumerate([1500, 6000, 1500, 1400, 1300, 5900, 1500], start=1):
         measured, notes = watch.step(step, {0: load(6000), 1: load(rate)})
@@ -92,7 +92,7 @@ def test_a_slow_engine_has_nothing_in_reserve_when_the_last_prompt_is_handed_out
         nonlocal left
         if not left or held[engine] >= allowance(left, engines, width):
             return False
-        count = min(portion(left, engines, width), left)
+        count = min(chunk(left, engines, width), left)
         left -= count
         held[engine] += count
         return True

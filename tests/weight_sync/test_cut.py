@@ -40,7 +40,7 @@ def cluster() -> Iterator[tuple[Links, WeightSync]]:
             actor, rollout = PeerRanks(peers[:2]), PeerRanks(peers[2:])
             for name, ranks in (("actor", actor), ("rollout", rollout)):
                 for rank in range(ranks.world):
-                    ranks.call(rank, "become", role=name, rank=rank, settings=settings).result()
+                    ranks.tell(rank, "become", role=name, rank=rank, settings=settings)
             weights = WeightSync(Config(), actor, rollout, links.address("near"))  # type: ignore[arg-type]
             weights.connect(describe(make_weights(0)), [0])
             start = time.monotonic()
