@@ -78,7 +78,7 @@ class Scoring:
         return in_background(self._source, prompts, trajectories, step)
 
     def wait(self, scored: Future[Rewards], count: int) -> Rewards:
-        """Wait for the rewards of `count` responses. Raises RewardError after the deadline, or what the source raised."""
+        """Wait for the rewards of `count` responses. Raises RewardError after the deadline, or what it raised."""
         try:
             return scored.result(self._timeout_s)
         except TimeoutError:
