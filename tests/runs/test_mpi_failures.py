@@ -37,7 +37,7 @@ def test_the_rank_that_is_gone_is_named_and_usr1_saves(config: Path) -> None:
     assert saved["status"] == "stopped"
     with started(config, run_dir, *SMALL, command=mpirun(3)) as run:
         run.wait_for_step(saved["steps"] + 1, 120)
-        os.kill(max(run.ranks("critic")), signal.SIGKILL)
+        os.kill(run.worker("critic"), signal.SIGKILL)
         code, output = run.wait(30)
         run.assert_gone(1)
     assert "resuming from" in output

@@ -15,7 +15,7 @@ from training_runs import metrics, workspace
 
 from slurm_rlhf.cli.main import main
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(200)]
 
 ROOT = Path(__file__).parents[2]
 AGAIN = """

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from slurm_cluster import COMMAND, ENDLESS, OVER, PLACES, SMALL, Cluster, said
-from training_runs import steps, workspace
+from training_runs import is_worker, steps, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -103,9 +103,10 @@ def assert_devices(slurm: Cluster, first: Path, second: Path) -> None:
 
 
 def worker(slurm: Cluster, run_dir: Path, role: str, node: str) -> int:
-    """Process id of a role's only rank on a node: torchrun was there before its worker."""
+    """Process id of a role's only rank on a node."""
     words = (f"--role={role}", f"--run_dir={run_dir}")
-    return max(pid for pid, line in slurm.numbered(node) if all(word in line for word in words))
+    (found,) = (pid for pid, line in slurm.numbered(node) if all(word in line for word in words) and is_worker(line))
+    return found
 
 
 def environment(pid: int) -> dict[str, str]:

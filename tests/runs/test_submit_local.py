@@ -76,7 +76,7 @@ def test_a_run_that_fails_raises_with_the_last_lines_of_the_role(config: Path) -
     try:
         run.wait_for_step(1, 120)
         assert f"run         {run_dir}: running\n" in cli("status", str(run_dir))
-        os.kill(max(run.ranks("critic")), signal.SIGKILL)
+        os.kill(run.worker("critic"), signal.SIGKILL)
         error = job.exception()
         run.assert_gone(5)
     finally:

@@ -140,6 +140,12 @@ class Run:
             pid for pid, line in _command_lines() if f"--run_dir={self.run_dir}" in line and f"--role={role}" in line
         ]
 
+    def worker(self, role: str) -> int:
+        """Process id of the only rank of `role`; its torchrun has the role in its command line, too."""
+        words = (f"--run_dir={self.run_dir}", f"--role={role}")
+        (found,) = (pid for pid, line in _command_lines() if all(word in line for word in words) and is_worker(line))
+        return found
+
     def assert_gone(self, seconds: float) -> None:
         """All processes that the conductor started end within `seconds`."""
         end = time.monotonic() + seconds
@@ -218,6 +224,12 @@ def assert_close_metrics(rows: list[dict[str, Any]], expected: list[dict[str, An
         for name, value in theirs.items():
             if not name.startswith(measured):
                 assert ours[name] == pytest.approx(value, rel=1e-5, abs=1e-6), f"{name} of step {ours['step']}"
+
+
+def is_worker(line: str) -> bool:
+    """Whether a command line is that of a rank, and not of what starts one and has its command in its own."""
+    starters = ("torch.distributed.run", "slurm_rlhf.launch.")
+    return "-m slurm_rlhf.workers.main" in line and not any(starter in line for starter in starters)
 
 
 def _command_lines() -> Iterator[tuple[int, str]]:
