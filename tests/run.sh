@@ -72,6 +72,8 @@ else
   bash "$root/sbatch/environment.sh" --cpu
 fi
 cd "$root"
+# Each of the hundreds of processes would compile the package anew.
+unset PYTHONDONTWRITEBYTECODE
 if (($#)); then
   exec .venv/bin/python -m pytest "$@"
 fi
