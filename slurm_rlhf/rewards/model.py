@@ -1,4 +1,4 @@
-"""Where rewards come from: a function, or the reward role called as a function is; and how long they may take."""
+"""Asks the reward role for rewards as if it were a function, and holds every source of rewards to a deadline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slurm_rlhf.rewards.values import Rewards, parse_answer
 
 
 class ModelRewards:
-    """Spreads responses over the ranks of the reward role."""
+    """Spreads responses over the ranks of the reward role and collects their scores."""
 
     def __init__(self, role: RoleHandle[RewardCalls], max_tokens: int) -> None:
         """`max_tokens`: of a micro-batch."""
@@ -30,8 +30,9 @@ class ModelRewards:
         self._max_tokens = max_tokens
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
-        """Rewards of `trajectories`, [N], from any thread; a model knows no step. Raises RunError, and RewardError for
-        a NaN.
+        """Compute the rewards of `trajectories`, [N], from any thread; a model knows no step.
+
+        Raises RunError, and RewardError for a NaN.
         """
         experience = pack(trajectories, [0.0] * len(trajectories))
         # An evaluation may have any number of responses, and ranks need equally many: the last fills up.
@@ -46,7 +47,7 @@ class ModelRewards:
 
 
 def reward_scale(config: Config) -> tuple[RewardScale | None, str]:
-    """What reward.normalize_enable asks for, and a line that says so. Raises ModelError."""
+    """Choose what reward.normalize_enable asks for, and write a note that says so. Raises ModelError."""
     if not config.reward.normalize_enable:
         return None, ""
     model = config.reward.model_name_or_path
@@ -58,7 +59,7 @@ def reward_scale(config: Config) -> tuple[RewardScale | None, str]:
 
 
 class Scoring:
-    """Rewards for training and evaluation alike: computed in the background, waited for until a deadline.
+    """Computes rewards in the background, for training and evaluation, and waits for them until a deadline.
 
     So a signal interrupts the main thread while it waits, whatever the user's function does.
     """
@@ -69,7 +70,7 @@ class Scoring:
         self._timeout_s = timeout_s if isinstance(source, RewardFunction) else None
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
-        """Rewards of `trajectories`, [N]; `step` as of `RewardFunction`. Blocks; raises as `wait`."""
+        """Compute the rewards of `trajectories`, [N], of `step` (see `RewardFunction`). Raises as `wait`."""
         return self.wait(self.begin(prompts, trajectories, step), len(trajectories))
 
     def begin(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Future[Rewards]:
@@ -77,7 +78,7 @@ class Scoring:
         return in_background(self._source, prompts, trajectories, step)
 
     def wait(self, scored: Future[Rewards], count: int) -> Rewards:
-        """The answer for `count` responses. Raises RewardError when it takes too long, and what the source raised."""
+        """Wait for the rewards of `count` responses. Raises RewardError at the deadline, and what the source raised."""
         try:
             return scored.result(self._timeout_s)
         except TimeoutError:
