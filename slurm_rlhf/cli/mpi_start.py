@@ -27,7 +27,7 @@ from slurm_rlhf.launch.mpi.environment import Launched, Placed, Process, place_p
 from slurm_rlhf.launch.mpi.rank import follow, lead
 from slurm_rlhf.launch.preflight import judge
 from slurm_rlhf.launch.probe import answer, versions
-from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.render import draw
 from slurm_rlhf.placement.topology import GPU
 

@@ -27,7 +27,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.values import dump_toml
 from slurm_rlhf.launch.launcher import Launcher
 from slurm_rlhf.launch.mpi.environment import launched
-from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 
 USAGE = "usage: slurm-rlhf train FILE.toml [--KEY=VALUE ...] [--dry_run]"
 FLAGS = {"dry_run": "print the resolved configuration, the rank map and the memory (as TOML comments); start nothing"}

@@ -23,7 +23,7 @@ from slurm_rlhf.controller.startup import Inputs, Startup
 from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.errors import ConfigError, RemoteError, RunError
 from slurm_rlhf.launch.launcher import Launcher
-from slurm_rlhf.placement.rank_plan import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,7 @@ from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.observe.timing import Phases
-from slurm_rlhf.placement.rank_plan import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import CPU
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale

@@ -1,7 +1,10 @@
-"""Rewards of sampled responses: from a user's Python function, or from the reward role.
+"""Rewards of a batch of responses: from a user's Python function, or from the reward model's ranks.
 
-`function` finds and calls the function, `arguments` are what its signature may ask for, `values` checks what it
-answers; `model` asks the reward role instead, and holds both to a deadline. May import the base, algorithms and
-control. To add a source of rewards: a class that is called as `ModelRewards` is, and its choice in
-`controller/startup.py`; to add an argument: its row in `arguments.ARGUMENTS`.
+What lives here: `function` (load, register and call the user's function), `arguments` (what it is passed), `values`
+(what it may answer), `model` (spread responses over the reward model's ranks; deadlines for both).
+
+May import: base modules, algorithms, control. No torch.
+
+To add a source of rewards: a class that is called as `RewardFunction` is, its key in `config/schema.py`, its rule in
+`config/reward.py`, and its place in the conductor's inputs.
 """

@@ -1,4 +1,4 @@
-"""The user's reward function: a Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF.
+"""Load and call the user's reward function: `reward_func(queries, prompts, labels, **kwargs)` as in OpenRLHF.
 
 What it can take, and an example: README.md, "The reward function".
 """
@@ -43,7 +43,7 @@ def register_reward(function: Function, name: str = "", *, replace: bool = False
 
 
 class RewardFunction:
-    """Calls the user's function and accepts nothing that is not one finite number per response."""
+    """Call the user's function and accept only one finite number per response."""
 
     def __init__(self, function: Callable[..., Any], file: Path | str, arguments: Taken, name: str = FUNCTION) -> None:
         self._function = function
@@ -101,6 +101,6 @@ class RewardFunction:
 
 
 def _defined(file: Path | str, function: Callable[..., Any]) -> str:
-    """Name file and line of the function, where it is in the file."""
+    """Name file and line of the function, where it is defined in the file."""
     code = getattr(function, "__code__", None)
     return f"{file}:{code.co_firstlineno}" if code is not None and code.co_filename == str(file) else str(file)

@@ -1,4 +1,4 @@
-"""Asks the reward role for rewards as if it were a function, and holds every source of rewards to a deadline."""
+"""Compute rewards in the background, by a function or by the reward model's ranks, and wait until a deadline."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from slurm_rlhf.rewards.values import Rewards, parse_answer
 
 
 class ModelRewards:
-    """Spreads responses over the ranks of the reward role and collects their scores."""
+    """Spread responses over the ranks of the reward role."""
 
     def __init__(self, role: RoleHandle[RewardCalls], max_tokens: int) -> None:
-        """`max_tokens`: of a micro-batch."""
+        """Take the role to call; `max_tokens`: of a micro-batch."""
         self._role = role
         self._max_tokens = max_tokens
 
@@ -47,7 +47,7 @@ class ModelRewards:
 
 
 def reward_scale(config: Config) -> tuple[RewardScale | None, str]:
-    """Choose what reward.normalize_enable asks for, and write a note that says so. Raises ModelError."""
+    """Make the scale that reward.normalize_enable asks for, and a line that says so. Raises ModelError."""
     if not config.reward.normalize_enable:
         return None, ""
     model = config.reward.model_name_or_path
@@ -59,18 +59,18 @@ def reward_scale(config: Config) -> tuple[RewardScale | None, str]:
 
 
 class Scoring:
-    """Computes rewards in the background, for training and evaluation, and waits for them until a deadline.
+    """Compute rewards for training and evaluation in the background, and wait for them until a deadline.
 
     So a signal interrupts the main thread while it waits, whatever the user's function does.
     """
 
     def __init__(self, source: RewardFunction | ModelRewards, timeout_s: float) -> None:
-        """`timeout_s`: of a function. A role's calls have deadlines of their own."""
+        """Take the source of rewards; `timeout_s` is for a function: calls to a role have deadlines of their own."""
         self._source = source
         self._timeout_s = timeout_s if isinstance(source, RewardFunction) else None
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
-        """Compute the rewards of `trajectories`, [N], of `step` (see `RewardFunction`). Raises as `wait`."""
+        """Compute the rewards of `trajectories`, [N]; `step` as in `RewardFunction`. Blocks; raises as `wait`."""
         return self.wait(self.begin(prompts, trajectories, step), len(trajectories))
 
     def begin(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Future[Rewards]:
@@ -78,7 +78,7 @@ class Scoring:
         return in_background(self._source, prompts, trajectories, step)
 
     def wait(self, scored: Future[Rewards], count: int) -> Rewards:
-        """Wait for the rewards of `count` responses. Raises RewardError at the deadline, and what the source raised."""
+        """Wait for the rewards of `count` responses. Raises RewardError after the deadline, or what it raised."""
         try:
             return scored.result(self._timeout_s)
         except TimeoutError:

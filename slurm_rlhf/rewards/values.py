@@ -1,6 +1,6 @@
-"""Reads what a reward function answers into arrays; a wrong answer is an error that says where it is wrong.
+"""Read the answer of a reward function into arrays; anything unexpected is an error that says where it is wrong.
 
-Tensors of every library are read by their `tolist`, so that none of them is imported.
+Knows lists, tuples, numpy arrays and tensors of any library by their `tolist`; imports none of them but numpy.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ KEYS = ("rewards", "scores", "extra_logs")
 
 @dataclass(slots=True)
 class Rewards:
-    """Holds one entry per response, [N]."""
+    """Hold one entry per response, [N]."""
 
     rewards: F32
     scores: F32 | None = None  # how good the response is by the task's own measure, e.g. 1 if it is correct

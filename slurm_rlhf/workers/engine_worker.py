@@ -19,7 +19,7 @@ from slurm_rlhf.control.calls import SyncConnection, SyncGroupRequest, SyncRepor
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.rollout.engine_place import EnginePlace
 from slurm_rlhf.rollout.environment import prepare_environment
-from slurm_rlhf.weight_sync.endpoints import EngineEnd
+from slurm_rlhf.weight_sync.receiver import EngineEnd
 from slurm_rlhf.workers.worker import RankInfo, Worker
 
 LEADER_ADDRESS = "leader_address"

@@ -35,7 +35,7 @@ from slurm_rlhf.training.offload import release_cache
 from slurm_rlhf.training.policy import PolicyTrainer
 from slurm_rlhf.training.reward_model import RewardModel
 from slurm_rlhf.training.value import ValueTrainer
-from slurm_rlhf.weight_sync.endpoints import ActorEnd
+from slurm_rlhf.weight_sync.sender import ActorEnd
 from slurm_rlhf.workers.worker import RankInfo, Worker
 
 

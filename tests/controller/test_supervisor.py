@@ -16,7 +16,8 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.supervisor import SILENT_BEATS, VERDICT_S, Supervisor
 from slurm_rlhf.errors import RemoteError, RoleDied, RunError
 from slurm_rlhf.launch.launcher import Ended
-from slurm_rlhf.placement.rank_plan import RoleSize, place
+from slurm_rlhf.placement.rank_map import place
+from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.run_directory import RunDirectory
 

@@ -38,7 +38,7 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.timing import GpuTime
 from slurm_rlhf.placement.flops import forward_flops
 from slurm_rlhf.placement.model_shape import read_shape
-from slurm_rlhf.placement.rank_map_file import NodeShare, RankMap
+from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.records import Experience, Sampling
 from slurm_rlhf.run_directory import RunDirectory

@@ -19,8 +19,8 @@ from slurm_rlhf.errors import RemoteError
 from slurm_rlhf.weight_sync.group import SyncGroup, join
 from slurm_rlhf.weight_sync.member import Membership
 from slurm_rlhf.weight_sync.plan import make_plan
+from slurm_rlhf.weight_sync.rendezvous import SyncStore
 from slurm_rlhf.weight_sync.sender import Sender
-from slurm_rlhf.weight_sync.store import SyncStore
 
 BUCKET = 1 << 20
 
@@ -81,17 +81,16 @@ class Fleet:
         layers: int = 12,
         actors: int = 1,
         zero: int = 0,
-        compare: int = 0,
         bucket: int = BUCKET,
         **options: Any,
     ) -> Sender:
         group = self.build(receivers, actors=actors, **options)
         parameters = describe(make_weights(0, layers))
         for peer in self.peers[: actors - 1]:
-            peer.tell("sender_of", parameters=parameters, bucket=bucket, zero=zero, compare=compare)
+            peer.tell("sender_of", parameters=parameters, bucket=bucket, zero=zero)
         for peer in self.peers[actors - 1 :]:
-            peer.tell("receiver_of", parameters=parameters, bucket=bucket, zero=zero, compare=compare)
-        sender = Sender(group, make_plan(parameters, bucket, group.layout(zero)), compare)
+            peer.tell("receiver_of", parameters=parameters, bucket=bucket, zero=zero)
+        sender = Sender(group, make_plan(parameters, bucket, group.layout(zero)))
         for peer in self.peers:
             assert peer.answer() == len(sender.plan.buckets)
         return sender
