@@ -12,7 +12,7 @@ import pytest
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control.auth import RunKeys
-from slurm_rlhf.control.calls import GenerateBatch, PackedPrompts, PromptTokens
+from slurm_rlhf.control.calls import GenerateBatch, PackedPrompts, PromptTokens, Sampled
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.codec import MAX_HEADER_BYTES, encode
 from slurm_rlhf.control.handles import EngineHandle
@@ -66,7 +66,7 @@ def answer(prompt: int, sample: int) -> Trajectory:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("deterministic", [True, False], ids=["fixed", "streamed"])
 def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic: bool) -> None:
-    one = len(encode([0, answer(0, 0).to_wire()])[0])
+    one = len(encode(Sampled(0, answer(0, 0)))[0])
     assert one * PROMPTS * SAMPLES > MAX_HEADER_BYTES, "the test must ask for more than one message holds"
     engine = Scripted()
     with ControlServer(RunKeys.create(tmp_path / "keys.json")) as server:

@@ -67,7 +67,7 @@ def test_an_engine_without_prompts_ends_the_streak_and_is_not_back() -> None:
 def test_the_load_of_an_engine_as_metrics() -> None:
     whole = EngineLoad()
     whole.add(EngineLoad(tokens=300, responses=2, steps=100, busy_s=2.0, queued_s=1.0, kv_usage=0.5))
-    whole.add(EngineLoad.from_wire(EngineLoad(tokens=100, steps=100, busy_s=2.0, kv_usage=0.25).to_wire()))
+    whole.add(EngineLoad(tokens=100, steps=100, busy_s=2.0, kv_usage=0.25))
     assert whole.metrics() == {
         "tokens_per_s": 100.0,
         "busy_s": 4.0,
