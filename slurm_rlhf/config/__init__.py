@@ -1,6 +1,6 @@
-"""Define, read and check the configuration, and know its roles; no torch and no numpy, so a login node starts at once.
+"""Define, read and check the configuration, and know the roles of a run.
 
-Here live the schema (each key with its type, range and docstring, from which the help is made), the table of roles,
+No torch and no numpy, so that a login node starts at once. Here live the schema (each key with its type, range and docstring, from which the help is made), the table of roles,
 loading and writing TOML, rules over several keys, and checks of files and model directories. May import errors,
 the base modules and the records of `algorithms`.
 

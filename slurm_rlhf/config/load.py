@@ -1,4 +1,4 @@
-"""Read a configuration from TOML and the command line; an unknown key is an error that names the nearest known one."""
+"""Read a configuration from TOML and the command line. An unknown key is an error that names the nearest known one."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
-    """Check that `path` holds config.json, weights and, where `tokenizer` is true, tokenizer.json. Raises ModelError."""
+    """Check that `path` holds config.json, weights and, if wanted, tokenizer.json. Raises ModelError."""
     directory = Path(path)
     if not directory.is_dir():
         raise ModelError(

@@ -1,4 +1,4 @@
-"""Check the source of the rewards before anything starts: a function, or a model that reads the tokens of the actor."""
+"""Check the source of the rewards before anything starts: a function, or a reward model."""
 
 from __future__ import annotations
 

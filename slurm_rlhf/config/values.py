@@ -121,8 +121,8 @@ def split_overrides(words: list[str]) -> tuple[list[tuple[str, list[str]]], list
     """Split overrides into (key as written, its words), in order, and words that belong to no key.
 
     They look like `--a.b=c`, `--a.b c`, `--a.flag`, `--a.list 1 2`. A list takes all words up to the next `--`, a bool
-    one word if that is true or false, any other key one word. A word that starts with `--` is never a value unless written `--a.b=--c`;
-    `-1` is a value.
+    one word if that is true or false, any other key one word. A word that starts with `--` is never a value unless
+    written `--a.b=--c`; `-1` is a value.
     """
     found: list[tuple[str, list[str]]] = []
     stray: list[str] = []

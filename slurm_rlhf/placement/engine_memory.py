@@ -48,7 +48,7 @@ def kv_layout(shape: ModelShape) -> KvLayout:
 
 
 def block_bytes(shape: ModelShape, tp: int, dtype: int, block: int = BLOCK) -> int:
-    """Count the bytes of a KV block on one rank: keys and values of `block` tokens in all layers of a group."""
+    """Count the bytes of a KV block on one rank: `block` tokens in all layers of a group."""
     heads = max(1, shape.kv_heads // tp)
     return 2 * block * heads * shape.head_dim * dtype * kv_layout(shape).layers
 

@@ -71,7 +71,7 @@ GPUS: tuple[Gpu, ...] = (
     Gpu("MI300X", 191.9, 1307.4, r"mi300x?"),
     Gpu("MI325X", 255.9, 1307.4, r"mi325x?"),
 )
-"""Sources: the vendors' data sheets and architecture papers. Of several kinds of one model the last is the most common."""
+"""Sources: the vendors' data sheets and architecture papers. Of kinds of one model the last is the most common."""
 
 SEVERAL_SIZES = {"A100 80GB": 40, "A800 80GB": 40, "V100 32GB": 16, "GH200 96GB": 144}
 """Kinds that a name without a size may mean, and the GB of the other size sold under that name."""
@@ -81,10 +81,10 @@ _SLICE = re.compile(r"(?<![0-9a-z])\d+g[ .]\d+gb|(?<![a-z])mig(?![a-z])")
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """Find the GPU that `name` means; None for an unknown name, and for a MIG slice, which is part of a GPU.
+    """Find the GPU that `name` means; None for an unknown name and for a MIG slice.
 
     `name` is what nvidia-smi and PyTorch say ("NVIDIA A100-SXM4-80GB"), or a type of Slurm's GRES ("a100",
-    "nvidia_h100_80gb_hbm3"). A name without a size that may mean several kinds stands for the largest: see `other_size`.
+    "nvidia_h100_80gb_hbm3"). A name that may mean several sizes stands for the largest: see `other_size`.
     """
     if _SLICE.search(name.lower()):
         return None
@@ -184,7 +184,7 @@ def found_size(local: Sequence[tuple[str, float]], types: Mapping[str, Sequence[
 
 
 def _local(name: str, mib: float) -> GpuSize:
-    """Return the size of a GPU of this machine: nvidia-smi knows which it is, the table what CUDA leaves of it."""
+    """Return the size of a GPU of this machine. nvidia-smi knows the GPU, and the table what CUDA leaves of it."""
     gpu, memory = find_gpu(name), mib * (1 << 20)
     if gpu is not None and abs(gpu.memory_gib * GIB - memory) < 0.05 * memory:
         return GpuSize(int(gpu.memory_gib * GIB), gpu.name, gpu=gpu)

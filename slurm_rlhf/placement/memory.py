@@ -1,4 +1,4 @@
-"""Check whether a configuration fits its GPUs: a row for each role, and for each way in which roles share a GPU."""
+"""Check whether a configuration fits its GPUs: a row for each role and each use of a shared GPU."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def account(config: Config, models: Models, gpu: int) -> Account:
 
 
 def wanted_sequences(config: Config) -> int:
-    """Count the sequences that an engine works on at once when it has its share of the prompts of a step."""
+    """Count the sequences that an engine works on at once, with its share of the prompts of a step."""
     responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     return min(config.vllm.max_num_seqs, -(-responses // config.vllm.num_engines))
 

@@ -237,7 +237,7 @@ def _moe_layers(config: Mapping[str, Any], layers: int) -> int:
 
 
 def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
-    """Return the window of each layer. Source: transformers, `sliding_window` and `layer_types` of the families' configurations."""
+    """Return the window of each layer. Source: transformers, `sliding_window` and `layer_types`."""
     window = _number(config, "sliding_window") if config.get("use_sliding_window", family.windows) else 0
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and len(kinds) == layers:

@@ -75,7 +75,7 @@ class RankMap:
         return groups
 
     def to_json(self) -> dict[str, Any]:
-        """Return, ready for JSON, `accelerator`, `nodes`, `roles` (role -> [{node, gpus, ranks, engines}]), `tp_groups`, `world`."""
+        """Return the map ready for JSON; `roles` has a list of {node, gpus, ranks, engines} for each role."""
         return {
             "accelerator": self.topology.accelerator,
             "nodes": [_node_json(node) for node in self.topology.nodes],

@@ -1,4 +1,4 @@
-"""Estimate what one rank of each role holds: at rest, while engines work, and in each phase of its own work."""
+"""Estimate what one rank of each role holds: at rest, while engines work, and in each phase."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def reduce_buckets(elements: int, stage: int, grad_comm_bf16: bool) -> int:
 
 
 def loose_gradient(elements: int, largest: int, bf16: bool, grad_comm_bf16: bool) -> int:
-    """Count the bytes of the largest gradient, which comes in one piece; it is sent alone if no bucket holds it."""
+    """Count the bytes of the largest gradient, which is sent alone if no bucket holds it."""
     alone = (2 if grad_comm_bf16 else 4) * largest if largest > min(elements, BUCKET) else 0
     return (2 if bf16 else 4) * largest + alone
 
