@@ -142,7 +142,7 @@ def _spread(block: Block, taken: list[tuple[_Bucket, list[int]]]) -> _Choice:
 
 
 def _orders(blocks: Sequence[Block], thorough: bool) -> Iterator[tuple[int, ...]]:
-    """Choose orders in which to place blocks: first the widest first, then all others.
+    """Choose orders in which to place blocks: the widest first, then all other orders.
 
     Engines that may go anywhere fill what the others leave, so they come last at first.
     """
