@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -28,8 +29,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 REGISTRY = "SLURM_RLHF_TEST_COMMANDS"
 """In the environment of forked processes: a directory with a file for each, named by process id, with its command."""
-SHIM = "slurm_rlhf.launch.child_process"
-MODULES = ("torch.distributed.run", "slurm_rlhf.workers.main")
+TORCHRUN = "torch.distributed.run"
+MODULES = (TORCHRUN, "slurm_rlhf.workers.main")
 """What is forked in place of a new Python."""
 
 
@@ -202,11 +203,9 @@ def _live(request: dict[str, Any], files: list[int], parent: int) -> None:
 
 
 def _prepare(request: dict[str, Any], files: list[int], parent: int) -> None:
-    from slurm_rlhf.cluster.child_process import die_with_parent
-
     os.setsid()
     if request["bound"]:
-        die_with_parent(parent)
+        _die_with(parent)
     for target, file in enumerate(files):
         os.dup2(file, target)
     for file in set(files) - {0, 1, 2}:
@@ -220,15 +219,20 @@ def _prepare(request: dict[str, Any], files: list[int], parent: int) -> None:
     _take_popen(_forker())
 
 
+def _die_with(parent: int) -> None:
+    """Be killed when the parent ends, as a launcher's children are."""
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+
+
 def _forker() -> Forker:
     """A process that forks for this one from here, where it has no threads yet."""
     ours, theirs = socket.socketpair()
     owner = os.getpid()
     if os.fork() == 0:
-        from slurm_rlhf.cluster.child_process import die_with_parent
-
         ours.close()
-        die_with_parent(owner)
+        _die_with(owner)
         _serve(theirs)
     theirs.close()
     return Forker(ours)
@@ -242,11 +246,12 @@ def _take_popen(forker: Forker) -> None:
 
     def popen(args: Any, **options: Any) -> Any:
         command = list(args) if isinstance(args, (list, tuple)) else []
-        bound = SHIM in command[:3]
-        if bound:
-            command = command[command.index(SHIM) + 3 :]
-        if options.get("pass_fds") or not any(module in command[:4] for module in MODULES):
+        module = next((word for word in command if word in MODULES), None)
+        if module is None or options.get("pass_fds"):
             return usual(args, **options)
+        bound = module == TORCHRUN  # what stands before it binds it to its parent
+        if bound:
+            command = [sys.executable, "-m", *command[command.index(module) :]]
         out = _number(options.get("stdout"), 1)
         err = out if options.get("stderr") == subprocess.STDOUT else _number(options.get("stderr"), 2)
         with open(os.devnull) as nothing:
