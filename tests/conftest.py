@@ -29,6 +29,9 @@ SETTLE = 3.0  # seconds that processes have to leave after the last test
 ABSENT = ("needs a GPU", "needs several GPUs", "needs a network")
 """Beginnings of the only reasons for which a test may be skipped under CI: what its machines do not have."""
 
+FIRST = "test_fences.py"
+"""These tests run before all others: they say which library has changed, where the others only fail."""
+
 skipped: list[tuple[str, str]] = []
 
 
@@ -60,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longer product of cases and the kit for GPUs run when they are asked for: `-m full`, `-m gpu`, or a test by
     its name with `-m ""`."""
+    items.sort(key=lambda item: item.path.name != FIRST)
     if "-m" in config.invocation_params.args or config.option.markexpr:
         return
     left_out = [item for item in items if item.get_closest_marker("full") or item.get_closest_marker("gpu")]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Experience
-from slurm_rlhf.training.deepspeed_engine import EngineConfig, deepspeed_config
+from slurm_rlhf.training.deepspeed_engine import EngineConfig, Schedule, deepspeed_config
 from slurm_rlhf.training.distributed import join_world
 from slurm_rlhf.training.models import DTYPES
 
@@ -33,7 +33,7 @@ class BareTrainer:
         if config.actor.gradient_checkpointing_enable:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-        engine = EngineConfig.of_actor(config, config.actor.learning_rate, 1)
+        engine = EngineConfig.of(config, Schedule.of(config, config.actor.learning_rate, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=engine.schedule.peak, betas=engine.betas)
         settings = deepspeed_config(engine, sum(p.numel() for p in model.parameters()), self.world.size)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)

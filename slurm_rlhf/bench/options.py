@@ -92,7 +92,7 @@ def _model(words: BenchWords, mean_response: int) -> Iterator[Config]:
         return
     if options["hidden"] % 64 or options["vocab"] < 258:
         raise ConfigError("--hidden takes a multiple of 64, --vocab at least 258")
-    from slurm_rlhf.training.random_model import ModelSize, make_random_model
+    from slurm_rlhf.bench.random_model import ModelSize, make_random_model
 
     with tempfile.TemporaryDirectory(prefix="slurm-rlhf-bench-") as scratch:
         size = ModelSize(options["hidden"], options["layers"], options["vocab"], config.data.max_len)

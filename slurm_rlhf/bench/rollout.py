@@ -20,7 +20,7 @@ from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller.dispatch import Generation
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
-from slurm_rlhf.rollout.seeds import request_seed
+from slurm_rlhf.rollout.request import request_seed
 from slurm_rlhf.workers.engine_leader import RolloutRole
 from slurm_rlhf.workers.libraries import import_libraries
 from slurm_rlhf.workers.main import serve
@@ -106,8 +106,7 @@ def _prompts(number: int, count: int, tokens: int, vocab: int) -> list[Prompt]:
 
 
 def _vocab(config: Config) -> int:
-    from slurm_rlhf.rollout.parameters import parameter_shapes
-    from slurm_rlhf.rollout.saved_names import skeleton
+    from slurm_rlhf.rollout.parameters import parameter_shapes, skeleton
 
     return max(
         shape[0] for shape in parameter_shapes(skeleton(config.actor.model_name_or_path)).values() if len(shape) == 2

@@ -10,7 +10,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.records import Experience
 from slurm_rlhf.training.attention import attention_kernel
-from slurm_rlhf.training.policy import PolicyTrainer
+from slurm_rlhf.training.trainers import PolicyTrainer
 from slurm_rlhf.weight_sync.endpoints import ActorEnd
 from slurm_rlhf.workers.release_memory import taking_turns
 from slurm_rlhf.workers.worker import Role, Seat
@@ -63,4 +63,4 @@ class ActorRole(Role):
 
     def sync_push(self, version: int) -> dict[str, Any]:
         """Send this rank's share of the weights as policy `version`."""
-        return self.sync.push(self.trainer.held(), version)
+        return self.sync.push(self.trainer.local_parameters(), version)

@@ -8,7 +8,7 @@ from typing import Any
 
 from slurm_rlhf.records import Experience
 from slurm_rlhf.training.attention import attention_kernel
-from slurm_rlhf.training.value import ValueTrainer
+from slurm_rlhf.training.trainers import ValueTrainer
 from slurm_rlhf.workers.release_memory import taking_turns
 from slurm_rlhf.workers.worker import Role
 

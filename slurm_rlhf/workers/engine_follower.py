@@ -87,7 +87,7 @@ class FollowerRole(EngineRank):
         self.engine.drop()
 
     def do_check(self) -> bytes:
-        digest: bytes = self.engine.ledger.digest()
+        digest: bytes = self.engine.tp_digest.digest()
         return digest
 
     def do_sync_join(self, parameters: list[list[Any]], rank: int, **group: Any) -> dict[str, Any]:

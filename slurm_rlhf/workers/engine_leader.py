@@ -15,9 +15,8 @@ from slurm_rlhf.control.local_stream import LocalListener, LocalStream, accept_a
 from slurm_rlhf.control.request import Request
 from slurm_rlhf.errors import CallTimeout, RunError
 from slurm_rlhf.records import Sampling
-from slurm_rlhf.rollout.meter import Meter
-from slurm_rlhf.rollout.request import GenerateRequest
-from slurm_rlhf.rollout.seeds import request_seed
+from slurm_rlhf.rollout.engine import Meter
+from slurm_rlhf.rollout.request import GenerateRequest, request_seed
 from slurm_rlhf.rollout.tp_group import engine_store
 from slurm_rlhf.workers.engine_follower import FollowerRole
 from slurm_rlhf.workers.engine_worker import EngineRank, publish_meeting

@@ -13,13 +13,13 @@ from slurm_rlhf.workers.worker import Seat
 def import_libraries(config: Config, seat: Seat) -> None:
     """Import what the role of `seat` works with. No device is touched; engines see their own GPUs only from now on."""
     if seat.role == "rollout":
-        from slurm_rlhf.rollout.libraries import import_vllm
+        from slurm_rlhf.rollout._vllm import import_vllm
         from slurm_rlhf.workers.engine_worker import prepare_process
 
         prepare_process(config, seat)
         import_vllm()
         return
-    from slurm_rlhf.training.libraries import import_trainers
+    from slurm_rlhf.training.deepspeed_engine import import_trainers
 
     stage = {"reference": config.ref.zero_stage, "reward": config.reward.zero_stage}
     import_trainers(deepspeed=stage.get(seat.role, 3) == 3)  # a frozen model that is whole does without

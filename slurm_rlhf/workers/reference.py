@@ -7,7 +7,7 @@ from typing import Any
 
 from slurm_rlhf.records import Experience
 from slurm_rlhf.training.attention import attention_kernel
-from slurm_rlhf.training.frozen import FrozenPolicy
+from slurm_rlhf.training.frozen_models import FrozenPolicy
 from slurm_rlhf.workers.release_memory import taking_turns
 from slurm_rlhf.workers.worker import Role
 

@@ -7,7 +7,7 @@ from functools import wraps
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.training.offload import release_cache
+from slurm_rlhf.training.distributed import release_cache
 
 Calls = dict[str, Callable[..., Any]]
 

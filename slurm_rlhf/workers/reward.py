@@ -7,7 +7,7 @@ from typing import Any
 
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.training.attention import attention_kernel
-from slurm_rlhf.training.reward_model import RewardModel
+from slurm_rlhf.training.frozen_models import RewardModel
 from slurm_rlhf.workers.release_memory import taking_turns
 from slurm_rlhf.workers.worker import Role
 
@@ -21,7 +21,7 @@ class RewardRole(Role):
     def start(self, total_steps: int) -> str:
         """Load the model. `total_steps` is of no use to a model that is not trained. Answers how it scores."""
         self.model = RewardModel(self.config)
-        return self.model.told
+        return self.model.description
 
     def score(self, experience: dict[str, Any], micro: list[list[int]]) -> F32:
         return self.model.score(Experience.from_wire(experience), micro)

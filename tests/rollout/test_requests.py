@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.records import Sampling, VersionSpan
-from slurm_rlhf.rollout.active_request import Flight
-from slurm_rlhf.rollout.environment import prepare_environment, vllm_environment
 from slurm_rlhf.rollout.parameters import checked
-from slurm_rlhf.rollout.request import GenerateRequest
-from slurm_rlhf.rollout.seeds import request_seed
-from slurm_rlhf.rollout.text import response_text
+from slurm_rlhf.rollout.request import ActiveRequest, GenerateRequest, request_seed, response_text
+from slurm_rlhf.rollout.vllm_settings import prepare_environment, vllm_environment
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -42,7 +39,7 @@ def request(prompt_ids: list[int]) -> GenerateRequest:
 
 
 def test_a_flight_splits_its_span_where_the_policy_changes() -> None:
-    flight = Flight(request([8, 9]))
+    flight = ActiveRequest(request([8, 9]))
     for step, version in enumerate([3, 3, 4, 6, 6, 6]):
         flight.extend([10 + step], [-0.5 * step], version)
     done = flight.land("length", "text", engine=7)

@@ -28,8 +28,7 @@ from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.controller.dispatch import Generation
 from slurm_rlhf.errors import RemoteError, RunError
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
-from slurm_rlhf.rollout.engine_place import EnginePlace
-from slurm_rlhf.rollout.tp_group import SHARED_MEMORY
+from slurm_rlhf.rollout.tp_group import SHARED_MEMORY, EnginePlace
 from slurm_rlhf.workers.engine_worker import segment_prefix
 
 pytestmark = pytest.mark.timeout(500)

@@ -260,6 +260,18 @@ def test_a_bad_update_is_an_error_and_the_next_one_mends_it(
     assert fresh.run(child.differences, done, [2], SAMPLING.temperature)[0] < 1e-5
 
 
+def test_keys_are_free_after_a_failed_step_even_if_vllm_cannot_end_its_requests(fresh: EngineProcess) -> None:
+    """What vLLM still samples for them is ignored."""
+    wanted = child.requests(SAMPLING)
+    for request in wanted:
+        fresh.run(child.add, request)
+    assert fresh.run(child.fail_once, "abort") == "no abort"
+    assert fresh.run(child.drain) == []
+    done = fresh.run(child.generate, wanted)
+    assert len(done) == len(wanted)
+    assert fresh.run(child.differences, done, [0], SAMPLING.temperature)[0] < 1e-5
+
+
 def test_what_the_engine_refuses(fresh: EngineProcess, path: Path) -> None:
     request = child.requests(SAMPLING)[0]
     with pytest.raises(RunError, match=r"'0.0' \(prompt 0, 400 tokens\).*maximum"):

@@ -15,7 +15,6 @@ import pytest
 from checkout import MADE_HERE, ROOT, without_network
 
 
-
 def run(script: Path, *args: str, prefix: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
     """With nothing of this process's environment but PATH, and a home directory that is not there."""
     environment = {"PATH": os.environ["PATH"], "HOME": "/nonexistent", "PIP_CONFIG_FILE": os.devnull} | variables
@@ -28,8 +27,6 @@ def run(script: Path, *args: str, prefix: tuple[str, ...] = (), **variables: str
         timeout=100,
         check=False,
     )
-
-
 
 
 @pytest.fixture

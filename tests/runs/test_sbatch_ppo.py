@@ -13,16 +13,16 @@ import pytest
 from model_configs import SHAPES, make_shape
 
 from slurm_rlhf.cli.main import main
-from slurm_rlhf.placement.rank_plan import place, role_sizes
-from slurm_rlhf.placement.role_sizes import colocations
-from slurm_rlhf.placement.topology import Topology, numbered_names
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.placement.engine_memory import GIB
 from slurm_rlhf.placement.gpus import Gpu, find_gpu
 from slurm_rlhf.placement.holdings import Models
 from slurm_rlhf.placement.memory import account
 from slurm_rlhf.placement.model_shape import shape_of
+from slurm_rlhf.placement.rank_plan import place, role_sizes
+from slurm_rlhf.placement.role_sizes import colocations
 from slurm_rlhf.placement.step_time import step_time
+from slurm_rlhf.placement.topology import Topology, numbered_names
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 NODES = {"ppo_7b": 2, "ppo_7b_1node": 1, "ppo_32b": 16}

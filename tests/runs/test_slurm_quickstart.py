@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from slurm_nodes import CHECKOUT, SlurmNodes, slurm
 from checkout import MADE_HERE
+from slurm_nodes import CHECKOUT, SlurmNodes, slurm
 from training_runs import metrics
 
 __all__ = ["slurm"]

@@ -36,7 +36,7 @@ ROOMS = ("weight_sync", "workers", "controller", "rewards", "training", "rollout
 ENOUGH = 0.95
 DIRECTORY = "SLURM_RLHF_GPU_COVERAGE"
 """In the environment: where processes put what they have measured."""
-JUDGE = "test_gpu_coverage.py"
+JUDGE = "test_visited_lines.py"
 
 _ABOUT_GPUS = re.compile(r"cuda|nccl|_cpu\b|\bon_gpus?\b|device\.type|device_name\(|me\.device", re.IGNORECASE)
 
@@ -136,7 +136,7 @@ _children: list[Any] = []
 
 
 def _measured(item: pytest.Item) -> bool:
-    return item.path.name.startswith("test_gpu_") and item.path.name != JUDGE
+    return item.path.parent.name == "gpu" and item.path.name != JUDGE
 
 
 def _measuring(directory: Path) -> Any:

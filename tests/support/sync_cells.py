@@ -84,7 +84,7 @@ class Bench:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.zygote = Zygote("slurm_rlhf.training.policy")
+        self.zygote = Zygote("slurm_rlhf.training.trainers")
         self.actors = Ranks(self.zygote, root, "actor", ACTORS)
         self.engines = {tp: Ranks(self.zygote, root, "rollout", tp) for tp in (1, 2)}
 
