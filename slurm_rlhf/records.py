@@ -7,7 +7,7 @@ Shapes: P prompt tokens, R response tokens, N sequences, T = sum(P + R), A = sum
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -87,7 +87,61 @@ class Trajectory:
 
     @classmethod
     def from_wire(cls, wire: dict[str, Any]) -> Trajectory:
-        return cls(**{**wire, "versions": [VersionSpan(*span) for span in wire["versions"]]})
+        spans = [VersionSpan(**span) if isinstance(span, dict) else VersionSpan(*span) for span in wire["versions"]]
+        return cls(**{**wire, "versions": spans})
+
+
+@dataclass(slots=True)
+class EngineLoad:
+    """Sum up a stretch of time of one engine: measured by the rollout role, added up by the conductor."""
+
+    tokens: int = 0  # sampled
+    responses: int = 0  # finished
+    steps: int = 0
+    busy_s: float = 0.0  # with at least one request
+    queued_s: float = 0.0  # seconds that requests waited for a place in the batch, summed over requests
+    kv_usage: float = 0.0  # highest share of the KV cache in use, 0 to 1
+
+    def add(self, other: EngineLoad) -> None:
+        """Add the stretch of time that follows."""
+        self.tokens += other.tokens
+        self.responses += other.responses
+        self.steps += other.steps
+        self.busy_s += other.busy_s
+        self.queued_s += other.queued_s
+        self.kv_usage = max(self.kv_usage, other.kv_usage)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Return the rate while it had requests; 0 when it had none."""
+        return self.tokens / self.busy_s if self.busy_s > 0 else 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Return its metrics; `running` and `waiting` are the mean numbers of requests in the batch and before it."""
+        return {
+            "tokens_per_s": self.tokens_per_s,
+            "busy_s": self.busy_s,
+            "responses": float(self.responses),
+            # A step samples one token of every request in the batch.
+            "running": self.tokens / self.steps if self.steps else 0.0,
+            "waiting": self.queued_s / self.busy_s if self.busy_s > 0 else 0.0,
+            "kv_usage": self.kv_usage,
+        }
+
+    def to_wire(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_wire(cls, wire: dict[str, Any]) -> EngineLoad:
+        return cls(**wire)
+
+
+class ParameterSpec(NamedTuple):
+    """A parameter of a model, as weight transfers describe it."""
+
+    name: str
+    shape: list[int]
+    dtype: str
 
 
 @dataclass(slots=True)

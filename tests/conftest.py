@@ -1,4 +1,4 @@
-"""The session's order: hard time limits, no process left behind, and under CI no test skipped that could have run."""
+"""The session's order: time limits, marks, and what no test may leave behind: processes, changes of os.environ."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from gpu_coverage import Recorder
 
 if TYPE_CHECKING:
     from rollout_engine import EngineProcess
+    from slurm_nodes import SlurmNodes
 
 MARK = "SLURM_RLHF_TEST_SESSION"
 """In the environment of every process that this test session starts, directly or not."""
@@ -29,6 +30,16 @@ SETTLE = 3.0  # seconds that processes have to leave after the last test
 ABSENT = ("needs a GPU", "needs several GPUs", "needs a network")
 """Beginnings of the only reasons for which a test may be skipped under CI: what its machines do not have."""
 
+NOT_FAST = ("slurm", "mpi", "engine", "slow", "full", "gpu")
+"""Marks of tests that `-m fast` leaves out."""
+MARKS_OF_FIXTURES = {"slurm": "slurm", "engine_process": "engine"}
+"""Marks that a test has because it asks for a fixture."""
+ASKED_FOR = ("full", "gpu")
+"""Marks of tests that run only where `-m` names the mark, or is empty."""
+
+SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
+"""Variables that pytest sets, and libraries when they are imported."""
+
 FIRST = "test_fences.py"
 """These tests run before all others: they say which library has changed, where the others only fail."""
 
@@ -37,12 +48,61 @@ skipped: list[tuple[str, str]] = []
 
 @pytest.fixture(scope="session")
 def engine_process() -> Iterator[EngineProcess]:
-    """For all tests of an engine: importing vLLM takes as long as most of them together."""
+    """Start one process for all tests of an engine: importing vLLM takes as long as most of them together."""
     from rollout_engine import EngineProcess
 
     process = EngineProcess()
     yield process
     process.end()
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[SlurmNodes]:
+    """Start the cluster for the first test that asks for it, and end it with the session."""
+    from slurm_nodes import running_cluster
+
+    with running_cluster() as nodes:
+        yield nodes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _module_leaves_environment() -> Iterator[None]:
+    """Fail a module whose fixtures leave os.environ changed."""
+    with unchanged_environment():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _test_leaves_environment(_module_leaves_environment: None) -> Iterator[None]:
+    """Fail a test that leaves os.environ changed: the next test, or its child processes, would differ."""
+    with unchanged_environment():
+        yield
+
+
+@pytest.fixture
+def own_environment() -> Iterator[None]:
+    """Give the test an os.environ of its own, for code that prepares the environment of its process."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@contextlib.contextmanager
+def unchanged_environment() -> Iterator[None]:
+    """Undo changes of os.environ in the block, and fail for them."""
+    before = dict(os.environ)
+    yield
+    names = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
+    changed = sorted(names - SET_BY_OTHERS)
+    said = ", ".join(f"{name}={os.environ.get(name)!r} (was {before.get(name)!r})" for name in changed)
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    if changed:
+        pytest.fail(f"os.environ is left changed, use monkeypatch or own_environment: {said}", pytrace=False)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -60,13 +120,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--gpu_report", default="", metavar="DIR", help="where gpu_report.md and .json go [the checkout]")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The longer product of cases and the kit for GPUs run when they are asked for: `-m full`, `-m gpu`, or a test by
-    its name with `-m ""`."""
+    """Mark tests by their fixtures, and those without any such mark as fast.
+
+    The longer product of cases and the kit for GPUs run when they are asked for: `-m full`, `-m gpu`, or a test by its
+    name with `-m ""`.
+    """
+    for item in items:
+        for fixture in set(getattr(item, "fixturenames", ())) & MARKS_OF_FIXTURES.keys():
+            item.add_marker(MARKS_OF_FIXTURES[fixture])
+        if not any(item.get_closest_marker(mark) for mark in NOT_FAST):
+            item.add_marker("fast")
     items.sort(key=lambda item: item.path.name != FIRST)
-    if "-m" in config.invocation_params.args or config.option.markexpr:
+    expression = config.option.markexpr
+    if not expression and "-m" in config.invocation_params.args:
         return
-    left_out = [item for item in items if item.get_closest_marker("full") or item.get_closest_marker("gpu")]
+    marks = [mark for mark in ASKED_FOR if mark not in expression]
+    left_out = [item for item in items if any(item.get_closest_marker(mark) for mark in marks)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]

@@ -13,9 +13,48 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from slurm_rlhf.algorithms.packed import find_actions
+from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
+from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.records import F32, Bool
+from slurm_rlhf.user_files import file_of, line_of, text_of
 
 MIN_VARIANCE = 1e-8
+
+
+def estimate(algorithm: Algorithm, inputs: AdvantageInputs, no_whitening: bool = False) -> dict[str, F32]:
+    """Compute the columns `advantages` and, for a critic, `returns` of a batch as `algorithm` says.
+
+    Raises ConfigError when its advantage function raises, or answers anything but finite numbers [A].
+    """
+    source, mask = file_of(algorithm.advantages), inputs.action_mask
+    what = f"the advantage function of algorithm {algorithm.name!r}"
+    try:
+        answer = algorithm.advantages(inputs)
+        advantages, returns = answer
+    except Exception as error:
+        raise ConfigError(
+            f"{line_of(source, error)}: {what} raised {text_of(error)} (it answers two arrays: advantages, and "
+            "returns or None)"
+        ) from error
+    columns: dict[str, F32] = {}
+    wanted = {"advantages": advantages, "returns": returns} if algorithm.needs_critic else {"advantages": advantages}
+    for name, found in wanted.items():
+        column = np.asarray(found)
+        if column.shape != mask.shape or column.dtype.kind not in "fiu":
+            raise ConfigError(
+                f"{source}: {what} answered {name} of type {column.dtype} and shape {column.shape}; numbers of shape "
+                f"{mask.shape} are needed, one per response token"
+            )
+        bad = int(np.count_nonzero(~np.isfinite(column[mask])))
+        if bad:
+            raise ConfigError(
+                f"{source}: {what} answered {bad} of {int(mask.sum())} {name} that are not finite: guard its "
+                "divisions, because a group may have one sample or no spread"
+            )
+        columns[name] = column.astype(np.float32, copy=False)
+    if algorithm.whiten and not no_whitening:
+        columns["advantages"] = whiten(columns["advantages"], mask)
+    return columns
 
 
 def token_rewards(

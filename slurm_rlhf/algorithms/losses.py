@@ -1,4 +1,4 @@
-"""PPO's losses on packed tokens: sums over the tokens of one micro-batch, divided by one number for the whole step.
+"""Losses on packed tokens: sums over the tokens of one micro-batch, divided by one number for the whole step.
 
 `denominator` is the number of actions in the whole optimizer step, over all micro-batches and data-parallel ranks, so
 that adding the gradients of all of them gives the exact mean over tokens and not a mean of means. Metrics are detached
@@ -12,12 +12,49 @@ Half precision inputs are computed in fp32.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from slurm_rlhf.algorithms.kl import MAX_LOG_RATIO
 
-Metrics = dict[str, Tensor]
+if TYPE_CHECKING:  # losses call methods of tensors only, so that this room needs no torch
+    from torch import Tensor
+
+Metrics = dict[str, "Tensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyInputs:
+    """Everything that a policy loss may look at: one micro-batch of n responses, packed."""
+
+    logprobs: Tensor  # [A], with gradient
+    old_logprobs: Tensor  # [A]
+    advantages: Tensor  # [A]
+    action_mask: Tensor  # bool [A]
+    response_lens: list[int]  # [n], tokens of each response; their sum is A
+    weights: Tensor | None  # [A], of the aggregation; None: 1 for every action
+    denominator: float
+    clip_low: float
+    clip_high: float
+
+
+PolicyLoss = Callable[[PolicyInputs], tuple["Tensor", Metrics]]
+"""Inputs -> (loss, a scalar with gradient; detached sums over the actions by name)."""
+
+
+def ppo_loss(inputs: PolicyInputs) -> tuple[Tensor, Metrics]:
+    """Call `policy_loss`: the loss of an algorithm that brings none of its own."""
+    return policy_loss(
+        inputs.logprobs,
+        inputs.old_logprobs,
+        inputs.advantages,
+        inputs.action_mask,
+        inputs.denominator,
+        inputs.clip_low,
+        inputs.clip_high,
+        inputs.weights,
+    )
 
 
 def policy_loss(
@@ -28,14 +65,15 @@ def policy_loss(
     denominator: float,
     clip_low: float,
     clip_high: float,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """PPO's clipped surrogate, a scalar.
+    """Compute PPO's clipped surrogate, a scalar.
 
         ratio = exp(logprobs - old_logprobs)
-        sum over actions of  -min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)  / denominator
+        sum over actions of  -w min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)  / denominator
 
-    logprobs [A] (with gradient), old_logprobs [A], advantages [A]. The log-ratio is clamped to +-20, so that exp does
-    not overflow; beyond it a token gives no gradient.
+    logprobs [A] (with gradient), old_logprobs [A], advantages [A], weights [A] (None: w = 1). The log-ratio is
+    clamped to +-20, so that exp does not overflow; beyond it a token gives no gradient.
     Metrics: policy_loss, ratio, clip_fraction (actions where the clipped term is the smaller one), approx_kl (k3 of
     old against new policy).
     Source: Schulman et al., Proximal Policy Optimization (2017), eq. 7; two ranges: Yu et al., DAPO (2025), eq. 10.
@@ -46,14 +84,16 @@ def policy_loss(
     ratio = log_ratio.exp()
     plain = ratio * advantage
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage
-    total = _sum(-torch.minimum(plain, clipped), action_mask)
-    with torch.no_grad():
-        metrics = {
-            "policy_loss": total.detach(),
-            "ratio": _sum(ratio, action_mask),
-            "clip_fraction": _sum((clipped < plain).to(ratio.dtype), action_mask),
-            "approx_kl": _sum(k3(log_ratio), action_mask),
-        }
+    losses = -plain.minimum(clipped)
+    total = _sum(losses, action_mask)
+    metrics = {
+        "policy_loss": total.detach(),
+        "ratio": _sum(ratio.detach(), action_mask),
+        "clip_fraction": _sum((clipped < plain).to(ratio.dtype), action_mask),
+        "approx_kl": _sum(k3(log_ratio.detach()), action_mask),
+    }
+    if weights is not None:
+        total = _sum(losses * weights, action_mask)
     return _mean(total, denominator), metrics
 
 
@@ -65,7 +105,7 @@ def value_loss(
     denominator: float,
     value_clip: float,
 ) -> tuple[Tensor, Metrics]:
-    """Half the squared error of the value model, a scalar.
+    """Compute half the squared error of the value model, a scalar.
 
         sum over actions of  max((V - R)^2, (V_old + clip(V - V_old, -value_clip, value_clip) - R)^2) / 2 / denominator
 
@@ -79,7 +119,7 @@ def value_loss(
     clipped = plain
     if value_clip > 0:
         clipped = (old + (value - old).clamp(-value_clip, value_clip) - target) ** 2
-    total = _sum(torch.maximum(plain, clipped), action_mask) / 2
+    total = _sum(plain.maximum(clipped), action_mask) / 2
     # Within the clip range the two terms differ by rounding alone.
     effective = (clipped > plain) & ((value - old).abs() > value_clip)
     metrics = {
@@ -90,7 +130,7 @@ def value_loss(
 
 
 def entropy_bonus(entropy: Tensor, action_mask: Tensor, denominator: float, coef: float) -> tuple[Tensor, Metrics]:
-    """-coef times the mean entropy of the policy at its actions, a scalar to add to the policy loss.
+    """Compute -coef times the mean entropy of the policy at its actions, a scalar to add to the policy loss.
 
     entropy [A] in nats, at the temperature that the log-probs were taken at. Metrics: entropy.
     """
@@ -99,7 +139,7 @@ def entropy_bonus(entropy: Tensor, action_mask: Tensor, denominator: float, coef
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """exp(r) - 1 - r per element, for r = log(q / p) at samples of p: an estimate of KL(p || q) that is never negative.
+    """Estimate KL(p || q) per element as exp(r) - 1 - r, which is never negative, for r = log(q / p) at samples of p.
 
     r is clamped at 20 before exp and not after: clamping the result leaves 0 * inf = NaN as its gradient.
     Source: as `kl.approx_kl`.
@@ -109,16 +149,17 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def _actions_only(x: Tensor, mask: Tensor) -> Tensor:
-    """x in at least fp32, with zeros at masked positions."""
+    """Return x in at least fp32, with zeros at masked positions."""
     if x.shape != mask.shape:
         raise ValueError(f"a tensor of shape {tuple(x.shape)} for an action mask of shape {tuple(mask.shape)}")
-    return torch.where(mask, x, 0).to(torch.promote_types(x.dtype, torch.float32))
+    x = x.where(mask, 0)
+    return x.float() if x.dtype.itemsize < 4 else x
 
 
 def _sum(x: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, x, 0).sum()
+    return x.where(mask, 0).sum()
 
 
 def _mean(total: Tensor, denominator: float) -> Tensor:
-    """The denominator is a count: a step without any action has loss 0, not 0 / 0."""
+    """Divide by a count: a step without any action has loss 0, not 0 / 0."""
     return total / max(denominator, 1.0)

@@ -1,68 +1,139 @@
-"""Advantage estimators by the name that `algo.advantage.estimator` gives them."""
+"""The record of an algorithm, and the algorithms that `algo.advantage.estimator` can name."""
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from slurm_rlhf.algorithms.advantages import gae, token_rewards
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.records import F32, Bool
+from slurm_rlhf.user_files import file_of, same_place
+
+if TYPE_CHECKING:  # the command line and the planner read records, and start without numpy
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from slurm_rlhf.algorithms.losses import PolicyLoss
+    from slurm_rlhf.records import F32, Bool
+
+KEY = "algo.advantage.estimator"
 
 
 @dataclass(slots=True)
 class AdvantageInputs:
-    """All that an estimator may look at: one batch in (prompt, sample) order, packed."""
+    """Everything that an advantage function may look at: one batch of N responses, packed.
 
-    rewards: NDArray[Any]  # [N]
+    Responses come in (prompt, sample) order: those of one prompt stand together.
+    """
+
+    rewards: NDArray[Any]  # [N], normalised if reward.normalize_enable says so
     kl: F32 | None  # [A], None without a reference
-    values: F32  # [A]
+    values: F32 | None  # [A], None without a critic
     action_mask: Bool  # [A]
-    offsets: NDArray[np.int64]  # [N + 1]
+    offsets: NDArray[np.int64]  # [N + 1], where each response starts
+    groups: NDArray[np.int64]  # [N], which prompt each response answers: 0, 0, 1, 1, ...
     kl_coef: float
     clip_range: Sequence[float]
     gamma: float
     lambd: float
 
 
-Estimator = Callable[[AdvantageInputs], tuple[F32, F32]]
-"""Inputs -> (advantages [A], returns [A]), not whitened, zero at masked positions."""
-
-_ESTIMATORS: dict[str, Estimator] = {}
+AdvantageFunction = Callable[[AdvantageInputs], "tuple[F32, F32 | None]"]
+"""Inputs -> (advantages [A], returns [A] for the critic to learn or None without one), zero at masked positions."""
 
 
-def register(name: str) -> Callable[[Estimator], Estimator]:
-    """Decorator: make a function known as `algo.advantage.estimator = name`."""
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """What the run has to know of an algorithm: which roles it needs and what it computes."""
 
-    def add(function: Estimator) -> Estimator:
-        if name in _ESTIMATORS:
-            raise ValueError(f"advantage estimator {name!r} is registered twice")
-        _ESTIMATORS[name] = function
-        return function
-
-    return add
-
-
-def estimator_names() -> list[str]:
-    """The valid names, sorted."""
-    return sorted(_ESTIMATORS)
-
-
-def advantage_estimator(name: str) -> Estimator:
-    """The estimator of that name. Raises ConfigError that names the valid ones."""
-    if name not in _ESTIMATORS:
-        raise ConfigError(f"algo.advantage.estimator = {name!r} is unknown; valid: {', '.join(estimator_names())}")
-    return _ESTIMATORS[name]
+    name: str
+    """The value of `algo.advantage.estimator` that chooses it."""
+    advantages: AdvantageFunction
+    needs_critic: bool = False
+    """A value model is trained beside the policy. Without it no critic is started."""
+    needs_reference: bool = False
+    """The reference model runs in any case. Without it, it runs where algo.kl.init_coef is not 0."""
+    min_samples_per_prompt: int = 1
+    """The smallest rollout.n_samples_per_prompt with which the advantages mean something."""
+    whiten: bool = False
+    """Give the advantages of a batch mean 0 and standard deviation 1, unless algo.advantage.no_whitening is set."""
+    policy_loss: PolicyLoss | None = None
+    """The loss of the policy, computed in the actor's ranks; None: PPO's clipped ratio (`losses.ppo_loss`)."""
+    aggregation: str = "token-mean"
+    """How the losses of tokens become one number: a name in `aggregation.AGGREGATIONS`."""
 
 
-@register("gae")
-def gae_estimator(inputs: AdvantageInputs) -> tuple[F32, F32]:
-    """PPO: the KL penalty and the clipped reward per token, then `advantages.gae`."""
-    rewards = token_rewards(
-        inputs.kl, inputs.kl_coef, inputs.rewards, inputs.action_mask, inputs.offsets, inputs.clip_range
-    )
-    return gae(rewards, inputs.values, inputs.action_mask, inputs.offsets, inputs.gamma, inputs.lambd)
+_REGISTERED: dict[str, Algorithm] = {}
+
+
+def register_algorithm(algorithm: Algorithm, *, replace: bool = False) -> Algorithm:
+    """Make an algorithm known by its name, so that `algo.advantage.estimator` can choose it.
+
+    Call it in a Python file that `train.plugins` names. Raises ConfigError for a name that is taken, unless `replace`
+    is set; built-in algorithms cannot be replaced.
+    """
+    from slurm_rlhf.algorithms.aggregation import AGGREGATIONS
+
+    if not isinstance(algorithm, Algorithm):
+        raise ConfigError(
+            f"register_algorithm takes a slurm_rlhf.Algorithm(name=..., advantages=...), got {type(algorithm).__name__}"
+        )
+    name = algorithm.name
+    owner = built_in().get(name) or (None if replace else _REGISTERED.get(name))
+    if owner is not None and not same_place(owner.advantages, algorithm.advantages):
+        raise ConfigError(
+            f"the algorithm name {name!r} is taken by {file_of(owner.advantages)}: register yours by another name"
+        )
+    if algorithm.aggregation not in AGGREGATIONS:
+        raise ConfigError(
+            f"algorithm {name!r}: unknown aggregation {algorithm.aggregation!r}; valid: {', '.join(AGGREGATIONS)}"
+        )
+    _REGISTERED[name] = algorithm
+    return algorithm
+
+
+@cache
+def built_in() -> dict[str, Algorithm]:
+    """Find the records of all files in `algorithms/methods`, by name."""
+    from slurm_rlhf.algorithms import methods
+
+    modules = [
+        importlib.import_module(f"{methods.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(methods.__path__)
+    ]
+    records = [found for module in modules for found in vars(module).values() if isinstance(found, Algorithm)]
+    return {record.name: record for record in records}
+
+
+def algorithm_names() -> list[str]:
+    """List the valid names, sorted."""
+    return sorted({*built_in(), *_REGISTERED})
+
+
+def find_algorithm(name: str) -> Algorithm:
+    """Look an algorithm up by its name. Raises ConfigError that names the nearest and all valid ones."""
+    found = built_in().get(name) or _REGISTERED.get(name)
+    if found is None:
+        near = difflib.get_close_matches(name, algorithm_names(), n=1)
+        meant = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"{KEY} = {name!r} is unknown{meant} (valid: {', '.join(algorithm_names())}; more come with files that "
+            "train.plugins names)"
+        )
+    return found
+
+
+def policy_loss_of(name: str) -> PolicyLoss:
+    """Find the policy loss of an algorithm, in a rank of the actor.
+
+    An algorithm that a rank does not know was given to `slurm_rlhf.train` as an object, which is refused if it has a
+    loss of its own: so it has PPO's.
+    """
+    from slurm_rlhf.algorithms.losses import ppo_loss
+
+    known = built_in().get(name) or _REGISTERED.get(name)
+    return (known.policy_loss if known else None) or ppo_loss

@@ -14,9 +14,10 @@ import numpy as np
 from slurm_rlhf.bench.baseline_rollout import BareGenerate
 from slurm_rlhf.bench.compare import race
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.auth import RunKeys
+from slurm_rlhf.control.calls import EngineCalls, StartRequest
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.handles import EngineHandle
-from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller.dispatch import Generation
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
@@ -41,10 +42,10 @@ class _Worker:
         self._thread = threading.Thread(target=serve, args=(client, role, None), name="rollout", daemon=True)
         self._thread.start()
         self.handle = EngineHandle(self.server, "rollout", 1, 1, config.timeout)
-        self.handle.call(0, "start", total_steps=1).result()
+        self.handle.call(0, EngineCalls.start, StartRequest(total_steps=1)).result()
 
     def close(self) -> None:
-        self.handle.call(0, "shutdown").result()
+        self.handle.call(0, EngineCalls.shutdown).result()
         self._thread.join()
         self._client.close()
         self.server.close()

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, ProcessGroupGloo
 
+from slurm_rlhf.atomic_write import write_atomically
 from slurm_rlhf.cluster.network import is_loopback
 from slurm_rlhf.cluster.parent_death import die_with_parent
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync.communicator import bare_group
 from slurm_rlhf.weight_sync.group import SyncGroup, join
 from slurm_rlhf.weight_sync.layout import Layout
@@ -29,7 +31,7 @@ from slurm_rlhf.weight_sync.member import Membership
 from slurm_rlhf.weight_sync.plan import Parameter, SyncPlan, make_plan
 from slurm_rlhf.weight_sync.receiver import Receiver
 from slurm_rlhf.weight_sync.sender import Held, Sender
-from slurm_rlhf.weight_sync.store import SyncStore, wait_until
+from slurm_rlhf.weight_sync.store import SyncStore
 
 RAW_PIECE = 64 << 20
 ON_GPUS = ("nccl", "ipc")
@@ -193,9 +195,7 @@ class Rank:
         file = Path(self.spec.port_file)
         if self.rank == 0:
             self.store = SyncStore.listen(self.spec.host, self.spec.timeout_s)
-            fresh = file.with_suffix(".new")
-            fresh.write_text(str(self.store.port))
-            fresh.rename(file)
+            write_atomically(file, str(self.store.port))
         wait_until(file.exists, self.spec.timeout_s)
         return int(file.read_text())
 

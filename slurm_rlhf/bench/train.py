@@ -12,13 +12,14 @@ from slurm_rlhf.algorithms.sharding import shards
 from slurm_rlhf.bench.baseline_train import BareTrainer
 from slurm_rlhf.bench.compare import race
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import StartRequest, TrainBatch
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.placement.flops import batch_flops, mfu
 from slurm_rlhf.placement.gpus import find_gpu
 from slurm_rlhf.placement.model_shape import ModelShape, read_shape
 from slurm_rlhf.records import Experience
-from slurm_rlhf.workers.actor import ActorRole
+from slurm_rlhf.workers.model_workers import ActorRole
 from slurm_rlhf.workers.worker import Seat
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
@@ -34,7 +35,7 @@ def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int
     longest = prompt_tokens + config.rollout.max_new_tokens
     micro = max(1, config.train.max_tokens_per_gpu // longest)
     role = ActorRole(config, Seat("actor", 0, 1, 0, socket.gethostname()), cast(ControlClient, None))
-    role.start(total_steps=1)
+    role.start(StartRequest(total_steps=1))
     bare = BareTrainer(config, micro)
     shape, gpu = read_shape("actor.model_name_or_path", config.actor.model_name_or_path), _gpu()
     result: dict[str, Any] = {"bench": "train", "unit": "tokens/s", "gpu": gpu}
@@ -58,9 +59,8 @@ def _compare(config: Config, role: ActorRole, bare: BareTrainer, batch: Experien
     losses: dict[str, float] = {}
 
     def ours(number: int) -> int:
-        # As in a run: the conductor deals the batch out, the role takes it from the wire.
         (part,) = shards(batch, 1, config.train.max_tokens_per_gpu)
-        answer = role.train_step(**part.to_wire(), denominator=denominator)
+        answer = role.train_step(TrainBatch(part.experience, part.micro, denominator))
         losses.setdefault("ours", answer["policy_loss"] / denominator)
         return int(batch.lengths.sum())
 

@@ -1,1 +1,9 @@
-"""Checkpoints that are either whole or not there: written aside, recorded in a manifest, renamed into place."""
+"""Write checkpoints that survive a kill at any moment, and find the one to resume from.
+
+What lives here: `directory` (saving and pruning the checkpoints of a run), `resume` (finding and checking them),
+`manifest` (the list of files of one checkpoint, and the conductor's state as JSON).
+
+May import: the base modules. No torch: roles write their own files into the directory that `begin` returns.
+
+To save something new: a role writes more files below its own name; the conductor adds entries to the state it commits.
+"""

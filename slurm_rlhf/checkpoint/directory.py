@@ -1,17 +1,30 @@
-"""The checkpoints of one run."""
+"""Write the checkpoints of a run so that a kill at any moment leaves the previous one usable.
+
+step_000010.tmp/     roles and conductor write here; worth nothing until it is renamed
+step_000010/         whole, with its manifest
+step_000010.old/     the checkpoint that a new one of the same step is about to replace; still whole
+step_*.tmp           also what is being deleted: a directory is renamed before its first file is removed
+"""
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.checkpoint import resume, save
+from slurm_rlhf.checkpoint import resume
+from slurm_rlhf.checkpoint.manifest import describe, verify, write, write_state
+from slurm_rlhf.errors import CheckpointError, ConfigError
 
 
 class CheckpointDir:
-    """`<run_dir>/checkpoints/step_000010/`: in it one directory per role, state.json and manifest.json.
+    """Save, find and prune `<run_dir>/checkpoints/step_000010/`: a directory per role, state.json, manifest.json.
 
-    Only the conductor calls it; the roles write into the directory that `begin` returns. A save goes
+    Only the conductor calls it; the roles write into the directory that `begin` returns. To save:
 
         path = checkpoints.begin(step)      # then every role writes into path / <role> and closes its files
         checkpoints.commit(step, state)     # from here on it exists
@@ -22,25 +35,122 @@ class CheckpointDir:
         self.root = Path(run_dir) / "checkpoints"
 
     def begin(self, step: int) -> Path:
-        """An empty directory to write into (see `save.begin`). Raises CheckpointError."""
-        return save.begin(self.root, step)
+        """Make an empty directory for the roles to write into, each under its own name.
+
+        Removes what interrupted saves have left. Raises CheckpointError when the disk refuses.
+        """
+        with _explained(self.root, step):
+            self.root.mkdir(parents=True, exist_ok=True)
+            for leftover in self.root.glob("step_*.tmp"):
+                shutil.rmtree(leftover)
+            path = self._temporary(step)
+            path.mkdir()
+        return path
 
     def commit(self, step: int, state: dict[str, Any]) -> Path:
-        """The final path of a checkpoint that is now on disk (see `save.commit`). Raises CheckpointError, TypeError."""
-        return save.commit(self.root, step, state)
+        """Complete what `begin` started, once every role has written, and return its final path.
+
+        Adds the state and the manifest, forces all of it to disk, then renames. Replaces a checkpoint of the same
+        step. Blocks for as long as the disk needs. Raises CheckpointError when the disk refuses, TypeError for a state
+        that JSON would change (see `manifest.write_state`); the earlier checkpoints are untouched then.
+        """
+        temporary, final = self._temporary(step), self.root / f"step_{step:06d}"
+        with _explained(self.root, step):
+            if not temporary.is_dir():
+                raise CheckpointError(
+                    f"{temporary} has vanished while checkpoint {step} was written into it. Does another run use the "
+                    "same run_dir? Give each run its own"
+                )
+            write_state(state, temporary)
+            serial = max((entry.manifest.serial for entry in resume.entries(self.root)[0]), default=0) + 1
+            write(describe(temporary, step, serial), temporary)
+            for parent, _, names in os.walk(temporary, topdown=False):
+                for name in names:
+                    _flush(os.path.join(parent, name))
+                _flush(parent)
+            _make_way(final)
+            os.rename(temporary, final)
+            _flush(self.root)
+            if _old(final).exists():
+                _remove(_old(final))
+        return final
 
     def prune(self, max_num: int) -> list[Path]:
-        """Keep the newest `max_num` (see `save.prune`). Raises ConfigError, CheckpointError."""
-        return save.prune(self.root, max_num)
+        """Remove all but the newest `max_num` checkpoints; return what was removed.
+
+        Directories without a readable manifest are not counted and not removed. Raises ConfigError when max_num is
+        below 1, CheckpointError when the disk refuses.
+        """
+        if max_num < 1:
+            raise ConfigError(f"ckpt.max_num = {max_num}; it must be at least 1, or the run could never be resumed")
+        surplus = [entry.path for entry in resume.entries(self.root)[0]][max_num:]
+        for path in reversed(surplus):
+            with _explained(self.root, None):
+                _remove(path)
+        return surplus
 
     def latest(self) -> Path | None:
-        """The newest whole checkpoint. All files are read, up to a size (see `manifest`): not for a hot loop."""
+        """Return the newest whole checkpoint. Reads all files, up to a size (see `manifest`): slow."""
         return resume.latest(self.root)
 
     def resolve(self, resume_key: str) -> Path | None:
-        """What `resume` in the configuration means (see `resume.resolve`). Raises CheckpointError."""
+        """Return the checkpoint that the key `resume` asks for (see `resume.resolve`). Raises CheckpointError."""
         return resume.resolve(self.root, resume_key)
 
     def load_state(self, path: Path) -> dict[str, Any]:
-        """The state committed with a checkpoint, checked first (see `resume.load_state`). Raises CheckpointError."""
+        """Check a checkpoint and return its state (see `resume.load_state`). Raises CheckpointError."""
         return resume.load_state(path)
+
+    def _temporary(self, step: int) -> Path:
+        return self.root / f"step_{step:06d}.tmp"
+
+
+def _old(final: Path) -> Path:
+    return final.with_name(final.name + ".old")
+
+
+def _make_way(final: Path) -> None:
+    """Free the final name without ever being short of a whole checkpoint."""
+    if not final.exists():
+        return
+    try:
+        verify(final)
+    except CheckpointError:
+        _remove(final)
+        return
+    if _old(final).exists():
+        _remove(_old(final))
+    os.rename(final, _old(final))
+
+
+def _remove(path: Path) -> None:
+    renamed = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    os.rename(path, renamed)
+    shutil.rmtree(renamed)
+
+
+def _flush(path: str | Path) -> None:
+    """Force a file or directory to disk, whichever process wrote it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some parallel file systems cannot fsync a directory and report EINVAL.
+        if error.errno != errno.EINVAL or not os.path.isdir(path):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _explained(root: Path, step: int | None) -> Iterator[None]:
+    """Turn an OSError into an error that says which checkpoint is still usable."""
+    try:
+        yield
+    except OSError as error:
+        usable = resume.latest(root)
+        what = "checkpoints could not be pruned" if step is None else f"checkpoint {step} could not be written"
+        rest = f"The newest whole checkpoint is {usable}" if usable else "There is no earlier checkpoint"
+        raise CheckpointError(
+            f"{what} in {root}: {error}. {rest}. Free space there or set run_dir to another disk, then resume"
+        ) from error

@@ -1,10 +1,12 @@
-"""The manifest of a checkpoint: which files it consists of, and how to tell that they are still what was written.
+"""List the files of a checkpoint, check that they are still what was written, and keep the conductor's state.
 
     checkpoints/step_000010/manifest.json
         format, step, serial, files: {path: {size, sha256, whole}}, digest (SHA-256 of all that comes before)
+    checkpoints/step_000010/state.json
+        the state of the conductor: exactly what was given comes back, or the save fails at once
 
-`serial` counts the checkpoints of a run directory in the order in which they were written. It and not the step decides
-which one is newest: a run that was resumed from step 10 writes step 15 after the abandoned step 20.
+`serial` counts the checkpoints of a run directory in the order in which they were written. The newest checkpoint is the
+one with the highest serial, not step: a run that was resumed from step 10 writes step 15 after the abandoned step 20.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 from slurm_rlhf.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+STATE = "state.json"
 FORMAT = 1
 WHOLE_LIMIT = 64 << 20  # larger files are not read as a whole: a checkpoint of 500 GB must not take an hour to check
 ENDS = 1 << 20
@@ -26,7 +29,7 @@ ENDS = 1 << 20
 
 @dataclass(slots=True, frozen=True)
 class FileRecord:
-    """One file as it was written."""
+    """Describe one file as it was written."""
 
     size: int  # bytes
     sha256: str
@@ -35,7 +38,7 @@ class FileRecord:
 
 @dataclass(slots=True, frozen=True)
 class Manifest:
-    """What a checkpoint directory has to hold."""
+    """List what a checkpoint directory has to hold."""
 
     step: int
     serial: int
@@ -43,7 +46,7 @@ class Manifest:
 
 
 def describe(directory: Path, step: int, serial: int) -> Manifest:
-    """The manifest of all files that are in `directory` now. Raises OSError."""
+    """Make the manifest of all files that are in `directory` now. Raises OSError."""
     paths = sorted(Path(parent, name) for parent, _, names in os.walk(directory) for name in names)
     files = {p.relative_to(directory).as_posix(): _record(p) for p in paths if p != directory / MANIFEST}
     return Manifest(step, serial, files)
@@ -56,7 +59,7 @@ def write(manifest: Manifest, directory: Path) -> None:
 
 
 def read(directory: Path) -> Manifest:
-    """The directory's manifest. Raises CheckpointError when there is none that can be trusted."""
+    """Read the manifest of a directory. Raises CheckpointError when there is none that can be trusted."""
     path = directory / MANIFEST
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
@@ -76,7 +79,7 @@ def read(directory: Path) -> Manifest:
 
 
 def verify(directory: Path) -> Manifest:
-    """The manifest, after every file has been checked. Files it does not list are ignored.
+    """Check every file and return the manifest. Files that it does not list are ignored.
 
     Raises CheckpointError that names the first file which is missing or differs.
     """
@@ -86,6 +89,40 @@ def verify(directory: Path) -> Manifest:
         if problem:
             raise CheckpointError(f"{directory} is damaged: {name} {problem}")
     return manifest
+
+
+def write_state(state: dict[str, Any], directory: Path) -> None:
+    """Write `state` to state.json: None, bool, int, float, str, lists, dicts with string keys. Tuples become lists.
+
+    Floats come back bit for bit, NaN and infinities included. Raises TypeError that names the entry which JSON would
+    change or refuse (an array, a dict with integer keys), OSError from the disk.
+    """
+    _check_entry(state, "state")
+    (directory / STATE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+
+
+def read_state(directory: Path) -> dict[str, Any]:
+    """Read what `write_state` wrote. Raises CheckpointError."""
+    try:
+        state = json.loads((directory / STATE).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{directory} is damaged: its {STATE} cannot be read ({error})") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{directory} is damaged: its {STATE} holds no object")
+    return state
+
+
+def _check_entry(value: Any, where: str) -> None:
+    if isinstance(value, dict):
+        for key, entry in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{where} has the key {key!r}; JSON would turn it into a string: make it one")
+            _check_entry(entry, f"{where}.{key}")
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            _check_entry(entry, f"{where}[{index}]")
+    elif value is not None and not isinstance(value, bool | int | float | str):
+        raise TypeError(f"{where} is a {type(value).__name__}; make it a number, a string, a list or a dict")
 
 
 def _difference(path: Path, record: FileRecord) -> str:

@@ -1,4 +1,4 @@
-"""Finding the checkpoint to go on from."""
+"""Find the checkpoint to resume from."""
 
 from __future__ import annotations
 
@@ -8,26 +8,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.checkpoint.manifest import Manifest, read, verify
-from slurm_rlhf.checkpoint.state import read_state
+from slurm_rlhf.checkpoint.manifest import Manifest, read, read_state, verify
 from slurm_rlhf.errors import CheckpointError
 
 log = logging.getLogger(__name__)
 
-# `.old`: a save that replaced a checkpoint of the same step was killed before it was done (see `save.commit`).
+# `.old`: a save that replaced a checkpoint of the same step was killed before it was done (see `CheckpointDir.commit`).
 NAME = re.compile(r"step_(\d{6,})(\.old)?")
 
 
 @dataclass(slots=True, frozen=True)
 class Entry:
-    """A checkpoint directory whose manifest can be read; its files are not checked yet."""
+    """Name a checkpoint directory whose manifest can be read; its files are not checked yet."""
 
     path: Path
     manifest: Manifest
 
 
 def entries(root: Path) -> tuple[list[Entry], list[CheckpointError]]:
-    """The checkpoints under `root`, newest first, and what is wrong with directories that only look like one.
+    """Return the checkpoints under `root`, newest first, and what is wrong with directories that only look like one.
 
     Raises CheckpointError when `root` cannot be listed.
     """
@@ -46,12 +45,12 @@ def entries(root: Path) -> tuple[list[Entry], list[CheckpointError]]:
 
 
 def latest(root: Path) -> Path | None:
-    """The newest checkpoint under `root` that is whole. Damaged ones are passed over with a warning in the log."""
+    """Return the newest checkpoint under `root` that is whole. Damaged ones are skipped with a warning in the log."""
     return _search(root)[0]
 
 
 def load_state(path: Path) -> dict[str, Any]:
-    """The state that was committed with the checkpoint, after all of its files have been checked.
+    """Check all files of a checkpoint and return the state that was committed with it.
 
     Raises CheckpointError that says what is wrong and names the checkpoint to use instead, if there is one.
     """
@@ -63,10 +62,10 @@ def load_state(path: Path) -> dict[str, Any]:
 
 
 def resolve(root: Path, resume: str) -> Path | None:
-    """The checkpoint that the configuration's `resume` means: auto, never or a directory. None: start anew.
+    """Return the checkpoint that the key `resume` asks for: auto, never or a directory. None: start from the beginning.
 
-    Raises CheckpointError when the directory named is not a whole checkpoint, and under auto when there are
-    checkpoints but none is whole: starting anew would pass over the loss in silence.
+    Raises CheckpointError when the named directory is not a whole checkpoint, and for auto when there are
+    checkpoints but none is whole: starting from the beginning would hide the loss.
     """
     if resume == "never":
         return None
@@ -77,7 +76,8 @@ def resolve(root: Path, resume: str) -> Path | None:
     if newest is None and problems:
         listed = "\n  ".join(str(problem) for problem in problems)
         raise CheckpointError(
-            f"no checkpoint in {root} is whole:\n  {listed}\nTo start anew, remove them or add --resume never."
+            f"no checkpoint in {root} is whole:\n  {listed}\n"
+            "To start from the beginning, remove them or add --resume never."
         )
     return newest
 
@@ -85,21 +85,21 @@ def resolve(root: Path, resume: str) -> Path | None:
 def _search(root: Path) -> tuple[Path | None, list[CheckpointError]]:
     found, problems = entries(root)
     for problem in problems:
-        log.warning("%s; it is passed over", problem)
+        log.warning("%s; it is skipped", problem)
     for entry in found:
         try:
             verify(entry.path)
             return entry.path, problems
         except CheckpointError as error:
-            log.warning("%s; it is passed over", error)
+            log.warning("%s; it is skipped", error)
             problems.append(error)
     return None, problems
 
 
 def _advice(path: Path) -> str:
-    """Where a whole checkpoint is: beside `path`, or under it when it is a run directory."""
+    """Say where a whole checkpoint is: beside `path`, or under it when it is a run directory."""
     for root in (path.parent, path, path / "checkpoints"):
         usable = latest(root)
         if usable is not None and usable != path:
             return f"The newest whole checkpoint there is {usable}"
-    return "There is no other checkpoint beside it; --resume never starts anew"
+    return "There is no other checkpoint beside it; --resume never starts from the beginning"

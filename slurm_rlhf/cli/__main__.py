@@ -1,4 +1,4 @@
-"""`python -m slurm_rlhf.cli`: the same as `slurm-rlhf`, for processes that know their interpreter only."""
+"""Run `slurm-rlhf` as `python -m slurm_rlhf.cli`, for processes that know only their interpreter."""
 
 import sys
 

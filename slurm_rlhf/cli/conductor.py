@@ -37,8 +37,8 @@ def conduct(orders: Orders, channel: int) -> int:
     """The run; its ranks are told through the socket `channel`. Raises as `conductor.run`."""
     from slurm_rlhf.controller import conductor
     from slurm_rlhf.launch.channel import Channel
-    from slurm_rlhf.launch.job_chain import continuation_of
     from slurm_rlhf.launch.mpi.launcher import MpiLauncher
+    from slurm_rlhf.launch.requeue import continuation_of
 
     config = load_config(Path(orders.file), orders.overrides)
     ranks = RankMap.from_json(orders.ranks)

@@ -1,4 +1,4 @@
-"""`slurm-rlhf`: finds the command, imports that one alone, and turns exceptions into messages and exit codes."""
+"""Run `slurm-rlhf`: find the command, import only its module, turn exceptions into messages and exit codes."""
 
 from __future__ import annotations
 
@@ -14,37 +14,38 @@ from slurm_rlhf import __version__
 from slurm_rlhf.errors import ConfigError, SlurmRlhfError
 
 COMMANDS = {
-    "train": "train a policy by PPO",
-    "sft": "train a model on examples, the usual step before PPO",
-    "submit": "submit the same as `train` as a job, by submitit",
-    "status": "show the state of a job and where its run stands",
-    "cancel": "end a run, at once or when it has saved",
-    "plan": "show which rank of which role goes on which node",
-    "bench": "measure parts of a run against bare loops",
+    "train": ("train", "train a policy by PPO"),
+    "sft": ("train", "train a model on examples, the usual step before PPO"),
+    "submit": ("train", "submit `train` as a Slurm job"),
+    "status": ("status", "show the state of a job and how far its run is"),
+    "cancel": ("cancel", "end a run, at once or after it has saved"),
+    "plan": ("plan", "show which rank of which role goes on which node"),
+    "bench": ("bench", "measure parts of a run and compare them with plain loops"),
 }
-"""Name -> summary; `slurm_rlhf.cli.<name>` is its Command."""
+"""Name -> (module of this room whose `COMMANDS` holds the command, summary)."""
 
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
-class Command(Protocol):
-    """What the module of a command offers."""
+class CommandPage(Protocol):
+    """Run a command and explain it: implemented by `arguments.Command`, and by a module for each bench."""
 
     def help_page(self) -> str:
-        """All of `slurm-rlhf <name> --help`."""
+        """Return all of `slurm-rlhf <name> --help`."""
 
-    def run(self, words: list[str]) -> int:
-        """Runs with the words after the command's name; returns the exit code."""
+    @property
+    def run(self) -> Callable[[list[str]], int]:
+        """Run it with the words after its name; returns the exit code."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point. Exit codes: 0 done, 1 the run broke, 2 something the user can mend, 130 interrupted."""
+    """Run one command. Exit codes: 0 done, 1 the run failed, 2 something the user can fix, 130 interrupted."""
     words = sys.argv[1:] if argv is None else argv
     return guarded(lambda: _dispatch(words))
 
 
 def guarded(work: Callable[[], int]) -> int:
-    """What `work` returns; exceptions become messages and exit codes as `main` says."""
+    """Return what `work` returns; exceptions become messages and exit codes, as `main` says."""
     try:
         code = work()
         sys.stdout.flush()
@@ -60,7 +61,7 @@ def guarded(work: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
-        # A full disk or a missing permission; what it stopped is in the run's logs.
+        # A full disk or a missing permission; the logs of the run say what it stopped.
         print(f"slurm-rlhf: error: {error}", file=sys.stderr)
         return 1
     except Exception:
@@ -84,8 +85,8 @@ def _dispatch(words: list[str]) -> int:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         meant = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"unknown command {name!r}{meant} (commands: {', '.join(COMMANDS)})")
-    command: Command = importlib.import_module(f"slurm_rlhf.cli.{name}")
-    # `bench` has commands of its own, which answer for themselves.
+    command: CommandPage = importlib.import_module(f"slurm_rlhf.cli.{COMMANDS[name][0]}").COMMANDS[name]
+    # Each bench has its own help page.
     if rest[:1] in (["-h"], ["--help"]) or (name != "bench" and ("-h" in rest or "--help" in rest)):
         print(command.help_page(), end="")
         return 0
@@ -94,10 +95,10 @@ def _dispatch(words: list[str]) -> int:
 
 def _overview() -> str:
     width = max(map(len, COMMANDS))
-    commands = "\n".join(f"  {name.ljust(width)}  {summary}" for name, summary in COMMANDS.items())
+    commands = "\n".join(f"  {name.ljust(width)}  {summary}" for name, (_, summary) in COMMANDS.items())
     return (
         "usage: slurm-rlhf COMMAND FILE.toml [--KEY=VALUE ...]\n\n"
         "RLHF on Slurm, MPI or one machine: one process group per role, DeepSpeed, vLLM, no Ray.\n\n"
         f"commands:\n{commands}\n\n"
-        "`slurm-rlhf COMMAND --help` explains a command and lists every key; `slurm-rlhf --version` the version."
+        "`slurm-rlhf COMMAND --help` explains a command and lists its keys; `slurm-rlhf --version` prints the version."
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from slurm_rlhf.cli.arguments import Arguments
 from slurm_rlhf.cli.conductor import Orders
-from slurm_rlhf.cli.memory import draw_memory, insist_on_memory, memory_on
+from slurm_rlhf.cli.placement_report import check_memory, draw_memory, memory_on
 from slurm_rlhf.cluster.environment import read_slurm
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.session import attach_line
@@ -54,7 +54,7 @@ def _first(world: World, arguments: Arguments, start: Launched) -> int:
         config = load_config(arguments.file, arguments.overrides)
         check(config)
         placed = place_processes(config, processes, start)
-        insist_on_memory(config, placed.ranks)
+        check_memory(config, placed.ranks)
         if "dry_run" not in arguments.flags:
             for note in _look_around(world, config, placed.ranks, processes):
                 print(note, flush=True)

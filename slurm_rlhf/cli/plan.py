@@ -1,71 +1,77 @@
-"""`slurm-rlhf plan`: the rank map of a configuration."""
+"""Run `slurm-rlhf plan`: show the rank map of a configuration, its memory, and what a weight transfer costs."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
+from typing import Any
 
-from slurm_rlhf.cli.arguments import page, parse
-from slurm_rlhf.cli.layout import draw_layout, layout_on, layout_somewhere
-from slurm_rlhf.cli.memory import draw_memory, memory_json, memory_of, memory_on, refuse
-from slurm_rlhf.cli.transfer import INSIDE_GBITS, NETWORK_GBITS, draw_transfer, transfer_json, transfer_plan
+from slurm_rlhf.cli.arguments import Command, parse
+from slurm_rlhf.cli.placement_report import (
+    draw_layout,
+    draw_memory,
+    layout_on,
+    layout_somewhere,
+    memory_json,
+    memory_of,
+    memory_on,
+    require_fit,
+)
 from slurm_rlhf.cluster.nodelist import expand
+from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.config.model_parameters import stored_parameters
+from slurm_rlhf.config.roles import ROLES
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError, ModelError
+from slurm_rlhf.placement.rank_plan import RankMap
 from slurm_rlhf.placement.render import draw
-from slurm_rlhf.placement.topology import numbered_names
+from slurm_rlhf.placement.topology import GPU, numbered_names
+from slurm_rlhf.weight_sync.cost import Account, account
+from slurm_rlhf.weight_sync.layout import Layout
+from slurm_rlhf.weight_sync.plan import SyncPlan, make_plan
 
+GIGABIT = 125_000_000  # bytes
+NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0
 USAGE = (
     "usage: slurm-rlhf plan FILE.toml [--KEY=VALUE ...] [--json]\n"
     "                       [--gpus_per_node=N (--nodes=N | --nodelist=LIST)]\n"
     "                       [--gpu=NAME | --gpu_memory_gb=GB] [--network_gbits=RATE] [--inside_gbits=RATE]"
 )
-ABOUT = (
-    "Shows which rank of which role goes on which accelerator slot of which node, and starts nothing: in the Slurm "
-    "allocation it runs in, on the nodes that the options name, else on as many as the configuration asks for. Where "
-    "the model's config.json is there and the kind of GPU is known, it adds the memory that each role needs, and fails "
-    "where that is not there; where the weights are, what a weight transfer sends over each link, and for how long. "
-    "These keys decide."
-)
 FLAGS = {
     "json": "print one JSON object: accelerator, nodes, roles (role -> node, gpus, ranks), tp_groups, world, memory, "
     "transfer"
 }
-OPTIONS = {
+NODE_OPTIONS = {
     "nodes": "plan for this many nodes",
-    "nodelist": "plan for these nodes, in Slurm's words: gpu[001-003,007]",
-    "gpus_per_node": "GPUs of each of them",
+    "nodelist": "plan for these nodes, written as Slurm does: gpu[001-003,007]",
+    "gpus_per_node": "GPUs of each of these nodes",
 }
-GPU = {
+GPU_OPTIONS = {
     "gpu": "kind of the GPUs, as train.gpu: h100, a100_40gb, h200, ...",
     "gpu_memory_gb": "memory of a GPU as it is sold, as train.gpu_memory_gb",
 }
 DEFAULTS = (str(NETWORK_GBITS), str(INSIDE_GBITS))
 RATES = {
-    "network_gbits": f"rate of a node's links in each direction, for the predicted seconds [{NETWORK_GBITS:g}]",
-    "inside_gbits": f"the same between ranks of one node [{INSIDE_GBITS:g}]",
+    "network_gbits": f"Gbit/s of a node's links in each direction, to predict the seconds [{NETWORK_GBITS:g}]",
+    "inside_gbits": f"Gbit/s between the ranks of one node [{INSIDE_GBITS:g}]",
 }
-ROLES = ("actor", "critic", "ref", "reward")
-KEYS = [f"{role}.{size}" for role in ROLES for size in ("num_nodes", "num_gpus_per_node")]
+SIZES = ("num_nodes", "num_gpus_per_node")
+KEYS = [f"{role.group}.{size}" for role in ROLES.values() if role.kind != "engine" for size in SIZES]
 KEYS += ["vllm.num_engines", "vllm.tensor_parallel_size", "vllm.num_nodes"]
 KEYS += ["algo.kl.init_coef", "reward.model_name_or_path"]
-KEYS += ["train.colocate_all", "train.colocate_actor_ref", "train.colocate_critic_reward"]
+KEYS += ["train.colocate_all", *filter(None, (role.colocation_key for role in ROLES.values()))]
 KEYS += ["ds.zero_stage", "ds.param_dtype", "sync.bucket_mb"]
 KEYS += ["train.gpu", "train.gpu_memory_gb", "train.max_tokens_per_gpu", "train.forward_max_tokens_per_gpu"]
 KEYS += ["train.logprob_chunk_tokens", "actor.gradient_checkpointing_enable", "data.max_len", "ds.enable_sleep"]
 KEYS += ["ref.zero_stage", "ref.offload", "vllm.gpu_memory_utilization", "vllm.max_num_seqs"]
 
 
-def help_page() -> str:
-    """All of `slurm-rlhf plan --help`."""
-    return page(USAGE, ABOUT, KEYS, FLAGS | OPTIONS | GPU | RATES)
-
-
 def run(words: list[str]) -> int:
-    """Prints the rank map. Raises ConfigError, and PlacementError where the roles or their memory do not fit."""
+    """Print the plan. Raises ConfigError, and PlacementError if the roles or their memory do not fit."""
     options, rest = take_options(words)
-    rest += [f"--train.{name}={options.pop(name)}" for name in GPU if name in options]
+    rest += [f"--train.{name}={options.pop(name)}" for name in GPU_OPTIONS if name in options]
     arguments = parse(rest, USAGE, FLAGS)
     config = load_config(arguments.file, arguments.overrides)
     rates = [_rate(name, options.pop(name, default)) for name, default in zip(RATES, DEFAULTS, strict=True)]
@@ -82,19 +88,19 @@ def run(words: list[str]) -> int:
         if transfer:
             print(f"\n{draw_transfer(transfer, *rates)}")
     sys.stdout.flush()
-    refuse(config, memory)
+    require_fit(config, memory)
     return 0
 
 
 def take_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The options of OPTIONS, GPU and RATES with their values, and the words that are left."""
+    """Separate the options of NODE_OPTIONS, GPU_OPTIONS and RATES, with their values, from the other words."""
     options: dict[str, str] = {}
     rest: list[str] = []
     left = iter(words)
     for word in left:
         name, equals, value = word.partition("=")
         name = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
-        if name in OPTIONS | GPU | RATES:
+        if name in NODE_OPTIONS | GPU_OPTIONS | RATES:
             options[name] = value if equals else next(left, "")
         else:
             rest.append(word)
@@ -102,11 +108,11 @@ def take_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def wanted_nodes(options: dict[str, str]) -> tuple[list[str], int] | None:
-    """Names and GPUs per node that the options ask for; None when they say nothing. Raises ConfigError."""
+    """Return names and GPUs per node that the options ask for; None if there are no options. Raises ConfigError."""
     if not options:
         return None
     if "gpus_per_node" not in options or ("nodes" in options) == ("nodelist" in options):
-        raise ConfigError(f"--gpus_per_node goes with one of --nodes and --nodelist\n{USAGE}")
+        raise ConfigError(f"--gpus_per_node goes with --nodes or with --nodelist: give one of these two\n{USAGE}")
     names = expand(options["nodelist"]) if "nodelist" in options else numbered_names(_count("nodes", options))
     return names, _count("gpus_per_node", options)
 
@@ -126,3 +132,95 @@ def _rate(name: str, text: str) -> float:
     if not 0 < rate < math.inf:
         raise ConfigError(f"--{name} takes a rate in Gbit/s above 0, got {text!r}")
     return rate
+
+
+def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
+    """Plan the transfer of the actor's model over `ranks`; None if the files of the model do not tell its shapes."""
+    try:
+        stored = stored_parameters(config.actor.model_name_or_path)
+    except ModelError:
+        return None
+    described = [[name, shape, config.ds.param_dtype] for name, shape in stored]
+    nodes = {role: [share.node for share in shares for _ in share.ranks] for role, shares in ranks.roles.items()}
+    layout = Layout(tuple(nodes["actor"]), tuple(nodes["rollout"]), config.ds.zero_stage)
+    on_gpus = ranks.topology.accelerator == GPU and config.sync.backend in ("auto", "nccl", "ipc")
+    return make_plan(described, bucket_mb(config.sync.bucket_mb, on_gpus) << 20, layout)
+
+
+def transfer_json(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> dict[str, Any]:
+    """Return the bytes per rank and link of one update, and the predicted seconds, ready for JSON."""
+    found = account(plan)
+    actors = len(plan.layout.actors)
+    return {
+        "bytes": found.payload,
+        "buckets": len(plan.buckets),
+        "seconds": _seconds(found, network_gbits, inside_gbits),
+        "network_gbits": network_gbits,
+        "inside_gbits": inside_gbits,
+        "actor_sent": {str(rank): round(found.sent.get(rank, 0)) for rank in range(actors)},
+        "engine_sent": {
+            str(rank - actors): round(found.sent.get(rank, 0)) for rank in range(actors, plan.layout.world)
+        },
+        "engine_received": {
+            str(rank - actors): round(found.received[rank]) for rank in range(actors, plan.layout.world)
+        },
+        "links": {
+            node: {"out": round(found.out.get(node, 0)), "into": round(found.into.get(node, 0))}
+            for node in _nodes(plan)
+        },
+    }
+
+
+def draw_transfer(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> str:
+    """Format the bytes and seconds of one update for a terminal."""
+    found = account(plan)
+    actors = range(len(plan.layout.actors))
+    engines = range(len(actors), plan.layout.world)
+    lines = [
+        f"weight transfer: {_size(found.payload)} in {len(plan.buckets)} buckets, about "
+        f"{_seconds(found, network_gbits, inside_gbits):.3g} s at {network_gbits:g} Gbit/s between nodes and "
+        f"{inside_gbits:g} Gbit/s inside",
+        f"  an actor rank sends {_range([found.sent.get(rank, 0) for rank in actors])}",
+        f"  an engine rank receives {_range([found.received[rank] for rank in engines])} "
+        f"and hands on {_range([found.sent.get(rank, 0) for rank in engines])}",
+    ]
+    for node in _nodes(plan)[:8]:
+        lines.append(f"  {node}: {_size(found.out.get(node, 0))} out, {_size(found.into.get(node, 0))} in")
+    rest = len(_nodes(plan)) - 8
+    return "\n".join([*lines, f"  and {rest} more nodes"] if rest > 0 else lines)
+
+
+def _seconds(found: Account, network_gbits: float, inside_gbits: float) -> float:
+    return found.seconds(network_gbits * GIGABIT, inside_gbits * GIGABIT)
+
+
+def _nodes(plan: SyncPlan) -> list[str]:
+    return list(dict.fromkeys(plan.layout.actors + plan.layout.engines))
+
+
+def _range(counts: list[float]) -> str:
+    low, high = min(counts), max(counts)
+    return _size(low) if _size(low) == _size(high) else f"{_size(low)} to {_size(high)}"
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.4g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} GB"
+
+
+COMMANDS = {
+    "plan": Command(
+        USAGE,
+        "Shows which rank of which role goes on which accelerator slot of which node, and starts nothing. The nodes "
+        "are those of the Slurm allocation it runs in, those that the options name, or as many as the configuration "
+        "asks for. If the model has a config.json and the kind of GPU is known, it adds the memory that each role "
+        "needs, and fails if that does not fit. If the model has weights, it adds the bytes that a weight transfer "
+        "sends over each link, and how long that takes. The keys below decide.",
+        run,
+        FLAGS | NODE_OPTIONS | GPU_OPTIONS | RATES,
+        KEYS,
+    ),
+}

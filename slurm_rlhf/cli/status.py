@@ -1,51 +1,41 @@
-"""`slurm-rlhf status RUN`: what the job does, where the run stands, the last lines of what failed."""
+"""Run `slurm-rlhf status RUN`: show the job, how far the run is, and the last lines of what failed."""
 
 from __future__ import annotations
 
-import textwrap
 import time
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
 
+from slurm_rlhf.cli.arguments import Command
 from slurm_rlhf.cli.run_lookup import Found, find
 from slurm_rlhf.cluster.job import Job
 from slurm_rlhf.cluster.session import attach_line
 from slurm_rlhf.cluster.states import OVER, reason_words, state_words
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.observe.log_tail import tail
-from slurm_rlhf.observe.run_status import Standing, read_standing
+from slurm_rlhf.observe.run_status import RunStatus, read_run_status
 from slurm_rlhf.observe.table import duration
 
 USAGE = "usage: slurm-rlhf status RUN"
-ABOUT = (
-    "RUN is a run directory or the number of a job (12, or 12_3 for a task of an array). Shows the state of the job "
-    "and what to do about it, step, reward and the time that is left, and the last lines of what failed. Asks "
-    "slurmctld once, needs no slurmdbd, and reads the rest from the run directory."
-)
 WIDTH = 12
 LINES = 12
 
 
-def help_page() -> str:
-    """All of `slurm-rlhf status --help`."""
-    return f"{USAGE}\n\n{textwrap.fill(ABOUT, 120)}\n"
-
-
 def run(words: list[str]) -> int:
-    """Prints the status. Raises ConfigError when RUN names no run, RunError where slurmctld does not answer."""
+    """Print the status. Raises ConfigError when RUN names no run, RunError if slurmctld does not answer."""
     if len(words) != 1 or words[0].startswith("-"):
-        raise ConfigError(f"one run directory or job number is needed\n{USAGE}")
+        raise ConfigError(f"status takes one run directory or job number\n{USAGE}")
     found = find(words[0])
-    standing = None
+    run_status = None
     if found.directory is not None:
-        standing = read_standing(found.directory / "metrics.jsonl", found.directory / "summary.json")
-    print("\n".join([*job_lines(found), *run_lines(found, standing, time.time()), *failure_lines(found, standing)]))
+        run_status = read_run_status(found.directory / "metrics.jsonl", found.directory / "summary.json")
+    print("\n".join([*job_lines(found), *run_lines(found, run_status, time.time()), *failure_lines(found, run_status)]))
     return 0
 
 
 def job_lines(found: Found) -> list[str]:
-    """The job's part: state, meaning, what to do, how to look inside."""
+    """Describe the job: its state, what that means, what to do, how to look inside."""
     job = found.job
     if found.unasked:
         return [_row("job", f"{found.job_id}: {found.unasked}")]
@@ -71,31 +61,31 @@ def job_lines(found: Found) -> list[str]:
     return lines
 
 
-def run_lines(found: Found, standing: Standing | None, now: float) -> list[str]:
-    """The run's part: step, reward, pace, end."""
-    if standing is None:
-        return [_row("run", "its directory is not known: it names it in its output when it starts")]
-    lines = [_row("run", f"{found.directory}{': ' + said if (said := _said(found, standing)) else ''}")]
-    if not standing.total:
+def run_lines(found: Found, run_status: RunStatus | None, now: float) -> list[str]:
+    """Describe the run: step, reward, pace, end."""
+    if run_status is None:
+        return [_row("run", "its directory is not known yet: the job prints it when it starts")]
+    lines = [_row("run", f"{found.directory}{': ' + said if (said := _state(found, run_status)) else ''}")]
+    if not run_status.total:
         return lines
-    reward = "" if standing.reward is None else f", reward {standing.reward:.4g}"
-    lines.append(_row("step", f"{standing.step}/{standing.total}{reward}"))
-    if standing.step_s is not None and standing.age_s is not None:
-        pace = f"{standing.step_s:.3g} s" if standing.step_s < 60 else duration(standing.step_s)
-        lines.append(_row("pace", f"{pace} a step, the last one {duration(standing.age_s)} ago"))
-    if _going(found, standing) and standing.left_s is not None:
-        end = datetime.fromtimestamp(now + standing.left_s)
-        lines.append(_row("left", f"{duration(standing.left_s)}, until {end:%a %H:%M}{_too_late(found.job, end)}"))
+    reward = "" if run_status.reward is None else f", reward {run_status.reward:.4g}"
+    lines.append(_row("step", f"{run_status.step}/{run_status.total}{reward}"))
+    if run_status.step_s is not None and run_status.age_s is not None:
+        pace = f"{run_status.step_s:.3g} s" if run_status.step_s < 60 else duration(run_status.step_s)
+        lines.append(_row("pace", f"{pace} a step, the last one {duration(run_status.age_s)} ago"))
+    if _is_running(found, run_status) and run_status.left_s is not None:
+        end = datetime.fromtimestamp(now + run_status.left_s)
+        lines.append(_row("left", f"{duration(run_status.left_s)}, until {end:%a %H:%M}{_too_late(found.job, end)}"))
     return lines
 
 
-def failure_lines(found: Found, standing: Standing | None) -> list[str]:
-    """What failed, in its own last words."""
-    if standing is None or found.directory is None:
+def failure_lines(found: Found, run_status: RunStatus | None) -> list[str]:
+    """Show the error, or the last lines of the logs if the run could not write one."""
+    if run_status is None or found.directory is None:
         return []
-    if standing.status == "failed":
-        return ["", f"error: {standing.error}"]
-    if not _cut_off(found, standing):
+    if run_status.status == "failed":
+        return ["", f"error: {run_status.error}"]
+    if not _cut_off(found, run_status):
         return []
     logs = [path for path in (found.directory / "logs").glob("*.log") if path.stat().st_size]
     if found.job and found.job.output and Path(found.job.output).exists():
@@ -108,19 +98,19 @@ def _indented(log: Path) -> list[str]:
     return [f"    {line}" for line in tail(log, LINES)]
 
 
-def _said(found: Found, standing: Standing) -> str:
-    if _cut_off(found, standing):
+def _state(found: Found, run_status: RunStatus) -> str:
+    if _cut_off(found, run_status):
         return "it was cut off in the middle and could not say why; checkpoints are intact"
-    return standing.status
+    return run_status.status
 
 
-def _going(found: Found, standing: Standing) -> bool:
-    return standing.status == "running" and not _cut_off(found, standing)
+def _is_running(found: Found, run_status: RunStatus) -> bool:
+    return run_status.status == "running" and not _cut_off(found, run_status)
 
 
-def _cut_off(found: Found, standing: Standing) -> bool:
-    """It says that it runs, but nobody is there who could."""
-    if standing.status != "running":
+def _cut_off(found: Found, run_status: RunStatus) -> bool:
+    """Tell whether summary.json says that the run goes on although its process is gone."""
+    if run_status.status != "running":
         return False
     if found.unasked:
         return False
@@ -146,3 +136,14 @@ def _too_late(job: Job | None, end: datetime) -> str:
 
 def _row(name: str, text: str) -> str:
     return f"{name:{WIDTH}}{text}"
+
+
+COMMANDS = {
+    "status": Command(
+        USAGE,
+        "RUN is a run directory or the number of a job (12, or 12_3 for a task of an array). Shows the state of the "
+        "job and what to do about it, the step, the reward and the time that is left, and the last lines of what "
+        "failed. Asks slurmctld once, needs no slurmdbd, and reads the rest from the run directory.",
+        run,
+    ),
+}

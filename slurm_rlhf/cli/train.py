@@ -1,4 +1,4 @@
-"""`slurm-rlhf train`: PPO from a TOML file."""
+"""Start training: `slurm-rlhf train` and `sft` here, `submit` as a Slurm job."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ import textwrap
 from dataclasses import fields
 from pathlib import Path
 
-from slurm_rlhf.cli.arguments import page, parse
-from slurm_rlhf.cli.layout import draw_layout, layout_here, layout_somewhere
-from slurm_rlhf.cli.memory import draw_memory, insist_on_memory, memory_on, refuse
+from slurm_rlhf.cli.arguments import Command, parse
+from slurm_rlhf.cli.placement_report import (
+    check_memory,
+    draw_layout,
+    draw_memory,
+    layout_here,
+    layout_somewhere,
+    memory_of,
+    memory_on,
+    require_fit,
+)
 from slurm_rlhf.cluster.environment import read_slurm
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.session import attach_line
-from slurm_rlhf.config.check import check
+from slurm_rlhf.config.check import check, check_sft
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
@@ -22,40 +30,40 @@ from slurm_rlhf.launch.mpi.environment import launched
 from slurm_rlhf.placement.rank_map_file import RankMap
 
 USAGE = "usage: slurm-rlhf train FILE.toml [--KEY=VALUE ...] [--dry_run]"
-ABOUT = (
-    "Trains a policy by PPO: starts actor, critic, reference and rollout as process groups of their own, and puts "
-    "everything of the run into run_dir. Started again, it goes on from the newest checkpoint."
-)
-FLAGS = {"dry_run": "print the resolved configuration, rank map and memory (as TOML and its comments), start nothing"}
-GROUPS = [field.name for field in fields(Config) if field.name != "sft"]
+FLAGS = {"dry_run": "print the resolved configuration, the rank map and the memory (as TOML comments); start nothing"}
+SFT_USAGE = "usage: slurm-rlhf sft FILE.toml [--KEY=VALUE ...]"
+SUBMIT_USAGE = "usage: slurm-rlhf submit FILE.toml [--KEY=VALUE ...] [--local]"
+SUBMIT_FLAGS = {"local": "run it on this machine instead, as a process that goes on after this command has ended"}
+GROUPS = [field.name for field in fields(Config)]
 
 
-def help_page() -> str:
-    """All of `slurm-rlhf train --help`."""
-    return page(USAGE, ABOUT, GROUPS, FLAGS)
-
-
-def run(words: list[str]) -> int:
-    """Trains, or with --dry_run prints what would run. Raises SlurmRlhfError."""
+def train(words: list[str]) -> int:
+    """Train, or with --dry_run print what would run. Raises SlurmRlhfError."""
     arguments = parse(words, USAGE, FLAGS)
     start = launched(os.environ)
     if start is not None:
-        from slurm_rlhf.cli import mpi_start as mpi
+        from slurm_rlhf.cli import mpi_start
 
-        return mpi.train(arguments, start)
+        return mpi_start.train(arguments, start)
     config = load_config(arguments.file, arguments.overrides)
-    check(config)
     if "dry_run" in arguments.flags:
+        check(config)
         layout = draw_layout(config)
         memory = memory_on(config, layout_somewhere(config))
         print(dump_toml(config))
         print(textwrap.indent(f"{layout}\n\n{draw_memory(config, memory)}", "# ", lambda line: True), flush=True)
-        refuse(config, memory)
+        require_fit(config, memory)
         return 0
+    return train_here(config)
+
+
+def train_here(config: Config) -> int:
+    """Train with `config` in the allocation or on the machine of this process; the exit code. Raises SlurmRlhfError."""
+    check(config)
     ranks = layout_here(config)
-    insist_on_memory(config, ranks)
+    check_memory(config, ranks)
     from slurm_rlhf.controller import conductor
-    from slurm_rlhf.launch.job_chain import continuation_of
+    from slurm_rlhf.launch.requeue import continuation_of
 
     launcher = _launcher(config, ranks)
     return conductor.run(
@@ -64,7 +72,7 @@ def run(words: list[str]) -> int:
 
 
 def _launcher(config: Config, ranks: RankMap) -> Launcher:
-    """srun in a Slurm allocation, after a look at its nodes; subprocesses elsewhere."""
+    """Check the nodes and make their launcher: srun steps in a Slurm allocation, else child processes."""
     from slurm_rlhf.launch.accelerators import Wanted
     from slurm_rlhf.launch.preflight import check_here, check_nodes
 
@@ -72,7 +80,7 @@ def _launcher(config: Config, ranks: RankMap) -> Launcher:
     if slurm is None:
         from slurm_rlhf.launch.local import LocalLauncher
 
-        _say(check_here(wanted, os.environ))
+        _print_notes(check_here(wanted, os.environ))
         return LocalLauncher(run_dir, ranks)
     from slurm_rlhf.launch.container import container_of
     from slurm_rlhf.launch.slurm import SlurmLauncher, used_nodes
@@ -80,12 +88,64 @@ def _launcher(config: Config, ranks: RankMap) -> Launcher:
     nodes = used_nodes(ranks)
     container = container_of(config)
     gpus = [ranks.topology.node(node).gpus for node in nodes] if wanted.slots else []
-    _say(check_nodes(run_dir, nodes, container, wanted, gpus))
+    _print_notes(check_nodes(run_dir, nodes, container, wanted, gpus))
     print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}, run directory {run_dir}")
     print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
     return SlurmLauncher(run_dir, ranks, slurm, container)
 
 
-def _say(notes: list[str]) -> None:
+def _print_notes(notes: list[str]) -> None:
     for note in notes:
         print(note, flush=True)
+
+
+def sft(words: list[str]) -> int:
+    """Train on examples and write the model. Raises SlurmRlhfError."""
+    arguments = parse(words, SFT_USAGE)
+    config = load_config(arguments.file, arguments.overrides)
+    check_sft(config)
+    from slurm_rlhf.training.sft import run as train_on_examples
+
+    train_on_examples(config)
+    return 0
+
+
+def submit(words: list[str]) -> int:
+    """Submit a job that trains. Raises SlurmRlhfError."""
+    arguments = parse(words, SUBMIT_USAGE, SUBMIT_FLAGS)
+    config = load_config(arguments.file, arguments.overrides)
+    require_fit(config, memory_of(config, None))  # if train.gpu names the GPUs: an error now, not after the queue
+    from slurm_rlhf.launch import submit as submit_job
+
+    job = submit_job(config, local="local" in arguments.flags)
+    print(f"{'process' if 'local' in arguments.flags else 'job'} {job.job_id}, output in {job.paths.stdout}")
+    print(f"`slurm-rlhf status {config.run_dir}` shows how far it is")
+    return 0
+
+
+COMMANDS = {
+    "train": Command(
+        USAGE,
+        "Trains a policy by PPO: starts actor, critic, reference and rollout as separate process groups, and puts all "
+        "files of the run into run_dir. Started again, it resumes from the newest checkpoint.",
+        train,
+        FLAGS,
+        [group for group in GROUPS if group != "sft"],
+    ),
+    "sft": Command(
+        SFT_USAGE,
+        "Trains actor.model_name_or_path on the examples in sft.dataset (data.input_key, data.output_key) and writes a "
+        "Hugging Face model with its tokenizer to sft.output_dir. Runs in one process; use torchrun to start several.",
+        sft,
+        keys=["sft", "data", "actor", "ds", "train", "timeout"],
+    ),
+    "submit": Command(
+        SUBMIT_USAGE,
+        "Submits a PPO run to Slurm with the options of the group slurm, and prints the job's number. The job saves "
+        "and requeues itself when it is preempted or its time is up. In Python: slurm_rlhf.submit(config), "
+        "which returns a submitit job.",
+        submit,
+        SUBMIT_FLAGS,
+        ["slurm", *(group for group in GROUPS if group not in ("sft", "slurm"))],
+    ),
+}

@@ -17,12 +17,13 @@ import platform
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
+
+from slurm_rlhf.polling import wait_until
 
 CACHES = {
     "TRITON_CACHE_DIR": "triton",
@@ -230,15 +231,19 @@ def _try_lock(slot: Path) -> int | None:
 @contextlib.contextmanager
 def _turn(root: Path) -> Iterator[None]:
     """One rank at a time looks for a directory, so that none is taken while it is being removed."""
-    end = time.monotonic() + _PATIENCE_S
-    while (lock := _try_lock(root)) is None:
-        if time.monotonic() > end:
-            raise TimeoutError(errno.ETIMEDOUT, f"another rank holds its lock for more than {_PATIENCE_S:g} s")
-        time.sleep(0.02)
+    locks: list[int] = []
+
+    def locked() -> bool:
+        lock = _try_lock(root)
+        locks.extend([] if lock is None else [lock])
+        return lock is not None
+
+    if not wait_until(locked, _PATIENCE_S, 0.02, 0.02):
+        raise TimeoutError(errno.ETIMEDOUT, f"another rank holds its lock for more than {_PATIENCE_S:g} s")
     try:
         yield
     finally:
-        os.close(lock)
+        os.close(locks[0])
 
 
 def _size(directory: Path) -> int:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from slurm_rlhf.atomic_write import write_atomically
 from slurm_rlhf.cluster.environment import read_slurm
 
 SESSION_FILE = "session.json"
@@ -39,9 +40,7 @@ class Session:
 
     def write(self, run_dir: Path) -> None:
         """At once whole or not at all."""
-        written = run_dir / f".{SESSION_FILE}.new"
-        written.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
-        written.replace(run_dir / SESSION_FILE)
+        write_atomically(run_dir / SESSION_FILE, json.dumps(asdict(self)) + "\n")
 
 
 def read_session(run_dir: Path) -> Session | None:

@@ -7,6 +7,7 @@ import string
 from collections.abc import Iterator
 from pathlib import Path
 
+from slurm_rlhf.config.algorithm import algorithm_of, has_critic
 from slurm_rlhf.config.attention import problem as attention_problem
 from slurm_rlhf.config.colocated import colocated
 from slurm_rlhf.config.load import joined
@@ -18,6 +19,7 @@ from slurm_rlhf.config.model_directory import (
 )
 from slurm_rlhf.config.ranges import out_of_range
 from slurm_rlhf.config.reward import check_reward_model, reward_source
+from slurm_rlhf.config.roles import ROLES, running_roles
 from slurm_rlhf.config.sampling import sampling
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.time_limit import minutes
@@ -35,7 +37,7 @@ def check(config: Config) -> None:
     check_length("actor.model_name_or_path", actor, config.data.max_len)
     check_architecture("actor.model_name_or_path", actor, config.data.max_len)
     check_tensor_parallel("actor.model_name_or_path", actor, config.vllm.tensor_parallel_size)
-    if config.critic.model_name_or_path:
+    if config.critic.model_name_or_path and has_critic(config):
         check_model_directory("critic.model_name_or_path", config.critic.model_name_or_path, tokenizer=False)
     if config.reward.model_name_or_path:
         check_reward_model(config)
@@ -75,11 +77,36 @@ def _training_problems(config: Config) -> Iterator[str]:
     yield from _frozen(config)
     yield from filter(None, [attention_problem(config.ds.attn_implementation)])
     yield from _slurm(config)
-    if not in_range:
+    wrong = list(_algorithm(config))
+    yield from wrong
+    if not in_range and not wrong:
         yield from _batches(config)
+    if not in_range:
         yield from _relations(config)
+    if not in_range and not wrong:
         yield from colocated(config)
+    if not in_range:
         yield from sampling(config)
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    """The rules of the algorithm that advantages are estimated by."""
+    try:
+        algorithm = algorithm_of(config)
+    except ConfigError as error:
+        yield str(error)
+        return
+    samples, least = config.rollout.n_samples_per_prompt, algorithm.min_samples_per_prompt
+    if samples < least:
+        yield (
+            f"algo.advantage.estimator = {algorithm.name} compares the responses to one prompt: it needs "
+            f"rollout.n_samples_per_prompt of at least {least}, got {samples}"
+        )
+    if config.critic.freezing_steps and not algorithm.needs_critic:
+        yield (
+            f"critic.freezing_steps = {config.critic.freezing_steps} trains the critic alone at first, and "
+            f"algo.advantage.estimator = {algorithm.name} has none: leave the key out"
+        )
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -90,27 +117,25 @@ def _batches(config: Config) -> Iterator[str]:
     if responses % batch:
         fits = _divisors(responses, batch)
         yield f"{told} responses do not divide into optimizer steps of train.batch_size = {batch}: use {fits}"
-    for role, group in (("actor", config.actor), ("critic", config.critic)):
+    for role in running_roles(config):
+        group, name = role.settings(config), role.group
+        if role.kind == "engine":
+            continue
         ranks = group.num_nodes * group.num_gpus_per_node
-        if batch % ranks:
-            sizes = (
-                f"{role}.num_nodes * {role}.num_gpus_per_node = {group.num_nodes} * {group.num_gpus_per_node} = {ranks}"
-            )
+        sizes = f"{name}.num_nodes * {name}.num_gpus_per_node = {group.num_nodes} * {group.num_gpus_per_node} = {ranks}"
+        if role.kind == "trained" and batch % ranks:
             yield f"train.batch_size = {batch} does not divide over {sizes} ranks: use a multiple of {ranks}"
-    starts = {"ref": config.algo.kl.init_coef != 0, "reward": bool(config.reward.model_name_or_path)}
-    for role, frozen in (("ref", config.ref), ("reward", config.reward)):
-        ranks = frozen.num_nodes * frozen.num_gpus_per_node
-        if starts[role] and responses % ranks:
-            sizes = f"{role}.num_nodes * {role}.num_gpus_per_node = {frozen.num_nodes} * {frozen.num_gpus_per_node}"
-            yield f"{told} responses do not divide over {sizes} = {ranks} ranks: use a multiple of {ranks}"
+        elif role.kind == "frozen" and responses % ranks:
+            yield f"{told} responses do not divide over {sizes} ranks: use a multiple of {ranks}"
 
 
 def _frozen(config: Config) -> Iterator[str]:
-    for role, group in (("ref", config.ref), ("reward", config.reward)):
+    for role in (row for row in ROLES.values() if row.kind == "frozen"):
+        group, name = role.settings(config), role.group
         if group.zero_stage not in (0, 3):
-            yield f"{role}.zero_stage takes 0 or 3, got {group.zero_stage}: a frozen model has parameters only to cut"
+            yield f"{name}.zero_stage takes 0 or 3, got {group.zero_stage}: a frozen model has parameters only to cut"
         elif group.offload and group.zero_stage != 3:
-            yield f"{role}.offload needs {role}.zero_stage = 3: DeepSpeed moves parameters that ZeRO-3 has cut"
+            yield f"{name}.offload needs {name}.zero_stage = 3: DeepSpeed moves parameters that ZeRO-3 has cut"
 
 
 def _divisors(whole: int, wanted: int) -> str:

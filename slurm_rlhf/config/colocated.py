@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slurm_rlhf.config.schema import Config, Critic, Ref, Reward
+from slurm_rlhf.config.roles import running_roles
+from slurm_rlhf.config.schema import Config
 
 
 def colocated(config: Config) -> Iterator[str]:
@@ -34,17 +35,15 @@ def colocated(config: Config) -> Iterator[str]:
 def _trainers(config: Config) -> Iterator[str]:
     """Every other role that runs on accelerators is as large as the actor."""
     actor = config.actor
-    others: list[tuple[str, Critic | Ref | Reward, bool]] = [
-        ("critic", config.critic, True),
-        ("ref", config.ref, config.algo.kl.init_coef != 0),
-        ("reward", config.reward, bool(config.reward.model_name_or_path)),
-    ]
-    for role, group, runs in others:
-        if runs and (group.num_nodes, group.num_gpus_per_node) != (actor.num_nodes, actor.num_gpus_per_node):
+    for role in running_roles(config):
+        group, name = role.settings(config), role.group
+        if role.kind == "engine":
+            continue
+        if (group.num_nodes, group.num_gpus_per_node) != (actor.num_nodes, actor.num_gpus_per_node):
             yield (
-                f"train.colocate_all needs roles of one size, and {role} has {group.num_nodes} x "
+                f"train.colocate_all needs roles of one size, and {name} has {group.num_nodes} x "
                 f"{group.num_gpus_per_node} slots, the actor {actor.num_nodes} x {actor.num_gpus_per_node}: set "
-                f"{role}.num_nodes = {actor.num_nodes} and {role}.num_gpus_per_node = {actor.num_gpus_per_node}"
+                f"{name}.num_nodes = {actor.num_nodes} and {name}.num_gpus_per_node = {actor.num_gpus_per_node}"
             )
 
 

@@ -42,7 +42,9 @@ def _metavar(key: Key) -> str:
     if key.choices:
         return "|".join(key.choices)
     names = {"str": "TEXT", "path": "PATH", "int": "INT", "float": "NUMBER", "bool": "BOOL"}
-    return names.get(key.kind) or ("NUMBER ..." if key.kind == "list[float]" else "TEXT ...")
+    if key.kind.startswith("list["):
+        return f"{names[key.kind[len('list[') : -1]]} ..."
+    return names[key.kind]
 
 
 def _default(key: Key) -> str:

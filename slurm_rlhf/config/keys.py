@@ -16,7 +16,7 @@ from slurm_rlhf.config.schema import Config
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key; `kind` is str, path, int, float, bool, list[float] or list[str]."""
+    """One key; `kind` is str, path, int, float, bool, list[float], list[str] or list[path]."""
 
     name: str
     kind: str
@@ -41,6 +41,7 @@ class Key:
             "bool": "true or false",
             "list[float]": "a list of numbers",
             "list[str]": "a list of strings",
+            "list[path]": "a list of paths (strings)",
         }[self.kind]
 
 
@@ -60,6 +61,8 @@ def _walk(group: Any, prefix: str) -> Iterable[Key]:
             yield Key(name, "str", value, get_args(hint))
         elif get_origin(hint) is Annotated:
             yield Key(name, "path", value)
+        elif any(get_origin(item) is Annotated for item in get_args(hint)):
+            yield Key(name, "list[path]", value)
         else:
             yield Key(name, hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint), value)
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.help import help_text
-from slurm_rlhf.config.keys import Key, all_keys, groups, nearest, put
+from slurm_rlhf.config.keys import Key, all_keys, get, groups, nearest, put
 from slurm_rlhf.config.overrides import split_overrides
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.values import BadValue, from_text, from_toml
@@ -26,7 +28,7 @@ NOT_PATHS = {
 """Words that a path key also takes, which are not paths."""
 
 
-def load_config(path: Path | str | None, overrides: list[str]) -> Config:
+def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a run: defaults, then the TOML file, then the command line; the last word wins.
 
     Paths become absolute: those of the file start at its directory, those of the command line at the working
@@ -38,12 +40,28 @@ def load_config(path: Path | str | None, overrides: list[str]) -> Config:
     if path is not None:
         file = Path(path)
         _apply_table(config, _read(file), "", file, problems)
-    _apply_overrides(config, overrides, problems)
+    _apply_overrides(config, list(overrides), problems)
     if problems:
         raise ConfigError(joined(problems))
     if path is not None and not config.run_dir:
         config.run_dir = os.path.abspath(Path("runs") / Path(path).stem)
     return config
+
+
+def settled(config: Config) -> Config:
+    """Return a copy of a configuration that was made or changed in Python, with every path absolute.
+
+    Raises ConfigError with every value that its key does not take.
+    """
+    copied, problems = copy.deepcopy(config), []
+    for name, key in all_keys().items():
+        try:
+            put(copied, name, _resolved(key, from_toml(key, get(copied, name)), Path.cwd()))
+        except BadValue as error:
+            problems.append(str(error))
+    if problems:
+        raise ConfigError(joined(problems))
+    return copied
 
 
 def joined(problems: list[str]) -> str:
@@ -108,6 +126,8 @@ def _unknown(name: str, dashes: str = "") -> str:
 
 
 def _resolved(key: Key, value: Any, base: Path) -> Any:
+    if key.kind == "list[path]":
+        return [os.path.abspath(base / Path(item).expanduser()) for item in value]
     if key.kind != "path" or not value or value.startswith(NOT_PATHS.get(key.name, ())):
         return value
     return os.path.abspath(base / Path(value).expanduser())

@@ -16,12 +16,18 @@ MODEL = "reward.model_name_or_path"
 
 
 def reward_source(config: Config) -> Iterator[str]:
-    """What is wrong with reward.remote_url and reward.model_name_or_path: exactly one is needed."""
+    """What is wrong with the keys that name where rewards come from: exactly one of them is needed."""
     source, model = config.reward.remote_url, config.reward.model_name_or_path
-    if source and model:
-        yield f"reward.remote_url and {MODEL} are both set: rewards come from a function or a model, leave out one"
-    elif not source and not model:
-        yield f"neither reward.remote_url (a Python file with reward_func) nor {MODEL} is set: name one"
+    keys = {"reward.remote_url": source, "reward.function": config.reward.function, MODEL: model}
+    named = [key for key, value in keys.items() if value]
+    if len(named) > 1:
+        both = "both" if len(named) == 2 else "all"
+        yield f"{' and '.join(named)} are {both} set: rewards come from a function or a model, leave all out but one"
+    elif not named:
+        yield (
+            f"neither reward.remote_url (a Python file with reward_func) nor {MODEL} nor reward.function (one that a "
+            "plugin registers) is set: name one"
+        )
     elif source.startswith(("http://", "https://")):
         yield f"reward.remote_url: reward servers are not supported yet ({source}): name a Python file with reward_func"
     elif source and not Path(source).is_file():
@@ -45,14 +51,6 @@ def reward_statistics(path: str) -> tuple[float, float] | None:
             "needed, std above 0: correct them, or remove both to normalise by running statistics"
         )
     return float(mean), float(std)
-
-
-def critic_directory(config: Config) -> str:
-    """Where the value model starts from: critic.model_name_or_path, the reward model, or the actor's directory.
-
-    A reward model has learned already what a response is worth. Source: OpenRLHF, `cli/train_ppo_ray.py`.
-    """
-    return config.critic.model_name_or_path or config.reward.model_name_or_path or config.actor.model_name_or_path
 
 
 def check_reward_model(config: Config) -> None:

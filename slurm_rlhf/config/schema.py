@@ -98,7 +98,7 @@ class Critic:
 @dataclass(slots=True)
 class Ref:
     num_nodes: int = 1
-    """Nodes of this role. The reference starts only when algo.kl.init_coef is not zero."""
+    """Nodes of this role. The reference starts only when algo.kl.init_coef is not zero, or the algorithm needs it."""
     num_gpus_per_node: int = 1
     """Accelerator slots of this role on each of its nodes."""
     zero_stage: int = 0
@@ -112,6 +112,8 @@ class Reward:
     remote_url: FilePath = ""
     """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF. README.md says what it can
     take."""
+    function: str = ""
+    """Name of a function that a file in train.plugins registers (slurm_rlhf.register_reward), instead of a file."""
     model_name_or_path: FilePath = ""
     """Directory of a reward model, instead of a function: sequence classification with one label, or a value head."""
     num_nodes: int = 1
@@ -198,8 +200,9 @@ class Ds:
 
 @dataclass(slots=True)
 class Advantage:
-    estimator: Literal["gae"] = "gae"
-    """How advantages are estimated."""
+    estimator: str = "gae"
+    """How advantages are estimated, and so which algorithm trains: gae (PPO), or one that a file in train.plugins
+    registers. Methods without values start no critic."""
     gamma: float = 1.0
     """Discount per token."""
     lambd: float = 1.0
@@ -212,7 +215,7 @@ class Advantage:
 @dataclass(slots=True)
 class Kl:
     init_coef: float = 0.01
-    """Weight of the KL penalty in the reward; 0: no reference model is started."""
+    """Weight of the KL penalty in the reward; 0: no reference model is started, unless the algorithm needs it."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
     """k1, k2 or k3 (Schulman, Approximating KL Divergence, 2020)."""
     target: float = 0.0
@@ -255,6 +258,9 @@ class Train:
     Roles must be of one size, and vllm.num_engines * vllm.tensor_parallel_size the actor's slots."""
     seed: int = 42
     """Every random choice of a run derives from it."""
+    plugins: list[FilePath] = field(default_factory=list)
+    """Python files of yours that register algorithms or rewards (slurm_rlhf.register_algorithm, register_reward).
+    Conductor and actor ranks run them, so every node must see them. Relative paths as data.prompt_dataset."""
     async_queue_size: int = 1
     """Batches sampled ahead with vllm.sync_mode = inflight: no token is older than so many updates when trained on."""
     full_determinism: bool = False

@@ -74,7 +74,7 @@ def _list_from_words(key: Key, words: list[str]) -> list[Any]:
             return list(from_toml(key, tomllib.loads(f"list = {words[0]}")["list"]))
         except tomllib.TOMLDecodeError:
             raise BadValue(key, words[0]) from None
-    if key.kind == "list[str]":
+    if key.kind in ("list[str]", "list[path]"):
         return list(from_toml(key, words))
     try:
         return list(from_toml(key, [float(part) for word in words for part in word.split(",")]))

@@ -1,15 +1,16 @@
 """Python values to frames and back: a msgpack header, then one raw frame per large numpy array.
 
 What travels: None, bool, int, float, str, bytes, list, tuple (arrives as a list), dict with str or int keys, numpy
-arrays of any dtype but object and structured ones, numpy numbers (arrive as Python numbers) and `Ref`. Nothing that is
-decoded is ever executed, and whatever does not decode raises WireError.
+arrays of any dtype but object and structured ones, numpy numbers (arrive as Python numbers) and dataclasses (arrive as
+the dict of their fields; `record_reader` makes records of them). Nothing that is decoded is ever executed, and whatever
+does not decode raises WireError.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgpack
@@ -28,24 +29,14 @@ MAX_DEPTH = 100
 # Below this a frame of its own costs more (encryption, system calls, bookkeeping) than one copy.
 INLINE_BYTES = 4096
 
-_FRAME, _INLINE, _REF = 1, 2, 3
+_FRAME, _INLINE = 1, 2
 # Only names of plain dtypes reach np.dtype(), whose own grammar would also make objects and structures.
 _DTYPE = re.compile(r"[<>|=][?biufcmMSU]\d{1,9}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
-_EXPECTED = "None, bool, int, float, str, bytes, list, tuple, dict, numpy arrays and Ref"
-
-
-@dataclass(frozen=True, slots=True)
-class Ref:
-    """An array that stays where it is: `owner` holds it under `key`."""
-
-    owner: str
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
+_EXPECTED = "None, bool, int, float, str, bytes, list, tuple, dict, numpy arrays and dataclasses"
 
 
 def encode(value: Any) -> list[Buffer]:
-    """Frames of `value`: the header, then the bytes of each array of at least INLINE_BYTES.
+    """Make frames of `value`: the header, then the bytes of each array of at least INLINE_BYTES.
 
     Contiguous arrays are not copied: they must not change until the frames were sent.
     Raises WireError for a value that cannot travel.
@@ -59,8 +50,10 @@ def encode(value: Any) -> list[Buffer]:
             return list(item)
         if isinstance(item, np.bool_ | np.integer | np.floating) and type(number := item.item()) in (bool, int, float):
             return number
-        if isinstance(item, Ref):
-            return msgpack.ExtType(_REF, msgpack.packb((item.owner, item.key, item.shape, item.dtype)))
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            record = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
+            _check_structure(record, 0)
+            return record
         raise WireError(f"a {type(item).__module__}.{type(item).__qualname__} cannot be sent; what can: {_EXPECTED}")
 
     _check_structure(value, 0)
@@ -79,7 +72,7 @@ def encode(value: Any) -> list[Buffer]:
 
 
 def decode(frames: Sequence[Buffer]) -> Any:
-    """The value that `encode` made `frames` of.
+    """Read the value that `encode` made `frames` of.
 
     Arrays are aligned and writable; those of a frame of their own share its memory when it is writable and aligned.
     Raises WireError for anything else than frames of `encode`, never another exception.
@@ -98,8 +91,6 @@ def decode(frames: Sequence[Buffer]) -> Any:
         if code == _INLINE:
             dtype, shape, content = msgpack.unpackb(data)
             return _array(content, dtype, shape)
-        if code == _REF:
-            return _ref(*msgpack.unpackb(data))
         raise WireError(f"extension type {code} is unknown")
 
     try:
@@ -167,14 +158,6 @@ def _array(content: Buffer, name: Any, shape: Any) -> NDArray[Any]:
         return np.empty(shape, dtype)
     array: NDArray[Any] = np.ndarray(tuple(shape), dtype, buffer=view)
     return array if array.flags.writeable and array.flags.aligned else array.copy()
-
-
-def _ref(owner: Any, key: Any, shape: Any, dtype: Any) -> Ref:
-    if not (isinstance(owner, str) and isinstance(key, str) and isinstance(dtype, str) and isinstance(shape, list)):
-        raise WireError("a reference needs owner, key and dtype as str and its shape as a list")
-    if any(type(n) is not int or n < 0 for n in shape):
-        raise WireError(f"{str(shape)[:80]} is no shape of a referenced array")
-    return Ref(owner, key, tuple(shape), dtype)
 
 
 def _mapping(pairs: list[tuple[Any, Any]]) -> dict[str | int, Any]:

@@ -9,19 +9,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from slurm_rlhf.cluster.stop import StopRequested
+from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.controller.dispatch import Generation
 from slurm_rlhf.controller.engine_pool import Engines
 from slurm_rlhf.controller.supervisor import Fleet
 from slurm_rlhf.controller.weight_updates import WeightSync
-from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Prompt, Sampling, Trajectory
 
 log = logging.getLogger(__name__)
-
-PARKING = ("actor", "critic")
-"""Roles with an optimizer, whose states ds.enable_sleep keeps in host memory during the engines' turn."""
 
 
 class TurnTakingEngines(Engines):
@@ -92,7 +90,7 @@ class TurnTakingEngines(Engines):
 
     def _park(self, method: str) -> None:
         if self._parks:
-            roles: list[RoleHandle] = [self._fleet.roles[role] for role in PARKING]
+            roles: list[RoleHandle] = [handle for role, handle in self._fleet.roles.items() if ROLES[role].sleeps]
             gather([call for role in roles for call in role.start_all(method)])
 
     def _all(self, method: str, **arguments: Any) -> list[Any]:

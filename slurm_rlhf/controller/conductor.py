@@ -17,6 +17,7 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.continuation import Continuation
 from slurm_rlhf.cluster.session import Session
 from slurm_rlhf.cluster.stop import Stop, StopRequested
+from slurm_rlhf.config.algorithm import algorithm_of
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import EngineHandle, gather
@@ -41,7 +42,7 @@ from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, RemoteError, RunError
 from slurm_rlhf.launch.launcher import Launcher
-from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.placement.rank_plan import RankMap
 from slurm_rlhf.placement.topology import CPU
 from slurm_rlhf.rewards.function import RewardFunction
@@ -158,7 +159,7 @@ class Conductor:
             prompts.fingerprint(),
         )
         total = min(order.total, config.train.max_steps or order.total)
-        reward = None if config.reward.model_name_or_path else RewardFunction.load(config.reward.remote_url)
+        reward = None if config.reward.model_name_or_path else RewardFunction.of(config.reward)
         findings = PromptFindings.of(prompts, tokenizer, config.data.apply_chat_template)
         return Inputs(prompts, evaluation, order, reward, total, findings)
 
@@ -213,7 +214,16 @@ class Conductor:
         scale, told = reward_scale(config)
         if told:
             self.reporting.note(told)
-        ppo = PPO(config, fleet.roles, generation, Scoring(source, config.timeout.reward), kl, phases, scale)
+        ppo = PPO(
+            config,
+            algorithm_of(config),
+            fleet.roles,
+            generation,
+            Scoring(source, config.timeout.reward),
+            kl,
+            phases,
+            scale,
+        )
         sample = Sampler(inputs.prompts, inputs.order, generation, ppo.sampling())
         training = TrainingRun(
             config=config,

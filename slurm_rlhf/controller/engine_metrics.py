@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from slurm_rlhf.observe.engine_load import EngineLoad
-from slurm_rlhf.observe.stragglers import STEPS, Stragglers
+from slurm_rlhf.observe.engine_load import STEPS, EngineLoad, Stragglers
 
 
 class EngineWatch:

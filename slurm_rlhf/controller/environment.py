@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.rank_plan import RankMap
-
-TRAINERS = ("actor", "critic", "reference", "reward")
 
 
 def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dict[str, dict[str, str]]]:
     """role -> node -> variables. `cpus` counts for nodes of which the topology does not know how many they have.
 
-    Trainers compute side by side and rollout alone, so each gets the share of the node's CPUs of its own phase. Threads
-    that wait do not spin: on shared cores a spinning thread takes the time of the role that has work.
+    Roles of one phase compute at the same time, and those of another phase wait: each rank gets its share of the node's
+    CPUs among the ranks of its phase. Threads that wait do not spin: on shared cores a spinning thread takes the time
+    of the role that has work.
     """
     nodes = {share.node for shares in ranks.roles.values() for share in shares}
     environment: dict[str, dict[str, dict[str, str]]] = {role: {} for role in ranks.roles}
@@ -20,9 +20,8 @@ def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dic
         here = {
             role: len(share.ranks) for role, shares in ranks.roles.items() for share in shares if share.node == node
         }
-        together = sum(count for role, count in here.items() if role in TRAINERS)
-        for role, count in here.items():
-            rivals = together if role in TRAINERS else count
+        for role in here:
+            rivals = sum(count for other, count in here.items() if ROLES[other].phase == ROLES[role].phase)
             threads = config.train.threads_per_rank or max(1, (ranks.topology.node(node).cpus or cpus) // rivals)
             environment[role][node] = _variables(threads, alone=len(nodes) == 1)
     return environment

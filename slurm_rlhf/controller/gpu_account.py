@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.controller.step_flops import StepFlops
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.observe.gpu_time import GpuTime, Slot
+from slurm_rlhf.observe.timing import GpuTime, Slot
 from slurm_rlhf.placement.flops import mfu
 from slurm_rlhf.placement.gpus import find_gpu
 from slurm_rlhf.placement.rank_map_file import RankMap
@@ -183,7 +184,7 @@ class GpuAccount:
         update = self._flops.update(experience, number > self._config.critic.freezing_steps)
         whole = update + self._flops.others(experience)
         cards = {slot: peaks[role] for role, ranks in self._slots.items() for of in ranks for slot in of}
-        training = {slot for role in ("actor", "critic") for of in self._slots[role] for slot in of}
+        training = _distinct({role: of for role, of in self._slots.items() if ROLES[role].kind == "trained"})
         self._sums["flops"] += whole
         self._sums["peak_flops"] += 1e12 * sum(cards.values()) * timings["time/step"]
         return {

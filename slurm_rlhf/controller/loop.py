@@ -10,9 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from slurm_rlhf.algorithms.plugins import changed_plugins, load_plugins
 from slurm_rlhf.algorithms.reward_scale import RunningScale, clip_warning
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import Stop, StopRequested
+from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import gather
 from slurm_rlhf.controller.batches import Batches
@@ -27,12 +29,11 @@ from slurm_rlhf.controller.supervisor import Fleet
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.observe.metrics import finite
-from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import Experience, Sampling
 from slurm_rlhf.run_directory import RunDirectory
 
-SAVING = ("actor", "critic")
-REWARD_SCALE, UNEVALUATED, GPUS = "reward_scale", "unevaluated", "gpus"
+REWARD_SCALE, UNEVALUATED, GPUS, PLUGINS = "reward_scale", "unevaluated", "gpus", "plugins"
 """In a checkpoint's state where there is something to say."""
 
 
@@ -207,12 +208,15 @@ class TrainingRun:
         if self._saved_step != self.state.step:
             self._save()
 
+    def _saving(self) -> list[str]:
+        return [role for role in self.fleet.roles if ROLES[role].saves]
+
     def _save(self) -> None:
         step, started = self.state.step, time.monotonic()
         self._count_wall()
         path = self.checkpoints.begin(step)
         futures: list[Future[Any]] = []
-        for role in SAVING:
+        for role in self._saving():
             (path / role).mkdir()
             futures += self.fleet.roles[role].start_all("save", path=str(path / role))
         gather(futures)
@@ -223,6 +227,8 @@ class TrainingRun:
             state[UNEVALUATED] = {name: finite(value) for name, value in self._unevaluated.items()}
         if self.gpus is not None:
             state[GPUS] = self.gpus.state_dict()
+        if plugins := load_plugins(self.config.train.plugins):
+            state[PLUGINS] = plugins
         self.checkpoints.commit(step, state)
         self.checkpoints.prune(self.config.ckpt.max_num)
         self._saved_step = step
@@ -235,10 +241,15 @@ class TrainingRun:
         self.ppo.kl.load_state_dict(state["kl"])
         if isinstance(self.ppo.scale, RunningScale) and "count" in (before := state.get(REWARD_SCALE, {})):
             self.ppo.scale = RunningScale(**before)
+        if changes := changed_plugins(state.get(PLUGINS, {}), load_plugins(self.config.train.plugins)):
+            self.reporting.note(
+                f"warning: train.plugins since {path.name} was written: {', '.join(changes)}. The run goes on with the "
+                "files as they are now"
+            )
         self._unevaluated = state.get(UNEVALUATED)
         if self.gpus is not None:
             self.gpus.load_state_dict(state.get(GPUS, {}))
-        gather([f for role in SAVING for f in self.fleet.roles[role].start_all("load", path=str(path / role))])
+        gather([f for role in self._saving() for f in self.fleet.roles[role].start_all("load", path=str(path / role))])
         self._saved_step = self.state.step
 
     def _export(self) -> None:

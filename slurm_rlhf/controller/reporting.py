@@ -11,7 +11,7 @@ from slurm_rlhf.controller.state import RunState
 from slurm_rlhf.observe.events import TensorBoardEvents
 from slurm_rlhf.observe.metrics import MetricsLog
 from slurm_rlhf.observe.progress import make_progress
-from slurm_rlhf.observe.summary import Summary
+from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)

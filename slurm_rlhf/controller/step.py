@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from slurm_rlhf.algorithms.advantages import whiten
+from slurm_rlhf.algorithms.advantages import estimate
+from slurm_rlhf.algorithms.aggregation import loss_weights
 from slurm_rlhf.algorithms.batching import mini_batches
 from slurm_rlhf.algorithms.kl import KLController, approx_kl
 from slurm_rlhf.algorithms.packed import response_sums
-from slurm_rlhf.algorithms.registry import AdvantageInputs, advantage_estimator
+from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale, clipped_share
 from slurm_rlhf.algorithms.sharding import Shard, assemble, shards
 from slurm_rlhf.algorithms.staleness import ages, staleness
@@ -25,7 +26,7 @@ from slurm_rlhf.control.handles import RoleHandle, gather
 from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.controller.dispatch import Generation
 from slurm_rlhf.controller.verdicts import constant_share
-from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import F32, Experience, Prompt, Sampling, Trajectory, pack
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.values import Rewards
@@ -38,6 +39,7 @@ class PPO:
     """The conductor's half of a step; every tensor is computed by a role."""
 
     config: Config
+    algorithm: Algorithm
     roles: dict[str, RoleHandle]
     generation: Generation
     reward: Scoring
@@ -124,47 +126,54 @@ class PPO:
         rewards = experience.rewards
         if self.scale is not None:
             rewards = self.scale.with_batch(rewards).normalize(rewards)
-        advantages, returns = advantage_estimator(config.advantage.estimator)(
+        columns |= estimate(
+            self.algorithm,
             AdvantageInputs(
                 rewards=rewards,
                 kl=kl,
-                values=columns["values"],
+                values=columns.get("values"),
                 action_mask=experience.action_mask,
                 offsets=offsets,
+                groups=np.arange(len(experience)) // self.config.rollout.n_samples_per_prompt,
                 kl_coef=self.kl.coef,
                 clip_range=self.config.reward.clip_range,
                 gamma=config.advantage.gamma,
                 lambd=config.advantage.lambd,
-            )
+            ),
+            no_whitening=config.advantage.no_whitening,
         )
-        columns["advantages"] = (
-            advantages if config.advantage.no_whitening else whiten(advantages, experience.action_mask)
-        )
-        columns["returns"] = returns
         mask = experience.action_mask
-        return {
+        metrics = {
             "kl": mean_kl,
             "kl_coef": self.kl.coef,
             "reward_clipped": clipped_share(rewards, self.config.reward.clip_range),
-            "value": float(columns["values"][mask].mean()) if mask.any() else 0.0,
-            "return": float(returns[mask].mean()) if mask.any() else 0.0,
         }
+        for name, column in (("value", "values"), ("return", "returns")):
+            if column in columns:
+                metrics[name] = float(columns[column][mask].mean()) if mask.any() else 0.0
+        return metrics
 
     def _update(self, number: int, experience: Experience) -> Metrics:
-        """`train.max_epochs` passes of mini-batches through actor and critic, which train side by side."""
-        train = self.config.train
-        trained = ["critic"] if number <= self.config.critic.freezing_steps else ["actor", "critic"]
+        """Pass mini-batches through actor and critic `train.max_epochs` times; the two train side by side."""
+        train, longest = self.config.train, self.config.rollout.max_new_tokens
+        frozen = number <= self.config.critic.freezing_steps
+        trained = [role for role in ("actor", "critic") if role in self.roles and not (frozen and role == "actor")]
         pending: list[tuple[str, float, list[Future[Any]]]] = []
         for epoch in range(train.max_epochs):
             for rows in mini_batches(len(experience), train.batch_size, train.seed * 1_000_003 + number, epoch):
                 batch = experience.select(rows)
-                # Every micro-batch on every rank divides by the tokens of the whole optimizer step: an exact mean.
+                # Every micro-batch on every rank divides by numbers of the whole optimizer step: an exact mean.
                 tokens = float(batch.action_mask.sum())
+                mode = self.algorithm.aggregation
+                weighed, weights = loss_weights(mode, batch.action_mask, batch.action_offsets, longest)
+                if weights is not None:
+                    batch.columns["loss_weights"] = weights
                 for role in trained:
                     handle = self.roles[role]
                     parts = shards(batch, handle.world, train.max_tokens_per_gpu)
+                    denominator = weighed if role == "actor" else tokens
                     calls = [
-                        handle.call(rank, "train_step", denominator=tokens, **part.to_wire())
+                        handle.call(rank, "train_step", denominator=denominator, **part.to_wire())
                         for rank, part in enumerate(parts)
                     ]
                     self._take_turns(calls)
@@ -221,5 +230,6 @@ def _first_of_actor(finished: list[tuple[str, float, list[dict[str, float]]]]) -
             return {
                 f"first_{name}": sum(answer[name] for answer in answers) / max(tokens, 1.0)
                 for name in ("ratio", "approx_kl")
+                if name in answers[0]  # a loss of the user's may have other metrics
             }
     return {}

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.placement.flops import batch_flops
-from slurm_rlhf.placement.model_shape import ModelShape, read_shape
+from slurm_rlhf.placement.holdings import read_models
+from slurm_rlhf.placement.model_shape import ModelShape
 from slurm_rlhf.records import Experience
 
 
@@ -19,7 +21,7 @@ class StepFlops:
     """
 
     policy: ModelShape
-    critic: ModelShape
+    critic: ModelShape | None  # None: the algorithm has none
     reward: ModelShape | None  # None: a function
     reference: bool
     epochs: int
@@ -28,27 +30,17 @@ class StepFlops:
     @classmethod
     def of(cls, config: Config) -> StepFlops | None:
         """None where the shape of a model is not known."""
-        path, critic, reward = (
-            config.actor.model_name_or_path,
-            config.critic.model_name_or_path,
-            config.reward.model_name_or_path,
-        )
         try:
-            return cls(
-                read_shape("actor.model_name_or_path", path),
-                read_shape("critic.model_name_or_path", critic or path),
-                read_shape("reward.model_name_or_path", reward) if reward else None,
-                config.algo.kl.init_coef != 0,
-                config.train.max_epochs,
-                config.rollout.n_samples_per_prompt,
-            )
+            models = read_models(config)
         except ModelError:
             return None
+        epochs, samples = config.train.max_epochs, config.rollout.n_samples_per_prompt
+        return cls(models[ACTOR], models.get(CRITIC), models.get(REWARD), REFERENCE in models, epochs, samples)
 
     def update(self, experience: Experience, actor_trains: bool) -> float:
         """Of the training passes of actor and critic."""
         lengths, responses = [int(n) for n in experience.lengths], int(experience.response_lens.sum())
-        once = batch_flops(self.critic, lengths, True, 0)
+        once = batch_flops(self.critic, lengths, True, 0) if self.critic else 0.0
         if actor_trains:
             once += batch_flops(self.policy, lengths, True, responses)
         return self.epochs * once
@@ -62,5 +54,5 @@ class StepFlops:
             self.policy, prompts[:: self.samples], False, 0
         )
         total = (2 + self.reference) * policy - again  # sampled, and scored by actor and reference
-        total += batch_flops(self.critic, lengths, False, 0)
+        total += batch_flops(self.critic, lengths, False, 0) if self.critic else 0.0
         return total + (batch_flops(self.reward, lengths, False, 0) if self.reward else 0.0)

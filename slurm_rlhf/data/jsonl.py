@@ -1,4 +1,4 @@
-"""JSONL files: one JSON object a line."""
+"""Read JSONL files: one JSON object on each line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slurm_rlhf.errors import DataError
 
 
 def read_jsonl(path: Path | str, max_rows: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of each line that is not blank, up to `max_rows` of them (0: all).
+    """Yield (line number from 1, object) for each line that is not blank, at most `max_rows` of them (0: all).
 
     Raises DataError with file and line for a line that is not UTF-8, not JSON, or not an object.
     """

@@ -1,4 +1,4 @@
-"""The order in which prompts are visited: a function of the seed, with a position that a checkpoint holds."""
+"""Decide in which order prompts are visited: a function of the seed, with a position that checkpoints store."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slurm_rlhf.errors import CheckpointError, DataError
 
 @dataclass(slots=True)
 class PromptOrder:
-    """Batches of positions in a PromptSet.
+    """Hand out batches of positions in a PromptSet.
 
-    Every episode is a permutation of its own, cut into whole batches. What is left over at the end of an episode is
-    passed by (another permutation passes by others): a batch never holds a prompt twice.
+    Each episode visits the prompts in another permutation, cut into whole batches. The prompts left over at its end
+    are skipped in that episode (another permutation skips others): a batch never holds a prompt twice.
     Raises DataError when the prompts do not fill one batch.
     """
 
@@ -40,16 +40,16 @@ class PromptOrder:
 
     @property
     def total(self) -> int:
-        """Batches in all episodes."""
+        """Count the batches of all episodes."""
         return self.batches_per_episode * self.episodes
 
     @property
     def episode(self) -> int:
-        """Of the next batch, from 0."""
+        """Number the episode of the next batch, from 0."""
         return self.taken // self.batches_per_episode
 
     def next(self) -> list[int] | None:
-        """Positions of the next batch; None when the episodes are over."""
+        """Return the positions of the next batch; None after the last episode."""
         if self.taken >= self.total:
             return None
         start = self.taken % self.batches_per_episode * self.batch_size
@@ -63,11 +63,11 @@ class PromptOrder:
         return np.random.default_rng([self.seed, episode]).permutation(self.prompts)
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-ready: the position, and what it is a position in."""
+        """Return the position and the data it belongs to, ready for JSON."""
         return {"taken": self.taken, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken. The number of episodes may differ.
+        """Continue where `state` was saved. The number of episodes may differ.
 
         Raises CheckpointError when the data, the batch size or the seed differ: the position would mean other prompts.
         """
@@ -75,7 +75,7 @@ class PromptOrder:
             if state.get(name) != now:
                 raise CheckpointError(
                     f"the checkpoint was made with other training data: {name} was {state.get(name)!r} and is now "
-                    f"{now!r}: restore it, or start anew with --resume never in another --run_dir"
+                    f"{now!r}: restore it, or start a new run with --resume=never in another --run_dir"
                 )
         self.taken = int(state["taken"])
 

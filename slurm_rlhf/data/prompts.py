@@ -1,10 +1,10 @@
-"""Prompts of a data set, tokenized once."""
+"""Load the prompts of a data set and tokenize them once."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from slurm_rlhf.config.schema import Data
-from slurm_rlhf.data.framing import without_second_bos
+from slurm_rlhf.data.framing import encode_prompts
 from slurm_rlhf.data.jsonl import read_jsonl
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import DataError
@@ -24,7 +24,7 @@ CHUNK = 4096  # rows tokenized at a time
 
 @dataclass(slots=True)
 class PromptSet:
-    """The prompts that fit, in file order. `prompts[i].index` is the row of the file, which need not be i."""
+    """Hold the prompts that fit, in file order. `prompts[i].index` is the row of the file, which need not be i."""
 
     path: Path
     prompts: list[Prompt]
@@ -34,13 +34,13 @@ class PromptSet:
     def load(
         cls, path: Path | str, tokenizer: Tokenizer, data: Data, max_prompt_tokens: int, max_samples: int = 0
     ) -> PromptSet:
-        """Reads the first `max_samples` rows (0: all) of a JSONL file.
+        """Read the first `max_samples` rows (0: all) of a JSONL file.
 
-        The text is `data.input_key` in `data.input_template`, or with `data.apply_chat_template` a user's message, or
-        the column holds the messages. It is tokenized as `encode_prompts` says. Prompts of more than
-        `max_prompt_tokens` tokens are dropped and counted.
+        The text is the column `data.input_key`, put into `data.input_template`. With `data.apply_chat_template` it is
+        the message of a user, or the column holds a list of messages. `encode_prompts` tokenizes it. Prompts of more
+        than `max_prompt_tokens` tokens are dropped and counted.
         Raises DataError with file and line for a row without a usable prompt, and when no prompt is left; ModelError
-        when a chat template is asked for and there is none.
+        when a chat template is needed and the model has none.
         """
         path = Path(path)
         kept: list[Prompt] = []
@@ -70,7 +70,7 @@ class PromptSet:
         return iter(self.prompts)
 
     def fingerprint(self) -> str:
-        """Changes with any prompt's row, tokens or label; a checkpoint remembers it."""
+        """Return a hash of the rows, tokens and labels; a checkpoint stores it to detect other data."""
         digest = hashlib.blake2b(digest_size=8)
         for prompt in self.prompts:
             digest.update(np.asarray([prompt.index, len(prompt.token_ids)], dtype=np.int64).tobytes())
@@ -79,21 +79,8 @@ class PromptSet:
         return digest.hexdigest()
 
 
-def encode_prompts(texts: Sequence[str], tokenizer: Tokenizer, templated: bool) -> list[list[int]]:
-    """Token ids of prompts, which may have an answer behind them.
-
-    With the tokenizer's own special tokens, as `tokenizer(text)` has them, but never with a second
-    beginning-of-sequence token; where a chat template made the texts (`templated`), with those of the template alone.
-    """
-    if templated:
-        return tokenizer.encode_batch(texts, add_special_tokens=False)
-    return [
-        without_second_bos(ids, text, tokenizer) for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True)
-    ]
-
-
 def _text(row: dict[str, Any], where: str, tokenizer: Tokenizer, data: Data) -> str:
-    """The prompt's text as it is tokenized."""
+    """Return the text of a prompt as it is tokenized."""
     if data.input_key not in row:
         columns = ", ".join(row) or "none"
         raise DataError(

@@ -1,26 +1,61 @@
-"""A model's tokenizer without torch and without transformers, whose import alone takes longer than this room's work."""
+"""Encode and decode text as a model does, without torch and without transformers, whose import takes seconds.
+
+Chat templates are rendered as transformers renders them: by Jinja in its immutable sandbox, with the settings, filters
+and functions that templates on the Hugging Face hub rely on (transformers, `utils/chat_template_utils.py`).
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from slurm_rlhf.config.model_directory import require_tokenizer
-from slurm_rlhf.data.chat import ChatTemplate
 from slurm_rlhf.errors import ModelError
 
 SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Names in tokenizer_config.json that chat templates refer to, as in transformers."""
 
 
+class ChatTemplate:
+    """Render messages with one template; `special` maps names such as bos_token, which templates use, to tokens."""
+
+    def __init__(self, source: str, special: dict[str, str]) -> None:
+        self.source = source
+        self.special = special
+        self._compiled: Any = None
+
+    def render(self, messages: Sequence[dict[str, Any]], where: str, *, add_generation_prompt: bool = True) -> str:
+        """Return the messages as text; with `add_generation_prompt` the header of the next answer ends it.
+
+        `tools` and `documents` are None as in transformers: templates test `is not none`, which is true for undefined
+        names. Raises ModelError, naming `where`, when the template does not compile or refuses the messages.
+        """
+        import jinja2  # here, because most runs need no template
+
+        try:
+            if self._compiled is None:
+                self._compiled = _environment().from_string(self.source)
+            text: str = self._compiled.render(
+                messages=list(messages),
+                tools=None,
+                documents=None,
+                add_generation_prompt=add_generation_prompt,
+                **self.special,
+            )
+        except jinja2.TemplateError as error:
+            raise ModelError(f"{where}: the chat template failed on {_roles(messages)}: {error}") from None
+        return text
+
+
 @dataclass(slots=True)
 class Tokenizer:
-    """Encodes and decodes as `transformers.AutoTokenizer` of the same directory does."""
+    """Encode and decode as `transformers.AutoTokenizer` of the same directory does."""
 
     directory: Path
     eos_token_id: int
@@ -32,7 +67,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path | str) -> Tokenizer:
-        """Reads tokenizer.json, tokenizer_config.json and, if it is there, chat_template.jinja.
+        """Read tokenizer.json, tokenizer_config.json and, if it is there, chat_template.jinja.
 
         Raises ModelError when there is no tokenizer, when it cannot be read, or when it has no end-of-sequence token.
         """
@@ -62,23 +97,23 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, special ones included."""
+        """Count the tokens, special ones included."""
         return int(self._backend.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of one text."""
+        """Return the token ids of one text."""
         return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """Token ids of many texts, on all CPUs."""
+        """Return the token ids of many texts, computed on all CPUs."""
         return [list(e.ids) for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The messages in the model's chat template, up to where its answer starts.
+        """Render the messages with the model's chat template, up to where its answer starts.
 
         Raises ModelError when the model has no chat template or the template refuses the messages.
         """
@@ -91,7 +126,7 @@ class Tokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The object in `file`, empty if there is no such file."""
+    """Read the object in `file`; empty if there is no such file."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -104,7 +139,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str | None:
-    """A special token's text; files hold it bare or as {"content": ...}."""
+    """Return the text of a special token; files hold it as a string or as {"content": ...}."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) and token else None
@@ -123,3 +158,38 @@ def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
     if isinstance(source, list):  # several by name
         source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
     return source if isinstance(source, str) else None
+
+
+def _environment() -> Any:
+    from jinja2 import nodes
+    from jinja2.exceptions import TemplateError
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """Accept `{% generation %}`, which marks the assistant's words for training and renders its contents."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    def refuse(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+        # Jinja's own filter escapes HTML.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = refuse
+    environment.globals["strftime_now"] = lambda style: datetime.now().strftime(style)
+    return environment
+
+
+def _roles(messages: Sequence[dict[str, Any]]) -> str:
+    return "messages with roles " + ", ".join(str(message.get("role")) for message in messages)

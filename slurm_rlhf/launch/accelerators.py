@@ -1,4 +1,4 @@
-"""What the nodes say of their GPUs before a run, and what is made of it: pure rules."""
+"""Judge what the nodes report of their GPUs before a run: pure rules."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from slurm_rlhf.cluster.gpu_query import GpuProcess, GpuState, is_busy
 from slurm_rlhf.config.attention import missing
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
+from slurm_rlhf.listing import shortened, shortened_lines
 from slurm_rlhf.placement.rank_map_file import RankMap
 from slurm_rlhf.placement.topology import GPU
 
 Answers = Mapping[str, Mapping[str, Any]]
-"""Node -> what `probe.equipment` said there."""
+"""Node -> what `probe.equipment` returned there."""
 
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 """CUDA's major version -> the first driver branch for Linux that runs it. Source: CUDA release notes, table of minor
@@ -26,7 +27,7 @@ _SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a run asks of the nodes."""
+    """State what a run needs on the nodes."""
 
     slots: Mapping[str, int]  # node -> GPUs that its rank map uses; empty: it has none
     attention: str = "sdpa"
@@ -42,15 +43,15 @@ class Wanted:
 
 
 def judge_accelerators(answers: Answers, wanted: Wanted, granted_by: str) -> list[str]:
-    """Notes for the user, where a run goes on in another way than one may expect.
+    """Return notes for the user, if a run can start but not as one may expect.
 
-    `granted_by`: how one gets GPUs here. Raises PlacementError for nodes whose GPUs cannot be used, ConfigError for an
-    attention kernel that is not installed; the message names nodes, cards and the remedy.
+    `granted_by`: how to get GPUs here. Raises PlacementError for nodes whose GPUs cannot be used, ConfigError for an
+    attention kernel that is not installed; the message names nodes, GPUs and the remedy.
     """
     lacking = {node: missing(wanted.attention, said["modules"]) for node, said in answers.items()}
     without = [node for node, words in lacking.items() if words]
     if without:
-        raise ConfigError(f"{lacking[without[0]]}\n  It is missing on {_some(without)}.")
+        raise ConfigError(f"{lacking[without[0]]}\n  It is missing on {shortened(without, 4)}.")
     built = sorted({str(said["cuda_build"]) for said in answers.values()})
     if not wanted.slots:
         if any(built):
@@ -76,8 +77,10 @@ def judge_accelerators(answers: Answers, wanted: Wanted, granted_by: str) -> lis
 def seen_by_processes(
     answers: Sequence[Mapping[str, Any]], gpus: bool, attention: str
 ) -> tuple[Wanted, dict[str, dict[str, Any]]]:
-    """(what is asked, node -> what its processes see together) where several processes of a node have answered, each
-    of its own GPUs: the run uses all of them, and at least one."""
+    """Merge the answers of the processes of each node, each of which reports the GPUs that it sees.
+
+    Returns (what the run needs: all of them, and at least one; node -> the merged answer).
+    """
     merged: dict[str, dict[str, Any]] = {}
     for said in answers:
         there = merged.setdefault(said["node"], {**said, "gpus": []})
@@ -155,7 +158,7 @@ def _unlike(answers: Answers, wanted: Wanted) -> list[str]:
 
 
 def _cards(said: Mapping[str, Any], slots: int) -> list[GpuState]:
-    """The first `slots` of a node: those the rank map uses."""
+    """Return the first `slots` of a node: those that the rank map uses."""
     found = []
     for card in said["gpus"][:slots]:
         processes = tuple(GpuProcess(**process) for process in card["processes"])
@@ -164,9 +167,4 @@ def _cards(said: Mapping[str, Any], slots: int) -> list[GpuState]:
 
 
 def _listed(problems: Sequence[str], remedy: str) -> str:
-    rest = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return "GPUs cannot be used:\n  " + "\n  ".join(problems[:_SHOWN]) + f"{rest}\n{remedy[0].upper()}{remedy[1:]}."
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    return f"GPUs cannot be used:{shortened_lines(problems, _SHOWN)}\n{remedy[0].upper()}{remedy[1:]}."

@@ -1,4 +1,4 @@
-"""Ranks inside a container, the conductor outside: what stands before a rank's command. Pure text."""
+"""Put the ranks into a container, with the conductor outside it: the words before a rank's command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PYXIS = "pyxis"
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """Where Python runs on the nodes: outside any container by default, with the conductor's own interpreter."""
+    """Say where Python runs on the nodes: by default outside any container, with the conductor's own interpreter."""
 
     image: str = ""
     runtime: str = ""  # apptainer, singularity, pyxis
@@ -21,7 +21,7 @@ class Container:
     python: str = sys.executable
 
     def command(self, module: str, *arguments: str, gpus: bool) -> list[str]:
-        """Runs `module` on a node; `gpus`: the container is to show them."""
+        """Return the command that runs `module` on a node; `gpus`: make them visible in the container."""
         inner = [self.python, "-m", module, *arguments]
         if self.runtime in ("", PYXIS):
             return inner
@@ -29,7 +29,7 @@ class Container:
         return [self.runtime, "exec", *(["--nv"] if gpus else []), *binds, self.image, *inner]
 
     def step_options(self) -> tuple[str, ...]:
-        """What srun itself has to be told: pyxis is a plugin of it, which shows GPUs by itself."""
+        """Return the options of srun itself: pyxis is a plugin of it, which makes GPUs visible by itself."""
         if self.runtime != PYXIS:
             return ()
         mounts = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in self.mounts)
@@ -40,7 +40,7 @@ HOST = Container()
 
 
 def container_of(config: Config) -> Container:
-    """What `slurm.container...` says. Mounted are the run directory, the models and what the user adds."""
+    """Read the keys `slurm.container...`. Mounts the run directory, the models and what the user adds."""
     slurm = config.slurm
     if not slurm.container:
         return HOST

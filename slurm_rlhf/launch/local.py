@@ -1,4 +1,4 @@
-"""One machine: every role is a torchrun of its own in a session of its own."""
+"""Start the roles on one machine: every role is a torchrun of its own, in a session of its own."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_rlhf.launch.exec_shim import shimmed
-from slurm_rlhf.launch.gpu_visibility import visibility
-from slurm_rlhf.launch.launcher import Ended, exit_text
-from slurm_rlhf.launch.step_spec import StepOrder, torchrun_command
+from slurm_rlhf.launch.child_process import exit_text, start_child
+from slurm_rlhf.launch.launcher import Ended
+from slurm_rlhf.launch.node_environment import visible_gpus, without_gpu_choice
+from slurm_rlhf.launch.step_spec import StepSpec, torchrun_command
 from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.polling import wait_until
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _Started:
 
 
 class LocalLauncher:
-    """Starts torchruns as children of this process; implements `cluster.launcher.Launcher`."""
+    """Start torchruns as children of this process; implements `launch.launcher.Launcher`."""
 
     def __init__(self, run_dir: Path, ranks: RankMap) -> None:
         self._run_dir = run_dir
@@ -41,22 +41,12 @@ class LocalLauncher:
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         log = self._run_dir / "logs" / f"{role}.{self._node}.torchrun.log"
-        order = StepOrder(role, str(self._run_dir), f"{self._run_dir.name}.{os.getpid()}", arguments, environment)
-        torchrun_logs = str(self._run_dir / ".control" / "torchrun")
-        slots = self._ranks.roles[role][0].gpus
-        # The map's own devices are what CUDA_VISIBLE_DEVICES left to this process; there is no step to ask.
-        shown, hidden = visibility(self._ranks.topology, self._node, slots, {})
-        inherited = {name: value for name, value in os.environ.items() if name not in hidden}
-        with open(log, "ab") as out:
-            process = subprocess.Popen(
-                shimmed(torchrun_command(order, self._ranks, self._node, torchrun_logs)),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env={**inherited, **environment[self._node], **shown},
-                start_new_session=True,
-            )
-        self._started.append(_Started(role, process, log))
+        spec = StepSpec(role, str(self._run_dir), f"{self._run_dir.name}.{os.getpid()}", arguments, environment)
+        command = torchrun_command(spec, self._ranks, self._node, str(self._run_dir / ".control" / "torchrun"))
+        # The devices in the rank map are those that CUDA_VISIBLE_DEVICES gave this process; there is no step to ask.
+        gpus = visible_gpus(self._ranks.topology, self._node, self._ranks.roles[role][0].gpus, {})
+        variables = {**without_gpu_choice(os.environ), **environment[self._node], **gpus}
+        self._started.append(_Started(role, start_child(command, log, variables), log))
 
     def ended(self) -> list[Ended]:
         news = []
@@ -71,16 +61,14 @@ class LocalLauncher:
         if not done:
             self._signal(signal.SIGTERM)
             self._wait_gone(grace_s)
-        # Where all is done, taking torchrun down in style would only cost seconds. Its workers hold a parent-death
-        # signal, so they go with it although they are sessions of their own.
+        # If all ranks are done, ending torchrun gently would only cost seconds. Its workers are sessions of their own,
+        # but the kernel ends them with their parent.
         self._signal(signal.SIGKILL)
         for item in self._started:
             item.process.wait()
 
     def _wait_gone(self, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        while any(item.process.poll() is None for item in self._started) and time.monotonic() < end:
-            time.sleep(0.02)
+        wait_until(lambda: not any(item.process.poll() is None for item in self._started), seconds, 0.02, 0.02)
 
     def _signal(self, number: signal.Signals) -> None:
         for item in self._started:

@@ -1,4 +1,4 @@
-"""Before anything is started: do all nodes see the run directory, the same packages, and GPUs that can be used?"""
+"""Check the nodes before anything starts: the run directory, the same packages, usable GPUs."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ from slurm_rlhf.launch.accelerators import Wanted, judge_accelerators
 from slurm_rlhf.launch.container import HOST, Container
 from slurm_rlhf.launch.probe import equipment, versions
 from slurm_rlhf.launch.srun import Step, step_command, step_environment
+from slurm_rlhf.listing import shortened, shortened_lines
 
 _TIMEOUT_S = 60.0
 NOTHING = Wanted({})
 
 
 def check_here(wanted: Wanted, environ: Mapping[str, str]) -> list[str]:
-    """This machine alone: notes for the user. Raises as `judge_accelerators`. Blocks for a second."""
+    """Check this machine alone; return notes for the user. Raises as `judge_accelerators`. Blocks for a second."""
     here = node_name(environ)
-    said = {here: equipment(gpus=True)}  # where the run has none, the reason is of interest
+    said = {here: equipment(gpus=True)}  # without GPUs the reason is of interest
     return judge_accelerators(said, wanted, "start it where nvidia-smi shows GPUs")
 
 
 def check_nodes(
     run_dir: Path, nodes: Sequence[str], container: Container = HOST, wanted: Wanted = NOTHING, gpus: Sequence[int] = ()
 ) -> list[str]:
-    """Ask each of `nodes`, by one step over all of them. Blocks for a second or two, at most for a minute.
+    """Check all `nodes` with one step over them; return notes. Blocks for a second or two, at most for a minute.
 
-    In a container the nodes have to be like each other, and this process need have nothing but slurm_rlhf itself.
-    `gpus`: of each node, for the step. Returns notes for the user.
+    In a container the nodes are compared with each other, and this process needs nothing but slurm_rlhf itself.
+    `gpus`: the number on each node, for the step.
 
     Raises ConfigError or PlacementError naming the nodes and the remedy, RunError when the step cannot be started.
     """
@@ -88,36 +89,35 @@ def judge(
     said: str,
     started: Sequence[str] = (sys.executable,),
 ) -> None:
-    """Raise for what is wrong with `answers` (node -> what `probe.answer` said).
+    """Raise for what is wrong with `answers` (node -> what `probe.answer` returned).
 
-    `said`: srun's complaints; `started`: the interpreter, and what stood before it.
+    `said`: the error output of srun; `started`: the interpreter, and the words before it.
     """
     silent = [node for node in nodes if node not in answers]
     if silent:
         words = "\n".join(f"    {line}" for line in said.strip().splitlines()[-8:])
         raise PlacementError(
-            f"no answer from {_some(silent)}: {' '.join(started)} did not run there. Install the environment on a file "
-            f"system that all nodes share, or at the same place on each; leave a broken node out with sbatch "
+            f"no answer from {shortened(silent, 4)}: {' '.join(started)} did not run there. Install the environment on "
+            f"a file system that all nodes share, or at the same place on each; leave a broken node out with sbatch "
             f"--exclude.\n{words}"
         )
     blind = [node for node in nodes if answers[node]["canary"] != token]
     if blind:
-        seen = _some([node for node in nodes if node not in blind] or ["the node that runs the conductor"])
+        seen = shortened([node for node in nodes if node not in blind] or ["the node that runs the conductor"], 4)
         raise ConfigError(
-            f"run_dir {run_dir} is not shared by all nodes: {_some(blind)} cannot see what {seen} wrote "
+            f"run_dir {run_dir} is not shared by all nodes: {shortened(blind, 4)} cannot see what {seen} wrote "
             "there. Put it on a file system that every node mounts (often /scratch or your home; not /tmp): "
             "--run_dir=/SHARED/DIRECTORY"
         )
     locked = [node for node in nodes if not answers[node]["writable"]]
     if locked:
-        raise ConfigError(f"run_dir {run_dir} cannot be written on {_some(locked)}: mount it there for writing")
+        raise ConfigError(f"run_dir {run_dir} cannot be written on {shortened(locked, 4)}: mount it there for writing")
     unlike = [line for node in nodes for line in _unlike(node, answers[node]["versions"], here)]
     if unlike:
-        rest = f"\n  and {len(unlike) - 8} more" if len(unlike) > 8 else ""
         raise ConfigError(
-            "the nodes do not have the same packages as the node that runs the conductor:\n  "
-            + "\n  ".join(unlike[:8])
-            + f"{rest}\nInstall one environment on a file system that all nodes share, or the same one on each."
+            "the nodes do not have the same packages as the node that runs the conductor:"
+            f"{shortened_lines(unlike, 8)}\nInstall one environment on a file system that all nodes share, or the same "
+            "one on each."
         )
 
 
@@ -134,10 +134,6 @@ def _answers(out: str) -> dict[str, dict[str, Any]]:
         except (ValueError, KeyError, TypeError):
             continue  # a message of the day, a module's greeting
     return found
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _text(said: bytes | str | None) -> str:

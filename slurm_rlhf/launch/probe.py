@@ -1,17 +1,17 @@
-"""`python -m slurm_rlhf.launch.probe CANARY [--gpus]`: what one node has to say before a run starts, as a line of JSON.
+"""Report what one node has before a run starts: `python -m slurm_rlhf.launch.probe CANARY [--gpus]` prints JSON.
 
 CANARY is a file that the conductor has just written into the run directory; `--gpus`: look at the GPUs, too. Imports no
-torch: it takes a second.
+torch, so it takes one second.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
 import re
 import sys
-import time
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
@@ -22,13 +22,14 @@ from slurm_rlhf.cluster.devices import local_gpus
 from slurm_rlhf.cluster.gpu_query import GpuLook, ask_gpus, is_busy
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.attention import wanted_modules
+from slurm_rlhf.polling import wait_until
 
 PACKAGES = ("slurm_rlhf", "torch", "vllm", "deepspeed", "transformers", "numpy", "pyzmq", "msgpack")
-"""Those that have to be alike: they compute the same numbers, or speak to each other."""
+"""Packages that need the same version everywhere: they compute the same numbers, or exchange messages."""
 
 MISSING = "missing"
-_CANARY_S = 5.0  # for a file system that takes its time to show a new file
-_LEAVING_S = 5.0  # for processes of an earlier run that are on their way out of a GPU
+_CANARY_S = 5.0  # for a file system that is slow to show a new file
+_LEAVING_S = 5.0  # for processes of an earlier run that are about to leave a GPU
 _CUDA = re.compile(r"^cuda(?::[^=]*)? = ['\"](\d+\.\d+)", re.MULTILINE)
 
 
@@ -37,7 +38,7 @@ def main() -> None:
 
 
 def answer(canary: Path, wait_s: float = _CANARY_S, gpus: bool = False) -> dict[str, Any]:
-    """`node`, `canary` (what the file holds; empty: it is not there), `writable`, `versions`, and `equipment`."""
+    """Return `node`, `canary` (contents of the file; empty: it is missing), `writable`, `versions`, and `equipment`."""
     return {
         "node": node_name(),
         "canary": _read(canary, wait_s),
@@ -48,8 +49,9 @@ def answer(canary: Path, wait_s: float = _CANARY_S, gpus: bool = False) -> dict[
 
 
 def equipment(gpus: bool) -> dict[str, Any]:
-    """`cuda_build` (that torch was built for; empty: for CPUs, or no torch), `modules` (name -> is it installed), and
-    with `gpus`, where torch was built for them, `gpus` (those this process may use), `driver`, `driver_cuda`, `said`.
+    """Return `cuda_build` (CUDA version of torch; empty: a CPU build, or no torch), `modules` (name -> is installed).
+
+    With `gpus` and a CUDA build also `gpus` (those this process may use), `driver`, `driver_cuda`, `said`.
     """
     built = cuda_build()
     found: dict[str, Any] = {"cuda_build": built, "modules": {name: _is_there(name) for name in wanted_modules()}}
@@ -63,7 +65,7 @@ def equipment(gpus: bool) -> dict[str, Any]:
 
 
 def cuda_build() -> str:
-    """The CUDA that the installed torch was built for, as in `13.0`, read from a file: to import it takes seconds."""
+    """Read the CUDA version of the installed torch, as in `13.0`, from a file: importing torch takes seconds."""
     try:
         text = Path(str(distribution("torch").locate_file("torch/version.py"))).read_text(encoding="utf-8")
     except (PackageNotFoundError, OSError):
@@ -73,17 +75,19 @@ def cuda_build() -> str:
 
 
 def _look(names: tuple[str, ...]) -> GpuLook:
-    """The cards; those that are busy get a moment to become free."""
-    end = time.monotonic() + _LEAVING_S
-    while True:
-        look = ask_gpus(os.environ)
-        if not any(is_busy(card) for card in look.chosen(names)) or time.monotonic() > end:
-            return look
-        time.sleep(0.5)
+    """Ask for the GPUs; busy ones get a moment to become free."""
+    looks: list[GpuLook] = []
+
+    def free() -> bool:
+        looks.append(ask_gpus(os.environ))
+        return not any(is_busy(card) for card in looks[-1].chosen(names))
+
+    wait_until(free, _LEAVING_S, 0.5, 0.5)
+    return looks[-1]
 
 
 def _is_there(module: str) -> bool:
-    """Without importing it, nor the package it is in."""
+    """Tell whether a module is installed, without importing it or the package it is in."""
     package, _, inner = module.partition(".")
     spec = find_spec(package)
     places = (spec.submodule_search_locations or []) if spec else []
@@ -91,7 +95,7 @@ def _is_there(module: str) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """Package -> version, as this Python would import it."""
+    """Map each package to the version that this Python would import."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -102,14 +106,10 @@ def versions() -> dict[str, str]:
 
 
 def _read(file: Path, wait_s: float) -> str:
-    end = time.monotonic() + wait_s
-    while True:
-        try:
-            return file.read_text(encoding="utf-8")
-        except OSError:
-            if time.monotonic() > end:
-                return ""
-            time.sleep(0.2)
+    with contextlib.suppress(OSError):
+        wait_until(file.exists, wait_s, 0.2, 0.2)
+        return file.read_text(encoding="utf-8")
+    return ""
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Going on in another allocation: requeue this Slurm job or, where the site forbids that, submit its successor."""
+"""Continue a run in another allocation: requeue this job, submit its successor, or leave it to a chain or submitit."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -11,20 +13,24 @@ from slurm_rlhf.cluster.continuation import Continuation, NoContinuation
 from slurm_rlhf.cluster.environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.cluster.job import command
 from slurm_rlhf.cluster.stop import immune, termination
+from slurm_rlhf.config.schema import Slurm
 from slurm_rlhf.launch.successor import successor, successor_environment
 
 _KILL_S = 20.0  # Slurm ends a requeued job within seconds
 SCRIPT = "successor.sh"
-"""In the run directory's `.control`."""
+"""In `.control` of the run directory."""
+
+PARENT_REQUEUES = "SLURM_RLHF_PARENT_REQUEUES"
+"""Variable that such a parent sets: the signal that makes the parent of this process requeue the job."""
 
 
 class SlurmContinuation:
-    """Implements `cluster.continuation.Continuation` for the job this process runs in."""
+    """Requeue the job of this process, or submit its successor; implements `cluster.continuation.Continuation`."""
 
     def __init__(
         self, slurm: SlurmEnvironment, environ: Mapping[str, str], argv: Sequence[str], directory: Path
     ) -> None:
-        """`argv`: the words this program was started with. `directory` takes a copy of the batch script if need be."""
+        """`argv`: the words this program was started with. `directory`: for a copy of the batch script, if needed."""
         self._job = str(slurm.job_id)
         self._slurm = slurm
         self._environ = environ
@@ -32,7 +38,7 @@ class SlurmContinuation:
         self._directory = directory
 
     def end_time(self) -> float | None:
-        """From the environment, else from one `squeue` (Slurm before 23.02 sets no variable)."""
+        """Read the end from the environment, else ask `squeue` once (Slurm before 23.02 sets no variable)."""
         if self._slurm.end_time is not None:
             return float(self._slurm.end_time)
         answer = command(["squeue", "-h", "-j", self._job, "-o", "%e"])
@@ -42,16 +48,16 @@ class SlurmContinuation:
             return None  # no limit, or the controller did not answer: the signal still comes
 
     def go_on(self) -> str:
-        """`scontrol requeue`, else `sbatch --dependency=afterany`. Only the main thread may call it.
+        """Run `scontrol requeue`, else `sbatch --dependency=afterany`. Only the main thread may call it.
 
-        Slurm ends a requeued job at once, and until its processes are gone the nodes are not free for others: the
-        SIGTERM by which it begins ends the wait here.
+        Slurm ends a requeued job at once, beginning with SIGTERM, and its nodes are blocked until its processes have
+        ended: this waits for that SIGTERM and no longer.
         """
-        with termination() as told:
+        with termination() as terminated:
             with immune():
                 requeued = command(["scontrol", "requeue", self._job])
             if requeued.returncode == 0:
-                told.wait(_KILL_S)
+                terminated.wait(_KILL_S)
                 return f"job {self._job} is requeued"
         return self._submit(requeued.stderr.strip() or "scontrol requeue failed")
 
@@ -77,7 +83,7 @@ class SlurmContinuation:
         return ""
 
     def _script(self, path: str, text: str) -> str:
-        """`path` if it still is the script of this job, else a copy of what Slurm has kept."""
+        """Return `path` if it still is the script of this job, else a copy of what Slurm has kept."""
         try:
             if Path(path).read_text(encoding="utf-8").strip() == text.strip():
                 return path
@@ -88,9 +94,54 @@ class SlurmContinuation:
         return str(copy)
 
 
-def continuation_here(environ: Mapping[str, str], run_dir: Path) -> Continuation:
-    """What the scheduler that this process runs under offers."""
+class ChainContinuation:
+    """Leave the rest to the next job of a chain; implements `cluster.continuation.Continuation`."""
+
+    def __init__(self, inner: Continuation, slurm: SlurmEnvironment) -> None:
+        self._inner = inner
+        self._slurm = slurm
+
+    def end_time(self) -> float | None:
+        return self._inner.end_time()
+
+    def go_on(self) -> str:
+        """Arrange nothing: requeued, this job would wait behind those that were submitted with it."""
+        return "the next job of the chain goes on"
+
+    def finished(self) -> str:
+        """Cancel the tasks of this array, or the jobs of this name, that still wait, with one call of `scancel`."""
+        array = self._slurm.array_job_id
+        which = [str(array)] if array is not None else [f"--name={self._slurm.job_name}", f"--user={os.getuid()}"]
+        done = command(["scancel", "--state=PENDING", *which])
+        if done.returncode:
+            return f"the jobs that wait to go on with this run could not be cancelled: {done.stderr.strip()}"
+        return "the jobs that waited to go on with this run are cancelled"
+
+
+class ParentContinuation:
+    """Let the parent of this process requeue the job; implements `cluster.continuation.Continuation`."""
+
+    def __init__(self, number: int, parent: int) -> None:
+        self._number = signal.Signals(number)
+        self._parent = parent
+
+    def end_time(self) -> None:
+        """Return None: the parent says when the time has come."""
+
+    def go_on(self) -> str:
+        os.kill(self._parent, self._number)
+        return "the job is requeued by the process that submitit started"
+
+    def finished(self) -> str:
+        return ""
+
+
+def continuation_of(settings: Slurm, run_dir: Path, environ: Mapping[str, str]) -> Continuation:
+    """Choose how the run in `run_dir` continues with these `settings` in this environment."""
+    if PARENT_REQUEUES in environ:
+        return ParentContinuation(int(environ[PARENT_REQUEUES]), os.getppid())
     slurm = read_slurm(environ)
     if slurm is None:
         return NoContinuation()
-    return SlurmContinuation(slurm, environ, sys.argv[1:], run_dir / ".control")
+    here = SlurmContinuation(slurm, environ, sys.argv[1:], run_dir / ".control")
+    return ChainContinuation(here, slurm) if settings.chain else here

@@ -1,11 +1,18 @@
-"""The `srun` command line of one step: pure text."""
+"""Run one step of the job: its `srun` command line, and the child process that runs it."""
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
-_OPTIONS = """
+from slurm_rlhf.launch.child_process import exit_text, start_child
+
+_OPTION_NAMES = """
     ACCOUNT ACCTG_FREQ BCAST BCAST_EXCLUDE BURST_BUFFER CLUSTERS COMPRESS CONSTRAINT CONTAINER CORE_SPEC CPUS_PER_GPU
     CPUS_PER_TASK CPU_BIND CPU_FREQ_REQ DELAY_BOOT DEPENDENCY DISABLE_STATUS DISTRIBUTION DIST_PLANESIZE EPILOG EXACT
     EXCLUSIVE EXIT_ERROR EXIT_IMMEDIATE EXPORT_ENV GPUS GPUS_PER_NODE GPUS_PER_SOCKET GPUS_PER_TASK GPU_BIND GPU_FREQ
@@ -15,23 +22,27 @@ _OPTIONS = """
     STDERRMODE STDINMODE STDOUTMODE TEST_EXEC THREADS THREADS_PER_CORE THREAD_SPEC TIMELIMIT TRES_BIND TRES_PER_TASK
     UMASK UNBUFFEREDIO USE_MIN_NODES WAIT WAIT4SWITCH WCKEY WORKING_DIR
 """
-SHAPING = frozenset(
-    {f"SLURM_{name}" for name in _OPTIONS.split()} | {"SRUN_CONTAINER", "SRUN_CPUS_PER_TASK", "SRUN_EXPORT_ENV"}
+STEP_VARIABLES = frozenset(
+    {f"SLURM_{name}" for name in _OPTION_NAMES.split()} | {"SRUN_CONTAINER", "SRUN_CPUS_PER_TASK", "SRUN_EXPORT_ENV"}
 )
-"""What srun would read as options of the step (`man srun`, input environment variables).
+"""Variables that srun would read as options of the step (`man srun`, input environment variables).
 
-The job, a shell around it or a user's profile left them there. A site's own stay: SLURM_CONF, SLURM_DEBUG,
-SLURM_NETWORK, SLURM_TASK_PROLOG and SLURM_TASK_EPILOG, SLURM_PMI_*.
+The job, a shell around it or a user's profile has set them. Those that configure the site stay: SLURM_CONF,
+SLURM_DEBUG, SLURM_NETWORK, SLURM_TASK_PROLOG and SLURM_TASK_EPILOG, SLURM_PMI_*.
 """
+
+_TASK_ENDED = re.compile(r"^srun: error: (?P<nodes>[^\s:]+): tasks? [\d,-]+: (?P<how>.+)$", re.MULTILINE)
+_PASSING_FAILURES = ("EADDRINUSE", "Unable to contact slurm controller", "Communication connection failure")
+"""Texts of failures that another attempt may not meet: a port in use, a Slurm controller that is restarting."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One task on each of `nodes`, which share them with the other steps of the job.
+    """Describe a step: one task on each of `nodes`, shared with the other steps of the job.
 
-    `cpus` of each node; 0: left to Slurm. `gpus` on each of them, in the same order; empty: none. `uneven`: the job
-    has not the same number of GPUs on each of its nodes. `output` may hold srun's patterns; empty: srun's own output.
-    `together`: its tasks are of no use without each other, so a node that dies ends it. `options`: more of srun's own.
+    `cpus` on each node; 0: left to Slurm. `gpus` on each node, in the same order; empty: none. `uneven`: the nodes of
+    the job have different numbers of GPUs. `output` may hold patterns of srun; empty: the output of srun itself.
+    `together`: the tasks are useless without each other, so a node that dies ends the step. `options`: more options.
     """
 
     name: str
@@ -45,13 +56,13 @@ class Step:
 
 
 def step_command(step: Step, command: list[str]) -> list[str]:
-    """Argument vector of the step. Its tasks run `command`, with srun's own environment as theirs.
+    """Return the command line of the step. Its tasks run `command` in the environment of srun.
 
     Without --overlap and --mem=0 the second step would wait for the first, and roles that wait for each other would
-    never start. -N and -n belong together: -w alone means every node of the job.
+    never start. --nodes and --ntasks are both needed: --nodelist alone means every node of the job.
 
-    In a job with unlike numbers of GPUs a step that asks for none fails, --gres=gpu:N is refused on the larger nodes,
-    and --gpus=N over several nodes is dealt out anyhow (Slurm 22.05): each node is a component of its own there.
+    In a job with different numbers of GPUs a step that asks for none fails, --gres=gpu:N is refused on the larger
+    nodes, and --gpus=N over several nodes is divided in an arbitrary way (Slurm 22.05): each node gets a component.
     """
     if not step.uneven or not step.gpus:
         resources = f"--gres=gpu:{step.gpus[0]}" if step.gpus else "--gres=none"
@@ -87,5 +98,60 @@ def _component(step: Step, nodes: tuple[str, ...], resources: str, command: list
 
 
 def step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` for srun, without what would change the step that its command line describes."""
-    return {name: value for name, value in environ.items() if name not in SHAPING}
+    """Copy `environ` for srun without what would change the step that its command line describes."""
+    return {name: value for name, value in environ.items() if name not in STEP_VARIABLES}
+
+
+class RunningStep:
+    """Run a step of the job. `log` takes the output of srun itself; that of the tasks goes to `step.output`."""
+
+    def __init__(self, step: Step, command: list[str], log: Path) -> None:
+        self.step = step
+        self.log = log
+        self._command = step_command(step, command)
+        self._sizes: dict[Path, int] = {}
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, or start it again. The step ends with the thread that calls this."""
+        self._sizes = {path: _size(path) for path in self._files()}
+        # SIGTERM makes srun end its tasks. Killed outright, it would leave them to the end of the job.
+        self._process = start_child(self._command, self.log, step_environment(os.environ), signal.SIGTERM)
+
+    @property
+    def code(self) -> int | None:
+        """Return the exit status of srun, None while it runs."""
+        return None if self._process is None else self._process.poll()
+
+    def failures(self) -> list[tuple[str, str]]:
+        """Return (nodes, how) of the tasks that failed, in order, or of srun itself; empty while all is well."""
+        found = [(match["nodes"], f"ended: {match['how']}") for match in _TASK_ENDED.finditer(self._said(self.log))]
+        if found or self.code is None:
+            return found
+        return [(",".join(self.step.nodes), f"ended (srun {exit_text(self.code)})")]
+
+    def worth_another_try(self) -> bool:
+        """Tell whether it failed for a reason that may be gone the next time."""
+        said = "".join(self._said(path) for path in self._files())
+        return any(text in said for text in _PASSING_FAILURES)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal srun if it still runs: SIGTERM makes it kill its tasks."""
+        if self._process is not None and self.code is None:
+            self._process.send_signal(number)
+
+    def _files(self) -> list[Path]:
+        return [self.log, Path(self.step.output.replace("%N", self.step.nodes[0]))]
+
+    def _said(self, path: Path) -> str:
+        """Return what was written to `path` since the start."""
+        try:
+            with path.open("rb") as file:
+                file.seek(self._sizes.get(path, 0))
+                return file.read().decode("utf-8", errors="replace")
+        except OSError:
+            return ""
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0

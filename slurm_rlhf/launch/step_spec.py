@@ -1,25 +1,26 @@
-"""What one role's step is to do, as a file that the shim on each of its nodes reads."""
+"""Describe what the step of one role does: a file that each of its nodes reads, and a torchrun command line."""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from slurm_rlhf.atomic_write import write_atomically
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.launch.torchrun import Meeting, TorchrunPlan, command
 from slurm_rlhf.placement.rank_map_file import NodeShare, RankMap
 
 WORKER_MODULE = "slurm_rlhf.workers.main"
 
 
 @dataclass(frozen=True, slots=True)
-class StepOrder:
-    """`role` of the run in `run_dir`; `run_id` names this start of it, on every node the same.
+class StepSpec:
+    """Describe the step of `role` in the run in `run_dir`; `run_id` names this start of it, the same on every node.
 
-    `port` is where its torchruns meet; 0: each is alone on its node, so that none ends with another's node.
-    `environment` maps a node to the variables of the role's processes there.
+    At `port` of the first node its torchruns find each other; 0: each works alone on its node, so that none ends when
+    another node does. `environment` maps a node to the variables of the role's processes there.
     """
 
     role: str
@@ -30,18 +31,16 @@ class StepOrder:
     port: int = 0
 
     def write(self, path: Path) -> None:
-        """Write it as JSON, at once whole or not at all."""
-        written = path.with_suffix(".new")
-        written.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
-        written.replace(path)
+        """Write it as JSON; readers find a whole file or none."""
+        write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
-    def read(cls, path: Path) -> StepOrder:
+    def read(cls, path: Path) -> StepSpec:
         return cls(**json.loads(path.read_text(encoding="utf-8")))
 
 
 def share_on(ranks: RankMap, role: str, node: str) -> NodeShare:
-    """The role's part of `node`. Raises PlacementError when the rank map gives it none there."""
+    """Return the role's part of `node`. Raises PlacementError when the rank map gives it none there."""
     for share in ranks.roles[role]:
         if share.node == node:
             return share
@@ -49,11 +48,48 @@ def share_on(ranks: RankMap, role: str, node: str) -> NodeShare:
     raise PlacementError(f"{role} was started on {node}, but the rank map has it on {places}")
 
 
-def torchrun_command(order: StepOrder, ranks: RankMap, node: str, log_dir: str) -> list[str]:
-    """The torchrun of `order` on `node`; its workers get the numbers that the rank map gives them."""
-    share = share_on(ranks, order.role, node)
-    shares = ranks.roles[order.role]
-    meeting = Meeting(shares[0].node, order.port, len(shares), shares.index(share)) if order.port else None
-    plan = TorchrunPlan(order.role, len(share.ranks), order.run_id, log_dir, meeting)
-    numbers = [f"--first_rank={share.ranks[0]}", f"--world={ranks.world(order.role)}"]
-    return command(plan, WORKER_MODULE, [*order.arguments, *numbers])
+def worker_arguments(ranks: RankMap, role: str, share: NodeShare) -> list[str]:
+    """Tell the workers of `role` on one node which ranks of the rank map they are."""
+    return [f"--first_rank={share.ranks[0]}", f"--world={ranks.world(role)}"]
+
+
+def torchrun_command(spec: StepSpec, ranks: RankMap, node: str, log_dir: str) -> list[str]:
+    """Return the torchrun command line of `spec` on `node`."""
+    share = share_on(ranks, spec.role, node)
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *_rendezvous(spec, ranks, share),
+        f"--nproc-per-node={len(share.ranks)}",
+        f"--rdzv-id={spec.run_id}.{spec.role}",
+        "--max-restarts=0",
+        "--monitor-interval=0.2",
+        "--shutdown-timeout=3",
+        f"--role={spec.role}",
+        f"--log-dir={log_dir}",
+        "-m",
+        WORKER_MODULE,
+        *spec.arguments,
+        *worker_arguments(ranks, spec.role, share),
+    ]
+
+
+def _rendezvous(spec: StepSpec, ranks: RankMap, share: NodeShare) -> list[str]:
+    if not spec.port:
+        # The store binds port 0 itself and the workers share it: no other process can take a port chosen beforehand.
+        return [
+            "--nnodes=1",
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=127.0.0.1:0",
+            "--local-addr=127.0.0.1",  # torchrun would tell the workers a host name, which need not resolve
+        ]
+    shares = ranks.roles[spec.role]
+    # Not c10d: it ignores --node-rank and numbers the nodes in the order of their addresses as text.
+    return [
+        f"--nnodes={len(shares)}",
+        f"--node-rank={shares.index(share)}",
+        "--rdzv-backend=static",
+        f"--master-addr={shares[0].node}",
+        f"--master-port={spec.port}",
+    ]

@@ -1,39 +1,48 @@
-"""Submission by submitit.
+"""Submit a run with submitit, and run the conductor inside such a job.
 
-What works under Slurm is one process on the first node, exec'd by the batch script, with the signal sent to it alone:
-by default submitit starts its function on every node inside a step, where the steps of the roles would wait for ever.
+Under Slurm this works only as one process on the first node, started by `exec` in the batch script, which alone gets
+the signal: by default submitit starts its function on every node inside a step, and the steps of the roles would wait
+for ever.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.dump import dump_toml
+from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.time_limit import minutes
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError
-from slurm_rlhf.launch.train_job import SIGNAL, TrainJob
+from slurm_rlhf.launch.child_process import bound_to_parent
+from slurm_rlhf.launch.requeue import PARENT_REQUEUES
 from slurm_rlhf.placement.rank_plan import place, role_sizes
-from slurm_rlhf.placement.role_sizes import colocations
 from slurm_rlhf.placement.topology import Topology, numbered_names
 
 FOLDER = "submitit"
-"""Below the run directory: submitit's pickles and logs, and the configuration as submitted."""
+"""Below the run directory: pickles and logs of submitit, and the configuration as submitted."""
 
 _MOST_TIMEOUTS = 1000
 
 
 def submit(config: Config, local: bool = False) -> Any:
-    """Submit a run with `config`; its submitit job, whose `result()` is the run's summary.
+    """Submit a run with `config` and return its submitit job, whose `result()` is the summary of the run.
 
     `local`: on this machine, as a process that outlives this one. Raises ConfigError and PlacementError for what
-    cannot be submitted, RunError with sbatch's words when it refuses.
+    cannot be submitted, RunError with the message of sbatch if it refuses.
     """
     from submitit.core.utils import FailedJobError
 
@@ -42,18 +51,18 @@ def submit(config: Config, local: bool = False) -> Any:
     file = folder / "config.toml"
     file.write_text(dump_toml(config), encoding="utf-8")
     executor = local_executor(config, folder) if local else slurm_executor(config, folder)
-    # submitit's local executor hides the GPUs it was not told of.
+    # submitit's local executor hides the GPUs that it was not asked for.
     hidden = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")} if local else {}
     job = TrainJob(str(file), config.run_dir, hidden)
     try:
-        with _unmarked():
+        with _without_slurm_variables():
             return executor.submit(job)
     except FailedJobError as error:
         raise RunError(f"sbatch refuses the job: {error}") from None
 
 
 def local_executor(config: Config, folder: Path) -> Any:
-    """submitit's executor of this machine, whose jobs have a time limit too."""
+    """Make submitit's executor of this machine, whose jobs have a time limit too."""
     from submitit import LocalExecutor
 
     executor = LocalExecutor(folder / "%j", max_num_timeout=_MOST_TIMEOUTS)
@@ -67,7 +76,7 @@ def local_executor(config: Config, folder: Path) -> Any:
 
 
 def slurm_executor(config: Config, folder: Path) -> Any:
-    """submitit's executor of Slurm. Raises RunError where there is no Slurm, and as `slurm_parameters`."""
+    """Make submitit's executor of Slurm. Raises RunError if there is no Slurm, and as `slurm_parameters`."""
     from submitit import AutoExecutor
 
     asked = slurm_parameters(config)
@@ -85,7 +94,7 @@ def slurm_executor(config: Config, folder: Path) -> Any:
 
 
 def slurm_parameters(config: Config) -> dict[str, Any]:
-    """For submitit's executor of Slurm; pure. Raises ConfigError, PlacementError."""
+    """Return the parameters of submitit's executor of Slurm; pure. Raises ConfigError, PlacementError."""
     slurm = config.slurm
     optional = {
         "partition": slurm.partition,
@@ -124,13 +133,13 @@ def _minutes(config: Config) -> int:
     if limit * 60 <= slurm.signal_lead_s:
         raise ConfigError(
             f"slurm.signal_lead_s = {slurm.signal_lead_s:g} is all of slurm.time = {slurm.time}: the run would be "
-            "told to save before it started. Lower the one or raise the other"
+            "told to save before it started. Lower slurm.signal_lead_s or raise slurm.time"
         )
     return limit
 
 
 def wanted_nodes(config: Config) -> int:
-    """`slurm.nodes`, or the fewest nodes of `slurm.gpus_per_node` GPUs on which the roles fit.
+    """Return `slurm.nodes`, or the fewest nodes of `slurm.gpus_per_node` GPUs on which the roles fit.
 
     Raises PlacementError when no number of such nodes holds them.
     """
@@ -150,11 +159,93 @@ def wanted_nodes(config: Config) -> int:
 
 
 @contextmanager
-def _unmarked() -> Iterator[None]:
-    """Without the variables of a job that this process may be in: the new job would inherit them."""
+def _without_slurm_variables() -> Iterator[None]:
+    """Hide the variables of the job that this process may be in: the new job would inherit them."""
     names = [name for name in os.environ if name.startswith("SLURM_") and name != "SLURM_CONF"]
     taken = {name: os.environ.pop(name) for name in names}
     try:
         yield
     finally:
         os.environ.update(taken)
+
+
+SIGNAL = signal.SIGUSR2
+"""The signal with which Slurm, submitit's local executor and the conductor tell submitit to save and requeue."""
+
+_LAST_LINES = 30  # lines
+_POLL_S = 0.1
+
+
+@dataclass
+class TrainJob:
+    """Run the conductor as a child; submitit calls this on the first node of the job."""
+
+    config: str  # TOML file
+    run_dir: str
+    environment: dict[str, str | None]  # values before submitit's executor changed them; None: not set
+    _child: subprocess.Popen[bytes] | None = field(default=None, init=False, repr=False)
+    _watch: threading.Thread | None = field(default=None, init=False, repr=False)
+
+    def __call__(self) -> dict[str, Any]:
+        """Run the conductor until it ends; return the summary. Raises RunError with the last lines of what failed."""
+        signal.signal(signal.SIGTERM, self._relay)  # scancel: save and leave, not requeue
+        child = subprocess.Popen(
+            bound_to_parent([sys.executable, "-m", "slurm_rlhf.cli", "train", self.config], signal.SIGTERM),
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            env={**_restore(os.environ, self.environment), PARENT_REQUEUES: str(int(SIGNAL))},
+        )
+        self._child = child
+        lines: deque[str] = deque(maxlen=_LAST_LINES)
+        self._watch = threading.Thread(target=_copy_errors, args=(child, lines), name="conductor", daemon=True)
+        self._watch.start()
+        self._wait()
+        if child.returncode:
+            raise RunError(f"slurm-rlhf train {end_text(child.returncode)}:\n{''.join(lines) or '(it said nothing)'}")
+        return dict(json.loads((Path(self.run_dir) / "summary.json").read_text(encoding="utf-8")))
+
+    def checkpoint(self) -> Any:
+        """Save, then run the same again. Submitit calls it when the job is preempted or its time is up."""
+        from submitit.helpers import DelayedSubmission
+
+        if self._child is not None:
+            self._relay(signal.SIGTERM)
+            self._wait()  # as long as saving takes; the end of the allocation is the deadline
+        return DelayedSubmission(TrainJob(self.config, self.run_dir, self.environment))
+
+    def _wait(self) -> None:
+        """Wait in small steps and without a lock: a signal handler may call this while it already waits."""
+        while self._watch is not None and self._watch.is_alive():
+            time.sleep(_POLL_S)
+
+    def _relay(self, number: int, frame: object = None) -> None:
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(number)
+
+    def __getstate__(self) -> dict[str, Any]:
+        fields = {"config": self.config, "run_dir": self.run_dir, "environment": self.environment}
+        return {**fields, "_child": None, "_watch": None}
+
+
+def end_text(status: int) -> str:
+    """Describe how a process ended whose exit status is `status`: negative, or 128 and more, for a signal."""
+    number = -status if status < 0 else status - 128
+    if number not in set(signal.Signals):
+        return f"ended with status {status}"
+    name = signal.Signals(number).name
+    return f"was cancelled ({name})" if number == signal.SIGTERM else f"was ended by {name}"
+
+
+def _restore(environ: Mapping[str, str], changed: Mapping[str, str | None]) -> dict[str, str]:
+    kept = {name: value for name, value in environ.items() if name not in changed}
+    return kept | {name: value for name, value in changed.items() if value is not None}
+
+
+def _copy_errors(child: subprocess.Popen[bytes], lines: deque[str]) -> None:
+    assert child.stderr is not None
+    for line in child.stderr:
+        text = line.decode("utf-8", errors="replace")
+        lines.append(text)
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    child.wait()

@@ -1,6 +1,6 @@
-"""The job that follows this one where requeue is forbidden: the same script, arguments and options. Pure functions.
+"""Describe the job that follows this one where requeue is forbidden: the same script, arguments and options.
 
-What was given to sbatch on its command line is in no script: Slurm is asked what the job has, and told that again.
+The options on the command line of sbatch are in no script: they are read from what Slurm shows of the job. Pure.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_rlhf.launch.gpu_visibility import VISIBILITY
+from slurm_rlhf.launch.node_environment import GPU_VARIABLES
 
-SHOWN = {
+OPTION_OF_FIELD = {
     "JobName": "--job-name",
     "Partition": "--partition",
     "Account": "--account",
@@ -33,7 +33,7 @@ SHOWN = {
 }
 """Field of `scontrol show job` -> option of sbatch."""
 
-GIVEN = {
+OPTION_OF_VARIABLE = {
     "SLURM_NTASKS": "--ntasks",
     "SLURM_NTASKS_PER_NODE": "--ntasks-per-node",
     "SLURM_CPUS_PER_TASK": "--cpus-per-task",
@@ -44,16 +44,16 @@ GIVEN = {
     "SLURM_EXPORT_ENV": "--export",
     "SLURM_ARRAY_TASK_ID": "--array",
 }
-"""Variable of the batch script -> option. Slurm sets it only where the option was given."""
+"""Variable of the batch script -> option. Slurm sets it only if the option was given."""
 
-_SHARING = {"NO": "--exclusive", "USER": "--exclusive=user", "YES": "--oversubscribe"}
-_NOTHING = {"", "(null)", "N/A"}
+_OVERSUBSCRIBE = {"NO": "--exclusive", "USER": "--exclusive=user", "YES": "--oversubscribe"}
+_EMPTY = {"", "(null)", "N/A"}
 _GPU = re.compile(r"gres[:/]gpu\b")
 
 
 @dataclass(frozen=True, slots=True)
 class Successor:
-    """What to give to sbatch: `options`, the script as it was submitted (its path may be gone), its arguments."""
+    """Hold the command line of sbatch: options, the script as it was submitted (it may be gone), its arguments."""
 
     options: list[str]
     script: str
@@ -61,14 +61,14 @@ class Successor:
 
 
 def successor(shown: str, environ: Mapping[str, str], argv: Sequence[str]) -> Successor:
-    """The job after the one of which `scontrol show job` says `shown`.
+    """Return the job after the one that `scontrol show job` describes in `shown`.
 
     `environ` of its batch step; `argv`: the words that the script gave to this program.
     """
-    options = [f"{option}={value}" for field, option in SHOWN.items() if (value := _field(shown, field))]
-    options += [f"{option}={environ[name]}" for name, option in GIVEN.items() if environ.get(name)]
+    options = [f"{option}={value}" for field, option in OPTION_OF_FIELD.items() if (value := _field(shown, field))]
+    options += [f"{option}={environ[name]}" for name, option in OPTION_OF_VARIABLE.items() if environ.get(name)]
     options += _resources(shown, environ) + _files(shown)
-    if sharing := _SHARING.get(_field(shown, "OverSubscribe")):
+    if sharing := _OVERSUBSCRIBE.get(_field(shown, "OverSubscribe")):
         options.append(sharing)
     if _field(shown, "Requeue") == "0":
         options.append("--no-requeue")
@@ -76,10 +76,10 @@ def successor(shown: str, environ: Mapping[str, str], argv: Sequence[str]) -> Su
 
 
 def split_command(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
-    """(script, arguments) of `command`, which Slurm shows with nothing but blanks between them.
+    """Split `command`, which Slurm shows as words with blanks between them, into script and arguments.
 
-    A script that ends in `exec slurm-rlhf train FILE "$@"` has passed them on: what ends `argv` and `command` alike
-    are its arguments, blanks in them included. Those that it kept to itself are split at blanks.
+    A script that ends in `exec slurm-rlhf train FILE "$@"` has passed its arguments on: what `argv` and `command` both
+    end with are these arguments, blanks inside them included. Arguments that it did not pass on are split at blanks.
     """
     for first in range(len(argv)):
         tail = list(argv[first:])
@@ -90,11 +90,11 @@ def split_command(command: str, argv: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def successor_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` for sbatch, without what Slurm has set in it: the next job would take it for its own."""
+    """Copy `environ` for sbatch without what Slurm has set: the next job would take it for its own."""
     return {
         name: value
         for name, value in environ.items()
-        if name == "SLURM_CONF" or not (name.startswith(("SLURM_", "SLURMD_")) or name in VISIBILITY)
+        if name == "SLURM_CONF" or not (name.startswith(("SLURM_", "SLURMD_")) or name in GPU_VARIABLES)
     }
 
 
@@ -106,7 +106,7 @@ def _split_head(head: str) -> tuple[str, list[str]]:
 
 
 def _resources(shown: str, environ: Mapping[str, str]) -> list[str]:
-    """--gres, without what --gpus-per-node asks for: Slurm would add the two."""
+    """Return --gres without what --gpus-per-node asks for: Slurm would add the two."""
     items = [item for item in _field(shown, "TresPerNode").split(",") if item]
     if environ.get("SLURM_GPUS_PER_NODE"):
         items = [item for item in items if not _GPU.match(item)]
@@ -115,7 +115,7 @@ def _resources(shown: str, environ: Mapping[str, str]) -> list[str]:
 
 
 def _files(shown: str) -> list[str]:
-    """The same log goes on, as it does after a requeue."""
+    """Return the options that append to the same logs, as after a requeue."""
     out, err = _line(shown, "StdOut"), _line(shown, "StdErr")
     words = ["--open-mode=append"]
     if out:
@@ -126,17 +126,17 @@ def _files(shown: str) -> list[str]:
 
 
 def _field(shown: str, name: str) -> str:
-    """The value of `name`; empty where there is none. JobName and Comment may hold blanks, the others do not."""
+    """Return the value of `name`, or "". JobName, Comment and WorkDir may hold blanks, the others do not."""
     if name in ("JobName", "Comment", "WorkDir"):
         return _line(shown, name)
     found = re.search(rf"(?:^|\s){re.escape(name)}=(\S*)", shown)
-    return "" if found is None or found[1] in _NOTHING else found[1]
+    return "" if found is None or found[1] in _EMPTY else found[1]
 
 
 def _line(shown: str, name: str) -> str:
-    """What follows `name` up to the end of its line."""
+    """Return what follows `name` up to the end of its line."""
     found = re.search(rf"(?:^|\s){name}=(.*)$", shown, re.MULTILINE)
     value = found[1] if found else ""
     if name != "Command":
         value = value.strip()
-    return "" if value in _NOTHING else value
+    return "" if value in _EMPTY else value

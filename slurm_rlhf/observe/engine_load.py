@@ -1,51 +1,58 @@
-"""What an engine did while it had requests: measured by the rollout role, added up by the conductor."""
+"""Add up what engines did, and find engines that are far slower than the others."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping
+
+from slurm_rlhf.records import EngineLoad  # noqa: F401
+
+SHARE = 0.5
+"""An engine below this share of the median of its peers counts as far below them."""
+STEPS = 2
+"""Number of such steps in a row after which the engine is reported: a single hiccup is not."""
 
 
-@dataclass(slots=True)
-class EngineLoad:
-    """Sums over a stretch of time; `kv_usage` is the highest value in it."""
+def far_below(rates: Mapping[int, float]) -> dict[int, float]:
+    """Map each engine below `SHARE` of the median rate of all other engines to that median.
 
-    tokens: int = 0  # sampled
-    responses: int = 0  # finished
-    steps: int = 0
-    busy_s: float = 0.0  # with at least one request
-    queued_s: float = 0.0  # requests waiting for a place in the batch, times how long
-    kv_usage: float = 0.0  # share of the KV cache that is taken, 0 to 1
+    `rates`: engine -> tokens per second while it had requests; engines that had none (rate 0) are left
+    out. With two engines the peers' median is the other one's rate, so one slow engine of two is found.
+    """
+    ordered = sorted((rate, engine) for engine, rate in rates.items() if rate > 0)
+    if len(ordered) < 2:
+        return {}
+    found = {}
+    for place, (rate, engine) in enumerate(ordered):
+        peers = _median_without([rate for rate, _ in ordered], place)
+        if rate < SHARE * peers:
+            found[engine] = peers
+    return found
 
-    def add(self, other: EngineLoad) -> None:
-        """The stretch that follows."""
-        self.tokens += other.tokens
-        self.responses += other.responses
-        self.steps += other.steps
-        self.busy_s += other.busy_s
-        self.queued_s += other.queued_s
-        self.kv_usage = max(self.kv_usage, other.kv_usage)
 
-    @property
-    def tokens_per_s(self) -> float:
-        """While it had requests; 0 when it had none."""
-        return self.tokens / self.busy_s if self.busy_s > 0 else 0.0
+def _median_without(ordered: list[float], place: int) -> float:
+    """Median of `ordered` (ascending) without the element at `place`."""
+    left = len(ordered) - 1
 
-    def metrics(self) -> dict[str, float]:
-        """tokens_per_s; busy_s; responses; running and waiting, mean requests in the batch and before it; kv_usage."""
-        return {
-            "tokens_per_s": self.tokens_per_s,
-            "busy_s": self.busy_s,
-            "responses": float(self.responses),
-            # A step samples one token of every request in the batch.
-            "running": self.tokens / self.steps if self.steps else 0.0,
-            "waiting": self.queued_s / self.busy_s if self.busy_s > 0 else 0.0,
-            "kv_usage": self.kv_usage,
-        }
+    def at(index: int) -> float:
+        return ordered[index if index < place else index + 1]
 
-    def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
+    return (at((left - 1) // 2) + at(left // 2)) / 2
 
-    @classmethod
-    def from_wire(cls, wire: dict[str, Any]) -> EngineLoad:
-        return cls(**wire)
+
+class Stragglers:
+    """Remember for how many steps in a row each engine was far below its peers."""
+
+    def __init__(self) -> None:
+        self._streaks: dict[int, int] = {}
+        self.named: set[int] = set()
+        """Engines that are known to be slow; an engine leaves after one step back among its peers."""
+
+    def step(self, rates: Mapping[int, float]) -> tuple[dict[int, float], list[int]]:
+        """Take the rates of a step; return ({newly slow engine -> median of its peers}, engines that are back)."""
+        low = far_below(rates)
+        back = sorted(engine for engine in self.named if rates.get(engine, 0.0) > 0 and engine not in low)
+        self.named -= set(back)
+        self._streaks = {engine: self._streaks.get(engine, 0) + 1 for engine in low}
+        fresh = {e: peers for e, peers in low.items() if self._streaks[e] >= STEPS and e not in self.named}
+        self.named |= set(fresh)
+        return fresh, back

@@ -1,6 +1,6 @@
-"""TensorBoard events, written without TensorFlow, without torch and without a thread.
+"""Write TensorBoard events without TensorFlow, without torch and without a thread.
 
-TensorBoard's own writer imports TensorFlow where that is installed; its message classes do not. The file is a sequence
+The writer of TensorBoard imports TensorFlow if that is installed; its message classes do not. The file is a sequence
 of TFRecords: uint64 length, masked CRC-32C of the length, the message, masked CRC-32C of the message; little-endian
 (tensorflow/core/lib/io/record_writer.h).
 """
@@ -19,14 +19,14 @@ _MASK = 0xA282EAD8
 
 
 class TensorBoardEvents:
-    """One scalar per metric and step. The file is made by the first one; a resumed run adds a file of its own."""
+    """Write one scalar per metric and step. The first one creates the file; a resumed run adds another file."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._file: BinaryIO | None = None
 
     def scalars(self, step: int, metrics: dict[str, float]) -> None:
-        """Write every metric of a step; it can be looked at while the run goes on.
+        """Write every metric of a step; TensorBoard can show it while the run goes on.
 
         Metrics without a group appear under `train/`.
         """
@@ -50,7 +50,7 @@ class TensorBoardEvents:
         name = f"events.out.tfevents.{time.time():.3f}.{socket.gethostname()}.{os.getpid()}"
         self._file = (self._directory / name).open("wb")
         self._write(self._file, file_version="brain.Event:2")
-        # A resumed run says from where on what earlier files hold is void.
+        # A resumed run says from which step on the entries of earlier files are void.
         self._write(self._file, step=step, session_log=SessionLog(status=SessionLog.START))
         return self._file
 

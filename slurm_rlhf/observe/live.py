@@ -1,4 +1,4 @@
-"""Progress on a terminal: a row per step scrolls by, over a bar that says what is going on."""
+"""Show progress on a terminal: one row per step, above a bar that shows the current phase."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slurm_rlhf.observe.eta import Clock
-from slurm_rlhf.observe.table import EVERY, Cell, duration, header, row
+from slurm_rlhf.observe.table import EVERY, Cell, Clock, duration, header, row
 
 _REFRESH_HZ = 2
 _BAR = 32  # columns
@@ -19,7 +18,7 @@ _BUSY = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
 class LiveProgress:
-    """See `Progress`. Whatever else is printed meanwhile appears over the bar."""
+    """Implement `progress.Progress` with rich. Whatever else is printed meanwhile appears above the bar."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)
@@ -65,7 +64,7 @@ class LiveProgress:
         self._console.print(text, no_wrap=True, overflow="crop", crop=True)
 
     def _footer(self) -> RenderableType:
-        """Drawn anew by rich's thread, so that its times go on while the main thread waits."""
+        """Draw the bar. Rich's thread calls this, so its times go on while the main thread waits."""
         bar = Table.grid(padding=(0, 1))
         left = self._clock.remaining(self._total - self._done) - self._clock.since_tick()
         now = time.monotonic()

@@ -1,14 +1,16 @@
-"""The last lines of a log file, for error reports."""
+"""Find what ended a process in the last lines of its log, and in the report of torchrun."""
 
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 _READ = 1 << 16  # bytes from the end that are looked at
 
-# What torchrun and c10d say when any process ends, whatever the reason: it hides the line that gives the reason.
+# What torchrun and c10d print when any process ends: it hides the line that gives the reason.
 _NOISE = re.compile(
     r"\*{20,}$"
     r"|Setting OMP_NUM_THREADS environment variable"
@@ -24,27 +26,35 @@ _REPORT_RULE = re.compile(r"={20,}$")
 _TRACEBACK = "Traceback (most recent call last):"
 _TORCHRUN_FRAME = re.compile(r'  File ".*torch/distributed/(run|launcher/api)\.py"')
 
+_ROOT_CAUSE = "Root Cause (first observed failure):"
+_RANK = re.compile(r"^  rank\s*: (?P<rank>\d+) \(local_rank: \d+\)$", re.MULTILINE)
+_CODE = re.compile(r"^  exitcode\s*: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)", re.MULTILINE)
+
+_OFTEN = {
+    "SIGKILL": " (often: the node's or the job's memory was full; lower vllm.cpu_kvcache_gib or the ranks on a node, "
+    "or ask for --mem=0)",
+    "SIGBUS": " (often: /dev/shm was full)",
+}
+"""Signal -> its usual cause, for a process that was not ended on purpose."""
+
 
 def tail(path: Path, lines: int, start: int = 0) -> list[str]:
-    """The last `lines` lines of `path` that are not blank; what can be said where there is no such file.
+    """Return the last `lines` lines of `path` that are not blank, or a line that says why it cannot be read.
 
-    Reads nothing before byte `start`: what was there before belongs to an earlier start of the run. Leaves out
-    deprecations and what torchrun adds when one of its processes ends, unless there is nothing else.
+    Reads nothing before byte `start`: what comes before belongs to an earlier start of the run. Leaves out
+    deprecation warnings and what torchrun adds when one of its processes ends, unless there is nothing else.
     """
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(start, size - _READ))
-            text = file.read().decode("utf-8", errors="replace")
+        text = _end_of(path, start)
     except OSError as error:
         return [f"({path} cannot be read: {error.strerror})"]
     found = [line.rstrip() for line in text.splitlines() if line.strip()]
-    telling = list(_telling(found)) or found
-    return telling[-lines:] or ["(it is empty)"]
+    useful = list(_without_noise(found)) or found
+    return useful[-lines:] or ["(it is empty)"]
 
 
-def _telling(lines: list[str]) -> Iterator[str]:
-    """Without noise, torchrun's own traceback and its report."""
+def _without_noise(lines: list[str]) -> Iterator[str]:
+    """Drop warnings, torchrun's own traceback and its report."""
     traceback: list[str] = []  # of a traceback that may turn out to be torchrun's
     rules_left = 0  # of the report that is being skipped
     for line in lines:
@@ -61,3 +71,43 @@ def _telling(lines: list[str]) -> Iterator[str]:
             else:
                 yield line
     yield from traceback
+
+
+@dataclass(frozen=True, slots=True)
+class FailedProcess:
+    """Identify the process of a torchrun that failed first."""
+
+    rank: int  # in the world of its torchrun
+    pid: int
+    exitcode: int  # negative: the signal that ended it
+
+    @property
+    def how(self) -> str:
+        """Describe how it ended."""
+        if self.exitcode >= 0:
+            return f"ended with status {self.exitcode}"
+        try:
+            name = signal.Signals(-self.exitcode).name
+        except ValueError:
+            name = f"signal {-self.exitcode}"
+        return f"was killed by {name}{_OFTEN.get(name, '')}"
+
+
+def first_failure(log: Path, start: int = 0) -> FailedProcess | None:
+    """Return the root cause in the newest report in `log` after byte `start`; None if there is no report or no file."""
+    try:
+        text = _end_of(log, start)
+    except OSError:
+        return None
+    _, found, report = text.rpartition(_ROOT_CAUSE)
+    rank, code = _RANK.search(report), _CODE.search(report)
+    if not found or rank is None or code is None:
+        return None
+    return FailedProcess(int(rank["rank"]), int(code["pid"]), int(code["code"]))
+
+
+def _end_of(path: Path, start: int) -> str:
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(start, size - _READ))
+        return file.read().decode("utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object per training step."""
+"""Write and read metrics.jsonl: one JSON object per training step."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-# Where it is the clock that decides; everything else is equal bit for bit in two runs under full determinism.
+# Metrics that depend on the clock; all others are equal bit for bit in two runs under full determinism.
 TIMED = ("time/", "perf/")
 
 
 class MetricsLog:
-    """Append-only. `step` comes first in a line, then the other metrics by name, timings last.
+    """Append a line per step: `step` comes first, then the other metrics by name, timings last.
 
     Floats are written as their shortest exact representation (Python's repr), so that equal lines mean equal numbers,
-    bit for bit. What JSON has no word for, NaN and infinities, is null.
+    bit for bit. NaN and infinities, which JSON lacks, become null.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def append(self, step: int, metrics: dict[str, float]) -> None:
-        """One line; the system has it when this returns, so that a killed run does not lose it."""
+        """Write one line. The operating system has it when this returns, so a killed run does not lose it."""
         names = sorted(metrics, key=lambda name: (name.startswith(TIMED), name))
         line = json.dumps({"step": step, **{name: finite(metrics[name]) for name in names}}, allow_nan=False)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """All whole lines; one that a kill cut short is passed over."""
+        """Yield all whole lines; one that a kill cut short is skipped."""
         return (row for _, row in self._lines())
 
     def truncate_after(self, step: int) -> int:
-        """Drop the lines behind `step`, which a resumed run writes again, and any half line; returns how many steps.
+        """Drop the lines after `step`, which a resumed run writes again, and any half line; return how many steps.
 
         The lines that stay keep every byte.
         """
@@ -64,7 +64,7 @@ class MetricsLog:
 
 
 def finite(value: float | None) -> float | int | None:
-    """A plain Python number for JSON, None for what JSON cannot hold. Takes NumPy's scalars as well."""
+    """Convert to a plain Python number for JSON, None if JSON cannot hold it. Accepts NumPy scalars as well."""
     if value is None:
         return None
     plain = value if isinstance(value, int) else float(value)

@@ -1,4 +1,4 @@
-"""What the user sees while the run goes on: rich on a terminal, one plain line per step elsewhere."""
+"""Show progress to the user: rich on a terminal, one plain line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ import sys
 from typing import Protocol
 
 from slurm_rlhf.config.schema import Logger
-from slurm_rlhf.observe.eta import Clock
-from slurm_rlhf.observe.table import EVERY, duration, header, line, row
+from slurm_rlhf.observe.table import EVERY, Clock, duration, header, line, row
 
 
 class Progress(Protocol):
-    """Called by the conductor's main thread; nothing here blocks."""
+    """Show how a run goes on. The conductor's main thread calls it; nothing here blocks."""
 
     def begin(self, done: int, total: int) -> None:
-        """The first step is about to start; `done` steps were done before."""
+        """Start to show steps; `done` steps were done before."""
 
     def phase(self, name: str) -> None:
-        """The phase that begins; empty: none."""
+        """Show the phase that begins; empty: none."""
 
     def note(self, text: str) -> None:
-        """Something the user should know."""
+        """Show something the user should know."""
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        """A step is done."""
+        """Show a step that is done."""
 
     def end(self) -> None:
-        """No more steps."""
+        """Stop: there are no more steps."""
 
 
 def make_progress(settings: Logger) -> Progress:
-    """The kind that `logger.progress` names; auto: rich where standard output is a terminal."""
+    """Make the kind that `logger.progress` names; auto: rich if standard output is a terminal."""
     kind = settings.progress
     if kind == "auto":
         kind = "rich" if sys.stdout.isatty() else "plain"
@@ -42,7 +41,7 @@ def make_progress(settings: Logger) -> Progress:
 
 
 class PlainProgress:
-    """Lines that read well in a Slurm log file: a table whose header comes again every 20 rows."""
+    """Print lines that read well in a Slurm log file: a table whose header is repeated every 20 rows."""
 
     def __init__(self) -> None:
         self._clock = Clock()
@@ -52,7 +51,7 @@ class PlainProgress:
         self._clock.tick()
 
     def phase(self, name: str) -> None:
-        """A log file has no line that could change."""
+        """Show nothing: a log file has no line that could change."""
 
     def note(self, text: str) -> None:
         print(text, flush=True)
@@ -68,23 +67,23 @@ class PlainProgress:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: all lines are printed already."""
 
 
 class NoProgress:
-    """Errors still reach the terminal; everything else is in the files."""
+    """Show nothing: errors still reach the terminal, everything else is in the files."""
 
     def begin(self, done: int, total: int) -> None:
-        """Not shown."""
+        """Show nothing."""
 
     def phase(self, name: str) -> None:
-        """Not shown."""
+        """Show nothing."""
 
     def note(self, text: str) -> None:
-        """Not shown."""
+        """Show nothing."""
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        """Not shown."""
+        """Show nothing."""
 
     def end(self) -> None:
-        """Not shown."""
+        """Show nothing."""

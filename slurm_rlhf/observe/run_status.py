@@ -1,20 +1,65 @@
-"""Where a run stands, as its directory tells it: without a word from the run itself."""
+"""Write summary.json, and read from a run directory where its run stands, without asking the run."""
 
 from __future__ import annotations
 
 import json
+import os
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from slurm_rlhf.observe.metrics import finite
+
+
+@dataclass(slots=True)
+class Summary:
+    """Describe how a run went; `status` is running, finished, stopped, interrupted or failed."""
+
+    status: str
+    steps: int
+    total_steps: int
+    eval_before: float | None
+    eval_after: float | None
+    reward_first: float | None
+    reward_last: float | None
+    wall_s: float  # of all starts of the run together, start-up included
+    tokens_per_s: float  # sampled tokens over wall_s
+    policy_version: int
+    world: dict[str, int]  # role -> ranks
+    seed: int
+    self_check: dict[str, float] = field(default_factory=dict)  # check -> figure, of the last start
+    error: str = ""
+    gpus: dict[str, Any] | None = None  # `GpuAccount.summary` of the controller; without GPUs not written
+
+    @classmethod
+    def read(cls, path: Path) -> Summary:
+        """Read what a run has written; fields that this version does not know are left out."""
+        known, found = {one.name for one in fields(cls)}, json.loads(path.read_text(encoding="utf-8"))
+        return cls(**{name: value for name, value in found.items() if name in known})
+
+    def write(self, path: Path) -> None:
+        """Replace `path` atomically: readers always find a whole file, after a crash of the node too."""
+        content = asdict(self)
+        if self.gpus is None:
+            del content["gpus"]
+        content |= {name: finite(value) for name, value in content.items() if isinstance(value, float)}
+        content["self_check"] = {name: finite(value) for name, value in self.self_check.items()}
+        temporary = path.with_suffix(".tmp")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+
 
 _READ = 1 << 18  # bytes from the end of metrics.jsonl
 _WINDOW = 20  # steps that the estimate looks back
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
-    """`status` is that of summary.json, empty where there is none."""
+class RunStatus:
+    """Say where a run stands; `status` is that of summary.json, empty if there is none."""
 
     status: str
     step: int
@@ -26,33 +71,33 @@ class Standing:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds that the steps that are left take; None while nothing is known."""
+        """Estimate the seconds that the remaining steps take; None while nothing is known."""
         return None if self.step_s is None else (self.total - self.step) * self.step_s
 
 
-def read_standing(metrics: Path, summary: Path) -> Standing:
-    """What the two files say; a file that is missing or half written says nothing."""
-    told = _summary(summary)
+def read_run_status(metrics: Path, summary: Path) -> RunStatus:
+    """Read the two files; a file that is missing or half written counts as empty."""
+    ended = _summary(summary)
     rows = _last_rows(metrics)
     last: dict[str, Any] = rows[-1] if rows else {}
     seconds = [row["time/step"] for row in rows if row.get("time/step") is not None][-_WINDOW:]
-    return Standing(
-        status=str(told.get("status", "")),
-        step=max(int(last.get("step", 0)), int(told.get("steps", 0))),
-        total=int(told.get("total_steps", 0)),
+    return RunStatus(
+        status=str(ended.get("status", "")),
+        step=max(int(last.get("step", 0)), int(ended.get("steps", 0))),
+        total=int(ended.get("total_steps", 0)),
         reward=last.get("reward"),
         step_s=sum(seconds) / len(seconds) if seconds else None,
         age_s=max(0.0, time.time() - metrics.stat().st_mtime) if rows else None,
-        error=str(told.get("error", "")),
+        error=str(ended.get("error", "")),
     )
 
 
 def _summary(path: Path) -> dict[str, Any]:
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return told if isinstance(told, dict) else {}
+    return found if isinstance(found, dict) else {}
 
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:

@@ -1,12 +1,14 @@
-"""The numbers of a step as a row of a table, 100 columns wide at most."""
+"""Show the numbers of a step as a row of a table, at most 100 columns wide, and estimate the time that is left."""
 
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
 from dataclasses import dataclass
 
 PHASES = ("rollout", "reward", "forward", "update", "sync")
-"""Phases with a column of their own; all others of a step are `other`."""
+"""Phases with their own columns; the column `other` holds the rest of a step."""
 
 EVERY = 20
 """Rows from one header to the next."""
@@ -19,7 +21,7 @@ class Cell:
 
 
 def row(step: int, total: int, metrics: dict[str, float], remaining: str) -> list[Cell]:
-    """One step. A metric that is missing is a dash: what is shown never stops a run."""
+    """Format one step. A missing metric becomes a dash: the display never stops a run."""
     seconds = metrics.get("time/step", math.nan)
     phases = {name: metrics[f"time/{name}"] for name in PHASES if f"time/{name}" in metrics}
     cells = [
@@ -37,19 +39,19 @@ def row(step: int, total: int, metrics: dict[str, float], remaining: str) -> lis
 
 
 def header() -> str:
-    """The names over the columns of `row`."""
+    """Return the names over the columns of `row`."""
     names = [("step", 9), ("reward", 7), ("kl", 7), ("acc", 5), ("tok/s", 6), ("sec", 6)]
     names += [*((name, max(5, len(name))) for name in PHASES), ("other", 5), ("eta", 7)]
     return " ".join(name.rjust(width) for name, width in names)
 
 
 def line(cells: list[Cell]) -> str:
-    """The row as plain text."""
+    """Join a row to plain text."""
     return " ".join(cell.text for cell in cells)
 
 
 def duration(seconds: float) -> str:
-    """m:ss or h:mm:ss; a dash while nothing is known."""
+    """Format seconds as m:ss or h:mm:ss; a dash while nothing is known."""
     if not math.isfinite(seconds):
         return "-"
     minutes, rest = divmod(int(seconds), 60)
@@ -58,7 +60,7 @@ def duration(seconds: float) -> str:
 
 
 def _fixed(value: float | None, width: int, decimals: int) -> str:
-    """`value` with as many of `decimals` as fit into `width`."""
+    """Format `value` with as many of `decimals` as fit into `width`."""
     if value is None or math.isnan(value):
         return "-".rjust(width)
     texts = [f"{value:.{digits}f}" for digits in range(decimals, -1, -1)]
@@ -66,7 +68,7 @@ def _fixed(value: float | None, width: int, decimals: int) -> str:
 
 
 def _count(value: float | None, width: int) -> str:
-    """`value` as an integer, in thousands or millions where it does not fit."""
+    """Format `value` as an integer, in thousands or millions if it is too wide."""
     if value is None or not math.isfinite(value):
         return "-".rjust(width)
     for scale, unit in ((1, ""), (1e3, "k"), (1e6, "M")):
@@ -74,3 +76,32 @@ def _count(value: float | None, width: int) -> str:
         if len(text) <= width:
             break
     return text.rjust(width)
+
+
+_WINDOW = 20  # steps that the estimate looks back
+
+
+class Clock:
+    """Estimate the time that is left from the last steps: the first ones, which compile and warm up, soon drop out."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._ends: deque[float] = deque(maxlen=_WINDOW + 1)
+
+    def tick(self) -> None:
+        """Note that the steps begin, or that one more is done."""
+        self._ends.append(time.monotonic())
+
+    def remaining(self, steps: int) -> float:
+        """Estimate the seconds that `steps` more steps take; NaN while nothing is known."""
+        if len(self._ends) < 2:
+            return math.nan
+        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) * steps
+
+    def since_tick(self) -> float:
+        """Return the seconds since the last step was done."""
+        return time.monotonic() - self._ends[-1] if self._ends else 0.0
+
+    def elapsed(self) -> float:
+        """Return the seconds since this clock was made."""
+        return time.monotonic() - self._start

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from slurm_rlhf.config.buckets import bucket_mb
-from slurm_rlhf.config.reward import critic_directory
+from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, RoleSpec, running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement import activations as act
 from slurm_rlhf.placement import states as st
 from slurm_rlhf.placement.activations import Pass
 from slurm_rlhf.placement.engine_memory import GIB, Engine, engine
 from slurm_rlhf.placement.model_shape import ModelShape, read_shape
-
-ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT = "actor", "critic", "reference", "reward", "rollout"
 
 # Not measured here, where no GPU is: a context with its libraries, and the buffers of a group's communicators.
 CONTEXT = 3 * GIB // 4
@@ -25,13 +23,8 @@ Bytes = Mapping[str, int]
 """Term -> bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Models:
-    """Shapes of the models of a run."""
-
-    actor: ModelShape
-    critic: ModelShape
-    reward: ModelShape | None
+Models = Mapping[str, ModelShape]
+"""Role -> the shape of its model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,25 +48,26 @@ class Holding:
 
 
 def read_models(config: Config) -> Models:
-    """Read the config.json files that `config` names. Raises ModelError."""
-    actor = read_shape("actor.model_name_or_path", config.actor.model_name_or_path)
-    critic = critic_directory(config)
-    reward = config.reward.model_name_or_path
-    return Models(
-        actor,
-        actor if critic == config.actor.model_name_or_path else read_shape("critic.model_name_or_path", critic),
-        read_shape("reward.model_name_or_path", reward) if reward else None,
-    )
+    """Read the config.json of every role that `config` starts, each directory once. Raises ModelError."""
+    shapes: dict[str, ModelShape] = {}
+    found: dict[str, ModelShape] = {}
+    for role in running_roles(config):
+        key, directory = role.model(config)
+        if directory not in shapes:
+            shapes[directory] = read_shape(key, directory)
+        found[role.name] = shapes[directory]
+    return found
 
 
 def holdings(config: Config, models: Models, gpu: int) -> dict[str, Holding]:
     """Role -> what a rank of it holds, for the roles that `config` starts. `gpu`: bytes of a GPU's memory."""
-    found = {ACTOR: _trainer(config, models.actor, ACTOR), CRITIC: _trainer(config, models.critic, CRITIC)}
-    if config.algo.kl.init_coef != 0:
-        found[REFERENCE] = _frozen(config, models.actor, REFERENCE)
-    if models.reward is not None:
-        found[REWARD] = _frozen(config, models.reward, REWARD)
-    found[ROLLOUT] = _engine(config, models.actor, gpu)
+    found = {}
+    for role in running_roles(config):
+        shape = models[role.name]
+        if role.kind == "engine":
+            found[role.name] = _engine(config, shape, gpu)
+        else:
+            found[role.name] = (_trainer if role.kind == "trained" else _frozen)(config, shape, role)
     return found
 
 
@@ -107,9 +101,10 @@ def _pass(config: Config, budget: int, training: bool) -> Pass:
 
 
 def trainer_states(config: Config, shape: ModelShape, role: str) -> st.States:
-    """Parameters, gradients and optimizer states of a rank of the actor or critic."""
-    group = config.actor if role == ACTOR else config.critic
-    elements, sizes = _tensors(shape, role == ACTOR)
+    """Parameters, gradients and optimizer states of a rank of a trained role."""
+    row = ROLES[role]
+    group = row.settings(config)
+    elements, sizes = _tensors(shape, row.head)
     small = st.persistent(sizes, elements) if config.ds.zero_stage == 3 else 0
     ranks = group.num_nodes * group.num_gpus_per_node
     return st.states(elements, ranks, config.ds.zero_stage, config.ds.param_dtype == "bf16", small)
@@ -123,16 +118,16 @@ def _tensors(shape: ModelShape, head: bool) -> tuple[int, list[tuple[int, int]]]
     return shape.body + shape.hidden, [*body, (shape.hidden, 1)]
 
 
-def _trainer(config: Config, shape: ModelShape, role: str) -> Holding:
+def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> Holding:
     ds = config.ds
-    group = config.actor if role == ACTOR else config.critic
+    group = role.settings(config)
     ranks = group.num_nodes * group.num_gpus_per_node
-    elements, sizes = _tensors(shape, role == ACTOR)
+    elements, sizes = _tensors(shape, role.head)
     largest = max(size for size, _ in sizes)
-    held = trainer_states(config, shape, role)
+    held = trainer_states(config, shape, role.name)
     grad_bf16 = ds.grad_comm_dtype == "bf16"
     buckets = st.reduce_buckets(elements, ds.zero_stage, grad_bf16) if ranks > 1 or ds.zero_stage else 0
-    resting = {"parameters": held.parameters, "optimizer states": held.optimizer, **_context(role, ranks)}
+    resting = {"parameters": held.parameters, "optimizer states": held.optimizer, **_context(role.name, ranks)}
     moment = {"gradients": held.gradients, "reduce buckets": buckets}
     if held.resting_gradients:
         resting["gradients"] = held.resting_gradients
@@ -146,13 +141,13 @@ def _trainer(config: Config, shape: ModelShape, role: str) -> Holding:
             parked |= {"gradients": held.resting_gradients, "reduce buckets": buckets}
     phases = {
         "update": moment | _update(config, shape, role, elements, largest),
-        "forward": _forward(config, shape, role == ACTOR, ds.zero_stage == 3, elements, largest),
+        "forward": _forward(config, shape, role.head, ds.zero_stage == 3, elements, largest),
         "step": moment | {"optimizer's work": _step_work(elements, ranks, ds.zero_stage, largest)},
     }
-    return Holding(role, resting, phases, parked)
+    return Holding(role.name, resting, phases, parked)
 
 
-def _update(config: Config, shape: ModelShape, role: str, elements: int, largest: int) -> dict[str, int]:
+def _update(config: Config, shape: ModelShape, role: RoleSpec, elements: int, largest: int) -> dict[str, int]:
     """Forward and backward of a micro-batch."""
     bf16 = config.ds.param_dtype == "bf16"
     how = _pass(config, config.train.max_tokens_per_gpu, training=True)
@@ -161,7 +156,7 @@ def _update(config: Config, shape: ModelShape, role: str, elements: int, largest
         "backward": act.backward_work(shape, how),
         "loose gradient": st.loose_gradient(elements, largest, bf16, config.ds.grad_comm_dtype == "bf16"),
     }
-    if role == ACTOR:
+    if role.head:
         chunk = min(config.train.logprob_chunk_tokens, how.tokens)
         terms["logits"] = act.logits(shape, chunk, how.dtype, True, config.actor.entropy_coef != 0)
     if config.ds.zero_stage == 3:
@@ -189,17 +184,17 @@ def _step_work(elements: int, ranks: int, stage: int, largest: int) -> int:
     return 4 * part + max(4 * part if stage else 0, 8 * min(largest, part))
 
 
-def _frozen(config: Config, shape: ModelShape, role: str) -> Holding:
-    group = config.ref if role == REFERENCE else config.reward
+def _frozen(config: Config, shape: ModelShape, role: RoleSpec) -> Holding:
+    group = role.settings(config)
     ranks, cut = group.num_nodes * group.num_gpus_per_node, group.zero_stage == 3
     width = 2 if config.ds.param_dtype == "bf16" else 4
-    elements, sizes = _tensors(shape, role == REFERENCE)
+    elements, sizes = _tensors(shape, role.head)
     largest = max(size for size, _ in sizes)
     held = elements
     if cut:
         held = st.persistent(sizes, elements) + (0 if group.offload else -(-elements // ranks))
-    resting = {"parameters": width * held, **_context(role, ranks if cut else 1)}
-    return Holding(role, resting, {"forward": _forward(config, shape, role == REFERENCE, cut, elements, largest)})
+    resting = {"parameters": width * held, **_context(role.name, ranks if cut else 1)}
+    return Holding(role.name, resting, {"forward": _forward(config, shape, role.head, cut, elements, largest)})
 
 
 def _engine(config: Config, shape: ModelShape, gpu: int) -> Holding:

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slurm_rlhf.config.schema import Actor, Config, Critic, Ref, Reward
+from slurm_rlhf.config.roles import ROLES, ROLLOUT, roles_by_slots
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.engine_memory import GIB, Engine
-from slurm_rlhf.placement.holdings import (
-    ACTOR,
-    CRITIC,
-    REFERENCE,
-    REWARD,
-    ROLLOUT,
-    Holding,
-    Models,
-    holdings,
-    the_engine,
-)
+from slurm_rlhf.placement.holdings import Holding, Models, holdings, the_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +62,13 @@ def account(config: Config, models: Models, gpu: int) -> Account:
     """The memory of a run with `config` on GPUs of `gpu` bytes."""
     held = holdings(config, models, gpu)
     rows: list[Row] = []
-    for group in _sharing(config, list(held)):
+    for group in roles_by_slots(config, list(held)):
         shared = len(group) > 1
         for role in group:
             rows.append(_row(role, held[role].worst(), 0 if shared else gpu, role, _ranks(config, role)))
         if shared:
             rows += _together(config, [held[role] for role in group], gpu)
-    rank = the_engine(config, models.actor, gpu)
+    rank = the_engine(config, models[ROLLOUT], gpu)
     return Account(gpu, tuple(rows), rank, wanted_sequences(config))
 
 
@@ -85,21 +76,6 @@ def wanted_sequences(config: Config) -> int:
     """Sequences that an engine works on at once when all of a step's prompts are dealt out."""
     responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     return min(config.vllm.max_num_seqs, -(-responses // config.vllm.num_engines))
-
-
-def _sharing(config: Config, roles: Sequence[str]) -> Iterator[list[str]]:
-    """Roles by the GPUs they share."""
-    train = config.train
-    sets = [set(roles)] if train.colocate_all else []
-    sets += [{ACTOR, REFERENCE}] if train.colocate_actor_ref else []
-    sets += [{CRITIC, REWARD}] if train.colocate_critic_reward else []
-    seen: set[str] = set()
-    for role in roles:
-        if role not in seen:
-            group = next((found for found in sets if role in found), {role})
-            members = [other for other in roles if other in group]
-            seen |= set(members)
-            yield members
 
 
 def _together(config: Config, held: list[Holding], gpu: int) -> Iterator[Row]:
@@ -138,12 +114,10 @@ def _row(name: str, terms: dict[str, int], there: int, role: str, ranks: int = 0
 
 
 def _ranks(config: Config, role: str) -> int:
-    if role == ROLLOUT:
-        return config.vllm.num_engines * config.vllm.tensor_parallel_size
-    groups: dict[str, Actor | Critic | Ref | Reward] = {ACTOR: config.actor, CRITIC: config.critic}
-    groups |= {REFERENCE: config.ref, REWARD: config.reward}
-    group = groups[role]
-    return group.num_nodes * group.num_gpus_per_node
+    group = ROLES[role].settings(config)
+    if ROLES[role].kind == "engine":
+        return int(group.num_engines * group.tensor_parallel_size)
+    return int(group.num_nodes * group.num_gpus_per_node)
 
 
 def gib(size: float) -> str:

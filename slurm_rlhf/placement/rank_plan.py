@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from slurm_rlhf.config.roles import role_order
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.explain import explain
 from slurm_rlhf.placement.packing import Assignment, Block, pack
 from slurm_rlhf.placement.rank_map_file import NodeShare, RankMap, TpGroup
-from slurm_rlhf.placement.role_sizes import ROLE_ORDER, RoleSize, role_rank, role_sizes
+from slurm_rlhf.placement.role_sizes import RoleSize, role_sizes
 from slurm_rlhf.placement.slots import assign_slots
 from slurm_rlhf.placement.topology import Topology
 
-__all__ = ["ROLE_ORDER", "NodeShare", "RankMap", "RoleSize", "TpGroup", "place", "role_sizes"]
+__all__ = ["NodeShare", "RankMap", "RoleSize", "TpGroup", "place", "role_sizes"]
 
 
 def place(topology: Topology, roles: Sequence[RoleSize], colocate: Sequence[frozenset[str]] = ()) -> RankMap:
@@ -23,7 +24,7 @@ def place(topology: Topology, roles: Sequence[RoleSize], colocate: Sequence[froz
     The roles of a set in `colocate` use the same slots; roles in it that do not run are passed over. The order of
     `roles` plays no part. Raises PlacementError with the largest layout that fits and the keys to change.
     """
-    ordered = sorted(roles, key=lambda size: role_rank(size.role))
+    ordered = sorted(roles, key=lambda size: role_order(size.role))
     names = [size.role for size in ordered]
     if len(set(names)) < len(names):
         raise PlacementError(f"a role is listed twice: {', '.join(names)}")
@@ -60,8 +61,8 @@ def _merged(sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -> li
             groups = [group for group in groups if group not in joined]
             groups.append([size for group in joined for size in group])
     for group in groups:
-        group.sort(key=lambda size: role_rank(size.role))
-    return sorted(groups, key=lambda group: role_rank(group[0].role))
+        group.sort(key=lambda size: role_order(size.role))
+    return sorted(groups, key=lambda group: role_order(group[0].role))
 
 
 def _same_slots(first: RoleSize, other: RoleSize) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 
 from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.keys import get, put
+from slurm_rlhf.config.roles import ROLES, ROLLOUT, RoleSpec, colocations
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.placement.holdings import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, Models
+from slurm_rlhf.placement.holdings import Models
 from slurm_rlhf.placement.memory import Account, Row, account
 
 Change = dict[str, Any]
@@ -112,8 +113,9 @@ def _aims(chain: list[Change], row: Row) -> bool:
 
 def _chains(config: Config, models: Models, role: str) -> Iterator[list[Change]]:
     """For each key its values, from the mildest on."""
-    chains = {ACTOR: _trainer, CRITIC: _trainer, REFERENCE: _frozen, REWARD: _frozen, ROLLOUT: _engine}[role]
-    yield from (chain for chain in chains(config, models, role) if chain)
+    row = ROLES[role]
+    chains = {"trained": _trainer, "frozen": _frozen, "engine": _engine}[row.kind]
+    yield from (chain for chain in chains(config, models, row) if chain)
     if config.train.colocate_all:
         if not config.ds.enable_sleep and config.ds.zero_stage >= 2:
             yield [{"ds.enable_sleep": True}]
@@ -122,7 +124,7 @@ def _chains(config: Config, models: Models, role: str) -> Iterator[list[Change]]
         yield [{"vllm.gpu_memory_utilization": value} for value in lower if value >= 0.1]
 
 
-def _trainer(config: Config, models: Models, role: str) -> Iterator[list[Change]]:
+def _trainer(config: Config, models: Models, role: RoleSpec) -> Iterator[list[Change]]:
     if not config.actor.gradient_checkpointing_enable:
         yield [{"actor.gradient_checkpointing_enable": True}]
     yield _halves(config, "train.max_tokens_per_gpu", config.train.max_tokens_per_gpu, config.data.max_len)
@@ -131,15 +133,15 @@ def _trainer(config: Config, models: Models, role: str) -> Iterator[list[Change]
     if config.ds.param_dtype == "fp32":
         yield [{"ds.param_dtype": "bf16"}]
     yield [{"ds.zero_stage": stage} for stage in (2, 3) if stage > config.ds.zero_stage]
-    group = config.actor if role == ACTOR else config.critic
+    group = role.settings(config)
     more = [group.num_nodes * factor for factor in (2, 4, 8)]
-    if not (config.train.colocate_all or (role == ACTOR and config.train.colocate_actor_ref)):
+    if not any(role.name in together for together in colocations(config)):
         per_node = group.num_gpus_per_node
-        yield [{f"{role}.num_nodes": n} for n in more if config.train.batch_size % (n * per_node) == 0]
+        yield [{f"{role.group}.num_nodes": n} for n in more if config.train.batch_size % (n * per_node) == 0]
 
 
-def _frozen(config: Config, models: Models, role: str) -> Iterator[list[Change]]:
-    group, key = (config.ref, "ref") if role == REFERENCE else (config.reward, "reward")
+def _frozen(config: Config, models: Models, role: RoleSpec) -> Iterator[list[Change]]:
+    group, key = role.settings(config), role.group
     if group.zero_stage == 0 and group.num_nodes * group.num_gpus_per_node > 1:
         yield [{f"{key}.zero_stage": 3}, {f"{key}.zero_stage": 3, f"{key}.offload": True}]
     elif not group.offload:
@@ -148,8 +150,8 @@ def _frozen(config: Config, models: Models, role: str) -> Iterator[list[Change]]
     yield _halves(config, "train.logprob_chunk_tokens", config.train.logprob_chunk_tokens, 128)
 
 
-def _engine(config: Config, models: Models, role: str) -> Iterator[list[Change]]:
-    shape, vllm = models.actor, config.vllm
+def _engine(config: Config, models: Models, role: RoleSpec) -> Iterator[list[Change]]:
+    shape, vllm = models[role.name], config.vllm
     slots = vllm.num_engines * vllm.tensor_parallel_size
     wider: list[Change] = []
     for tp in (2, 4, 8):

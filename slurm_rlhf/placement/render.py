@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.placement.rank_map_file import RankMap
-from slurm_rlhf.placement.role_sizes import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT
 from slurm_rlhf.placement.topology import GPU
 
-_LETTERS = {ACTOR: "A", CRITIC: "C", REFERENCE: "R", REWARD: "W", ROLLOUT: "E"}
 _MAX_ROWS = 64
 
 
@@ -19,7 +18,7 @@ def draw(rank_map: RankMap, max_rows: int = _MAX_ROWS) -> str:
     nodes = rank_map.topology.nodes
     cells: dict[str, dict[int, str]] = {node.name: {} for node in nodes}
     for role, shares in rank_map.roles.items():
-        letter = _LETTERS.get(role, f"{role}:")
+        letter = ROLES[role].letter if role in ROLES else f"{role}:"
         for share in shares:
             row = cells[share.node]
             for place, (gpu, rank) in enumerate(zip(share.gpus, share.ranks, strict=True)):
@@ -50,7 +49,7 @@ def _legend(rank_map: RankMap) -> list[str]:
     engines = {role: [group for group in rank_map.tp_groups if group.role == role] for role in rank_map.roles}
     for role, shares in rank_map.roles.items():
         ranks = rank_map.world(role)
-        text = f"{_LETTERS.get(role, role)} {role}: {ranks} {'rank' if ranks == 1 else 'ranks'}"
+        text = f"{ROLES[role].letter if role in ROLES else role} {role}: {ranks} {'rank' if ranks == 1 else 'ranks'}"
         text += f" on {len(shares)} {'node' if len(shares) == 1 else 'nodes'}"
         if engines[role]:
             count = len(engines[role])

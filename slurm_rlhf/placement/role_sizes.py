@@ -4,18 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slurm_rlhf.config.roles import ROLES, running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
-
-ACTOR = "actor"
-CRITIC = "critic"
-REFERENCE = "reference"
-ROLLOUT = "rollout"
-REWARD = "reward"
-ROLE_ORDER = (ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT)
-"""The order in which roles are printed and given GPUs of a node they share; other names follow by alphabet."""
-
-_CONFIG_GROUP = {REFERENCE: "ref", ROLLOUT: "vllm"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +33,7 @@ class RoleSize:
             raise PlacementError(
                 f"{nodes} and {gpus} must be at least 1, got {self.num_nodes}, {self.num_gpus_per_node}"
             )
-        if self.engines == 0 and self.role == ROLLOUT:
+        if self.engines == 0 and self.role in ROLES and ROLES[self.role].kind == "engine":
             if self.num_gpus_per_node % self.tp:
                 raise PlacementError(
                     f"{self.role}: {self.num_gpus_per_node} slots per node are not a multiple of "
@@ -57,7 +48,7 @@ class RoleSize:
 
     def key(self, name: str) -> str:
         """The configuration key of this role's `name`, e.g. `vllm.num_engines`."""
-        return f"{_CONFIG_GROUP.get(self.role, self.role)}.{name}"
+        return f"{ROLES[self.role].group if self.role in ROLES else self.role}.{name}"
 
     def settings(self) -> dict[str, int]:
         """Configuration keys and values that give this size."""
@@ -68,35 +59,14 @@ class RoleSize:
 
 
 def role_sizes(config: Config) -> list[RoleSize]:
-    """The roles that a run with `config` starts, in ROLE_ORDER.
-
-    The reference only when KL enters the reward, the reward model only when there is one.
-    """
-    actor, critic, ref, reward, vllm = config.actor, config.critic, config.ref, config.reward, config.vllm
-    if vllm.num_engines < 1:
-        raise PlacementError(f"vllm.num_engines must be at least 1, got {vllm.num_engines}")
-    sizes = [
-        RoleSize(ACTOR, actor.num_nodes, actor.num_gpus_per_node),
-        RoleSize(CRITIC, critic.num_nodes, critic.num_gpus_per_node),
-    ]
-    if config.algo.kl.init_coef != 0:
-        sizes.append(RoleSize(REFERENCE, ref.num_nodes, ref.num_gpus_per_node))
-    if reward.model_name_or_path:
-        sizes.append(RoleSize(REWARD, reward.num_nodes, reward.num_gpus_per_node))
-    sizes.append(RoleSize(ROLLOUT, vllm.num_nodes, tp=vllm.tensor_parallel_size, engines=vllm.num_engines))
+    """Return the sizes of the roles that a run with `config` starts, in the order of the table of roles."""
+    sizes = []
+    for role in running_roles(config):
+        group = role.settings(config)
+        if role.kind != "engine":
+            sizes.append(RoleSize(role.name, group.num_nodes, group.num_gpus_per_node))
+            continue
+        if group.num_engines < 1:
+            raise PlacementError(f"{role.group}.num_engines must be at least 1, got {group.num_engines}")
+        sizes.append(RoleSize(role.name, group.num_nodes, tp=group.tensor_parallel_size, engines=group.num_engines))
     return sizes
-
-
-def colocations(config: Config) -> list[frozenset[str]]:
-    """The sets of roles that share their slots, as `train.colocate_...` says."""
-    pairs = {
-        frozenset(ROLE_ORDER): config.train.colocate_all,
-        frozenset({ACTOR, REFERENCE}): config.train.colocate_actor_ref,
-        frozenset({CRITIC, REWARD}): config.train.colocate_critic_reward,
-    }
-    return [pair for pair, wanted in pairs.items() if wanted]
-
-
-def role_rank(role: str) -> tuple[int, str]:
-    """Sort key of a role's name."""
-    return (ROLE_ORDER.index(role) if role in ROLE_ORDER else len(ROLE_ORDER), role)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from slurm_rlhf.config.roles import ROLLOUT, roles_by_slots, running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.flops import forward_flops, training_flops
 from slurm_rlhf.placement.gpus import Gpu
-from slurm_rlhf.placement.holdings import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, Models
+from slurm_rlhf.placement.holdings import Models
 
 # Rates that large dense models reach on H100 nodes. None was measured here.
 TRAINING_MFU = 0.36
@@ -46,8 +47,8 @@ def step_time(config: Config, models: Models, gpu: Gpu, prompt: int, response: i
     forward = {role: done[0] for role, done in work.items()}
     update = {role: done[1] for role, done in work.items()}
     generation = _generation(config, models, gpu, responses, prompt, response)
-    sync = 2 * models.actor.parameters / SYNC_BYTES_PER_S
-    groups = _groups(config, list(work))
+    sync = 2 * models[ROLLOUT].parameters / SYNC_BYTES_PER_S
+    groups = {"+".join(group): group for group in roles_by_slots(config, list(work))}
     of = {name: (sum(forward[r] for r in group), sum(update[r] for r in group)) for name, group in groups.items()}
     forwards, updates = max(f for f, _ in of.values()), max(u for _, u in of.values())
     training = forwards + updates * config.train.max_epochs
@@ -68,23 +69,19 @@ def _work(
     rate = gpu.bf16_tflops * 1e12
     logits = response / length
     found: dict[str, tuple[float, float]] = {}
-    for role, shape, group, head, trains in (
-        (ACTOR, models.actor, config.actor, logits, True),
-        (CRITIC, models.critic, config.critic, 0.0, True),
-        (REFERENCE, models.actor if config.algo.kl.init_coef else None, config.ref, logits, False),
-        (REWARD, models.reward, config.reward, 0.0, False),
-    ):
-        if shape is not None:
+    for role in running_roles(config):
+        if role.kind != "engine":
+            group, shape, head = role.settings(config), models[role.name], logits if role.head else 0.0
             gpus = group.num_nodes * group.num_gpus_per_node
             forward = tokens * forward_flops(shape, length, head) / (gpus * rate * FORWARD_MFU)
             update = tokens * training_flops(shape, length, head) / (gpus * rate * TRAINING_MFU)
-            found[role] = (forward, update if trains else 0.0)
+            found[role.name] = (forward, update if role.kind == "trained" else 0.0)
     return found
 
 
 def _generation(config: Config, models: Models, gpu: Gpu, responses: int, prompt: int, response: int) -> float:
     """Every token of a response is a step that reads all weights and the KV cache of all sequences."""
-    shape, tp = models.actor, config.vllm.tensor_parallel_size
+    shape, tp = models[ROLLOUT], config.vllm.tensor_parallel_size
     together = min(config.vllm.max_num_seqs, -(-responses // config.vllm.num_engines))
     rounds = -(-responses // (config.vllm.num_engines * together))
     bandwidth = DECODE_BYTES_PER_S.get(gpu.bf16_tflops, 2.9e12 * gpu.bf16_tflops / 989.4)
@@ -93,14 +90,3 @@ def _generation(config: Config, models: Models, gpu: Gpu, responses: int, prompt
     step = (weights + cache) / tp / bandwidth + DECODE_OVERHEAD_S + (TP_OVERHEAD_S * shape.layers if tp > 1 else 0)
     prefill = together * prompt * forward_flops(shape, prompt, 0.0) / (gpu.bf16_tflops * 1e12 * FORWARD_MFU * tp)
     return rounds * (response * step + prefill)
-
-
-def _groups(config: Config, roles: list[str]) -> dict[str, list[str]]:
-    """Trainers by the GPUs they share."""
-    if config.train.colocate_all:
-        return {"+".join(roles): roles}
-    shared = [[ACTOR, REFERENCE]] if config.train.colocate_actor_ref else []
-    shared += [[CRITIC, REWARD]] if config.train.colocate_critic_reward else []
-    groups = [[role for role in roles if role in pair] for pair in shared]
-    groups += [[role] for role in roles if not any(role in pair for pair in shared)]
-    return {"+".join(group): group for group in groups}

@@ -5,30 +5,70 @@ What it can take, and an example: README.md, "The reward function".
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import traceback
+import difflib
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
+from slurm_rlhf.config.schema import Reward
 from slurm_rlhf.errors import ConfigError, RewardError
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.arguments import Taken, taken
 from slurm_rlhf.rewards.values import Rewards, parse_answer
+from slurm_rlhf.user_files import file_of, line_of, run_file, same_place, text_of
 
 FUNCTION = "reward_func"
 KEY = "reward.remote_url"
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_REGISTERED: dict[str, Callable[..., Any]] = {}
+
+
+def register_reward(function: Function, name: str = "", *, replace: bool = False) -> Function:
+    """Make a reward function known by its name, so that `reward.function` can choose it; also a decorator.
+
+    Call it in a Python file that `train.plugins` names. The function takes what `reward_func` in a file takes. `name`:
+    the function's own, if empty. Raises ConfigError for a name that is taken, unless `replace` is set.
+    """
+    if not callable(function):
+        raise ConfigError(f"register_reward takes a function, got {type(function).__name__}")
+    name = name or getattr(function, "__name__", type(function).__name__)
+    owner = _REGISTERED.get(name)
+    if owner is not None and not replace and not same_place(owner, function):
+        raise ConfigError(f"the reward name {name!r} is taken by {file_of(owner)}: register yours by another name")
+    _REGISTERED[name] = function
+    return function
+
+
 class RewardFunction:
     """Calls the user's function and accepts nothing that is not one finite number per response."""
 
-    def __init__(self, function: Callable[..., Any], file: Path, arguments: Taken) -> None:
+    def __init__(self, function: Callable[..., Any], file: Path | str, arguments: Taken, name: str = FUNCTION) -> None:
         self._function = function
         self._file = file
         self._arguments = arguments
+        self._name = name
+
+    @classmethod
+    def of(cls, config: Reward) -> RewardFunction:
+        """Find the function that `config` names: one that is registered, or that of a file. Raises as `load`."""
+        if not config.function:
+            return cls.load(config.remote_url)
+        name = config.function
+        if name not in _REGISTERED:
+            near = difflib.get_close_matches(name, _REGISTERED, n=1)
+            meant = f"; did you mean {near[0]}?" if near else ""
+            known = ", ".join(sorted(_REGISTERED)) or "none"
+            raise ConfigError(
+                f"reward.function = {name!r} is not registered{meant} (registered: {known}): call "
+                "slurm_rlhf.register_reward in a file that train.plugins names, or pass it to slurm_rlhf.train"
+            )
+        function = _REGISTERED[name]
+        return cls(
+            function, file_of(function), taken(function, f"{_defined(file_of(function), function)}: {name}"), name
+        )
 
     @classmethod
     def load(cls, source: str) -> RewardFunction:
@@ -42,7 +82,7 @@ class RewardFunction:
         file = Path(source).absolute()
         if not file.is_file():
             raise ConfigError(f"{KEY}: no such file: {source or repr('')}: name a Python file with {FUNCTION}")
-        function = getattr(_run(file), FUNCTION, None)
+        function = getattr(run_file(file, KEY, RewardError), FUNCTION, None)
         if not callable(function):
             raise RewardError(f"{file} does not define {FUNCTION}(queries, prompts, labels, **kwargs): add it")
         return cls(function, file, taken(function, f"{_defined(file, function)}: {FUNCTION}"))
@@ -51,47 +91,16 @@ class RewardFunction:
         """Rewards of `trajectories`, [N]; `prompts[i]` is the prompt of `trajectories[i]`.
 
         `step`: the training step that they are of; in an evaluation, the steps done before it. The function gets those
-        of `reward_arguments.ARGUMENTS` that its signature takes. Raises RewardError for what it raises or answers.
+        of `arguments.ARGUMENTS` that its signature takes. Raises RewardError for what it raises or answers.
         """
         try:
             answer = self._arguments.call(self._function, prompts, trajectories, step)
         except (Exception, SystemExit) as error:
-            raise RewardError(f"{_place(self._file, error)}: {FUNCTION} raised {_told(error)}") from error
-        return parse_answer(answer, len(trajectories), f"{self._file}: {FUNCTION}")
+            raise RewardError(f"{line_of(self._file, error)}: {self._name} raised {text_of(error)}") from error
+        return parse_answer(answer, len(trajectories), f"{self._file}: {self._name}")
 
 
-def _run(file: Path) -> ModuleType:
-    """The file as a module of its own name."""
-    name = f"slurm_rlhf_reward_{file.stem}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{KEY}: {file} is not a Python file: its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses and pickling look their module up by name; neighbours come last, so that they shadow nothing.
-    sys.modules[name] = module
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise RewardError(f"{_place(file, error)}: cannot be imported: {_told(error)}") from error
-    return module
-
-
-def _defined(file: Path, function: Callable[..., Any]) -> str:
+def _defined(file: Path | str, function: Callable[..., Any]) -> str:
     """file:line of the function, where it is in the file."""
     code = getattr(function, "__code__", None)
     return f"{file}:{code.co_firstlineno}" if code is not None and code.co_filename == str(file) else str(file)
-
-
-def _place(file: Path, error: BaseException) -> str:
-    """file:line of the deepest frame in the user's file."""
-    if isinstance(error, SyntaxError) and error.filename == str(file):
-        return f"{file}:{error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    return f"{file}:{lines[-1]}" if lines else str(file)
-
-
-def _told(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

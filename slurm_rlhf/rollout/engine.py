@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from slurm_rlhf.observe.engine_load import EngineLoad
-from slurm_rlhf.records import Trajectory
+from slurm_rlhf.records import EngineLoad, Trajectory
 from slurm_rlhf.rollout.request import GenerateRequest
 
 if TYPE_CHECKING:

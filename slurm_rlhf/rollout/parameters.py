@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from slurm_rlhf.errors import SyncError
+from slurm_rlhf.listing import shortened
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Shapes = dict[str, tuple[int, ...]]
-NAMED_IN_ERRORS = 5
 
 
 def skeleton(path: str) -> Any:
@@ -41,7 +41,7 @@ def check_loaded(model: Any, loaded: set[str] | None) -> None:
     if missing:
         raise SyncError(
             f"vLLM's {type(model).__name__} was sent all parameters of the policy and has not loaded {len(missing)} "
-            f"of its own, which keep the old policy's: {_some(missing)}. This architecture cannot be trained here yet."
+            f"of its own, which keep the old policy's: {shortened(missing)}. This architecture cannot be trained yet."
         )
 
 
@@ -56,7 +56,7 @@ def checked(weights: Iterable[tuple[str, Tensor]], shapes: Shapes, version: int)
         if name not in shapes:
             raise SyncError(
                 f"policy version {version}: the engine has no parameter {name!r} (shape {tuple(tensor.shape)}). Actor "
-                f"and engines must start from the same model directory; known: {_some(shapes)}"
+                f"and engines must start from the same model directory; known: {shortened(shapes)}"
             )
         if name not in missing:
             raise SyncError(f"policy version {version}: parameter {name!r} was sent twice")
@@ -69,11 +69,5 @@ def checked(weights: Iterable[tuple[str, Tensor]], shapes: Shapes, version: int)
         yield name, tensor
     if missing:
         raise SyncError(
-            f"policy version {version}: {len(missing)} of {len(shapes)} parameters were not sent: {_some(missing)}"
+            f"policy version {version}: {len(missing)} of {len(shapes)} parameters were not sent: {shortened(missing)}"
         )
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    rest = len(listed) - NAMED_IN_ERRORS
-    return ", ".join(listed[:NAMED_IN_ERRORS]) + (f" and {rest} more" if rest > 0 else "")

@@ -16,7 +16,7 @@ from torch import Tensor
 from slurm_rlhf.algorithms.batching import micro_batches, split_ranks
 from slurm_rlhf.algorithms.losses import Metrics
 from slurm_rlhf.config.schema import Config, Data
-from slurm_rlhf.data.continuation import continuations
+from slurm_rlhf.data.framing import continuations
 from slurm_rlhf.data.jsonl import read_jsonl
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet

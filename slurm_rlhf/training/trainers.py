@@ -8,8 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slurm_rlhf.algorithms.losses import Metrics, entropy_bonus, policy_loss, value_loss
-from slurm_rlhf.config.reward import critic_directory, reward_statistics
+from slurm_rlhf.algorithms.losses import Metrics, PolicyInputs, entropy_bonus, value_loss
+from slurm_rlhf.algorithms.plugins import load_plugins
+from slurm_rlhf.algorithms.registry import policy_loss_of
+from slurm_rlhf.config.reward import reward_statistics
+from slurm_rlhf.config.roles import CRITIC, ROLES
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.records import F32, Experience
 from slurm_rlhf.training.batch import TokenBatch, action_mask, collate, column, per_action
@@ -81,6 +84,8 @@ class PolicyTrainer(LanguageModelTrainer):
     def __init__(self, config: Config, total_steps: int) -> None:
         """Load the model; `total_steps`: optimizer steps of the whole run. Raises ModelError, ConfigError."""
         super().__init__(config, Schedule.of(config, config.actor.learning_rate, total_steps))
+        load_plugins(config.train.plugins)
+        self.policy_loss = policy_loss_of(config.algo.advantage.estimator)
         actor = config.actor
         self.clip_low, self.clip_high = actor.eps_clip_low_high or (actor.eps_clip, actor.eps_clip)
 
@@ -106,14 +111,18 @@ class PolicyTrainer(LanguageModelTrainer):
         device = self.world.device
         mask = action_mask(part, device)
         logprobs, entropy = self._forward(collate(part, device))
-        loss, metrics = policy_loss(
-            logprobs,
-            column(part, "logprobs", device),
-            column(part, "advantages", device),
-            mask,
-            denominator,
-            self.clip_low,
-            self.clip_high,
+        loss, metrics = self.policy_loss(
+            PolicyInputs(
+                logprobs,
+                column(part, "logprobs", device),
+                column(part, "advantages", device),
+                mask,
+                part.response_lens.tolist(),
+                column(part, "loss_weights", device) if "loss_weights" in part.columns else None,
+                denominator,
+                self.clip_low,
+                self.clip_high,
+            )
         )
         bonus, more = entropy_bonus(entropy, mask, denominator, self.config.actor.entropy_coef)
         return loss + bonus, metrics | more
@@ -142,7 +151,7 @@ class ValueTrainer(Trainer):
 
     def __init__(self, config: Config, total_steps: int) -> None:
         """Load the model; `total_steps`: optimizer steps of the whole run. Raises ModelError, ConfigError."""
-        self._path = critic_directory(config)
+        self._path = ROLES[CRITIC].model(config)[1]
         super().__init__(config, Schedule.of(config, config.critic.learning_rate, total_steps))
         module = self.engine.module
         self.origin = f"critic: starts from {self._path}, " + (

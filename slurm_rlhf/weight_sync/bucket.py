@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from slurm_rlhf.errors import SyncError
+from slurm_rlhf.listing import shortened
 from slurm_rlhf.weight_sync.buffers import Pool
 from slurm_rlhf.weight_sync.checksum import checksum
 from slurm_rlhf.weight_sync.plan import FIXED_HEADER, Parameter, Part, Piece, Span, SyncPlan
@@ -136,10 +137,9 @@ def _said(header: list[int], part: Part, bucket: int, version: int) -> list[int]
 
 
 def _different(names: list[str], part: Part, bucket: int, version: int) -> SyncError:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return SyncError(
         f"checksum of policy version {version} differs from that of actor {part.owner} in "
-        f"{', '.join(names[:5])}{more} (bucket {bucket})"
+        f"{shortened(names, 5)} (bucket {bucket})"
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -18,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed import Store, Work
 
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync.backends.transport import TransportFailure
 
 _POLL_S = 0.0005
@@ -78,14 +78,16 @@ class Communicator:
     def settle(self, works: Sequence[Work]) -> None:
         """Wait until they are over, and raise what went wrong. `Work.wait` alone would neither end nor say anything
         when the group is aborted by another thread."""
-        deadline = time.monotonic() + self.timeout_s
+
+        def done() -> bool:
+            over = all(work.is_completed() for work in works)
+            if not over and self.aborted:
+                raise TransportFailure("the NCCL group was aborted", peer_left=False)
+            return over
+
         with _failing():
-            while not all(work.is_completed() for work in works):
-                if self.aborted:
-                    raise TransportFailure("the NCCL group was aborted", peer_left=False)
-                if time.monotonic() > deadline:
-                    raise TransportFailure(f"NCCL: not done after {self.timeout_s:g} s", peer_left=False)
-                time.sleep(_POLL_S)
+            if not wait_until(done, self.timeout_s, _POLL_S, _POLL_S):
+                raise TransportFailure(f"NCCL: not done after {self.timeout_s:g} s", peer_left=False)
             for work in works:
                 work.wait()
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slurm_rlhf.errors import SyncError
+from slurm_rlhf.listing import shortened_lines
 from slurm_rlhf.weight_sync.plan import dtype_name
 
 _SHOWN = 8
@@ -20,16 +21,16 @@ def check_match(sent: Sequence[Sequence[Any]], expected: Sequence[Sequence[Any]]
     """
     ours = {name: tuple(shape) for name, shape, _ in expected}
     theirs = {name: tuple(shape) for name, shape, _ in sent}
-    lines = [f"  {name}: only {sender} has it" for name in theirs if name not in ours]
-    lines += [f"  {name}: only {receiver} has it" for name in ours if name not in theirs]
+    lines = [f"{name}: only {sender} has it" for name in theirs if name not in ours]
+    lines += [f"{name}: only {receiver} has it" for name in ours if name not in theirs]
     lines += [
-        f"  {name}: {list(theirs[name])} at {sender}, {list(shape)} at {receiver}"
+        f"{name}: {list(theirs[name])} at {sender}, {list(shape)} at {receiver}"
         for name, shape in ours.items()
         if theirs.get(name, shape) != shape
     ]
     if lines:
         raise SyncError(
-            f"{sender} and {receiver} do not hold the same architecture:\n{_some(lines)}"
+            f"{sender} and {receiver} do not hold the same architecture:{shortened_lines(lines, _SHOWN)}"
             "\nBoth must be started from the same model directory (actor.model_name_or_path)."
         )
     _check_dtypes(sent, expected, sender, receiver)
@@ -38,17 +39,12 @@ def check_match(sent: Sequence[Sequence[Any]], expected: Sequence[Sequence[Any]]
 def _check_dtypes(sent: Sequence[Sequence[Any]], expected: Sequence[Sequence[Any]], sender: str, receiver: str) -> None:
     kept = {name: dtype_name(dtype) for name, _, dtype in expected}
     lossy = [
-        f"  {name}: {theirs} at {sender}, {kept[name]} at {receiver}"
+        f"{name}: {theirs} at {sender}, {kept[name]} at {receiver}"
         for name, _, dtype in sent
         if (theirs := dtype_name(dtype)) not in _HOLDS[kept[name]]
     ]
     if lossy:
         raise SyncError(
-            f"{receiver} cannot hold the weights of {sender} without rounding them:\n{_some(lossy)}"
+            f"{receiver} cannot hold the weights of {sender} without rounding them:{shortened_lines(lossy, _SHOWN)}"
             "\nLeave vllm.dtype at auto, which is ds.param_dtype, or name one that holds it."
         )
-
-
-def _some(lines: Sequence[str]) -> str:
-    more = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
-    return "\n".join(lines[:_SHOWN]) + more

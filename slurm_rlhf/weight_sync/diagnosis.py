@@ -17,7 +17,9 @@ from typing import Any
 
 from torch.distributed import Store
 
-from slurm_rlhf.weight_sync.store import read, wait_until
+from slurm_rlhf.listing import shortened
+from slurm_rlhf.polling import wait_until
+from slurm_rlhf.weight_sync.store import read
 
 GRACE_S = 3.0
 """How long survivors have to post after a failure."""
@@ -152,8 +154,7 @@ def cut(quiet: Mapping[int, Sequence[int]], spoke: Collection[int], names: Names
     for_so_long = f"for {names.silence_s:g} s (timeout.sync_silence)"
     if gone:
         witness = min(rank for rank, ranks in quiet.items() if set(ranks) & set(gone))
-        more = f" and {len(gone) - _NAMED} more" if len(gone) > _NAMED else ""
-        called = " and ".join(names.ends[rank] for rank in gone[:_NAMED]) + more
+        called = shortened([names.ends[rank] for rank in gone], _NAMED, " and ")
         return f"{names.ends[witness]} heard nothing from {called} {for_so_long}: its link is cut, or it hangs"
     one, other = next((rank, ranks[0]) for rank, ranks in sorted(quiet.items()) if ranks)
     return (

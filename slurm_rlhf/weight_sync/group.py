@@ -18,6 +18,7 @@ from torch.distributed import PrefixStore, Store
 
 from slurm_rlhf.cluster.network import address_of, address_towards, interface_of, is_loopback
 from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync.backend_choice import BACKENDS, choose, share_gpus
 from slurm_rlhf.weight_sync.backends.backend import Carrier
 from slurm_rlhf.weight_sync.backends.gloo import GlooTransport
@@ -29,7 +30,7 @@ from slurm_rlhf.weight_sync.layout import Layout
 from slurm_rlhf.weight_sync.liveness import Pulse
 from slurm_rlhf.weight_sync.member import Member, Membership
 from slurm_rlhf.weight_sync.reachability import first_of_each, listen, unreachable
-from slurm_rlhf.weight_sync.store import connect, read, wait_until
+from slurm_rlhf.weight_sync.store import connect, read
 
 log = logging.getLogger(__name__)
 

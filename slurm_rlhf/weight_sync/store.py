@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 from torch.distributed import Store, TCPStore
 
 from slurm_rlhf.errors import SyncError
 
-_POLL_S = (0.005, 0.1)  # the first pause, and the longest
+_RETRY_S = 0.1
 _BACKLOG = 4096
 
 
@@ -71,7 +70,7 @@ def _knock(host: str, port: int, answer_s: float) -> None:
     end = time.monotonic() + answer_s
     while True:
         try:
-            socket.create_connection((host, port), max(end - time.monotonic(), _POLL_S[1])).close()
+            socket.create_connection((host, port), max(end - time.monotonic(), _RETRY_S)).close()
             return
         except ConnectionRefusedError:
             return  # an answer
@@ -82,19 +81,7 @@ def _knock(host: str, port: int, answer_s: float) -> None:
                     f"{answer_s:g} s ({error.strerror or error}): the link to {host} is cut, or something drops what "
                     "is sent there"
                 ) from error
-        time.sleep(_POLL_S[1])
-
-
-def wait_until(ready: Callable[[], bool], timeout_s: float) -> bool:
-    """Poll until `ready()` or the time is over. A store's own wait would hold its lock against all other threads."""
-    deadline = time.monotonic() + timeout_s
-    pause, longest = _POLL_S
-    while not ready():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause)
-        pause = min(pause * 1.5, longest)
-    return True
+        time.sleep(_RETRY_S)
 
 
 def read(store: Store, key: str) -> str | None:

@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.call_spec import spec_of
+from slurm_rlhf.control.calls import EngineCalls, SyncConnection, SyncGroupRequest
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.local_stream import connect_local
 from slurm_rlhf.rollout.tp_engine import request_from_wire
 from slurm_rlhf.rollout.tp_group import engine_store
 from slurm_rlhf.workers.engine_worker import EngineRank, read_meeting
 from slurm_rlhf.workers.follower_links import WITH_ANSWER
+from slurm_rlhf.workers.local_stream import connect_local
 from slurm_rlhf.workers.worker import Seat
 
 _GRACE_S = 5.0  # for the leader to say why the engine does not start, before this rank's end says it
@@ -35,9 +37,6 @@ class FollowerRole(EngineRank):
         self.stream.send(self.place.tp_rank)
         self._leaving = False
         self.stream.listen(self._take, self._abandoned)
-
-    def calls(self) -> dict[str, Callable[..., Any]]:
-        return {}
 
     def busy(self) -> bool:
         """Until the leader closes the engine."""
@@ -90,11 +89,13 @@ class FollowerRole(EngineRank):
         digest: bytes = self.engine.tp_digest.digest()
         return digest
 
-    def do_sync_join(self, parameters: list[list[Any]], rank: int, **group: Any) -> dict[str, Any]:
-        return self.sync_join(parameters, rank=rank + self.place.tp_rank, **group)
+    def do_sync_join(self, **fields: Any) -> SyncConnection:
+        leader: SyncGroupRequest = spec_of(EngineCalls.sync_join).read_argument(fields)
+        return self.join_group(replace(leader, rank=leader.rank + self.place.tp_rank))
 
-    def do_sync_receive(self, version: int) -> dict[str, Any]:
-        return self.sync_receive(version)
+    def do_sync_receive(self, version: int) -> dict[str, str]:
+        broken = self.receive_weights(version).broken
+        return {"broken": broken} if broken else {}
 
     def do_sleep(self) -> None:
         self.engine.sleep()

@@ -5,25 +5,38 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import asdict
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import (
+    EngineCalls,
+    GenerateAnswer,
+    GenerateBatch,
+    Sampled,
+    StartAnswer,
+    StartRequest,
+    SyncConnection,
+    SyncGroupRequest,
+    SyncReport,
+    SyncUpdateRequest,
+    WakeUpRequest,
+)
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.events import FAILURE
-from slurm_rlhf.control.local_stream import LocalListener, LocalStream, accept_all
-from slurm_rlhf.control.request import Request
+from slurm_rlhf.control.messages import FAILURE, Request
 from slurm_rlhf.errors import CallTimeout, RunError
-from slurm_rlhf.records import Sampling
 from slurm_rlhf.rollout.engine import Meter
 from slurm_rlhf.rollout.request import GenerateRequest, request_seed
 from slurm_rlhf.rollout.tp_group import engine_store
 from slurm_rlhf.workers.engine_follower import FollowerRole
 from slurm_rlhf.workers.engine_worker import EngineRank, publish_meeting
 from slurm_rlhf.workers.follower_links import Followers
+from slurm_rlhf.workers.local_stream import LocalListener, LocalStream, accept_all
 from slurm_rlhf.workers.pending_responses import Tickets
 from slurm_rlhf.workers.worker import Role, Seat
 
+_RECEIVE = EngineCalls.sync_receive.__name__
 _LAST_WORDS_S = 1.0  # for the main thread and the control plane to say why
 
 
@@ -33,7 +46,7 @@ def engine_role(config: Config, seat: Seat, client: ControlClient) -> Role:
     return (FollowerRole if follows else RolloutRole)(config, seat, client)
 
 
-class RolloutRole(EngineRank):
+class RolloutRole(EngineRank, EngineCalls):
     """Owns the engine's step loop: calls are looked at between two steps, never during one."""
 
     def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
@@ -49,26 +62,17 @@ class RolloutRole(EngineRank):
             self._listener = LocalListener(self.place.tp)
             self._identity = publish_meeting(self._store, config, self.place, self._listener.path)
 
-    def calls(self) -> dict[str, Callable[..., Any]]:
-        return {
-            "start": self.start,
-            "sync_join": self.sync_join,
-            "sync_receive": self.sync_receive,
-            "sleep": self.sleep,
-            "wake_up": self.wake_up,
-        }
-
-    def start(self, total_steps: int) -> None:
-        """Start the engine. `total_steps` is of no use to it."""
+    def start(self, request: StartRequest) -> StartAnswer:
         from slurm_rlhf.rollout.tp_engine import LeadingEngine
         from slurm_rlhf.rollout.vllm_engine import VllmEngine
 
         if self.place.tp == 1:
             self.engine = VllmEngine(self.config, self.place.engine)
-            return
+            return StartAnswer()
         self.followers = Followers(self.place, self._meet(), self._broken)
         self.followers.send([["start", {}]])
         self.engine = LeadingEngine(self.config, self.place, self._store, self._identity, self.followers)
+        return StartAnswer()
 
     def _meet(self) -> dict[int, LocalStream]:
         try:
@@ -86,23 +90,23 @@ class RolloutRole(EngineRank):
         timer.daemon = True
         timer.start()
 
-    def sync_join(self, parameters: list[list[Any]], **group: Any) -> dict[str, Any]:
-        """As `EngineRank.sync_join`, with the followers: `rank` is the leader's, theirs come after it."""
+    def sync_join(self, request: SyncGroupRequest) -> SyncConnection:
+        """Join together with the followers: `request.rank` is the leader's, theirs come after it."""
         if self.followers is None:
-            return super().sync_join(parameters, **group)
-        self.followers.send([["sync_join", {"parameters": parameters, **group}]])
-        answer = super().sync_join(parameters, **group)
+            return self.join_group(request)
+        self.followers.send([["sync_join", asdict(request)]])
+        answer = self.join_group(request)
         self.followers.finish(self.config.timeout.sync)
         return answer
 
-    def sync_receive(self, version: int) -> dict[str, Any]:
-        """As `EngineRank.sync_receive`; where a follower's part broke off, that is the answer."""
-        answer = super().sync_receive(version)
-        if self.followers is not None and "broken" not in answer:
+    def sync_receive(self, request: SyncUpdateRequest) -> SyncReport:
+        """Take over the weights; where a follower's part broke off, that is the answer."""
+        report = self.receive_weights(request.version)
+        if self.followers is not None and not report.broken:
             theirs: list[dict[str, Any]] = self.engine.settle()
-            answer = next((word for word in theirs if "broken" in word), answer)
-        self._halted = bool(self._open) and "broken" in answer
-        return answer
+            report = next((SyncReport(broken=word["broken"]) for word in theirs if "broken" in word), report)
+        self._halted = bool(self._open) and bool(report.broken)
+        return report
 
     def attention(self) -> str:
         """See `Role.attention`."""
@@ -114,55 +118,39 @@ class RolloutRole(EngineRank):
         freed: int = self.engine.sleep()
         return freed
 
-    def wake_up(self, part: str) -> None:
-        """As `Sleeper.wake_up`."""
-        self.engine.wake_up(part)
+    def wake_up(self, request: WakeUpRequest) -> None:
+        self.engine.wake_up(request.part)
 
     def handle(self, request: Request) -> None:
-        """`generate` is answered when as many responses are finished as it asks for; everything else at once.
-
-        New weights wait for the responses in flight, unless vllm.sync_mode lets them change under those.
-        """
-        if request.method == "sync_receive" and self._open and self.config.vllm.sync_mode == "drain":
+        """Answer a call; new weights wait for the responses in flight, unless vllm.sync_mode is inflight."""
+        if request.method == _RECEIVE and self._open and self.config.vllm.sync_mode == "drain":
             self._after_drain.append(request)
             return
-        if request.method != "generate":
-            super().handle(request)
-            return
+        super().handle(request)
+
+    def generate(self, batch: GenerateBatch) -> Future[GenerateAnswer]:
+        """Queue `sampling.n` responses to each prompt; calls of one stream are answered as `Tickets` says."""
+        answer: Future[GenerateAnswer] = Future()
         try:
-            self._generate(request, **request.args)
+            self._queue(batch, answer)
         except Exception as error:
             if self._open:
                 self.engine.drop()  # what it took of the call so far would be answered to nobody
             self._drop(error)
-            if not request.answered:
-                request.fail(error)
+            if not answer.done():
+                answer.set_exception(error)
+        return answer
 
-    def _generate(
-        self,
-        request: Request,
-        prompts: list[list[Any]],
-        sampling: dict[str, Any],
-        run_seed: int,
-        version: int,
-        stream: int,
-        answer: int = 0,
-    ) -> None:
-        """Queue `sampling.n` responses to each of `prompts` [[position, prompt, token ids], ...].
-
-        Calls of one `stream` are answered as `Tickets` says, with {"found": [[position, trajectory], ...], "load"}:
-        with `answer` responses, 0: with as many as they ask for.
-        """
-        how = Sampling(**sampling)
-        asked = len(prompts) * how.n
-        found = self._tickets.open(stream, request, answer or asked, asked)
+    def _queue(self, batch: GenerateBatch, answer: Future[GenerateAnswer]) -> None:
+        asked = len(batch.prompts) * batch.sampling.n
+        found = self._tickets.open(batch.stream, answer, batch.answer or asked, asked)
         if found is not None:
-            self._reply(request, found)
-        for position, prompt, token_ids in prompts:
-            for sample in range(how.n):
-                self._open[prompt, sample] = (stream, position)
-                seed = request_seed(run_seed, prompt, sample, version)
-                self.engine.add(GenerateRequest(f"{prompt}.{sample}", prompt, sample, token_ids, how, seed))
+            self._reply(answer, found)
+        for position, prompt, token_ids in batch.prompts:
+            for sample in range(batch.sampling.n):
+                self._open[prompt, sample] = (batch.stream, position)
+                seed = request_seed(batch.run_seed, prompt, sample, batch.version)
+                self.engine.add(GenerateRequest(f"{prompt}.{sample}", prompt, sample, token_ids, batch.sampling, seed))
 
     def busy(self) -> bool:
         return bool(self._open) and not self._halted
@@ -180,13 +168,13 @@ class RolloutRole(EngineRank):
         self.meter.stepped(self.engine.gauges, len(landed))
         for trajectory in landed:
             stream, position = self._open.pop((trajectory.prompt, trajectory.sample))
-            completed = self._tickets.finish(stream, [position, trajectory.to_wire()])
+            completed = self._tickets.finish(stream, Sampled(position, trajectory))
             if completed:
                 self._reply(*completed)
         self._drained()
 
-    def _reply(self, request: Request, found: list[Any]) -> None:
-        request.reply({"found": found, "load": self.meter.take().to_wire()})
+    def _reply(self, answer: Future[GenerateAnswer], found: list[Sampled]) -> None:
+        answer.set_result(GenerateAnswer(found, self.meter.take()))
 
     def _drained(self) -> None:
         """No requests are left, perhaps: then do what waited for that."""

@@ -9,11 +9,13 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import SyncConnection, SyncGroupRequest, SyncReport
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.rollout.tp_group import EnginePlace
 from slurm_rlhf.rollout.vllm_settings import prepare_environment
@@ -34,13 +36,16 @@ class EngineRank(Role):
         self.place = EnginePlace.of(seat.rank, config.vllm.tensor_parallel_size, seat.node)
         self.sync = EngineEnd(config, f"{seat.role} {seat.rank}")
 
-    def sync_join(self, parameters: list[list[Any]], **group: Any) -> dict[str, Any]:
-        """Join the group of a weight transfer; `parameters` is what the actor will send. Answers as `EngineEnd`."""
-        return self.sync.join(parameters, self.engine.describe(), **group)
+    def join_group(self, request: SyncGroupRequest) -> SyncConnection:
+        """Join a weight transfer group as the rank that `request` names."""
+        described = {name: value for name, value in asdict(request).items() if value is not None}
+        parameters = described.pop("parameters")
+        return SyncConnection(**self.sync.join(parameters, self.engine.describe(), **described))
 
-    def sync_receive(self, version: int) -> dict[str, Any]:
-        """Take over policy `version`; requests in flight go on under it. Answers as `EngineEnd`."""
-        return self.sync.receive(version, self.engine.load_weights)
+    def receive_weights(self, version: int) -> SyncReport:
+        """Take over policy `version`; requests in flight go on under it."""
+        answer = self.sync.receive(version, self.engine.load_weights)
+        return SyncReport(broken=answer.get("broken", ""), checksum_s=answer.get("checksum_s", 0.0))
 
     def close(self) -> None:
         if hasattr(self, "engine"):

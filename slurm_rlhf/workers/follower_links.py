@@ -8,10 +8,10 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from slurm_rlhf.control.local_stream import LocalStream
 from slurm_rlhf.errors import CallTimeout, RunError
 from slurm_rlhf.rollout.tp_engine import Command, diverged
 from slurm_rlhf.rollout.tp_group import EnginePlace
+from slurm_rlhf.workers.local_stream import LocalStream
 
 WITH_ANSWER = ("start", "check", "sync_join", "sync_receive", "sleep", "wake_up")
 """Commands that a follower answers, with ["done", id, result] or ["failed", id, error]."""

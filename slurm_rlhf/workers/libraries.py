@@ -6,13 +6,15 @@ is held all the while: no heartbeat would leave, and the rank would count as los
 
 from __future__ import annotations
 
+from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.workers.worker import Seat
 
 
 def import_libraries(config: Config, seat: Seat) -> None:
     """Import what the role of `seat` works with. No device is touched; engines see their own GPUs only from now on."""
-    if seat.role == "rollout":
+    row = ROLES[seat.role]
+    if row.kind == "engine":
         from slurm_rlhf.rollout._vllm import import_vllm
         from slurm_rlhf.workers.engine_worker import prepare_process
 
@@ -21,5 +23,5 @@ def import_libraries(config: Config, seat: Seat) -> None:
         return
     from slurm_rlhf.training.deepspeed_engine import import_trainers
 
-    stage = {"reference": config.ref.zero_stage, "reward": config.reward.zero_stage}
-    import_trainers(deepspeed=stage.get(seat.role, 3) == 3)  # a frozen model that is whole does without
+    # A frozen model that is whole does without DeepSpeed.
+    import_trainers(deepspeed=row.kind == "trained" or row.settings(config).zero_stage == 3)

@@ -17,22 +17,17 @@ from slurm_rlhf.cluster.kernel_cache import KernelCache, cache_variables, take_k
 from slurm_rlhf.cluster.parent_death import die_with_parent
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.auth import RunKeys
+from slurm_rlhf.control.calls import RankCalls
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.events import TERMINATION
-from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.messages import TERMINATION
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.workers.role_store import open_store
 from slurm_rlhf.workers.worker import Role, Seat
 
-# Imported by name, so that a rank loads the heavy libraries of its own role only.
-ROLES = {
-    "actor": ("slurm_rlhf.workers.actor", "ActorRole"),
-    "critic": ("slurm_rlhf.workers.critic", "CriticRole"),
-    "reference": ("slurm_rlhf.workers.reference", "ReferenceRole"),
-    "reward": ("slurm_rlhf.workers.reward", "RewardRole"),
-    "rollout": ("slurm_rlhf.workers.engine_leader", "engine_role"),
-}
+SHUTDOWN = RankCalls.shutdown.__name__
 
 _USUAL = gc.get_threshold()[0]
 _RARELY = 100_000  # new objects
@@ -84,9 +79,8 @@ def serve(client: ControlClient, role: Role, cache: KernelCache | None) -> None:
             role.advance()
         else:
             client.phase = request.method
-            if request.method == "shutdown":
-                role.close()
-                request.reply("done")
+            if request.method == SHUTDOWN:
+                request.reply(role.shutdown())
                 return
             role.handle(request)
             if not role.busy():
@@ -143,8 +137,7 @@ def main() -> None:
     store = open_store()  # alive as long as this process
     # Before there is a client: from its hello on, silence is a sign of death.
     importlib.import_module("slurm_rlhf.workers.libraries").import_libraries(config, seat)
-    module, name = ROLES[seat.role]
-    role = getattr(importlib.import_module(module), name)
+    role = ROLES[seat.role].load_worker()
     client = ControlClient(
         arguments.endpoint,
         RunKeys.parse(os.environ[KEYS], KEYS) if KEYS in os.environ else RunKeys.load(directory.keys),

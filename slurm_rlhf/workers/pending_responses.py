@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
 
-from slurm_rlhf.control.request import Request
+from slurm_rlhf.control.calls import GenerateAnswer, Sampled
 from slurm_rlhf.errors import RunError
+
+Answer = Future[GenerateAnswer]
+"""Of a call."""
 
 
 @dataclass(slots=True)
 class _Stream:
     """Calls of one stream in their order, and what is finished and not yet answered."""
 
-    open: deque[tuple[Request, int]] = field(default_factory=deque)  # call, responses that it asked for
-    finished: list[Any] = field(default_factory=list)
+    open: deque[tuple[Answer, int]] = field(default_factory=deque)  # call, responses that it asked for
+    finished: list[Sampled] = field(default_factory=list)
     owed: int = 0  # responses that were asked for and that no call has come for yet
 
 
@@ -31,8 +34,8 @@ class Tickets:
     def __init__(self) -> None:
         self._streams: dict[int, _Stream] = {}
 
-    def open(self, stream: int, request: Request, count: int, asked: int | None = None) -> list[Any] | None:
-        """`request` waits for `count` responses, at least 1; `asked`: how many it asks for, None: as many.
+    def open(self, stream: int, answer: Answer, count: int, asked: int | None = None) -> list[Sampled] | None:
+        """`answer` waits for `count` responses, at least 1; `asked`: how many it asks for, None: as many.
 
         Returns what to answer it with, if that has finished before it came. Raises RunError for a call that comes for
         responses which nobody has asked for, or which a failure has taken away.
@@ -43,10 +46,10 @@ class Tickets:
             raise RunError(f"a call came for {count} responses of stream {stream}, and {queue.owed} are left for it")
         self._streams[stream] = queue
         queue.owed = owed
-        queue.open.append((request, count))
+        queue.open.append((answer, count))
         return self._complete(stream)
 
-    def finish(self, stream: int, response: Any) -> tuple[Request, list[Any]] | None:
+    def finish(self, stream: int, response: Sampled) -> tuple[Answer, list[Sampled]] | None:
         """A response is finished: the call that it completes, if it does, and what to answer it with."""
         queue = self._streams[stream]
         queue.finished.append(response)
@@ -54,7 +57,7 @@ class Tickets:
         found = self._complete(stream)
         return None if first is None or found is None else (first, found)
 
-    def _complete(self, stream: int) -> list[Any] | None:
+    def _complete(self, stream: int) -> list[Sampled] | None:
         """The answer to the stream's first call, if as many responses have finished; the call is then closed."""
         queue = self._streams[stream]
         if not queue.open or len(queue.finished) < queue.open[0][1]:
@@ -68,6 +71,6 @@ class Tickets:
     def fail(self, error: Exception) -> None:
         """Nothing that was asked for will come."""
         for queue in self._streams.values():
-            for request, _ in queue.open:
-                request.fail(error)
+            for answer, _ in queue.open:
+                answer.set_exception(error)
         self._streams.clear()

@@ -1,15 +1,18 @@
-"""What every rank of every role has in common: it answers calls by name."""
+"""The base class of every rank of every role: it answers the calls that its role declares."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.call_spec import calls_of
+from slurm_rlhf.control.calls import DeviceReport, RankCalls
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.request import Request
+from slurm_rlhf.control.messages import Request
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.workers.about import about_device
 
@@ -25,35 +28,44 @@ class Seat:
     node: str
 
 
-class Role(ABC):
-    """A worker's half of the control plane. Subclasses list their methods in `calls`."""
+class Role(RankCalls):
+    """A rank. Subclasses implement a class of `control.calls`."""
 
     def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
         self.config = config
         self.seat = seat
         self.client = client
 
-    @abstractmethod
-    def calls(self) -> dict[str, Callable[..., Any]]:
-        """Method name -> function; its keyword arguments are the call's, its result the answer."""
-
     def attention(self) -> str:
         """The attention kernel that this rank uses; empty: it has none, or none was used yet."""
         return ""
 
-    def about(self) -> dict[str, Any]:
-        """As `about_device`."""
+    def about(self) -> DeviceReport | None:
         return about_device(self.attention)
+
+    def shutdown(self) -> str:
+        self.close()
+        return "done"
 
     def handle(self, request: Request) -> None:
         """Answer one call. What the method raises goes to the caller, not to the end of this process."""
         try:
-            method = {"about": self.about, **self.calls()}.get(request.method)
-            if method is None:
-                raise RunError(f"{self.seat.role} knows no call {request.method!r}; it knows {sorted(self.calls())}")
-            request.reply(method(**request.args))
+            spec = calls_of(type(self)).get(request.method)
+            if spec is None:
+                known = ", ".join(sorted(calls_of(type(self))))
+                raise RunError(f"{self.seat.role} has no call {request.method!r}; its calls: {known}")
+            arguments = [] if spec.argument is None else [spec.read_argument(request.args)]
+            answer = self.perform(getattr(self, spec.name), arguments)
+            if isinstance(answer, Future):
+                answer.add_done_callback(partial(_settle, request))
+            else:
+                request.reply(answer)
         except Exception as error:
             request.fail(error)
+
+    def perform(self, method: Callable[..., Any], arguments: list[Any]) -> Any:
+        """Call `method`; a Future is the answer of a call that is answered later."""
+        return method(*arguments)
 
     def busy(self) -> bool:
         """True while `advance` has something to do, so that the worker must not wait for the next call."""
@@ -64,3 +76,15 @@ class Role(ABC):
 
     def close(self) -> None:
         """Release what outlives a process: shared memory, sockets, groups."""
+
+
+def _settle(request: Request, answer: Future[Any]) -> None:
+    """Send what a Future has brought."""
+    error = answer.exception()
+    try:
+        if error is None:
+            request.reply(answer.result())
+    except Exception as refused:
+        error = refused
+    if error is not None:
+        request.fail(error)

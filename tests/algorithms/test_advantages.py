@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose, assert_array_equal
 
-from slurm_rlhf.algorithms.advantages import gae, token_rewards, whiten
+from slurm_rlhf.algorithms.advantages import estimate, gae, token_rewards, whiten
 from slurm_rlhf.algorithms.packed import response_sums
-from slurm_rlhf.algorithms.registry import AdvantageInputs, advantage_estimator
+from slurm_rlhf.algorithms.registry import AdvantageInputs, find_algorithm
 from slurm_rlhf.errors import ConfigError
 
 CLIP = [-10.0, 10.0]
@@ -193,12 +193,15 @@ def test_columns_of_another_length_are_refused_and_not_broadcast() -> None:
 def test_registry_knows_gae_and_names_what_is_valid() -> None:
     mask, offsets = mask_of("101", "", "1")
     kl, values = np.float32([1, 9, 2, 3]), np.float32([0.5, 9, 0.25, 0.125])
-    inputs = AdvantageInputs(np.array([1, 1, 20]), kl, values, mask, offsets, 0.1, [-1.0, 4.0], 1.0, 0.0)
-    advantages, returns = advantage_estimator("gae")(inputs)
+    groups = np.zeros(3, dtype=np.int64)
+    inputs = AdvantageInputs(np.array([1, 1, 20]), kl, values, mask, offsets, groups, 0.1, [-1.0, 4.0], 1.0, 0.0)
+    columns = estimate(find_algorithm("gae"), inputs, no_whitening=True)
+    advantages, returns = columns["advantages"], columns["returns"]
     assert_allclose(advantages, [-0.1 + 0.25 - 0.5, 0.0, 0.8 - 0.25, 3.7 - 0.125], rtol=1e-6)
     assert_allclose(returns, [0.15, 0.0, 0.8, 3.7], rtol=1e-6)
-    with pytest.raises(ConfigError, match=r"estimator = 'gea' is unknown; valid: gae"):
-        advantage_estimator("gea")
+    assert_array_equal(estimate(find_algorithm("gae"), inputs)["advantages"], whiten(advantages, mask))
+    with pytest.raises(ConfigError, match=r"estimator = 'gea' is unknown; did you mean gae\? \(valid: gae"):
+        find_algorithm("gea")
 
 
 def test_what_the_conductor_imports_is_free_of_torch() -> None:

@@ -13,6 +13,8 @@ from slurm_rlhf.bench.compare import race
 from slurm_rlhf.cli.bench import BENCHES
 from slurm_rlhf.cli.main import main
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())", "bench"]
 TINY = ("--json", "--hidden=64", "--layers=2", "--vocab=512", "--repeats=2", "--threads=1")
 

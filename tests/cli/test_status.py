@@ -116,7 +116,7 @@ def test_a_job_that_slurmctld_has_forgotten(bench: Bench, capsys: pytest.Capture
     bench.wrote("finished", 10)
     assert "12: slurmctld has forgotten it (MinJobAge), so it is over" in shown(bench.run_dir, capsys)
     assert main(["status", "12"]) == 2
-    assert "Name the run's directory instead" in capsys.readouterr().err
+    assert "Give the run directory instead" in capsys.readouterr().err
 
 
 def test_without_a_controller_the_directory_still_tells(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,24 +1,51 @@
-"""A role's handle: every method has its deadline, the first failure is raised."""
+"""A role's handle: typed calls with the deadline of their declaration, the first failure is raised."""
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import pytest
 
 from slurm_rlhf.config.schema_timeout import Timeout
+from slurm_rlhf.control.auth import RunKeys
+from slurm_rlhf.control.call_spec import call
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.deadlines import DEADLINES, deadline
 from slurm_rlhf.control.handles import RoleHandle, gather
-from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.server import ControlServer
-from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError, RoleDied, RunError
+from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError, RoleDied, RunError, WireError
 
 pytestmark = pytest.mark.timeout(30)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    after: float = 0.0
+    fail: str = ""
+    answer: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    rank: int
+    after: float
+
+
+class TeamCalls(Protocol):
+    @call(deadline="train_step")
+    def work(self, job: Job) -> Done: ...
+
+    @call(deadline="forward")
+    def look(self, job: Job) -> Done: ...
+
+    @call(deadline="forward")
+    def idle(self) -> str: ...
+
+    def undeclared(self, job: Job) -> Done: ...
 
 
 def serve(client: ControlClient, rank: int) -> None:
@@ -32,10 +59,13 @@ def serve(client: ControlClient, rank: int) -> None:
 
 
 def answer(request, rank: int) -> None:  # type: ignore[no-untyped-def]
-    time.sleep(request.args.get("after", 0))
-    match request.args.get("fail", ""):
+    if request.method == "idle":
+        request.reply(f"{rank} {request.args}")
+        return
+    time.sleep(request.args["after"])
+    match request.args["fail"]:
         case "":
-            request.reply([rank, request.args])
+            request.reply(request.args["answer"] or Done(rank, request.args["after"]))
         case "user":
             request.fail(RewardError("reward.py: NaN"))
         case reason:
@@ -43,7 +73,7 @@ def answer(request, rank: int) -> None:  # type: ignore[no-untyped-def]
 
 
 @pytest.fixture
-def handle(tmp_path: Path) -> Iterator[RoleHandle]:
+def handle(tmp_path: Path) -> Iterator[RoleHandle[TeamCalls]]:
     keys = RunKeys.create(tmp_path / "keys.json")
     with ControlServer(keys) as server:
         clients = [ControlClient(server.endpoint(), keys, "actor", rank, 3) for rank in range(3)]
@@ -58,25 +88,50 @@ def handle(tmp_path: Path) -> Iterator[RoleHandle]:
         client.close()
 
 
-def test_shared_and_own_arguments(handle: RoleHandle) -> None:
-    assert handle.call(1, "train_step", a=1).result(5) == [1, {"a": 1}]
-    assert handle.call_all("train_step", a=1) == [[rank, {"a": 1}] for rank in range(3)]
-    own = [{"b": rank * 10, "a": 2} if rank else {"b": 0} for rank in range(3)]
-    assert handle.call_all("train_step", own, a=1) == [[0, {"a": 1, "b": 0}], [1, own[1]], [2, own[2]]]
+def test_records_go_to_one_rank_to_all_and_to_each(handle: RoleHandle[TeamCalls]) -> None:
+    assert handle.call(1, TeamCalls.work, Job()).result(5) == Done(1, 0.0)
+    assert handle.call(2, TeamCalls.idle).result(5) == "2 {}"
+    assert handle.call_all(TeamCalls.work, Job()) == [Done(rank, 0.0) for rank in range(3)]
+    own = [Job(rank / 100) for rank in range(3)]
+    assert gather(handle.start_each(TeamCalls.work, own)) == [Done(rank, rank / 100) for rank in range(3)]
     with pytest.raises(RunError, match="arguments for 2 ranks; actor has 3"):
-        handle.call_all("train_step", [{}, {}])
+        handle.start_each(TeamCalls.work, own[:2])
 
 
-def test_the_first_failure_is_raised_at_once(handle: RoleHandle) -> None:
+def test_other_arguments_than_declared_are_refused_before_they_are_sent(handle: RoleHandle[Any]) -> None:
+    for argument, found in (({"after": 0.0}, "dict"), (Done(1, 0.0), "Done"), (None, "NoneType")):
+        with pytest.raises(RunError, match=rf"^actor\.work takes Job, and got a {found}$"):
+            handle.call(0, TeamCalls.work, argument)
+    with pytest.raises(RunError, match=r"^actor\.idle takes no argument, and got a Job$"):
+        handle.call(0, TeamCalls.idle, Job())  # type: ignore[arg-type]
+    with pytest.raises(RunError, match=r"TeamCalls\.undeclared is not declared as a call"):
+        handle.call(0, TeamCalls.undeclared, Job())
+
+
+@pytest.mark.parametrize(
+    ("answer", "told"),
+    [
+        ({"rank": 1}, "is no Done: after is missing"),
+        ({"rank": 1, "after": 1.0, "more": 2}, "is no Done: more is unknown"),
+        ({"rank": "1", "after": 1.0}, r"\.rank must be of type int, and is '1' \(str\)"),
+        ([1, 1.0], "must be a Done"),
+    ],
+)
+def test_an_answer_of_another_type_is_refused(handle: RoleHandle[TeamCalls], answer: Any, told: str) -> None:
+    with pytest.raises(WireError, match=rf"the reply of actor rank 0 .* to work is broken: the result of work ?{told}"):
+        handle.call(0, TeamCalls.work, Job(answer=answer)).result(5)
+
+
+def test_the_first_failure_is_raised_at_once(handle: RoleHandle[TeamCalls]) -> None:
     began = time.monotonic()
-    slow, failing = {"after": 1.5}, {"fail": "boom", "after": 0.1}
-    with pytest.raises(RemoteError, match=r"train_step failed on actor rank 2 .*ValueError: boom"):
-        handle.call_all("train_step", [slow, slow, failing])
+    slow, failing = Job(after=1.5), Job(after=0.1, fail="boom")
+    with pytest.raises(RemoteError, match=r"work failed on actor rank 2 .*ValueError: boom"):
+        gather(handle.start_each(TeamCalls.work, [slow, slow, failing]))
     assert time.monotonic() - began < 1.0
 
 
-def test_a_users_error_is_preferred_to_what_followed_from_it(handle: RoleHandle) -> None:
-    futures = handle.start_all("train_step", [{"fail": "connection reset"}, {"fail": "user"}, {}])
+def test_a_users_error_is_preferred_to_what_followed_from_it(handle: RoleHandle[TeamCalls]) -> None:
+    futures = handle.start_each(TeamCalls.work, [Job(fail="connection reset"), Job(fail="user"), Job()])
     for future in futures:
         future.exception(5)
     with pytest.raises(RemoteError, match=r"^reward\.py: NaN$") as caught:
@@ -84,16 +139,8 @@ def test_a_users_error_is_preferred_to_what_followed_from_it(handle: RoleHandle)
     assert caught.value.exit_code == 2
 
 
-def test_the_deadline_is_the_methods(handle: RoleHandle) -> None:
-    late = {"after": 1.0}
-    with pytest.raises(CallTimeout, match=r"actor rank 1 .* did not answer logprobs within 0\.4 s"):
-        handle.call_all("logprobs", [{}, late, {}])
-    assert len(handle.call_all("train_step", [{}, late, {}])) == 3
-
-
-def test_every_deadline_is_a_timeout_of_the_configuration() -> None:
-    names = {field.name for field in dataclasses.fields(Timeout)}
-    assert set(DEADLINES.values()) <= names
-    assert all(deadline(Timeout(), method) > 0 for method in DEADLINES)
-    with pytest.raises(RunError, match=r"'trainstep' has no deadline; methods with one: .*train_step"):
-        deadline(Timeout(), "trainstep")
+def test_the_deadline_is_the_methods(handle: RoleHandle[TeamCalls]) -> None:
+    jobs = [Job(), Job(after=1.0), Job()]
+    with pytest.raises(CallTimeout, match=r"actor rank 1 .* did not answer look within 0\.4 s"):
+        gather(handle.start_each(TeamCalls.look, jobs))
+    assert len(gather(handle.start_each(TeamCalls.work, jobs))) == 3

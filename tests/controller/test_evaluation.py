@@ -31,7 +31,7 @@ from slurm_rlhf.controller.step import PPO
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.errors import RewardError
-from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.model import Scoring

@@ -11,10 +11,10 @@ import pytest
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_timeout import Timeout
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.codec import MAX_HEADER_BYTES, encode
 from slurm_rlhf.control.handles import EngineHandle
-from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller import chunk_size as portions
 from slurm_rlhf.controller.dispatch import Generation

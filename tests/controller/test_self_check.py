@@ -27,7 +27,7 @@ from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 CASES = ("sound", "dropout", "batch mates", "old log-probs", "stale engine", "off")
 RESPONSES = 12
@@ -56,7 +56,7 @@ class Bench:
     def __init__(self, model: Path, **train: Any) -> None:
         from slurm_rlhf.algorithms.kl import KLController
         from slurm_rlhf.controller.step import PPO
-        from slurm_rlhf.observe.phases import Phases
+        from slurm_rlhf.observe.timing import Phases
         from slurm_rlhf.training.frozen_models import FrozenPolicy
         from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
 

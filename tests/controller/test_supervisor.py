@@ -20,7 +20,7 @@ from slurm_rlhf.placement.rank_plan import RoleSize, place
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.run_directory import RunDirectory
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 LIMIT = 8.0
 BROKEN = RemoteError("train_step failed on actor rank 0: RuntimeError: Connection closed by peer")
 

@@ -28,8 +28,7 @@ from slurm_rlhf.controller.step import PPO
 from slurm_rlhf.controller.step_flops import StepFlops
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.observe.gpu_time import GpuTime
-from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.observe.timing import GpuTime, Phases
 from slurm_rlhf.placement.flops import forward_flops
 from slurm_rlhf.placement.model_shape import read_shape
 from slurm_rlhf.placement.rank_map_file import NodeShare, RankMap
@@ -257,6 +256,18 @@ def test_flops_are_those_of_the_mathematics(tmp_path: Path) -> None:
     assert again is not None
     assert again.update(one, True) == pytest.approx(3 * flops.update(one, True))
     assert again.others(one) == pytest.approx(3 * body + 2 * logits)
+
+
+def test_a_critic_that_starts_from_the_reward_model_has_its_shape(tmp_path: Path) -> None:
+    made = config(tmp_path)
+    smaller = tmp_path / "reward"
+    smaller.mkdir()
+    (smaller / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 1}))
+    made.reward.model_name_or_path = str(smaller)
+    flops = StepFlops.of(made)
+    assert flops is not None
+    assert flops.critic == flops.reward == read_shape("reward.model_name_or_path", str(smaller))
+    assert flops.critic.parameters < flops.policy.parameters
 
 
 class Engines:

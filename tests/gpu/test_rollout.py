@@ -28,7 +28,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller import colocation as turns
 from slurm_rlhf.controller.colocation import TurnTakingEngines, TurnTakingGeneration
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling
 from slurm_rlhf.rollout.sleep import DeviceMemory
 from slurm_rlhf.rollout.vllm_settings import prepare_environment
@@ -58,16 +58,16 @@ def test_memory_goes_and_comes_back_part_by_part(cuda: FakeCuda) -> None:
     assert memory.release() == 60 * MIB
     assert llm._levels == [2]  # no weights are kept: those of the next policy come
     assert torch.cuda.mem_get_info()[0] == before + 60 * MIB
-    with pytest.raises(RunError, match="asleep: it has given up its weights and kv_cache"):
+    with pytest.raises(RunError, match="asleep: it has freed its weights and kv_cache"):
         memory.require(WEIGHTS, KV_CACHE)
     memory.allocate(WEIGHTS)
     memory.require(WEIGHTS)
     with pytest.raises(RunError, match=r"has its weights already; parts that it lacks: \['kv_cache'\]"):
         memory.allocate(WEIGHTS)
     trainers = torch.empty(50 * MIB, dtype=torch.uint8, device="cuda")
-    with pytest.raises(RunError, match=r"cannot take back its kv_cache: .*gpu_memory_utilization = 0.6.*lower it"):
+    with pytest.raises(RunError, match=r"cannot allocate its kv_cache again: .*gpu_memory_utilization = 0.6.*lower it"):
         memory.allocate(KV_CACHE)
-    with pytest.raises(RunError, match="given up its kv_cache"):
+    with pytest.raises(RunError, match="freed its kv_cache"):
         memory.require(KV_CACHE)
     del trainers
     memory.allocate(KV_CACHE)
@@ -190,14 +190,15 @@ def test_a_stop_in_a_turn_gives_the_gpus_back(monkeypatch: pytest.MonkeyPatch) -
 def test_a_rank_says_what_its_gpu_holds(cuda: FakeCuda) -> None:
     held = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
     said = about_device(lambda: "FLASH_ATTN")
-    assert said["total"] == 100 * MIB
-    assert said["used"] >= said["allocated"] >= held.numel()
-    assert said["gpu"]
-    assert said["attention"] == "FLASH_ATTN"
+    assert said is not None
+    assert said.total == 100 * MIB
+    assert said.used >= said.allocated >= held.numel()
+    assert said.gpu
+    assert said.attention == "FLASH_ATTN"
 
 
 def test_without_a_gpu_a_rank_says_nothing() -> None:
-    assert about_device(lambda: "must not be asked") == {}
+    assert about_device(lambda: "must not be asked") is None
 
 
 def test_the_attention_kernel_is_that_of_the_first_pass(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

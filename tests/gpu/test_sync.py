@@ -24,6 +24,7 @@ from slurm_rlhf.bench import train as bench_train
 from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync.backend_choice import choose, share_gpus
 from slurm_rlhf.weight_sync.backends.device_ipc import DeviceIpc, ordinal_of
 from slurm_rlhf.weight_sync.backends.nccl import Nccl
@@ -32,9 +33,8 @@ from slurm_rlhf.weight_sync.communicator import _OWN_ERRORS, Communicator, in_ti
 from slurm_rlhf.weight_sync.gpu import device_address, device_name
 from slurm_rlhf.weight_sync.group import SyncGroup
 from slurm_rlhf.weight_sync.member import Membership
-from slurm_rlhf.weight_sync.store import wait_until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("own_environment")]
 
 OWN = "abcdefgh"
 """A GPU for each rank."""
@@ -342,8 +342,7 @@ def test_two_ranks_on_one_gpu_are_refused_in_words(fleet: Fleet):
 
 def test_an_address_is_no_interface(monkeypatch, cuda: FakeCuda):
     """A member on an alias knows its address only (defect 12)."""
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")  # so that it is put back after the test
-    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     name_interface("10.1.2.3")
     assert "NCCL_SOCKET_IFNAME" not in os.environ
     name_interface("lo")

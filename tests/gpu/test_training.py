@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,10 +31,10 @@ from slurm_rlhf.training.distributed import World, undisturbed
 from slurm_rlhf.training.frozen_models import FrozenPolicy, RewardModel
 from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
 from slurm_rlhf.workers.libraries import import_libraries
-from slurm_rlhf.workers.release_memory import taking_turns
+from slurm_rlhf.workers.model_workers import ReferenceRole
 from slurm_rlhf.workers.worker import Seat
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_environment")]
 
 GPU = torch.device("cuda", 1)
 
@@ -304,7 +304,8 @@ def test_zero2_parks_by_deepspeeds_own_means_and_calls_release_what_they_do_not_
     assert trainer.engine._engine.offloaded[-1] == "back"
     config.train.colocate_all = True
     emptied.clear()
-    assert taking_turns(config, {"logprobs": lambda: 5})["logprobs"]() == 5
+    rank = ReferenceRole(config, Seat("reference", 0, 1, 0, "n"), cast(Any, None))
+    assert rank.perform(lambda: 5, []) == 5
     assert emptied == ["emptied"]
 
 

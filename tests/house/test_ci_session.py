@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[1]
 SUPPORT = TESTS / "support"
 CONFTEST = (TESTS / "conftest.py").read_text(encoding="utf-8")

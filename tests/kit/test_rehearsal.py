@@ -16,6 +16,8 @@ import pytest
 from kit import CHECKS
 from kit_report import REHEARSED
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
 ALONE = {"ppo tp 1", "nodes", "nodes sync", "nodes ppo"}
 """Left out on one machine of two GPUs."""
 

@@ -18,6 +18,8 @@ from kit import CHECKS, FAILED, PASSED, SKIPPED, Check, Outcome, Place, perform,
 from kit_machine import interfaces, machine
 from kit_train import judged
 
+pytestmark = pytest.mark.slow
+
 RUN_SH = Path(__file__).parents[1] / "run.sh"
 OUTCOMES = [
     Outcome("sync nccl", "weights by NCCL", PASSED, "nccl: every byte arrived", 12.34, {"bytes_per_s": 5.0}),

@@ -12,21 +12,20 @@ import pytest
 
 from slurm_rlhf.cluster.network import address_towards, interface_of
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.launch.caches import take_cache
-from slurm_rlhf.launch.gpu_visibility import visibility
-from slurm_rlhf.launch.ports import ATTEMPTS, ephemeral_start, meeting_port
+from slurm_rlhf.launch.node_environment import node_environment, take_cache, visible_gpus
+from slurm_rlhf.launch.slurm import ATTEMPTS, ephemeral_start, rendezvous_port
 from slurm_rlhf.placement.topology import CPU, Node, Topology
 
 
 def test_ports_of_a_job_and_of_its_neighbours_differ() -> None:
     ports = {
-        meeting_port(job, restart, role, 0, 32768)
+        rendezvous_port(job, restart, role, 0, 32768)
         for job in range(1000, 1060)
         for restart in (0, 1)
         for role in range(4)
     }
     assert len(ports) == 60 * 2 * 4
-    attempts = [meeting_port(1000, 0, 0, attempt, 32768) for attempt in range(ATTEMPTS)]
+    attempts = [rendezvous_port(1000, 0, 0, attempt, 32768) for attempt in range(ATTEMPTS)]
     assert len(set(attempts)) == ATTEMPTS
     assert not ports.intersection(attempts[1:])
 
@@ -34,7 +33,7 @@ def test_ports_of_a_job_and_of_its_neighbours_differ() -> None:
 @pytest.mark.parametrize("ephemeral", [1024, 4096, 9000, 32768, 49152])
 def test_ports_are_unprivileged_and_below_those_the_kernel_hands_out(ephemeral: int) -> None:
     found = [
-        meeting_port(job, 3, role, attempt, ephemeral)
+        rendezvous_port(job, 3, role, attempt, ephemeral)
         for job in (1, 77, 10**9)
         for role in range(8)
         for attempt in range(5)
@@ -61,27 +60,33 @@ def test_the_kernels_range_is_read_from_its_table(tmp_path: Path) -> None:
     ],
 )
 def test_slots_are_counted_among_what_slurm_granted(environ: dict[str, str], expected: str) -> None:
-    shown, hidden = visibility(Topology.uniform(["n1"], 8), "n1", (1, 2), environ)
-    assert shown == {"CUDA_VISIBLE_DEVICES": expected, "HIP_VISIBLE_DEVICES": expected}
-    assert hidden == ["ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL"]
+    gpus = visible_gpus(Topology.uniform(["n1"], 8), "n1", (1, 2), environ)
+    assert gpus == {"CUDA_VISIBLE_DEVICES": expected, "HIP_VISIBLE_DEVICES": expected}
+    step = environ | {"ROCR_VISIBLE_DEVICES": "0", "GPU_DEVICE_ORDINAL": "0"}
+    found = node_environment(step, "actor", Path("logs"), Path("own"), gpus, "")
+    assert {name: found.get(name) for name in (*gpus, "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")} == {
+        **gpus,
+        "ROCR_VISIBLE_DEVICES": None,
+        "GPU_DEVICE_ORDINAL": None,
+    }
 
 
 def test_devices_that_are_known_by_name_and_nodes_without_any() -> None:
     named = Topology((Node("n1", 2, 4, ("GPU-x", "GPU-y")),))
-    assert visibility(named, "n1", (1,), {})[0]["CUDA_VISIBLE_DEVICES"] == "GPU-y"
+    assert visible_gpus(named, "n1", (1,), {})["CUDA_VISIBLE_DEVICES"] == "GPU-y"
     on_cpus = Topology((Node("n1", 4),), CPU)
-    assert visibility(on_cpus, "n1", (1,), {"CUDA_VISIBLE_DEVICES": "3"})[0]["CUDA_VISIBLE_DEVICES"] == ""
+    assert visible_gpus(on_cpus, "n1", (1,), {"CUDA_VISIBLE_DEVICES": "3"})["CUDA_VISIBLE_DEVICES"] == ""
 
 
 def test_fewer_devices_in_the_step_than_the_map_uses() -> None:
     with pytest.raises(PlacementError, match="node n1: the rank map uses GPU 3, but the step was granted 2"):
-        visibility(Topology.uniform(["n1"], 8), "n1", (2, 3), {"CUDA_VISIBLE_DEVICES": "0,1"})
+        visible_gpus(Topology.uniform(["n1"], 8), "n1", (2, 3), {"CUDA_VISIBLE_DEVICES": "0,1"})
 
 
 HOLD = """
 import sys
 from pathlib import Path
-from slurm_rlhf.launch.caches import take_cache
+from slurm_rlhf.launch.node_environment import take_cache
 print(take_cache("other", Path(sys.argv[1])), flush=True)
 import os
 os.execvp("sleep", ["sleep", "60"])

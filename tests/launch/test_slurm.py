@@ -11,7 +11,7 @@ import pytest
 from slurm_rlhf.cluster.environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.slurm import SlurmLauncher
-from slurm_rlhf.launch.step_spec import StepOrder
+from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_plan import RoleSize, place
 from slurm_rlhf.placement.topology import Topology
 
@@ -66,7 +66,7 @@ class Bench:
         return len(file.read_text().splitlines()) if file.exists() else 0
 
     def port(self) -> int:
-        return StepOrder.read(self.run_dir / ".control" / "actor.json").port
+        return StepSpec.read(self.run_dir / ".control" / "actor.json").port
 
 
 @pytest.fixture

@@ -15,9 +15,8 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config, Slurm
 from slurm_rlhf.config.time_limit import minutes
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError
-from slurm_rlhf.launch.job_chain import PARENT_GOES_ON, ChainContinuation, ParentContinuation, continuation_of
-from slurm_rlhf.launch.submitit_job import slurm_executor, slurm_parameters, wanted_nodes
-from slurm_rlhf.launch.train_job import end_text
+from slurm_rlhf.launch.requeue import PARENT_REQUEUES, ChainContinuation, ParentContinuation, continuation_of
+from slurm_rlhf.launch.submitit_job import end_text, slurm_executor, slurm_parameters, wanted_nodes
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 JOB = {"SLURM_JOB_ID": "13", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NAME": "ppo", "SLURM_JOB_END_TIME": "99"}
@@ -109,7 +108,7 @@ def test_a_parent_is_told_by_its_signal(tmp_path: Path) -> None:
     told: list[int] = []
     before = signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
     try:
-        found = continuation_of(Slurm(), tmp_path, {**JOB, PARENT_GOES_ON: str(int(signal.SIGUSR2))})
+        found = continuation_of(Slurm(), tmp_path, {**JOB, PARENT_REQUEUES: str(int(signal.SIGUSR2))})
         assert isinstance(found, ParentContinuation)
         ParentContinuation(signal.SIGUSR2, os.getpid()).go_on()
     finally:

@@ -10,16 +10,16 @@ from golden_files import LOGS, assert_golden, lines, ranks
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.environment import role_environment
 from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.launch.node_environment import node_environment
 from slurm_rlhf.launch.slurm import role_step, used_nodes
 from slurm_rlhf.launch.srun import Step, step_command, step_environment
-from slurm_rlhf.launch.step_spec import StepOrder, share_on, torchrun_command
-from slurm_rlhf.launch.variables import node_environment
+from slurm_rlhf.launch.step_spec import StepSpec, share_on, torchrun_command
 from slurm_rlhf.placement.rank_plan import RoleSize, place
 from slurm_rlhf.placement.topology import CPU, Node, Topology
 
 
-def order(role: str, port: int) -> StepOrder:
-    return StepOrder(role, "/runs/a", "77.0.abc", [f"--role={role}", "--run_dir=/runs/a"], {}, port)
+def order(role: str, port: int) -> StepSpec:
+    return StepSpec(role, "/runs/a", "77.0.abc", [f"--role={role}", "--run_dir=/runs/a"], {}, port)
 
 
 @pytest.mark.parametrize("role", ["actor", "critic", "rollout"])
@@ -98,9 +98,9 @@ def test_a_node_that_the_map_does_not_give_the_role_is_refused() -> None:
 
 
 def test_orders_are_read_as_they_were_written(tmp_path: Path) -> None:
-    written = StepOrder("actor", "/runs/a", "7.0.x", ["--a=b c"], {"gpu1": {"OMP_NUM_THREADS": "3"}}, 24001)
+    written = StepSpec("actor", "/runs/a", "7.0.x", ["--a=b c"], {"gpu1": {"OMP_NUM_THREADS": "3"}}, 24001)
     written.write(tmp_path / "actor.json")
-    assert StepOrder.read(tmp_path / "actor.json") == written
+    assert StepSpec.read(tmp_path / "actor.json") == written
     assert [path.name for path in tmp_path.iterdir()] == ["actor.json"]
 
 

@@ -6,13 +6,13 @@ import statistics
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_rlhf.controller.chunk_size import allowance, portion
 from slurm_rlhf.controller.engine_metrics import EngineWatch
-from slurm_rlhf.observe.engine_load import EngineLoad
-from slurm_rlhf.observe.stragglers import Stragglers, far_below
+from slurm_rlhf.observe.engine_load import Stragglers, far_below
+from slurm_rlhf.records import EngineLoad
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,7 @@ def test_far_below_its_peers(rates: list[float], slow: dict[int, float]) -> None
     assert far_below(dict(enumerate(rates))) == slow
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 1000), min_size=2, max_size=9))
 def test_the_peers_median_leaves_the_engine_out(rates: list[int]) -> None:
     found = far_below({engine: float(rate) for engine, rate in enumerate(rates)})
@@ -78,6 +79,7 @@ def test_the_load_of_an_engine_as_metrics() -> None:
     assert set(EngineLoad().metrics().values()) == {0.0}
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2000), st.integers(1, 16), st.integers(1, 300), st.sampled_from([1.0, 2.0, 5.0]))
 def test_a_slow_engine_has_nothing_in_reserve_when_the_last_prompt_is_handed_out(
     prompts: int, engines: int, width: int, slowness: float

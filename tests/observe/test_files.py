@@ -12,13 +12,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_rlhf.observe.events import TensorBoardEvents, _masked_crc
 from slurm_rlhf.observe.metrics import MetricsLog
-from slurm_rlhf.observe.phases import Phases
-from slurm_rlhf.observe.summary import Summary
+from slurm_rlhf.observe.run_status import Summary
+from slurm_rlhf.observe.timing import Phases
 
 
 def test_a_line_has_the_step_first_and_timings_last(tmp_path):
@@ -32,6 +32,7 @@ def test_a_line_has_the_step_first_and_timings_last(tmp_path):
     )
 
 
+@settings(deadline=None)
 @given(value=st.floats(allow_nan=False, allow_infinity=False))
 def test_floats_come_back_bit_for_bit(value, tmp_path_factory):
     path = tmp_path_factory.mktemp("log") / "metrics.jsonl"
@@ -104,7 +105,7 @@ def test_the_conductor_gets_by_without_torch_and_tensorflow(tmp_path):
 import sys
 from pathlib import Path
 from slurm_rlhf.config.schema import Logger
-from slurm_rlhf.observe import events, metrics, phases, progress, summary
+from slurm_rlhf.observe import events, metrics, progress, run_status, timing
 from slurm_rlhf.observe import log_tail as tail
 writer = events.TensorBoardEvents(Path(sys.argv[1]))
 writer.scalars(1, {"reward": 1.0})

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.observe.torchrun_report import FailedProcess, first_failure
+from slurm_rlhf.observe.log_tail import FailedProcess, first_failure
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 RANK = """
 import os, signal, time
 print("pid", os.environ["RANK"], os.getpid(), flush=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_rlhf.cli.layout import draw_layout, layout_here, layout_on
+from slurm_rlhf.cli.placement_report import draw_layout, layout_here, layout_on
+from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.launch.gpu_visibility import visibility
+from slurm_rlhf.launch.node_environment import visible_gpus
 from slurm_rlhf.placement.render import draw
-from slurm_rlhf.placement.role_sizes import colocations
 
 EVERYBODY = frozenset({"actor", "critic", "reference", "reward", "rollout"})
 JOB = {
@@ -78,7 +78,7 @@ def test_all_roles_on_the_same_gpus() -> None:
     assert drawn[1].split() == ["n1", *(f"A{i}+C{i}+R{i}+W{i}+E{i // 2}.{i % 2}" for i in range(4))]
     assert drawn[-1] == "4 of 4 GPUs used"
     # Both torchruns of a role on a node see the same devices.
-    shown = [visibility(layout.topology, "n1", layout.roles[role][0].gpus, {})[0] for role in ("actor", "rollout")]
+    shown = [visible_gpus(layout.topology, "n1", layout.roles[role][0].gpus, {}) for role in ("actor", "rollout")]
     assert shown[0] == shown[1] == dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), "0,1,2,3")
     config.train.colocate_actor_ref = True  # says nothing new
     assert layout_here(config, JOB) == layout

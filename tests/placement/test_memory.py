@@ -9,9 +9,10 @@ from model_configs import SHAPES
 
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.engine_memory import GIB, weights
-from slurm_rlhf.placement.holdings import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, Models, holdings
+from slurm_rlhf.placement.holdings import holdings
 from slurm_rlhf.placement.memory import Account, account
 from slurm_rlhf.placement.model_shape import shape_of
 from slurm_rlhf.placement.remedies import fits, remedies
@@ -20,7 +21,7 @@ from slurm_rlhf.placement.states import states
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 H100 = int(79.1 * GIB)
 SEVEN = shape_of(SHAPES["7B"])
-MODELS = Models(SEVEN, SEVEN, None)
+MODELS = dict.fromkeys(ROLES, SEVEN)
 
 
 def config(name: str = "ppo_7b", **changes: object) -> Config:
@@ -52,7 +53,7 @@ def test_what_a_reading_of_the_code_had_estimated() -> None:
     assert needed(found, ACTOR) == pytest.approx(56, rel=0.1)
     assert needed(found, CRITIC) == pytest.approx(60, rel=0.1)
     thirty_two = shape_of(SHAPES["32B"])
-    alone = account(config("ppo_32b", vllm__tensor_parallel_size=1), Models(thirty_two, thirty_two, None), H100)
+    alone = account(config("ppo_32b", vllm__tensor_parallel_size=1), dict.fromkeys(ROLES, thirty_two), H100)
     assert weights(thirty_two, 1, 2) / GIB == pytest.approx(61, abs=0.5)
     assert alone.engine.blocks * 16 == pytest.approx(22_000, rel=0.1)  # tokens
     assert alone.engine.sequences < alone.wanted == 60
@@ -84,7 +85,7 @@ def test_terms_follow_their_keys() -> None:
 
 def test_a_reward_model_has_a_row_and_no_reference_has_none() -> None:
     made = config(algo__kl__init_coef=0.0, reward__model_name_or_path="somewhere", train__colocate_actor_ref=False)
-    found = account(made, Models(SEVEN, SEVEN, SEVEN), H100)
+    found = account(made, MODELS, H100)
     assert [row.name for row in found.rows] == [ACTOR, CRITIC, REWARD, ROLLOUT]
     assert all(row.there == H100 for row in found.rows)
 

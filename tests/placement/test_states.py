@@ -17,6 +17,8 @@ import torch
 from tiny_models import make_tiny
 from training_ranks import make_config, make_experience, share, torchrun
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 CASES = [[stage, dtype, kind] for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16") for kind in ("policy", "value")]
 SLICE = [case for case in CASES if case[2] == "policy"]

@@ -31,7 +31,7 @@ from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.tp_group import SHARED_MEMORY, EnginePlace
 from slurm_rlhf.workers.engine_worker import segment_prefix
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
 
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.9, n=3)
 WIDTH = 16

@@ -212,14 +212,14 @@ def test_it_sleeps_and_comes_back_part_by_part(fresh: EngineProcess) -> None:
     fresh.run(child.add, wanted[0])
     assert fresh.run(child.sleep) == 0
     assert fresh.run(child.drain) == []  # what was in flight is gone
-    with pytest.raises(RunError, match="asleep: it has given up its weights and kv_cache"):
+    with pytest.raises(RunError, match="asleep: it has freed its weights and kv_cache"):
         fresh.run(child.generate, wanted)
-    with pytest.raises(RunError, match="asleep: it has given up its weights"):
+    with pytest.raises(RunError, match="asleep: it has freed its weights"):
         fresh.run(child.update, 1)
     fresh.run(child.wake_up, "weights")
     with pytest.raises(RunError, match=r"has its weights already; parts that it lacks: .'kv_cache'"):
         fresh.run(child.wake_up, "weights")
-    with pytest.raises(RunError, match="asleep: it has given up its kv_cache"):
+    with pytest.raises(RunError, match="asleep: it has freed its kv_cache"):
         fresh.run(child.generate, wanted)
     fresh.run(child.wake_up, "kv_cache")
     with pytest.raises(RunError, match="no usable weights: it has slept, and no update came since"):

@@ -14,7 +14,7 @@ import pytest
 from mpi_runs import MPIRUN, mpirun
 from training_runs import started, train, workspace
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.mpi, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(200)]
 
 SMALL = ("--algo.kl.init_coef=0", "--eval.dataset=", "--train.max_steps=1000", "--train.num_episodes=1000")
 """An actor rank, a critic rank, an engine."""

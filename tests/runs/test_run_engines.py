@@ -11,7 +11,7 @@ import pytest
 from patched_engines import write_patch
 from training_runs import metrics, started, workspace
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
 NEW_TOKENS = 16
 PROMPTS = 40

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from training_runs import metrics, started, train, workspace
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
 ENDLESS = ("--train.max_steps=1000", "--train.num_episodes=1000")
 

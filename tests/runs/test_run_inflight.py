@@ -14,7 +14,7 @@ from training_runs import metrics, started, train, workspace
 
 from slurm_rlhf.data.order import PromptOrder
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 PROMPTS, SAMPLES, STEPS = 8, 4, 6
 SILENCE = 3

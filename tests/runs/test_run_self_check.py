@@ -11,7 +11,7 @@ from model_matrix import make_model
 from patched_engines import write_patch
 from training_runs import metrics, started, workspace
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(200)]
 
 COLDER = """
 def change(module):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from training_runs import Run, metrics, started, timeless, train, workspace
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
 
 TP = ("--vllm.tensor_parallel_size=2", "--algo.kl.init_coef=0", "--eval.dataset=", "--train.num_episodes=1000")
 ENDLESS = "--train.max_steps=100000"

@@ -15,9 +15,9 @@ from call_times import Call, calls, noted
 from mpi_runs import mpirun
 from training_runs import assert_close_metrics, metrics, started, timeless, train, workspace
 
-from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.auth import RunKeys
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 # Running statistics of the rewards are one more thing that a resumed run must have kept.
 NORMALIZED = "--reward.normalize_enable=true"

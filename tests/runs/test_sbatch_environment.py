@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from checkout import MADE_HERE, ROOT, without_network
 
+pytestmark = pytest.mark.slow
+
 
 def run(script: Path, *args: str, prefix: tuple[str, ...] = (), **variables: str) -> subprocess.CompletedProcess[str]:
     """With nothing of this process's environment but PATH, and a home directory that is not there."""

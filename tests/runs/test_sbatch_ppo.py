@@ -14,13 +14,13 @@ from model_configs import SHAPES, make_shape
 
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.roles import ROLES, colocations
 from slurm_rlhf.placement.engine_memory import GIB
 from slurm_rlhf.placement.gpus import Gpu, find_gpu
 from slurm_rlhf.placement.holdings import Models
 from slurm_rlhf.placement.memory import account
 from slurm_rlhf.placement.model_shape import shape_of
 from slurm_rlhf.placement.rank_plan import place, role_sizes
-from slurm_rlhf.placement.role_sizes import colocations
 from slurm_rlhf.placement.step_time import step_time
 from slurm_rlhf.placement.topology import Topology, numbered_names
 
@@ -54,8 +54,7 @@ def test_four_nodes_by_overrides() -> None:
 
 
 def models(size: str) -> Models:
-    shape = shape_of(SHAPES[size])
-    return Models(shape, shape, None)
+    return dict.fromkeys(ROLES, shape_of(SHAPES[size]))
 
 
 @pytest.mark.parametrize("gpu", GPUS)

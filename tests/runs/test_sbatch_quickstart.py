@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from checkout import MADE_HERE, ROOT, without_network
 
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
 # A new network namespace has its loopback interface down; `ip` need not be installed.
 LOOPBACK_UP = """
 import fcntl, os, socket, struct, sys

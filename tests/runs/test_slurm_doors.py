@@ -10,17 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from slurm_nodes import CHECKOUT, SlurmNodes, slurm
+from slurm_nodes import CHECKOUT, SlurmNodes
 from slurm_runs import COMMAND, start_soon
 from training_runs import metrics, timeless, train, workspace
 
 from slurm_rlhf.cluster.job import parse_jobs
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.launch import submit
-from slurm_rlhf.launch.train_job import SIGNAL
+from slurm_rlhf.launch.submitit_job import SIGNAL
 
-__all__ = ["slurm"]
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 STEPS = 24
 LENGTH = (f"--train.max_steps={STEPS}", "--train.num_episodes=4")

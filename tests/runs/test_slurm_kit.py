@@ -6,10 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from slurm_nodes import CHECKOUT, SlurmNodes, slurm
+from slurm_nodes import CHECKOUT, SlurmNodes
 
-__all__ = ["slurm"]
-pytestmark = [pytest.mark.full, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(500)]
 
 SCRIPT = """#!/bin/bash
 cd {checkout} && exec .venv/bin/python -m pytest -p no:cacheprovider tests/kit/test_gpu.py -m gpu --rehearse \\

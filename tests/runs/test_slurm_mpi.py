@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from slurm_nodes import CHECKOUT, SlurmNodes, slurm
+from slurm_nodes import CHECKOUT, SlurmNodes
 from training_runs import metrics, timeless, train, workspace
 
-__all__ = ["slurm"]
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.mpi, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 COMMAND = str(CHECKOUT / ".venv" / "bin" / "slurm-rlhf")
 WORLD = ("--algo.kl.init_coef=0", "--train.max_steps=2", "--train.threads_per_rank=1")

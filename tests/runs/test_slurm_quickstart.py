@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 from checkout import MADE_HERE
-from slurm_nodes import CHECKOUT, SlurmNodes, slurm
+from slurm_nodes import CHECKOUT, SlurmNodes
 from training_runs import metrics
 
-__all__ = ["slurm"]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by sbatch/environment.sh")

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 from slurm_calm import STEPS, Calm, calm_run
-from slurm_nodes import CHECKOUT, SlurmNodes, slurm
+from slurm_nodes import CHECKOUT, SlurmNodes
 from slurm_runs import left, said, saved, start_soon, steps, submit, summary
 from training_runs import metrics, timeless
 
 from slurm_rlhf.config.load import load_config
 
-__all__ = ["slurm"]
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 NODES = ["--nodes=3", "--gres=gpu:8", "--cpus-per-task=4", "--mem=8000"]
 GRACE_S = 10  # GraceTime of the partition

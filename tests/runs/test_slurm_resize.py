@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import pytest
 from slurm_calm import calm_run
-from slurm_nodes import CHECKOUT, SlurmNodes, slurm
+from slurm_nodes import CHECKOUT, SlurmNodes
 from slurm_runs import ENDLESS, left, said, steps, submit, summary
 from training_runs import assert_close_metrics, metrics
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 
-__all__ = ["slurm"]
-pytestmark = pytest.mark.timeout(500)
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
 
 RESOURCES = ["--gres=gpu:8", "--cpus-per-task=4", "--mem=8000"]
 SMALLER = (

@@ -12,12 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from slurm_nodes import OVER, SlurmNodes, slurm
+from slurm_nodes import OVER, SlurmNodes
 from slurm_runs import COMMAND, ENDLESS, PLACES, SMALL, left, said, steps, submit
 from training_runs import workspace
 
-__all__ = ["slurm"]
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
 WAIT_S = 150  # for the first steps of two runs on a busy machine
 

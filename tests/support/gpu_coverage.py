@@ -38,6 +38,9 @@ DIRECTORY = "SLURM_RLHF_GPU_COVERAGE"
 """In the environment: where processes put what they have measured."""
 JUDGE = "test_visited_lines.py"
 
+STAND_INS = {path for path in (ROOT / "tests" / "gpu").glob("test_*.py") if path.name != JUDGE}
+"""The test files with stand-ins."""
+
 _ABOUT_GPUS = re.compile(r"cuda|nccl|_cpu\b|\bon_gpus?\b|device\.type|device_name\(|me\.device", re.IGNORECASE)
 
 
@@ -59,8 +62,7 @@ class Recorder:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         judges = [item for item in items if item.path.name == JUDGE]
-        measured = {item.path.name for item in items if _measured(item)}
-        self.complete = measured == {path.name for path in files()}
+        self.complete = {item.path for item in items if _measured(item)} == STAND_INS
         if judges:
             items[:] = [item for item in items if item.path.name != JUDGE] + judges
 
@@ -91,11 +93,6 @@ class Recorder:
         if self._coverage is not None:
             self._coverage.save()
         return _read(self.directory)
-
-
-def files() -> list[Path]:
-    """The test files with stand-ins."""
-    return sorted(path for path in (ROOT / "tests" / "gpu").glob("test_*.py") if path.name != JUDGE)
 
 
 def measure_here() -> None:
@@ -136,7 +133,7 @@ _children: list[Any] = []
 
 
 def _measured(item: pytest.Item) -> bool:
-    return item.path.parent.name == "gpu" and item.path.name != JUDGE
+    return item.path in STAND_INS
 
 
 def _measuring(directory: Path) -> Any:
@@ -153,7 +150,7 @@ def _measuring(directory: Path) -> Any:
 def _alone() -> dict[str, set[int]]:
     """Run the tests with stand-ins for their coverage; a failure there is theirs to report, and one here."""
     with tempfile.TemporaryDirectory(prefix="gpu-coverage-") as directory:
-        tests = [str(path) for path in files()]
+        tests = [str(path) for path in sorted(STAND_INS)]
         done = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
             cwd=ROOT,

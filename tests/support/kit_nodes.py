@@ -15,7 +15,7 @@ from slurm_rlhf.bench.sync_command import World, measure, model_of
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.launch.accelerators import Wanted
 from slurm_rlhf.launch.preflight import check_nodes
-from slurm_rlhf.launch.srun import SHAPING, Step, step_command
+from slurm_rlhf.launch.srun import STEP_VARIABLES, Step, step_command
 
 
 def look(place: Place) -> Finding:
@@ -35,7 +35,7 @@ def sync(place: Place) -> Finding:
     first, second = place.nodes[:2]
     backend = place.backend("nccl")
     ranks = min(2, len(place.gpus))
-    for name in SHAPING:  # or srun would read them as options of the ranks' steps
+    for name in STEP_VARIABLES:  # or srun would read them as options of the ranks' steps
         os.environ.pop(name, None)
     world = World(
         model_of(20 << 20 if place.rehearse else 2 << 30),

@@ -10,7 +10,7 @@ from slurm_nodes import CHECKOUT, SlurmNodes
 from slurm_runs import ENDLESS, PLACES, said, saved, steps, summary
 from training_runs import metrics, timeless, workspace
 
-from slurm_rlhf.launch.ports import ephemeral_start, meeting_port
+from slurm_rlhf.launch.slurm import ephemeral_start, rendezvous_port
 
 STEPS = 20
 TEMPLATE = "--data.input_template=1 + {}"
@@ -92,7 +92,7 @@ def _run(slurm: SlurmNodes) -> Calm:
         *(*PLACES, *ENDLESS, *tiny(work)),
         cwd=CHECKOUT,
     )
-    port = meeting_port(job, 0, 0, 0, ephemeral_start())
+    port = rendezvous_port(job, 0, 0, 0, ephemeral_start())
     taken = [str(slurm.script), "exec", "gpu001", "python3", "-c", TAKEN, str(port)]
     with subprocess.Popen(taken, env=slurm.environment, stdout=subprocess.PIPE, text=True) as holder:
         try:

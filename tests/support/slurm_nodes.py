@@ -10,13 +10,13 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
 
 import pytest
 
 SCRIPT = Path(__file__).with_name("slurm_cluster.sh")
-CHECKOUT = SCRIPT.parent.parent
+CHECKOUT = SCRIPT.parents[2]
 BASE = Path("/tmp/slurm_rlhf_cluster")
 NODES = 4
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "munge", "ip", "unshare", "nsenter")
@@ -117,25 +117,17 @@ class SlurmNodes:
                 yield int(pid), words.replace(b"\0", b" ").decode(errors="replace").strip()
 
 
-_running: list[tuple[SlurmNodes, TextIO]] = []
-
-
-@pytest.fixture(scope="session")
-def slurm() -> Iterator[SlurmNodes]:
-    """The cluster, started for the first test that asks for it and ended with the session.
-
-    Test modules import it; to pytest it is then a fixture of each, so the cluster itself is kept here.
-    """
+@contextmanager
+def running_cluster() -> Iterator[SlurmNodes]:
+    """The cluster, alone on this machine as long as the block lasts. Skips the test where it cannot be."""
     reason = missing()
     if reason:
         pytest.skip(reason)
-    if not _running:
-        lock = open(f"{BASE}.lock", "w", encoding="utf-8")  # noqa: SIM115
+    with open(f"{BASE}.lock", "w", encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another session of tests on this machine
-        _running.append((SlurmNodes(), lock))
-        _running[0][0].cluster("start", str(NODES))
-    yield _running[0][0]
-    while _running:
-        nodes, lock = _running.pop()
-        nodes.cluster("stop")
-        lock.close()
+        nodes = SlurmNodes()
+        nodes.cluster("start", str(NODES))
+        try:
+            yield nodes
+        finally:
+            nodes.cluster("stop")

@@ -15,8 +15,8 @@ from warm_ranks import WarmRank
 
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
-from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller.weight_updates import WeightSync

@@ -22,6 +22,8 @@ from training_ranks import TEMPERATURE, make_config, make_experience, torchrun
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Experience
 
+pytestmark = pytest.mark.slow
+
 MICROS = 3
 CHUNK = 4  # tokens whose logits exist at once
 ENTROPY = 0.05

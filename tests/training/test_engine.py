@@ -16,6 +16,8 @@ from training_ranks import LEARNING_RATE, TEMPERATURE, WARMUP, make_config, make
 from slurm_rlhf.algorithms.losses import policy_loss, value_loss
 from slurm_rlhf.records import Experience
 
+pytestmark = pytest.mark.slow
+
 # --- plain torch -----------------------------------------------------------------------------------------------------
 
 

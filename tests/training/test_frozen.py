@@ -23,6 +23,8 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.records import Experience
 
+pytestmark = pytest.mark.slow
+
 HEADS = ("score", "value_head", "v_head.summary")
 CASES = [("fp32", False), ("fp32", True), ("bf16", False)]  # precision, offload
 RANKS = 3

@@ -20,6 +20,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_reward, make_tiny
 from training_ranks import make_config, make_experience, parameters, share, torchrun
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 STAGES = (0, 2, 3)
 CUT = ("phi3", "mixtral")  # frequencies that are fixed after loading; experts in one parameter

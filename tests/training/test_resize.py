@@ -20,6 +20,8 @@ from training_ranks import make_config, make_experience, parameters, share, torc
 
 from slurm_rlhf.errors import CheckpointError
 
+pytestmark = pytest.mark.slow
+
 BEFORE, AFTER, SEQUENCES = 2, 2, 12
 
 CASES: list[dict[str, Any]] = [

@@ -128,14 +128,14 @@ def test_a_critic_from_any_other_directory_has_a_new_head(models: Path) -> None:
 
 
 def test_which_directory_the_critic_starts_from(models: Path) -> None:
-    from slurm_rlhf.config.reward import critic_directory
+    from slurm_rlhf.config.roles import CRITIC, ROLES
 
     config = config_of(models, "score")
-    assert critic_directory(config) == str(models / "score")
+    assert ROLES[CRITIC].model(config)[1] == str(models / "score")
     config.critic.model_name_or_path = "/elsewhere"
-    assert critic_directory(config) == "/elsewhere"
+    assert ROLES[CRITIC].model(config)[1] == "/elsewhere"
     config.critic.model_name_or_path = config.reward.model_name_or_path = ""
-    assert critic_directory(config) == str(models / "policy")
+    assert ROLES[CRITIC].model(config)[1] == str(models / "policy")
 
 
 def test_statistics_of_a_reward_model(models: Path, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import pytest
 import torch
 from tiny_models import make_tiny
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 # Answers as vLLM samples them, with the log-probs of the tokens.
 VLLM = """

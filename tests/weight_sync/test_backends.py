@@ -13,7 +13,7 @@ from slurm_rlhf.errors import ConfigError, SyncError
 from slurm_rlhf.weight_sync.backend_choice import choose, share_gpus
 from slurm_rlhf.weight_sync.backends.device_ipc import ordinal_of
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: NCCL moves bytes between GPUs")
 BACKENDS = ["gloo", "ipc", "disk", pytest.param("nccl", marks=NEEDS_GPU)]

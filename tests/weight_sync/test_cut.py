@@ -20,7 +20,7 @@ from slurm_rlhf.weight_sync.diagnosis import Names, cut
 from slurm_rlhf.weight_sync.liveness import Pulse, partners
 from slurm_rlhf.weight_sync.member import Member
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 SILENCE = 2.0
 LATE = SILENCE + 8  # for the verdict, on a busy machine; an operation's time-out is 120 s here

@@ -17,7 +17,7 @@ from sync_ranks import Ranks, configure, loaded, sent
 from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import RemoteError, SyncError
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 ACTORS, ENGINES = 2, 2
 
 

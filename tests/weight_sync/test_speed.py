@@ -15,6 +15,8 @@ from slurm_rlhf.config.model_parameters import stored_parameters
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.weight_sync.interfaces import pick, rail_of
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_bench_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--size=3MB", "--actors=2x1", "--engines=1x2", "--zero=3", "--bucket_mb=1", "--repeats=1", "--json"]

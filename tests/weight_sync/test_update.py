@@ -16,6 +16,7 @@ from sync_peer import Peer, describe, hold, make_weights
 
 from slurm_rlhf.cluster.network import address_of, interface_of
 from slurm_rlhf.errors import ConfigError, SyncError
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync.backends.gloo import GlooTransport
 from slurm_rlhf.weight_sync.backends.transport import TransportFailure
 from slurm_rlhf.weight_sync.group import SyncGroup, join
@@ -24,9 +25,8 @@ from slurm_rlhf.weight_sync.plan import DEPTH, make_plan
 from slurm_rlhf.weight_sync.receiver import Receiver
 from slurm_rlhf.weight_sync.relay import _Shelved
 from slurm_rlhf.weight_sync.sender import Sender
-from slurm_rlhf.weight_sync.store import wait_until
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 PARAMETERS = describe(make_weights(0))
 
 

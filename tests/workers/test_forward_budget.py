@@ -13,7 +13,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import RoleHandle
 from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.controller.step import PPO
-from slurm_rlhf.observe.phases import Phases
+from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import Experience, Prompt, Trajectory
 from slurm_rlhf.rewards.model import ModelRewards, Scoring
 

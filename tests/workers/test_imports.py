@@ -14,10 +14,12 @@ import pytest
 
 from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.run_directory import RunDirectory
+
+pytestmark = pytest.mark.slow
 
 LIMIT = 1.0  # seconds of silence after which a rank is lost
 HELD = 2.5  # for which an import holds the interpreter's lock

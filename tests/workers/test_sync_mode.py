@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.records import Trajectory, VersionSpan
+from slurm_rlhf.control.calls import GenerateBatch, PromptTokens, SyncReport, SyncUpdateRequest
+from slurm_rlhf.control.codec import decode, encode
+from slurm_rlhf.records import Sampling, Trajectory, VersionSpan
 from slurm_rlhf.rollout.engine import Gauges
 from slurm_rlhf.workers.engine_leader import RolloutRole
 from slurm_rlhf.workers.worker import Seat
@@ -16,9 +19,9 @@ from slurm_rlhf.workers.worker import Seat
 class Call:
     """A request as the role sees it."""
 
-    def __init__(self, method: str, **args: Any) -> None:
+    def __init__(self, method: str, argument: Any) -> None:
         self.method = method
-        self.args = args
+        self.args = decode(encode(argument))
         self.answer: Any = None
 
     def reply(self, answer: Any) -> None:
@@ -67,8 +70,6 @@ class Arrived:
 
 
 def _trajectory(key: tuple[int, int], versions: list[int]) -> Trajectory:
-    import numpy as np
-
     spans = [
         VersionSpan(i, i + versions.count(version), version)
         for i, version in enumerate(versions)
@@ -102,8 +103,8 @@ def make_role(mode: str, broken: int = 0) -> RolloutRole:
 
 def ask(role: RolloutRole) -> Call:
     """Two responses, and the first token of each."""
-    sampling = {"n": 2, "temperature": 1.0, "max_new_tokens": 3}
-    asked = Call("generate", prompts=[[0, 7, [1]]], sampling=sampling, run_seed=1, version=0, stream=0)
+    prompt = PromptTokens(0, 7, np.array([1], dtype=np.int32))
+    asked = Call("generate", GenerateBatch([prompt], Sampling(n=2, max_new_tokens=3), run_seed=1, version=0, stream=0))
     role.handle(asked)
     role.advance()
     return asked
@@ -111,7 +112,7 @@ def ask(role: RolloutRole) -> Call:
 
 def versions_of(asked: Call) -> list[list[int]]:
     """Of each token of each response."""
-    found = [Trajectory.from_wire(wire).versions for _, wire in asked.answer["found"]]
+    found = [sampled.trajectory.versions for sampled in asked.answer.found]
     return [[span.version for span in spans for _ in range(span.start, span.end)] for spans in found]
 
 
@@ -119,12 +120,12 @@ def versions_of(asked: Call) -> list[list[int]]:
 def test_responses_in_flight_when_weights_come(mode: str, versions: list[int]) -> None:
     role = make_role(mode)
     asked = ask(role)
-    weights = Call("sync_receive", version=1)
+    weights = Call("sync_receive", SyncUpdateRequest(1))
     role.handle(weights)
     assert (weights.answer is None) == (mode == "drain")
     while role.busy():
         role.advance()
-    assert weights.answer == {"checksum_s": 0.0}
+    assert weights.answer == SyncReport()
     assert role.engine.version == 1
     assert versions_of(asked) == [versions, versions]
 
@@ -132,9 +133,9 @@ def test_responses_in_flight_when_weights_come(mode: str, versions: list[int]) -
 def test_responses_wait_while_an_update_that_broke_off_is_repeated() -> None:
     role = make_role("inflight", broken=1)
     asked = ask(role)
-    first, again = Call("sync_receive", version=1), Call("sync_receive", version=1)
+    first, again = (Call("sync_receive", SyncUpdateRequest(1)) for _ in range(2))
     role.handle(first)
-    assert first.answer == {"broken": "somebody died"}
+    assert first.answer == SyncReport(broken="somebody died")
     assert not role.busy()  # so the worker waits for calls instead of stepping an engine without usable weights
     role.advance()
     role.handle(again)

@@ -7,11 +7,11 @@ that the ranks compute on.
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 from slurm_rlhf.errors import CallTimeout, ConfigError
 from slurm_rlhf.launch.mpi.environment import Launched, check_world
+from slurm_rlhf.polling import wait_until
 
 _POLL_S = 0.01
 _LATE_S = 60.0
@@ -93,11 +93,8 @@ class World:
         self._mpi.Finalize()
 
     def _wait(self, request: Any, what: str, timeout_s: float) -> None:
-        end = time.monotonic() + timeout_s
-        while not request.Test():
-            if time.monotonic() > end:
-                raise CallTimeout(
-                    f"MPI: rank {self.rank} of {self.size} waited {timeout_s:g} s for the others in a {what}: one of "
-                    "the processes hangs or never started; the launcher's output says more"
-                )
-            time.sleep(_POLL_S)
+        if not wait_until(request.Test, timeout_s, _POLL_S, _POLL_S):
+            raise CallTimeout(
+                f"MPI: rank {self.rank} of {self.size} waited {timeout_s:g} s for the others in a {what}: one of "
+                "the processes hangs or never started; the launcher's output says more"
+            )

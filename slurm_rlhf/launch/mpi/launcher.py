@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from slurm_rlhf.launch.channel import Channel
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.polling import wait_until
 
 _POLL_S = 0.05
 _LATE_S = 10.0
@@ -45,13 +45,12 @@ class MpiLauncher:
 
     def stop(self, done: bool, grace_s: float) -> None:
         self._channel.send(stop=True, grace_s=grace_s if done else 0.0)
-        end = time.monotonic() + grace_s + _LATE_S
-        while time.monotonic() < end:
-            with self._lock:
-                self._listen()
-                if self._gone or self._channel.closed:
-                    return
-            time.sleep(_POLL_S)
+        wait_until(self._left, grace_s + _LATE_S, _POLL_S, _POLL_S)
+
+    def _left(self) -> bool:
+        with self._lock:
+            self._listen()
+            return self._gone or self._channel.closed
 
     def _listen(self) -> None:
         for words in self._channel.receive():

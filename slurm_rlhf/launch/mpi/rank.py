@@ -21,15 +21,14 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from slurm_rlhf.config.roles import role_order
 from slurm_rlhf.launch.channel import Channel
-from slurm_rlhf.launch.exec_shim import shimmed
-from slurm_rlhf.launch.launcher import exit_text
+from slurm_rlhf.launch.child_process import bound_to_parent, exit_text
 from slurm_rlhf.launch.mpi.communicator import World
 from slurm_rlhf.launch.mpi.worker import MpiWorker, Order, meeting_socket
 from slurm_rlhf.launch.node import IGNORED
-from slurm_rlhf.launch.variables import without_injected
+from slurm_rlhf.launch.node_environment import without_injected
 from slurm_rlhf.placement.rank_map_file import RankMap
-from slurm_rlhf.placement.role_sizes import role_rank
 
 _POLL_S = 0.1
 _KEYS = Path(".control") / "keys.json"
@@ -54,7 +53,7 @@ def lead(world: World, ranks: RankMap, seat: Seat, start_s: float, conductor: li
     ours, theirs = socket.socketpair()
     # In a session of its own: a launcher that kills rank 0's process group leaves it the time to say what happened.
     child = subprocess.Popen(
-        shimmed([*conductor, f"--channel={theirs.fileno()}"], signal.SIGTERM),
+        bound_to_parent([*conductor, f"--channel={theirs.fileno()}"], signal.SIGTERM),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,  # mpirun gives ranks a terminal, whatever its own output is
         pass_fds=[theirs.fileno()],
@@ -141,7 +140,7 @@ class _Holder:
         """On rank 0: ranks that have ended their workers as they were told."""
         self._told = self._asked = False
         role = seat[0]
-        peers = world.split(role_rank(role)[0])
+        peers = world.split(role_order(role)[0])
         store, meeting = meeting_socket(ranks, role) if peers.rank == 0 else (None, None)
         meeting = peers.broadcast(meeting)
         self._worker = MpiWorker(order, ranks, seat, meeting, store)

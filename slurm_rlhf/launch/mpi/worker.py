@@ -15,12 +15,10 @@ from typing import Any
 
 from slurm_rlhf.cluster.inherited import KEYS, STORE_FD
 from slurm_rlhf.cluster.network import address_towards
-from slurm_rlhf.launch.caches import take_cache
-from slurm_rlhf.launch.exec_shim import shimmed
-from slurm_rlhf.launch.gpu_visibility import visibility
+from slurm_rlhf.launch.child_process import bound_to_parent
 from slurm_rlhf.launch.node import IGNORED, interface_to_others
+from slurm_rlhf.launch.node_environment import node_environment, take_cache, visible_gpus
 from slurm_rlhf.launch.step_spec import WORKER_MODULE, share_on
-from slurm_rlhf.launch.variables import node_environment
 from slurm_rlhf.placement.rank_map_file import RankMap
 
 
@@ -86,15 +84,13 @@ class MpiWorker:
             own[STORE_FD] = str(store.fileno())
         numbers = [f"--first_rank={share.ranks[0]}", f"--world={ranks.world(self.role)}"]
         command = [sys.executable, "-m", WORKER_MODULE, *order.arguments[self.role], *numbers]
-        shown, hidden = visibility(ranks.topology, self.node, share.gpus, {})
+        gpus = visible_gpus(ranks.topology, self.node, share.gpus, {})
         cache = take_cache(f"{order.run_id}.{self.node}.{self.role}")
         interface = interface_to_others(ranks, self.node)
-        environment = node_environment(os.environ, self.role, run_dir / "logs", cache, {**own, **shown}, interface)
-        for name in hidden:
-            environment.pop(name, None)
+        environment = node_environment(os.environ, self.role, run_dir / "logs", cache, {**own, **gpus}, interface)
         with open(self.log, "ab") as out, _ignored():
             self._process = subprocess.Popen(
-                shimmed(command),
+                bound_to_parent(command),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from torch.distributed import Store, Work
 
 from slurm_rlhf.errors import SyncError
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync.backends.backend import Incoming
 from slurm_rlhf.weight_sync.backends.shared_memory import Shelf
 from slurm_rlhf.weight_sync.backends.transport import Pending, TransportFailure
@@ -183,12 +183,15 @@ class DeviceIpc:
 
     def _until(self, event: Any) -> None:
         """Wait for an event, as long as the group lives."""
-        deadline = time.monotonic() + self._timeout_s
-        while not event.query():
-            if self._aborted or time.monotonic() > deadline:
-                why = "the transfer was given up" if self._aborted else f"a GPU is not done after {self._timeout_s:g} s"
-                raise TransportFailure(why, peer_left=False)
-            time.sleep(_POLL_S)
+
+        def done() -> bool:
+            over = bool(event.query())
+            if not over and self._aborted:
+                raise TransportFailure("the transfer was given up", peer_left=False)
+            return over
+
+        if not wait_until(done, self._timeout_s, _POLL_S, _POLL_S):
+            raise TransportFailure(f"a GPU is not done after {self._timeout_s:g} s", peer_left=False)
 
     def _slots_of(self, owner: int) -> list[torch.Tensor]:
         if owner not in self._mapped:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -12,12 +11,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync.backends.backend import Incoming
 from slurm_rlhf.weight_sync.backends.transport import Pending, TransportFailure
 from slurm_rlhf.weight_sync.buffers import Pool
 from slurm_rlhf.weight_sync.plan import Part, SyncPlan
 
-_POLL_S = (0.001, 0.05)  # the first pause, and the longest
 _KEY = "part"
 
 
@@ -108,14 +107,13 @@ class Disk:
         return self._directory / f"{self._update}.{bucket}.{stream}.{part.owner}.safetensors"
 
     def _wait_for(self, path: Path) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        pause, longest = _POLL_S
-        while not path.exists():
-            if self._aborted.wait(pause):
+        def there() -> bool:
+            if not path.exists() and self._aborted.is_set():
                 raise TransportFailure("the transfer through files was given up", peer_left=False)
-            if time.monotonic() > deadline:
-                raise TransportFailure(f"{path} did not appear within {self._timeout_s:g} s", peer_left=False)
-            pause = min(pause * 1.5, longest)
+            return path.exists()
+
+        if not wait_until(there, self._timeout_s, 0.001, 0.05):
+            raise TransportFailure(f"{path} did not appear within {self._timeout_s:g} s", peer_left=False)
 
 
 def clear(directory: Path, keep: str) -> None:

@@ -10,17 +10,16 @@ import mmap
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync.backends.transport import TransportFailure
 
 _DIRECTORY = "/dev/shm"
-_POLL_S = (0.0001, 0.002)  # the first pause, and the longest
 _PAGE = 4096
 
 
@@ -94,16 +93,16 @@ class Shelf:
         self._aborted.set()
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + self._timeout_s
-        pause, longest = _POLL_S
-        while not ready():
-            if self._aborted.wait(pause):
+        def there() -> bool:
+            done = ready()
+            if not done and self._aborted.is_set():
                 raise TransportFailure("the shared memory was given up", peer_left=False)
-            if time.monotonic() > deadline:
-                raise TransportFailure(
-                    f"{what} did not come through shared memory within {self._timeout_s:g} s", peer_left=False
-                )
-            pause = min(pause * 1.5, longest)
+            return done
+
+        if not wait_until(there, self._timeout_s, 0.0001, 0.002):
+            raise TransportFailure(
+                f"{what} did not come through shared memory within {self._timeout_s:g} s", peer_left=False
+            )
 
 
 def reserve(sizes: ShelfSizes) -> str:

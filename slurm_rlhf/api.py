@@ -1,0 +1,115 @@
+"""The public functions `train` and `submit`: what the commands of the same names do, from a script or a notebook."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.algorithms.registry import AdvantageFunction, Algorithm, register_algorithm
+from slurm_rlhf.config.load import settled
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError, DataError
+from slurm_rlhf.observe.run_status import Summary
+from slurm_rlhf.run_directory import RunDirectory
+
+
+def train(
+    config: Config,
+    *,
+    reward: Callable[..., Any] | None = None,
+    prompts: Sequence[str | dict[str, Any]] | None = None,
+    algorithm: Algorithm | AdvantageFunction | str | None = None,
+) -> Summary:
+    """Run a training to its end, as `slurm-rlhf train` does, and return how it went.
+
+    Roles start as processes of their own: on this machine, or on the nodes of the Slurm allocation that this process
+    is in. `config` stays as it is; config.run_dir must be set, and a run goes on from its newest checkpoint there.
+
+    reward: a function in place of reward.remote_url, with the same arguments. It is called in this process, so it may
+    be defined in the script or notebook.
+    prompts: texts, or rows as in a JSONL file (dicts with data.input_key, and data.label_key for the reward), in place
+    of data.prompt_dataset. They are kept in the run directory.
+    algorithm: the name of one, a record, or an advantage function (which then needs no critic). Advantages are computed
+    in this process. A policy loss runs in the actor's processes: it has to be in a file that train.plugins names.
+
+    Raises SlurmRlhfError: UserError for what the message says how to mend, RunError when the run broke.
+    """
+    from slurm_rlhf.cli.train import train_here
+
+    if threading.current_thread() is not threading.main_thread():
+        raise ConfigError("slurm_rlhf.train listens for signals: call it in the main thread of its process")
+    config = settled(config)
+    if not config.run_dir:
+        raise ConfigError("run_dir is not set: name where to put everything of the run (config.run_dir = 'runs/first')")
+    if algorithm is not None:
+        config.algo.advantage.estimator = _take_algorithm(algorithm)
+    if reward is not None:
+        _take_reward(config, reward)
+    if prompts is not None:
+        config.data.prompt_dataset = str(_write_prompts(config, prompts))
+    train_here(config)
+    return Summary.read(RunDirectory(Path(config.run_dir)).summary)
+
+
+def submit(config: Config, *, local: bool = False) -> Any:
+    """Submit a run to Slurm, as `slurm-rlhf submit` does; returns a submitit job.
+
+    `job.result()` waits and returns the run's summary as a dict. What `config` names has to be files: rewards and
+    algorithms of yours come with train.plugins. `local`: run on this machine, in a process that outlives this one.
+    Raises ConfigError, PlacementError, ModelError, and RunError when sbatch refuses.
+    """
+    from slurm_rlhf.launch import submit as by_submitit
+
+    return by_submitit(settled(config), local)
+
+
+def _take_algorithm(algorithm: Algorithm | AdvantageFunction | str) -> str:
+    """Make what the caller passed known in this process; its name."""
+    if isinstance(algorithm, str):
+        return algorithm
+    if not isinstance(algorithm, Algorithm):
+        if not callable(algorithm):
+            raise ConfigError(
+                f"algorithm takes a name, a slurm_rlhf.Algorithm or an advantage function, got {algorithm!r}"
+            )
+        algorithm = Algorithm(getattr(algorithm, "__name__", type(algorithm).__name__), algorithm)
+    if algorithm.policy_loss is not None:
+        raise ConfigError(
+            f"algorithm {algorithm.name!r} has a policy loss, which runs in the actor's processes: an object of this "
+            "process does not get there. Put the algorithm into a Python file that calls "
+            "slurm_rlhf.register_algorithm, name the file in config.train.plugins, and pass the name alone: "
+            f"algorithm={algorithm.name!r}"
+        )
+    return register_algorithm(algorithm, replace=True).name
+
+
+def _take_reward(config: Config, reward: Callable[..., Any]) -> None:
+    from slurm_rlhf.rewards.function import register_reward
+
+    if not callable(reward):
+        raise ConfigError(f"reward takes a function, got {reward!r}: a file goes into config.reward.remote_url")
+    register_reward(reward, replace=True)
+    config.reward.function = getattr(reward, "__name__", type(reward).__name__)
+    config.reward.remote_url = config.reward.model_name_or_path = ""
+
+
+def _write_prompts(config: Config, prompts: Sequence[str | dict[str, Any]]) -> Path:
+    """Keep the prompts as a JSONL file of the run, so that it can be resumed and repeated."""
+    if isinstance(prompts, str) or not prompts:
+        raise DataError(f"prompts takes a list of texts or rows with at least one entry, got {prompts!r}")
+    lines = []
+    for number, prompt in enumerate(prompts):
+        if not isinstance(prompt, str | dict):
+            raise DataError(f"prompts[{number}] must be a text or a dict, got {type(prompt).__name__}")
+        row = {config.data.input_key: prompt} if isinstance(prompt, str) else prompt
+        try:
+            lines.append(json.dumps(row, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise DataError(f"prompts[{number}] cannot be written as JSON: {error}") from None
+    file = Path(config.run_dir) / "prompts.jsonl"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return file

@@ -1,0 +1,152 @@
+"""The table of roles: every kind of process group that a run may start, one row each.
+
+Adding a role: a row here, its worker's file in `workers/`, its group in `config/schema.py`. Placement, `plan`, the
+memory table, environments and checkpoints read this table and name no role themselves.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from slurm_rlhf.config.algorithm import has_critic, has_reference
+from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.schema import Config
+
+ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT = "actor", "critic", "reference", "reward", "rollout"
+
+Kind = Literal["trained", "frozen", "engine"]
+Phase = Literal["training", "rollout"]
+
+
+def _always(config: Config) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class RoleSpec:
+    """Describe one role."""
+
+    name: str
+    group: str  # of the configuration: holds num_nodes, and num_gpus_per_node unless the role is made of engines
+    letter: str  # in the grid of `plan`
+    worker: str  # "module:name" of what `workers.main` calls with (config, rank info, client)
+    kind: Kind
+    model_keys: tuple[str, ...]  # name the directory of its model; the first that is set counts
+    head: bool = False  # its model keeps the head over the vocabulary; otherwise one score for each token
+    saves: bool = False  # its state is part of a checkpoint
+    sleeps: bool = False  # has optimizer states that ds.enable_sleep moves away while engines work
+    colocates: str = ""  # role whose slots it shares where train.colocate_<group>_<group> says so; "": none
+    phase: Phase = "training"  # roles of one phase compute at the same time and share the CPUs of a node
+    runs: Callable[[Config], bool] = _always  # whether a run with this configuration starts the role
+
+    @property
+    def colocation_key(self) -> str:
+        """Key that puts this role on the slots of `colocates`; empty where there is none."""
+        return f"train.colocate_{ROLES[self.colocates].group}_{self.group}" if self.colocates else ""
+
+    def settings(self, config: Config) -> Any:
+        """Return the role's group of `config`."""
+        return get(config, self.group)
+
+    def model(self, config: Config) -> tuple[str, str]:
+        """Return the key that names the model the role starts from, and its directory; empty where none is set."""
+        return next(((key, path) for key in self.model_keys if (path := get(config, key))), (self.model_keys[0], ""))
+
+    def load_worker(self) -> Callable[..., Any]:
+        """Import the worker's module, and with it the libraries that this role needs."""
+        module, _, name = self.worker.partition(":")
+        worker: Callable[..., Any] = getattr(importlib.import_module(module), name)
+        return worker
+
+
+_ROWS = (
+    RoleSpec(
+        ACTOR,
+        group="actor",
+        letter="A",
+        worker="slurm_rlhf.workers.model_workers:ActorRole",
+        kind="trained",
+        model_keys=("actor.model_name_or_path",),
+        head=True,
+        saves=True,
+        sleeps=True,
+    ),
+    RoleSpec(
+        CRITIC,
+        group="critic",
+        letter="C",
+        worker="slurm_rlhf.workers.model_workers:CriticRole",
+        kind="trained",
+        # A reward model has learned already what a response is worth. Source: OpenRLHF, `cli/train_ppo_ray.py`.
+        model_keys=("critic.model_name_or_path", "reward.model_name_or_path", "actor.model_name_or_path"),
+        saves=True,
+        sleeps=True,
+        runs=has_critic,
+    ),
+    RoleSpec(
+        REFERENCE,
+        group="ref",
+        letter="R",
+        worker="slurm_rlhf.workers.model_workers:ReferenceRole",
+        kind="frozen",
+        model_keys=("actor.model_name_or_path",),
+        head=True,
+        colocates=ACTOR,
+        runs=has_reference,
+    ),
+    RoleSpec(
+        REWARD,
+        group="reward",
+        letter="W",
+        worker="slurm_rlhf.workers.model_workers:RewardRole",
+        kind="frozen",
+        model_keys=("reward.model_name_or_path",),
+        colocates=CRITIC,
+        runs=lambda config: bool(config.reward.model_name_or_path),
+    ),
+    RoleSpec(
+        ROLLOUT,
+        group="vllm",
+        letter="E",
+        worker="slurm_rlhf.workers.engine_leader:engine_role",
+        kind="engine",
+        model_keys=("actor.model_name_or_path",),
+        head=True,
+        phase="rollout",
+    ),
+)
+
+ROLES: dict[str, RoleSpec] = {row.name: row for row in _ROWS}
+"""Name -> row, in the order in which roles are printed, started and given the GPUs of a node they share."""
+
+
+def running_roles(config: Config) -> list[RoleSpec]:
+    """Return the roles that a run with `config` starts."""
+    return [role for role in ROLES.values() if role.runs(config)]
+
+
+def role_order(name: str) -> tuple[int, str]:
+    """Sort roles by name as the table has them; names that are not in it follow by alphabet."""
+    names = list(ROLES)
+    return (names.index(name) if name in names else len(names), name)
+
+
+def colocations(config: Config) -> list[frozenset[str]]:
+    """Return the sets of roles that share their slots, as `train.colocate_...` says."""
+    sets = [frozenset(ROLES)] if config.train.colocate_all else []
+    pairs = [role for role in ROLES.values() if role.colocates and get(config, role.colocation_key)]
+    return sets + [frozenset({role.colocates, role.name}) for role in pairs]
+
+
+def roles_by_slots(config: Config, names: list[str]) -> list[list[str]]:
+    """Group `names` by the slots they share, in the order of `names`."""
+    sets = colocations(config)
+    groups: list[list[str]] = []
+    for name in names:
+        if not any(name in group for group in groups):
+            together = next((found for found in sets if name in found), frozenset({name}))
+            groups.append([other for other in names if other in together])
+    return groups

@@ -1,0 +1,277 @@
+"""Declares every call of the conductor to a rank: its argument, its result and its deadline.
+
+One class per role. A worker subclasses the class of its role and implements the methods; the conductor names them in
+`RoleHandle.call(rank, ActorCalls.logprobs, batch)`. A method has no argument or one, which is a record: a dataclass or
+a named tuple. To add a call: its records here, the method with `@call` in the class of its role, and the
+implementation in the worker. The names of method and fields are what travels.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from slurm_rlhf.control.call_spec import call
+from slurm_rlhf.records import F32, I32, EngineLoad, Experience, ParameterSpec, Sampling, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceReport:
+    """What a rank tells about its accelerator; sizes in bytes."""
+
+    gpu: str  # its name
+    total: int
+    used: int  # by all processes
+    allocated: int  # by PyTorch in this process
+    attention: str  # the kernel in use; empty: none yet
+
+
+@dataclass(frozen=True, slots=True)
+class StartRequest:
+    total_steps: int  # optimizer steps of the whole run, for the learning-rate schedule
+
+
+@dataclass(frozen=True, slots=True)
+class StartAnswer:
+    note: str = ""  # what the user is told about the model
+    parameters: list[ParameterSpec] | None = None  # of the actor, in layer order
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardBatch:
+    """A rank's part of a batch for a pass without gradients."""
+
+    experience: Experience
+    micro: list[list[int]]  # micro-batches as rows of `experience`; equally many on every rank
+
+
+@dataclass(frozen=True, slots=True)
+class TrainBatch:
+    """A rank's part of a batch for one optimizer step."""
+
+    experience: Experience
+    micro: list[list[int]]  # as in ForwardBatch
+    denominator: float  # tokens of the whole optimizer step, over all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class SelfCheckAnswer:
+    """Log-probs of the same rows, computed in ways that must not matter, [A] each."""
+
+    first: F32
+    again: F32  # a second time
+    alone: F32  # every row in a micro-batch of its own
+    eval: F32  # in eval mode
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryRequest:
+    path: str  # that all ranks see
+
+
+@dataclass(frozen=True, slots=True)
+class ListenRequest:
+    host: str  # this node, as the other members know it
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Where the members of all weight transfer groups meet."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncGroupRequest:
+    """A weight transfer group that a rank is to join."""
+
+    name: str
+    rank: int  # the actor's ranks come first; of an engine it is that of its leader
+    world: int
+    actors: int  # how many of `world` are the actor's
+    host: str  # of the store
+    port: int
+    parameters: list[ParameterSpec]  # what the actor will send
+    backend: str | None = None  # None: sync.backend
+    interface: str | None = None  # None: sync.interface
+
+
+@dataclass(frozen=True, slots=True)
+class SyncConnection:
+    """How a member of a weight transfer group is connected."""
+
+    backend: str
+    interface: str
+    address: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class SyncUpdateRequest:
+    version: int  # of the policy that is transferred
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """How a member's part of a weight update ended."""
+
+    broken: str = ""  # why it was cut off, so that a new group may help; empty: it succeeded
+    nbytes: int = 0  # of the parameters, all ranks together
+    seconds: float = 0.0
+    checksum_s: float = 0.0
+
+
+class PromptTokens(NamedTuple):
+    position: int  # in the batch of the conductor
+    prompt: int  # Prompt.index
+    token_ids: I32  # [P]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateBatch:
+    """Prompts for an engine, and how many responses this call is answered with."""
+
+    prompts: list[PromptTokens]  # may be empty: then the call comes for responses that earlier ones asked for
+    sampling: Sampling
+    run_seed: int
+    version: int  # of the policy, as a seed
+    stream: int  # calls of one stream are answered with whichever of its responses finish first
+    answer: int = 0  # 0: as many as this call asks for
+
+
+class Sampled(NamedTuple):
+    position: int  # as in PromptTokens
+    trajectory: Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateAnswer:
+    found: list[Sampled]
+    load: EngineLoad  # of the engine, since its last answer
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUpRequest:
+    part: Literal["weights", "kv_cache"]  # of the engine's memory
+
+
+class RankCalls(Protocol):
+    """Calls that every rank of every role answers."""
+
+    @call(deadline="forward")  # it waits behind whatever the rank computes
+    def about(self) -> DeviceReport | None:
+        """Describe this rank's accelerator; None: it has none."""
+
+    @call(deadline="shutdown")
+    def shutdown(self) -> str:
+        """Release everything and end the process; the answer is "done"."""
+
+
+class StartCalls(RankCalls, Protocol):
+    """Calls of every role that has a model."""
+
+    @call(deadline="start")
+    def start(self, request: StartRequest) -> StartAnswer:
+        """Load the model. The first call of a rank."""
+
+
+class LogprobCalls(StartCalls, Protocol):
+    """Calls of the roles that have a policy."""
+
+    @call(deadline="forward")
+    def logprobs(self, batch: ForwardBatch) -> F32:
+        """Compute the log-probs of the response tokens at the rollout temperature, [A]."""
+
+
+class TrainerCalls(StartCalls, Protocol):
+    """Calls of the roles that are trained."""
+
+    @call(deadline="train_step")
+    def train_step(self, batch: TrainBatch) -> dict[str, float]:
+        """Take one optimizer step; sums over this rank's tokens, and `lr` and `grad_norm` of the whole step."""
+
+    @call(deadline="checkpoint")
+    def save(self, request: DirectoryRequest) -> None:
+        """Write the state for an exact resume."""
+
+    @call(deadline="checkpoint")
+    def load(self, request: DirectoryRequest) -> None:
+        """Continue from what `save` wrote."""
+
+    @call(deadline="sync")
+    def sleep(self) -> None:
+        """Keep the optimizer's states in host memory until `wake_up`."""
+
+    @call(deadline="sync")
+    def wake_up(self) -> None:
+        """Bring the optimizer's states back."""
+
+
+class SyncCalls(Protocol):
+    """Calls of the members of a weight transfer group."""
+
+    @call(deadline="sync")
+    def sync_join(self, request: SyncGroupRequest) -> SyncConnection:
+        """Leave the weight transfer group there was and join a new one."""
+
+
+class ActorCalls(TrainerCalls, LogprobCalls, SyncCalls, Protocol):
+    """Calls of the policy in training."""
+
+    @call(deadline="forward")
+    def self_check(self, batch: ForwardBatch) -> SelfCheckAnswer:
+        """Compute the log-probs of a few sequences in several ways."""
+
+    @call(deadline="checkpoint")
+    def export(self, request: DirectoryRequest) -> None:
+        """Write the policy and its tokenizer as a Hugging Face directory."""
+
+    @call(deadline="sync")
+    def sync_listen(self, request: ListenRequest) -> StoreAddress:
+        """Open the store where the members of weight transfer groups meet; rank 0 only."""
+
+    @call(deadline="sync")
+    def sync_push(self, request: SyncUpdateRequest) -> SyncReport:
+        """Send this rank's share of the weights as policy `version`."""
+
+
+class CriticCalls(TrainerCalls, Protocol):
+    """Calls of the value model in training."""
+
+    @call(deadline="forward")
+    def values(self, batch: ForwardBatch) -> F32:
+        """Compute the value of the state before each response token, [A]."""
+
+
+class ReferenceCalls(LogprobCalls, Protocol):
+    """Calls of the frozen policy that the KL penalty compares with."""
+
+
+class RewardCalls(StartCalls, Protocol):
+    """Calls of the reward model."""
+
+    @call(deadline="forward")
+    def score(self, batch: ForwardBatch) -> F32:
+        """Score each sequence, [N]."""
+
+
+class EngineCalls(StartCalls, SyncCalls, Protocol):
+    """Calls of an inference engine, through its first rank."""
+
+    @call(deadline="generate")
+    def generate(self, batch: GenerateBatch) -> Future[GenerateAnswer]:
+        """Sample responses; answered when as many are finished as `batch.answer` says."""
+
+    @call(deadline="sync")
+    def sync_receive(self, request: SyncUpdateRequest) -> SyncReport:
+        """Receive the weights of policy `version`."""
+
+    @call(deadline="sync")
+    def sleep(self) -> int:
+        """Drop all requests and give up the engine's memory; the bytes that became free on its GPU."""
+
+    @call(deadline="sync")
+    def wake_up(self, request: WakeUpRequest) -> None:
+        """Take back a part of the engine's memory."""

@@ -1,0 +1,226 @@
+"""Turns what the codec has decoded into the records, lists and arrays that a call declares.
+
+A dataclass travels as the map of its fields, a named tuple as the list of its values. Everything else than the
+declared type is refused with a WireError that names the record and the field. Nothing is converted silently, except an
+int where a float is declared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from slurm_rlhf.errors import WireError
+
+Reader = Callable[[Any], Any]
+
+_PLAIN = (bool, int, str, bytes)
+
+
+class _Mismatch(Exception):
+    """A value that is not of the declared type; `path` leads to it from the outermost value."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.path = ""
+
+    def below(self, step: str) -> _Mismatch:
+        self.path = step + self.path
+        return self
+
+
+def read(declared: Any, value: Any, name: str) -> Any:
+    """`value` as the type `declared`; `name` is what error messages call it. Raises WireError."""
+    try:
+        return reader(declared)(value)
+    except _Mismatch as error:
+        raise WireError(f"{name}{error.path} {error}") from None
+
+
+@cache
+def reader(declared: Any) -> Reader:
+    """The function that reads values of the type `declared`. Raises TypeError for a type that cannot travel."""
+    if declared in _SIMPLE:
+        return _SIMPLE[declared]
+    origin = get_origin(declared)
+    if origin in _GENERIC:
+        return _GENERIC[origin](*get_args(declared))
+    if isinstance(declared, type) and dataclasses.is_dataclass(declared):
+        return _record(declared)
+    if isinstance(declared, type) and issubclass(declared, tuple) and hasattr(declared, "_fields"):
+        return _named_tuple(declared)
+    raise TypeError(f"{declared} cannot travel between processes; use dataclasses, lists, dicts, arrays and numbers")
+
+
+def _described(value: Any) -> str:
+    """The type of a value that was refused, and its beginning where it is short."""
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype}"
+    return f"{str(value)[:40]!r} ({type(value).__name__})"
+
+
+def _none(value: Any) -> None:
+    if value is not None:
+        raise _Mismatch(f"must be None, and is {_described(value)}")
+
+
+def _float(value: Any) -> float:
+    if type(value) is float:
+        return value
+    if type(value) is int:
+        return float(value)
+    raise _Mismatch(f"must be a float, and is {_described(value)}")
+
+
+def _plain(kind: type) -> Reader:
+    def read_plain(value: Any) -> Any:
+        if type(value) is not kind:
+            raise _Mismatch(f"must be of type {kind.__name__}, and is {_described(value)}")
+        return value
+
+    return read_plain
+
+
+def _literal(*allowed: Any) -> Reader:
+    def read_literal(value: Any) -> Any:
+        if not any(type(value) is type(known) and value == known for known in allowed):
+            raise _Mismatch(f"must be one of {', '.join(map(repr, allowed))}, and is {_described(value)}")
+        return value
+
+    return read_literal
+
+
+def _union(*kinds: Any) -> Reader:
+    readers = [reader(kind) for kind in kinds]
+
+    def read_union(value: Any) -> Any:
+        failure: _Mismatch | None = None
+        for read_one in readers:
+            try:
+                return read_one(value)
+            except _Mismatch as error:
+                # The failure that went deepest is of the kind that was meant.
+                failure = error if failure is None or len(error.path) > len(failure.path) else failure
+        assert failure is not None
+        raise failure
+
+    return read_union
+
+
+def _list(kind: Any) -> Reader:
+    read_item = reader(kind)
+
+    def read_list(value: Any) -> list[Any]:
+        if type(value) is not list:
+            raise _Mismatch(f"must be a list, and is {_described(value)}")
+        if kind in _PLAIN and set(map(type, value)) <= {kind}:
+            return value  # without a step of the interpreter for each item
+        items = []
+        for item in value:
+            try:
+                items.append(read_item(item))
+            except _Mismatch as error:
+                raise error.below(f"[{len(items)}]") from None
+        return items
+
+    return read_list
+
+
+def _dict(key_kind: Any, kind: Any) -> Reader:
+    read_key, read_item = reader(key_kind), reader(kind)
+
+    def read_dict(value: Any) -> dict[Any, Any]:
+        if type(value) is not dict:
+            raise _Mismatch(f"must be a dict, and is {_described(value)}")
+        items = {}
+        for key, item in value.items():
+            try:
+                items[read_key(key)] = read_item(item)
+            except _Mismatch as error:
+                raise error.below(f"[{key!r}]") from None
+        return items
+
+    return read_dict
+
+
+def _array(shape: Any, dtype: Any) -> Reader:
+    (scalar,) = get_args(dtype)
+    wanted = None if scalar is Any else np.dtype(scalar)
+
+    def read_array(value: Any) -> Any:
+        if not isinstance(value, np.ndarray) or (wanted is not None and value.dtype != wanted):
+            raise _Mismatch(f"must be an array{f' of {wanted}' if wanted else ''}, and is {_described(value)}")
+        return value
+
+    return read_array
+
+
+def _record(record: type[Any]) -> Reader:
+    hints = get_type_hints(record)
+    fields = {field.name: reader(hints[field.name]) for field in dataclasses.fields(record) if field.init}
+    needed = {
+        field.name
+        for field in dataclasses.fields(record)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    }
+
+    def read_record(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _Mismatch(f"must be a {record.__name__}, and is {_described(value)}")
+        if not needed <= value.keys() <= fields.keys():
+            _refuse_fields(record, needed, set(fields), set(value))
+        values = {}
+        for name, item in value.items():
+            try:
+                values[name] = fields[name](item)
+            except _Mismatch as error:
+                raise error.below(f".{name}") from None
+        return record(**values)
+
+    return read_record
+
+
+def _refuse_fields(record: type[Any], needed: set[str], known: set[str], found: set[Any]) -> None:
+    wrong = [f"{name} is missing" for name in sorted(needed - found)]
+    wrong += [f"{name} is unknown" for name in sorted(map(str, found - known))]
+    raise _Mismatch(f"is no {record.__name__}: {', '.join(wrong)}; its fields: {', '.join(sorted(known))}")
+
+
+def _named_tuple(record: Any) -> Reader:
+    hints = get_type_hints(record)
+    fields = [(name, reader(hints[name])) for name in record._fields]
+
+    def read_named_tuple(value: Any) -> Any:
+        if type(value) is not list or len(value) != len(fields):
+            raise _Mismatch(f"must be a {record.__name__} of {len(fields)} values, and is {_described(value)}")
+        values = []
+        for (name, read_field), item in zip(fields, value, strict=True):
+            try:
+                values.append(read_field(item))
+            except _Mismatch as error:
+                raise error.below(f".{name}") from None
+        return record(*values)
+
+    return read_named_tuple
+
+
+_SIMPLE: dict[Any, Reader] = {
+    Any: lambda value: value,
+    None: _none,
+    type(None): _none,
+    float: _float,
+    **{kind: _plain(kind) for kind in _PLAIN},
+}
+_GENERIC: dict[Any, Callable[..., Reader]] = {
+    Literal: _literal,
+    Union: _union,
+    types.UnionType: _union,
+    list: _list,
+    dict: _dict,
+    np.ndarray: _array,
+}

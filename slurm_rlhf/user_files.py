@@ -1,0 +1,62 @@
+"""Python files and functions of the user: how they are run, and where in them an error was raised."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from slurm_rlhf.errors import ConfigError, UserError
+
+
+def run_file(file: Path, key: str, error_class: type[UserError], mend: str = "") -> ModuleType:
+    """Run a Python file as a module; its directory is importable for it. `key`: of the configuration, names the file.
+
+    Raises `error_class` with file and line for what the file raises; `mend` ends the message and says what to do.
+    ConfigError where it is not a Python file.
+    """
+    name = f"slurm_rlhf_user_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{key}: {file} is not a Python file: its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses and pickling look their module up by name; neighbours come last, so that they shadow nothing.
+    sys.modules[name] = module
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise error_class(f"{line_of(file, error)}: cannot be imported: {text_of(error)}{mend}") from error
+    return module
+
+
+def line_of(file: Path | str, error: BaseException) -> str:
+    """Name file and line of the deepest frame in the user's file."""
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        return f"{file}:{error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    return f"{file}:{lines[-1]}" if lines else str(file)
+
+
+def file_of(function: Callable[..., Any]) -> str:
+    """Name the file that a function is defined in; a cell of a notebook has a name too. Else the function's name."""
+    code = getattr(function, "__code__", None) or getattr(getattr(function, "__call__", None), "__code__", None)  # noqa: B004
+    return str(code.co_filename) if code is not None else getattr(function, "__name__", type(function).__name__)
+
+
+def same_place(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    """Say whether `other` is `one` defined anew, as a cell of a notebook does that runs again."""
+    return all(getattr(one, name, None) == getattr(other, name, "") for name in ("__module__", "__qualname__"))
+
+
+def text_of(error: BaseException) -> str:
+    """Put an error into words: its type and its message."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

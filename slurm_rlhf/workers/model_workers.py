@@ -1,0 +1,155 @@
+"""Ranks of the roles with a model of transformers: actor, critic, reference and reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import (
+    ActorCalls,
+    CriticCalls,
+    DirectoryRequest,
+    ForwardBatch,
+    ListenRequest,
+    ReferenceCalls,
+    RewardCalls,
+    SelfCheckAnswer,
+    StartAnswer,
+    StartRequest,
+    StoreAddress,
+    SyncConnection,
+    SyncGroupRequest,
+    SyncReport,
+    SyncUpdateRequest,
+    TrainBatch,
+    TrainerCalls,
+)
+from slurm_rlhf.control.client import ControlClient
+from slurm_rlhf.records import F32, ParameterSpec
+from slurm_rlhf.training.attention import attention_kernel
+from slurm_rlhf.training.distributed import release_cache
+from slurm_rlhf.training.frozen_models import FrozenPolicy, RewardModel
+from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
+from slurm_rlhf.weight_sync.endpoints import ActorEnd
+from slurm_rlhf.workers.worker import Role, Seat
+
+
+class ModelRank(Role):
+    """A rank with a model of transformers.
+
+    Where it shares its accelerator (train.colocate_all), no call leaves memory behind that the next role needs:
+    PyTorch keeps what was freed for its own process, and the others would find the device full.
+    """
+
+    def attention(self) -> str:
+        return attention_kernel()
+
+    def perform(self, method: Callable[..., Any], arguments: list[Any]) -> Any:
+        try:
+            return super().perform(method, arguments)
+        finally:
+            if self.config.train.colocate_all:
+                release_cache()
+
+
+class TrainerRank(ModelRank, TrainerCalls):
+    """A rank that trains: `start` of a subclass sets `trainer`."""
+
+    trainer: PolicyTrainer | ValueTrainer
+
+    def train_step(self, batch: TrainBatch) -> dict[str, float]:
+        return self.trainer.train_step(batch.experience, batch.micro, batch.denominator)
+
+    def save(self, request: DirectoryRequest) -> None:
+        self.trainer.save(Path(request.path))
+
+    def load(self, request: DirectoryRequest) -> None:
+        self.trainer.load(Path(request.path))
+
+    def sleep(self) -> None:
+        self.trainer.engine.sleep()
+
+    def wake_up(self) -> None:
+        self.trainer.engine.wake_up()
+
+
+class ActorRole(TrainerRank, ActorCalls):
+    """A rank of the policy in training."""
+
+    trainer: PolicyTrainer
+
+    def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
+        super().__init__(config, seat, client)
+        self.sync = ActorEnd(config, f"{seat.role} {seat.rank}")
+
+    def start(self, request: StartRequest) -> StartAnswer:
+        self.trainer = PolicyTrainer(self.config, request.total_steps)
+        return StartAnswer(parameters=[ParameterSpec(*described) for described in self.trainer.describe()])
+
+    def logprobs(self, batch: ForwardBatch) -> F32:
+        return self.trainer.logprobs(batch.experience, batch.micro)["logprobs"]
+
+    def self_check(self, batch: ForwardBatch) -> SelfCheckAnswer:
+        return SelfCheckAnswer(**self.trainer.self_check(batch.experience, batch.micro))
+
+    def export(self, request: DirectoryRequest) -> None:
+        self.trainer.export_hf(Path(request.path))
+
+    def sync_listen(self, request: ListenRequest) -> StoreAddress:
+        return StoreAddress(**self.sync.listen(request.host))
+
+    def sync_join(self, request: SyncGroupRequest) -> SyncConnection:
+        return SyncConnection(**self.sync.join(request.parameters, **group_of(request)))
+
+    def sync_push(self, request: SyncUpdateRequest) -> SyncReport:
+        return report_of(self.sync.push(self.trainer.local_parameters(), request.version))
+
+
+class CriticRole(TrainerRank, CriticCalls):
+    """A rank of the value model in training."""
+
+    trainer: ValueTrainer
+
+    def start(self, request: StartRequest) -> StartAnswer:
+        self.trainer = ValueTrainer(self.config, request.total_steps)
+        return StartAnswer(note=self.trainer.origin)
+
+    def values(self, batch: ForwardBatch) -> F32:
+        return self.trainer.values(batch.experience, batch.micro)["values"]
+
+
+class ReferenceRole(ModelRank, ReferenceCalls):
+    """A rank of the frozen policy that the KL penalty compares with."""
+
+    def start(self, request: StartRequest) -> StartAnswer:
+        self.model = FrozenPolicy(self.config)
+        return StartAnswer()
+
+    def logprobs(self, batch: ForwardBatch) -> F32:
+        return self.model.logprobs(batch.experience, batch.micro)["logprobs"]
+
+
+class RewardRole(ModelRank, RewardCalls):
+    """A rank of the reward model."""
+
+    def start(self, request: StartRequest) -> StartAnswer:
+        self.model = RewardModel(self.config)
+        return StartAnswer(note=self.model.description)
+
+    def score(self, batch: ForwardBatch) -> F32:
+        return self.model.score(batch.experience, batch.micro)
+
+
+def group_of(request: SyncGroupRequest) -> dict[str, Any]:
+    """What of the request describes the group, where it does not leave it to the configuration."""
+    described = {name: value for name, value in asdict(request).items() if value is not None}
+    del described["parameters"]
+    return described
+
+
+def report_of(answer: dict[str, Any]) -> SyncReport:
+    """The record of what an end of a weight transfer answers."""
+    return SyncReport(**{name: value for name, value in answer.items() if name in SyncReport.__slots__})

@@ -1,0 +1,60 @@
+"""The default run as sessions side by side: one summary, one exit status, no torn output."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import lanes
+import pytest
+
+pytestmark = pytest.mark.slow
+
+TESTS = Path(__file__).parents[1]
+
+RUN = f"import sys; sys.path.insert(0, {str(TESTS / 'support')!r}); import lanes; sys.exit(lanes.run({{}}))"
+GOOD = "def test_good():\n    pass\n"
+BAD = "def test_bad():\n    assert 1 == 2, 'the reason'\n\n\ndef test_fine():\n    pass\n"
+ENDED = "import os\n\n\ndef test_ends():\n    os._exit(3)\n"
+
+
+def side_by_side(directory: Path, **files: str) -> subprocess.CompletedProcess[str]:
+    for name, text in files.items():
+        (directory / f"test_{name}.py").write_text(text)
+    chosen = {name: ["-p", "no:cacheprovider", f"test_{name}.py"] for name in files}
+    (directory / "pytest.ini").write_text("[pytest]\n")
+    command = [sys.executable, "-c", RUN.format(chosen)]
+    return subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_all_pass(tmp_path: Path) -> None:
+    done = side_by_side(tmp_path, one=GOOD, two=GOOD)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "\n  one | test_one.py ." in done.stdout
+    assert "\n  two | test_two.py ." in done.stdout
+    assert "##### all lanes: 2 passed in" in done.stdout
+
+
+def test_a_failure_is_shown_whole_and_fails_the_run(tmp_path: Path) -> None:
+    done = side_by_side(tmp_path, one=GOOD, two=BAD)
+    assert done.returncode == 1
+    _, _, report = done.stdout.partition("##### lane two: exit status 1\n")
+    assert "AssertionError: the reason" in report
+    assert "2 passed, 1 failed in" in report or "1 failed, 2 passed in" in report
+    assert done.stdout.endswith("FAILED: two (1)\n")
+
+
+@pytest.mark.parametrize("last", ["one", "two"])
+def test_a_session_that_is_cut_off_fails_the_run(tmp_path: Path, last: str) -> None:
+    files = {"one": GOOD, "two": GOOD, last: ENDED}
+    done = side_by_side(tmp_path, **files)
+    assert done.returncode == 3
+    assert f"FAILED: {last} (3)" in done.stdout
+
+
+def test_the_lanes_have_every_test_file_once() -> None:
+    ignored = [word.removeprefix("--ignore=") for word in lanes.LANES["rooms"] if word.startswith("--ignore=")]
+    assert ignored == lanes.LANES["runs"]
+    assert lanes.LANES["rooms"][0] == "tests"
+    assert list((TESTS / "runs").glob("test_*.py"))

@@ -1,0 +1,79 @@
+"""Run the default tests as several sessions of pytest side by side; tests/run.sh starts this file.
+
+Most tests wait for processes, so that one session leaves cores idle. Each lane is a whole session: its own mark of
+processes, its own check of what was skipped or left running. What a lane says about its tests is shown line by line,
+with the lane's name in front; its failures and warnings follow in one piece when it has ended.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+LANES = {"runs": ["tests/runs"], "rooms": ["tests", "--ignore=tests/runs"]}
+"""Arguments of pytest by lane. Together the lanes have every test once."""
+
+_HEADING = re.compile(r"=+ (?!test session starts).* =+|=+")
+_COUNT = re.compile(r"(\d+) (failed|passed|skipped|deselected|xfailed|xpassed|warning|error)s?\b")
+
+
+class Lane:
+    """One session of pytest and what it says."""
+
+    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+        self.name = name
+        self.report: list[str] = []
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "pytest", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if self.report or _HEADING.fullmatch(line.strip()):
+                self.report.append(line)
+            else:
+                print(f"{self.name:>5} | {line}", end="", flush=True)
+
+    def wait(self) -> int:
+        """The session's exit status."""
+        self._reader.join()
+        return self._process.wait()
+
+    def counts(self) -> Counter[str]:
+        """How many tests passed, failed, ...; nothing where the session was cut off."""
+        summaries = [line for line in self.report if re.search(r" in \d+\.\d+s", line)]
+        return Counter({word: int(number) for number, word in _COUNT.findall(summaries[-1] if summaries else "")})
+
+
+def run(lanes: Mapping[str, Sequence[str]]) -> int:
+    """Run all lanes, show what they said, and return the exit status of one that failed, else 0."""
+    begun = time.monotonic()
+    running = [Lane(name, arguments) for name, arguments in lanes.items()]
+    statuses, total = {}, Counter[str]()
+    for lane in running:
+        statuses[lane.name] = lane.wait()
+        total += lane.counts()
+    for lane in running:
+        print(f"\n##### lane {lane.name}: exit status {statuses[lane.name]}\n{''.join(lane.report)}", end="")
+    counted = ", ".join(f"{number} {word}" for word, number in total.items())
+    failed = [f"{name} ({status})" for name, status in statuses.items() if status]
+    said = f"FAILED: {', '.join(failed)}" if failed else "passed"
+    print(f"\n##### all lanes: {counted} in {time.monotonic() - begun:.0f} s: {said}", flush=True)
+    return max(statuses.values(), key=abs)
+
+
+if __name__ == "__main__":
+    sys.exit(run(LANES))
