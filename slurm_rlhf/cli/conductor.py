@@ -13,7 +13,7 @@ from typing import Any
 from slurm_rlhf.cli.main import guarded
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 
 
 @dataclass(frozen=True, slots=True)

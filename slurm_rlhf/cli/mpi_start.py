@@ -13,13 +13,13 @@ from typing import Any
 from slurm_rlhf.cli.arguments import Arguments
 from slurm_rlhf.cli.conductor import Orders
 from slurm_rlhf.cli.placement_report import check_memory, draw_memory, memory_on
-from slurm_rlhf.cluster.environment import read_slurm
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.session import attach_line
+from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check
-from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.values import dump_toml
 from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.launch.accelerators import judge_accelerators, seen_by_processes
 from slurm_rlhf.launch.mpi.communicator import World
@@ -27,7 +27,7 @@ from slurm_rlhf.launch.mpi.environment import Launched, Placed, Process, place_p
 from slurm_rlhf.launch.mpi.rank import follow, lead
 from slurm_rlhf.launch.preflight import judge
 from slurm_rlhf.launch.probe import answer, versions
-from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.render import draw
 from slurm_rlhf.placement.topology import GPU
 

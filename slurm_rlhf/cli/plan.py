@@ -18,19 +18,18 @@ from slurm_rlhf.cli.placement_report import (
     memory_on,
     require_fit,
 )
-from slurm_rlhf.cluster.nodelist import expand
-from slurm_rlhf.config.buckets import bucket_mb
+from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.model_parameters import stored_parameters
+from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, ModelError
-from slurm_rlhf.placement.rank_plan import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.render import draw
 from slurm_rlhf.placement.topology import GPU, numbered_names
-from slurm_rlhf.weight_sync.cost import Account, account
 from slurm_rlhf.weight_sync.layout import Layout
 from slurm_rlhf.weight_sync.plan import SyncPlan, make_plan
+from slurm_rlhf.weight_sync.routes import Cost, cost_of
 
 GIGABIT = 125_000_000  # bytes
 NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0
@@ -60,7 +59,7 @@ RATES = {
 SIZES = ("num_nodes", "num_gpus_per_node")
 KEYS = [f"{role.group}.{size}" for role in ROLES.values() if role.kind != "engine" for size in SIZES]
 KEYS += ["vllm.num_engines", "vllm.tensor_parallel_size", "vllm.num_nodes"]
-KEYS += ["algo.kl.init_coef", "reward.model_name_or_path"]
+KEYS += ["algo.advantage.estimator", "train.plugins", "algo.kl.init_coef", "reward.model_name_or_path"]
 KEYS += ["train.colocate_all", *filter(None, (role.colocation_key for role in ROLES.values()))]
 KEYS += ["ds.zero_stage", "ds.param_dtype", "sync.bucket_mb"]
 KEYS += ["train.gpu", "train.gpu_memory_gb", "train.max_tokens_per_gpu", "train.forward_max_tokens_per_gpu"]
@@ -144,12 +143,12 @@ def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
     nodes = {role: [share.node for share in shares for _ in share.ranks] for role, shares in ranks.roles.items()}
     layout = Layout(tuple(nodes["actor"]), tuple(nodes["rollout"]), config.ds.zero_stage)
     on_gpus = ranks.topology.accelerator == GPU and config.sync.backend in ("auto", "nccl", "ipc")
-    return make_plan(described, bucket_mb(config.sync.bucket_mb, on_gpus) << 20, layout)
+    return make_plan(described, config.sync.bucket_size_mb(on_gpus) << 20, layout)
 
 
 def transfer_json(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> dict[str, Any]:
     """Return the bytes per rank and link of one update, and the predicted seconds, ready for JSON."""
-    found = account(plan)
+    found = cost_of(plan)
     actors = len(plan.layout.actors)
     return {
         "bytes": found.payload,
@@ -173,7 +172,7 @@ def transfer_json(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> 
 
 def draw_transfer(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> str:
     """Format the bytes and seconds of one update for a terminal."""
-    found = account(plan)
+    found = cost_of(plan)
     actors = range(len(plan.layout.actors))
     engines = range(len(actors), plan.layout.world)
     lines = [
@@ -190,7 +189,7 @@ def draw_transfer(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> 
     return "\n".join([*lines, f"  and {rest} more nodes"] if rest > 0 else lines)
 
 
-def _seconds(found: Account, network_gbits: float, inside_gbits: float) -> float:
+def _seconds(found: Cost, network_gbits: float, inside_gbits: float) -> float:
     return found.seconds(network_gbits * GIGABIT, inside_gbits * GIGABIT)
 
 

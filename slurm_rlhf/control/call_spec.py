@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from slurm_rlhf.config.schema_timeout import Timeout
+from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control.record_reader import read
 from slurm_rlhf.errors import RunError
 
@@ -23,7 +23,7 @@ class CallSpec:
     """What is declared of a call."""
 
     name: str
-    deadline: str  # a field of config.schema_timeout.Timeout
+    deadline: str  # a field of config.schema_cluster.Timeout
     argument: Any  # its record; None: it takes no argument
     result: Any
 
@@ -42,7 +42,7 @@ class CallSpec:
 
 
 def call(*, deadline: str) -> Callable[[F], F]:
-    """Declare a method as a call that may take `deadline`, a field of `config.schema_timeout.Timeout`."""
+    """Declare a method as a call that may take `deadline`, a field of `config.schema_cluster.Timeout`."""
     known = [field.name for field in fields(Timeout)]
     if deadline not in known:
         raise TypeError(f"{deadline!r} is no deadline; the fields of Timeout: {', '.join(known)}")

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from slurm_rlhf.controller.dispatch import Generation
-from slurm_rlhf.data.order import PromptOrder
-from slurm_rlhf.data.prompts import PromptSet
-from slurm_rlhf.observe.engine_load import EngineLoad
-from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.records import EngineLoad, Prompt, Trajectory
 
 
 @dataclass(slots=True)
@@ -43,22 +38,6 @@ class Batches(Protocol):
     def close(self) -> None:
         """No further batch is begun. What is in flight is dropped with the engines; it can be made again."""
         ...
-
-
-@dataclass(slots=True)
-class Sampler:
-    """The next batch of the prompt order. Its requests are seeded by the step, whenever they are sampled."""
-
-    prompts: PromptSet
-    order: PromptOrder
-    generation: Generation
-    sampling: Sampling
-
-    def __call__(self, step: int) -> Batch:
-        prompts = [self.prompts[position] for position in self.order.next() or []]
-        after, began = self.order.state_dict(), time.monotonic()
-        trajectories = self.generation.run(prompts, self.sampling, step - 1)
-        return Batch(step, prompts, trajectories, self.generation.loads, time.monotonic() - began, after)
 
 
 class OnDemand:

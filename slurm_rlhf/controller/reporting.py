@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.gpu_account import GpuAccount
-from slurm_rlhf.controller.state import RunState
+from slurm_rlhf.controller.run_state import RunState
 from slurm_rlhf.observe.events import TensorBoardEvents
 from slurm_rlhf.observe.metrics import MetricsLog
 from slurm_rlhf.observe.progress import make_progress

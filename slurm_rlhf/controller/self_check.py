@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from slurm_rlhf.algorithms.sharding import assemble, shards
+from slurm_rlhf.algorithms.batching import assemble, shards
 from slurm_rlhf.algorithms.staleness import ages
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import ActorCalls, ForwardBatch, SelfCheckAnswer
 from slurm_rlhf.control.handles import RoleHandle, gather
 from slurm_rlhf.controller.verdicts import (
     PROMPT_SHARES,
@@ -73,7 +74,7 @@ class SelfCheck:
     """
 
     config: Config
-    actor: RoleHandle
+    actor: RoleHandle[ActorCalls]
     note: Callable[[str], None]
     prompts: PromptFindings
     figures: dict[str, float]  # check -> what was found: filled by the first step
@@ -150,10 +151,11 @@ class SelfCheck:
         """(a), (b): some sequences of the batch twice, in eval mode, and alone."""
         chosen = few(exp, self.actor.world)
         parts = shards(chosen, self.actor.world, self.config.train.max_tokens_per_gpu)
-        calls = [self.actor.call(rank, "self_check", **part.to_wire()) for rank, part in enumerate(parts)]
-        answers = gather(calls)
+        batches = [ForwardBatch(part.experience, part.micro) for part in parts]
+        answers = gather(self.actor.start_each(ActorCalls.self_check, batches))
         found: dict[str, F32] = {
-            name: assemble(chosen, parts, [answer[name] for answer in answers]) for name in answers[0]
+            field.name: assemble(chosen, parts, [getattr(answer, field.name) for answer in answers])
+            for field in fields(SelfCheckAnswer)
         }
         dtype, mask = self.config.ds.param_dtype, chosen.action_mask
         verdicts = [compare(name, found[name], found["first"], mask, dtype) for name in ("again", "eval")]

@@ -12,7 +12,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cluster.nodelist import expand
+from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle
@@ -22,7 +22,7 @@ from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError
 from slurm_rlhf.launch.launcher import Ended, Launcher
 from slurm_rlhf.observe.log_tail import first_failure, tail
-from slurm_rlhf.placement.rank_plan import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ TERMINATION_S = 1.0
 LOOPBACK = "127.0.0.1"
 
 
-class Fleet:
+class Supervisor:
     """Starts the process groups of each role and notices within seconds when one of them is gone.
 
     The first failure fails every pending call of every role, so that whatever the conductor waits for, it learns of
@@ -63,12 +63,12 @@ class Fleet:
         self._failure_lock = threading.Lock()
         # What earlier starts of the run have written into the logs: it is not what this one died of.
         self._marks = {path: path.stat().st_size for path in directory.logs.glob("*.log")}
-        self.roles: dict[str, RoleHandle] = {}
+        self.roles: dict[str, RoleHandle[Any]] = {}
 
     def start(self, environment: Mapping[str, Mapping[str, Mapping[str, str]]]) -> None:
         """Start all roles, with the variables of `environment[role][node]`; wait until each rank has said hello.
 
-        It does not wait for engines: `roles.engines.Engines` does that.
+        It does not wait for engines: `EnginePool` does that.
         Raises RoleDied naming the role that ended instead, CallTimeout naming the ranks that stayed silent.
         """
         for role in self._ranks.roles:
@@ -79,12 +79,12 @@ class Fleet:
             ]
             self._launcher.start(role, arguments, environment[role])
             self.roles[role] = self._handle(role)
-        threading.Thread(target=self._watch, name="fleet-watch", daemon=True).start()
+        threading.Thread(target=self._watch, name="supervisor", daemon=True).start()
         for role, handle in self.roles.items():
             if not isinstance(handle, EngineHandle):
                 self.server.wait_for(role, handle.world, self._config.timeout.connect)
 
-    def _handle(self, role: str) -> RoleHandle:
+    def _handle(self, role: str) -> RoleHandle[Any]:
         world, timeout = self._ranks.world(role), self._config.timeout
         if any(share.engines for share in self._ranks.roles[role]):
             return EngineHandle(self.server, role, world, self._config.vllm.tensor_parallel_size, timeout)
@@ -147,10 +147,7 @@ class Fleet:
         """Ask every rank to leave; True when all of them have closed what they hold."""
         if self._failed is not None:
             return False
-        limit = self._config.timeout.shutdown
-        calls = [
-            self.server.call(role, rank, "shutdown", timeout_s=limit) for role in self.roles for rank in self.here(role)
-        ]
+        calls = [handle.shut_down(rank) for role, handle in self.roles.items() for rank in self.here(role)]
         done, late = wait(calls, self._config.timeout.shutdown / 2)
         return not late and all(call.exception() is None for call in done)
 

@@ -88,7 +88,7 @@ WORDS: dict[str, Words] = {
         "the log-probs of engine and actor of the tokens that the engine sampled",
         "the engine has other weights, samples at another temperature or with other parameters than the actor is "
         "trained with, or vLLM computes this architecture otherwise than transformers",
-        "look at rollout.temperature, compare weights with sync.compare, or set vllm.dtype = fp32",
+        "look at rollout.temperature and at the updates of the weights in the log, or set vllm.dtype = fp32",
     ),
     "reference": Words(
         "the log-probs of actor and reference, which are the same model before the first step,",

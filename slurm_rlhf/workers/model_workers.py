@@ -33,11 +33,11 @@ from slurm_rlhf.training.attention import attention_kernel
 from slurm_rlhf.training.distributed import release_cache
 from slurm_rlhf.training.frozen_models import FrozenPolicy, RewardModel
 from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
-from slurm_rlhf.weight_sync.endpoints import ActorEnd
-from slurm_rlhf.workers.worker import Role, Seat
+from slurm_rlhf.weight_sync.sender import ActorEnd
+from slurm_rlhf.workers.worker import RankInfo, Worker
 
 
-class ModelRank(Role):
+class ModelWorker(Worker):
     """A rank with a model of transformers.
 
     Where it shares its accelerator (train.colocate_all), no call leaves memory behind that the next role needs:
@@ -55,7 +55,7 @@ class ModelRank(Role):
                 release_cache()
 
 
-class TrainerRank(ModelRank, TrainerCalls):
+class TrainerWorker(ModelWorker, TrainerCalls):
     """A rank that trains: `start` of a subclass sets `trainer`."""
 
     trainer: PolicyTrainer | ValueTrainer
@@ -76,14 +76,14 @@ class TrainerRank(ModelRank, TrainerCalls):
         self.trainer.engine.wake_up()
 
 
-class ActorRole(TrainerRank, ActorCalls):
+class ActorWorker(TrainerWorker, ActorCalls):
     """A rank of the policy in training."""
 
     trainer: PolicyTrainer
 
-    def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
-        super().__init__(config, seat, client)
-        self.sync = ActorEnd(config, f"{seat.role} {seat.rank}")
+    def __init__(self, config: Config, info: RankInfo, client: ControlClient) -> None:
+        super().__init__(config, info, client)
+        self.sync = ActorEnd(config, f"{info.role} {info.rank}")
 
     def start(self, request: StartRequest) -> StartAnswer:
         self.trainer = PolicyTrainer(self.config, request.total_steps)
@@ -108,7 +108,7 @@ class ActorRole(TrainerRank, ActorCalls):
         return report_of(self.sync.push(self.trainer.local_parameters(), request.version))
 
 
-class CriticRole(TrainerRank, CriticCalls):
+class CriticWorker(TrainerWorker, CriticCalls):
     """A rank of the value model in training."""
 
     trainer: ValueTrainer
@@ -121,7 +121,7 @@ class CriticRole(TrainerRank, CriticCalls):
         return self.trainer.values(batch.experience, batch.micro)["values"]
 
 
-class ReferenceRole(ModelRank, ReferenceCalls):
+class ReferenceWorker(ModelWorker, ReferenceCalls):
     """A rank of the frozen policy that the KL penalty compares with."""
 
     def start(self, request: StartRequest) -> StartAnswer:
@@ -132,7 +132,7 @@ class ReferenceRole(ModelRank, ReferenceCalls):
         return self.model.logprobs(batch.experience, batch.micro)["logprobs"]
 
 
-class RewardRole(ModelRank, RewardCalls):
+class RewardWorker(ModelWorker, RewardCalls):
     """A rank of the reward model."""
 
     def start(self, request: StartRequest) -> StartAnswer:

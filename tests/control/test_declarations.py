@@ -13,7 +13,7 @@ import pytest
 from numpy.typing import NDArray
 
 import slurm_rlhf
-from slurm_rlhf.config.schema_timeout import Timeout
+from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control import calls
 from slurm_rlhf.control.call_spec import call, calls_of, spec_of
 from slurm_rlhf.control.calls import RankCalls
@@ -133,7 +133,7 @@ def test_everything_else_is_refused_by_name(change: dict[str, Any], told: str) -
 
 
 def test_a_type_that_cannot_travel_is_a_mistake_of_the_declaration() -> None:
-    for kind in (set[int], tuple[int, ...], object, Path):
+    for kind in (set[int], tuple[int, ...], object, Path, int | str):
         with pytest.raises(TypeError, match="cannot travel"):
             reader(kind)
 

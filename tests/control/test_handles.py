@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import pytest
 
-from slurm_rlhf.config.schema_timeout import Timeout
+from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.call_spec import call
 from slurm_rlhf.control.client import ControlClient

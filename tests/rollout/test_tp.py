@@ -19,15 +19,24 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from rollout_fleet import RolloutFleet, config
-from rollout_zygote import Zygote
+from ranks import RolloutFleet, config
 from tiny_models import make_tiny
+from zygote import Zygote
 
 from slurm_rlhf.cluster import kernel_cache
+from slurm_rlhf.control.calls import (
+    EngineCalls,
+    GenerateAnswer,
+    GenerateBatch,
+    PackedPrompts,
+    PromptTokens,
+    StartRequest,
+    WakeUpRequest,
+)
 from slurm_rlhf.control.handles import EngineHandle
-from slurm_rlhf.controller.dispatch import Generation
+from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.errors import RemoteError, RunError
-from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.records import KV_CACHE, WEIGHTS, Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.tp_group import SHARED_MEMORY, EnginePlace
 from slurm_rlhf.workers.engine_worker import segment_prefix
 
@@ -86,8 +95,16 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(i, "", rng.integers(2, 60, 3 + 17 * i % 60).astype(np.int32)) for i in range(count)]
 
 
+def ask(
+    fleet: RolloutFleet, engine: int, asked: list[Prompt], how: Sampling, version: int = 0, stream: int = 0
+) -> Future[GenerateAnswer]:
+    """Have one engine sample, by a call of its own."""
+    packed = PackedPrompts.pack([PromptTokens(p.index, p.index, p.token_ids) for p in asked])
+    return fleet.engines.call(engine, EngineCalls.generate, GenerateBatch(packed, how, 1, version, stream))
+
+
 def generate(fleet: RolloutFleet, count: int, version: int, deterministic: bool = True) -> list[Trajectory]:
-    return Generation(fleet.engines, 1, WIDTH, deterministic).run(prompts(count), SAMPLING, version)
+    return Dispatcher(fleet.engines, 1, WIDTH, deterministic).run(prompts(count), SAMPLING, version)
 
 
 def bits(trajectories: list[Trajectory]) -> list[tuple[int, bytes, bytes]]:
@@ -128,11 +145,10 @@ def test_a_call_that_fails_leaves_no_request_behind(request: pytest.FixtureReque
     """Its first prompts were taken when the last one was refused: on no rank are they in the way of the next call."""
     fleet: RolloutFleet = request.getfixturevalue(ranks)
     before = [t.response_ids.tolist() for t in generate(fleet, 4, 1)]
-    wires = [[p.index, p.index, p.token_ids] for p in prompts(4)] + [[4, 4, np.full(400, 5, np.int32)]]
-    order = {"sampling": SAMPLING.to_wire(), "run_seed": 1, "version": 1, "stream": 99}
+    asked = [*prompts(4), Prompt(4, "", np.full(400, 5, np.int32))]
     for _ in range(2):
         with pytest.raises(RemoteError, match=r"refuses request '4\.0' \(prompt 4, 400 tokens\)"):
-            fleet.engines.call(0, "generate", prompts=wires, **order).result(timeout=60)
+            ask(fleet, 0, asked, SAMPLING, version=1, stream=99).result(timeout=60)
     assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == before
 
 
@@ -145,7 +161,7 @@ def test_two_batches_in_flight_keep_the_ranks_in_step(zygote: Zygote, single: Ro
         plain = generate(single, 10, 1)
         assert [t.response_ids.tolist() for t in generate(fleet, 10, 1)] == [t.response_ids.tolist() for t in plain]
         how = replace(SAMPLING, stop=[max((t.text for t in plain), key=len)[6:9]])
-        wide, narrow = (Generation(f.engines, 1, WIDTH, False).run(prompts(10), how, 1) for f in (fleet, single))
+        wide, narrow = (Dispatcher(f.engines, 1, WIDTH, False).run(prompts(10), how, 1) for f in (fleet, single))
         assert [t.response_ids.tolist() for t in wide] == [t.response_ids.tolist() for t in narrow]
         assert any(len(cut.response_ids) < len(t.response_ids) for cut, t in zip(wide, plain, strict=True))
         assert_sleeps_as_one(fleet)
@@ -217,10 +233,10 @@ class Recorder:
     def world(self) -> int:
         return self.engines.world
 
-    def call(self, engine: int, method: str, /, **args: Any) -> Future[Any]:
-        count = len(args["prompts"]) * SAMPLING.n
+    def call(self, engine: int, method: Any, batch: GenerateBatch, /) -> Future[Any]:
+        count = len(batch.prompts) * SAMPLING.n
         self.given.append((time.monotonic(), engine, count))
-        future = self.engines.call(engine, method, **args)
+        future = self.engines.call(engine, method, batch)
         future.add_done_callback(lambda _: self.returned.append((time.monotonic(), engine, count)))
         return future
 
@@ -236,7 +252,7 @@ def test_a_slow_engine_delays_the_batch_by_its_own_last_sequences_at_most(single
     recorder = Recorder(single.engines)
     single.engines.ready = [0, 1]
     with slowed(single.ranks[0].pid, 5):
-        batch = Generation(recorder, 1, WIDTH, False).run(prompts(200), SAMPLING, 4)
+        batch = Dispatcher(recorder, 1, WIDTH, False).run(prompts(200), SAMPLING, 4)
     single.engines.ready = [0]
     shares = [sum(t.engine == engine for t in batch) / len(batch) for engine in (0, 1)]
     last_given = max(at for at, _, _ in recorder.given)
@@ -257,9 +273,8 @@ def test_a_slow_engine_delays_the_batch_by_its_own_last_sequences_at_most(single
 
 def test_an_engine_fails_alone_and_by_name(pair: RolloutFleet) -> None:
     """A follower is killed while its leader is inside a step: the engine ends, the other one goes on."""
-    wires = [[p.index, p.index, p.token_ids] for p in prompts(40)]
-    order = {"sampling": Sampling(max_new_tokens=100, n=2).to_wire(), "run_seed": 1, "version": 0, "stream": 0}
-    doomed, safe = (pair.engines.call(engine, "generate", prompts=wires, **order) for engine in (0, 1))
+    how = Sampling(max_new_tokens=100, n=2)
+    doomed, safe = (ask(pair, engine, prompts(40), how) for engine in (0, 1))
     time.sleep(0.5)
     pair.kill(1)
     assert pair.ended([0], 10) < 5
@@ -269,7 +284,7 @@ def test_an_engine_fails_alone_and_by_name(pair: RolloutFleet) -> None:
     assert "its rank 1 died" in data["reason"]
     assert data["reason"] in pair.log(0)
     assert not doomed.done() or isinstance(doomed.exception(), RunError)
-    assert len(safe.result(timeout=120)["found"]) == 2 * 40
+    assert len(safe.result(timeout=120).found) == 2 * 40
     assert pair.ranks[2].poll() is pair.ranks[3].poll() is None
 
 
@@ -295,10 +310,10 @@ def test_what_keeps_an_engine_from_starting_is_told(zygote: Zygote, model: Path,
         alone.launch([0])
         alone.server.wait_for("rollout", 1, 120)
         with pytest.raises(RemoteError, match=r"engine 0 \(rollout ranks 0 to 1 on .*TP rank \[1\] did not connect"):
-            alone.engines.call(0, "start", total_steps=1).result(timeout=60)
+            alone.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=60)
         wrong.server.wait_for("rollout", 2, 120)
         with pytest.raises(RemoteError, match="vLLM does not accept the model") as caught:
-            wrong.engines.call(0, "start", total_steps=1).result(timeout=60)
+            wrong.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=60)
         assert caught.value.user_error
     finally:
         wrong.close()
@@ -317,7 +332,7 @@ def test_an_engine_starts_again_where_a_killed_one_was(
     try:
         fleet.launch([0, 1])
         fleet.server.wait_for("rollout", 2, 120)
-        fleet.engines.call(0, "start", total_steps=1).result(timeout=120)
+        fleet.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=120)
         fleet.engines.ready = [0]
         assert not left.exists()
         assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == single_tokens
@@ -329,14 +344,12 @@ def test_an_engine_starts_again_where_a_killed_one_was(
 
 def assert_sleeps_as_one(fleet: RolloutFleet) -> None:
     """Each rank of engine 0 passes every word on to its vLLM, in the same order, and drops the same requests."""
-    wires = [[p.index, p.index, p.token_ids] for p in prompts(40)]
-    order = {"sampling": Sampling(max_new_tokens=200, n=2).to_wire(), "run_seed": 1, "version": 0, "stream": 9}
-    dropped = fleet.engines.call(0, "generate", prompts=wires, **order)
-    assert fleet.engines.call(0, "sleep").result(timeout=60) == 0
+    dropped = ask(fleet, 0, prompts(40), Sampling(max_new_tokens=200, n=2), stream=9)
+    assert fleet.engines.call(0, EngineCalls.sleep).result(timeout=60) == 0
     with pytest.raises(RemoteError, match=r"engine 0 .* was told to sleep"):
         dropped.result(timeout=60)
-    for part in ("weights", "kv_cache"):
-        fleet.engines.call(0, "wake_up", part=part).result(timeout=60)
+    for part in (WEIGHTS, KV_CACHE):
+        fleet.engines.call(0, EngineCalls.wake_up, WakeUpRequest(part)).result(timeout=60)
     with pytest.raises(RemoteError, match="no update came since"):
         generate(fleet, 1, 1)
     ignored = r"cpu_worker\.py:(\d+)\] sleep mode is not supported on CPU"
@@ -365,10 +378,9 @@ def test_a_follower_that_goes_its_own_way_stops_its_engine(misfits: RolloutFleet
     """In seconds, by name, and without handing out a response."""
     engine = KINDS.index(kind)
     rng = np.random.default_rng(0)
-    prompts = [[i, i, rng.integers(2, 60, 5 + 3 * i).astype(np.int32)] for i in range(6)]
-    order = {"sampling": Sampling(max_new_tokens=24).to_wire(), "run_seed": 1, "version": 0, "stream": 0}
+    asked = [Prompt(i, "", rng.integers(2, 60, 5 + 3 * i).astype(np.int32)) for i in range(6)]
     started = time.monotonic()
-    answer = misfits.engines.call(engine, "generate", prompts=prompts, **order)
+    answer = ask(misfits, engine, asked, Sampling(max_new_tokens=24))
     misfits.ended([2 * engine], 20)
     assert time.monotonic() - started < 15
     [reason] = [data["reason"] for rank, _, data in misfits.events if rank == 2 * engine]

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from rollout_zygote import Zygote
+from ranks import WarmRanks
 from tiny_models import make_tiny
 from training_ranks import make_experience, share
-from warm_ranks import WarmRank
+from zygote import Zygote
 
-from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.auth import RunKeys
+from slurm_rlhf.control.calls import (
+    ActorCalls,
+    DirectoryRequest,
+    EngineCalls,
+    GenerateBatch,
+    PackedPrompts,
+    PromptTokens,
+    StartCalls,
+    StartRequest,
+    TrainBatch,
+)
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
-from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller.weight_updates import WeightSync
-from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Sampling, Trajectory
-from slurm_rlhf.run_directory import RunDirectory
 
 ACTORS = 2
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.9)
@@ -40,53 +44,14 @@ class Cell:
         return f"{self.arch}-{'tied' if self.tied else 'untied'}-tp{self.tp}-zero{self.zero}-{self.dtype}"
 
 
-class Ranks:
-    """A role whose processes live on from cell to cell."""
-
-    def __init__(self, zygote: Zygote, root: Path, role: str, count: int) -> None:
-        from torch.distributed import TCPStore
-
-        self.role = role
-        self.count = count
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-        common = {"WORLD_SIZE": str(count), "MASTER_PORT": str(self.store.port)}
-        self.processes = [
-            WarmRank(zygote, root / f"{role}.{count}.{rank}", **common, **number) for rank, number in enumerate(numbers)
-        ]
-
-    def live(self, config: Config) -> ControlServer:
-        directory = RunDirectory(Path(config.run_dir))
-        directory.make()
-        directory.config.write_text(dump_toml(config))
-
-        def broken(peer: Peer, *what: Any) -> None:
-            server.fail_role(self.role, RunError(f"{peer} is lost: {peer.lost} {what}"))
-
-        server = ControlServer(RunKeys.create(directory.keys), on_lost=broken, on_event=broken)
-        where = [f"--run_dir={directory.root}", f"--endpoint={server.endpoint()}", f"--world={self.count}"]
-        for rank, process in enumerate(self.processes):
-            # vLLM overwrites what torchrun would have set, and this life's store keys must not be the last one's.
-            fresh = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": str(directory.root)}
-            process.live([f"--role={self.role}", "--first_rank=0", *where], fresh)
-        return server
-
-    def log(self, run_dir: str) -> str:
-        return "\n".join(path.read_text()[-3000:] for path in Path(run_dir).glob("logs/*"))
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.end()
-
-
 class Bench:
     """Two actor ranks, and engines of one and of two ranks."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.zygote = Zygote("slurm_rlhf.training.trainers")
-        self.actors = Ranks(self.zygote, root, "actor", ACTORS)
-        self.engines = {tp: Ranks(self.zygote, root, "rollout", tp) for tp in (1, 2)}
+        self.actors = WarmRanks(self.zygote, root, "actor", ACTORS)
+        self.engines = {tp: WarmRanks(self.zygote, root, "rollout", tp) for tp in (1, 2)}
 
     def run(self, cell: Cell) -> list[tuple[float, float]]:
         """After each of two updates: largest difference of the engine's log-probs from a transformers forward of the
@@ -117,24 +82,24 @@ class Bench:
     ) -> list[tuple[float, float]]:
         actor_server.wait_for("actor", ACTORS, 150)
         engine_server.wait_for("rollout", cell.tp, 150)
-        actor = RoleHandle(actor_server, "actor", ACTORS, actor_config.timeout)
+        actor: RoleHandle[ActorCalls] = RoleHandle(actor_server, "actor", ACTORS, actor_config.timeout)
         rollout = EngineHandle(engine_server, "rollout", cell.tp, cell.tp, engine_config.timeout)
-        started = gather([*actor.start_all("start", total_steps=4), *rollout.start_all("start", total_steps=4)])
+        start = StartRequest(4)
+        started = gather([*actor.start_all(StartCalls.start, start), *rollout.start_all(StartCalls.start, start)])
         sync = WeightSync(actor_config, actor, rollout, "127.0.0.1")
-        sync.connect(started[0], [0])
+        sync.connect(started[0].parameters or [], [0])
         found = []
         for version in (1, 2):
             sync.update(version)
-            gather(actor.start_all("export", path=str(place / f"v{version}")))
+            actor.call_all(ActorCalls.export, DirectoryRequest(str(place / f"v{version}")))
             sampled = self._generate(rollout, version)
             gaps = (largest_gap(sampled, place / f"v{version}"), largest_gap(sampled, stale))
             found.append(gaps)
             stale = place / f"v{version}"
             self._train(actor)
-        shutdowns: list[Future[Any]] = []
-        for server, role, count in ((actor_server, "actor", ACTORS), (engine_server, "rollout", cell.tp)):
-            shutdowns += [server.call(role, rank, "shutdown", timeout_s=60) for rank in range(count)]
-        gather(shutdowns)
+        gather(
+            [handle.shut_down(rank) for handle, count in ((actor, ACTORS), (rollout, cell.tp)) for rank in range(count)]
+        )
         return found
 
     def _config(self, cell: Cell, run_dir: Path, model: Path) -> Config:
@@ -152,18 +117,17 @@ class Bench:
 
     def _generate(self, rollout: EngineHandle, version: int) -> list[Trajectory]:
         rng = np.random.default_rng(version)
-        prompts = [[i, i, rng.integers(2, 60, 4 + 5 * i).astype(np.int32)] for i in range(8)]
-        order = {"sampling": SAMPLING.to_wire(), "run_seed": 1, "version": version, "stream": version}
-        answer = rollout.call(0, "generate", prompts=prompts, **order).result()
-        return [Trajectory.from_wire(wire) for _, wire in answer["found"]]
+        prompts = [PromptTokens(i, i, rng.integers(2, 60, 4 + 5 * i).astype(np.int32)) for i in range(8)]
+        answer = rollout.call(
+            0, EngineCalls.generate, GenerateBatch(PackedPrompts.pack(prompts), SAMPLING, 1, version, version)
+        ).result()
+        return [trajectory for _, trajectory in answer.found]
 
-    def _train(self, actor: RoleHandle) -> None:
+    def _train(self, actor: RoleHandle[ActorCalls]) -> None:
         experience = make_experience(0)
-        parts = []
-        for rank in range(ACTORS):
-            part, micro = share(experience, rank, ACTORS, 100)
-            parts.append({"experience": part.to_wire(), "micro": micro})
-        gather(actor.start_all("train_step", parts, denominator=float(experience.action_mask.sum())))
+        tokens = float(experience.action_mask.sum())
+        batches = [TrainBatch(*share(experience, rank, ACTORS, 100), tokens) for rank in range(ACTORS)]
+        gather(actor.start_each(ActorCalls.train_step, batches))
 
     def end(self) -> None:
         for ranks in (self.actors, *self.engines.values()):

@@ -7,14 +7,14 @@ import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from slurm_rlhf.cluster.devices import local_gpus
-from slurm_rlhf.cluster.environment import read_slurm
+from slurm_rlhf.cluster.gpu_query import local_gpus
 from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
-from slurm_rlhf.placement.rank_map_file import RankMap
-from slurm_rlhf.placement.rank_plan import place, role_sizes
+from slurm_rlhf.placement.rank_map import RankMap, place
+from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 
 _COUNTS = (

@@ -1,0 +1,221 @@
+"""The rank map: which rank of which role runs on which slot of which node, and how it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from slurm_rlhf.config.roles import role_order
+from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.placement.explain import explain
+from slurm_rlhf.placement.packing import Assignment, Block, assign_slots, pack
+from slurm_rlhf.placement.role_sizes import RoleSize
+from slurm_rlhf.placement.topology import GPU, Node, Topology
+
+
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """One role's part of one node.
+
+    `gpus[i]` is the slot of rank `ranks[i]`; for a role made of engines `engines[i]` is (engine index, TP rank),
+    for the others `engines` is empty.
+    """
+
+    node: str
+    gpus: tuple[int, ...]
+    ranks: tuple[int, ...]
+    engines: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TpGroup:
+    """One engine: neighbouring slots of one node, `gpus[i]` for TP rank i, which is rank `ranks[i]` of its role."""
+
+    role: str
+    engine: int
+    node: str
+    gpus: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankMap:
+    """The placement: `roles` maps each role to its shares, in node order. Ranks count up over nodes, then slots."""
+
+    topology: Topology
+    roles: dict[str, list[NodeShare]]
+
+    def world(self, role: str) -> int:
+        """Ranks of `role`; KeyError if it does not run."""
+        return sum(len(share.ranks) for share in self.roles[role])
+
+    @property
+    def worlds(self) -> dict[str, int]:
+        """Role -> ranks."""
+        return {role: self.world(role) for role in self.roles}
+
+    @property
+    def tp_groups(self) -> list[TpGroup]:
+        """All engines, by role and index."""
+        groups = []
+        for role, shares in self.roles.items():
+            for share in shares:
+                start = 0
+                while start < len(share.engines):
+                    engine = share.engines[start][0]
+                    end = start
+                    while end < len(share.engines) and share.engines[end][0] == engine:
+                        end += 1
+                    groups.append(TpGroup(role, engine, share.node, share.gpus[start:end], share.ranks[start:end]))
+                    start = end
+        return groups
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready `accelerator`, `nodes`, `roles` (role -> [{node, gpus, ranks, engines}]), `tp_groups`, `world`."""
+        return {
+            "accelerator": self.topology.accelerator,
+            "nodes": [_node_json(node) for node in self.topology.nodes],
+            "roles": {role: [_share_json(share) for share in shares] for role, shares in self.roles.items()},
+            "tp_groups": [
+                {"role": g.role, "engine": g.engine, "node": g.node, "gpus": list(g.gpus), "ranks": list(g.ranks)}
+                for g in self.tp_groups
+            ],
+            "world": self.worlds,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> RankMap:
+        """What `to_json` wrote."""
+        nodes = tuple(Node(n["name"], n["gpus"], n.get("cpus", 0), tuple(n.get("devices", ()))) for n in data["nodes"])
+        roles = {
+            role: [
+                NodeShare(
+                    share["node"],
+                    tuple(share["gpus"]),
+                    tuple(share["ranks"]),
+                    tuple((engine, rank) for engine, rank in share.get("engines", ())),
+                )
+                for share in shares
+            ]
+            for role, shares in data["roles"].items()
+        }
+        return cls(Topology(nodes, data.get("accelerator", GPU)), roles)
+
+
+def _node_json(node: Node) -> dict[str, Any]:
+    return {key: value for key, value in asdict(node).items() if value or key in ("name", "gpus")}
+
+
+def _share_json(share: NodeShare) -> dict[str, Any]:
+    data: dict[str, Any] = {"node": share.node, "gpus": list(share.gpus), "ranks": list(share.ranks)}
+    if share.engines:
+        data["engines"] = [list(slot) for slot in share.engines]
+    return data
+
+
+def place(topology: Topology, roles: Sequence[RoleSize], colocate: Sequence[frozenset[str]] = ()) -> RankMap:
+    """Put `roles` on the slots of `topology`.
+
+    Roles get nodes of their own where there are enough, else they share nodes, each role in the same way on all its
+    nodes where that is possible. An engine's slots are neighbours on one node, starting at a multiple of its width.
+    The roles of a set in `colocate` use the same slots; roles in it that do not run are passed over. The order of
+    `roles` plays no part. Raises PlacementError with the reason and the nodes that would do.
+    """
+    ordered = sorted(roles, key=lambda size: role_order(size.role))
+    names = [size.role for size in ordered]
+    if len(set(names)) < len(names):
+        raise PlacementError(f"a role is listed twice: {', '.join(names)}")
+    blocks = make_blocks(ordered, colocate)
+    capacities = [node.gpus for node in topology.nodes]
+    assignments = pack(capacities, blocks)
+    if assignments is None:
+        raise PlacementError(explain(topology, ordered, blocks))
+    return RankMap(topology, _shares(topology, ordered, blocks, assignments))
+
+
+def make_blocks(sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -> list[Block]:
+    """One block for each role or set of colocated roles; PlacementError where colocated roles differ in size."""
+    blocks = []
+    for group in _merged(sizes, colocate):
+        engines = [size for size in group if size.engines]
+        trainers = [size for size in group if not size.engines]
+        first = (trainers or engines)[0]
+        for other in group:
+            if not _same_slots(first, other):
+                raise PlacementError(_unlike(first, other))
+        names = tuple(size.role for size in group)
+        tp, count = (engines[0].tp, engines[0].engines) if engines else (0, 0)
+        blocks.append(Block(names, first.num_nodes, first.num_gpus_per_node, tp, count))
+    return blocks
+
+
+def _merged(sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -> list[list[RoleSize]]:
+    """Sizes grouped by colocation; sets that overlap are one group."""
+    groups: list[list[RoleSize]] = [[size] for size in sizes]
+    for names in colocate:
+        joined = [group for group in groups if any(size.role in names for size in group)]
+        if joined:
+            groups = [group for group in groups if group not in joined]
+            groups.append([size for group in joined for size in group])
+    for group in groups:
+        group.sort(key=lambda size: role_order(size.role))
+    return sorted(groups, key=lambda group: role_order(group[0].role))
+
+
+def _same_slots(first: RoleSize, other: RoleSize) -> bool:
+    if first.engines or not other.engines:
+        return (first.num_nodes, first.num_gpus_per_node, first.tp, first.engines) == (
+            other.num_nodes,
+            other.num_gpus_per_node,
+            other.tp,
+            other.engines,
+        )
+    same_nodes = other.num_nodes in (0, first.num_nodes)
+    return same_nodes and first.slots == other.slots and first.num_gpus_per_node % other.tp == 0
+
+
+def _unlike(first: RoleSize, other: RoleSize) -> str:
+    def say(size: RoleSize) -> str:
+        return ", ".join(f"{key} = {value}" for key, value in size.settings().items())
+
+    return (
+        f"{first.role} and {other.role} are colocated, so they must have the same slots on the same nodes: "
+        f"{say(first)}; but {say(other)}. Make them equal{_engines_that_fit(first, other)}, or do not colocate them."
+    )
+
+
+def _engines_that_fit(trainer: RoleSize, engines: RoleSize) -> str:
+    if trainer.engines or not engines.engines:
+        return ""
+    width = trainer.num_gpus_per_node
+    fits = [f"{trainer.slots // tp} x {tp}" for tp in range(1, width + 1) if width % tp == 0]
+    return f" ({engines.key('num_engines')} x {engines.key('tensor_parallel_size')} = {' or '.join(fits)})"
+
+
+def _shares(
+    topology: Topology, sizes: Sequence[RoleSize], blocks: Sequence[Block], assignments: Sequence[Assignment]
+) -> dict[str, list[NodeShare]]:
+    on_node: list[list[int]] = [[] for _ in topology.nodes]  # blocks
+    wanted: list[list[tuple[int, int]]] = [[] for _ in topology.nodes]
+    for number, assignment in enumerate(assignments):
+        width = blocks[number].tp
+        for index, slots in assignment:
+            on_node[index].append(number)
+            wanted[index].append((slots // width, width) if width else (slots, 0))
+    roles: dict[str, list[NodeShare]] = {size.role: [] for size in sizes}
+    made_of_engines = {size.role for size in sizes if size.engines}
+    next_rank = [0] * len(blocks)
+    for node, here, wants in zip(topology.nodes, on_node, wanted, strict=True):
+        assigned = assign_slots(node.gpus, tuple(wants))
+        if assigned is None:
+            widths = " and ".join(str(width) for _, width in wants if width)
+            raise PlacementError(f"node {node.name}: engines {widths} wide cannot all be aligned on {node.gpus} slots")
+        for number, gpus in zip(here, assigned, strict=True):
+            block, start = blocks[number], next_rank[number]
+            next_rank[number] += len(gpus)
+            ranks = tuple(range(start, start + len(gpus)))
+            engines = tuple(divmod(rank, block.tp) for rank in ranks) if block.tp else ()
+            for role in block.roles:
+                roles[role].append(NodeShare(node.name, gpus, ranks, engines if role in made_of_engines else ()))
+    return roles

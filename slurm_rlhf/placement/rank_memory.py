@@ -1,0 +1,211 @@
+"""What one rank of each role holds: at rest, while engines work, and in each kind of work of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, RoleSpec, running_roles
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.placement import trainer_memory as tm
+from slurm_rlhf.placement.engine_memory import GIB, Engine, engine
+from slurm_rlhf.placement.model_shape import ModelShape, read_shape
+from slurm_rlhf.placement.trainer_memory import Pass
+
+# Not measured here, where no GPU is: a context with its libraries, and the buffers of a group's communicators.
+CONTEXT = 3 * GIB // 4
+GROUP = GIB // 2
+SYNC_GROUP = GIB // 4
+
+Bytes = Mapping[str, int]
+"""Term -> bytes."""
+
+
+Models = Mapping[str, ModelShape]
+"""Role -> the shape of its model."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Of one rank of a role. Bytes."""
+
+    role: str
+    resting: Bytes  # as long as it lives
+    phases: Mapping[str, Bytes]  # what it works on -> what that takes beside `resting`, given back afterwards
+    parked: Bytes = field(default_factory=dict)  # of `resting`: what is elsewhere while the engines work
+
+    def at(self, phase: str) -> dict[str, int]:
+        """All terms in `phase`; "" is rest, "parked" the engines' turn."""
+        if phase == "parked":
+            return {name: size - self.parked.get(name, 0) for name, size in self.resting.items()}
+        return {**self.resting, **self.phases.get(phase, {})}
+
+    def worst(self) -> dict[str, int]:
+        """All terms in the phase that takes most."""
+        return max((self.at(phase) for phase in self.phases), key=lambda terms: sum(terms.values()))
+
+
+def read_models(config: Config) -> Models:
+    """Read the config.json of every role that `config` starts, each directory once. Raises ModelError."""
+    shapes: dict[str, ModelShape] = {}
+    found: dict[str, ModelShape] = {}
+    for role in running_roles(config):
+        key, directory = role.model(config)
+        if directory not in shapes:
+            shapes[directory] = read_shape(key, directory)
+        found[role.name] = shapes[directory]
+    return found
+
+
+def rank_memories(config: Config, models: Models, gpu: int) -> dict[str, RankMemory]:
+    """Role -> what a rank of it holds, for the roles that `config` starts. `gpu`: bytes of a GPU's memory."""
+    found = {}
+    for role in running_roles(config):
+        shape = models[role.name]
+        if role.kind == "engine":
+            found[role.name] = _engine(config, shape, gpu)
+        else:
+            found[role.name] = (_trainer if role.kind == "trained" else _frozen)(config, shape, role)
+    return found
+
+
+def the_engine(config: Config, shape: ModelShape, gpu: int) -> Engine:
+    """One rank of an engine of `config`."""
+    vllm = config.vllm
+    wanted = config.ds.param_dtype if vllm.dtype == "auto" else vllm.dtype
+    return engine(
+        shape,
+        vllm.tensor_parallel_size,
+        4 if wanted == "fp32" else 2,
+        vllm.gpu_memory_utilization,
+        gpu,
+        config.data.max_len,
+        vllm.max_num_seqs,
+        vllm.enforce_eager,
+    )
+
+
+def _pass(config: Config, budget: int, training: bool) -> Pass:
+    """A single sequence that is longer than the budget is a micro-batch of its own."""
+    autocast = training and config.ds.param_dtype == "bf16" and config.ds.zero_stage == 0
+    return Pass(
+        tokens=max(budget, config.data.max_len),
+        length=config.data.max_len,
+        dtype=2 if config.ds.param_dtype == "bf16" else 4,
+        checkpointing=training and config.actor.gradient_checkpointing_enable,
+        attention=config.ds.attn_implementation,
+        autocast=autocast,
+    )
+
+
+def trainer_states(config: Config, shape: ModelShape, role: str) -> tm.States:
+    """Parameters, gradients and optimizer states of a rank of a trained role."""
+    row = ROLES[role]
+    group = row.settings(config)
+    elements, sizes = _tensors(shape, row.head)
+    small = tm.persistent(sizes, elements) if config.ds.zero_stage == 3 else 0
+    ranks = group.num_nodes * group.num_gpus_per_node
+    return tm.states(elements, ranks, config.ds.zero_stage, config.ds.param_dtype == "bf16", small)
+
+
+def _tensors(shape: ModelShape, head: bool) -> tuple[int, list[tuple[int, int]]]:
+    """Elements of all parameters, and (elements, count) of each; without its head a model has one of a single row."""
+    if head:
+        return shape.parameters, [(tensor.elements, tensor.count) for tensor in shape.tensors]
+    body = [(tensor.elements, tensor.count) for tensor in shape.tensors if tensor.kind != "head"]
+    return shape.body + shape.hidden, [*body, (shape.hidden, 1)]
+
+
+def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
+    ds = config.ds
+    group = role.settings(config)
+    ranks = group.num_nodes * group.num_gpus_per_node
+    elements, sizes = _tensors(shape, role.head)
+    largest = max(size for size, _ in sizes)
+    held = trainer_states(config, shape, role.name)
+    grad_bf16 = ds.grad_comm_dtype == "bf16"
+    buckets = tm.reduce_buckets(elements, ds.zero_stage, grad_bf16) if ranks > 1 or ds.zero_stage else 0
+    resting = {"parameters": held.parameters, "optimizer states": held.optimizer, **_context(role.name, ranks)}
+    moment = {"gradients": held.gradients, "reduce buckets": buckets}
+    if held.resting_gradients:
+        resting["gradients"] = held.resting_gradients
+        moment["gradients"] = held.gradients
+    if ds.zero_stage == 3:
+        resting["reduce buckets"] = buckets
+    parked = {}
+    if ds.enable_sleep:
+        parked = {"optimizer states": held.optimizer if held.parked else 0}
+        if ds.zero_stage == 3:
+            parked |= {"gradients": held.resting_gradients, "reduce buckets": buckets}
+    phases = {
+        "update": moment | _update(config, shape, role, elements, largest),
+        "forward": _forward(config, shape, role.head, ds.zero_stage == 3, elements, largest),
+        "step": moment | {"optimizer's work": _step_work(elements, ranks, ds.zero_stage, largest)},
+    }
+    return RankMemory(role.name, resting, phases, parked)
+
+
+def _update(config: Config, shape: ModelShape, role: RoleSpec, elements: int, largest: int) -> dict[str, int]:
+    """Forward and backward of a micro-batch."""
+    bf16 = config.ds.param_dtype == "bf16"
+    how = _pass(config, config.train.max_tokens_per_gpu, training=True)
+    terms = {
+        "activations": tm.saved(shape, how) + tm.recomputed(shape, how) + tm.autocast_weights(shape, how),
+        "backward": tm.backward_work(shape, how),
+        "loose gradient": tm.loose_gradient(elements, largest, bf16, config.ds.grad_comm_dtype == "bf16"),
+    }
+    if role.head:
+        chunk = min(config.train.logprob_chunk_tokens, how.tokens)
+        terms["logits"] = tm.logits(shape, chunk, how.dtype, True, config.actor.entropy_coef != 0)
+    if config.ds.zero_stage == 3:
+        terms["gathered layers"] = tm.gathered(elements, largest, bf16)
+    return terms
+
+
+def _forward(config: Config, shape: ModelShape, head: bool, cut: bool, elements: int, largest: int) -> dict[str, int]:
+    """A pass without gradients."""
+    how = _pass(config, config.train.forward_tokens, training=False)
+    terms = {"activations": tm.forward_work(shape, how)}
+    if head:
+        terms["logits"] = tm.logits(shape, min(config.train.logprob_chunk_tokens, how.tokens), how.dtype, False)
+    if cut:
+        terms["gathered layers"] = tm.gathered(elements, largest, config.ds.param_dtype == "bf16")
+    return terms
+
+
+def _step_work(elements: int, ranks: int, stage: int, largest: int) -> int:
+    """Bytes of an optimizer step beside states and gradients: AdamW's square roots, gradients made flat, their norm.
+
+    DeepSpeed takes the norm of each piece of the gradient in fp64.
+    """
+    part = -(-elements // ranks) if stage else elements
+    return 4 * part + max(4 * part if stage else 0, 8 * min(largest, part))
+
+
+def _frozen(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
+    group = role.settings(config)
+    ranks, cut = group.num_nodes * group.num_gpus_per_node, group.zero_stage == 3
+    width = 2 if config.ds.param_dtype == "bf16" else 4
+    elements, sizes = _tensors(shape, role.head)
+    largest = max(size for size, _ in sizes)
+    held = elements
+    if cut:
+        held = tm.persistent(sizes, elements) + (0 if group.offload else -(-elements // ranks))
+    resting = {"parameters": width * held, **_context(role.name, ranks if cut else 1)}
+    return RankMemory(role.name, resting, {"forward": _forward(config, shape, role.head, cut, elements, largest)})
+
+
+def _engine(config: Config, shape: ModelShape, gpu: int) -> RankMemory:
+    """Its share of the GPU is all taken, whatever it needs."""
+    rank = the_engine(config, shape, gpu)
+    bucket = config.sync.bucket_size_mb(on_gpus=True) << 20
+    module = 2 * rank.weights * max(shape.head, 2 * shape.hidden * shape.width) // shape.parameters
+    resting = {"CUDA graphs": rank.graphs, **_context(ROLLOUT, config.vllm.tensor_parallel_size)}
+    awake = {"weights": rank.weights, "a step's work": rank.work, "KV cache": max(rank.kv, 0)}
+    return RankMemory(ROLLOUT, resting, {"generation": awake | {"weight update": 3 * bucket + module}})
+
+
+def _context(role: str, ranks: int) -> dict[str, int]:
+    group = GROUP if ranks > 1 and role != ROLLOUT else 0  # an engine's is in its share
+    sync = SYNC_GROUP if role in (ACTOR, ROLLOUT) else 0
+    return {"CUDA and NCCL": CONTEXT + group + sync}

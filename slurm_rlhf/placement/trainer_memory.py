@@ -1,0 +1,168 @@
+"""Bytes of training: parameters, gradients, optimizer states, and activations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from slurm_rlhf.placement.model_shape import ModelShape
+
+BUCKET = 200_000_000  # elements of a reduce bucket, at most: `training/zero.py`
+ALL_REDUCE = 500_000_000  # elements that DeepSpeed reduces at once without ZeRO
+LIVE = 1_000_000_000  # elements that ZeRO-3 gathers ahead, at most: DeepSpeed's stage3_max_live_parameters
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Bytes on one rank."""
+
+    parameters: int
+    gradients: int  # as they stand before an optimizer step
+    optimizer: int  # AdamW's two moments in fp32, and fp32 masters where there are any
+    resting_gradients: int  # of `gradients`: what stays between two optimizer steps
+    parked: int  # of all: what ds.enable_sleep moves to host memory, or gives back between two steps
+
+
+def states(elements: int, ranks: int, stage: int, bf16: bool, small: int = 0) -> States:
+    """Of a model of `elements` parameters under ZeRO `stage` over `ranks`.
+
+    `small`: elements of the tensors that ZeRO-3 does not cut. At stage 0 parameters are fp32 and computed with under
+    autocast. Stage 1 keeps whole gradients: in bf16 DeepSpeed holds them as they come and their fp32 sum.
+    Source: Rajbhandari et al., ZeRO (2020), section 3, with DeepSpeed's choices of precision.
+    """
+    width = 2 if bf16 and stage else 4
+    part = -(-elements // ranks)
+    if stage == 0:
+        return States(4 * elements, 4 * elements, 8 * elements, 0, 0)
+    if stage == 3:
+        return States(width * (part + small), 4 * part, 12 * part, 4 * part, 16 * part)
+    gradients = 4 * part
+    resting = 0
+    if stage == 1:
+        gradients = 6 * elements if bf16 else 4 * elements
+        resting = 4 * elements if bf16 else 0
+    return States(width * elements, gradients, 12 * part, resting, 12 * part if stage == 2 else 0)
+
+
+def reduce_buckets(elements: int, stage: int, grad_comm_bf16: bool) -> int:
+    """Bytes of the buckets in which ranks add up gradients: two from ZeRO-1 on, one sent while the other fills."""
+    width = 2 if grad_comm_bf16 else 4
+    if stage == 0:
+        return width * min(elements, ALL_REDUCE)
+    return width * 2 * min(elements, BUCKET)
+
+
+def loose_gradient(elements: int, largest: int, bf16: bool, grad_comm_bf16: bool) -> int:
+    """Bytes of the largest tensor's gradient, which comes in one piece, and is sent as one if no bucket holds it."""
+    alone = (2 if grad_comm_bf16 else 4) * largest if largest > min(elements, BUCKET) else 0
+    return (2 if bf16 else 4) * largest + alone
+
+
+def gathered(elements: int, largest: int, bf16: bool) -> int:
+    """Bytes of layers that ZeRO-3 holds whole for a moment."""
+    return (2 if bf16 else 4) * min(elements, max(LIVE, largest))
+
+
+def persistent(sizes: Iterable[tuple[int, int]], elements: int) -> int:
+    """Elements of the tensors, (elements, count) each, that ZeRO-3 leaves whole: `training.sharded.persistence`."""
+    threshold = min(elements // 100, 100_000)
+    return sum(size * count for size, count in sizes if size <= threshold)
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """How a model computes."""
+
+    tokens: int  # of a micro-batch, padding included
+    length: int  # of its longest sequence
+    dtype: int  # bytes of an activation: 2 (bf16) or 4 (fp32)
+    checkpointing: bool = False  # keep layer inputs only, and compute the rest again
+    attention: str = "sdpa"  # ds.attn_implementation
+    autocast: bool = False  # fp32 weights and residual stream under bf16 matrix products
+
+    @property
+    def stream(self) -> int:
+        """Bytes of an element of the residual stream."""
+        return 4 if self.autocast else self.dtype
+
+
+def saved_by_layer(shape: ModelShape, how: Pass, moe: bool = False) -> float:
+    """Bytes for each token that one layer saves for its backward.
+
+    Two norms keep their input in fp32, what it is normalised to, and what goes into a matrix product; attention keeps
+    queries, keys, values, its output and a sum for each head; the MLP keeps four times its inner width. Without a
+    fused kernel (eager) attention keeps its probabilities, too, which grow with the length of the sequence.
+    """
+    d, h = how.dtype, shape.hidden
+    q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    normed = 4 if shape.float_norms or how.autocast else d
+    # Under autocast every matrix product has a copy of its input of its own: q, k and v, gate and up.
+    norms = 2 * h * (4 + normed) + h * d * (5 if how.autocast else 2) + 8
+    if shape.post_norms:
+        norms += 2 * h * (4 + normed) + 8
+    if shape.qk_norm:
+        norms += (q + k) * (4 + normed) + 4 * (shape.heads + shape.kv_heads)
+    if how.attention == "eager":
+        attention = 4 * q * d + shape.heads * how.length * (4 + (0 if d == 4 else d))
+    else:
+        attention = 2 * (q + k) * d + 4 * shape.heads
+    return norms + attention + (_experts(shape, d) if moe else 4 * shape.width * d)
+
+
+def _experts(shape: ModelShape, d: int) -> float:
+    """As the batched experts of transformers do it; the router's own tensors are small."""
+    routed = shape.experts_per_token * (4 * shape.expert_width + 2 * shape.hidden)
+    return d * (routed + 4 * shape.shared_width) + 36 * shape.experts_per_token + 4 * shape.experts
+
+
+def saved(shape: ModelShape, how: Pass) -> int:
+    """Bytes of what the body of a model saves in its forward pass, parameters left out."""
+    dense = shape.layers - shape.moe_layers
+    if how.checkpointing:
+        layers: float = shape.layers * shape.hidden * how.stream
+    else:
+        layers = dense * saved_by_layer(shape, how) + shape.moe_layers * saved_by_layer(shape, how, moe=True)
+    normed = 4 if shape.float_norms or how.autocast else how.dtype
+    last = shape.hidden * (4 + normed) + 4 + 8  # the last norm, and the ids of the embedding
+    angles = 2 * shape.head_dim * how.length * how.stream
+    return round(how.tokens * (layers + last)) + angles
+
+
+def recomputed(shape: ModelShape, how: Pass) -> int:
+    """Bytes of the one layer that is computed again as the backward pass comes to it; 0 without checkpointing."""
+    if not how.checkpointing:
+        return 0
+    largest = max(saved_by_layer(shape, how, moe) for moe in (False, True)[: 1 + bool(shape.moe_layers)])
+    return round(how.tokens * largest)
+
+
+def autocast_weights(shape: ModelShape, how: Pass) -> int:
+    """Bytes of the bf16 copies that autocast keeps of all matrices, from the forward to the end of the backward."""
+    return 2 * (shape.parameters - shape.of_kind("norm", "embedding")) if how.autocast else 0
+
+
+def backward_work(shape: ModelShape, how: Pass) -> int:
+    """Bytes of gradients of activations at the widest place of a layer, the MLP. An estimate, not measured."""
+    return how.tokens * how.dtype * (2 * _widest(shape) + 2 * shape.hidden)
+
+
+def forward_work(shape: ModelShape, how: Pass) -> int:
+    """Bytes at the widest place of a pass without gradients. An estimate, not measured."""
+    return how.tokens * (how.dtype * (3 * _widest(shape) + shape.hidden) + 4 * shape.hidden)
+
+
+def _widest(shape: ModelShape) -> int:
+    dense = shape.width if shape.moe_layers < shape.layers else 0
+    return max(dense, shape.experts_per_token * shape.expert_width + shape.shared_width)
+
+
+def logits(shape: ModelShape, chunk: int, dtype: int, backward: bool, entropy_grad: bool = False) -> int:
+    """Bytes of the logits of `chunk` tokens at their worst moment, as `training/logprobs.py` computes them.
+
+    Without gradients: logits as the head gives them, or three fp32 tensors of log-probabilities and entropy. In the
+    backward: log-probabilities, their gradient and that of the logits, and those in the head's precision.
+    """
+    elements = chunk * shape.vocab
+    if not backward:
+        return 12 * elements
+    return elements * (12 + (dtype if dtype < 4 else 0) + (8 if entropy_grad else 0))
