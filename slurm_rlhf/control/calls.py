@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
@@ -99,6 +99,11 @@ class SyncGroupRequest:
     parameters: list[ParameterSpec]  # what the actor will send
     backend: str | None = None  # None: sync.backend
     interface: str | None = None  # None: sync.interface
+
+    def described(self) -> dict[str, Any]:
+        """Return what describes the group, without what is left to the configuration."""
+        known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "parameters"}
+        return {name: value for name, value in known.items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,9 +37,7 @@ class EngineWorker(Worker):
 
     def join_group(self, request: SyncGroupRequest) -> SyncConnection:
         """Join a weight transfer group as the rank that `request` names."""
-        described = {name: value for name, value in asdict(request).items() if value is not None}
-        parameters = described.pop("parameters")
-        return SyncConnection(**self.sync.join(parameters, self.engine.describe(), **described))
+        return SyncConnection(**self.sync.join(request.parameters, self.engine.describe(), **request.described()))
 
     def receive_weights(self, version: int) -> SyncReport:
         """Take over policy `version`; requests in flight go on under it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from slurm_rlhf.workers.worker import RankInfo, Worker
 
 
 class ModelWorker(Worker):
-    """A rank with a model of transformers.
+    """Works with a model of transformers.
 
     Where it shares its accelerator (train.colocate_all), no call leaves memory behind that the next role needs:
     PyTorch keeps what was freed for its own process, and the others would find the device full.
@@ -56,7 +55,7 @@ class ModelWorker(Worker):
 
 
 class TrainerWorker(ModelWorker, TrainerCalls):
-    """A rank that trains: `start` of a subclass sets `trainer`."""
+    """Trains a model; `start` of a subclass sets `trainer`."""
 
     trainer: PolicyTrainer | ValueTrainer
 
@@ -77,7 +76,7 @@ class TrainerWorker(ModelWorker, TrainerCalls):
 
 
 class ActorWorker(TrainerWorker, ActorCalls):
-    """A rank of the policy in training."""
+    """Trains the policy."""
 
     trainer: PolicyTrainer
 
@@ -102,14 +101,17 @@ class ActorWorker(TrainerWorker, ActorCalls):
         return StoreAddress(**self.sync.listen(request.host))
 
     def sync_join(self, request: SyncGroupRequest) -> SyncConnection:
-        return SyncConnection(**self.sync.join(request.parameters, **group_of(request)))
+        return SyncConnection(**self.sync.join(request.parameters, **request.described()))
 
     def sync_push(self, request: SyncUpdateRequest) -> SyncReport:
-        return report_of(self.sync.push(self.trainer.local_parameters(), request.version))
+        answer = self.sync.push(self.trainer.local_parameters(), request.version)
+        if "broken" in answer:
+            return SyncReport(broken=answer["broken"])
+        return SyncReport(nbytes=answer["nbytes"], seconds=answer["seconds"], checksum_s=answer["checksum_s"])
 
 
 class CriticWorker(TrainerWorker, CriticCalls):
-    """A rank of the value model in training."""
+    """Trains the value model."""
 
     trainer: ValueTrainer
 
@@ -122,7 +124,7 @@ class CriticWorker(TrainerWorker, CriticCalls):
 
 
 class ReferenceWorker(ModelWorker, ReferenceCalls):
-    """A rank of the frozen policy that the KL penalty compares with."""
+    """Computes log-probs of the frozen policy that the KL penalty compares with."""
 
     def start(self, request: StartRequest) -> StartAnswer:
         self.model = FrozenPolicy(self.config)
@@ -133,7 +135,7 @@ class ReferenceWorker(ModelWorker, ReferenceCalls):
 
 
 class RewardWorker(ModelWorker, RewardCalls):
-    """A rank of the reward model."""
+    """Scores whole responses with the reward model."""
 
     def start(self, request: StartRequest) -> StartAnswer:
         self.model = RewardModel(self.config)
@@ -141,15 +143,3 @@ class RewardWorker(ModelWorker, RewardCalls):
 
     def score(self, batch: ForwardBatch) -> F32:
         return self.model.score(batch.experience, batch.micro)
-
-
-def group_of(request: SyncGroupRequest) -> dict[str, Any]:
-    """What of the request describes the group, where it does not leave it to the configuration."""
-    described = {name: value for name, value in asdict(request).items() if value is not None}
-    del described["parameters"]
-    return described
-
-
-def report_of(answer: dict[str, Any]) -> SyncReport:
-    """The record of what an end of a weight transfer answers."""
-    return SyncReport(**{name: value for name, value in answer.items() if name in SyncReport.__slots__})
