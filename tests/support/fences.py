@@ -28,6 +28,8 @@ LIBRARIES = ("vllm", "deepspeed", "transformers", "torch")
 DOCUMENTED_SUBMODULES = ("torch",)
 """Libraries whose submodules are public. Of the others, only the package itself is."""
 
+BINDING = re.compile(r"^\S+\.so ([\w.]+)", re.MULTILINE)
+"""Names of compiled modules have no source; a test of their room imports the library for them."""
 ENTRY = re.compile(r"^(\S+\.pyi?) ([\w.]+)(?:\((.*)\))?$")
 VERSION = re.compile(r"\bwritten for (\w+) (\d+(?:\.\d+)*)")
 
@@ -90,7 +92,7 @@ def changes(fence: Path) -> list[str]:
         return [f"{where}: its docstring must say `written for {library} VERSION` and list what it uses"]
     code = source.replace(docstring, "\n" * docstring.count("\n"), 1)
     return [
-        *_not_listed(where, code, library, entries),
+        *_not_listed(where, code, library, [name for _, name, _ in entries], BINDING.findall(docstring)),
         *(
             f"{library} {_installed(library)} (this code was written for {version.group(2)}): {problem}; used in "
             f"{where}{_line(code, name)}"
@@ -100,9 +102,9 @@ def changes(fence: Path) -> list[str]:
     ]
 
 
-def _not_listed(where: str, code: str, library: str, entries: list[tuple[str, str, str | None]]) -> Iterator[str]:
-    listed = {part for _, name, _ in entries for part in name.split(".")}
-    for name in sorted({name.rpartition(".")[2] for _, name, _ in entries} - {"__init__"}):
+def _not_listed(where: str, code: str, library: str, names: list[str], bindings: list[str]) -> Iterator[str]:
+    listed = {part for name in (*names, *bindings) for part in name.split(".")}
+    for name in sorted({name.rpartition(".")[2] for name in names} - {"__init__"}):
         if not _line(code, name):
             yield f"{where}: it lists {name} and does not use it"
     for node in ast.walk(ast.parse(code)):
