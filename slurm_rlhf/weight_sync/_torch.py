@@ -1,7 +1,18 @@
-"""Every use that weight sync makes of private and undocumented names of torch.
+"""The private and undocumented parts of torch that weight sync uses, written for torch 2.13.0.
 
-`tests/weight_sync/test_fences.py` checks that the installed torch has each of them with the signature used here (torch
-2.13). Signatures: `Backend` in torch/_C/_distributed_c10d.pyi, and what pybind11 says of it.
+_C/_distributed_c10d.so ProcessGroupGloo.__init__(store, rank, size, options)
+_C/_distributed_c10d.so ProcessGroupGloo.create_device(*, hostname)
+_C/_distributed_c10d.so ProcessGroupGloo._Options()
+_C/_distributed_c10d.so ProcessGroupGloo._Options._timeout
+_C/_distributed_c10d.so ProcessGroupGloo._Options._devices
+_C/_distributed_c10d.so Backend._start_coalescing()
+_C/_distributed_c10d.so Backend._end_coalescing()
+_C/_distributed_c10d.so Backend._allgather_base(output, input)
+_C/_distributed_c10d.so AllreduceOptions.reduceOp
+_C/_distributed_c10d.pyi ProcessGroupNCCL.__init__(self, store, rank, size, options)
+_C/_distributed_c10d.pyi Options._timeout
+storage.py _StorageBase._share_cuda_
+storage.py _StorageBase._new_shared_cuda
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""The engine's end of a transfer: buckets as they come in, checked, as (name, tensor) pairs for the engine to load."""
+"""The engine's end of a transfer: buckets as they come in, checked, as (name, tensor) pairs for the engine to load.
+
+Tried with vLLM 0.32: a `WeightTransferEngine` of our own, registered with its factory, is as fast (71 MB: 0.99 and
+1.00 s) and no less code. After an update that is cut off vLLM leaves the model half loaded (gpu_worker.py, 1582: the
+reload is not finished; 43 parameters on `meta`), so that the engine has to mend it all the same; it checks no names,
+repairs no tied heads, and keeps the prefix cache. The engine is made while the model loads, before any group exists,
+and one iterator of weights becomes three remote calls. So `Receiver.update` stays an iterator, for any engine.
+"""
 
 from __future__ import annotations
 
