@@ -1,4 +1,4 @@
-"""Handing prompts to engines as they free up, and collecting what they sample.
+"""Hands prompts to engines as they become free, and collects what they sample.
 
 The sizes of what an engine gets, holds and answers with are pure functions, at the end; all of them count responses.
 """
@@ -14,7 +14,7 @@ from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.controller.engine_pool import EnginePool
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 
-Answers = dict[int, list[Trajectory]]
+Responses = dict[int, list[Trajectory]]
 """Position of a prompt -> its responses so far, in the order in which they were finished."""
 
 POLL_S = 0.2
@@ -39,7 +39,7 @@ class Dispatcher:
     runs: int = field(default=0, init=False)  # so far
 
     def run(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
-        """`sampling.n` trajectories per prompt, ordered by (position in `prompts`, sample)."""
+        """Sample `sampling.n` responses to each prompt, ordered by (position in `prompts`, sample)."""
         self.runs += 1
         self.loads = {engine: EngineLoad() for engine in self.rollout.ready}
         found = (
@@ -50,24 +50,24 @@ class Dispatcher:
             trajectories += sorted(found[position], key=lambda t: t.sample)
         return trajectories
 
-    def _fixed(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Answers:
+    def _fixed(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Responses:
         ready = self.rollout.ready[: len(prompts)]
         calls = [
             self._ask(engine, list(range(place, len(prompts), len(ready))), prompts, sampling, version)
             for place, engine in enumerate(ready)
         ]
-        found: Answers = {}
+        found: Responses = {}
         for engine, parts in zip(ready, calls, strict=True):
             for call in parts:
                 self._take(engine, call.result(), found)
         return found
 
-    def _stream(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Answers:
+    def _stream(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Responses:
         width, n = self.max_num_seqs, sampling.n
         left = deque(range(len(prompts)))
         held = [0] * self.rollout.world  # responses that each engine owes
         pending: dict[Future[GenerateAnswer], tuple[int, int]] = {}  # call -> engine, how many responses
-        found: Answers = {}
+        found: Responses = {}
         begun = set(self.rollout.ready)
 
         def feed(engine: int) -> bool:
@@ -89,7 +89,7 @@ class Dispatcher:
 
         fill(self.rollout.ready)
         while pending:
-            done, _ = wait(pending, self._look_around(bool(left)), return_when=FIRST_COMPLETED)
+            done, _ = wait(pending, self._poll_s(bool(left)), return_when=FIRST_COMPLETED)
             if left and self.pool is not None:
                 self.pool.admit(version)
             late = [engine for engine in self.rollout.ready if engine not in begun]
@@ -102,17 +102,17 @@ class Dispatcher:
                 fill([engine])  # several small chunks may fit where a large one was
         return found
 
-    def _look_around(self, worthwhile: bool) -> float | None:
-        """Seconds to wait for an answer before looking for engines that have become ready."""
-        return POLL_S if worthwhile and self.pool is not None and self.pool.coming else None
+    def _poll_s(self, more: bool) -> float | None:
+        """Choose how many seconds to wait for an answer before looking for engines that have become ready."""
+        return POLL_S if more and self.pool is not None and self.pool.coming else None
 
     def _ask(
         self, engine: int, positions: list[int], prompts: list[Prompt], sampling: Sampling, version: int
     ) -> dict[Future[GenerateAnswer], int]:
-        """Hand all of it to an engine at once: the calls that bring the responses, and how many each.
+        """Hand prompts to an engine: answer the calls that bring the responses, and how many each brings.
 
-        The first has the prompts. The others have none: they are there to be answered, because one answer with
-        everything could be larger than a message may be.
+        The first call has the prompts. The others have none: they are there to be answered, because one answer with
+        all responses could be larger than a message may be.
         """
         asked = PackedPrompts.pack([PromptTokens(i, prompts[i].index, prompts[i].token_ids) for i in positions])
         longest = max(len(prompts[i].token_ids) for i in positions)
@@ -124,7 +124,7 @@ class Dispatcher:
             calls[self.rollout.call(engine, EngineCalls.generate, batch)] = count
         return calls
 
-    def _take(self, engine: int, answer: GenerateAnswer, found: Answers) -> None:
+    def _take(self, engine: int, answer: GenerateAnswer, found: Responses) -> None:
         self.loads.setdefault(engine, EngineLoad()).add(answer.load)
         for position, trajectory in answer.found:
             found.setdefault(position, []).append(trajectory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from functools import partial
 from typing import Any
@@ -145,29 +146,30 @@ class EnginePool:
 class EngineMetrics:
     """Says what the engines did in a step: as metrics, and in words where one is far below its peers."""
 
-    def __init__(self, nodes: list[str]) -> None:
-        """`nodes[engine]`: where an engine runs."""
+    def __init__(self, nodes: list[str], note: Callable[[str], None]) -> None:
+        """`nodes[engine]`: where an engine runs; `note` tells the user."""
         self._nodes = nodes
+        self._note = note
         self._stragglers = Stragglers()
 
-    def step(self, number: int, loads: dict[int, EngineLoad]) -> tuple[dict[str, float], list[str]]:
-        """Answer metrics `perf/engine/<index>/<name>`, and notes for the user; `loads` are of this step's rollout."""
-        measured = {
+    def step(self, number: int, loads: dict[int, EngineLoad]) -> dict[str, float]:
+        """Answer metrics `perf/engine/<index>/<name>`; `loads` are of this step's rollout."""
+        rates = {engine: load.tokens_per_s for engine, load in loads.items()}
+        fresh, back = self._stragglers.step(rates)
+        for engine, peers in fresh.items():
+            node = self._nodes[engine]
+            self._note(
+                f"step {number}: engine {engine} on {node} is far below its peers for {STEPS} steps: "
+                f"{rates[engine]:.0f} tokens/s, the others' median is {peers:.0f} (perf/engine/{engine}/tokens_per_s). "
+                f"Look at what else runs on {node}, and at where the engine's GPUs are: slurm-rlhf plan"
+            )
+        for engine in back:
+            self._note(
+                f"step {number}: engine {engine} on {self._nodes[engine]} is back among its peers, "
+                f"{rates[engine]:.0f} tokens/s"
+            )
+        return {
             f"perf/engine/{engine}/{name}": value
             for engine, load in loads.items()
             for name, value in load.metrics().items()
         }
-        rates = {engine: load.tokens_per_s for engine, load in loads.items()}
-        fresh, back = self._stragglers.step(rates)
-        notes = [
-            f"step {number}: engine {engine} on {self._nodes[engine]} is far below its peers for {STEPS} steps: "
-            f"{rates[engine]:.0f} tokens/s, the others' median is {peers:.0f} (perf/engine/{engine}/tokens_per_s). "
-            f"Look at what else runs on {self._nodes[engine]}, and at where the engine's GPUs are: slurm-rlhf plan"
-            for engine, peers in fresh.items()
-        ]
-        notes += [
-            f"step {number}: engine {engine} on {self._nodes[engine]} is back among its peers, "
-            f"{rates[engine]:.0f} tokens/s"
-            for engine in back
-        ]
-        return measured, notes

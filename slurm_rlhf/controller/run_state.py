@@ -90,15 +90,18 @@ class RunCheckpoints:
         if self._saved_step != self.state.step:
             self.save()
 
-    def load(self, path: Path) -> None:
-        """Take roles, data order, KL coefficient and reward scale back to a checkpoint; `state` is loaded already."""
+    def load(self, path: Path, note: Callable[[str], None]) -> None:
+        """Take roles, data order, KL coefficient and reward scale back to a checkpoint; `state` is loaded already.
+
+        `note` tells the user what has changed since.
+        """
         state, step = self.directory.load_state(path), self.step
         step.order.load_state_dict(state["order"])
         step.kl.load_state_dict(state["kl"])
         if isinstance(step.scale, RunningScale) and "count" in (before := state.get(REWARD_SCALE, {})):
             step.scale = RunningScale(**before)
         if changes := changed_plugins(state.get(PLUGINS, {}), load_plugins(step.config.train.plugins)):
-            step.note(
+            note(
                 f"warning: train.plugins since {path.name} was written: {', '.join(changes)}. The run goes on with the "
                 "files as they are now"
             )

@@ -112,7 +112,7 @@ class Startup:
             gpus,
         )
         if checkpoint is not None:
-            checkpoints.load(checkpoint)
+            checkpoints.load(checkpoint, self.reporting.note)
         return TrainingLoop(
             config=config,
             step=step,
@@ -193,10 +193,9 @@ class Startup:
             kl=KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon),
             scale=scale,
             self_check=SelfCheck(config, roles[ACTOR], note, inputs.findings, self.reporting.self_check),
-            engine_metrics=EngineMetrics([group.node for group in self.ranks.tp_groups if group.role == ROLLOUT]),
+            engine_metrics=EngineMetrics([group.node for group in self.ranks.tp_groups if group.role == ROLLOUT], note),
             phases=phases,
             stop=self.stop,
-            note=note,
         )
 
 

@@ -16,7 +16,7 @@ Optimization (2017); Ouyang et al., Training language models to follow instructi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from slurm_rlhf.algorithms.batching import Shard, assemble, mini_batches, shards
 from slurm_rlhf.algorithms.kl import KLController, approx_kl
 from slurm_rlhf.algorithms.packed import response_sums
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
-from slurm_rlhf.algorithms.reward_scale import RewardScale, clip_warning, clipped_share
+from slurm_rlhf.algorithms.reward_scale import RewardScale, clipped_share
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD
 from slurm_rlhf.config.schema import Config
@@ -79,10 +79,8 @@ class Step:
     engine_metrics: EngineMetrics
     phases: Phases
     stop: Stop
-    note: Callable[[str], None]  # tells the user
     batches: Batches = field(init=False)
     _synced: Metrics = field(default_factory=dict, init=False)  # of the last sync
-    _clipped: float = field(default=0.0, init=False)  # the largest share of clipped rewards that the user was told of
 
     def __post_init__(self) -> None:
         ahead = self.config.vllm.sync_mode == "inflight"
@@ -98,10 +96,9 @@ class Step:
             with self.phases("rollout"):
                 batch = self.batches.take(number)
             experience, metrics = self.collect(batch, version)
-            self._warn_of_clipping(number, metrics["reward_clipped"])
             with self.phases("self_check"):
                 self.self_check.before_update(number, batch.trajectories, experience, metrics, version)
-        metrics |= self._engine_metrics(number, batch)
+        metrics |= self.engine_metrics.step(number, batch.loads)
         metrics = self.update(number, experience, metrics)
         self.self_check.after_update(number, metrics)
         self.sync(version + 1)
@@ -248,14 +245,3 @@ class Step:
         """Wait for `calls` where all roles share their accelerators: their peaks of memory must not add up."""
         if self.config.train.colocate_all:
             gather(calls)
-
-    def _engine_metrics(self, number: int, batch: Batch) -> Metrics:
-        metrics, notes = self.engine_metrics.step(number, batch.loads)
-        for note in notes:
-            self.note(note)
-        return metrics
-
-    def _warn_of_clipping(self, number: int, share: float) -> None:
-        if warning := clip_warning(share, self._clipped, self.config.reward.clip_range):
-            self._clipped = share
-            self.note(f"step {number}: {warning}")

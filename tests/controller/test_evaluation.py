@@ -112,9 +112,8 @@ def make(tmp_path: Path, stop: Stop, reward: RewardFunction, *, resume: bool = F
         kl=KLController(0.0),
         scale=RunningScale(3, 1.0, 2.0),
         self_check=SelfCheck(config, roles["actor"], reporting.note, PromptFindings({}), {}),  # type: ignore[arg-type]
-        engine_metrics=EngineMetrics([]),
+        engine_metrics=EngineMetrics([], reporting.note),
         stop=stop,
-        note=reporting.note,
     )
     order = PromptOrder(4, 1, 1, 0).state_dict()
     step.batches = OnDemand(lambda number: Batch(number, PROMPTS[:1], [], {}, 1.0, {**order}))
@@ -181,7 +180,7 @@ def test_a_stop_interrupts_it_and_the_run_that_goes_on_misses_nothing(
     stop.reason = None
     again = make(tmp_path, stop, reward, resume=True)
     again.step.scale = RunningScale()
-    again.checkpoints.load(tmp_path / "checkpoints" / "step_000001")
+    again.checkpoints.load(tmp_path / "checkpoints" / "step_000001", again.reporting.note)
     assert again.step.scale == RunningScale(3, 1.0, 2.0)
     again.run()
     assert [(row["step"], row["reward"], row["eval"]) for row in rows(tmp_path)] == [(1, 1.0, 1.0), (2, 2.0, 1.0)]

@@ -320,9 +320,8 @@ def run(
         total_steps=4 if resume else 2,
         kl=KLController(0.0),
         self_check=SelfCheck(made, roles["actor"], reporting.note, PromptFindings({}), {}),
-        engine_metrics=EngineMetrics([]),
+        engine_metrics=EngineMetrics([], reporting.note),
         stop=stop,
-        note=reporting.note,
     )
     step.batches = OnDemand(lambda number: Batch(number, [], [], {}, 1.0, {**order.state_dict()}))
     return make_loop(step, directory, reporting, resume, gpus=account)

@@ -46,12 +46,11 @@ def load(tokens_per_s: float) -> EngineLoad:
 
 
 def test_a_slow_engine_is_named_once_with_node_and_figures_and_again_when_it_is_back() -> None:
-    watch = EngineMetrics(["gpu01", "gpu02"])
-    told = []
+    told: list[str] = []
+    metrics = EngineMetrics(["gpu01", "gpu02"], told.append)
     for step, rate in enumerate([1500, 6000, 1500, 1400, 1300, 5900, 1500], start=1):
-        measured, notes = watch.step(step, {0: load(6000), 1: load(rate)})
+        measured = metrics.step(step, {0: load(6000), 1: load(rate)})
         assert measured["perf/engine/1/tokens_per_s"] == rate
-        told += notes
     assert len(told) == 2
     assert told[0].startswith("step 4: engine 1 on gpu02 is far below its peers for 2 steps: 1400 tokens/s")
     assert "the others' median is 6000" in told[0]

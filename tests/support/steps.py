@@ -57,5 +57,5 @@ def make_loop(
     )
     reporting.begin(state, step.total_steps, checkpoint)
     if checkpoint:
-        saves.load(checkpoint)
+        saves.load(checkpoint, reporting.note)
     return loop
