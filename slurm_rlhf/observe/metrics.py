@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from slurm_rlhf.atomic_write import write_atomically
 
 # Metrics that depend on the clock; all others are equal bit for bit in two runs under full determinism.
 TIMED = ("time/", "perf/")
@@ -43,12 +44,7 @@ class MetricsLog:
             return 0
         lines = list(self._lines())
         kept = [line for line, row in lines if row["step"] <= step]
-        temporary = self._path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._path)
+        write_atomically(self._path, "".join(line + "\n" for line in kept), durable=True)
         return len(lines) - len(kept)
 
     def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.atomic_write import write_atomically
 from slurm_rlhf.observe.metrics import finite
 
 
@@ -45,12 +45,7 @@ class Summary:
             del content["gpus"]
         content |= {name: finite(value) for name, value in content.items() if isinstance(value, float)}
         content["self_check"] = {name: finite(value) for name, value in self.self_check.items()}
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_atomically(path, json.dumps(content, indent=2, allow_nan=False) + "\n", durable=True)
 
 
 _READ = 1 << 18  # bytes from the end of metrics.jsonl
