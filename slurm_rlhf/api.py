@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -35,12 +36,19 @@ def train(
     algorithm: the name of one, a record, or an advantage function (which then needs no critic). Advantages are computed
     in this process. A policy loss runs in the actor's processes: it has to be in a file that train.plugins names.
 
+    A run that is told to stop saves and returns; `status` of the summary is then "stopped", else "finished".
     Raises SlurmRlhfError: UserError for what the message says how to mend, RunError when the run broke.
     """
     from slurm_rlhf.cli.train import train_here
+    from slurm_rlhf.launch.mpi.environment import launched
 
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("slurm_rlhf.train listens for signals: call it in the main thread of its process")
+    if launched(os.environ) is not None:
+        raise ConfigError(
+            "this process is one of several that mpirun or srun --mpi started, and each would start a run of its own: "
+            "use `slurm-rlhf train FILE.toml` there"
+        )
     config = settled(config)
     if not config.run_dir:
         raise ConfigError("run_dir is not set: name where to put everything of the run (config.run_dir = 'runs/first')")

@@ -20,7 +20,7 @@ from gpu_coverage import Recorder
 
 if TYPE_CHECKING:
     from rollout_engine import EngineProcess
-    from slurm_nodes import SlurmNodes
+    from slurm_cluster import Cluster
 
 MARK = "SLURM_RLHF_TEST_SESSION"
 """In the environment of every process that this test session starts, directly or not."""
@@ -54,9 +54,9 @@ def engine_process() -> Iterator[EngineProcess]:
 
 
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[SlurmNodes]:
+def slurm() -> Iterator[Cluster]:
     """Start the cluster for the first test that asks for it, and end it with the session."""
-    from slurm_nodes import running_cluster
+    from slurm_cluster import running_cluster
 
     with running_cluster() as nodes:
         yield nodes

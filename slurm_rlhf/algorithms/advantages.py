@@ -1,4 +1,4 @@
-"""From one reward per response to one advantage per token: KL in the reward, GAE, whitening.
+"""Turn one reward per response into one advantage per token: KL in the reward, GAE, whitening.
 
 Flat packed columns of A tokens (see `packed`), float64 inside, float32 out. Whatever stands at masked positions of the
 inputs, NaN included, reaches no result.
@@ -65,11 +65,11 @@ def token_rewards(
     offsets: NDArray[Any],
     clip_range: Sequence[float],
 ) -> F32:
-    """Reward of each token, [A]: -kl_coef * kl_t, plus the clipped reward of the response at its last action.
+    """Compute the reward of each token: -kl_coef * kl_t, plus the clipped reward of the response at its last action.
 
-    kl [A] (`kl.approx_kl`; None when there is no reference), rewards [N] of any number type, clip_range (low, high).
-    Only the reward is clipped, not the KL penalty. A response without a single action receives nothing: there is
-    no token that could have earned its reward. Zero at masked positions.
+    Returns [A]. kl [A] (`kl.approx_kl`; None when there is no reference), rewards [N] of any number type, clip_range
+    (low, high). Only the reward is clipped, not the KL penalty. A response without a single action receives nothing:
+    there is no token that could have earned its reward. Zero at masked positions.
     Raises ValueError where lengths disagree.
     Source: Ouyang et al., Training language models to follow instructions (2022), eq. 2.
     """
@@ -94,7 +94,7 @@ def gae(
     gamma: float,
     lambd: float,
 ) -> tuple[F32, F32]:
-    """Generalized advantage estimation: (advantages [A], returns [A]), both zero at masked positions.
+    """Estimate generalized advantages: (advantages [A], returns [A]), both zero at masked positions.
 
         delta_t = r_t + gamma * V_t+1 - V_t        A_t = delta_t + gamma * lambd * A_t+1        R_t = A_t + V_t
 
@@ -128,7 +128,7 @@ def gae(
 
 
 def whiten(x: ArrayLike, action_mask: Bool) -> F32:
-    """x [A] with mean 0 and standard deviation 1 over the actions of the whole batch; zero at masked positions.
+    """Give x [A] mean 0 and standard deviation 1 over the actions of the whole batch; zero at masked positions.
 
         (x - mean) / sqrt(max(variance, 1e-8)),  population variance
 

@@ -1,15 +1,22 @@
-"""Who trains on which sequence, and in which micro-batch. Deterministic: the same lengths give the same answer."""
+"""Spread a batch over the ranks of a role and into micro-batches, and put the ranks' answers together again.
+
+Deterministic: the same lengths give the same parts.
+"""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
+from slurm_rlhf.records import F32, Experience
+
 
 def mini_batches(n: int, batch_size: int, seed: int, epoch: int) -> list[list[int]]:
-    """The sequences 0 .. n-1 in a random order that depends on (seed, epoch) only, `batch_size` per optimizer step.
+    """Draw the optimizer steps of an epoch: sequences 0 .. n-1 in an order of (seed, epoch), `batch_size` for each.
 
     Raises ValueError when batch_size does not divide n: a short last step would weigh its tokens more.
     """
@@ -20,7 +27,7 @@ def mini_batches(n: int, batch_size: int, seed: int, epoch: int) -> list[list[in
 
 
 def split_ranks(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
-    """Indices of the sequences of each rank, ascending: as many on every rank, and about as many tokens.
+    """Choose the sequences of each rank: as many for every rank and about as many tokens; indices ascending.
 
     lengths [N] in tokens. The longest sequence left goes to the rank with the fewest tokens that still has room.
     Raises ValueError when dp_size does not divide N.
@@ -40,7 +47,7 @@ def split_ranks(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
 
 
 def micro_batches(per_rank: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int) -> list[list[list[int]]]:
-    """Micro-batches of each rank: result[rank][micro] = indices of sequences, largest micro-batches first.
+    """Cut each rank's sequences into micro-batches: result[rank][micro] = indices, largest micro-batches first.
 
     A micro-batch is padded to its longest sequence; that size (longest * count) is at most max_tokens, unless it is
     a single sequence. All ranks have the same number of micro-batches, none of them empty, because every backward
@@ -63,8 +70,42 @@ def micro_batches(per_rank: Sequence[Sequence[int]], lengths: Sequence[int], max
     return [[sorted(micro) for micro in micros] for micros in result]
 
 
+@dataclass(slots=True)
+class Shard:
+    """Hold the part of a batch that one rank works on."""
+
+    indices: list[int]  # rows of the whole batch, in the order of `experience`
+    experience: Experience
+    micro: list[list[int]]  # micro-batches as rows of `experience`; equally many on every rank
+
+    def to_wire(self) -> dict[str, Any]:
+        return {"experience": self.experience.to_wire(), "micro": self.micro}
+
+
+def shards(experience: Experience, ranks: int, max_tokens: int) -> list[Shard]:
+    """Split a batch over `ranks` with balanced tokens."""
+    lengths = [int(length) for length in experience.lengths]
+    per_rank = split_ranks(lengths, ranks)
+    parts = []
+    for rows, micros in zip(per_rank, micro_batches(per_rank, lengths, max_tokens), strict=True):
+        place = {row: position for position, row in enumerate(rows)}
+        parts.append(Shard(rows, experience.select(rows), [[place[row] for row in micro] for micro in micros]))
+    return parts
+
+
+def assemble(experience: Experience, parts: list[Shard], columns: list[F32]) -> F32:
+    """Put the ranks' columns over their own response tokens together: the column of the whole batch, [A]."""
+    offsets = experience.action_offsets
+    whole = np.zeros(int(offsets[-1]), dtype=np.float32)
+    for shard, column in zip(parts, columns, strict=True):
+        mine = shard.experience.action_offsets
+        for place, row in enumerate(shard.indices):
+            whole[offsets[row] : offsets[row + 1]] = column[mine[place] : mine[place + 1]]
+    return whole
+
+
 def _pack(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """The fewest micro-batches within the budget: longest first, so that the first of each decides its padding."""
+    """Pack the fewest micro-batches within the budget, longest first, so that the first of each decides its padding."""
     micros: list[list[int]] = []
     for index in _longest_first(indices, lengths):
         if micros and int(lengths[micros[-1][0]]) * (len(micros[-1]) + 1) <= max_tokens:

@@ -1,4 +1,4 @@
-"""KL divergence between the policy and its reference: estimators per token, and the controller of its weight."""
+"""Measure the KL divergence between policy and reference per token, and steer the weight of its penalty."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_ERROR = 0.2
 
 
 def approx_kl(logprobs: ArrayLike, ref_logprobs: ArrayLike, estimator: str) -> F32:
-    """KL(policy || reference) per token, [A], from tokens that the policy sampled.
+    """Estimate KL(policy || reference) per token, [A], from tokens that the policy sampled.
 
     With r = ref_logprobs - logprobs:  k1 = -r,  k2 = r^2 / 2,  k3 = exp(r) - 1 - r  (r at most 20 in k3, so that one
     token that the reference finds e^100 times likelier does not make the reward infinite).
@@ -40,7 +40,7 @@ def approx_kl(logprobs: ArrayLike, ref_logprobs: ArrayLike, estimator: str) -> F
 
 
 class KLController:
-    """The weight of the KL penalty: fixed (target 0), or steered towards a KL per response.
+    """Hold the weight of the KL penalty: fixed (target 0), or steered towards a KL per response.
 
         coef <- coef * (1 + clip(kl / target - 1, -0.2, 0.2) * min(n / horizon, 1))
 
@@ -54,7 +54,7 @@ class KLController:
         self.horizon = horizon
 
     def update(self, kl_per_response: float, n: int) -> float:
-        """After a step of n responses with this mean KL (summed over each response's actions): the new coefficient.
+        """Return the coefficient after a step of n responses with this mean KL, summed over the actions of each.
 
         Raises RunError when the KL is not a finite number, which would stay in the coefficient for ever.
         """
@@ -71,13 +71,13 @@ class KLController:
         return self.coef
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint needs of it; target and horizon are the configuration's."""
+        """Return what a checkpoint needs; target and horizon come from the configuration."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved coefficient. Raises CheckpointError when there is none that can be used.
+        """Restore a saved coefficient. Raises CheckpointError when there is none that can be used.
 
-        A fixed coefficient stays the configuration's, so that it can be changed over a resume.
+        A fixed coefficient stays that of the configuration, so that it can be changed over a resume.
         """
         coef = state.get("coef")
         if isinstance(coef, bool) or not isinstance(coef, int | float) or not math.isfinite(coef) or coef < 0:

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slurm_rlhf.algorithms.kl import MAX_LOG_RATIO
+from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.user_files import file_of, line_of, text_of
 
 if TYPE_CHECKING:  # losses call methods of tensors only, so that this room needs no torch
     from torch import Tensor
@@ -55,6 +57,34 @@ def ppo_loss(inputs: PolicyInputs) -> tuple[Tensor, Metrics]:
         inputs.clip_high,
         inputs.weights,
     )
+
+
+def checked_loss(name: str, function: PolicyLoss) -> PolicyLoss:
+    """Guard the policy loss of algorithm `name`: what is wrong with it is told with its file, line and what to do.
+
+    The guarded loss raises ConfigError when `function` raises, or answers anything but (scalar with gradient, metrics).
+    """
+    source, what = file_of(function), f"the policy loss of algorithm {name!r}"
+
+    def call(inputs: PolicyInputs) -> tuple[Tensor, Metrics]:
+        try:
+            loss, metrics = function(inputs)
+            scalar = loss.dim() == 0 and loss.requires_grad
+            sums = {key: value.detach() for key, value in metrics.items() if value.dim() == 0}
+        except Exception as error:
+            raise ConfigError(
+                f"{line_of(source, error)}: {what} raised {text_of(error)}. It answers the loss, and a dict of sums "
+                "over the actions, all of them tensors"
+            ) from error
+        if not scalar or len(sums) < len(metrics):
+            raise ConfigError(
+                f"{source}: {what} must answer a scalar that has a gradient, and scalars as metrics; got a loss of "
+                f"shape {tuple(loss.shape)}{'' if loss.requires_grad else ' without a gradient'}, metrics "
+                f"{sorted(metrics)}"
+            )
+        return loss, sums
+
+    return call
 
 
 def policy_loss(

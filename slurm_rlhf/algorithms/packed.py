@@ -1,4 +1,4 @@
-"""The packed layout: N responses one after the other in flat columns of A tokens, with gaps in the action mask.
+"""Find actions in the packed layout: N responses one after the other in flat columns of A tokens, with gaps.
 
 `offsets[N + 1]` says where each response starts (`Experience.action_offsets`); a response may be empty. Tokens with
 `action_mask` False were not chosen by the policy (a tool wrote them) and count in no sum.
@@ -20,7 +20,7 @@ F64 = NDArray[np.float64]
 
 @dataclass(slots=True, frozen=True)
 class Actions:
-    """Where the policy's own tokens are. C = action_mask.sum()."""
+    """Say where the tokens are that the policy chose. C = action_mask.sum()."""
 
     positions: I64  # [C], index in the flat columns, ascending
     counts: I64  # [N], actions of each response
@@ -28,7 +28,7 @@ class Actions:
 
 
 def find_actions(action_mask: Bool, offsets: NDArray[Any], **columns: ArrayLike) -> Actions:
-    """The actions of each response.
+    """Find the actions of each response.
 
     `columns` are checked to be as long as the mask, by name, because numpy would broadcast a column of one token
     over the whole batch. Raises ValueError where lengths disagree.
@@ -46,7 +46,7 @@ def find_actions(action_mask: Bool, offsets: NDArray[Any], **columns: ArrayLike)
 
 
 def response_sums(column: ArrayLike, action_mask: Bool, offsets: NDArray[Any]) -> F64:
-    """Sum over the actions of each response, [N]; 0 for a response without actions.
+    """Add up a column over the actions of each response, [N]; 0 for a response without actions.
 
     column [A]. Example: `response_sums(kl, ...).mean()` is the KL per response that `KLController.update` takes.
     """

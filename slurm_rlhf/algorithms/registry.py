@@ -133,7 +133,7 @@ def policy_loss_of(name: str) -> PolicyLoss:
     An algorithm that a rank does not know was given to `slurm_rlhf.train` as an object, which is refused if it has a
     loss of its own: so it has PPO's.
     """
-    from slurm_rlhf.algorithms.losses import ppo_loss
+    from slurm_rlhf.algorithms.losses import checked_loss, ppo_loss
 
     known = built_in().get(name) or _REGISTERED.get(name)
-    return (known.policy_loss if known else None) or ppo_loss
+    return checked_loss(name, known.policy_loss) if known and known.policy_loss else ppo_loss

@@ -1,4 +1,4 @@
-"""Rewards before the advantages: brought to mean 0 and standard deviation 1, and clipped. Pure functions of numbers."""
+"""Normalise rewards to mean 0 and standard deviation 1, and tell how many a clip changes: pure functions."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from slurm_rlhf.records import F32
 
 
 class RewardScale(Protocol):
-    """What reward.normalize_enable does to a batch of rewards."""
+    """Normalise a batch of rewards, as reward.normalize_enable asks."""
 
     def with_batch(self, rewards: ArrayLike) -> RewardScale:
-        """The scale for a batch [N]; this one stays as it is."""
+        """Return the scale for a batch [N]; this one stays as it is."""
         ...
 
     def normalize(self, rewards: ArrayLike) -> F32:
-        """(rewards - mean) / standard deviation, [N]."""
+        """Compute (rewards - mean) / standard deviation, [N]."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """Return what a checkpoint needs, as JSON can hold it."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class FixedScale:
-    """Mean and standard deviation that a reward model's config.json holds (`mean`, `std`), as OpenRLHF writes them.
+    """Normalise by the mean and standard deviation in a reward model's config.json, as OpenRLHF writes them.
 
     Source: OpenRLHF, `models/model.py`, there inside the model's forward.
     """
@@ -52,7 +52,7 @@ class FixedScale:
 
 @dataclass(frozen=True, slots=True)
 class RunningScale:
-    """Mean and population standard deviation of all rewards of the run so far, those of the batch included.
+    """Normalise by mean and population standard deviation of all rewards of the run so far, this batch included.
 
     Batches are merged in float64 by
 
@@ -89,7 +89,7 @@ class RunningScale:
 
 
 def clipped_share(rewards: ArrayLike, clip_range: Sequence[float]) -> float:
-    """Share of the rewards [N] that lie outside `clip_range` (low, high), so that a clip changes them; 0 of none."""
+    """Count the share of rewards [N] outside `clip_range` (low, high), which a clip changes; 0 of none."""
     values = np.asarray(rewards, dtype=np.float64)
     return float(np.mean((values < clip_range[0]) | (values > clip_range[1]))) if values.size else 0.0
 
@@ -99,7 +99,7 @@ MUCH = 0.05
 
 
 def clip_warning(share: float, told: float, clip_range: Sequence[float]) -> str:
-    """What to say of `share` of the rewards clipped, when `told` was the largest share said so far; "" for nothing."""
+    """Warn of `share` of the rewards clipped, when `told` was the largest share told so far; "" for nothing."""
     if share <= max(MUCH, told):
         return ""
     low, high = clip_range

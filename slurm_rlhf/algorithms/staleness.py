@@ -1,4 +1,4 @@
-"""How far behind the actor the policies were that sampled a batch: pure functions of its token spans."""
+"""Measure how old the policies were that sampled a batch: pure functions of its token spans."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slurm_rlhf.records import F32, I32, Bool, Trajectory
 
 
 def ages(trajectories: list[Trajectory], version: int) -> I32:
-    """Updates between the policy that sampled a token and policy `version`, [A], in the order of `records.pack`."""
+    """Count the updates between the policy that sampled a token and policy `version`, [A], as `records.pack` orders."""
     parts = [np.zeros(0, dtype=np.int32)]
     for trajectory in trajectories:
         of_response = np.zeros(len(trajectory.response_ids), dtype=np.int32)
@@ -19,7 +19,7 @@ def ages(trajectories: list[Trajectory], version: int) -> I32:
 
 
 def staleness(trajectories: list[Trajectory], age: I32, mask: Bool, drift: F32) -> dict[str, float]:
-    """Metrics of a batch that may have been sampled by several policies.
+    """Compute the metrics of a batch that several policies may have sampled.
 
     stale_tokens: share of the tokens that an older policy than the actor's sampled; staleness_max: the age of the
     oldest; mixed_responses: share of the responses with tokens of several policies; stale_logprob_diff: mean distance

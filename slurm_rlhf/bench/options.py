@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.load import joined, load_config
-from slurm_rlhf.config.ranges import out_of_range
+from slurm_rlhf.config.rules import out_of_range
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 

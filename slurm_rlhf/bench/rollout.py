@@ -14,30 +14,29 @@ import numpy as np
 from slurm_rlhf.bench.baseline_rollout import BareGenerate
 from slurm_rlhf.bench.compare import race
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import EngineCalls, StartRequest
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.handles import EngineHandle
-from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller.dispatch import Generation
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.seeds import request_seed
-from slurm_rlhf.workers.engine_leader import RolloutRole
-from slurm_rlhf.workers.libraries import import_libraries
-from slurm_rlhf.workers.main import serve
-from slurm_rlhf.workers.worker import Seat
+from slurm_rlhf.workers.engine_leader import EngineLeader
+from slurm_rlhf.workers.main import import_libraries, serve
+from slurm_rlhf.workers.worker import RankInfo
 
 
 class _Worker:
     """A conductor's end and the rollout role that answers it over the control plane, in one process."""
 
     def __init__(self, config: Config, keys: Path) -> None:
-        seat = Seat("rollout", 0, 1, 0, socket.gethostname())
-        import_libraries(config, seat)
+        info = RankInfo("rollout", 0, 1, 0, socket.gethostname())
+        import_libraries(config, info)
         self.server = ControlServer(RunKeys.create(keys))
         client = ControlClient(self.server.endpoint(), RunKeys.load(keys), "rollout", 0, 1)
         client.connect(config.timeout.connect)
-        role = RolloutRole(config, seat, client)
+        role = EngineLeader(config, info, client)
         self._client = client
         self._thread = threading.Thread(target=serve, args=(client, role, None), name="rollout", daemon=True)
         self._thread.start()

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cluster.devices import local_gpus, seats
-from slurm_rlhf.config.buckets import bucket_mb
-from slurm_rlhf.config.model_parameters import stored_parameters
+from slurm_rlhf.cluster.gpu_query import local_gpus, share_gpus
+from slurm_rlhf.config.model_directory import stored_parameters
+from slurm_rlhf.config.schema import Sync
 from slurm_rlhf.errors import ConfigError, RunError
 
 USAGE = (
@@ -106,7 +106,7 @@ def measure(world: World) -> dict[str, Any]:
         (Path(place) / "spec.json").write_text(json.dumps(spec))
         processes: list[subprocess.Popen[str]] = []
         nodes = [*world.actors, *world.engines]
-        gpus = seats(nodes, world.gpus, one_machine=not world.remote)
+        gpus = share_gpus(nodes, world.gpus, one_machine=not world.remote)
         try:
             for rank, node in enumerate(nodes):
                 command = [sys.executable, "-m", "slurm_rlhf.bench.sync", f"{place}/spec.json", str(rank)]
@@ -157,7 +157,7 @@ def _world(options: dict[str, str], chosen: set[str]) -> World:
         ["node"] * len(engines) if one else engines,
         zero=_count("zero", options["zero"], 0),
         backend=options["backend"],
-        bucket_bytes=bucket_mb(_count("bucket_mb", options["bucket_mb"], 0), bool(gpus)) << 20,
+        bucket_bytes=Sync(bucket_mb=_count("bucket_mb", options["bucket_mb"], 0)).bucket_size_mb(bool(gpus)) << 20,
         repeats=_count("repeats", options["repeats"], 1),
         naive="naive" in chosen,
         model=options["model"] if "load" in chosen else "",

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from slurm_rlhf.algorithms.sharding import shards
+from slurm_rlhf.algorithms.batching import shards
 from slurm_rlhf.bench.baseline_train import BareTrainer
 from slurm_rlhf.bench.compare import race
 from slurm_rlhf.config.schema import Config
@@ -19,8 +19,8 @@ from slurm_rlhf.placement.flops import batch_flops, mfu
 from slurm_rlhf.placement.gpus import find_gpu
 from slurm_rlhf.placement.model_shape import ModelShape, read_shape
 from slurm_rlhf.records import Experience
-from slurm_rlhf.workers.model_workers import ActorRole
-from slurm_rlhf.workers.worker import Seat
+from slurm_rlhf.workers.model_workers import ActorWorker
+from slurm_rlhf.workers.worker import RankInfo
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 
@@ -34,7 +34,7 @@ def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int
     """
     longest = prompt_tokens + config.rollout.max_new_tokens
     micro = max(1, config.train.max_tokens_per_gpu // longest)
-    role = ActorRole(config, Seat("actor", 0, 1, 0, socket.gethostname()), cast(ControlClient, None))
+    role = ActorWorker(config, RankInfo("actor", 0, 1, 0, socket.gethostname()), cast(ControlClient, None))
     role.start(StartRequest(total_steps=1))
     bare = BareTrainer(config, micro)
     shape, gpu = read_shape("actor.model_name_or_path", config.actor.model_name_or_path), _gpu()
@@ -54,7 +54,7 @@ def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int
     }
 
 
-def _compare(config: Config, role: ActorRole, bare: BareTrainer, batch: Experience, repeats: int) -> dict[str, Any]:
+def _compare(config: Config, role: ActorWorker, bare: BareTrainer, batch: Experience, repeats: int) -> dict[str, Any]:
     denominator = float(batch.action_mask.sum())
     losses: dict[str, float] = {}
 
@@ -96,7 +96,7 @@ def _micros(config: Config, batch: Experience) -> list[list[int]]:
     return shards(batch, 1, config.train.max_tokens_per_gpu)[0].micro
 
 
-def _batch(config: Config, sequences: int, prompt_tokens: int, shortest: int, role: ActorRole) -> Experience:
+def _batch(config: Config, sequences: int, prompt_tokens: int, shortest: int, role: ActorWorker) -> Experience:
     """Random tokens; lengths as if drawn between the shortest and the longest; old log-probs from the actor."""
     dice = np.random.default_rng(0)
     vocab = role.trainer.engine.module.model.config.vocab_size

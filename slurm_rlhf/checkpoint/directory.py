@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -97,9 +97,9 @@ class CheckpointDir:
         """Return the checkpoint that the key `resume` asks for (see `resume.resolve`). Raises CheckpointError."""
         return resume.resolve(self.root, resume_key)
 
-    def load_state(self, path: Path) -> dict[str, Any]:
+    def load_state(self, path: Path, roles: Sequence[str] = ()) -> dict[str, Any]:
         """Check a checkpoint and return its state (see `resume.load_state`). Raises CheckpointError."""
-        return resume.load_state(path)
+        return resume.load_state(path, roles)
 
     def _temporary(self, step: int) -> Path:
         return self.root / f"step_{step:06d}.tmp"

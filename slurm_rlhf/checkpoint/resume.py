@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,16 +50,24 @@ def latest(root: Path) -> Path | None:
     return _search(root)[0]
 
 
-def load_state(path: Path) -> dict[str, Any]:
+def load_state(path: Path, roles: Sequence[str] = ()) -> dict[str, Any]:
     """Check all files of a checkpoint and return the state that was committed with it.
 
-    Raises CheckpointError that says what is wrong and names the checkpoint to use instead, if there is one.
+    Raises CheckpointError that says what is wrong and names the checkpoint to use instead, if there is one; and where
+    it has no part of one of `roles`.
     """
     try:
         verify(path)
-        return read_state(path)
+        state = read_state(path)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. {_advice(path)}") from error
+    missing = [role for role in roles if not (path / role).is_dir()]
+    if missing:
+        raise CheckpointError(
+            f"{path} holds no {' and no '.join(missing)}: the run that wrote it had none, by another "
+            "algo.advantage.estimator. Resume with that one, or begin anew in another --run_dir"
+        )
+    return state
 
 
 def resolve(root: Path, resume: str) -> Path | None:

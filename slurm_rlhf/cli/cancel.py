@@ -8,8 +8,7 @@ import socket
 
 from slurm_rlhf.cli.arguments import Command
 from slurm_rlhf.cli.run_lookup import Found, find
-from slurm_rlhf.cluster.job import command
-from slurm_rlhf.cluster.states import OVER
+from slurm_rlhf.cluster.slurm_job import OVER, command
 from slurm_rlhf.cluster.stop import STOP_FILE
 from slurm_rlhf.errors import ConfigError, RunError
 

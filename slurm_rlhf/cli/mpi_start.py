@@ -18,14 +18,14 @@ from typing import Any
 from slurm_rlhf.cli.arguments import Arguments
 from slurm_rlhf.cli.main import guarded
 from slurm_rlhf.cli.placement_report import check_memory, draw_memory, memory_on
-from slurm_rlhf.cluster.environment import read_slurm
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.session import attach_line
+from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check
-from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.values import dump_toml
 from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.launch.accelerators import judge_accelerators, seen_by_processes
 from slurm_rlhf.launch.mpi.communicator import Communicator

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slurm_rlhf.cluster.environment import read_slurm
-from slurm_rlhf.cluster.gpu_kinds import granted_types, local_kinds
-from slurm_rlhf.cluster.local import process_slots
-from slurm_rlhf.cluster.resources import current_topology
+from slurm_rlhf.cluster.gpu_query import local_kinds
+from slurm_rlhf.cluster.granted_gpus import granted_types
+from slurm_rlhf.cluster.resources import current_topology, process_slots
+from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.model_directory import check_tensor_parallel
 from slurm_rlhf.config.roles import ROLLOUT, colocations
 from slurm_rlhf.config.schema import Config

@@ -18,10 +18,9 @@ from slurm_rlhf.cli.placement_report import (
     memory_on,
     require_fit,
 )
-from slurm_rlhf.cluster.nodelist import expand
-from slurm_rlhf.config.buckets import bucket_mb
+from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.model_parameters import stored_parameters
+from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, ModelError
@@ -60,7 +59,7 @@ RATES = {
 SIZES = ("num_nodes", "num_gpus_per_node")
 KEYS = [f"{role.group}.{size}" for role in ROLES.values() if role.kind != "engine" for size in SIZES]
 KEYS += ["vllm.num_engines", "vllm.tensor_parallel_size", "vllm.num_nodes"]
-KEYS += ["algo.kl.init_coef", "reward.model_name_or_path"]
+KEYS += ["algo.advantage.estimator", "train.plugins", "algo.kl.init_coef", "reward.model_name_or_path"]
 KEYS += ["train.colocate_all", *filter(None, (role.colocation_key for role in ROLES.values()))]
 KEYS += ["ds.zero_stage", "ds.param_dtype", "sync.bucket_mb"]
 KEYS += ["train.gpu", "train.gpu_memory_gb", "train.max_tokens_per_gpu", "train.forward_max_tokens_per_gpu"]
@@ -144,7 +143,7 @@ def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
     nodes = {role: [share.node for share in shares for _ in share.ranks] for role, shares in ranks.roles.items()}
     layout = Layout(tuple(nodes["actor"]), tuple(nodes["rollout"]), config.ds.zero_stage)
     on_gpus = ranks.topology.accelerator == GPU and config.sync.backend in ("auto", "nccl", "ipc")
-    return make_plan(described, bucket_mb(config.sync.bucket_mb, on_gpus) << 20, layout)
+    return make_plan(described, config.sync.bucket_size_mb(on_gpus) << 20, layout)
 
 
 def transfer_json(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> dict[str, Any]:

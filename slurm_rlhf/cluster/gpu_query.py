@@ -1,4 +1,4 @@
-"""What the GPUs of this machine are and who is on them: asked of nvidia-smi and of the driver, without torch."""
+"""The GPUs of this machine and who uses them, asked of nvidia-smi and the driver, without torch."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
+_PROC = Path("/proc/driver/nvidia/gpus")
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "mig.mode.current")
 """As `nvidia-smi --help-query-gpu` names them; one line a GPU:
 `0, GPU-5f3a..., NVIDIA H100 80GB HBM3, 81559, 4, 580.95.05, Disabled` (nounits: MiB)."""
@@ -19,23 +22,72 @@ PROCESS_FIELDS = ("gpu_uuid", "pid", "process_name", "used_memory")
 
 _TIMEOUT_S = 30.0
 _IDLE_MIB, _IDLE_SHARE = 1024, 0.05
-"""What an idle card may have in use: the driver's own, a display, a monitor."""
+"""Memory that an idle GPU may have in use: for the driver, a display, a monitor."""
 _CUDA = re.compile(r"CUDA(?: UMD)? Version:\s*(\d+\.\d+)")
+
+
+def local_gpus(environ: Mapping[str, str], proc: Path = _PROC) -> tuple[str, ...]:
+    """Name the GPUs that a process with `environ` may use, as CUDA_VISIBLE_DEVICES writes them.
+
+    `nvidia-smi` says how many there are, or the driver's directory where that program is missing;
+    CUDA_VISIBLE_DEVICES, where set, chooses among them. Blocks for up to 30 s.
+    """
+    count = _count(environ, proc)
+    chosen = environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is None or not count:
+        return tuple(str(index) for index in range(count))
+    visible: list[str] = []
+    for name in (part.strip() for part in chosen.split(",")):
+        # As in CUDA: the first entry that names no GPU hides all that follow.
+        if name in visible or not (name.startswith(("GPU-", "MIG-")) or (name.isdigit() and int(name) < count)):
+            break
+        visible.append(name)
+    return tuple(visible)
+
+
+def share_gpus(nodes: Sequence[str], gpus: Sequence[str], one_machine: bool = True) -> list[dict[str, str]]:
+    """Give each rank one of its node's `gpus` in turn, as environment variables; `nodes` has the node of each rank.
+
+    NCCL refuses two ranks of one host on one GPU ("Duplicate GPU detected"), and tells hosts apart by NCCL_HOSTID where
+    that is set: where ranks outnumber GPUs each is a host of its own, and they talk over sockets. `one_machine`: all
+    nodes are this one.
+    """
+    if not gpus:
+        return [{} for _ in nodes]
+    counted: Counter[str] = Counter()
+    places = []
+    for node in nodes:
+        machine = "" if one_machine else node
+        places.append(counted[machine])
+        counted[machine] += 1
+    crowded = any(count > len(gpus) for count in counted.values())
+    own = [{"NCCL_HOSTID": f"rank{rank}"} if crowded else {} for rank in range(len(nodes))]
+    return [{"CUDA_VISIBLE_DEVICES": gpus[at % len(gpus)], **mine} for at, mine in zip(places, own, strict=True)]
+
+
+def _count(environ: Mapping[str, str], proc: Path) -> int:
+    program = shutil.which("nvidia-smi", path=environ.get("PATH", os.defpath))
+    if program is not None:
+        try:
+            return len(re.findall(r"^GPU \d+:", _run(program, "-L"), re.MULTILINE))
+        except (OSError, subprocess.SubprocessError):
+            pass  # installed without a driver, or the driver is broken: its directory decides
+    return sum(1 for _ in proc.iterdir()) if proc.is_dir() else 0
 
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A process that computes on a GPU. Of other containers only the memory is seen, without a process."""
+    """Describe a process that computes on a GPU. A process in another container is not seen, only its memory is."""
 
     pid: int
     name: str
-    memory_mib: int  # 0: not told
+    memory_mib: int  # 0: not reported
     user: str = ""  # empty: not seen from here
 
 
 @dataclass(frozen=True, slots=True)
 class GpuState:
-    """One card."""
+    """Describe one GPU."""
 
     index: int
     uuid: str
@@ -48,15 +100,15 @@ class GpuState:
 
 @dataclass(frozen=True, slots=True)
 class GpuLook:
-    """All cards that nvidia-smi shows, whatever CUDA_VISIBLE_DEVICES says."""
+    """Hold all GPUs that nvidia-smi shows, whatever CUDA_VISIBLE_DEVICES says."""
 
     gpus: tuple[GpuState, ...] = ()
     driver: str = ""
     cuda: str = ""  # newest version that the driver can run, as in 13.0; empty: not known
-    said: str = ""  # why there are no cards
+    said: str = ""  # why there are no GPUs
 
     def chosen(self, names: tuple[str, ...]) -> tuple[GpuState, ...]:
-        """Those that `names` mean, as CUDA_VISIBLE_DEVICES writes them: numbers, or beginnings of UUIDs."""
+        """Select the GPUs that `names` mean, as CUDA_VISIBLE_DEVICES writes them: numbers, or beginnings of UUIDs."""
         by_number = {str(gpu.index): gpu for gpu in self.gpus}
         found = []
         for name in names:
@@ -66,12 +118,12 @@ class GpuLook:
 
 
 def is_busy(gpu: GpuState) -> bool:
-    """Whether more of its memory is taken than an idle card's."""
+    """Tell whether more memory is in use than on an idle GPU."""
     return gpu.used_mib > max(_IDLE_MIB, _IDLE_SHARE * gpu.memory_mib)
 
 
 def ask_gpus(environ: Mapping[str, str]) -> GpuLook:
-    """This machine's cards. Blocks for a second where the driver is awake, at most for 90."""
+    """Ask for the GPUs of this machine. Takes a second where the driver is awake, and at most 90."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH", os.defpath))
     if program is None:
         return GpuLook(said="nvidia-smi is not on PATH, so there seems to be no NVIDIA driver")
@@ -91,7 +143,7 @@ def ask_gpus(environ: Mapping[str, str]) -> GpuLook:
 
 
 def parse_gpus(text: str) -> list[GpuState]:
-    """The answer to `--query-gpu` of FIELDS, csv without head and units. Raises ValueError for another text."""
+    """Parse the answer to `--query-gpu` of FIELDS: CSV without head and units. Raises ValueError for another text."""
     found = []
     for row in _rows(text):
         if len(row) != len(FIELDS):
@@ -102,7 +154,7 @@ def parse_gpus(text: str) -> list[GpuState]:
 
 
 def with_processes(gpus: list[GpuState], text: str) -> list[GpuState]:
-    """`gpus` with what `--query-compute-apps` of PROCESS_FIELDS answers. Raises ValueError for another text."""
+    """Add the processes that `--query-compute-apps` of PROCESS_FIELDS lists. Raises ValueError for another text."""
     found: dict[str, list[GpuProcess]] = {gpu.uuid: [] for gpu in gpus}
     for row in _rows(text):
         if len(row) != len(PROCESS_FIELDS):
@@ -114,15 +166,15 @@ def with_processes(gpus: list[GpuState], text: str) -> list[GpuState]:
 
 
 def parse_cuda(text: str) -> str:
-    """`13.0` from the head of nvidia-smi's table; empty where it has none."""
+    """Find the CUDA version, such as 13.0, in the head of the table of nvidia-smi; empty where it has none."""
     found = _CUDA.search(text)
     return found[1] if found else ""
 
 
 def driver_cuda(library: str = "libcuda.so.1") -> str:
-    """The newest CUDA that the driver's library can run, as in `13.0`; empty without one.
+    """Ask the driver's library for the newest CUDA version that it can run, such as 13.0; empty without one.
 
-    Asked of the library that a process here would load, so a forward compatibility package on LD_LIBRARY_PATH counts.
+    It is the library that a process here would load, so a forward compatibility package on LD_LIBRARY_PATH counts.
     """
     version = ctypes.c_int(0)
     try:
@@ -134,7 +186,7 @@ def driver_cuda(library: str = "libcuda.so.1") -> str:
 
 
 def _run(program: str, *query: str) -> str:
-    words = [*query, "--format=csv,noheader,nounits"] if query else []
+    words = [*query, "--format=csv,noheader,nounits"] if query and query[0].startswith("--query") else query
     return subprocess.run(
         [program, *words], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL
     ).stdout
@@ -146,12 +198,12 @@ def _rows(text: str) -> list[list[str]]:
 
 
 def _number(text: str) -> int:
-    """`[N/A]` and the like are 0."""
+    """Parse a number; `[N/A]` and the like are 0."""
     return int(text) if text.isdigit() else 0
 
 
 def _owner(pid: int) -> str:
-    """Who runs a process; empty where it is not seen."""
+    """Name the user who runs a process; empty where the process is not seen from here."""
     import pwd
 
     try:
@@ -165,3 +217,10 @@ def _owner(pid: int) -> str:
 
 def _short(text: str) -> str:
     return " ".join(text.split())[:200] or "no output"
+
+
+def local_kinds(environ: Mapping[str, str]) -> list[tuple[str, float]]:
+    """List name and memory in MiB of each GPU that a process with `environ` may use here."""
+    names = local_gpus(environ)
+    chosen = ask_gpus(environ).chosen(names) if names else ()
+    return [(gpu.name, float(gpu.memory_mib)) for gpu in chosen if gpu.memory_mib]

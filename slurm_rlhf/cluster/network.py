@@ -1,7 +1,6 @@
-"""By which address and network interface this machine reaches another: the kernel's route decides, not luck.
+"""Find the address and network interface by which this machine reaches another, from the route of the kernel.
 
-On a node with several networks the first interface by name is as likely a management network that the others cannot
-reach as the right one.
+On a node with several networks, the first interface by name may be a management network that other nodes cannot reach.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 def address_towards(host: str) -> str:
-    """The address of this machine that `host` sees, IPv4 where it has one. Sends nothing.
+    """Return the address of this machine that `host` sees, IPv4 where it has one. Sends nothing.
 
     Raises PlacementError when `host` has no address or there is no route to it.
     """
@@ -39,13 +38,13 @@ def address_towards(host: str) -> str:
 
 
 def interface_of(address: str) -> str:
-    """The network interface that has `address`; empty if none says so (an alias, a container)."""
+    """Return the network interface that has `address`; empty if none is found (an alias, a container)."""
     wanted = _parsed(address)
     return next((name for name, owned in addresses() if owned == wanted), "lo" if wanted.is_loopback else "")
 
 
 def address_of(interface: str, key: str) -> str:
-    """The address of `interface`. Raises ConfigError naming the interfaces there are, for configuration key `key`."""
+    """Return the address of `interface`. Raises ConfigError that names `key` and the interfaces there are."""
     owned = addresses()
     for name, address in owned:
         if name == interface:
@@ -57,12 +56,12 @@ def address_of(interface: str, key: str) -> str:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether the address exists inside its own node only."""
+    """Tell whether an address can be reached from its own node only."""
     return _parsed(address).is_loopback
 
 
 def addresses() -> list[tuple[str, Address]]:
-    """(interface, address) of this machine, IPv4 first."""
+    """List (interface, address) of this machine, IPv4 first."""
     found: list[tuple[str, Address]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():

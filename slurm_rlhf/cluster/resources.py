@@ -1,4 +1,4 @@
-"""The topology this process can use: the Slurm allocation it is in, or this machine."""
+"""Find the nodes and slots that a run can use, in a Slurm allocation or here. Without GPUs a slot is a process."""
 
 from __future__ import annotations
 
@@ -7,24 +7,69 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 
-from slurm_rlhf.cluster.environment import SlurmEnvironment, read_slurm
-from slurm_rlhf.cluster.local import local_topology, process_slots
-from slurm_rlhf.cluster.scontrol_gpus import ask_scontrol
+from slurm_rlhf.cluster.gpu_query import local_gpus
+from slurm_rlhf.cluster.granted_gpus import ask_scontrol
+from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.placement.rank_plan import role_sizes
-from slurm_rlhf.placement.topology import CPU, Topology
+from slurm_rlhf.placement.rank_plan import RoleSize, make_blocks, place, role_sizes
+from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
+
+
+def local_topology(
+    config: Config, colocate: Sequence[frozenset[str]] = (), environ: Mapping[str, str] | None = None
+) -> Topology:
+    """Describe this machine: with its GPUs if it has any, else with as many process slots as the roles need.
+
+    Raises PlacementError if roles ask for several nodes, or for more GPUs than there are.
+    """
+    environ = os.environ if environ is None else environ
+    roles = role_sizes(config)
+    several = [size for size in roles if size.num_nodes > 1]
+    if several:
+        keys = ", ".join(f"{size.key('num_nodes')} = {size.num_nodes}" for size in several)
+        most = max(size.num_nodes for size in several)
+        raise PlacementError(
+            f"{keys}, but this is not a Slurm allocation and there is only this machine: set "
+            f"{' and '.join(size.key('num_nodes') for size in several)} to 1, or submit with sbatch --nodes={most}"
+        )
+    name = socket.gethostname().partition(".")[0]
+    cpus = len(os.sched_getaffinity(0))
+    gpus = local_gpus(environ)
+    if not gpus:
+        return process_slots(Topology((Node(name, 0, cpus),), CPU), roles, colocate)
+    topology = Topology((Node(name, len(gpus), cpus, gpus),), GPU)
+    try:
+        place(topology, roles, colocate)
+    except PlacementError as error:
+        raise PlacementError(
+            f"{error}\n  or hide the GPUs and run on CPUs: CUDA_VISIBLE_DEVICES= slurm-rlhf ..."
+        ) from error
+    return topology
+
+
+def process_slots(topology: Topology, roles: Sequence[RoleSize], colocate: Sequence[frozenset[str]] = ()) -> Topology:
+    """Give each node of a topology without GPUs as many slots as the roles need there; colocated roles share them.
+
+    Raises PlacementError where colocated roles differ in size.
+    """
+    count = len(topology.nodes)
+    slots = 0
+    for block in make_blocks(roles, colocate):
+        engines = -(-block.engines // (block.num_nodes or count))
+        slots += block.per_node or engines * block.tp
+    return Topology(tuple(Node(node.name, slots, node.cpus) for node in topology.nodes), CPU)
 
 
 def node_name(environ: Mapping[str, str] = os.environ) -> str:
-    """Slurm's name of this node, or the host name without its domain."""
+    """Return the name that Slurm has for this node, or the host name without its domain."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
 
 
 def current_topology(
     config: Config, colocate: Sequence[frozenset[str]] = (), environ: Mapping[str, str] | None = None
 ) -> Topology:
-    """Nodes and slots for a run with `config` here. An allocation without GPUs gets process slots.
+    """Return nodes and slots for a run with `config` here. An allocation without GPUs gets process slots.
 
     Raises PlacementError where the environment contradicts itself or does not hold what `config` asks for.
     """
@@ -37,9 +82,9 @@ def current_topology(
 
 
 def _gpus(slurm: SlurmEnvironment) -> tuple[tuple[int, ...], str]:
-    """GPUs on each node, and who said so.
+    """Return the GPUs on each node, and where the numbers come from.
 
-    Where the environment tells of one node alone, or contradicts itself, Slurm knows.
+    Slurm is asked where the environment describes only one node, or contradicts itself.
     """
     gpus = slurm.gpus()
     asked = f"scontrol show job --details {slurm.job_id}"
@@ -47,7 +92,7 @@ def _gpus(slurm: SlurmEnvironment) -> tuple[tuple[int, ...], str]:
         try:
             return ask_scontrol(slurm.job_id, slurm.job_nodes), asked
         except PlacementError:
-            # Of this node slurmd's word is enough; of others it is a guess.
+            # For this node slurmd is right; for other nodes its number would be a guess.
             if slurm.gpus_here is None or slurm.step_id is not None or len(slurm.job_nodes) > 1:
                 raise
             return (slurm.gpus_here,), "SLURM_GPUS_ON_NODE"

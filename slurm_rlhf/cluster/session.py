@@ -1,4 +1,4 @@
-"""Who works on a run directory: a small file in it, for those who find the directory and look for the job."""
+"""Record which process works on a run directory: a small file for commands that look for its job."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slurm_rlhf.atomic_write import write_atomically
-from slurm_rlhf.cluster.environment import read_slurm
+from slurm_rlhf.cluster.slurm_environment import read_slurm
 
 SESSION_FILE = "session.json"
-"""In the run directory."""
+"""Name of the file in the run directory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """The conductor that works, or worked last, on a run. Outside Slurm the job's fields are empty."""
+    """Describe the conductor that works, or worked last, on a run. Outside Slurm the fields of the job are empty."""
 
     host: str
     pid: int
@@ -30,7 +30,7 @@ class Session:
 
     @classmethod
     def here(cls, environ: Mapping[str, str]) -> Session:
-        """This process, in the Slurm job that `environ` tells of."""
+        """Describe this process, in the Slurm job of `environ`."""
         host, slurm = socket.gethostname(), read_slurm(environ)
         if slurm is None:
             return cls(host, os.getpid(), time.time())
@@ -39,12 +39,12 @@ class Session:
         return cls(host, os.getpid(), time.time(), str(slurm.job_id), task, slurm.job_nodes[0])
 
     def write(self, run_dir: Path) -> None:
-        """At once whole or not at all."""
+        """Write the file to `run_dir`."""
         write_atomically(run_dir / SESSION_FILE, json.dumps(asdict(self)) + "\n")
 
 
 def read_session(run_dir: Path) -> Session | None:
-    """None where no run was started yet."""
+    """Read the file in `run_dir`; None where no run was started yet."""
     try:
         return Session(**json.loads((run_dir / SESSION_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -52,5 +52,5 @@ def read_session(run_dir: Path) -> Session | None:
 
 
 def attach_line(job_id: str, node: str) -> str:
-    """The command that opens a shell on `node`, beside the job's steps."""
+    """Return the command that opens a shell on `node`, beside the steps of the job."""
     return f"srun --jobid={job_id} --overlap --pty --nodes=1 --nodelist={node} bash"

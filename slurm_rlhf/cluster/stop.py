@@ -1,6 +1,6 @@
-"""When a run has to stop before its last step: signals, the end of the allocation, files of the user's.
+"""Stop a run before its last step, and continue it later: signals, the end of the allocation, files of the user.
 
-A stop may drop work in flight only where the code says so (`droppable`); elsewhere it waits for the next such place.
+A stop may drop work in flight only inside `droppable`; elsewhere it waits until the code comes to such a place.
 """
 
 from __future__ import annotations
@@ -14,6 +14,37 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Protocol
+
+
+class Continuation(Protocol):
+    """Let a scheduler run a job again that is not done: the interface between the conductor and the scheduler."""
+
+    def end_time(self) -> float | None:
+        """Return when the allocation ends, in seconds since the epoch; None if unknown. Asks the scheduler once."""
+
+    def go_on(self) -> str:
+        """Arrange that the same job runs again; return what was arranged, or why that is not possible.
+
+        The scheduler may end this process before it returns, so everything must be on disk already.
+        """
+
+    def finished(self) -> str:
+        """Cancel what was arranged to continue a run that is done; return what it was, empty if there was nothing."""
+
+
+class NoContinuation:
+    """Leave it to the user to run the job again."""
+
+    def end_time(self) -> float | None:
+        return None
+
+    def go_on(self) -> str:
+        return "the same command goes on from here"
+
+    def finished(self) -> str:
+        return ""
+
 
 STOP_FILE = "stop"
 SAVE_FILE = "save"
@@ -23,10 +54,10 @@ _SECOND_TERM_S = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a run stops."""
+    """Say why a run stops."""
 
     what: str
-    requeue: bool  # the run is to go on later by itself
+    requeue: bool  # the run continues later by itself
     exit_code: int
 
 
@@ -38,7 +69,7 @@ FILE = Reason(f"a file named {STOP_FILE} in the run directory", False, 0)
 
 @contextmanager
 def termination() -> Iterator[threading.Event]:
-    """An event that SIGTERM sets, instead of whatever else it would do. Only the main thread may enter it."""
+    """Turn SIGTERM into an event that is set, and nothing else. Only the main thread may enter it."""
     told = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda number, frame: told.set())
     try:
@@ -49,7 +80,7 @@ def termination() -> Iterator[threading.Event]:
 
 @contextmanager
 def immune() -> Iterator[None]:
-    """What this thread starts meanwhile is not ended by SIGTERM: Slurm signals every process of a batch step."""
+    """Block SIGTERM for processes that this thread starts meanwhile: Slurm signals all processes of a batch step."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         yield
@@ -58,7 +89,7 @@ def immune() -> Iterator[None]:
 
 
 class StopRequested(BaseException):
-    """Raised in the main thread, where work in flight may be dropped. Not an Exception: nothing may swallow it."""
+    """Interrupt the main thread where work may be dropped. Not an Exception, so that no handler swallows it."""
 
     def __init__(self, reason: Reason) -> None:
         super().__init__(reason.what)
@@ -66,11 +97,11 @@ class StopRequested(BaseException):
 
 
 class Stop:
-    """Listens while it is entered. Only the main thread may enter it.
+    """Notice requests to stop while it is entered. Only the main thread may enter it.
 
     SIGUSR1 (`sbatch --signal=B:USR1@600`) and the time `end` (seconds since the epoch) less `margin_s` mean: save,
-    and go on in another allocation. SIGTERM means: save now; the second one ends the process without more ado. The
-    file `stop` in `directory` means: save and leave; the file `save`: save and go on.
+    and continue in another allocation. SIGTERM means: save now; a second SIGTERM ends the process at once. The file
+    `stop` in `directory` means: save and leave; the file `save`: save and continue.
     """
 
     def __init__(self, directory: Path, end: float | None = None, margin_s: float = 0.0) -> None:
@@ -83,7 +114,7 @@ class Stop:
         self._leaving = threading.Event()
 
     def __enter__(self) -> Stop:
-        # A file of an earlier session has been obeyed already.
+        # A file of an earlier session was acted on already.
         (self._directory / STOP_FILE).unlink(missing_ok=True)
         self._before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
         signal.signal(signal.SIGUSR1, self._on_signal)
@@ -98,7 +129,7 @@ class Stop:
 
     @contextmanager
     def droppable(self) -> Iterator[None]:
-        """Within it a stop raises StopRequested at once, and at its begin if one was asked for before."""
+        """Let a stop raise StopRequested at once inside it, and at its beginning if one was requested before."""
         self._droppable = True
         try:
             self.check()
@@ -107,25 +138,25 @@ class Stop:
             self._droppable = False
 
     def check(self) -> None:
-        """Raise StopRequested if a stop was asked for."""
+        """Raise StopRequested if a stop was requested."""
         if self.reason is not None:
             raise StopRequested(self.reason)
 
     def save_wanted(self) -> bool:
-        """True once for each `save` file."""
+        """Tell whether the user has written a `save` file, and remove it."""
         file = self._directory / SAVE_FILE
         wanted = file.exists()
         file.unlink(missing_ok=True)
         return wanted
 
-    def deaf(self) -> None:
-        """From here on no signal keeps the caller from ending what was started."""
+    def ignore_signals(self) -> None:
+        """Ignore signals from here on, so that the caller can end what it started."""
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM:
-            # One scancel or `timeout` can deliver it twice.
+            # One `scancel` or `timeout` can deliver SIGTERM twice.
             if self.reason is TERM and time.monotonic() > self._term_at + _SECOND_TERM_S:
                 raise SystemExit(TERM.exit_code)
             if self.reason is not TERM:
@@ -146,6 +177,6 @@ class Stop:
                 self._ask(END)
 
     def _ask(self, reason: Reason) -> None:
-        """Only a signal interrupts the main thread where it waits."""
+        """Send a signal to this process: nothing else interrupts the main thread while it waits."""
         self.reason = reason
         os.kill(os.getpid(), signal.SIGUSR1)

@@ -11,6 +11,9 @@ from functools import cache, reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
+from slurm_rlhf.algorithms.registry import KEY as ALGORITHM
+from slurm_rlhf.algorithms.registry import built_in
+from slurm_rlhf.config.ranges import Range
 from slurm_rlhf.config.schema import Config
 
 
@@ -22,6 +25,7 @@ class Key:
     kind: str
     default: Any
     choices: tuple[str, ...] = ()
+    allowed: Range | None = None  # of a number, or of each number of a list
 
     @property
     def group(self) -> str:
@@ -59,12 +63,18 @@ def _walk(group: Any, prefix: str) -> Iterable[Key]:
             yield from _walk(value, name + ".")
         elif get_origin(hint) is Literal:
             yield Key(name, "str", value, get_args(hint))
+        elif get_origin(hint) is Annotated and isinstance(hint.__metadata__[0], Range):
+            yield Key(name, _kind(hint.__origin__), value, allowed=hint.__metadata__[0])
         elif get_origin(hint) is Annotated:
             yield Key(name, "path", value)
         elif any(get_origin(item) is Annotated for item in get_args(hint)):
             yield Key(name, "list[path]", value)
         else:
-            yield Key(name, hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint), value)
+            yield Key(name, _kind(hint), value)
+
+
+def _kind(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
 
 
 @cache
@@ -106,6 +116,7 @@ def documentation() -> dict[str, str]:
                     found[prefix + statement.target.id] = " ".join(str(text.value.value).split())
 
     visit(Config(), "")
+    found[ALGORITHM] = found[ALGORITHM].format(algorithms=", ".join(sorted(built_in())))
     return found
 
 

@@ -1,7 +1,7 @@
 """The table of roles: every kind of process group that a run may start, one row each.
 
-Adding a role: a row here, its worker's file in `workers/`, its group in `config/schema.py`. Placement, `plan`, the
-memory table, environments and checkpoints read this table and name no role themselves.
+Adding a role: a row here, its worker's file in `workers/`, its group in `schema.py`. Placement, `plan`, the memory
+table, environments and checkpoints read this table and name no role themselves.
 """
 
 from __future__ import annotations
@@ -11,9 +11,27 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slurm_rlhf.config.algorithm import has_critic, has_reference
+from slurm_rlhf.algorithms.plugins import load_plugins
+from slurm_rlhf.algorithms.registry import Algorithm, find_algorithm
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
+
+
+def algorithm_of(config: Config) -> Algorithm:
+    """Find the algorithm that `config` names, after running the user's files. Raises ConfigError."""
+    load_plugins(config.train.plugins)
+    return find_algorithm(config.algo.advantage.estimator)
+
+
+def has_critic(config: Config) -> bool:
+    """Say whether a value model is trained."""
+    return algorithm_of(config).needs_critic
+
+
+def has_reference(config: Config) -> bool:
+    """Say whether a frozen policy runs: where the KL to it counts, or the algorithm needs it."""
+    return config.algo.kl.init_coef != 0 or algorithm_of(config).needs_reference
+
 
 ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT = "actor", "critic", "reference", "reward", "rollout"
 
@@ -67,7 +85,7 @@ _ROWS = (
         ACTOR,
         group="actor",
         letter="A",
-        worker="slurm_rlhf.workers.model_workers:ActorRole",
+        worker="slurm_rlhf.workers.model_workers:ActorWorker",
         kind="trained",
         model_keys=("actor.model_name_or_path",),
         head=True,
@@ -78,7 +96,7 @@ _ROWS = (
         CRITIC,
         group="critic",
         letter="C",
-        worker="slurm_rlhf.workers.model_workers:CriticRole",
+        worker="slurm_rlhf.workers.model_workers:CriticWorker",
         kind="trained",
         # A reward model has learned already what a response is worth. Source: OpenRLHF, `cli/train_ppo_ray.py`.
         model_keys=("critic.model_name_or_path", "reward.model_name_or_path", "actor.model_name_or_path"),
@@ -90,7 +108,7 @@ _ROWS = (
         REFERENCE,
         group="ref",
         letter="R",
-        worker="slurm_rlhf.workers.model_workers:ReferenceRole",
+        worker="slurm_rlhf.workers.model_workers:ReferenceWorker",
         kind="frozen",
         model_keys=("actor.model_name_or_path",),
         head=True,
@@ -101,7 +119,7 @@ _ROWS = (
         REWARD,
         group="reward",
         letter="W",
-        worker="slurm_rlhf.workers.model_workers:RewardRole",
+        worker="slurm_rlhf.workers.model_workers:RewardWorker",
         kind="frozen",
         model_keys=("reward.model_name_or_path",),
         colocates=CRITIC,
@@ -111,7 +129,7 @@ _ROWS = (
         ROLLOUT,
         group="vllm",
         letter="E",
-        worker="slurm_rlhf.workers.engine_leader:engine_role",
+        worker="slurm_rlhf.workers.engine_leader:make_engine_worker",
         kind="engine",
         model_keys=("actor.model_name_or_path",),
         head=True,

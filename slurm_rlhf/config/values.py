@@ -1,12 +1,14 @@
-"""Values of keys: from TOML, from the command line, checked against the key's type. Strict in both."""
+"""Read and write values and keys: from TOML, from the command line, and back to TOML; strict in each."""
 
 from __future__ import annotations
 
+import json
 import math
 import tomllib
 from typing import Any
 
-from slurm_rlhf.config.keys import Key
+from slurm_rlhf.config.keys import Key, all_keys, get
+from slurm_rlhf.config.schema import Config
 
 
 class BadValue(ValueError):
@@ -113,3 +115,66 @@ def _hint(key: Key, value: object) -> str:
     if key.kind == "int":
         return f": write {int(number)}" if number.is_integer() else ""
     return ": leave out the quotes" if math.isfinite(number) else ""
+
+
+def split_overrides(words: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
+    """(key as written, its words) in order of appearance, and the words that belong to no key.
+
+    Knows the schema only to tell how many words a key takes: a list all up to the next `--`, a bool one if that
+    is true or false, any other key one. A word that starts with `--` is never a value unless written `--a.b=--c`;
+    `-1` is a value.
+    """
+    found: list[tuple[str, list[str]]] = []
+    stray: list[str] = []
+    position = 0
+    while position < len(words):
+        word = words[position]
+        position += 1
+        if not word.startswith("--") or word == "--":
+            stray.append(word)
+            continue
+        name, equals, value = word[2:].partition("=")
+        if equals:
+            found.append((name, [value]))
+            continue
+        following = _following(words, position)[: _takes(name, words[position : position + 1])]
+        position += len(following)
+        found.append((name, following))
+    return found, stray
+
+
+def _following(words: list[str], start: int) -> list[str]:
+    end = next((i for i in range(start, len(words)) if words[i].startswith("--")), len(words))
+    return words[start:end]
+
+
+def _takes(name: str, first: list[str]) -> int | None:
+    key = all_keys().get(name)
+    if key is not None and key.kind.startswith("list["):
+        return None
+    if key is not None and key.kind == "bool":
+        return 1 if first and first[0].lower() in ("true", "false") else 0
+    return 1
+
+
+def dump_toml(config: Config) -> str:
+    """Every key with its value, one TOML table per group, in the schema's order."""
+    lines: list[str] = []
+    group = ""
+    for key in all_keys().values():
+        if key.group != group:
+            group = key.group
+            lines += ["", f"[{group}]"]
+        lines.append(f"{key.name.rpartition('.')[2]} = {_literal(get(config, key.name))}")
+    return "\n".join(lines) + "\n"
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        # JSON escapes what TOML wants escaped, but for DEL.
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, list):
+        return f"[{', '.join(_literal(item) for item in value)}]"
+    return repr(value)

@@ -1,35 +1,113 @@
-"""Who may connect: holders of the run's client key, nobody else."""
+"""Who may connect: the keys of a run, and the check that a process has them.
+
+CURVE (CurveZMQ, ZeroMQ RFC 26): Curve25519 key pairs, both sides authenticated, everything encrypted. Who can read the
+run's key file may talk on its sockets, nobody else can.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
+import os
+import stat
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 from zmq.utils.z85 import decode as z85_decode
 
-from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.atomic_write import write_atomically
+from slurm_rlhf.errors import ConfigError
+
+_MAX_FILE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RunKeys:
+    """Holds the key pairs of the conductor's socket (server) and of all ranks (client), 40 characters of Z85 each."""
+
+    server_public: str
+    server_secret: str = field(repr=False)
+    client_public: str
+    client_secret: str = field(repr=False)
+
+    @classmethod
+    def create(cls, path: Path | str) -> RunKeys:
+        """Make new keys and write them to `path` with mode 0600, atomically in place of those of an earlier run."""
+        path = Path(path)
+        server_public, server_secret = zmq.curve_keypair()
+        client_public, client_secret = zmq.curve_keypair()
+        keys = cls(*(key.decode() for key in (server_public, server_secret, client_public, client_secret)))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(asdict(keys)), durable=True, private=True)
+        return keys
+
+    @classmethod
+    def load(cls, path: Path | str) -> RunKeys:
+        """Read the keys in `path`. Raises ConfigError when others could read or write the file, or it holds no keys."""
+        try:
+            # NONBLOCK: opening a named pipe put in the file's place must not hang.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            raise ConfigError(f"the run's key file {path} cannot be read: {error.strerror}") from error
+        with os.fdopen(descriptor, "rb") as file:
+            _refuse_foreign(os.fstat(file.fileno()), path)
+            content = file.read(_MAX_FILE_BYTES)
+        return cls.parse(content, path)
+
+    @classmethod
+    def parse(cls, content: str | bytes, origin: Path | str) -> RunKeys:
+        """Read keys as `create` writes them. Raises ConfigError naming `origin` when these are none."""
+        try:
+            values = json.loads(content)
+            keys = cls(**{name.name: str(values[name.name]) for name in fields(cls)})
+            for secret, public in (
+                (keys.server_secret, keys.server_public),
+                (keys.client_secret, keys.client_public),
+            ):
+                if zmq.curve_public(secret.encode()).decode() != public:
+                    raise ValueError("a public key does not belong to its secret key")
+        except (ValueError, KeyError, TypeError, zmq.ZMQError) as error:
+            raise ConfigError(f"{origin} holds no keys of a run ({error}); start the run anew to replace it") from error
+        return keys
+
+
+def _refuse_foreign(status: os.stat_result, path: Path | str) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"the run's key file {path} is not a regular file")
+    if status.st_uid != os.geteuid():
+        raise ConfigError(
+            f"the run's key file {path} belongs to user {status.st_uid}, not to user {os.geteuid()} who runs this; "
+            "use a run_dir of your own"
+        )
+    if mode := stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(
+            f"the run's key file {path} is open to other users (mode {stat.S_IMODE(status.st_mode):04o}, "
+            f"{mode:03o} too much): its keys may be known; delete it and start the run anew"
+        )
+
 
 log = logging.getLogger(__name__)
 
-# Strangers that knock without end must not keep the thread from the ranks.
+# A flood of connections without the key must not keep the thread from the ranks.
 _EVENTS_PER_ROUND = 200
 _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 
-class Gate:
-    """Makes a socket a CURVE server, answers its authentication requests (ZAP, ZeroMQ RFC 27), counts the refused.
+class Authenticator:
+    """Makes a socket a CURVE server, answers its authentication requests (ZAP, ZeroMQ RFC 27), counts refusals.
 
     Every connection that ends before its handshake has succeeded counts once: a wrong key, no key, and whatever else
     speaks to the port. A refused zmq client that tries again counts again.
     """
 
     def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[Any], keys: RunKeys) -> None:
-        """Before `socket` binds. The context's authentication is this gate's alone."""
+        """Call it before `socket` binds; a context has room for one authenticator."""
         self.refused = 0
         self._pending = 0
-        self._strangers = 0
+        self._other_keys = 0
         self._allowed = z85_decode(keys.client_public)
         self._zap = context.socket(zmq.REP)
         self._zap.bind("inproc://zeromq.zap.01")
@@ -42,11 +120,11 @@ class Gate:
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
-        """What the I/O thread polls for reading."""
+        """Return what the I/O thread polls for reading."""
         return [self._zap, self._monitor]
 
-    def attend(self) -> None:
-        """I/O thread: answers and counts what has come, the rest of a flood next time; does not block."""
+    def answer(self) -> None:
+        """I/O thread: answer and count what has come, the rest of a flood next time; does not block."""
         for _ in range(_EVENTS_PER_ROUND):
             if not self._zap.poll(0):
                 break
@@ -57,13 +135,13 @@ class Gate:
             self._count(parse_monitor_message(self._monitor.recv_multipart())["event"])
 
     def close(self) -> None:
-        """Before the socket closes. Leaves nothing open that the end of the context would wait for."""
+        """Close, before the socket does, what the end of the context would wait for."""
         self._monitored.disable_monitor()
         self._monitor.close(linger=0)
         self._zap.close(linger=0)
 
     def _count(self, event: int) -> None:
-        """`_pending`: accepted, and neither admitted nor counted as refused.
+        """Count an event; `_pending` are connections that are accepted, not yet admitted and not yet refused.
 
         Events of failed handshakes would be simpler, but what does not speak ZeroMQ at all (a port scan, a browser)
         only shows as a disconnection, and that event does not tell whether it had been admitted.
@@ -85,10 +163,10 @@ class Gate:
         _, request_id, _, address, _, mechanism, *credentials = request
         allowed = mechanism == b"CURVE" and credentials == [self._allowed]
         if not allowed:
-            self._strangers += 1
-            if self._strangers & (self._strangers - 1) == 0:
+            self._other_keys += 1
+            if self._other_keys & (self._other_keys - 1) == 0:
                 log.info(
-                    "%s has another key than the run's; %d so far", address.decode("ascii", "replace"), self._strangers
+                    "%s has another key than the run's; %d so far", address.decode("ascii", "replace"), self._other_keys
                 )
         code, text = (b"200", b"") if allowed else (b"400", b"not a rank of this run")
         self._zap.send_multipart([b"1.0", request_id, code, text, b"", b""])

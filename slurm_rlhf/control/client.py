@@ -1,4 +1,4 @@
-"""A rank's end: says hello, keeps the heartbeat up, hands calls to the main thread."""
+"""The end of a rank: it says hello, sends heartbeats, and hands calls to the main thread."""
 
 from __future__ import annotations
 
@@ -12,15 +12,11 @@ from typing import Any
 
 import zmq
 
-from slurm_rlhf.control import failure
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.codec import Buffer, encode
-from slurm_rlhf.control.envelope import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, body, unpack
-from slurm_rlhf.control.heartbeat import Heartbeat
-from slurm_rlhf.control.keys import RunKeys
-from slurm_rlhf.control.message_clock import ListeningClock
-from slurm_rlhf.control.request import Request
-from slurm_rlhf.control.sockets import Part, make_socket, to_parts
-from slurm_rlhf.control.wakeup import Wakeup
+from slurm_rlhf.control.io_thread import Heartbeat, ListeningClock, Part, Wakeup, make_socket, to_parts
+from slurm_rlhf.control.messages import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, Failure, Request, body, unpack
+from slurm_rlhf.control.roster import Hello
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
 
 log = logging.getLogger(__name__)
@@ -29,7 +25,9 @@ _LINGER_MS = 1000
 
 
 class ControlClient:
-    """Any thread may use it. Its I/O thread sends heartbeats while the others compute.
+    """Receives the conductor's calls for a rank; its I/O thread sends heartbeats while the others compute.
+
+    Any thread may use it.
 
     `phase` says in a word what the rank is doing; pulses carry it, and errors of the conductor name it.
     """
@@ -47,7 +45,7 @@ class ControlClient:
         heartbeat_limit: float = 20.0,
         on_conductor_lost: Callable[[str], None] | None = None,
     ) -> None:
-        """Starts to connect and returns.
+        """Start to connect, and return.
 
         host: this node's name in messages; None: what the node calls itself.
         on_conductor_lost: called with the reason, on the I/O thread, when the conductor was silent for
@@ -59,11 +57,7 @@ class ControlClient:
         self.garbage = 0
         """Messages that did not decode; each was dropped."""
         self._me = f"{role} rank {rank}"
-        self._hello = to_parts(
-            encode(
-                {"role": role, "rank": rank, "world": world, "host": host or socket.gethostname(), "pid": os.getpid()}
-            )
-        )
+        self._hello = to_parts(encode(Hello(role, rank, world, host or socket.gethostname(), os.getpid())))
         self._heartbeat = Heartbeat(heartbeat_interval, heartbeat_limit)
         self._clock = ListeningClock(self._heartbeat.longest_round)
         self._heard = self._now = self._clock.now()
@@ -85,11 +79,11 @@ class ControlClient:
 
     @property
     def conductor_lost(self) -> str:
-        """Why the conductor counts as gone; empty as long as it is there. Once lost, it stays lost."""
+        """Why the conductor counts as gone; empty while it is there. Once lost, it stays lost."""
         return self._lost
 
     def connect(self, timeout_s: float) -> None:
-        """Blocks until the conductor has welcomed this rank. Raises CallTimeout, or RoleDied when it is lost."""
+        """Wait until the conductor has welcomed this rank. Raises CallTimeout, or RoleDied when it is lost."""
         welcomed = self._welcomed.wait(timeout_s)
         self._raise_if_lost()
         if not welcomed:
@@ -98,7 +92,7 @@ class ControlClient:
             )
 
     def receive(self, timeout_s: float | None = None) -> Request | None:
-        """The next call; None when there is none for `timeout_s` seconds (0: only look; None: wait without end).
+        """Take the next call; None when there is none for `timeout_s` seconds (0: only look; None: wait without end).
 
         Raises RoleDied when the conductor is lost and all calls that had arrived are taken.
         """
@@ -113,11 +107,11 @@ class ControlClient:
         return request
 
     def event(self, name: str, /, **data: Any) -> None:
-        """Tells the conductor something nobody asked for. Does not block; raises WireError as `Request.reply` does."""
+        """Tell the conductor something unasked. Does not block; raises WireError as `Request.reply` does."""
         self._post("event", encode({"name": name, "data": data}), 0)
 
     def close(self) -> None:
-        """Sends what is queued and says goodbye; takes up to a second. May be called twice."""
+        """Send what is queued and say goodbye; takes up to a second. May be called twice."""
         self._closing = True
         self._wakeup.signal()
         self._thread.join()
@@ -181,7 +175,7 @@ class ControlClient:
         self._context.term()
 
     def _send_queued(self) -> None:
-        """Nothing before the welcome: a conductor that does not know this rank would drop it."""
+        """Send what is queued, after the welcome: a conductor that does not know this rank would drop it."""
         if not self._welcomed.is_set():
             return
         try:
@@ -242,7 +236,7 @@ class ControlClient:
                     raise WireError("a call without method and arguments")
         except WireError as error:
             # Answered, so that the caller need not wait for its deadline.
-            self._post("error", encode(failure.to_wire(error)), call)
+            self._post("error", encode(Failure.of(error)), call)
             raise
 
     def _beat(self) -> None:

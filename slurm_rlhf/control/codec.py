@@ -36,7 +36,7 @@ _EXPECTED = "None, bool, int, float, str, bytes, list, tuple, dict, numpy arrays
 
 
 def encode(value: Any) -> list[Buffer]:
-    """Frames of `value`: the header, then the bytes of each array of at least INLINE_BYTES.
+    """Make frames of `value`: the header, then the bytes of each array of at least INLINE_BYTES.
 
     Contiguous arrays are not copied: they must not change until the frames were sent.
     Raises WireError for a value that cannot travel.
@@ -72,7 +72,7 @@ def encode(value: Any) -> list[Buffer]:
 
 
 def decode(frames: Sequence[Buffer]) -> Any:
-    """The value that `encode` made `frames` of.
+    """Read the value that `encode` made `frames` of.
 
     Arrays are aligned and writable; those of a frame of their own share its memory when it is writable and aligned.
     Raises WireError for anything else than frames of `encode`, never another exception.

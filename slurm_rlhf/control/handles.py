@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any, Generic, TypeVar, overload
 
-from slurm_rlhf.config.schema_timeout import Timeout
+from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control import calls
-from slurm_rlhf.control.calls import EngineCalls, RankCalls, spec_of
+from slurm_rlhf.control.call_spec import CallSpec, calls_of, spec_of
+from slurm_rlhf.control.calls import EngineCalls, RankCalls
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import RemoteError, RunError
 
@@ -107,7 +108,7 @@ class RoleHandle(Generic[C]):
         """The rank that a call to `number` goes to."""
         return number
 
-    def _send(self, number: int, name: str, argument: Any, seconds: float, spec: calls.CallSpec | None) -> Future[Any]:
+    def _send(self, number: int, name: str, argument: Any, seconds: float, spec: CallSpec | None) -> Future[Any]:
         rank = self._rank(number)
         reads = spec.read_result if spec else lambda result: result
         future = self._server.send(self.role, rank, name, argument, seconds, reads)
@@ -118,7 +119,7 @@ class RoleHandle(Generic[C]):
 
     def _call_by_name(self, rank: int, method: str, args: Mapping[str, Any]) -> Future[Any]:
         """Until all callers name declared methods."""
-        known = {name: spec for kind in _KINDS for name, spec in calls.calls_of(kind).items()}
+        known = {name: spec for kind in _KINDS for name, spec in calls_of(kind).items()}
         if method not in known:
             raise RunError(f"method {method!r} has no deadline; methods with one: {', '.join(sorted(known))}")
         return _as_before(self.role, method, self._send(rank, method, args, known[method].seconds(self._timeout), None))

@@ -1,4 +1,4 @@
-"""The I/O thread of the conductor's end: sockets, heartbeats, deadlines."""
+"""The I/O thread of the conductor: it sends and receives all messages, keeps heartbeats and deadlines."""
 
 from __future__ import annotations
 
@@ -11,17 +11,12 @@ from typing import Any
 
 import zmq
 
-from slurm_rlhf.control import failure
-from slurm_rlhf.control.auth import Gate
+from slurm_rlhf.control.auth import Authenticator, RunKeys
 from slurm_rlhf.control.codec import Buffer, decode
-from slurm_rlhf.control.envelope import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, body, unpack
-from slurm_rlhf.control.heartbeat import Heartbeat
-from slurm_rlhf.control.keys import RunKeys
-from slurm_rlhf.control.message_clock import ListeningClock
-from slurm_rlhf.control.pending import Call, PendingCalls
-from slurm_rlhf.control.roster import Peer, Roster, from_hello
-from slurm_rlhf.control.sockets import Part, make_socket
-from slurm_rlhf.control.wakeup import Wakeup
+from slurm_rlhf.control.io_thread import Heartbeat, ListeningClock, Part, Wakeup, make_socket
+from slurm_rlhf.control.messages import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, Failure, body, unpack
+from slurm_rlhf.control.record_reader import read
+from slurm_rlhf.control.roster import Call, Hello, Peer, PendingCalls, Roster
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
 
 log = logging.getLogger(__name__)
@@ -31,8 +26,8 @@ _MESSAGES_PER_ROUND = 200
 _LINGER_MS = 500
 
 
-class Switchboard:
-    """`roster` and `pending` are shared with other threads, under `lock`; all else belongs to the I/O thread."""
+class IoLoop:
+    """Runs the I/O thread. It shares `roster` and `pending` with other threads, under `lock`, and nothing else."""
 
     def __init__(
         self,
@@ -61,11 +56,11 @@ class Switchboard:
         self._router.router_mandatory = True
         # A rank whose connection broke comes back under its name before the old connection is known to be dead.
         self._router.router_handover = True
-        self._gate = Gate(self._context, self._router, keys)
+        self._auth = Authenticator(self._context, self._router, keys)
         try:
             self._router.bind(f"tcp://{host}:0")
         except zmq.ZMQError as error:
-            self._gate.close()
+            self._auth.close()
             self._context.destroy(linger=0)
             raise RunError(f"the conductor cannot listen on {host!r}: {error}; use an address of this node") from error
         self.port = int(self._router.getsockopt_string(zmq.LAST_ENDPOINT).rsplit(":", 1)[1])
@@ -74,11 +69,11 @@ class Switchboard:
 
     @property
     def refused(self) -> int:
-        return self._gate.refused
+        return self._auth.refused
 
     @property
     def now(self) -> float:
-        """When the I/O thread last listened, on its clock."""
+        """Time at which the I/O thread last listened, on its clock."""
         return self._now
 
     def start(self) -> None:
@@ -103,7 +98,7 @@ class Switchboard:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        for source in (self._router, self._wakeup.fileno(), *self._gate.sockets):
+        for source in (self._router, self._wakeup.fileno(), *self._auth.sockets):
             poller.register(source, zmq.POLLIN)
         try:
             while not self.closed:
@@ -111,7 +106,7 @@ class Switchboard:
                 self._now = self._clock.tick()
                 self._wakeup.clear()
                 self._send_calls()
-                self._gate.attend()
+                self._auth.answer()
                 self._receive()
                 if self._heartbeat.due(self._now):
                     self._beat()
@@ -130,7 +125,7 @@ class Switchboard:
             call.future.set_exception(RunError(f"the control server was closed before {call.peer} answered"))
         for peer in self.roster.present():
             self._send(peer, "bye")
-        self._gate.close()
+        self._auth.close()
         self._router.close(linger=_LINGER_MS)
         self._wakeup.close()
         self._context.term()
@@ -180,14 +175,14 @@ class Switchboard:
     def _handle(self, route: bytes, frames: Sequence[Buffer]) -> None:
         envelope, rest = unpack(frames)
         if envelope.kind == "pulse":
-            self._feel(route, rest)
+            self._take_pulse(route, rest)
             return
         peer = self.roster.at(route)
         if envelope.kind == "hello":
-            self._welcome(route, body(rest))
+            self._welcome(route, read(Hello, decode(rest), "a hello"))
             return
         if peer is None:
-            raise WireError(f"a {envelope.kind} from somebody who never said hello")
+            raise WireError(f"a {envelope.kind} from a process that never said hello")
         if peer.lost:
             self._transmit([route, Envelope("lost", peer.sent).pack()])
             return
@@ -204,10 +199,10 @@ class Switchboard:
             peer.backlog.popleft()
         self._dispatch(peer, envelope, rest)
 
-    def _feel(self, route: bytes, rest: Sequence[Buffer]) -> None:
+    def _take_pulse(self, route: bytes, rest: Sequence[Buffer]) -> None:
         peer = self.roster.at(MAIN_LANE + route[1:])
         if route[:1] != PULSE_LANE or peer is None:
-            raise WireError("a pulse from somebody who never said hello")
+            raise WireError("a pulse from a process that never said hello")
         phase = body(rest).get("phase")
         if not isinstance(phase, str):
             raise WireError(f"a pulse of {peer} without its phase")
@@ -232,8 +227,8 @@ class Switchboard:
             case _:
                 raise WireError(f"a {envelope.kind} from {peer}; only the conductor sends that")
 
-    def _welcome(self, route: bytes, hello: dict[str, Any]) -> None:
-        newcomer = from_hello(hello, route, self._now)
+    def _welcome(self, route: bytes, hello: Hello) -> None:
+        newcomer = hello.peer(route, self._now)
         known = self.roster.at(route)
         holder = self.roster.find(newcomer.role, newcomer.rank)
         if known is not None and (known is not holder or known.lost):
@@ -259,7 +254,8 @@ class Switchboard:
             return
         try:
             if envelope.kind == "error":
-                call.future.set_exception(failure.from_wire(body(rest), peer, call.method))
+                failure: Failure = read(Failure, decode(rest), "its error")
+                call.future.set_exception(failure.raised(peer, call.method))
             else:
                 call.future.set_result(call.read(decode(rest)))
         except WireError as error:

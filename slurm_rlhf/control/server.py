@@ -1,4 +1,4 @@
-"""The conductor's end: ranks say hello here, calls go out, replies come back as Futures."""
+"""The end of the conductor: ranks say hello to it, calls go out, and replies come back as Futures."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.codec import encode
-from slurm_rlhf.control.io_loop import Switchboard
-from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.io_loop import IoLoop
+from slurm_rlhf.control.io_thread import to_parts
 from slurm_rlhf.control.roster import Peer
-from slurm_rlhf.control.sockets import to_parts
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError
 
 log = logging.getLogger(__name__)
@@ -24,7 +24,9 @@ OnEvent = Callable[[Peer, str, dict[str, Any]], None]
 
 
 class ControlServer:
-    """Any thread may use it. Its I/O thread does all sending and receiving; callbacks run on that thread, so they must
+    """Calls ranks, and learns which of them are there.
+
+    Any thread may use it. Its I/O thread does all sending and receiving; callbacks run on that thread, so they must
     return at once: while one runs, nobody is heard.
 
     Arrays of a call may change as soon as `call` returns; arrays of a reply are the caller's own.
@@ -40,7 +42,7 @@ class ControlServer:
         on_lost: OnLost | None = None,
         on_event: OnEvent | None = None,
     ) -> None:
-        """Listens at once, on a port the system chooses.
+        """Listen at once, on a port that the system chooses.
 
         host: address to listen on; 0.0.0.0 for all interfaces.
         on_lost: a rank fell silent for `heartbeat_limit` seconds or lost messages (`peer.lost` says which). Its calls
@@ -54,7 +56,7 @@ class ControlServer:
         self._failed: dict[str, Exception] = {}
         self._on_lost = on_lost
         self._on_event = on_event
-        self._board = Switchboard(
+        self._loop = IoLoop(
             keys,
             host,
             interval=heartbeat_interval,
@@ -63,55 +65,55 @@ class ControlServer:
             on_lost=self._tell_lost,
             on_event=self._tell_event,
         )
-        self._board.start()
+        self._loop.start()
 
     def endpoint(self, host: str | None = None) -> str:
-        """`tcp://host:port` for the ranks. `host`: the name they reach this node by; None: what it listens on."""
+        """Return `tcp://host:port` for the ranks; `host` is their name for this node, None: what it listens on."""
         if host is None:
             host = socket.gethostname() if self._host in ("0.0.0.0", "*") else self._host
-        return f"tcp://{host}:{self._board.port}"
+        return f"tcp://{host}:{self._loop.port}"
 
     @property
     def refused(self) -> int:
-        """Connections refused because the peer lacks the run's key."""
-        return self._board.refused
+        """Number of connections refused because the peer lacks the run's key."""
+        return self._loop.refused
 
     @property
     def garbage(self) -> int:
-        """Messages from holders of the key that did not decode or came from nobody; each was dropped."""
-        return self._board.garbage
+        """Number of dropped messages from holders of the key, which did not decode or came from no known rank."""
+        return self._loop.garbage
 
     @property
     def replayed(self) -> int:
-        """Messages that had come before, and hellos of a rank that is already here; each was dropped."""
-        return self._board.replayed
+        """Number of dropped messages that had come before, and of hellos of a rank that is already here."""
+        return self._loop.replayed
 
     @property
     def late(self) -> int:
-        """Replies to calls that had been given up; each was dropped."""
-        return self._board.late
+        """Number of dropped replies, to calls that had been given up."""
+        return self._loop.late
 
     def counts(self) -> str:
-        """What came that should not have, for the log."""
+        """Describe for the log what came that should not have."""
         return (
             f"{self.refused} connections refused, {self.garbage} messages of no use, {self.replayed} replayed, "
             f"{self.late} replies too late"
         )
 
     def peers(self, role: str) -> list[Peer]:
-        """The ranks of `role` that said hello, in rank order, lost ones included (`peer.lost`)."""
+        """Return the ranks of `role` that said hello, in rank order, lost ones included (`peer.lost`)."""
         with self._lock:
-            return self._board.roster.of_role(role)
+            return self._loop.roster.of_role(role)
 
     def silent(self, seconds: float) -> list[Peer]:
-        """Ranks that were not heard from for `seconds`, the most silent first, and neither left nor count as lost."""
-        now = self._board.now
+        """Return the ranks that are present and were not heard from for `seconds`, the most silent first."""
+        now = self._loop.now
         with self._lock:
-            found = [peer for peer in self._board.roster.present() if now - peer.heard > seconds]
+            found = [peer for peer in self._loop.roster.present() if now - peer.heard > seconds]
         return sorted(found, key=lambda peer: peer.heard)
 
     def wait_for(self, role: str, n: int, timeout_s: float) -> list[Peer]:
-        """Blocks until ranks 0 .. n-1 of `role` have said hello; returns them in rank order.
+        """Wait until ranks 0 .. n-1 of `role` have said hello; return them in rank order.
 
         Raises CallTimeout naming the missing ranks, RoleDied when one of them is lost, or what `fail_role` was given.
         """
@@ -121,7 +123,7 @@ class ControlServer:
                 self._raise_if_closed(role)
                 if role in self._failed:
                     raise self._failed[role]
-                here = [peer for peer in self._board.roster.of_role(role) if peer.rank < n]
+                here = [peer for peer in self._loop.roster.of_role(role) if peer.rank < n]
                 if lost := [peer for peer in here if peer.lost]:
                     raise RoleDied(f"{lost[0]} is lost: {lost[0].lost}")
                 if len(here) == n:
@@ -134,7 +136,7 @@ class ControlServer:
                     )
 
     def call(self, role: str, rank: int, method: str, /, timeout_s: float, **args: Any) -> Future[Any]:
-        """Calls `method(**args)` on a rank. Does not block; raises WireError when `args` cannot be encoded.
+        """Call `method(**args)` on a rank. Does not block; raises WireError when `args` cannot be encoded.
 
         The Future's result is the reply. It raises RemoteError (the handler raised), CallTimeout (no reply for
         `timeout_s` seconds since the call and since the rank's last reply to the same method), RoleDied (the rank was
@@ -152,26 +154,26 @@ class ControlServer:
         parts = to_parts(encode({"method": method, "args": argument}))
         with self._lock:
             self._raise_if_closed(role)
-            peer = self._board.roster.find(role, rank)
+            peer = self._loop.roster.find(role, rank)
             failure = self._failed.get(role) or self._absence(role, rank, peer)
             if failure is None and peer is not None:
-                return self._board.call(peer, method, timeout_s, parts, read)
+                return self._loop.call(peer, method, timeout_s, parts, read)
         future: Future[Any] = Future()
         future.set_exception(failure)
         return future
 
     def fail_role(self, role: str, error: Exception) -> None:
-        """The role is broken: its pending calls, all later ones and `wait_for` raise `error` (the first one given)."""
+        """Break a role: its pending calls, all later ones and `wait_for` raise `error` (the first one given)."""
         with self._changed:
             error = self._failed.setdefault(role, error)
-            calls = self._board.pending.take(lambda call: call.peer.role == role)
+            calls = self._loop.pending.take(lambda call: call.peer.role == role)
             self._changed.notify_all()
         for call in calls:
             call.future.set_exception(error)
 
     def close(self) -> None:
-        """Says goodbye to all ranks (their `receive` raises), fails what is pending. May be called twice."""
-        self._board.close()
+        """Say goodbye to all ranks (their `receive` raises) and fail what is pending. May be called twice."""
+        self._loop.close()
 
     def __enter__(self) -> ControlServer:
         return self
@@ -180,13 +182,13 @@ class ControlServer:
         self.close()
 
     def _raise_if_closed(self, role: str) -> None:
-        if self._board.closed:
+        if self._loop.closed:
             raise RunError(f"the control server is closed; {role} cannot be reached")
 
     def _absence(self, role: str, rank: int, peer: Peer | None) -> Exception | None:
-        """Why a rank cannot be called; None: it can."""
+        """Say why a rank cannot be called; None: it can."""
         if peer is None:
-            ranks = [other.rank for other in self._board.roster.of_role(role)]
+            ranks = [other.rank for other in self._loop.roster.of_role(role)]
             return RoleDied(f"{role} rank {rank} is not connected; connected ranks of {role}: {_few(ranks)}")
         return RoleDied(f"{peer} is lost: {peer.lost}") if peer.lost else None
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slurm_rlhf.algorithms.sharding import assemble, shards
+from slurm_rlhf.algorithms.batching import assemble, shards
 from slurm_rlhf.algorithms.staleness import ages
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import RoleHandle, gather

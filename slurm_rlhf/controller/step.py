@@ -14,12 +14,11 @@ import numpy as np
 
 from slurm_rlhf.algorithms.advantages import estimate
 from slurm_rlhf.algorithms.aggregation import loss_weights
-from slurm_rlhf.algorithms.batching import mini_batches
+from slurm_rlhf.algorithms.batching import Shard, assemble, mini_batches, shards
 from slurm_rlhf.algorithms.kl import KLController, approx_kl
 from slurm_rlhf.algorithms.packed import response_sums
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale, clipped_share
-from slurm_rlhf.algorithms.sharding import Shard, assemble, shards
 from slurm_rlhf.algorithms.staleness import ages, staleness
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import RoleHandle, gather

@@ -12,11 +12,11 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cluster.nodelist import expand
+from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.events import FAILURE, TERMINATION
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle
-from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.messages import FAILURE, TERMINATION
 from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurm_rlhf.cluster.gpu_query import GpuProcess, GpuState, is_busy
-from slurm_rlhf.config.attention import missing
+from slurm_rlhf.config.architectures import missing
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.listing import shortened, shortened_lines

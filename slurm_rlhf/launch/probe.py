@@ -18,10 +18,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cluster.devices import local_gpus
-from slurm_rlhf.cluster.gpu_query import GpuLook, ask_gpus, is_busy
+from slurm_rlhf.cluster.gpu_query import GpuLook, ask_gpus, is_busy, local_gpus
 from slurm_rlhf.cluster.resources import node_name
-from slurm_rlhf.config.attention import wanted_modules
+from slurm_rlhf.config.architectures import wanted_modules
 from slurm_rlhf.polling import wait_until
 
 PACKAGES = ("slurm_rlhf", "torch", "vllm", "deepspeed", "transformers", "numpy", "pyzmq", "msgpack")

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
-from slurm_rlhf.cluster.continuation import Continuation, NoContinuation
-from slurm_rlhf.cluster.environment import SlurmEnvironment, read_slurm
-from slurm_rlhf.cluster.job import command
-from slurm_rlhf.cluster.stop import immune, termination
+from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
+from slurm_rlhf.cluster.slurm_job import command
+from slurm_rlhf.cluster.stop import Continuation, NoContinuation, immune, termination
 from slurm_rlhf.config.schema import Slurm
 from slurm_rlhf.launch.successor import successor, successor_environment
 
@@ -25,7 +24,7 @@ PARENT_REQUEUES = "SLURM_RLHF_PARENT_REQUEUES"
 
 
 class SlurmContinuation:
-    """Requeue the job of this process, or submit its successor; implements `cluster.continuation.Continuation`."""
+    """Requeue the job of this process, or submit its successor; implements `cluster.stop.Continuation`."""
 
     def __init__(
         self, slurm: SlurmEnvironment, environ: Mapping[str, str], argv: Sequence[str], directory: Path
@@ -95,7 +94,7 @@ class SlurmContinuation:
 
 
 class ChainContinuation:
-    """Leave the rest to the next job of a chain; implements `cluster.continuation.Continuation`."""
+    """Leave the rest to the next job of a chain; implements `cluster.stop.Continuation`."""
 
     def __init__(self, inner: Continuation, slurm: SlurmEnvironment) -> None:
         self._inner = inner
@@ -119,7 +118,7 @@ class ChainContinuation:
 
 
 class ParentContinuation:
-    """Let the parent of this process requeue the job; implements `cluster.continuation.Continuation`."""
+    """Let the parent of this process requeue the job; implements `cluster.stop.Continuation`."""
 
     def __init__(self, number: int, parent: int) -> None:
         self._number = signal.Signals(number)

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slurm_rlhf.cluster.environment import SlurmEnvironment
 from slurm_rlhf.cluster.network import address_towards
+from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
 from slurm_rlhf.config.roles import ROLES, role_order
 from slurm_rlhf.launch.container import HOST, Container
 from slurm_rlhf.launch.launcher import Ended

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, RoleSpec, running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement import activations as act
@@ -200,7 +199,7 @@ def _frozen(config: Config, shape: ModelShape, role: RoleSpec) -> Holding:
 def _engine(config: Config, shape: ModelShape, gpu: int) -> Holding:
     """Its share of the GPU is all taken, whatever it needs."""
     rank = the_engine(config, shape, gpu)
-    bucket = bucket_mb(config.sync.bucket_mb, on_gpus=True) << 20
+    bucket = config.sync.bucket_size_mb(on_gpus=True) << 20
     module = 2 * rank.weights * max(shape.head, 2 * shape.hidden * shape.width) // shape.parameters
     resting = {"CUDA graphs": rank.graphs, **_context(ROLLOUT, config.vllm.tensor_parallel_size)}
     awake = {"weights": rank.weights, "a step's work": rank.work, "KV cache": max(rank.kv, 0)}

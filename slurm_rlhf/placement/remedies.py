@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.keys import get, put
 from slurm_rlhf.config.roles import ROLES, ROLLOUT, RoleSpec, colocations
 from slurm_rlhf.config.schema import Config
@@ -169,7 +168,7 @@ def _engine(config: Config, models: Models, role: RoleSpec) -> Iterator[list[Cha
         higher = [round(share + 0.02 * step, 2) for step in range(1, 26) if share + 0.02 * step <= 0.95]
         yield [{"vllm.gpu_memory_utilization": value} for value in higher + lower]
     yield _halves(config, "vllm.max_num_seqs", vllm.max_num_seqs, 16)
-    yield _halves(config, "sync.bucket_mb", bucket_mb(config.sync.bucket_mb, on_gpus=True), 64)
+    yield _halves(config, "sync.bucket_mb", config.sync.bucket_size_mb(on_gpus=True), 64)
 
 
 def _halves(config: Config, key: str, value: int, least: int) -> list[Change]:

@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from slurm_rlhf.config.buckets import bucket_mb
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SyncBroken
 from slurm_rlhf.weight_sync.group import SyncGroup, join
@@ -101,7 +100,7 @@ def _join(config: Config, label: str, parameters: Described, group: dict[str, An
         "whole": config.ds.zero_stage < 3,
     }
     joined = join(Membership(label=label, **{**settings, **group}))
-    nbytes = bucket_mb(sync.bucket_mb, joined.on_gpus) << 20
+    nbytes = sync.bucket_size_mb(joined.on_gpus) << 20
     return joined, make_plan(parameters, nbytes, joined.layout(config.ds.zero_stage))
 
 

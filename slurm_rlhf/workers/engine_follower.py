@@ -1,4 +1,4 @@
-"""A TP rank that is not its engine's leader: it does what the leader says, in the leader's order."""
+"""A TP rank of an engine that is not its leader: it does what the leader says, in the same order."""
 
 from __future__ import annotations
 
@@ -10,46 +10,47 @@ from queue import SimpleQueue
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import EngineCalls, SyncConnection, SyncGroupRequest, spec_of
+from slurm_rlhf.control.call_spec import spec_of
+from slurm_rlhf.control.calls import EngineCalls, SyncConnection, SyncGroupRequest
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.local_stream import connect_local
 from slurm_rlhf.rollout.tp_engine import request_from_wire
 from slurm_rlhf.rollout.tp_group import engine_store
-from slurm_rlhf.workers.engine_worker import EngineRank, read_meeting
+from slurm_rlhf.workers.engine_worker import EngineWorker, read_address
 from slurm_rlhf.workers.follower_links import WITH_ANSWER
-from slurm_rlhf.workers.worker import Seat
+from slurm_rlhf.workers.local_stream import connect_local
+from slurm_rlhf.workers.worker import RankInfo
 
 _GRACE_S = 5.0  # for the leader to say why the engine does not start, before this rank's end says it
 
 
-class FollowerRole(EngineRank):
-    """The conductor hears of it by its hello and its heartbeats only, and calls nothing but `shutdown`."""
+class EngineFollower(EngineWorker):
+    """Obeys the leader. The conductor hears its heartbeats, and calls nothing but `shutdown`."""
 
-    def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
-        super().__init__(config, seat, client)
+    def __init__(self, config: Config, info: RankInfo, client: ControlClient) -> None:
+        super().__init__(config, info, client)
         self._closed = False
         self._frames: SimpleQueue[tuple[int, list[Any]]] = SimpleQueue()
         limit = config.timeout.connect
         self.store = engine_store(self.place, limit)
-        path, self.identity = read_meeting(self.store, limit)
+        path, self.identity = read_address(self.store, limit)
         self.stream = connect_local(path, limit)
         self.stream.send(self.place.tp_rank)
         self._leaving = False
         self.stream.listen(self._take, self._abandoned)
 
     def busy(self) -> bool:
-        """Until the leader closes the engine."""
+        """Return True until the leader closes the engine."""
         return not self._closed
 
     def advance(self) -> None:
-        """One frame of the leader's, once it comes."""
+        """Obey the next message of the leader, once it comes."""
         number, commands = self._frames.get()
         for name, arguments in commands:
             self._obey(number, name, arguments)
         self.client.phase = f"idle after {commands[-1][0]}"
 
     def close(self) -> None:
-        """The conductor says `shutdown` to all ranks at once; the leader's word to close is on its way."""
+        """Obey until the leader closes the engine: the conductor has called `shutdown` on all ranks at once."""
         while not self._closed:
             self.advance()
 
@@ -109,12 +110,12 @@ class FollowerRole(EngineRank):
 
     def _take(self, frame: list[Any]) -> None:
         number, commands = frame
-        # Already here: the leader may be gone before this rank comes to its word to close.
+        # Known from here on: the leader may be gone before this rank comes to that command.
         self._leaving = self._leaving or commands[-1][0] == "close"
         self._frames.put((number, commands))
 
     def _abandoned(self, error: Exception) -> None:
-        """Without its leader this rank has nothing to do, and its main thread may never return from a collective."""
+        """End this process: its leader is gone, and its main thread may never return from a collective."""
         if self._leaving:
             return
         print(f"{self.place}: its leader, rank {self.place.rank(0)}, is gone: {error}", file=sys.stderr, flush=True)

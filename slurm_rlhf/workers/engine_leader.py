@@ -1,7 +1,8 @@
-"""The rank of an engine that the conductor talks to: one vLLM engine, fed as a stream."""
+"""The first rank of an engine: it takes the conductor's calls and feeds the engine between its steps."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -24,45 +25,46 @@ from slurm_rlhf.control.calls import (
     WakeUpRequest,
 )
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.events import FAILURE
-from slurm_rlhf.control.local_stream import LocalListener, LocalStream, accept_all
-from slurm_rlhf.control.request import Request
+from slurm_rlhf.control.messages import FAILURE, Request
 from slurm_rlhf.errors import CallTimeout, RunError
 from slurm_rlhf.rollout.meter import Meter
 from slurm_rlhf.rollout.request import GenerateRequest
 from slurm_rlhf.rollout.seeds import request_seed
 from slurm_rlhf.rollout.tp_group import engine_store
-from slurm_rlhf.workers.engine_follower import FollowerRole
-from slurm_rlhf.workers.engine_worker import EngineRank, publish_meeting
-from slurm_rlhf.workers.follower_links import Followers
-from slurm_rlhf.workers.pending_responses import Tickets
-from slurm_rlhf.workers.worker import Role, Seat
+from slurm_rlhf.workers.engine_follower import EngineFollower
+from slurm_rlhf.workers.engine_worker import EngineWorker, publish_address
+from slurm_rlhf.workers.follower_links import FollowerLinks
+from slurm_rlhf.workers.local_stream import LocalListener, LocalStream, accept_all
+from slurm_rlhf.workers.pending_responses import PendingResponses
+from slurm_rlhf.workers.worker import RankInfo, Worker
+
+log = logging.getLogger(__name__)
 
 _RECEIVE = EngineCalls.sync_receive.__name__
-_LAST_WORDS_S = 1.0  # for the main thread and the control plane to say why
+_LAST_WORDS_S = 1.0  # for the main thread and the control client to say why
 
 
-def engine_role(config: Config, seat: Seat, client: ControlClient) -> Role:
-    """The leader of an engine, or one of its followers."""
-    follows = seat.rank % config.vllm.tensor_parallel_size
-    return (FollowerRole if follows else RolloutRole)(config, seat, client)
+def make_engine_worker(config: Config, info: RankInfo, client: ControlClient) -> Worker:
+    """Make the leader of an engine, or one of its followers."""
+    follows = info.rank % config.vllm.tensor_parallel_size
+    return (EngineFollower if follows else EngineLeader)(config, info, client)
 
 
-class RolloutRole(EngineRank, EngineCalls):
-    """Owns the engine's step loop: calls are looked at between two steps, never during one."""
+class EngineLeader(EngineWorker, EngineCalls):
+    """Runs the engine's step loop: it answers calls between two steps, never during one."""
 
-    def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
-        super().__init__(config, seat, client)
+    def __init__(self, config: Config, info: RankInfo, client: ControlClient) -> None:
+        super().__init__(config, info, client)
         self.meter = Meter()
-        self._tickets = Tickets()
+        self._pending = PendingResponses()
         self._open: dict[tuple[int, int], tuple[int, int]] = {}  # (prompt, sample) -> its stream, its position there
         self._after_drain: list[Request] = []
-        self._halted = False  # by an update that broke off under responses in flight: they wait for the next one
-        self.followers: Followers | None = None
+        self._halted = False  # an update broke off under responses in flight: they wait for the next update
+        self.followers: FollowerLinks | None = None
         if self.place.tp > 1:
             self._store = engine_store(self.place, config.timeout.connect)
             self._listener = LocalListener(self.place.tp)
-            self._identity = publish_meeting(self._store, config, self.place, self._listener.path)
+            self._identity = publish_address(self._store, config, self.place, self._listener.path)
 
     def start(self, request: StartRequest) -> StartAnswer:
         from slurm_rlhf.rollout.tp_engine import LeadingEngine
@@ -71,12 +73,12 @@ class RolloutRole(EngineRank, EngineCalls):
         if self.place.tp == 1:
             self.engine = VllmEngine(self.config, self.place.engine)
             return StartAnswer()
-        self.followers = Followers(self.place, self._meet(), self._broken)
+        self.followers = FollowerLinks(self.place, self._accept_followers(), self._broken)
         self.followers.send([["start", {}]])
         self.engine = LeadingEngine(self.config, self.place, self._store, self._identity, self.followers)
         return StartAnswer()
 
-    def _meet(self) -> dict[int, LocalStream]:
+    def _accept_followers(self) -> dict[int, LocalStream]:
         try:
             return accept_all(self._listener, self.place.followers, self.config.timeout.connect)
         except CallTimeout as error:
@@ -85,7 +87,7 @@ class RolloutRole(EngineRank, EngineCalls):
             self._listener.close()
 
     def _broken(self, reason: str) -> None:
-        """The main thread may be inside a collective that never ends, so this process is given up from here."""
+        """End this process: its main thread may be inside a collective that never ends."""
         print(reason, file=sys.stderr, flush=True)
         self.client.event(FAILURE, reason=reason)
         timer = threading.Timer(_LAST_WORDS_S, os._exit, (1,))
@@ -93,7 +95,7 @@ class RolloutRole(EngineRank, EngineCalls):
         timer.start()
 
     def sync_join(self, request: SyncGroupRequest) -> SyncConnection:
-        """Join together with the followers: `request.rank` is the leader's, theirs come after it."""
+        """Join together with the followers: `request.rank` is the rank of the leader, theirs come after it."""
         if self.followers is None:
             return self.join_group(request)
         self.followers.send([["sync_join", asdict(request)]])
@@ -111,11 +113,10 @@ class RolloutRole(EngineRank, EngineCalls):
         return report
 
     def attention(self) -> str:
-        """See `Role.attention`."""
         return self.engine.attention if hasattr(self, "engine") else ""
 
     def sleep(self) -> int:
-        """Let others have the accelerator: as `Sleeper.sleep`. What is in flight is of a run that is being stopped."""
+        """Give up the accelerator, and drop what is in flight: its run is being stopped."""
         self._drop(RunError(f"{self.place} was told to sleep"))
         freed: int = self.engine.sleep()
         return freed
@@ -131,13 +132,11 @@ class RolloutRole(EngineRank, EngineCalls):
         super().handle(request)
 
     def generate(self, batch: GenerateBatch) -> Future[GenerateAnswer]:
-        """Queue `sampling.n` responses to each prompt; calls of one stream are answered as `Tickets` says."""
+        """Queue `sampling.n` responses to each prompt; calls of one stream are answered as `PendingResponses` says."""
         answer: Future[GenerateAnswer] = Future()
         try:
             self._queue(batch, answer)
         except Exception as error:
-            if self._open:
-                self.engine.drop()  # what it took of the call so far would be answered to nobody
             self._drop(error)
             if not answer.done():
                 answer.set_exception(error)
@@ -145,7 +144,7 @@ class RolloutRole(EngineRank, EngineCalls):
 
     def _queue(self, batch: GenerateBatch, answer: Future[GenerateAnswer]) -> None:
         asked = len(batch.prompts) * batch.sampling.n
-        found = self._tickets.open(batch.stream, answer, batch.answer or asked, asked)
+        found = self._pending.open(batch.stream, answer, batch.answer or asked, asked)
         if found is not None:
             self._reply(answer, found)
         for position, prompt, token_ids in batch.prompts:
@@ -158,19 +157,19 @@ class RolloutRole(EngineRank, EngineCalls):
         return bool(self._open) and not self._halted
 
     def advance(self) -> None:
-        """One engine step; answers the calls that it completed."""
+        """Take one engine step, and answer the calls that it completed."""
         if not self.busy():
             return
         self.meter.begin()
         try:
-            landed = self.engine.step()
+            finished = self.engine.step()
         except Exception as error:
             self._drop(error)
             return
-        self.meter.stepped(self.engine.gauges, len(landed))
-        for trajectory in landed:
+        self.meter.stepped(self.engine.gauges, len(finished))
+        for trajectory in finished:
             stream, position = self._open.pop((trajectory.prompt, trajectory.sample))
-            completed = self._tickets.finish(stream, Sampled(position, trajectory))
+            completed = self._pending.finish(stream, Sampled(position, trajectory))
             if completed:
                 self._reply(*completed)
         self._drained()
@@ -179,16 +178,20 @@ class RolloutRole(EngineRank, EngineCalls):
         answer.set_result(GenerateAnswer(found, self.meter.take()))
 
     def _drained(self) -> None:
-        """No requests are left, perhaps: then do what waited for that."""
+        """Answer the calls that waited for the last response, if that was it."""
         if not self._open:
             self.meter.rest()
         while self._after_drain and not self._open:
             super().handle(self._after_drain.pop(0))
 
     def _drop(self, error: Exception) -> None:
-        """The engine has dropped all of its requests."""
-        self._tickets.fail(error)
+        """Fail all calls and let the engine forget its requests, whose keys the next call may use again."""
+        self._pending.fail(error)
         self._open.clear()
+        try:
+            self.engine.drop()
+        except Exception:
+            log.exception("%s: its engine could not drop its requests", self.place)
         self._drained()
 
     def close(self) -> None:

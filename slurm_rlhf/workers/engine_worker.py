@@ -1,4 +1,4 @@
-"""What the leader and the followers of an engine have in common."""
+"""The base class of the ranks of an engine, and what its leader and its followers do at their start."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.rollout.engine_place import EnginePlace
 from slurm_rlhf.rollout.environment import prepare_environment
 from slurm_rlhf.weight_sync.endpoints import EngineEnd
-from slurm_rlhf.workers.worker import Role, Seat
+from slurm_rlhf.workers.worker import RankInfo, Worker
 
-MEETING = "meeting"
-"""Key of the engine's store: where the leader listens, and what its shared memory is called."""
+LEADER_ADDRESS = "leader_address"
+"""Key of the engine's store; its value: where the leader listens, and the name of its shared memory."""
 
 
-class EngineRank(Role):
-    """A rank of the rollout role: an engine, or a TP rank of one. `prepare_process` comes first."""
+class EngineWorker(Worker):
+    """A TP rank of an engine. `prepare_process` comes before it is made."""
 
     engine: Any
 
-    def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
-        super().__init__(config, seat, client)
-        self.place = EnginePlace.of(seat.rank, config.vllm.tensor_parallel_size, seat.node)
-        self.sync = EngineEnd(config, f"{seat.role} {seat.rank}")
+    def __init__(self, config: Config, info: RankInfo, client: ControlClient) -> None:
+        super().__init__(config, info, client)
+        self.place = EnginePlace.of(info.rank, config.vllm.tensor_parallel_size, info.node)
+        self.sync = EngineEnd(config, f"{info.role} {info.rank}")
 
     def join_group(self, request: SyncGroupRequest) -> SyncConnection:
         """Join a weight transfer group as the rank that `request` names."""
@@ -55,7 +55,7 @@ class EngineRank(Role):
 
 @contextmanager
 def _without_collecting() -> Iterator[None]:
-    """vLLM thaws what was frozen and collects all garbage twice while it ends, and the process ends right after it."""
+    """Switch off `gc.collect`: vLLM collects all garbage twice while it ends, and the process ends right after it."""
     collect, gc.collect = gc.collect, lambda generation=2: 0
     try:
         yield
@@ -63,14 +63,14 @@ def _without_collecting() -> Iterator[None]:
         gc.collect = collect
 
 
-def prepare_process(config: Config, seat: Seat) -> None:
-    """What has to be so before vLLM is imported: this engine's GPUs, and the variables that vLLM reads."""
-    own_devices(seat.local_rank, config.vllm.tensor_parallel_size)
+def prepare_process(config: Config, info: RankInfo) -> None:
+    """Set what vLLM reads when it is imported: the GPUs of this engine, and environment variables."""
+    own_devices(info.local_rank, config.vllm.tensor_parallel_size)
     prepare_environment()
 
 
 def own_devices(local_rank: int, tp: int) -> None:
-    """Leave only this engine's GPUs visible, TP rank i's as the i-th. Comes before CUDA is initialized."""
+    """Leave only the GPUs of this engine visible, that of TP rank i as the i-th; before CUDA is initialized."""
     first = local_rank - local_rank % tp
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
         visible = [device for device in os.environ.get(name, "").split(",") if device]
@@ -79,24 +79,24 @@ def own_devices(local_rank: int, tp: int) -> None:
 
 
 def segment_prefix(config: Config, place: EnginePlace) -> str:
-    """Beginning of the names of an engine's shared memory, the same for all runs that one run directory ever sees."""
+    """Return how the names of the engine's shared memory begin, the same for all runs in one run directory."""
     run = hashlib.blake2b(str(Path(config.run_dir).absolute()).encode(), digest_size=8).hexdigest()
     return f"slurm_rlhf.{run}.{place.engine}."
 
 
-def publish_meeting(store: Any, config: Config, place: EnginePlace, path: str) -> str:
-    """Leader: say where it listens. Removes shared memory of earlier starts of this run; answers the new name."""
+def publish_address(store: Any, config: Config, place: EnginePlace, path: str) -> str:
+    """Leader: publish where it listens; remove shared memory of earlier starts and return its new name."""
     from slurm_rlhf.rollout.tp_group import unlink_segments
 
     prefix = segment_prefix(config, place)
     unlink_segments(prefix)
     identity = prefix + secrets.token_hex(8)
-    store.set(MEETING, json.dumps([path, identity]))
+    store.set(LEADER_ADDRESS, json.dumps([path, identity]))
     return identity
 
 
-def read_meeting(store: Any, timeout_s: float) -> tuple[str, str]:
-    """Follower: (where the leader listens, the engine's identity). Blocks; torch's DistStoreError at the time-out."""
-    store.wait([MEETING], timedelta(seconds=timeout_s))
-    path, identity = json.loads(store.get(MEETING))
+def read_address(store: Any, timeout_s: float) -> tuple[str, str]:
+    """Follower: wait for where the leader listens and the name of the shared memory. Raises torch's DistStoreError."""
+    store.wait([LEADER_ADDRESS], timedelta(seconds=timeout_s))
+    path, identity = json.loads(store.get(LEADER_ADDRESS))
     return path, identity

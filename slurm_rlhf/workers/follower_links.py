@@ -1,4 +1,4 @@
-"""The leader's side of the channel between the TP ranks of an engine."""
+"""The connections of an engine's leader to its followers, and what is heard over them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from slurm_rlhf.control.local_stream import LocalStream
 from slurm_rlhf.errors import CallTimeout, RunError
 from slurm_rlhf.rollout.engine_place import EnginePlace
 from slurm_rlhf.rollout.tp_engine import Command, diverged
+from slurm_rlhf.workers.local_stream import LocalStream
 
 WITH_ANSWER = ("start", "check", "sync_join", "sync_receive", "sleep", "wake_up")
 """Commands that a follower answers, with ["done", id, result] or ["failed", id, error]."""
 
 
-class Followers:
-    """Implements `rollout.tp_engine.Followers` over one stream per follower.
+class FollowerLinks:
+    """Sends commands to the followers and hears their answers: `rollout.tp_engine.Followers` over local streams.
 
     Each stream has a thread that reads it. So a follower that dies, or is about to run another batch, is noticed even
     while the main thread is inside a collective that this follower will never join and that has no time-out.
@@ -30,11 +30,11 @@ class Followers:
         self._streams = streams
         self._on_failure = on_failure
         self._inbox: dict[int, SimpleQueue[tuple[str, int, Any]]] = {rank: SimpleQueue() for rank in streams}
-        self._marks: dict[int, tuple[bytes, int]] = {}  # batch -> digest, ranks that have not said the same yet
+        self._digests: dict[int, tuple[bytes, int]] = {}  # batch -> digest, ranks that have not said the same yet
         self._early: dict[int, dict[int, bytes]] = {rank: {} for rank in streams}  # batch -> digest, ahead of ours
         self._lock = threading.Lock()
         self._failure = ""
-        self._words: dict[int, str] = {}  # what a rank said of its last failure
+        self._last_words: dict[int, str] = {}  # what a rank said of its last failure
         self._sent = 0
         self._leaving = False
         for rank, stream in streams.items():
@@ -57,7 +57,7 @@ class Followers:
         with self._lock:
             early = [(rank, ahead.pop(batch)) for rank, ahead in self._early.items() if batch in ahead]
             if len(early) < len(self._streams):
-                self._marks[batch] = (digest, len(self._streams) - len(early))
+                self._digests[batch] = (digest, len(self._streams) - len(early))
         for rank, theirs in early:
             if theirs != digest:
                 self._fail(diverged(self._place, rank, batch))
@@ -94,23 +94,23 @@ class Followers:
             self._compare(rank, number, content)
         else:
             if word == "failed":
-                self._words[rank] = content
+                self._last_words[rank] = content
             self._inbox[rank].put((word, number, content))
 
     def _compare(self, rank: int, batch: int, theirs: bytes) -> None:
         with self._lock:
-            if batch not in self._marks:
+            if batch not in self._digests:
                 self._early[rank][batch] = theirs
                 return
-            mine, waiting = self._marks.pop(batch)
+            mine, waiting = self._digests.pop(batch)
             if waiting > 1:
-                self._marks[batch] = (mine, waiting - 1)
+                self._digests[batch] = (mine, waiting - 1)
         if theirs != mine:
             self._fail(diverged(self._place, rank, batch))
 
     def _lost(self, rank: int, error: Exception) -> None:
         if not self._leaving:
-            why = self._words.get(rank, error)
+            why = self._last_words.get(rank, error)
             self._fail(f"{self._place} is broken: its rank {self._place.rank(rank)} died: {why}; its log says more")
 
     def _fail(self, reason: str) -> None:

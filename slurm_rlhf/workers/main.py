@@ -1,31 +1,33 @@
-"""`python -m slurm_rlhf.workers.main`: the main of every rank of every role, under torchrun."""
+"""The main program of every rank of every role: `python -m slurm_rlhf.workers.main`, under torchrun."""
 
 from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import os
 import signal
 import sys
 import threading
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from slurm_rlhf.cluster.inherited import KEYS
+from slurm_rlhf.cluster.child_process import KEYS, STORE_FD, die_with_parent
 from slurm_rlhf.cluster.kernel_cache import KernelCache, cache_variables, take_kernel_cache
-from slurm_rlhf.cluster.parent_death import die_with_parent
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import RankCalls
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.events import TERMINATION
-from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.messages import TERMINATION
 from slurm_rlhf.run_directory import RunDirectory
-from slurm_rlhf.workers.role_store import open_store
-from slurm_rlhf.workers.worker import Role, Seat
+from slurm_rlhf.workers.worker import RankInfo, Worker
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
 
 SHUTDOWN = RankCalls.shutdown.__name__
 
@@ -33,10 +35,10 @@ _USUAL = gc.get_threshold()[0]
 _RARELY = 100_000  # new objects
 
 
-def take_seat(role: str, first_rank: int, world: int) -> Seat:
-    """Who this process is: torchrun counts the processes of this node, the rank map says where its count begins."""
+def rank_info(role: str, first_rank: int, world: int) -> RankInfo:
+    """Find out who this process is: torchrun counts the processes of a node, from `first_rank` of the rank map on."""
     local_rank = int(os.environ["LOCAL_RANK"])
-    return Seat(role, first_rank + local_rank, world, local_rank, node_name())
+    return RankInfo(role, first_rank + local_rank, world, local_rank, node_name())
 
 
 def log_to(path: Path) -> None:
@@ -49,51 +51,90 @@ def log_to(path: Path) -> None:
 
 
 def collect_rarely() -> None:
-    """Look for garbage rarely until `collect_as_usual`: imports make a million objects, and next to no garbage."""
+    """Collect garbage rarely until `collect_as_usual`: imports make a million objects, and next to no garbage."""
     gc.set_threshold(_RARELY)
 
 
 def collect_as_usual() -> None:
-    """What is left now of starting stays, and no later collection looks at it again."""
+    """Collect garbage as usual again; what the start has made stays, and later collections pass over it."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_USUAL)
 
 
-def take_caches(config: Config, seat: Seat) -> KernelCache | None:
-    """The directory of what this process compiles, named in its environment: before anything is compiled."""
+def take_caches(config: Config, info: RankInfo) -> KernelCache | None:
+    """Name in the environment where compiled kernels are kept; it comes before anything is compiled."""
     train = config.train
-    cache, told = take_kernel_cache(train.kernel_cache, seat.role, seat.local_rank, train.kernel_cache_gib)
-    print(told, flush=True)
+    cache, note = take_kernel_cache(train.kernel_cache, info.role, info.local_rank, train.kernel_cache_gib)
+    print(note, flush=True)
     if cache is not None:
         os.environ.update(cache_variables(cache.directory))
     return cache
 
 
-def serve(client: ControlClient, role: Role, cache: KernelCache | None) -> None:
-    """Answer calls until the conductor says `shutdown`."""
+def serve(client: ControlClient, worker: Worker, cache: KernelCache | None) -> None:
+    """Answer calls until the conductor calls `shutdown`."""
     started = False
     while True:
-        request = client.receive(0.0 if role.busy() else None)
+        request = client.receive(0.0 if worker.busy() else None)
         if request is None:
-            role.advance()
+            worker.advance()
         else:
             client.phase = request.method
             if request.method == SHUTDOWN:
-                request.reply(role.shutdown())
+                request.reply(worker.shutdown())
                 return
-            role.handle(request)
-            if not role.busy():
+            worker.handle(request)
+            if not worker.busy():
                 client.phase = f"idle after {request.method}"
-        if not started:  # the first thing that a rank is told is to load what it works with
+        if not started:  # the first call of a rank lets it load what it works with
             started = True
             collect_as_usual()
             if cache is not None and (request is None or not request.failed):
                 cache.started()
 
 
+def import_libraries(config: Config, info: RankInfo) -> None:
+    """Import the heavy libraries of a role. No device is touched; engines see their own GPUs only from now on.
+
+    It comes before anybody listens for the rank's heartbeats. Opening a library of gigabytes on a file system that many
+    nodes read at once takes minutes, and the interpreter's lock is held all the while: no heartbeat would leave, and
+    the rank would count as lost.
+    """
+    if ROLES[info.role].kind == "engine":
+        from slurm_rlhf.rollout.libraries import import_vllm
+        from slurm_rlhf.workers.engine_worker import prepare_process
+
+        prepare_process(config, info)
+        import_vllm()
+        return
+    from slurm_rlhf.training.libraries import import_trainers
+
+    spec = ROLES[info.role]
+    stage = spec.settings(config).zero_stage if spec.kind == "frozen" else 3
+    import_trainers(deepspeed=stage == 3)  # a frozen model that is whole does without
+
+
+def open_store(environ: Mapping[str, str] = os.environ) -> TCPStore | None:
+    """Open the store of the role's ranks on the socket that this process inherited; None: another process has it.
+
+    For launches without torchrun. The port was bound before anybody knew it, so nobody else can have it.
+    """
+    if STORE_FD not in environ:
+        return None
+    from torch.distributed import TCPStore
+
+    return TCPStore(
+        environ["MASTER_ADDR"],
+        int(environ["MASTER_PORT"]),
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=int(environ[STORE_FD]),
+    )
+
+
 def hold_termination() -> bool:
-    """True inside a Slurm step, where SIGTERM is kept for `relay_termination`; it must come before any thread."""
+    """Inside a Slurm step, keep SIGTERM for `relay_termination` and return True; it comes before any thread."""
     if signal.getsignal(signal.SIGTERM) != signal.SIG_IGN:
         return False
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -101,7 +142,7 @@ def hold_termination() -> bool:
 
 
 def relay_termination(client: ControlClient) -> None:
-    """Tell the conductor of SIGTERM: Slurm sends it to the steps when it preempts a job, not to the batch script."""
+    """Tell the conductor when SIGTERM comes: Slurm preempts a job by sending it to the steps, not to the script."""
 
     def wait() -> None:
         signal.sigwait({signal.SIGTERM})
@@ -111,7 +152,7 @@ def relay_termination(client: ControlClient) -> None:
 
 
 def _leave(reason: str) -> None:
-    """Nobody is there to work for. The main thread may sit in a collective that never ends, so do not ask it."""
+    """End this process: its conductor is gone, and its main thread may sit in a collective that never ends."""
     print(f"the conductor is gone: {reason}", file=sys.stderr, flush=True)
     os._exit(1)
 
@@ -130,21 +171,21 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the conductor's to answer
     held = hold_termination()
     directory = RunDirectory(arguments.run_dir)
-    seat = take_seat(arguments.role, arguments.first_rank, arguments.world)
-    log_to(directory.role_log(seat.role, seat.node, seat.rank))
+    info = rank_info(arguments.role, arguments.first_rank, arguments.world)
+    log_to(directory.role_log(info.role, info.node, info.rank))
     config = load_config(directory.config, [])
-    cache = take_caches(config, seat)
+    cache = take_caches(config, info)
     store = open_store()  # alive as long as this process
     # Before there is a client: from its hello on, silence is a sign of death.
-    importlib.import_module("slurm_rlhf.workers.libraries").import_libraries(config, seat)
-    role = ROLES[seat.role].load_worker()
+    import_libraries(config, info)
+    make_worker = ROLES[info.role].load_worker()
     client = ControlClient(
         arguments.endpoint,
         RunKeys.parse(os.environ[KEYS], KEYS) if KEYS in os.environ else RunKeys.load(directory.keys),
-        seat.role,
-        seat.rank,
-        seat.world,
-        host=seat.node,
+        info.role,
+        info.rank,
+        info.world,
+        host=info.node,
         heartbeat_interval=config.timeout.heartbeat_interval,
         heartbeat_limit=config.timeout.heartbeat,
         on_conductor_lost=_leave,
@@ -153,7 +194,7 @@ def main() -> None:
     if held:
         relay_termination(client)
     try:
-        serve(client, role(config, seat, client), cache)
+        serve(client, make_worker(config, info, client), cache)
         client.close()
         del store
     except BaseException:

@@ -36,10 +36,10 @@ from slurm_rlhf.training.policy import PolicyTrainer
 from slurm_rlhf.training.reward_model import RewardModel
 from slurm_rlhf.training.value import ValueTrainer
 from slurm_rlhf.weight_sync.endpoints import ActorEnd
-from slurm_rlhf.workers.worker import Role, Seat
+from slurm_rlhf.workers.worker import RankInfo, Worker
 
 
-class ModelRank(Role):
+class ModelWorker(Worker):
     """A rank with a model of transformers.
 
     Where it shares its accelerator (train.colocate_all), no call leaves memory behind that the next role needs:
@@ -57,7 +57,7 @@ class ModelRank(Role):
                 release_cache()
 
 
-class TrainerRank(ModelRank, TrainerCalls):
+class TrainerWorker(ModelWorker, TrainerCalls):
     """A rank that trains: `start` of a subclass sets `trainer`."""
 
     trainer: PolicyTrainer | ValueTrainer
@@ -78,14 +78,14 @@ class TrainerRank(ModelRank, TrainerCalls):
         self.trainer.engine.wake_up()
 
 
-class ActorRole(TrainerRank, ActorCalls):
+class ActorWorker(TrainerWorker, ActorCalls):
     """A rank of the policy in training."""
 
     trainer: PolicyTrainer
 
-    def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
-        super().__init__(config, seat, client)
-        self.sync = ActorEnd(config, f"{seat.role} {seat.rank}")
+    def __init__(self, config: Config, info: RankInfo, client: ControlClient) -> None:
+        super().__init__(config, info, client)
+        self.sync = ActorEnd(config, f"{info.role} {info.rank}")
 
     def start(self, request: StartRequest) -> StartAnswer:
         self.trainer = PolicyTrainer(self.config, request.total_steps)
@@ -110,7 +110,7 @@ class ActorRole(TrainerRank, ActorCalls):
         return report_of(self.sync.push(self.trainer.held(), request.version))
 
 
-class CriticRole(TrainerRank, CriticCalls):
+class CriticWorker(TrainerWorker, CriticCalls):
     """A rank of the value model in training."""
 
     trainer: ValueTrainer
@@ -123,7 +123,7 @@ class CriticRole(TrainerRank, CriticCalls):
         return self.trainer.values(batch.experience, batch.micro)["values"]
 
 
-class ReferenceRole(ModelRank, ReferenceCalls):
+class ReferenceWorker(ModelWorker, ReferenceCalls):
     """A rank of the frozen policy that the KL penalty compares with."""
 
     def start(self, request: StartRequest) -> StartAnswer:
@@ -134,7 +134,7 @@ class ReferenceRole(ModelRank, ReferenceCalls):
         return self.model.logprobs(batch.experience, batch.micro)["logprobs"]
 
 
-class RewardRole(ModelRank, RewardCalls):
+class RewardWorker(ModelWorker, RewardCalls):
     """A rank of the reward model."""
 
     def start(self, request: StartRequest) -> StartAnswer:

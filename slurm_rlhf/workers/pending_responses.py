@@ -1,4 +1,4 @@
-"""Which call a finished response goes back with."""
+"""Finished responses on their way back: which call each of them answers."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ Answer = Future[GenerateAnswer]
 
 @dataclass(slots=True)
 class _Stream:
-    """Calls of one stream in their order, and what is finished and not yet answered."""
+    """Keeps the calls of one stream in their order, and what is finished and not yet answered."""
 
     open: deque[tuple[Answer, int]] = field(default_factory=deque)  # call, responses that it asked for
     finished: list[Sampled] = field(default_factory=list)
     owed: int = 0  # responses that were asked for and that no call has come for yet
 
 
-class Tickets:
-    """A call asks for a number of responses and is answered with as many, of its stream, whichever finish first.
+class PendingResponses:
+    """Answers each call of a stream with as many responses as it asked for, whichever finish first.
 
     So the caller knows how much an engine has in hand: of a call that were answered with its own responses only, the
     last one would hold back the news that the others' places are free. All responses of a stream are answered when as
@@ -35,9 +35,9 @@ class Tickets:
         self._streams: dict[int, _Stream] = {}
 
     def open(self, stream: int, answer: Answer, count: int, asked: int | None = None) -> list[Sampled] | None:
-        """`answer` waits for `count` responses, at least 1; `asked`: how many it asks for, None: as many.
+        """Let `answer` wait for `count` responses, at least 1; `asked`: how many its call asks for, None: as many.
 
-        Returns what to answer it with, if that has finished before it came. Raises RunError for a call that comes for
+        Returns what to answer it with, if that has finished already. Raises RunError for a call that comes for
         responses which nobody has asked for, or which a failure has taken away.
         """
         queue = self._streams.get(stream, _Stream())
@@ -50,7 +50,7 @@ class Tickets:
         return self._complete(stream)
 
     def finish(self, stream: int, response: Sampled) -> tuple[Answer, list[Sampled]] | None:
-        """A response is finished: the call that it completes, if it does, and what to answer it with."""
+        """Add a finished response; return the call that it completes, if any, and what to answer it with."""
         queue = self._streams[stream]
         queue.finished.append(response)
         first = queue.open[0][0] if queue.open else None
@@ -58,7 +58,7 @@ class Tickets:
         return None if first is None or found is None else (first, found)
 
     def _complete(self, stream: int) -> list[Sampled] | None:
-        """The answer to the stream's first call, if as many responses have finished; the call is then closed."""
+        """Take the answer to the first call of the stream, if as many responses have finished."""
         queue = self._streams[stream]
         if not queue.open or len(queue.finished) < queue.open[0][1]:
             return None
@@ -69,7 +69,7 @@ class Tickets:
         return found
 
     def fail(self, error: Exception) -> None:
-        """Nothing that was asked for will come."""
+        """Let all calls fail: nothing that they asked for will come."""
         for queue in self._streams.values():
             for answer, _ in queue.open:
                 answer.set_exception(error)

@@ -9,16 +9,16 @@ from functools import partial
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import DeviceReport, RankCalls, calls_of
+from slurm_rlhf.control.call_spec import calls_of
+from slurm_rlhf.control.calls import DeviceReport, RankCalls
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.request import Request
+from slurm_rlhf.control.messages import Request
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.workers.about import about_device
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """Who a rank is."""
+class RankInfo:
+    """Says who a rank is."""
 
     role: str
     rank: int  # within its role
@@ -27,20 +27,31 @@ class Seat:
     node: str
 
 
-class Role(RankCalls):
-    """A rank. Subclasses implement a class of `control.calls`."""
+class Worker(RankCalls):
+    """Answers the calls of a rank. Subclasses implement a class of `control.calls`."""
 
-    def __init__(self, config: Config, seat: Seat, client: ControlClient) -> None:
+    def __init__(self, config: Config, info: RankInfo, client: ControlClient) -> None:
         self.config = config
-        self.seat = seat
+        self.info = info
         self.client = client
 
     def attention(self) -> str:
-        """The attention kernel that this rank uses; empty: it has none, or none was used yet."""
+        """Return the attention kernel that this rank uses; empty: it has none, or none was used yet."""
         return ""
 
     def about(self) -> DeviceReport | None:
-        return about_device(self.attention)
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        free, total = torch.cuda.mem_get_info()
+        return DeviceReport(
+            gpu=torch.cuda.get_device_name(),
+            total=int(total),
+            used=int(total - free),
+            allocated=int(torch.cuda.memory_allocated()),
+            attention=self.attention(),
+        )
 
     def shutdown(self) -> str:
         self.close()
@@ -52,7 +63,7 @@ class Role(RankCalls):
             spec = calls_of(type(self)).get(request.method)
             if spec is None:
                 known = ", ".join(sorted(calls_of(type(self))))
-                raise RunError(f"{self.seat.role} has no call {request.method!r}; its calls: {known}")
+                raise RunError(f"{self.info.role} has no call {request.method!r}; its calls: {known}")
             arguments = [] if spec.argument is None else [spec.read_argument(request.args)]
             answer = self.perform(getattr(self, spec.name), arguments)
             if isinstance(answer, Future):
@@ -67,18 +78,18 @@ class Role(RankCalls):
         return method(*arguments)
 
     def busy(self) -> bool:
-        """True while `advance` has something to do, so that the worker must not wait for the next call."""
+        """Return True while `advance` has something to do: then nobody waits for the next call."""
         return False
 
     def advance(self) -> None:
-        """Do a small piece of work of one's own between two calls."""
+        """Do a small piece of its own work between two calls."""
 
     def close(self) -> None:
         """Release what outlives a process: shared memory, sockets, groups."""
 
 
 def _settle(request: Request, answer: Future[Any]) -> None:
-    """Send what a Future has brought."""
+    """Answer a call with what its Future has brought."""
     error = answer.exception()
     try:
         if error is None:

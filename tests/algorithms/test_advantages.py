@@ -200,7 +200,7 @@ def test_registry_knows_gae_and_names_what_is_valid() -> None:
     assert_allclose(advantages, [-0.1 + 0.25 - 0.5, 0.0, 0.8 - 0.25, 3.7 - 0.125], rtol=1e-6)
     assert_allclose(returns, [0.15, 0.0, 0.8, 3.7], rtol=1e-6)
     assert_array_equal(estimate(find_algorithm("gae"), inputs)["advantages"], whiten(advantages, mask))
-    with pytest.raises(ConfigError, match=r"estimator = 'gea' is unknown; did you mean gae\? \(valid: gae"):
+    with pytest.raises(ConfigError, match=r"estimator = 'gea' is unknown; did you mean gae\? \(valid: dr_grpo, gae,"):
         find_algorithm("gea")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_rlhf.algorithms.kl import approx_kl
-from slurm_rlhf.algorithms.losses import entropy_bonus, k3, policy_loss, value_loss
+from slurm_rlhf.algorithms.losses import PolicyInputs, checked_loss, entropy_bonus, k3, policy_loss, value_loss
+from slurm_rlhf.errors import ConfigError
 
 token = st.tuples(
     st.booleans(),
@@ -39,6 +41,35 @@ def test_policy_loss_by_hand() -> None:
     assert metrics["ratio"].item() == pytest.approx(5.0)
     assert metrics["approx_kl"].item() == pytest.approx(2 * (1 - math.log(2)) + 2 * (-0.5 + math.log(2)), rel=1e-5)
     assert not any(metric.requires_grad for metric in metrics.values())
+
+
+def of_user(answer: Any) -> Any:
+    x = torch.zeros(2, requires_grad=True)
+    inputs = PolicyInputs(x, x.detach(), torch.ones(2), torch.ones(2) > 0, [2], None, 2.0, 0.2, 0.2)
+    return checked_loss("mine", lambda given: answer(given.logprobs))(inputs)
+
+
+def test_a_loss_of_the_users_is_called_as_it_is() -> None:
+    loss, metrics = of_user(lambda x: (x.sum(), {"sum": x.sum()}))
+    assert loss.requires_grad
+    assert not metrics["sum"].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda x: 1 / 0, r"test_losses\.py:\d+: .* raised ZeroDivisionError: division by zero\. It answers the loss"),
+        (lambda x: x.sum(), "raised TypeError: iteration over a 0-d tensor"),
+        (lambda x: (1.0, {}), "raised AttributeError: 'float' object has no attribute 'dim'"),
+        (lambda x: (x.sum(), {"loss": 1.0}), "raised AttributeError"),
+        (lambda x: (x, {}), r"must answer a scalar that has a gradient.*got a loss of shape \(2,\), metrics \[\]"),
+        (lambda x: (x.detach().sum(), {}), r"got a loss of shape \(\) without a gradient"),
+        (lambda x: (x.sum(), {"all": x}), r"metrics \['all'\]"),
+    ],
+)
+def test_what_a_loss_of_the_users_may_not_answer(answer: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        of_user(answer)
 
 
 def test_value_loss_by_hand() -> None:

@@ -49,7 +49,7 @@ def nothing(inputs: AdvantageInputs) -> Any:
 
 
 def test_unknown_names_are_answered_with_the_nearest_and_all_valid_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"estimator = 'gea' is unknown; did you mean gae\? \(valid: gae"):
+    with pytest.raises(ConfigError, match=r"estimator = 'gea' is unknown; did you mean gae\? \(valid: dr_grpo, gae,"):
         find_algorithm("gea")
     load_plugins([plugin(tmp_path, PLUGIN.format(name="group_mean"))])
     with pytest.raises(ConfigError, match=r"did you mean group_mean\? \(valid: .*group_mean"):

@@ -105,6 +105,13 @@ def test_values_of_another_type_are_all_told(config: Config) -> None:
         train(Config())
 
 
+def test_under_mpi_every_process_would_start_a_run(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    with pytest.raises(ConfigError, match=r"one of several that mpirun .* use `slurm-rlhf train FILE\.toml` there"):
+        train(config)
+
+
 def test_another_thread_is_refused(config: Config) -> None:
     errors: list[Exception] = []
 

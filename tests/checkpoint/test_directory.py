@@ -29,6 +29,14 @@ def checkpoints(tmp_path: Path) -> CheckpointDir:
     return CheckpointDir(tmp_path / "run")
 
 
+def test_a_role_that_the_run_had_not_is_named(checkpoints: CheckpointDir) -> None:
+    """As where a run without a critic goes on with an algorithm that has one."""
+    path = save(checkpoints, 1)
+    assert checkpoints.load_state(path, ["actor", "critic"])["step"] == 1
+    with pytest.raises(CheckpointError, match=r"step_000001 holds no judge: the run that wrote it had none, by"):
+        checkpoints.load_state(path, ["actor", "judge"])
+
+
 def test_what_is_saved_comes_back(checkpoints: CheckpointDir) -> None:
     state = {
         "kl": {"coef": 0.1 + 0.2},

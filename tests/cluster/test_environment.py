@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_rlhf.cluster.environment import SlurmEnvironment, read_slurm
+from slurm_rlhf.cluster.granted_gpus import ask_scontrol, parse_job_details
 from slurm_rlhf.cluster.resources import current_topology
-from slurm_rlhf.cluster.scontrol_gpus import ask_scontrol, parse_job_details
-from slurm_rlhf.cluster.slurm_counts import count_devices, expand_counts, parse_gpus
+from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
+from slurm_rlhf.cluster.slurm_notation import count_devices, expand_counts, parse_gpus
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_plan import RankMap, place, role_sizes
@@ -68,13 +68,12 @@ def test_outside_slurm() -> None:
 def test_batch_script() -> None:
     slurm = read(BATCH)
     assert slurm.job_id == 4711
-    assert slurm.nodes == slurm.job_nodes == ("gpu001", "gpu002", "gpu003")
+    assert slurm.job_nodes == ("gpu001", "gpu002", "gpu003")
     assert slurm.cpus_per_node == (64, 64, 32)
     assert slurm.tasks_per_node == (1, 1, 1)
     assert slurm.gpus() == (8, 8, 8)
     assert slurm.step_id is None
     assert slurm.restart_count == 0
-    assert slurm.topology_address == "spine.leaf1.gpu001"
     topology = slurm.topology((8, 8, 4))
     assert [(node.name, node.gpus, node.cpus) for node in topology.nodes] == [
         ("gpu001", 8, 64),
@@ -89,13 +88,34 @@ def test_requeued_job_of_an_array() -> None:
     assert (slurm.restart_count, slurm.array_job_id, slurm.array_task_id) == (2, 4700, 11)
 
 
-def test_a_step_has_its_own_nodes_and_tasks_and_knows_the_jobs() -> None:
-    slurm = read(STEP)
+def test_a_step_knows_the_nodes_of_the_job_and_reads_no_tasks() -> None:
+    slurm = read(STEP, SLURM_TASKS_PER_NODE="4(x2)")
     assert slurm.step_id == 3
-    assert slurm.nodes == ("gpu002", "gpu003")
     assert slurm.job_nodes == ("gpu001", "gpu002", "gpu003")
-    assert slurm.tasks_per_node == (4, 4)
-    assert (slurm.node_id, slurm.task, slurm.local_task) == (1, 5, 1)
+    assert slurm.tasks_per_node == ()
+    assert slurm.node_id == 1
+
+
+UNREAD = [
+    "SLURM_STEP_NODELIST",
+    "SLURM_STEP_NUM_NODES",
+    "SLURM_STEP_TASKS_PER_NODE",
+    "SLURM_CPUS_PER_TASK",
+    "SLURM_PROCID",
+    "SLURM_LOCALID",
+    "SLURM_JOB_PARTITION",
+    "SLURM_CLUSTER_NAME",
+    "SLURM_TOPOLOGY_ADDR",
+    "SLURM_NTASKS",
+    "SLURM_DISTRIBUTION",
+]
+
+
+@pytest.mark.parametrize("environ", [BATCH, STEP])
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_malformed_variable_that_nobody_reads_does_not_stop_a_run(environ: dict[str, str], name: str) -> None:
+    assert read(environ, **{name: "gpu[0-,\t(x"}) == read(environ)
+    assert read(STEP, SLURM_TASKS_PER_NODE="4(2)") == read(STEP)
 
 
 @pytest.mark.parametrize("step_id", ["4294967290", "4294967291", "4294967292", "batch", "interactive"])
@@ -103,7 +123,7 @@ def test_reserved_steps_are_not_steps(step_id: str) -> None:
     # The interactive step of salloc lists the first node only, while the job has all of them.
     slurm = read(BATCH, SLURM_STEP_ID=step_id, SLURM_STEP_NODELIST="gpu001", SLURM_STEP_NUM_NODES="1")
     assert slurm.step_id is None
-    assert slurm.nodes == ("gpu001", "gpu002", "gpu003")
+    assert slurm.job_nodes == ("gpu001", "gpu002", "gpu003")
 
 
 @pytest.mark.parametrize(

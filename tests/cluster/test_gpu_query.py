@@ -10,8 +10,16 @@ from pathlib import Path
 import pytest
 from gpu_smi import card, write_smi
 
-from slurm_rlhf.cluster.devices import local_gpus, seats
-from slurm_rlhf.cluster.gpu_query import ask_gpus, driver_cuda, is_busy, parse_cuda, parse_gpus, with_processes
+from slurm_rlhf.cluster.gpu_query import (
+    ask_gpus,
+    driver_cuda,
+    is_busy,
+    local_gpus,
+    parse_cuda,
+    parse_gpus,
+    share_gpus,
+    with_processes,
+)
 
 
 def asked(directory: Path) -> dict[str, str]:
@@ -80,10 +88,10 @@ def test_ranks_take_the_gpus_in_turns_and_pass_for_hosts_where_they_are_too_many
     write_smi(tmp_path, [card(0), card(1)])
     gpus = local_gpus(asked(tmp_path))
     assert gpus == ("0", "1")
-    assert seats(["a", "b"], gpus) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
-    crowded = seats(["a", "a", "b"], gpus)
+    assert share_gpus(["a", "b"], gpus) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
+    crowded = share_gpus(["a", "a", "b"], gpus)
     assert [seat["CUDA_VISIBLE_DEVICES"] for seat in crowded] == ["0", "1", "0"]
     assert len({seat["NCCL_HOSTID"] for seat in crowded}) == 3
-    apart = seats(["a", "a", "b"], gpus, one_machine=False)
+    apart = share_gpus(["a", "a", "b"], gpus, one_machine=False)
     assert apart == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}, {"CUDA_VISIBLE_DEVICES": "0"}]
-    assert seats(["a", "b"], ()) == [{}, {}]
+    assert share_gpus(["a", "b"], ()) == [{}, {}]

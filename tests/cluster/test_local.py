@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.cluster.devices import local_gpus
-from slurm_rlhf.cluster.local import local_topology
+from slurm_rlhf.cluster.gpu_query import local_gpus
+from slurm_rlhf.cluster.resources import local_topology
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_plan import place, role_sizes

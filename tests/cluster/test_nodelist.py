@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_rlhf.cluster.nodelist import MAX_RANGE, expand
+from slurm_rlhf.cluster.slurm_notation import MAX_RANGE, expand
 from slurm_rlhf.errors import PlacementError
 
 VECTORS = json.loads((Path(__file__).parents[1] / "support" / "nodelist_vectors.json").read_text())

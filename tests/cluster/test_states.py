@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.cluster.job import Job, parse_jobs
-from slurm_rlhf.cluster.states import OVER, REASONS, STATES, reason_words, state_words
+from slurm_rlhf.cluster.slurm_job import OVER, REASONS, STATES, Job, parse_jobs, reason_words, state_words
 
 # `man squeue` and `man sacct` of Slurm 22.05 to 25.05, section JOB STATE CODES.
 BASE = {

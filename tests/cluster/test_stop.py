@@ -79,10 +79,10 @@ def test_files_of_this_session_are_obeyed_once(tmp_path: Path) -> None:
     assert seconds < 4
 
 
-def test_whoever_ends_what_was_started_is_deaf(tmp_path: Path) -> None:
+def test_whoever_ends_what_was_started_ignores_signals(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     with Stop(tmp_path) as stop:
-        stop.deaf()
+        stop.ignore_signals()
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(0.1)

@@ -10,7 +10,6 @@ import pytest
 from slurm_rlhf.algorithms.registry import built_in
 from slurm_rlhf.config.check import check, check_sft
 from slurm_rlhf.config.keys import all_keys, documentation, put
-from slurm_rlhf.config.ranges import RANGES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.values import from_text
 from slurm_rlhf.errors import ConfigError, ModelError
@@ -104,7 +103,10 @@ def test_a_good_one(config: Config) -> None:
         (["data.prompt_dataset="], ["data.prompt_dataset is not set"]),
         (["data.prompt_dataset=/no/where"], ["data.prompt_dataset: no such file: /no/where"]),
         (["eval.dataset=/"], ["eval.dataset: is a directory, not a file: /"]),
-        (["reward.remote_url="], ["neither reward.remote_url (a Python file", "nor reward.model_name_or_path is set"]),
+        (
+            ["reward.remote_url="],
+            ["neither reward.remote_url (a Python file", "nor reward.model_name_or_path nor reward.function"],
+        ),
         (["reward.model_name_or_path=/rm"], ["reward.remote_url and reward.model_name_or_path are both set"]),
         (
             ["reward.remote_url=", "reward.model_name_or_path=/rm", "reward.num_nodes=3"],
@@ -235,8 +237,9 @@ def test_sft_needs_its_own_keys_only(config: Config) -> None:
 
 def test_every_number_has_a_range_that_holds_its_default() -> None:
     numbers = {name for name, key in all_keys().items() if key.kind in ("int", "float", "list[float]")}
-    assert set(RANGES) == numbers
-    for name, allowed in RANGES.items():
+    ranges = {name: key.allowed for name, key in all_keys().items() if key.allowed is not None}
+    assert set(ranges) == numbers
+    for name, allowed in ranges.items():
         default = all_keys()[name].default
         assert all(value in allowed for value in (default if isinstance(default, list) else [default])), name
         assert float("nan") not in allowed  # noqa: PLW0177

@@ -193,6 +193,7 @@ def values(key: Key) -> st.SearchStrategy[Any]:
         "bool": st.booleans(),
         "list[float]": st.lists(numbers, max_size=3),
         "list[str]": st.lists(text, max_size=3),
+        "list[path]": st.lists(st.sampled_from(['/a "b"/ü', "/x\\y\n\x7f"]), max_size=3),
     }
     return kinds[key.kind]
 

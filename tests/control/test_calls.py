@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from control_peer import INTERVAL, start_peer, stop_peer
 
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import CallTimeout, ConfigError, RemoteError, RoleDied, RunError, WireError

@@ -13,9 +13,10 @@ import pytest
 from numpy.typing import NDArray
 
 import slurm_rlhf
-from slurm_rlhf.config.schema_timeout import Timeout
+from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control import calls
-from slurm_rlhf.control.calls import RankCalls, call, calls_of, spec_of
+from slurm_rlhf.control.call_spec import call, calls_of, spec_of
+from slurm_rlhf.control.calls import RankCalls
 from slurm_rlhf.control.codec import decode, encode
 from slurm_rlhf.control.record_reader import read, reader
 from slurm_rlhf.errors import RunError, WireError

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import pytest
 
-from slurm_rlhf.config.schema_timeout import Timeout
-from slurm_rlhf.control.calls import call
+from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.control.auth import RunKeys
+from slurm_rlhf.control.call_spec import call
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.handles import RoleHandle, gather
-from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError, RoleDied, RunError, WireError
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import zmq
 
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.codec import encode
-from slurm_rlhf.control.envelope import Envelope
-from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.messages import Envelope
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import CallTimeout
 

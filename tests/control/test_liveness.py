@@ -17,11 +17,11 @@ import pytest
 import zmq
 from control_peer import INTERVAL, LIMIT, start_conductor, start_peer, stop_peer
 
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.codec import encode
-from slurm_rlhf.control.envelope import Envelope
-from slurm_rlhf.control.keys import RunKeys
-from slurm_rlhf.control.message_clock import ListeningClock
+from slurm_rlhf.control.io_thread import ListeningClock
+from slurm_rlhf.control.messages import Envelope
 from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import RoleDied
@@ -235,7 +235,7 @@ def test_lost_messages_fail_the_rank_at_once(run: Run, later: Envelope) -> None:
 def test_a_process_that_fails_without_closing_its_client_ends(run: Run) -> None:
     code = (
         "import sys, numpy; from slurm_rlhf.control.client import ControlClient\n"
-        "from slurm_rlhf.control.keys import RunKeys\n"
+        "from slurm_rlhf.control.auth import RunKeys\n"
         "client = ControlClient(sys.argv[1], RunKeys.load(sys.argv[2]), 'actor', 0, 1); client.connect(10)\n"
         "client.event('big', array=numpy.zeros(20_000_000)); raise SystemExit(7)"
     )

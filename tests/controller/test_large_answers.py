@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_timeout import Timeout
+from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.codec import MAX_HEADER_BYTES, encode
 from slurm_rlhf.control.handles import EngineHandle
-from slurm_rlhf.control.keys import RunKeys
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller import chunk_size as portions
 from slurm_rlhf.controller.dispatch import Generation
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.engine import Gauges
-from slurm_rlhf.workers.engine_leader import RolloutRole
+from slurm_rlhf.workers.engine_leader import EngineLeader
 from slurm_rlhf.workers.main import serve
-from slurm_rlhf.workers.worker import Seat
+from slurm_rlhf.workers.worker import RankInfo
 
 TOKENS, SAMPLES, PROMPTS = 1000, 8, 512
 TEXT = "x" * 8 * TOKENS
@@ -72,7 +72,7 @@ def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic:
     with ControlServer(RunKeys.create(tmp_path / "keys.json")) as server:
         client = ControlClient(server.endpoint(), RunKeys.load(tmp_path / "keys.json"), "rollout", 0, 1)
         client.connect(20.0)
-        role = RolloutRole(Config(), Seat("rollout", 0, 1, 0, "n"), client)
+        role = EngineLeader(Config(), RankInfo("rollout", 0, 1, 0, "n"), client)
         role.engine = engine
         thread = threading.Thread(target=serve, args=(client, role, None), daemon=True)
         thread.start()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import gpu_coverage
 import gpu_rollout as child
@@ -23,7 +23,7 @@ from tiny_models import make_tiny
 from torch.nn import functional
 
 from slurm_rlhf.cluster.stop import TERM, StopRequested
-from slurm_rlhf.config.sampling import COLDEST
+from slurm_rlhf.config.rules import COLDEST
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller import colocation as turns
 from slurm_rlhf.controller.colocation import TurnTakingEngines, TurnTakingGeneration
@@ -33,8 +33,8 @@ from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling
 from slurm_rlhf.rollout.environment import prepare_environment
 from slurm_rlhf.rollout.sleep import DeviceMemory
 from slurm_rlhf.training import attention
-from slurm_rlhf.workers.about import about_device
 from slurm_rlhf.workers.engine_worker import own_devices
+from slurm_rlhf.workers.worker import RankInfo, Worker
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -187,9 +187,18 @@ def test_a_stop_in_a_turn_gives_the_gpus_back(monkeypatch: pytest.MonkeyPatch) -
     assert told == ["engines wake_up weights", "weights 1", "engines wake_up kv_cache", "engines sleep"]
 
 
+class Attending(Worker):
+    def attention(self) -> str:
+        return "FLASH_ATTN"
+
+
+def attending() -> Worker:
+    return Attending(Config(), RankInfo("actor", 0, 1, 0, "n"), cast(Any, None))
+
+
 def test_a_rank_says_what_its_gpu_holds(cuda: FakeCuda) -> None:
     held = torch.empty(30 * MIB, dtype=torch.uint8, device="cuda")
-    said = about_device(lambda: "FLASH_ATTN")
+    said = attending().about()
     assert said is not None
     assert said.total == 100 * MIB
     assert said.used >= said.allocated >= held.numel()
@@ -198,7 +207,7 @@ def test_a_rank_says_what_its_gpu_holds(cuda: FakeCuda) -> None:
 
 
 def test_without_a_gpu_a_rank_says_nothing() -> None:
-    assert about_device(lambda: "must not be asked") is None
+    assert attending().about() is None
 
 
 def test_the_attention_kernel_is_that_of_the_first_pass(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 from gpu_standins import FakeCuda, fake_cuda
-from sync_fleet import BUCKET, Fleet
+from sync_fleet import BUCKET, Fleet, PeerRanks, configure, sent
 from sync_peer import describe, hold, make_weights
-from sync_ranks import Ranks, configure, sent
 from torch.distributed import HashStore
 
 import slurm_rlhf.weight_sync.sender as push_module
 from slurm_rlhf.bench import train as bench_train
-from slurm_rlhf.config.buckets import bucket_mb
+from slurm_rlhf.config.schema import Sync
 from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
 from slurm_rlhf.polling import wait_until
@@ -227,7 +226,7 @@ def conducted(fleet: Fleet, **settings: Any) -> WeightSync:
     """Two actor ranks with shards and an engine, as the conductor has them."""
     fleet.hire(3)
     settings = {"timeout.sync": 40.0, "sync.bucket_mb": 1, "ds.zero_stage": 3} | settings
-    actors, engines = Ranks(fleet.peers[:2]), Ranks(fleet.peers[2:3])
+    actors, engines = PeerRanks(fleet.peers[:2]), PeerRanks(fleet.peers[2:3])
     for role, ranks, gpus in (("actor", actors, "ab"), ("rollout", engines, "c")):
         for rank, gpu in enumerate(gpus):
             ranks.call(rank, "see", gpus=[f"GPU-{gpu}"]).result()
@@ -279,7 +278,7 @@ def test_the_choice_between_gpus():
 
 
 def test_buckets_are_larger_between_gpus():
-    assert (bucket_mb(0, True), bucket_mb(0, False), bucket_mb(5, True)) == (256, 64, 5)
+    assert [Sync(bucket_mb=mb).bucket_size_mb(gpus) for mb, gpus in ((0, True), (0, False), (5, True))] == [256, 64, 5]
 
 
 class Never:

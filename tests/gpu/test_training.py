@@ -32,9 +32,9 @@ from slurm_rlhf.training.policy import PolicyTrainer
 from slurm_rlhf.training.reward_model import RewardModel
 from slurm_rlhf.training.value import ValueTrainer
 from slurm_rlhf.training.zero3_init import zero3_config
-from slurm_rlhf.workers.libraries import import_libraries
-from slurm_rlhf.workers.model_workers import ReferenceRole
-from slurm_rlhf.workers.worker import Seat
+from slurm_rlhf.workers.main import import_libraries
+from slurm_rlhf.workers.model_workers import ReferenceWorker
+from slurm_rlhf.workers.worker import RankInfo
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_environment")]
 
@@ -306,7 +306,7 @@ def test_zero2_parks_by_deepspeeds_own_means_and_calls_release_what_they_do_not_
     assert trainer.engine._engine.offloaded[-1] == "back"
     config.train.colocate_all = True
     emptied.clear()
-    rank = ReferenceRole(config, Seat("reference", 0, 1, 0, "n"), cast(Any, None))
+    rank = ReferenceWorker(config, RankInfo("reference", 0, 1, 0, "n"), cast(Any, None))
     assert rank.perform(lambda: 5, []) == 5
     assert emptied == ["emptied"]
 
@@ -339,6 +339,6 @@ def test_an_engine_imports_its_attention_kernels_on_cuda(monkeypatch: pytest.Mon
     for is_cuda in (False, True):
         platform = SimpleNamespace(is_cuda=lambda is_cuda=is_cuda: is_cuda)
         monkeypatch.setattr(sys.modules["vllm.platforms"], "current_platform", platform, raising=False)
-        import_libraries(Config(), Seat("rollout", 2, 4, 2 if not is_cuda else 0, "n"))
+        import_libraries(Config(), RankInfo("rollout", 2, 4, 2 if not is_cuda else 0, "n"))
         assert os.environ["CUDA_VISIBLE_DEVICES"] == "6"
     assert asked == ["prepared", "prepared", "vllm.vllm_flash_attn"]

@@ -18,8 +18,8 @@ import pytest
 from kit import BUDGET_S, CHECKS, FAILED, SKIPPED, SLOWER, Check, Outcome, Place, perform
 from kit_machine import machine
 
-from slurm_rlhf.cluster.devices import local_gpus
-from slurm_rlhf.cluster.environment import read_slurm
+from slurm_rlhf.cluster.gpu_query import local_gpus
+from slurm_rlhf.cluster.slurm_environment import read_slurm
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(SLOWER * BUDGET_S)]
 ROOT = Path(__file__).parents[2]

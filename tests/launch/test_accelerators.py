@@ -14,7 +14,7 @@ from training_runs import workspace
 
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.cluster.gpu_query import parse_gpus, with_processes
-from slurm_rlhf.config import attention
+from slurm_rlhf.config import architectures
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
@@ -24,7 +24,7 @@ from slurm_rlhf.launch.accelerators import Wanted, judge_accelerators, seen_by_p
 from slurm_rlhf.placement.rank_plan import place, role_sizes
 from slurm_rlhf.placement.topology import CPU, Node, Topology
 
-MODULES = dict.fromkeys(attention.wanted_modules(), False)
+MODULES = dict.fromkeys(architectures.wanted_modules(), False)
 GRANTED = "ask for them with sbatch --gpus-per-node"
 
 

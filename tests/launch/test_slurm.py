@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.cluster.environment import SlurmEnvironment, read_slurm
+from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.slurm import SlurmLauncher
 from slurm_rlhf.launch.step_spec import StepSpec

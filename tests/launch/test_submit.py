@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.cluster.environment import read_slurm
+from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config, Slurm
-from slurm_rlhf.config.time_limit import minutes
+from slurm_rlhf.config.schema_cluster import minutes
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError
 from slurm_rlhf.launch.requeue import PARENT_REQUEUES, ChainContinuation, ParentContinuation, continuation_of
 from slurm_rlhf.launch.submitit_job import end_text, slurm_executor, slurm_parameters, wanted_nodes

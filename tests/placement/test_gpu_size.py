@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.cluster.gpu_kinds import gpu_types, granted_types, local_kinds, parse_types
+from slurm_rlhf.cluster.gpu_query import local_kinds
+from slurm_rlhf.cluster.granted_gpus import gpu_types, granted_types, parse_types
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.placement.gpu_size import found_size, told_size
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from slurm_rlhf.cluster.nodelist import expand
+from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_plan import NodeShare, RankMap, RoleSize, place, role_sizes

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import engine_of_architecture as child
 import numpy as np
 import pytest
+import rollout_engine as child
 import torch
 from model_matrix import ARCHITECTURES, REFUSED, make_model
 from rollout_engine import EngineProcess
@@ -52,7 +52,7 @@ def test_the_engine_agrees_with_the_trainer_from_the_start_and_after_an_update(
     generator = torch.Generator().manual_seed(1)
     weights = {name: p + torch.randn(p.shape, generator=generator) * 0.05 for name, p in full_parameters(policy.model)}
     save_file(weights, tmp_path / "update.safetensors")
-    before, after = engine_process.run(child.sample, path, tmp_path / "update.safetensors")
+    before, after = engine_process.run(child.sample_before_and_after, path, tmp_path / "update.safetensors")
     at_start = difference(policy, before)
     with torch.no_grad():
         for name, parameter in policy.model.named_parameters():

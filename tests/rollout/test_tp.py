@@ -19,11 +19,12 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from rollout_fleet import RolloutFleet, config
-from rollout_zygote import Zygote
+from ranks import RolloutFleet, config
 from tiny_models import make_tiny
+from zygote import Zygote
 
 from slurm_rlhf.cluster import kernel_cache
+from slurm_rlhf.control.calls import EngineCalls, GenerateBatch, PromptTokens, StartRequest, WakeUpRequest
 from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.controller.dispatch import Generation
 from slurm_rlhf.errors import RemoteError, RunError
@@ -87,6 +88,10 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(i, "", rng.integers(2, 60, 3 + 17 * i % 60).astype(np.int32)) for i in range(count)]
 
 
+def tokens_of(prompts: list[Prompt]) -> list[PromptTokens]:
+    return [PromptTokens(prompt.index, prompt.index, prompt.token_ids) for prompt in prompts]
+
+
 def generate(fleet: RolloutFleet, count: int, version: int, deterministic: bool = True) -> list[Trajectory]:
     return Generation(fleet.engines, 1, WIDTH, deterministic).run(prompts(count), SAMPLING, version)
 
@@ -129,11 +134,11 @@ def test_a_call_that_fails_leaves_no_request_behind(request: pytest.FixtureReque
     """Its first prompts were taken when the last one was refused: on no rank are they in the way of the next call."""
     fleet: RolloutFleet = request.getfixturevalue(ranks)
     before = [t.response_ids.tolist() for t in generate(fleet, 4, 1)]
-    wires = [[p.index, p.index, p.token_ids] for p in prompts(4)] + [[4, 4, np.full(400, 5, np.int32)]]
-    order = {"sampling": SAMPLING.to_wire(), "run_seed": 1, "version": 1, "stream": 99}
+    refused = PromptTokens(4, 4, np.full(400, 5, np.int32))
+    batch = GenerateBatch([*tokens_of(prompts(4)), refused], SAMPLING, run_seed=1, version=1, stream=99)
     for _ in range(2):
         with pytest.raises(RemoteError, match=r"refuses request '4\.0' \(prompt 4, 400 tokens\)"):
-            fleet.engines.call(0, "generate", prompts=wires, **order).result(timeout=60)
+            fleet.engines.call(0, EngineCalls.generate, batch).result(timeout=60)
     assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == before
 
 
@@ -258,9 +263,9 @@ def test_a_slow_engine_delays_the_batch_by_its_own_last_sequences_at_most(single
 
 def test_an_engine_fails_alone_and_by_name(pair: RolloutFleet) -> None:
     """A follower is killed while its leader is inside a step: the engine ends, the other one goes on."""
-    wires = [[p.index, p.index, p.token_ids] for p in prompts(40)]
-    order = {"sampling": Sampling(max_new_tokens=100, n=2).to_wire(), "run_seed": 1, "version": 0, "stream": 0}
-    doomed, safe = (pair.engines.call(engine, "generate", prompts=wires, **order) for engine in (0, 1))
+    how = Sampling(max_new_tokens=100, n=2)
+    batch = GenerateBatch(tokens_of(prompts(40)), how, run_seed=1, version=0, stream=0)
+    doomed, safe = (pair.engines.call(engine, EngineCalls.generate, batch) for engine in (0, 1))
     time.sleep(0.5)
     pair.kill(1)
     assert pair.ended([0], 10) < 5
@@ -296,10 +301,10 @@ def test_what_keeps_an_engine_from_starting_is_told(zygote: Zygote, model: Path,
         alone.launch([0])
         alone.server.wait_for("rollout", 1, 120)
         with pytest.raises(RemoteError, match=r"engine 0 \(rollout ranks 0 to 1 on .*TP rank \[1\] did not connect"):
-            alone.engines.call(0, "start", total_steps=1).result(timeout=60)
+            alone.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=60)
         wrong.server.wait_for("rollout", 2, 120)
         with pytest.raises(RemoteError, match="vLLM does not accept the model") as caught:
-            wrong.engines.call(0, "start", total_steps=1).result(timeout=60)
+            wrong.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=60)
         assert caught.value.user_error
     finally:
         wrong.close()
@@ -318,7 +323,7 @@ def test_an_engine_starts_again_where_a_killed_one_was(
     try:
         fleet.launch([0, 1])
         fleet.server.wait_for("rollout", 2, 120)
-        fleet.engines.call(0, "start", total_steps=1).result(timeout=120)
+        fleet.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=120)
         fleet.engines.ready = [0]
         assert not left.exists()
         assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == single_tokens
@@ -330,14 +335,14 @@ def test_an_engine_starts_again_where_a_killed_one_was(
 
 def assert_sleeps_as_one(fleet: RolloutFleet) -> None:
     """Each rank of engine 0 passes every word on to its vLLM, in the same order, and drops the same requests."""
-    wires = [[p.index, p.index, p.token_ids] for p in prompts(40)]
-    order = {"sampling": Sampling(max_new_tokens=200, n=2).to_wire(), "run_seed": 1, "version": 0, "stream": 9}
-    dropped = fleet.engines.call(0, "generate", prompts=wires, **order)
-    assert fleet.engines.call(0, "sleep").result(timeout=60) == 0
+    how = Sampling(max_new_tokens=200, n=2)
+    batch = GenerateBatch(tokens_of(prompts(40)), how, run_seed=1, version=0, stream=9)
+    dropped = fleet.engines.call(0, EngineCalls.generate, batch)
+    assert fleet.engines.call(0, EngineCalls.sleep).result(timeout=60) == 0
     with pytest.raises(RemoteError, match=r"engine 0 .* was told to sleep"):
         dropped.result(timeout=60)
     for part in ("weights", "kv_cache"):
-        fleet.engines.call(0, "wake_up", part=part).result(timeout=60)
+        fleet.engines.call(0, EngineCalls.wake_up, WakeUpRequest(part)).result(timeout=60)
     with pytest.raises(RemoteError, match="no update came since"):
         generate(fleet, 1, 1)
     ignored = r"cpu_worker\.py:(\d+)\] sleep mode is not supported on CPU"
@@ -366,10 +371,10 @@ def test_a_follower_that_goes_its_own_way_stops_its_engine(misfits: RolloutFleet
     """In seconds, by name, and without handing out a response."""
     engine = KINDS.index(kind)
     rng = np.random.default_rng(0)
-    prompts = [[i, i, rng.integers(2, 60, 5 + 3 * i).astype(np.int32)] for i in range(6)]
-    order = {"sampling": Sampling(max_new_tokens=24).to_wire(), "run_seed": 1, "version": 0, "stream": 0}
+    prompts = [PromptTokens(i, i, rng.integers(2, 60, 5 + 3 * i).astype(np.int32)) for i in range(6)]
+    batch = GenerateBatch(prompts, Sampling(max_new_tokens=24), run_seed=1, version=0, stream=0)
     started = time.monotonic()
-    answer = misfits.engines.call(engine, "generate", prompts=prompts, **order)
+    answer = misfits.engines.call(engine, EngineCalls.generate, batch)
     misfits.ended([2 * engine], 20)
     assert time.monotonic() - started < 15
     [reason] = [data["reason"] for rank, _, data in misfits.events if rank == 2 * engine]

@@ -14,6 +14,8 @@ from training_runs import metrics, started, train, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
+SMALL = ("--algo.kl.init_coef=0",)
+"""No reference: what fails is not about it."""
 ENDLESS = ("--train.max_steps=1000", "--train.num_episodes=1000")
 
 RAISES_LATER = """
@@ -33,9 +35,11 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return workspace(tmp_path_factory.mktemp("runs"))
 
 
-def test_a_reward_function_that_raises_ends_the_run_and_keeps_the_checkpoints(tmp_path: Path) -> None:
+def test_a_reward_function_that_raises_keeps_the_checkpoints_and_ctrl_c_ends_what_goes_on(
+    tmp_path: Path,
+) -> None:
     config = workspace(tmp_path, RAISES_LATER)
-    with started(config, tmp_path / "run", "--ckpt.save_steps=1") as run:
+    with started(config, tmp_path / "run", *SMALL, "--ckpt.save_steps=1") as run:
         code, output = run.wait(150)
         run.assert_gone(1)
     assert code == 2
@@ -53,14 +57,19 @@ def test_a_reward_function_that_raises_ends_the_run_and_keeps_the_checkpoints(tm
     (tmp_path / "reward.py").write_text(
         "def reward_func(queries, prompts, labels, **kwargs):\n    return [0.0] * len(queries)\n"
     )
-    code, output = train(config, tmp_path / "run", "--train.max_steps=3")
-    assert code == 0, output
-    assert "step_000002" in output
+    with started(config, tmp_path / "run", *SMALL, *ENDLESS) as run:
+        run.wait_for_step(3, 120)
+        run.process.send_signal(signal.SIGINT)  # Ctrl-C ends what the run has started
+        code, output = run.wait(30)
+        run.assert_gone(1)
+    assert code == 130, output
+    assert "step_000002" in output  # where it went on
+    assert "Traceback" not in output
 
 
 def test_a_killed_rank_ends_the_run_within_30_s_and_is_named(config: Path) -> None:
     precision = ("--ds.param_dtype=bf16", "--ds.zero_stage=0")
-    with started(config, config.parent / "killed", *precision, *ENDLESS) as run:
+    with started(config, config.parent / "killed", *precision, *SMALL, *ENDLESS) as run:
         run.wait_for_step(1, 120)
         victims = run.ranks("critic")
         worker = max(victims)  # torchrun was there before its worker
@@ -75,16 +84,6 @@ def test_a_killed_rank_ends_the_run_within_30_s_and_is_named(config: Path) -> No
     assert re.search(rf"role critic died: rank \d on \S+ \(pid {worker}\) was killed by SIGKILL", output)
     assert "Traceback" not in output
     assert seconds < 30
-
-
-def test_ctrl_c_ends_what_the_run_started_and_nothing_else(config: Path) -> None:
-    with started(config, config.parent / "interrupted", *ENDLESS) as run:
-        run.wait_for_step(1, 120)
-        os.kill(run.process.pid, signal.SIGINT)
-        code, output = run.wait(15)
-        run.assert_gone(1)
-    assert code == 130, output
-    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize(

@@ -60,10 +60,10 @@ def change(module):
         if training:
             engine.served += len(landed)
             if engine.served == BATCH:
-                engine.served, engine.patience = 0, 100
+                engine.served, engine.patience = 0, 150
             elif engine.patience > 0:
                 engine.patience -= 1
-                time.sleep(0.02)
+                time.sleep(0.02 if engine.patience > 50 else 0.2)
         return landed
     def load_weights(engine, weights, version):
         load(engine, stand_still(engine, weights) if version == 2 else weights, version)
@@ -79,9 +79,9 @@ def change(module):
     module.VllmEngine.served = module.VllmEngine.patience = 0
     module.VllmEngine.step, module.VllmEngine.load_weights = slow_step, load_weights
 """
-"""From the second batch on, the engine pauses after each of the first hundred steps until new weights come: they meet
-it half way however busy the machine is. Evaluations, which are greedy, are left alone. In the update to policy version
-2 its process stands still for six seconds."""
+"""From the second batch on, the engine pauses after each of its first 150 steps until new weights come, the last 50 of
+them for longer: the weights meet it half way however busy the machine is. Evaluations, which are greedy, do not pause.
+In the update to policy version 2 its process stands still for six seconds."""
 
 
 class Whole:

@@ -13,6 +13,8 @@ from training_runs import metrics, started, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(200)]
 
+SMALL = ("--algo.kl.init_coef=0", "--eval.dataset=")
+
 COLDER = """
 def change(module):
     params = module._sampling_params
@@ -38,7 +40,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
         file.writelines(json.dumps({"input": "1" * 60}) + "\n" for _ in range(30))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", write_patch(path / "patch", COLDER))
-        overrides = ("--algo.kl.init_coef=0", "--eval.dataset=", "--train.max_steps=1")
+        overrides = (*SMALL, "--train.max_steps=1")
         with started(config, path / "run", *overrides) as run:
             code, output = run.wait(150)
             run.assert_gone(1)
@@ -89,7 +91,7 @@ def test_a_model_with_dropout_trains_with_a_ratio_of_one(tmp_path: Path) -> None
         f"--actor.model_name_or_path={tmp_path / 'opt'}",
         ("--train.batch_size=32", "--train.max_epochs=1"),
     )
-    with started(config, tmp_path / "run", model, *one_update, "--eval.dataset=", "--train.max_steps=2") as run:
+    with started(config, tmp_path / "run", model, *one_update, *SMALL, "--train.max_steps=2") as run:
         code, output = run.wait(150)
         run.assert_gone(1)
     assert code == 0, output

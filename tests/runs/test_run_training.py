@@ -7,6 +7,7 @@ import json
 import statistics
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from call_times import Call, calls, noted
 from mpi_runs import mpirun
 from training_runs import assert_close_metrics, metrics, started, timeless, train, workspace
 
-from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.auth import RunKeys
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -135,10 +136,21 @@ def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, 
     assert summary["eval_after"] == json.loads((whole[0] / "summary.json").read_text())["eval_after"]
 
 
-def test_ten_thousand_attacks_on_the_control_port_change_nothing(config: Path, whole: tuple[Path, str]) -> None:
-    """Fuzzed, truncated and replayed bytes, wrong keys, and nonsense under the right one, from the first process on."""
+@dataclass(frozen=True)
+class Attacked:
+    """A run under mpirun whose control port was attacked from its first process to its last."""
+
+    run_dir: Path
+    output: str
+    log: str
+    fire: Fire
+    in_training: int  # attacks between the first step and the last
+
+
+@pytest.fixture(scope="module")
+def attacked(config: Path) -> Attacked:
     run_dir = config.parent / "attacked"
-    with started(config, run_dir, *WORLD) as run:
+    with started(config, run_dir, *WORLD, command=mpirun(6)) as run:
         run.wait_for_ranks(60)
         endpoint, keys = run.endpoint(), RunKeys.load(run_dir / ".control" / "keys.json")
         recorded = record(endpoint, keys, "actor", 2)
@@ -151,10 +163,25 @@ def test_ten_thousand_attacks_on_the_control_port_change_nothing(config: Path, w
             in_training = fire.total - before_training
             code, output = run.wait(200)
         log = run.log()
+    assert code == 0, output
+    return Attacked(run_dir, output, log, fire, in_training)
+
+
+def test_under_mpirun_it_writes_the_same_metrics(attacked: Attacked, whole: tuple[Path, str]) -> None:
+    assert "MPI: 6 ranks on 1 node;" in attacked.output
+    assert "no role can be restarted alone" in attacked.output
+    assert timeless(metrics(attacked.run_dir)) == timeless(metrics(whole[0]))
+    assert json.loads((attacked.run_dir / "summary.json").read_text())["world"] == {
+        **{"actor": 2, "critic": 1, "reference": 1, "rollout": 2}
+    }
+
+
+def test_ten_thousand_attacks_on_the_control_port_change_nothing(attacked: Attacked, whole: tuple[Path, str]) -> None:
+    """Fuzzed, truncated and replayed bytes, wrong keys, and nonsense under the right one, from the first process on."""
+    fire, log, in_training = attacked.fire, attacked.log, attacked.in_training
     print(f"{dict(fire.sent)}, {in_training} of them between step 1 and {STEPS}; {counted(log)}; an answer took")
     print(f"{statistics.median(fire.latencies):.4f} s in the median, {max(fire.latencies):.2f} s at most")
-    assert code == 0, output
-    assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
+    assert timeless(metrics(attacked.run_dir)) == timeless(metrics(whole[0]))
     assert fire.total >= 10_000
     assert in_training > 100  # the four steps take a second
     strangers = fire.total - fire.sent["nonsense"]
@@ -164,18 +191,6 @@ def test_ten_thousand_attacks_on_the_control_port_change_nothing(config: Path, w
     assert counted(log)["replies too late"] == 0
     assert " is lost" not in log
     assert max(fire.latencies) < 5
-
-
-def test_under_mpirun_it_writes_the_same_metrics(config: Path, whole: tuple[Path, str]) -> None:
-    run_dir = config.parent / "mpi"
-    code, output = train(config, run_dir, *WORLD, command=mpirun(6), timeout_s=240)
-    assert code == 0, output
-    assert "MPI: 6 ranks on 1 node;" in output
-    assert "no role can be restarted alone" in output
-    assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
-    assert json.loads((run_dir / "summary.json").read_text())["world"] == {
-        **{"actor": 2, "critic": 1, "reference": 1, "rollout": 2}
-    }
 
 
 @pytest.fixture(scope="module")

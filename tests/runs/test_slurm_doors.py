@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from slurm_nodes import CHECKOUT, SlurmNodes
-from slurm_runs import COMMAND, start_soon
+from slurm_cluster import CHECKOUT, COMMAND, Cluster
 from training_runs import metrics, timeless, train, workspace
 
-from slurm_rlhf.cluster.job import parse_jobs
+from slurm_rlhf.cluster.slurm_job import parse_jobs
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.launch import submit
 from slurm_rlhf.launch.submitit_job import SIGNAL
@@ -45,12 +44,12 @@ exec {command} train {config} --run_dir={run_dir} --slurm.chain=true --slurm.con
 
 
 @pytest.fixture(scope="module")
-def config(slurm: SlurmNodes) -> Path:
+def config(slurm: Cluster) -> Path:
     return workspace(slurm.shared / "work")
 
 
 @contextmanager
-def client(slurm: SlurmNodes) -> Iterator[pytest.MonkeyPatch]:
+def client(slurm: Cluster) -> Iterator[pytest.MonkeyPatch]:
     """This process as one on the login node."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("PATH", "SLURM_CONF"):
@@ -67,21 +66,23 @@ def calm(config: Path) -> list[str]:
     return timeless(metrics(run_dir))
 
 
-def wait_for_step(slurm: SlurmNodes, run_dir: Path, step: int) -> None:
+def wait_for_step(slurm: Cluster, run_dir: Path, step: int) -> None:
     slurm.wait_until(lambda: len(metrics(run_dir)) >= step, f"step {step} of {run_dir.name}", 150)
 
 
-def wait_for_restart(slurm: SlurmNodes, job: int, run_dir: Path, restart: int) -> None:
+def wait_for_restart(slurm: Cluster, job: int, run_dir: Path, restart: int) -> None:
     """It has saved and is back in the queue."""
     slurm.wait_until(lambda: slurm.job(job)["Restarts"] == str(restart), f"restart {restart}", 60)
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "stopped"
 
 
 def test_submitit_is_preempted_and_timed_out_goes_on_and_gives_the_summary(
-    slurm: SlurmNodes, config: Path, calm: list[str]
+    slurm: Cluster, config: Path, calm: list[str]
 ) -> None:
-    """Issue 5.1: the Python call, on Slurm. An urgent job's preemption and the signal before the end of the time both
-    go through submitit's checkpoint protocol, both end in an exact resume, and `result()` gives the summary.
+    """Submit by the Python call, preempt the job, and end its time.
+
+    Preemption and the signal before the end of the time both go through submitit's checkpoint protocol, both end in an
+    exact resume, and `result()` gives the summary.
     """
     run_dir = slurm.shared / "submitit"
     keys = ["--slurm.time=10", "--slurm.signal_lead_s=60", "--slurm.mem=8000", "--slurm.partition=gpu"]
@@ -99,13 +100,13 @@ def test_submitit_is_preempted_and_timed_out_goes_on_and_gives_the_summary(
         assert slurm.job(number)["JobState"] == "PENDING"
         release.touch()
         assert slurm.wait_over(urgent, 30) == ("COMPLETED", 0)
-        start_soon(slurm, number)
+        slurm.start_soon(number)
 
         wait_for_step(slurm, run_dir, len(metrics(run_dir)) + 1)
         # As at the end of its time: Slurm sends the batch step what --signal=B:USR2@... asks for.
         slurm.run("scancel", "--batch", f"--signal={SIGNAL.name}", str(number))
         wait_for_restart(slurm, number, run_dir, 2)
-        start_soon(slurm, number)
+        slurm.start_soon(number)
         assert slurm.wait_over(number, 200) == ("COMPLETED", 0), Path(job.paths.stdout).read_text()
         result = job.result()
     assert result["status"] == "finished"
@@ -121,13 +122,14 @@ def test_submitit_is_preempted_and_timed_out_goes_on_and_gives_the_summary(
 
 
 def test_a_chain_goes_on_ends_with_the_run_and_its_ranks_are_in_a_container(
-    slurm: SlurmNodes, config: Path, calm: list[str]
+    slurm: Cluster, config: Path, calm: list[str]
 ) -> None:
-    """Issue 5.4: the second link of a chain goes on with what the first left unfinished, to the numbers of an
-    undisturbed run, and what is left of the chain goes when the run is finished, at once when it already was.
+    """Run a chain of jobs whose ranks are in a container.
 
-    5.5: ranks run in a (stand-in) container while the conductor has no torch at all: the one on its path raises when it
-    is imported. 5.3: status shows the job, step and reward, and the attach line.
+    The second link goes on with what the first left unfinished, to the numbers of an undisturbed run. What is left of
+    the chain goes when the run is finished, at once when it already was. Ranks run in a (stand-in) container while the
+    conductor has no torch at all: the one on its path raises when it is imported. `status` shows the job, the step, the
+    reward, and the line to look inside.
     """
     run_dir, poison, program = slurm.shared / "chain", slurm.shared / "poison", slurm.shared / "bin" / "apptainer"
     for name in ("torch", "vllm", "deepspeed", "transformers"):
@@ -175,7 +177,7 @@ def test_a_chain_goes_on_ends_with_the_run_and_its_ranks_are_in_a_container(
     slurm.wait_until(lambda: slurm.job(waiting)["JobState"] == "CANCELLED", "cancellation of the next one", 10)
 
 
-def test_an_array_of_seeds_and_cancel(slurm: SlurmNodes, config: Path) -> None:
+def test_an_array_of_seeds_and_cancel(slurm: Cluster, config: Path) -> None:
     runs = slurm.shared / "seeds"
     header = ["--nodes=1", "--gres=none", "--mem=2000", f"--output={runs}.%a.log", "--chdir", str(CHECKOUT)]
     script = str(CHECKOUT / "sbatch" / "seeds.sh")

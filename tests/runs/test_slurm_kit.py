@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from slurm_nodes import CHECKOUT, SlurmNodes
+from slurm_cluster import CHECKOUT, Cluster
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(500)]
 
@@ -16,7 +16,7 @@ cd {checkout} && exec .venv/bin/python -m pytest -p no:cacheprovider tests/kit/t
 """
 
 
-def test_checks_between_nodes(slurm: SlurmNodes) -> None:
+def test_checks_between_nodes(slurm: Cluster) -> None:
     reports, output = slurm.shared / "kit", slurm.shared / "kit.log"
     script = slurm.shared / "kit.sh"
     script.write_text(SCRIPT.format(checkout=CHECKOUT, reports=reports))

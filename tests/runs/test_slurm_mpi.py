@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from slurm_nodes import CHECKOUT, SlurmNodes
+from slurm_cluster import CHECKOUT, Cluster
 from training_runs import metrics, timeless, train, workspace
 
 pytestmark = [pytest.mark.mpi, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
@@ -22,7 +22,7 @@ exec srun --mpi=pmix --overlap --nodes=2 --ntasks=5 --distribution=cyclic {train
 """
 
 
-def test_srun_with_pmix_writes_the_metrics_of_torchrun(slurm: SlurmNodes) -> None:
+def test_srun_with_pmix_writes_the_metrics_of_torchrun(slurm: Cluster) -> None:
     config, run_dir = workspace(slurm.shared / "work"), slurm.shared / "pmix"
     words = [COMMAND, "train", str(config), f"--run_dir={run_dir}", *WORLD, *NODES]
     script, output = slurm.shared / "pmix.sh", Path(f"{run_dir}.log")

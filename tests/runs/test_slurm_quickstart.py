@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkout import MADE_HERE
-from slurm_nodes import CHECKOUT, SlurmNodes
+from slurm_cluster import CHECKOUT, Cluster
 from training_runs import metrics
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 @pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by sbatch/environment.sh")
 @pytest.mark.timeout(500)
-def test_the_quickstart_is_a_batch_script(slurm: SlurmNodes) -> None:
+def test_the_quickstart_is_a_batch_script(slurm: Cluster) -> None:
     """Shortened by overrides alone. The data and the model are those of the last quickstart here, if there was one."""
     run_dir = slurm.shared / "quickstart"
     job = slurm.sbatch(

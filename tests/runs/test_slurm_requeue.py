@@ -9,10 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from slurm_calm import STEPS, Calm, calm_run
-from slurm_nodes import CHECKOUT, SlurmNodes
-from slurm_runs import left, said, saved, start_soon, steps, submit, summary
-from training_runs import metrics, timeless
+from slurm_cluster import CHECKOUT, Cluster, said
+from slurm_undisturbed import STEPS, Calm, calm_run
+from training_runs import metrics, saved, steps, summary, timeless
 
 from slurm_rlhf.config.load import load_config
 
@@ -24,15 +23,15 @@ CARRIED = ("JobName", "Partition", "TimeLimit", "CPUs/Task", "MinMemoryNode", "T
 
 
 @pytest.fixture(scope="module")
-def calm(slurm: SlurmNodes) -> Calm:
+def calm(slurm: Cluster) -> Calm:
     return calm_run(slurm)
 
 
-def test_the_unedited_ppo_32b_trains_a_tiny_model_on_four_nodes(slurm: SlurmNodes, calm: Calm) -> None:
-    """Issue 3.3: the batch file as it is, with nothing but overrides on its command line.
+def test_the_unedited_ppo_32b_trains_a_tiny_model_on_four_nodes(slurm: Cluster, calm: Calm) -> None:
+    """Submit the batch file as it is, with nothing but overrides on its command line.
 
-    3.4: a step per role on its own nodes, a log per role, node and rank, a taken port costs a retry, the interface is
-    logged. 3.5: save and stop files (in `calm_run`). 3.6: no process is left.
+    Each role has a step on its own nodes, and a log per node and rank; a taken port costs a retry; the interface is
+    logged; the files `save` and `stop` are obeyed (in `calm_run`); no process is left.
     """
     assert f"srun --jobid={calm.job} --overlap --pty" in said(calm.run_dir)
     logs = calm.run_dir / "logs"
@@ -49,28 +48,27 @@ def test_the_unedited_ppo_32b_trains_a_tiny_model_on_four_nodes(slurm: SlurmNode
     assert not any(slurm.processes(node) for node in slurm.names)
 
 
-def wait_for_another_step(slurm: SlurmNodes, run_dir: Path) -> None:
+def wait_for_another_step(slurm: Cluster, run_dir: Path) -> None:
     done = steps(run_dir)
     slurm.wait_until(lambda: steps(run_dir) > done, f"step {done + 1}", 150)
 
 
-def wait_for_restart(slurm: SlurmNodes, job: int, run_dir: Path, restart: int) -> None:
+def wait_for_restart(slurm: Cluster, job: int, run_dir: Path, restart: int) -> None:
     """Everything is saved, and nothing runs any more."""
     slurm.wait_until(lambda: slurm.job(job)["Restarts"] == str(restart), f"restart {restart}", 60)
     assert summary(run_dir)["status"] == "stopped"
     assert saved(run_dir)[-1] == summary(run_dir)["steps"]
     gone = slurm.wait_until(
-        lambda: not any(left(slurm, run_dir, node) for node in slurm.names), "end of its processes", 20
+        lambda: not any(slurm.left(run_dir, node) for node in slurm.names), "end of its processes", 20
     )
     assert gone < 12  # it does not sit out Slurm's KillWait, nor its own patience
 
 
-def test_requeued_preempted_and_followed_it_writes_the_same_metrics(slurm: SlurmNodes, calm: Calm) -> None:
-    """Issue 3.5: after SIGUSR1 and after SIGTERM (a preemption) it saves, is requeued and resumes exactly, both times.
+def test_requeued_preempted_and_followed_it_writes_the_same_metrics(slurm: Cluster, calm: Calm) -> None:
+    """Requeue a run by SIGUSR1 and by a preemption: it saves and resumes exactly, both times.
 
-    After the approaching end of the allocation it submits its successor, as requeue is forbidden by then. Steps in
-    flight are finished or dropped. The world is the one measured in issue 3: actor with 2 ranks on two nodes, critic,
-    reference, two engines, here on 3 nodes.
+    Before the end of the allocation it submits its successor, as requeue is forbidden by then. Steps in flight are
+    finished or dropped. The roles: actor with two ranks on two nodes, critic, reference, two engines, on three nodes.
     """
     run_dir, hold = slurm.shared / "requeued", calm.work / "hold"
     alive_s = calm.start_s + 4
@@ -81,7 +79,7 @@ def test_requeued_preempted_and_followed_it_writes_the_same_metrics(slurm: Slurm
         f"--slurm.signal_lead_s={60 * limit_min - alive_s:.0f}",
     )
     config = CHECKOUT / "sbatch" / "ppo_32b.toml"
-    job = submit(slurm, config, run_dir, [*NODES, "--requeue", "--time=20"], *calm.overrides, *length)
+    job = slurm.submit(config, run_dir, [*NODES, "--requeue", "--time=20"], *calm.overrides, *length)
 
     wait_for_another_step(slurm, run_dir)
     slurm.run("scancel", "--batch", "--signal=USR1", str(job))
@@ -101,7 +99,7 @@ def test_requeued_preempted_and_followed_it_writes_the_same_metrics(slurm: Slurm
     assert "was told to terminate" in next((run_dir / "logs").glob("conductor.*.log")).read_text()
     # From here on this job may not be requeued, and its time is short.
     slurm.run("scontrol", "update", f"JobId={job}", "Requeue=0", f"TimeLimit={limit_min}")
-    start_soon(slurm, job)
+    slurm.start_soon(job)
     hold.unlink()
     release.touch()
     assert slurm.wait_over(urgent, 30) == ("COMPLETED", 0)

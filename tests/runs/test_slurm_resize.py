@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from slurm_calm import calm_run
-from slurm_nodes import CHECKOUT, SlurmNodes
-from slurm_runs import ENDLESS, left, said, steps, submit, summary
-from training_runs import assert_close_metrics, metrics
+from slurm_cluster import CHECKOUT, ENDLESS, Cluster, said
+from slurm_undisturbed import calm_run
+from training_runs import assert_close_metrics, metrics, steps, summary
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 
@@ -20,15 +19,15 @@ SMALLER = (
 COMPARED = 2
 
 
-def test_a_run_of_four_nodes_goes_on_on_two_until_it_is_cancelled(slurm: SlurmNodes) -> None:
-    """Issue 3.7: another rank count in every role and fewer nodes, metrics that agree to rounding.
+def test_a_run_of_four_nodes_goes_on_on_two_until_it_is_cancelled(slurm: Cluster) -> None:
+    """Resume with other ranks in every role and fewer nodes: metrics agree to rounding.
 
-    Issue 3.6: `scancel` leaves the last checkpoint usable, no orphan, and the allocation released.
+    `scancel` leaves the last checkpoint usable, no orphan, and the allocation released.
     """
     calm, run_dir = calm_run(slurm), slurm.shared / "resized"
     config = CHECKOUT / "sbatch" / "ppo_32b.toml"
     resume = f"--resume={calm.run_dir / 'checkpoints' / f'step_{calm.saved_at:06d}'}"
-    job = submit(slurm, config, run_dir, ["--nodes=2", *RESOURCES], *calm.overrides, *ENDLESS, *SMALLER, resume)
+    job = slurm.submit(config, run_dir, ["--nodes=2", *RESOURCES], *calm.overrides, *ENDLESS, *SMALLER, resume)
     slurm.wait_until(
         lambda: steps(run_dir) >= COMPARED or slurm.job(job)["JobState"] not in ("PENDING", "RUNNING"), "steps", 150
     )
@@ -42,5 +41,5 @@ def test_a_run_of_four_nodes_goes_on_on_two_until_it_is_cancelled(slurm: SlurmNo
     latest = CheckpointDir(run_dir).latest()
     assert latest is not None
     assert CheckpointDir(run_dir).load_state(latest)["run"]["step"] >= calm.saved_at + COMPARED
-    slurm.wait_until(lambda: not left(slurm, run_dir, *slurm.names), "end of its processes", 30)
+    slurm.wait_until(lambda: not slurm.left(run_dir, *slurm.names), "end of its processes", 30)
     assert not slurm.run("squeue", "-h").strip()

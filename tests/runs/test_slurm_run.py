@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from slurm_nodes import OVER, SlurmNodes
-from slurm_runs import COMMAND, ENDLESS, PLACES, SMALL, left, said, steps, submit
-from training_runs import workspace
+from slurm_cluster import COMMAND, ENDLESS, OVER, PLACES, SMALL, Cluster, said
+from training_runs import steps, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -22,20 +21,20 @@ WAIT_S = 150  # for the first steps of two runs on a busy machine
 
 
 @pytest.fixture(scope="module")
-def config(slurm: SlurmNodes) -> Path:
+def config(slurm: Cluster) -> Path:
     return workspace(slurm.shared / "work")
 
 
-def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: SlurmNodes, config: Path) -> None:
-    """Issue 3.4: two jobs on the same nodes do not collide, GPUs are bound as the job was granted them.
+def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cluster, config: Path) -> None:
+    """Run two jobs on the same nodes: they do not collide, and each has the GPUs that Slurm granted it.
 
-    3.6: inside salloc, where no batch step's end cleans up, a killed engine on another node ends the run, with the
-    role's name, a true exit code, no orphan, the allocation released. Measured: of a job that loses a node, the same,
-    long before SlurmdTimeout (300 s), and the first is nothing to the second.
+    Inside salloc, where no batch step's end cleans up, a killed engine on another node ends the run with the role's
+    name, a true exit code, no orphan, and the allocation released. So ends a job that loses a node, long before
+    SlurmdTimeout (300 s). The end of the first is nothing to the second.
     """
     first, second = slurm.shared / "interactive", slurm.shared / "second"
     half = ["--nodes=3", "--nodelist=gpu[001-003]", "--gres=gpu:4", "--cpus-per-task=4", "--mem=8000"]
-    job = submit(slurm, config, second, half, *SMALL, *ENDLESS)
+    job = slurm.submit(config, second, half, *SMALL, *ENDLESS)
     slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "start", 30)
     with interactive(slurm, config, first) as login:
         slurm.wait_until(lambda: steps(first) >= 1 or login.poll() is not None, "first step", WAIT_S)
@@ -51,14 +50,14 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Sl
     assert re.search(
         rf"error: role rollout died: rank \d of engine \d on {engine['node']} \(pid \d+\) was killed", words
     )
-    assert not left(slurm, first, *slurm.names)  # though no batch step ended
+    assert not slurm.left(first, *slurm.names)  # though no batch step ended
     slurm.wait_until(lambda: slurm.job(allocation)["JobState"] in OVER, "release of the allocation", 10)
     done = steps(second)
     slurm.wait_until(lambda: steps(second) > done + 1, "next step of the other run", 30)
 
     slurm.cluster("crash", "gpu002")  # and with it one of the actor's ranks: the other's collective breaks at once
     ended = slurm.wait_until(lambda: slurm.job(job)["JobState"] != "RUNNING", "end of the job", 30)
-    clean = slurm.wait_until(lambda: not left(slurm, second, "gpu001", "gpu003"), "end of its processes", 30 - ended)
+    clean = slurm.wait_until(lambda: not slurm.left(second, "gpu001", "gpu003"), "end of its processes", 30 - ended)
     slurm.restart("gpu002")
     assert ended + clean < 30
     assert slurm.job(job)["ExitCode"] == "1:0"
@@ -71,7 +70,7 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Sl
 
 
 @contextmanager
-def interactive(slurm: SlurmNodes, config: Path, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
+def interactive(slurm: Cluster, config: Path, run_dir: Path) -> Iterator[subprocess.Popen[str]]:
     """A run inside salloc on gpu002 and gpu003, of which Slurm gives it 4 GPUs here and 2 there."""
     words = ["salloc", "--nodes=2", "--nodelist=gpu[002-003]", "--ntasks-per-node=1", "--gpus=6"]
     words += ["--cpus-per-task=4", "--mem=8000"]
@@ -90,7 +89,7 @@ def interactive(slurm: SlurmNodes, config: Path, run_dir: Path) -> Iterator[subp
             login.kill()
 
 
-def assert_devices(slurm: SlurmNodes, first: Path, second: Path) -> None:
+def assert_devices(slurm: Cluster, first: Path, second: Path) -> None:
     """Each actor has one of the GPUs that Slurm gave to its own job on its node."""
     granted = {}
     for run_dir, nodes in ((first, ("gpu002", "gpu003")), (second, ("gpu001", "gpu002"))):
@@ -103,7 +102,7 @@ def assert_devices(slurm: SlurmNodes, first: Path, second: Path) -> None:
     assert granted[first, "gpu003"] == ["4", "5"]
 
 
-def worker(slurm: SlurmNodes, run_dir: Path, role: str, node: str) -> int:
+def worker(slurm: Cluster, run_dir: Path, role: str, node: str) -> int:
     """Process id of a role's only rank on a node: torchrun was there before its worker."""
     words = (f"--role={role}", f"--run_dir={run_dir}")
     return max(pid for pid, line in slurm.numbered(node) if all(word in line for word in words))
@@ -124,7 +123,7 @@ PYTHONPATH=/tmp/site try --run_dir={shared}/bad --actor.num_nodes=2
 """
 
 
-def test_bad_input_is_named_in_seconds_and_before_any_model_loads(slurm: SlurmNodes, config: Path) -> None:
+def test_bad_input_is_named_in_seconds_and_before_any_model_loads(slurm: Cluster, config: Path) -> None:
     script = slurm.shared / "bad.sh"
     script.write_text(
         "#!/bin/bash"

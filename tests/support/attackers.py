@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import zmq
 
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.codec import encode
-from slurm_rlhf.control.envelope import Envelope, unpack
-from slurm_rlhf.control.keys import RunKeys
+from slurm_rlhf.control.messages import Envelope, unpack
 from slurm_rlhf.errors import CallTimeout
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(48)  # ZMTP 3.1, as a client of the run begins

@@ -16,7 +16,7 @@ import os, sys, time
 role = next((word.partition("=")[2] for word in sys.orig_argv if word.startswith("--role=")), "")
 if role and "LOCAL_RANK" in os.environ:
     from slurm_rlhf.control.client import ControlClient
-    from slurm_rlhf.control.request import Request
+    from slurm_rlhf.control.messages import Request
 
     file = os.open(os.environ["TEST_CALLS"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     receive, answer = ControlClient.receive, Request._answer

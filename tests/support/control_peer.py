@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.keys import RunKeys
-from slurm_rlhf.control.request import Request
+from slurm_rlhf.control.messages import Request
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import RewardError, RoleDied
 

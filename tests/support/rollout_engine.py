@@ -26,6 +26,8 @@ from slurm_rlhf.rollout.seeds import request_seed
 
 PROMPT_LENGTHS = (1, 5, 17, 33, 180, 260)  # two are longer than a block of the prefix cache (128 tokens on a CPU)
 
+SAMPLING = Sampling(max_new_tokens=24, temperature=0.9)
+
 engine: Any = None
 directory = Path()
 switches: list[Callable[[], None]] = []  # to call before the next engine is made
@@ -299,3 +301,23 @@ def refused(path: Path, changes: dict[str, Any]) -> str:
     except UserError as error:
         return f"{type(error).__name__}: {error}"
     return "it started"
+
+
+def sample_before_and_after(path: Path, update: Path) -> tuple[list[Trajectory], list[Trajectory]]:
+    """Trajectories under the weights in directory `path`, and under those in the safetensors file `update`."""
+    global engine
+    start(path)
+    before = generate(requests(SAMPLING, samples=2))
+    engine.load_weights(_stored(update), 1)
+    after = generate(requests(SAMPLING, samples=2, version=1))
+    engine.close()
+    engine = None
+    return before, after
+
+
+def _stored(file: Path) -> Iterator[tuple[str, Any]]:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        for name in sorted(opened.keys()):
+            yield name, opened.get_tensor(name)

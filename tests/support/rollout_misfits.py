@@ -14,7 +14,7 @@ from slurm_rlhf.workers import engine_leader as rollout
 from slurm_rlhf.workers import main as worker
 
 
-class Misfit(follower.FollowerRole):
+class Misfit(follower.EngineFollower):
     def do_start(self) -> None:
         super().do_start()
         kind = os.environ["MISFIT"].split(",")[self.place.engine]
@@ -42,7 +42,7 @@ class Misfit(follower.FollowerRole):
         core.add_request = changed
 
 
-rollout.FollowerRole = Misfit  # type: ignore[misc]
+rollout.EngineFollower = Misfit  # type: ignore[misc]
 
 if __name__ == "__main__":
     worker.main()

@@ -8,21 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rollout_zygote import Zygote
+from ranks import WarmRanks
 from tiny_models import make_tiny
 from training_ranks import make_experience, share
-from warm_ranks import WarmRank
+from zygote import Zygote
 
-from slurm_rlhf.config.dump import dump_toml
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
-from slurm_rlhf.control.keys import RunKeys
-from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller.weight_updates import WeightSync
-from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Sampling, Trajectory
-from slurm_rlhf.run_directory import RunDirectory
 
 ACTORS = 2
 SAMPLING = Sampling(max_new_tokens=16, temperature=0.9)
@@ -40,53 +35,14 @@ class Cell:
         return f"{self.arch}-{'tied' if self.tied else 'untied'}-tp{self.tp}-zero{self.zero}-{self.dtype}"
 
 
-class Ranks:
-    """A role whose processes live on from cell to cell."""
-
-    def __init__(self, zygote: Zygote, root: Path, role: str, count: int) -> None:
-        from torch.distributed import TCPStore
-
-        self.role = role
-        self.count = count
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        numbers = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
-        common = {"WORLD_SIZE": str(count), "MASTER_PORT": str(self.store.port)}
-        self.processes = [
-            WarmRank(zygote, root / f"{role}.{count}.{rank}", **common, **number) for rank, number in enumerate(numbers)
-        ]
-
-    def live(self, config: Config) -> ControlServer:
-        directory = RunDirectory(Path(config.run_dir))
-        directory.make()
-        directory.config.write_text(dump_toml(config))
-
-        def broken(peer: Peer, *what: Any) -> None:
-            server.fail_role(self.role, RunError(f"{peer} is lost: {peer.lost} {what}"))
-
-        server = ControlServer(RunKeys.create(directory.keys), on_lost=broken, on_event=broken)
-        where = [f"--run_dir={directory.root}", f"--endpoint={server.endpoint()}", f"--world={self.count}"]
-        for rank, process in enumerate(self.processes):
-            # vLLM overwrites what torchrun would have set, and this life's store keys must not be the last one's.
-            fresh = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_RUN_ID": str(directory.root)}
-            process.live([f"--role={self.role}", "--first_rank=0", *where], fresh)
-        return server
-
-    def log(self, run_dir: str) -> str:
-        return "\n".join(path.read_text()[-3000:] for path in Path(run_dir).glob("logs/*"))
-
-    def end(self) -> None:
-        for process in self.processes:
-            process.end()
-
-
 class Bench:
     """Two actor ranks, and engines of one and of two ranks."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.zygote = Zygote("slurm_rlhf.training.policy")
-        self.actors = Ranks(self.zygote, root, "actor", ACTORS)
-        self.engines = {tp: Ranks(self.zygote, root, "rollout", tp) for tp in (1, 2)}
+        self.actors = WarmRanks(self.zygote, root, "actor", ACTORS)
+        self.engines = {tp: WarmRanks(self.zygote, root, "rollout", tp) for tp in (1, 2)}
 
     def run(self, cell: Cell) -> list[tuple[float, float]]:
         """After each of two updates: largest difference of the engine's log-probs from a transformers forward of the

@@ -172,6 +172,23 @@ def metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
+def steps(run_dir: Path) -> int:
+    """How many steps the run has done."""
+    return len(metrics(run_dir))
+
+
+def saved(run_dir: Path) -> list[int]:
+    """Steps of the checkpoints that are complete."""
+    names = [path.name.removeprefix("step_") for path in (run_dir / "checkpoints").glob("step_*")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    """What the run wrote at its end."""
+    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return found
+
+
 def timeless(rows: list[dict[str, Any]]) -> list[str]:
     """Metrics without what a clock measured, as text: bit for bit."""
     return [json.dumps({k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))}) for row in rows]

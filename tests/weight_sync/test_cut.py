@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from shaped_links import Links, available, shaped
+from sync_fleet import PeerRanks, loaded, sent
 from sync_peer import Peer, describe, make_weights
-from sync_ranks import Ranks, loaded, sent
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.weight_updates import WeightSync
@@ -37,7 +37,7 @@ def cluster() -> Iterator[tuple[Links, WeightSync]]:
                 peer.wait_warm()
             settings = {"timeout.sync": 240.0, "timeout.sync_silence": SILENCE, "sync.bucket_mb": 1, "ds.zero_stage": 3}
             settings["sync.compare"] = 100  # so that the engine asks the store, which is behind the cut, all the time
-            actor, rollout = Ranks(peers[:2]), Ranks(peers[2:])
+            actor, rollout = PeerRanks(peers[:2]), PeerRanks(peers[2:])
             for name, ranks in (("actor", actor), ("rollout", rollout)):
                 for rank in range(ranks.world):
                     ranks.call(rank, "become", role=name, rank=rank, settings=settings).result()

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 from shaped_links import available, shaped
+from sync_fleet import PeerRanks, configure, loaded, sent
 from sync_peer import Peer, describe, make_weights
-from sync_ranks import Ranks, configure, loaded, sent
 
 from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import RemoteError, SyncError
@@ -27,7 +27,7 @@ def roles():
     made = [Peer() for _ in range(ACTORS + ENGINES)]
     for peer in made:
         peer.wait_warm()
-    yield Ranks(made[:ACTORS]), Ranks(made[ACTORS:])
+    yield PeerRanks(made[:ACTORS]), PeerRanks(made[ACTORS:])
     for peer in made:
         peer.end()
 
@@ -115,7 +115,7 @@ def test_an_engine_in_a_subnet_out_of_reach_is_named_with_both_interfaces_or_rea
         try:
             for peer in peers:
                 peer.wait_warm()
-            actor, rollout = Ranks(peers[:1]), Ranks(peers[1:])
+            actor, rollout = PeerRanks(peers[:1]), PeerRanks(peers[1:])
             for fallback in ("none", "gloo"):
                 settings = {"timeout.sync": 16.0, "sync.interface": "ib0", "sync.fallback": fallback}
                 config = configure(settings)

@@ -11,7 +11,7 @@ from shaped_links import available, shaped
 from tiny_models import make_tiny
 
 from slurm_rlhf.bench.sync_command import World, help_page, measure, model_of, run
-from slurm_rlhf.config.model_parameters import stored_parameters
+from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.weight_sync.interfaces import pick, rail_of
 

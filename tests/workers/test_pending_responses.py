@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.workers.pending_responses import Tickets
+from slurm_rlhf.workers.pending_responses import PendingResponses
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.randoms(use_true_random=False))
 def test_every_response_goes_back_once_and_calls_in_their_order(counts: list[int], dice: Any) -> None:
-    tickets = Tickets()
+    tickets = PendingResponses()
     requests: list[Any] = [Future() for _ in counts]
     for request, count in zip(requests, counts, strict=True):
         tickets.open(7, request, count)
@@ -36,7 +36,7 @@ def test_every_response_goes_back_once_and_calls_in_their_order(counts: list[int
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.randoms(use_true_random=False))
 def test_one_call_may_ask_for_what_others_come_for_whenever_they_come(counts: list[int], dice: Any) -> None:
-    tickets = Tickets()
+    tickets = PendingResponses()
     requests: list[Any] = [Future() for _ in counts]
     assert tickets.open(7, requests[0], counts[0], sum(counts)) is None
     events = ["finish"] * sum(counts) + ["come"] * (len(counts) - 1)
@@ -62,7 +62,7 @@ def test_one_call_may_ask_for_what_others_come_for_whenever_they_come(counts: li
 
 
 def test_streams_do_not_mix() -> None:
-    tickets = Tickets()
+    tickets = PendingResponses()
     training, evaluation = Future[Any](), Future[Any]()
     tickets.open(1, training, 1)
     tickets.open(2, evaluation, 1)
@@ -73,7 +73,7 @@ def test_streams_do_not_mix() -> None:
 
 
 def test_a_failed_engine_fails_every_open_call() -> None:
-    tickets = Tickets()
+    tickets = PendingResponses()
     answers = [Future[Any]() for _ in range(3)]
     for stream, answer in zip((1, 1, 2), answers, strict=True):
         tickets.open(stream, answer, 2)

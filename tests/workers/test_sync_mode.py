@@ -10,10 +10,11 @@ import pytest
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import GenerateBatch, PromptTokens, SyncReport, SyncUpdateRequest
 from slurm_rlhf.control.codec import decode, encode
+from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Sampling, Trajectory, VersionSpan
 from slurm_rlhf.rollout.engine import Gauges
-from slurm_rlhf.workers.engine_leader import RolloutRole
-from slurm_rlhf.workers.worker import Seat
+from slurm_rlhf.workers.engine_leader import EngineLeader
+from slurm_rlhf.workers.worker import RankInfo
 
 
 class Call:
@@ -28,7 +29,7 @@ class Call:
         self.answer = answer
 
     def fail(self, error: Exception) -> None:
-        raise error
+        self.answer = error
 
 
 class Scripted:
@@ -36,16 +37,25 @@ class Scripted:
 
     def __init__(self) -> None:
         self.version = 0
+        self.failing = False
         self.gauges = Gauges(0, 0, 0.0)
         self.tokens: dict[tuple[int, int], list[int]] = {}
 
     def add(self, request: Any) -> None:
+        if (request.prompt, request.sample) in self.tokens:
+            raise RunError(f"request key {request.key!r} is in use")
         self.tokens[request.prompt, request.sample] = []
+
+    def drop(self) -> None:
+        self.tokens.clear()
 
     def load_weights(self, weights: Any, version: int) -> None:
         self.version = version
 
     def step(self) -> list[Trajectory]:
+        if self.failing:
+            self.failing = False
+            raise RunError("the forward pass failed")
         landed = []
         for key, versions in list(self.tokens.items()):
             versions.append(self.version)
@@ -93,15 +103,15 @@ def _outside_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slurm_rlhf.workers.engine_worker.prepare_environment", lambda: None)
 
 
-def make_role(mode: str, broken: int = 0) -> RolloutRole:
+def make_role(mode: str, broken: int = 0) -> EngineLeader:
     config = Config()
     config.vllm.sync_mode = mode  # type: ignore[assignment]
-    role = RolloutRole(config, Seat("rollout", 0, 1, 0, "n"), None)  # type: ignore[arg-type]
+    role = EngineLeader(config, RankInfo("rollout", 0, 1, 0, "n"), None)  # type: ignore[arg-type]
     role.engine, role.sync = Scripted(), Arrived(broken)  # type: ignore[assignment]
     return role
 
 
-def ask(role: RolloutRole) -> Call:
+def ask(role: EngineLeader) -> Call:
     """Two responses, and the first token of each."""
     prompt = PromptTokens(0, 7, np.array([1], dtype=np.int32))
     asked = Call("generate", GenerateBatch([prompt], Sampling(n=2, max_new_tokens=3), run_seed=1, version=0, stream=0))
@@ -143,3 +153,16 @@ def test_responses_wait_while_an_update_that_broke_off_is_repeated() -> None:
     while role.busy():
         role.advance()
     assert versions_of(asked) == [[0, 1, 1], [0, 1, 1]]
+
+
+def test_a_step_that_fails_leaves_no_request_in_the_engine() -> None:
+    """The same prompts may be asked for again: nobody waits for what the engine had of them."""
+    role = make_role("drain")
+    role.engine.failing = True
+    failed = ask(role)
+    assert "the forward pass failed" in str(failed.answer)
+    assert not role.busy()
+    again = ask(role)
+    while role.busy():
+        role.advance()
+    assert versions_of(again) == [[0, 0, 0], [0, 0, 0]]

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from slurm_rlhf.cluster.devices import local_gpus
-from slurm_rlhf.cluster.environment import read_slurm
+from slurm_rlhf.cluster.gpu_query import local_gpus
 from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError

@@ -1,0 +1,83 @@
+"""Methods without a critic: the return of a response, less what the other responses to the same prompt got.
+
+In all of them the reward is clipped first, then compared within its group; the KL penalty of each token is added last,
+and a token's advantage is its return: the discounted sum of what follows it. Without KL and with gamma 1 that is the
+compared reward, for every token of the response.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from slurm_rlhf.algorithms.advantages import gae, token_rewards
+from slurm_rlhf.algorithms.packed import F64
+from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
+from slurm_rlhf.records import F32
+
+EPSILON = 1e-6
+"""Added to the standard deviation of a group, as in verl."""
+
+
+def reinforce(inputs: AdvantageInputs) -> tuple[F32, None]:
+    """Return the reward itself: A = R. Source: Hu et al., REINFORCE++ (2025), arXiv 2501.03262, with whitening."""
+    return _returns(inputs, _clipped(inputs))
+
+
+def reinforce_baseline(inputs: AdvantageInputs) -> tuple[F32, None]:
+    """Compare with the mean of the group: A = R - mean. Source: as `reinforce`, its variant with a baseline."""
+    return _returns(inputs, _centred(inputs))
+
+
+def rloo(inputs: AdvantageInputs) -> tuple[F32, None]:
+    """Compare with the mean of the others in the group: A = R_i - mean of R_j, j != i; 0 for a response alone.
+
+    Source: Ahmadian et al., Back to Basics: Revisiting REINFORCE Style Optimization (2024), arXiv 2402.14740. OpenRLHF
+    whitens the result, the paper does not, nor does this.
+    """
+    counts = _counts(inputs)
+    return _returns(inputs, _centred(inputs) * counts / np.maximum(counts - 1, 1))
+
+
+def group_norm(inputs: AdvantageInputs) -> tuple[F32, None]:
+    """Divide by the spread of the group: A = (R - mean) / (std + 1e-6); 0 in a group without spread.
+
+    std is the unbiased one (n - 1), as in OpenRLHF and verl. Source: Shao et al., DeepSeekMath (2024), arXiv
+    2402.03300, section 4.1.2, there called GRPO.
+    """
+    centred, counts = _centred(inputs), _counts(inputs)
+    squares = np.bincount(inputs.groups, centred**2)[inputs.groups]
+    return _returns(inputs, centred / (np.sqrt(squares / np.maximum(counts - 1, 1)) + EPSILON))
+
+
+def _clipped(inputs: AdvantageInputs) -> F64:
+    return np.clip(np.asarray(inputs.rewards, dtype=np.float64), inputs.clip_range[0], inputs.clip_range[1])
+
+
+def _counts(inputs: AdvantageInputs) -> F64:
+    """Count the responses in the group of each response, [N]."""
+    return np.bincount(inputs.groups).astype(np.float64)[inputs.groups]
+
+
+def _centred(inputs: AdvantageInputs) -> F64:
+    """Subtract the mean of the group, [N]; exactly 0 where all rewards of a group are equal."""
+    rewards = _clipped(inputs)
+    # From the group's first reward on, so that equal rewards differ from their mean by nothing and not by rounding.
+    first = rewards[np.unique(inputs.groups, return_index=True)[1]][np.unique(inputs.groups, return_inverse=True)[1]]
+    offset = rewards - first
+    return offset - (np.bincount(inputs.groups, offset)[inputs.groups] / _counts(inputs))
+
+
+def _returns(inputs: AdvantageInputs, rewards: F64) -> tuple[F32, None]:
+    """Give every token the discounted sum of the KL penalties and the reward that follow it, [A]."""
+    unbounded = (-np.inf, np.inf)
+    per_token = token_rewards(inputs.kl, inputs.kl_coef, rewards, inputs.action_mask, inputs.offsets, unbounded)
+    zeros = np.zeros(len(per_token), dtype=np.float32)
+    return gae(per_token, zeros, inputs.action_mask, inputs.offsets, inputs.gamma, 1.0)[0], None
+
+
+REINFORCE = Algorithm("reinforce", reinforce, whiten=True)
+REINFORCE_BASELINE = Algorithm("reinforce_baseline", reinforce_baseline, min_samples_per_prompt=2, whiten=True)
+RLOO = Algorithm("rloo", rloo, min_samples_per_prompt=2)
+GROUP_NORM = Algorithm("group_norm", group_norm, min_samples_per_prompt=2)
+# Liu et al., Understanding R1-Zero-Like Training (2025), arXiv 2503.20783: neither the spread nor the length divides.
+DR_GRPO = Algorithm("dr_grpo", reinforce_baseline, min_samples_per_prompt=2, aggregation="seq-mean-token-sum-norm")

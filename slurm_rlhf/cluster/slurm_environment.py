@@ -1,0 +1,180 @@
+"""Slurm's environment variables, read into one typed object.
+
+Inside a step (`srun`) some variables describe the step and others still the whole job. Variables that nothing here
+needs are not read, so that a malformed one cannot stop a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from slurm_rlhf.cluster.slurm_notation import count_devices, expand, expand_counts, parse_gpus, per_node
+from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
+
+_FIRST_RESERVED_STEP = 0xFFFFFFF0  # batch, extern and interactive steps: not steps of ours
+
+
+def _step_id(text: str) -> int | None:
+    number = int(text) if text.isdigit() else _FIRST_RESERVED_STEP
+    return number if number < _FIRST_RESERVED_STEP else None
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(expand(text))
+
+
+def _variable(*names: str, parse: Callable[[str], Any], default: Any = None) -> Any:
+    """Declare a field that is parsed from the first of the variables `names` that is set and not empty."""
+    return field(default=default, metadata={"names": names, "parse": parse})
+
+
+@dataclass(frozen=True, slots=True)
+class SlurmEnvironment:
+    """What Slurm tells a process about its job. Absent variables are None, 0, "" or ()."""
+
+    job_id: int = _variable("SLURM_JOB_ID", "SLURM_JOBID", parse=int)
+    job_name: str = _variable("SLURM_JOB_NAME", parse=str, default="")
+    job_nodes: tuple[str, ...] = _variable("SLURM_JOB_NODELIST", "SLURM_NODELIST", parse=_names, default=())
+    num_nodes: int | None = _variable("SLURM_JOB_NUM_NODES", "SLURM_NNODES", parse=int)
+    cpus_per_node: tuple[int, ...] = _variable("SLURM_JOB_CPUS_PER_NODE", parse=expand_counts, default=())
+    # None in the batch script, in salloc's shell and in its interactive step.
+    step_id: int | None = _variable("SLURM_STEP_ID", "SLURM_STEPID", parse=_step_id)
+    # Tasks on each node of the job; in a step Slurm gives those of the step's nodes, and they are not read.
+    tasks_per_node: tuple[int, ...] = _variable("SLURM_TASKS_PER_NODE", parse=expand_counts, default=())
+    # GPUs that the job (or the step) has on this node.
+    gpus_on_node: int | None = _variable("SLURM_GPUS_ON_NODE", parse=parse_gpus)
+    # As asked for; None: not asked for this way.
+    gpus_per_node: int | None = _variable("SLURM_GPUS_PER_NODE", parse=parse_gpus)
+    gpus_per_task: int | None = _variable("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", parse=parse_gpus)
+    gpus_total: int | None = _variable("SLURM_GPUS", parse=parse_gpus)
+    gpu_ids: int | None = _variable("SLURM_JOB_GPUS", "SLURM_STEP_GPUS", parse=count_devices)
+    node_name: str = _variable("SLURMD_NODENAME", parse=str, default="")
+    node_id: int = _variable("SLURM_NODEID", parse=int, default=0)
+    restart_count: int = _variable("SLURM_RESTART_COUNT", parse=int, default=0)  # how often this job was requeued
+    array_job_id: int | None = _variable("SLURM_ARRAY_JOB_ID", parse=int)
+    array_task_id: int | None = _variable("SLURM_ARRAY_TASK_ID", parse=int)
+    end_time: int | None = _variable("SLURM_JOB_END_TIME", parse=int)  # seconds since the epoch; from Slurm 23.02
+    submit_dir: str = _variable("SLURM_SUBMIT_DIR", parse=str, default="")
+    het_size: int = _variable("SLURM_HET_SIZE", parse=int, default=1)
+
+    def gpus(self) -> tuple[int, ...] | None:
+        """Return the GPUs of the job on each node, zeros where Slurm granted none; None where the variables do not say.
+
+        They do not say it in the shell of `salloc --gres`, when a total (`--gpus`) does not divide evenly, and when
+        this node has another number than was asked for: a job that is submitted from within another job inherits
+        variables of that job, such as SLURM_GPUS_PER_TASK. Then `granted_gpus.ask_scontrol` knows.
+        """
+        here = self.gpus_here
+        asked = self._asked_gpus()
+        if asked is None:
+            if self.gpus_total is not None:
+                return None
+            if here is None:
+                return (0,) * len(self.job_nodes) if self.node_name else None
+            return (here,) * len(self.job_nodes)
+        outside = self.step_id is None  # in a step, gpus_on_node may be the step's
+        return None if outside and here not in (None, asked[self._place]) else asked
+
+    @property
+    def gpus_here(self) -> int | None:
+        """Return the GPUs on this node as slurmd, which grants them, counts them; None where it does not say."""
+        return self.gpus_on_node if self.gpus_on_node is not None else self.gpu_ids
+
+    @property
+    def _place(self) -> int:
+        """Find the index of this node in `job_nodes`."""
+        if self.node_name in self.job_nodes:
+            return self.job_nodes.index(self.node_name)
+        return self.node_id if self.step_id is None and self.node_id < len(self.job_nodes) else 0
+
+    def _asked_gpus(self) -> tuple[int, ...] | None:
+        """Return the GPUs on each node that the job asked for; None where it asked for none, or for an uneven total."""
+        count = len(self.job_nodes)
+        if self.gpus_per_node is not None:
+            return (self.gpus_per_node,) * count
+        if self.gpus_total is not None:
+            even, rest = divmod(self.gpus_total, count)
+            return None if rest else (even,) * count
+        if self.gpus_per_task and self.step_id is None and self.tasks_per_node:
+            return tuple(self.gpus_per_task * tasks for tasks in self.tasks_per_node)
+        return None
+
+    def gpus_are_known(self) -> bool:
+        """Tell whether `gpus` is certain; it is not where it assumes that all nodes are alike."""
+        return len(self.job_nodes) == 1 or any((self.gpus_per_node, self.gpus_per_task)) or not any(self.gpus() or ())
+
+    @property
+    def gpus_origin(self) -> str:
+        """Name the variables that `gpus` is read from, for messages."""
+        asked = [name for name in ("gpus_per_node", "gpus_total", "gpus_per_task") if getattr(self, name)]
+        here = [name for name in ("gpus_on_node", "gpu_ids") if getattr(self, name) is not None]
+        found = [*asked, *here]
+        return _variables(found[0]) if found else "SLURM_GPUS_ON_NODE, which is not set,"
+
+    def topology(self, gpus: Sequence[int], origin: str = "") -> Topology:
+        """Build the topology of the job's nodes with `gpus` on each; without any, it has 0 slots and accelerator "cpu".
+
+        `origin` names the source of the numbers.
+        """
+        cpus = self.cpus_per_node or (0,) * len(gpus)
+        nodes = tuple(Node(*row) for row in zip(self.job_nodes, gpus, cpus, strict=True))
+        return Topology(nodes, GPU if any(gpus) else CPU, origin)
+
+
+def read_slurm(environ: Mapping[str, str]) -> SlurmEnvironment | None:
+    """Read the Slurm environment in `environ`; None outside a job.
+
+    Raises PlacementError naming the variable that does not parse or contradicts another.
+    """
+    if not any(environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_JOBID")):
+        return None
+    values: dict[str, Any] = {}
+    for each in fields(SlurmEnvironment):
+        in_step = values.get("step_id") is not None
+        values[each.name] = each.default if in_step and each.name == "tasks_per_node" else _read(environ, each)
+    if not values["job_nodes"]:
+        raise PlacementError(
+            f"SLURM_JOB_ID is {values['job_id']}, but SLURM_JOB_NODELIST is not set: unset SLURM_JOB_ID to run outside "
+            "Slurm, or start from the batch script, salloc or srun"
+        )
+    if values["het_size"] > 1:
+        raise PlacementError(
+            f"this is a heterogeneous job of {values['het_size']} components (SLURM_HET_SIZE), and roles can only be "
+            "placed on the nodes of one job: submit one job with --nodes and --gpus-per-node"
+        )
+    _check_counts(values)
+    return SlurmEnvironment(**values)
+
+
+def _read(environ: Mapping[str, str], wanted: Field[Any]) -> Any:
+    for name in wanted.metadata["names"]:
+        text = environ.get(name, "").strip()
+        if text:
+            try:
+                return wanted.metadata["parse"](text)
+            except (ValueError, PlacementError) as error:
+                raise PlacementError(f"the environment variable {name}={text!r} does not parse: {error}") from error
+    return wanted.default
+
+
+def _variables(name: str) -> str:
+    """Name the variables that a field is read from, for messages."""
+    return " or ".join(next(each.metadata["names"] for each in fields(SlurmEnvironment) if each.name == name))
+
+
+def _check_counts(values: dict[str, Any]) -> None:
+    nodes = len(values["job_nodes"])
+    if values["step_id"] is None and values["num_nodes"] not in (None, nodes):
+        raise PlacementError(
+            f"SLURM_JOB_NUM_NODES is {values['num_nodes']}, but SLURM_JOB_NODELIST names {nodes} nodes: one of them "
+            "was changed by hand or by a container"
+        )
+    for name in ("cpus_per_node", "tasks_per_node"):
+        if values[name]:
+            try:
+                values[name] = per_node(values[name], nodes)
+            except ValueError as error:
+                raise PlacementError(f"{_variables(name)}: {error}") from error

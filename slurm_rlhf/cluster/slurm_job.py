@@ -1,0 +1,181 @@
+"""Ask Slurm for a job: its fields, what its state means for a run, why it waits.
+
+One call of `scontrol` is enough; no accounting data base is needed. Source: slurm.h, `man squeue`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from slurm_rlhf.errors import RunError
+
+_TIMEOUT_S = 30.0
+_FIELD = re.compile(r"(?:^|\s)([A-Z][\w:/]*)=")
+_FORGOTTEN = ("Invalid job id", "not found")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """Describe one job or array task; fields that scontrol did not print are empty."""
+
+    id: str  # 12, or 12_3 for a task of an array
+    number: str  # what SLURM_JOB_ID is in it
+    state: str
+    reason: str
+    exit_code: str  # status:signal
+    restarts: str
+    nodes: str
+    end_time: str  # 2026-11-20T18:00:00, Unknown
+    output: str  # of its batch script
+
+
+def parse_jobs(text: str) -> list[Job]:
+    """Parse the jobs in the output of `scontrol show job -o`."""
+    jobs = []
+    for line in text.splitlines():
+        marks = list(_FIELD.finditer(line))
+        ends = [*(mark.start() for mark in marks), len(line)][1:]
+        fields = {mark[1]: line[mark.end() : end].strip() for mark, end in zip(marks, ends, strict=True)}
+        if "JobId" not in fields:
+            continue
+        task = fields.get("ArrayTaskId", "")
+        jobs.append(
+            Job(
+                f"{fields['ArrayJobId']}_{task}" if task else fields["JobId"],
+                fields["JobId"],
+                *(fields.get(name, "") for name in ("JobState", "Reason", "ExitCode", "Restarts", "NodeList")),
+                *(fields.get(name, "") for name in ("EndTime", "StdOut")),
+            )
+        )
+    return jobs
+
+
+def ask_jobs(job_id: str) -> list[Job]:
+    """Ask for the job `job_id`, or all tasks of that array; empty when slurmctld has forgotten it. Takes up to 30 s.
+
+    Raises RunError where slurmctld does not answer.
+    """
+    done = command(["scontrol", "show", "job", "-o", job_id])
+    if done.returncode == 0:
+        return parse_jobs(done.stdout)
+    if any(mark in done.stderr for mark in _FORGOTTEN):
+        return []
+    raise RunError(
+        f"slurmctld says nothing about job {job_id}: {done.stderr.strip()}; ask again in a minute, on a node that can "
+        "submit jobs"
+    )
+
+
+def command(
+    words: Sequence[str], env: Mapping[str, str] | None = None, cwd: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm; one that is missing or hangs counts as failed. Blocks for up to 30 s.
+
+    `cwd` is the directory to run it in, if there is such a directory.
+    """
+    try:
+        return subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            env=env,
+            cwd=cwd if os.path.isdir(cwd) else None,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(list(words), 1, "", str(error))
+
+
+_SAME = "Submit the same command again: it goes on from the newest checkpoint."
+_BACK = "Nothing to do: Slurm starts it again by itself, and it goes on from the newest checkpoint."
+
+STATES: dict[str, tuple[str, str]] = {
+    "PENDING": ("waits in the queue", ""),
+    "CONFIGURING": ("has its nodes, which are being booted or prepared", "It starts when they are ready."),
+    "RUNNING": ("runs", ""),
+    "COMPLETING": ("is over on some of its nodes and ending on the others", "Give it KillWait, 30 s on most clusters."),
+    "STAGE_OUT": ("is over; its burst buffer is being copied", "Wait."),
+    "SIGNALING": ("is being sent a signal", "Wait."),
+    "STOPPED": ("has SIGSTOP and keeps its nodes", "scontrol release of it, or scancel --signal=CONT: it goes on."),
+    "SUSPENDED": (
+        "stands still: its nodes are another job's for now",
+        "Slurm resumes it. If it was long, ranks may call each other lost; then it fails and the same command goes on.",
+    ),
+    "RESIZING": ("changes its number of nodes", "The rank map stays as it was: a run wants the same nodes throughout."),
+    "REQUEUED": ("goes back into the queue", _BACK),
+    "REQUEUE_FED": ("goes back into the queue of a federation of clusters", _BACK),
+    "REQUEUE_HOLD": ("is back in the queue and held", "scontrol release of it, when what made it fail is mended."),
+    "SPECIAL_EXIT": ("is back in the queue and held, for a special exit code", "scontrol release of it."),
+    "POWER_UP_NODE": ("waits for nodes that are being switched on", "Wait."),
+    "RECONFIG_FAIL": ("could not have its nodes configured", "Ask the site's staff; then submit it again."),
+    "LAUNCH_FAILED": ("could not be started on its nodes", "Leave them out: sbatch --exclude=NODES, the same command."),
+    "UPDATE_DB": ("is being written to the accounting data base", "Wait."),
+    "EXPEDITING": ("is requeued with priority, for a node that failed", _BACK),
+    "REVOKED": ("was given to another cluster of the federation", "Ask for it there: squeue --federation."),
+    "COMPLETED": ("is over, with exit code 0", ""),
+    "CANCELLED": ("was cancelled", _SAME),
+    "FAILED": ("ended with an exit code that is not 0", f"Mend what the last lines below say. {_SAME}"),
+    "TIMEOUT": (
+        "reached its time limit",
+        f"{_SAME} With #SBATCH --signal=B:USR1@600 and --requeue it saves before that, and goes on by itself.",
+    ),
+    "DEADLINE": ("was ended because it could not be done by its --deadline", "Submit it with a later one."),
+    "PREEMPTED": ("had to leave for another job", f"With #SBATCH --requeue it goes on by itself; else: {_SAME}"),
+    "NODE_FAIL": ("lost a node", f"With #SBATCH --requeue it goes on by itself; else: {_SAME}"),
+    "BOOT_FAIL": ("had a node that did not boot", f"Slurm requeues it on most clusters; else: {_SAME}"),
+    "OUT_OF_MEMORY": (
+        "used more host memory than it was given",
+        "Ask for all of the node's (#SBATCH --mem=0 --exclusive), or lower train.max_tokens_per_gpu, then "
+        "vllm.cpu_kvcache_gib or the ranks on a node.",
+    ),
+}
+"""State -> (what it means, what to do about it; empty: nothing)."""
+
+OVER = frozenset(
+    {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "DEADLINE"}
+    | {"PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "OUT_OF_MEMORY", "REVOKED"}
+)
+"""States of a job that does not start again by itself."""
+
+REASONS: dict[str, str] = {
+    "Priority": "others come first",
+    "Resources": "it is next, when its nodes are free",
+    "Dependency": "it waits for another job, as --dependency says",
+    "DependencyNeverSatisfied": "the job it waits for did not end as --dependency demands: scancel it",
+    "BeginTime": "its time to begin lies ahead; after a requeue that is about two minutes",
+    "JobArrayTaskLimit": "as many tasks of its array run as the number behind % allows",
+    "JobHeldUser": "you hold it: scontrol release",
+    "JobHeldAdmin": "the site's staff hold it: ask them",
+    "ReqNodeNotAvail": "nodes that it needs are down, drained or reserved",
+    "NodeDown": "a node that it needs is down",
+    "Licenses": "it waits for a licence",
+    "Reservation": "it waits for its reservation",
+    "PartitionTimeLimit": "it asks for more time than the partition gives: scontrol update TimeLimit, or --time",
+    "PartitionNodeLimit": "it asks for more nodes than the partition gives: another --partition, or fewer --nodes",
+    "PartitionDown": "the partition is down",
+    "PartitionInactive": "the partition starts no jobs",
+    "launch failed requeued held": "it could not be started; scontrol release when the node is mended",
+}
+"""Reason why a job is pending -> explanation. Reasons that begin with Assoc or QOS are limits of the account."""
+
+
+def state_words(job_state: str) -> tuple[str, str]:
+    """Explain a JobState and what to do about it; several states are joined by commas."""
+    known = [STATES.get(name, (f"is in state {name}", "")) for name in job_state.split(",")]
+    return " and ".join(what for what, _ in known), " ".join(todo for _, todo in known if todo)
+
+
+def reason_words(reason: str, reasons: Mapping[str, str] = REASONS) -> str:
+    """Explain the reason of a pending job; empty if it has none."""
+    name = reason.replace("_", " ") if reason.replace("_", " ") in reasons else reason.split(",", maxsplit=1)[0]
+    if name in ("", "None"):
+        return ""
+    if name.startswith(("Assoc", "QOS")):
+        return f"{name}: a limit of your account or QOS is reached"
+    return f"{name}: {reasons[name]}" if name in reasons else name

@@ -1,0 +1,254 @@
+"""Rules over the keys of a configuration, without a look at files: one sentence per broken rule."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator
+
+from slurm_rlhf.config.keys import all_keys, get
+from slurm_rlhf.config.roles import ROLES, algorithm_of, running_roles
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError
+
+COLDEST = 0.01
+"""vLLM samples at this temperature where a lower one is asked for (`vllm.sampling_params._MAX_TEMP`)."""
+
+
+def rule_problems(config: Config) -> Iterator[str]:
+    """Find the broken rules of a training run; rules over several numbers wait until each is in its range."""
+    alone = list(key_problems(config))
+    algorithm = list(_algorithm(config))
+    yield from alone
+    yield from _frozen(config)
+    yield from algorithm
+    if next(out_of_range(config), None) is not None:
+        return
+    if not algorithm:
+        yield from _batches(config)
+    yield from _relations(config)
+    if not algorithm:
+        yield from _colocated(config)
+    yield from _sampling(config)
+
+
+def key_problems(config: Config) -> Iterator[str]:
+    """Find keys whose value is wrong by itself, for training and for `slurm-rlhf sft`."""
+    yield from out_of_range(config)
+    yield from _lists(config)
+    yield from _template(config)
+
+
+def out_of_range(config: Config) -> Iterator[str]:
+    """Find the numbers that are outside the range in the schema."""
+    for name, key in all_keys().items():
+        value = get(config, name)
+        for number in value if isinstance(value, list) else [value]:
+            if key.allowed is not None and number not in key.allowed:
+                yield f"{name} must be {key.allowed}, got {number}"
+
+
+def _algorithm(config: Config) -> Iterator[str]:
+    """Check what the algorithm needs."""
+    try:
+        algorithm = algorithm_of(config)
+    except ConfigError as error:
+        yield str(error)
+        return
+    samples, least = config.rollout.n_samples_per_prompt, algorithm.min_samples_per_prompt
+    if samples < least:
+        yield (
+            f"algo.advantage.estimator = {algorithm.name} compares the responses to one prompt: it needs "
+            f"rollout.n_samples_per_prompt of at least {least}, got {samples}"
+        )
+    if config.critic.freezing_steps and not algorithm.needs_critic:
+        yield (
+            f"critic.freezing_steps = {config.critic.freezing_steps} trains the critic alone at first, and "
+            f"algo.advantage.estimator = {algorithm.name} has none: leave the key out"
+        )
+
+
+def _batches(config: Config) -> Iterator[str]:
+    """Check that all ranks of a role get equally many sequences, in each optimizer step and forward pass."""
+    prompts, samples = config.rollout.batch_size, config.rollout.n_samples_per_prompt
+    responses, batch = prompts * samples, config.train.batch_size
+    told = f"rollout.batch_size * rollout.n_samples_per_prompt = {prompts} * {samples} = {responses}"
+    if responses % batch:
+        fits = _divisors(responses, batch)
+        yield f"{told} responses do not divide into optimizer steps of train.batch_size = {batch}: use {fits}"
+    for role in running_roles(config):
+        group, name = role.settings(config), role.group
+        if role.kind == "engine":
+            continue
+        ranks = group.num_nodes * group.num_gpus_per_node
+        sizes = f"{name}.num_nodes * {name}.num_gpus_per_node = {group.num_nodes} * {group.num_gpus_per_node} = {ranks}"
+        if role.kind == "trained" and batch % ranks:
+            yield f"train.batch_size = {batch} does not divide over {sizes} ranks: use a multiple of {ranks}"
+        elif role.kind == "frozen" and responses % ranks:
+            yield f"{told} responses do not divide over {sizes} ranks: use a multiple of {ranks}"
+
+
+def _frozen(config: Config) -> Iterator[str]:
+    for role in (row for row in ROLES.values() if row.kind == "frozen"):
+        group, name = role.settings(config), role.group
+        if group.zero_stage not in (0, 3):
+            yield f"{name}.zero_stage takes 0 or 3, got {group.zero_stage}: a frozen model has parameters only to cut"
+        elif group.offload and group.zero_stage != 3:
+            yield f"{name}.offload needs {name}.zero_stage = 3: DeepSpeed moves parameters that ZeRO-3 has cut"
+
+
+def _divisors(whole: int, wanted: int) -> str:
+    """Name the divisors of `whole` that are nearest to `wanted`."""
+    valid = [n for n in range(1, whole + 1) if whole % n == 0]
+    near = sorted(sorted(valid, key=lambda n: abs(n - wanted))[:2])
+    return " or ".join(str(n) for n in near)
+
+
+def _relations(config: Config) -> Iterator[str]:
+    if config.data.max_len <= config.rollout.max_new_tokens:
+        yield (
+            f"data.max_len = {config.data.max_len} leaves no room for a prompt beside "
+            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: raise the one or lower the other"
+        )
+    if 0 < config.train.self_check_stop < 1:
+        yield (
+            f"train.self_check_stop = {config.train.self_check_stop:g} would end a run within the bound that it is "
+            "a multiple of: use 1 or more, or 0 to be warned only"
+        )
+    if config.algo.kl.target and not config.algo.kl.init_coef:
+        yield "algo.kl.target needs a coefficient to start from: set algo.kl.init_coef above 0"
+    if config.timeout.heartbeat < 4 * config.timeout.heartbeat_interval:
+        yield (
+            f"timeout.heartbeat = {config.timeout.heartbeat:g} must be at least four heartbeats: "
+            f"{4 * config.timeout.heartbeat_interval:g} for timeout.heartbeat_interval = "
+            f"{config.timeout.heartbeat_interval:g}"
+        )
+    yield from _ahead(config)
+    holds = {"fp32": ("auto", "fp32"), "bf16": ("auto", "bf16", "fp32")}[config.ds.param_dtype]
+    if config.vllm.dtype not in holds:
+        yield (
+            f"vllm.dtype = {config.vllm.dtype} would round the weights that the actor trains in ds.param_dtype = "
+            f"{config.ds.param_dtype}, at every update: use {' or '.join(holds)}"
+        )
+
+
+def _ahead(config: Config) -> Iterator[str]:
+    """Check the keys that exclude sampling while the actor trains, or have no effect without it."""
+    if config.vllm.sync_mode == "inflight" and config.train.full_determinism:
+        yield (
+            "train.full_determinism = true excludes vllm.sync_mode = inflight: between which two tokens the weights "
+            "change depends on time. Use vllm.sync_mode = drain, or leave full_determinism out"
+        )
+    if config.vllm.sync_mode == "drain" and config.train.async_queue_size > 1:
+        yield (
+            f"train.async_queue_size = {config.train.async_queue_size} has no effect with vllm.sync_mode = drain, "
+            "which samples nothing ahead: set vllm.sync_mode = inflight, or leave the key out"
+        )
+
+
+def _lists(config: Config) -> Iterator[str]:
+    if len(config.actor.adam_betas) != 2:
+        yield f"actor.adam_betas takes two numbers, got {config.actor.adam_betas}"
+    if len(config.actor.eps_clip_low_high) not in (0, 2):
+        yield f"actor.eps_clip_low_high takes two numbers or none, got {config.actor.eps_clip_low_high}"
+    clip = config.reward.clip_range
+    if len(clip) != 2 or clip[0] > clip[1]:
+        yield f"reward.clip_range takes two numbers, the lower first, got {clip}"
+    if "" in config.rollout.stop:
+        yield "rollout.stop holds an empty string, which would end every response at once: leave it out"
+
+
+def _template(config: Config) -> Iterator[str]:
+    template = config.data.input_template
+    if not template:
+        return
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(template) if field is not None]
+    except ValueError as error:
+        fields = [str(error)]
+    if fields != [""]:
+        yield (
+            f"data.input_template needs exactly one {{}} where the prompt goes, got {template!r}: "
+            "write {{ and }} for braces that are meant as they are"
+        )
+
+
+def _colocated(config: Config) -> Iterator[str]:
+    """Check train.colocate_all: roles of one size, and no option that excludes it."""
+    if not config.train.colocate_all:
+        if config.ds.enable_sleep:
+            yield (
+                "ds.enable_sleep makes room for engines on the same accelerators: it needs train.colocate_all = true"
+            )
+        return
+    yield from _colocated_trainers(config)
+    yield from _colocated_engines(config)
+    if config.vllm.sync_mode == "inflight":
+        yield (
+            "train.colocate_all and vllm.sync_mode = inflight exclude each other: engines sleep while the actor "
+            "trains, so no response is in flight when weights change. Use vllm.sync_mode = drain"
+        )
+    if config.sync.backend == "nccl":
+        yield (
+            "train.colocate_all puts actor and engines on the same GPUs, and NCCL refuses two ranks on one GPU: "
+            "use sync.backend = auto, ipc, gloo or disk"
+        )
+    if config.ds.enable_sleep and config.ds.zero_stage < 2:
+        yield f"ds.enable_sleep needs ds.zero_stage 2 or 3, got {config.ds.zero_stage}: raise it, or switch it off"
+
+
+def _colocated_trainers(config: Config) -> Iterator[str]:
+    """Check that every other role that runs on accelerators is as large as the actor."""
+    actor = config.actor
+    for role in running_roles(config):
+        group, name = role.settings(config), role.group
+        if role.kind == "engine":
+            continue
+        if (group.num_nodes, group.num_gpus_per_node) != (actor.num_nodes, actor.num_gpus_per_node):
+            yield (
+                f"train.colocate_all needs roles of one size, and {name} has {group.num_nodes} x "
+                f"{group.num_gpus_per_node} slots, the actor {actor.num_nodes} x {actor.num_gpus_per_node}: set "
+                f"{name}.num_nodes = {actor.num_nodes} and {name}.num_gpus_per_node = {actor.num_gpus_per_node}"
+            )
+
+
+def _colocated_engines(config: Config) -> Iterator[str]:
+    """Check that engines cover the slots of the actor, each inside one node."""
+    actor, vllm = config.actor, config.vllm
+    slots, width = actor.num_nodes * actor.num_gpus_per_node, vllm.tensor_parallel_size
+    if vllm.num_engines * width != slots or actor.num_gpus_per_node % width:
+        fits = " or ".join(
+            f"{slots // tp} x {tp}" for tp in range(1, actor.num_gpus_per_node + 1) if not actor.num_gpus_per_node % tp
+        )
+        yield (
+            f"train.colocate_all needs engines on all of the actor's slots, actor.num_nodes * actor.num_gpus_per_node "
+            f"= {actor.num_nodes} * {actor.num_gpus_per_node} = {slots}, and vllm.num_engines * "
+            f"vllm.tensor_parallel_size is {vllm.num_engines} * {width} = {vllm.num_engines * width}; engines inside a "
+            f"node: use {fits}"
+        )
+    if vllm.num_nodes not in (0, actor.num_nodes):
+        yield (
+            f"train.colocate_all puts engines on the actor's {actor.num_nodes} nodes, and vllm.num_nodes is "
+            f"{vllm.num_nodes}: set it to 0 or {actor.num_nodes}"
+        )
+
+
+def _sampling(config: Config) -> Iterator[str]:
+    """Check that the trainer can take the log-probs of the distribution that engines sample from.
+
+    They are over the whole vocabulary at `rollout.temperature`. With top_p or top_k the engine samples from a
+    distribution that is cut off and scaled up, and the log-ratio of every token is wrong by log Z. Evaluation may
+    sample in any way: nothing is trained on it.
+    """
+    rollout = config.rollout
+    for name, value, whole in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, -1)):
+        if value != whole:
+            yield (
+                f"rollout.{name} = {value} would make the engine sample from a part of the vocabulary, while the "
+                "trainer's log-probs, the ratio and the KL are over all of it, and the policy would learn from wrong "
+                f"ratios: leave rollout.{name} at {whole}, and lower rollout.temperature, which both sides apply"
+            )
+    if rollout.temperature < COLDEST:
+        yield (
+            f"rollout.temperature = {rollout.temperature:g} is below what the engine samples at: vLLM takes {COLDEST} "
+            f"instead, and the trainer's log-probs would be of another distribution: use {COLDEST} or more"
+        )

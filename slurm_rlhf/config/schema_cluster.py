@@ -1,0 +1,116 @@
+"""The groups of the configuration that belong to the cluster and not to the training: `slurm` and `timeout`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from slurm_rlhf.config.ranges import NOT_NEGATIVE, POSITIVE
+from slurm_rlhf.errors import ConfigError
+
+_DAYS = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
+
+
+@dataclass(slots=True)
+class Slurm:
+    """The job, in sbatch's words."""
+
+    partition: str = ""
+    """Empty: the cluster's default. From here to slurm.setup for `slurm-rlhf submit` only: scripts have headers."""
+    account: str = ""
+    """Empty: yours by default."""
+    qos: str = ""
+    """Quality of service."""
+    constraint: str = ""
+    """Features that the nodes must have."""
+    exclude: str = ""
+    """Nodes to leave out, in Slurm's words: gpu[007,012]."""
+    reservation: str = ""
+    """Reservation to run in."""
+    job_name: str = ""
+    """Empty: the name of the run directory."""
+    time: str = "24:00:00"
+    """Time limit. Before it is over, the run saves and requeues itself."""
+    nodes: Annotated[int, NOT_NEGATIVE] = 0
+    """Nodes of the job; 0: as few as the roles fit on."""
+    gpus_per_node: Annotated[int, NOT_NEGATIVE] = 0
+    """GPUs of each node; 0: none, the run takes CPUs."""
+    cpus_per_task: Annotated[int, NOT_NEGATIVE] = 0
+    """CPUs of each node; 0: left to Slurm."""
+    mem: str = ""
+    """Memory of each node, such as 64G; 0: all of it; empty: left to Slurm."""
+    exclusive: bool = False
+    """Share the nodes with no other job."""
+    dependency: str = ""
+    """What the job waits for: singleton (no other job of this name runs), afterany:12, ..."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines before the run: module load, source activate, export."""
+    container: str = ""
+    """Image in which the ranks run, while the conductor stays outside: a .sif or .sqsh file, or docker://..."""
+    container_runtime: Literal["apptainer", "singularity", "pyxis"] = "apptainer"
+    """apptainer, singularity, or pyxis (srun --container-image)."""
+    container_mounts: list[str] = field(default_factory=list)
+    """Directories to show inside beside run_dir and the models: PATH or PATH:PATH_INSIDE."""
+    container_python: str = "python3"
+    """The interpreter inside."""
+    chain: bool = False
+    """The job is one of many that go on with one run (--array=1-10%1, --dependency=singleton): instead of requeueing
+    itself it leaves the rest to the next one, and when the run is finished it cancels those that still wait."""
+    signal_lead_s: Annotated[float, NOT_NEGATIVE] = 600.0
+    """Seconds before the end of the allocation at which a run saves and requeues itself, as in --signal=B:USR1@600."""
+
+
+def minutes(text: str) -> int:
+    """Convert a time limit to minutes, rounded up: `90`, `90:00`, `1:30:00`, `3-12`, `3-12:30`, `3-12:30:00`.
+
+    Raises ConfigError.
+    """
+    match = _DAYS.fullmatch(text.strip())
+    if match is None:
+        raise ConfigError(
+            f"slurm.time = {text!r} is no time limit: write minutes, minutes:seconds, hours:minutes:seconds, "
+            "days-hours or days-hours:minutes:seconds, for example 24:00:00"
+        )
+    days, first, second, third = (int(group) if group else 0 for group in match.groups())
+    if match[1] is not None:
+        seconds = ((days * 24 + first) * 60 + second) * 60 + third
+    elif match[4] is not None:
+        seconds = (first * 60 + second) * 60 + third
+    else:
+        seconds = first * 60 + second
+    if seconds == 0:
+        raise ConfigError(f"slurm.time = {text!r} is no time at all: write for example 24:00:00")
+    return -(-seconds // 60)
+
+
+@dataclass(slots=True)
+class Timeout:
+    """The one table of time-outs, in seconds."""
+
+    connect: Annotated[float, POSITIVE] = 600.0
+    """From the start of a role's process to its first message: until its libraries are imported."""
+    start: Annotated[float, POSITIVE] = 1800.0
+    """Loading the model, starting the engine."""
+    generate: Annotated[float, POSITIVE] = 3600.0
+    """Silence of an engine that has requests: no finished response within this time."""
+    forward: Annotated[float, POSITIVE] = 1800.0
+    """Log-probs, values or a reward model's scores of one batch."""
+    train_step: Annotated[float, POSITIVE] = 3600.0
+    """One optimizer step."""
+    collective: Annotated[float, POSITIVE] = 1800.0
+    """Any collective inside a role (training groups)."""
+    sync: Annotated[float, POSITIVE] = 600.0
+    """One weight update, half of it for a single operation; with train.colocate_all, making room for another role."""
+    sync_silence: Annotated[float, POSITIVE] = 15.0
+    """During a weight update: without a sign of life from a member, whatever it is waiting for, its link is cut."""
+    checkpoint: Annotated[float, POSITIVE] = 3600.0
+    """Saving or loading one role's state."""
+    reward: Annotated[float, POSITIVE] = 600.0
+    """One call of the reward function."""
+    heartbeat_interval: Annotated[float, POSITIVE] = 1.0
+    """Between a rank's heartbeats."""
+    heartbeat: Annotated[float, POSITIVE] = 20.0
+    """Silence after which a rank is lost."""
+    shutdown: Annotated[float, POSITIVE] = 8.0
+    """From the request to leave to SIGTERM, and again to SIGKILL (half each)."""

@@ -1,0 +1,140 @@
+"""The messages between conductor and ranks: their envelope, failures that travel, and a call as a rank sees it.
+
+Both directions of a connection number their calls, replies, errors and events 1, 2, 3, ... All other messages carry
+the number of the last one before them. So the receiver notices a message that came twice, and within one heartbeat a
+message that was lost with a broken connection: no call waits an hour for an answer that cannot come.
+
+From a rank: hello (again until welcomed), beat, pulse (with its phase), reply, error, event, bye.
+From the conductor: welcome, taken (another process has that rank), beat, pulse, call, lost (you were given up), bye.
+
+Every rank has two connections; the first byte of the routing id says which one it is. Pulses have one to themselves, so
+that they do not wait behind 100 MB of log-probs. All other messages use the other one, where beats show what was lost.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgpack
+
+from slurm_rlhf.control.codec import Buffer, decode, encode
+from slurm_rlhf.errors import RemoteError, RunError, UserError, WireError
+
+NUMBERED = frozenset({"call", "reply", "error", "event"})
+KINDS = NUMBERED | {"hello", "welcome", "taken", "beat", "pulse", "lost", "bye"}
+MAIN_LANE, PULSE_LANE = b"m", b"p"
+
+TERMINATION = "termination"
+"""Event: the rank got SIGTERM."""
+FAILURE = "failure"
+"""Event: the rank cannot go on; with the field `reason`."""
+
+_MAX_ENVELOPE_BYTES = 64
+_MAX_CHARACTERS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """The first frame of every message: its kind, its number, and the call that it belongs to."""
+
+    kind: str
+    number: int
+    call: int = 0
+
+    def pack(self) -> bytes:
+        packed: bytes = msgpack.packb((self.kind, self.number, self.call))
+        return packed
+
+    def order(self, received: int) -> Literal["next", "replayed", "gap"]:
+        """Say how this message follows the last numbered one that was `received`."""
+        expected = received + (self.kind in NUMBERED)
+        if self.number == expected:
+            return "next"
+        return "replayed" if self.number < expected else "gap"
+
+
+def unpack(frames: Sequence[Buffer]) -> tuple[Envelope, Sequence[Buffer]]:
+    """Split a message into its envelope and the frames of its body. Raises WireError."""
+    if not frames or len(frames[0]) > _MAX_ENVELOPE_BYTES:
+        raise WireError("a message without an envelope")
+    try:
+        kind, number, call = msgpack.unpackb(frames[0])
+    except Exception as error:
+        raise WireError(f"an envelope does not decode: {type(error).__name__}: {error}") from error
+    if not isinstance(kind, str) or kind not in KINDS or not _is_count(number) or not _is_count(call):
+        raise WireError(f"no envelope of ours: {str((kind, number, call))[:80]}")
+    return Envelope(kind, number, call), frames[1:]
+
+
+def body(frames: Sequence[Buffer]) -> dict[str, Any]:
+    """Decode the body of a message, which is always a dict. Raises WireError."""
+    value = decode(frames)
+    if not isinstance(value, dict):
+        raise WireError(f"a message's body is a {type(value).__name__}, not a dict")
+    return value
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception on its way from a rank to the conductor."""
+
+    type: str
+    message: str
+    traceback: str
+    user_error: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        """Describe `error`; of an endless traceback the end, where it was raised."""
+        return cls(
+            type(error).__name__,
+            str(error)[:_MAX_CHARACTERS],
+            "".join(traceback.format_exception(error))[-_MAX_CHARACTERS:],
+            isinstance(error, UserError) or (isinstance(error, RemoteError) and error.user_error),
+        )
+
+    def raised(self, peer: Any, method: str) -> RemoteError:
+        """Make the error that the call's Future raises. A user's error keeps its own words."""
+        text = self.message if self.user_error else f"{method} failed on {peer}: {self.type}: {self.message}"
+        return RemoteError(text, remote_traceback=self.traceback, user_error=self.user_error)
+
+
+Send = Callable[[str, list[Buffer], int], None]
+
+
+@dataclass(slots=True)
+class Request:
+    """A call of the conductor; answer it once, from any thread, at any time."""
+
+    method: str
+    args: dict[str, Any]  # fields of the argument
+    id: int
+    send: Send = field(repr=False)
+    """(kind, body frames, id) into the client's outbox."""
+    answered: bool = False
+    failed: bool = False  # and answered so
+
+    def reply(self, result: Any = None) -> None:
+        """Send the result. Does not block; arrays of `result` may change as soon as this returns.
+
+        Raises WireError when `result` cannot be encoded; the request is then still open, for `fail`.
+        """
+        self._answer("reply", encode(result))
+
+    def fail(self, error: BaseException) -> None:
+        """Let the caller's Future raise RemoteError with the name, message and traceback of `error`."""
+        self.failed = True
+        self._answer("error", encode(Failure.of(error)))
+
+    def _answer(self, kind: str, frames: list[Buffer]) -> None:
+        if self.answered:
+            raise RunError(f"{self.method} (call {self.id}) has been answered already")
+        self.answered = True
+        self.send(kind, frames, self.id)

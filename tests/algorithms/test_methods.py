@@ -1,0 +1,184 @@
+"""Advantages of the methods without a critic, and the aggregations: by hand, and written out under hypothesis."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose, assert_array_equal
+
+from slurm_rlhf.algorithms.advantages import estimate, whiten
+from slurm_rlhf.algorithms.aggregation import AGGREGATIONS, loss_weights
+from slurm_rlhf.algorithms.losses import policy_loss
+from slurm_rlhf.algorithms.registry import AdvantageInputs, built_in, find_algorithm
+
+GROUPS = ["reinforce_baseline", "rloo", "group_norm", "dr_grpo"]
+
+
+def batch(rewards: list[float], groups: list[int], masks: list[str], **changes: object) -> AdvantageInputs:
+    """One response per reward; `masks` has a 1 for an action and a 0 for a gap."""
+    mask = np.array([mark == "1" for mask in masks for mark in mask], dtype=np.bool_)
+    offsets = np.concatenate([[0], np.cumsum([len(mask) for mask in masks])])
+    settings = {"kl": None, "kl_coef": 0.0, "clip_range": (-10.0, 10.0), "gamma": 1.0, **changes}
+    return AdvantageInputs(
+        rewards=np.array(rewards), values=None, action_mask=mask, offsets=offsets, groups=np.array(groups), lambd=0.5,
+        **settings,  # type: ignore[arg-type]
+    )  # fmt: skip
+
+
+def advantages(name: str, inputs: AdvantageInputs) -> np.ndarray:
+    return estimate(find_algorithm(name), inputs, no_whitening=True)["advantages"]
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("reinforce", [3, 1, 1, 4]),
+        ("reinforce_baseline", [1, -1, -1.5, 1.5]),
+        ("dr_grpo", [1, -1, -1.5, 1.5]),
+        ("rloo", [2, -2, -3, 3]),
+        ("group_norm", [1 / math.sqrt(2), -1 / math.sqrt(2), -1 / math.sqrt(2), 1 / math.sqrt(2)]),
+    ],
+)
+def test_by_hand(name: str, wanted: list[float]) -> None:
+    found = advantages(name, batch([3, 1, 1, 4], [0, 0, 1, 1], ["11", "1", "101", "1"]))
+    a, b, c, d = wanted
+    assert_allclose(found, [a, a, b, c, 0, c, d], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_groups_without_spread_or_of_one_get_nothing(name: str) -> None:
+    """Equal rewards whose mean rounds, integers, a response alone, an empty response."""
+    equal = batch([0.1, 0.1, 0.1], [0, 0, 0], ["1", "11", ""])
+    assert_array_equal(advantages(name, equal), [0, 0, 0])
+    integers = batch([1, 1], [0, 0], ["1", "1"])
+    assert integers.rewards.dtype == np.int64
+    assert_array_equal(advantages(name, integers), [0, 0])
+    assert_array_equal(advantages(name, batch([5.0], [0], ["11"])), [0, 0])
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_clip_is_the_rewards_and_not_the_comparisons(name: str) -> None:
+    outside = advantages(name, batch([100.0, 0.0], [0, 0], ["1", "1"], clip_range=(-1.0, 1.0)))
+    assert_array_equal(outside, advantages(name, batch([1.0, 0.0], [0, 0], ["1", "1"])))
+
+
+def test_the_kl_penalty_is_carried_over_gaps() -> None:
+    kl = np.array([1.0, 99.0, 2.0, 4.0], dtype=np.float32)
+    inputs = batch([2.0], [0], ["1011"], kl=kl, kl_coef=0.5, gamma=0.5)
+    # Rewards of the three actions: -0.5, -1, -2 + 2; returns from behind: 0, -1, -1.
+    assert_allclose(advantages("reinforce", inputs), [-1.0, 0.0, -1.0, 0.0])
+
+
+def test_what_is_whitened() -> None:
+    inputs = batch([3, 1, 1, 4], [0, 0, 1, 1], ["11", "1", "101", "1"])
+    for name, record in built_in().items():
+        if record.needs_critic:
+            continue
+        plain, found = advantages(name, inputs), estimate(record, inputs)["advantages"]
+        assert record.whiten == name.startswith("reinforce"), name
+        assert_array_equal(found, whiten(plain, inputs.action_mask) if record.whiten else plain)
+
+
+responses = st.lists(
+    st.tuples(st.floats(-9, 9, width=32), st.integers(0, 3), st.text("01", max_size=5)), min_size=1, max_size=12
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(responses)
+def test_written_out(drawn: list[tuple[float, int, str]]) -> None:
+    """Ragged groups in any order, masks with gaps, empty responses, in float64 and response by response."""
+    rewards, groups, masks = ([row[i] for row in drawn] for i in range(3))
+    inputs = batch(rewards, groups, masks)  # type: ignore[arg-type]
+    for name in ("reinforce", *GROUPS):
+        wanted = []
+        for reward, group, mask in drawn:
+            mates = [other[0] for other in drawn if other[1] == group]
+            n, mean = len(mates), math.fsum(mates) / len(mates)
+            std = math.sqrt(math.fsum((mate - mean) ** 2 for mate in mates) / max(n - 1, 1))
+            others = (math.fsum(mates) - reward) / max(n - 1, 1)
+            of_response = {
+                "reinforce": reward,
+                "reinforce_baseline": reward - mean,
+                "dr_grpo": reward - mean,
+                "rloo": reward - others if n > 1 else 0.0,
+                "group_norm": (reward - mean) / (std + 1e-6),
+            }[name]
+            wanted += [of_response if mark == "1" else 0.0 for mark in mask]
+        assert_allclose(advantages(name, inputs), wanted, rtol=1e-5, atol=1e-5)
+
+
+# --- aggregation
+
+
+@pytest.mark.parametrize(
+    ("mode", "denominator", "weights"),
+    [
+        ("token-mean", 3.0, None),
+        ("seq-mean-token-mean", 2.0, [0.5, 0.5, 0.5, 1.0]),
+        ("seq-mean-token-sum", 2.0, None),
+        ("seq-mean-token-sum-norm", 20.0, None),
+    ],
+)
+def test_aggregations_by_hand(mode: str, denominator: float, weights: list[float] | None) -> None:
+    """A response of two actions with a gap, one without actions, one of one action."""
+    inputs = batch([0, 0, 0], [0, 0, 0], ["101", "", "1"])
+    found = loss_weights(mode, inputs.action_mask, inputs.offsets, 10)
+    assert found[0] == denominator
+    assert (found[1] is None) if weights is None else found[1].tolist() == weights  # type: ignore[union-attr]
+
+
+def test_a_step_without_any_action_has_no_loss() -> None:
+    for mode in AGGREGATIONS:
+        denominator, weights = loss_weights(mode, np.zeros(2, dtype=np.bool_), np.array([0, 2]), 10)
+        assert denominator == 0
+        given_weights = None if weights is None else torch.from_numpy(weights)
+        zeros = torch.zeros(2, requires_grad=True)
+        loss, _ = policy_loss(zeros, zeros, torch.ones(2), torch.zeros(2) > 0, denominator, 0.2, 0.2, given_weights)
+        assert loss.item() == 0.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.text("01", max_size=6), min_size=1, max_size=8), st.integers(0, 2**32 - 1), st.integers(1, 4))
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_one_micro_batch_on_one_rank_is_many_on_many(mode: str, masks: list[str], seed: int, parts: int) -> None:
+    """Loss and gradient, against the definition written out response by response."""
+    inputs = batch([0.0] * len(masks), [0] * len(masks), masks)
+    mask, offsets = torch.from_numpy(inputs.action_mask), inputs.offsets
+    denominator, weights = loss_weights(mode, inputs.action_mask, offsets, 10)
+    rng = np.random.default_rng(seed)
+    logprobs, old, adv = (torch.from_numpy(rng.normal(size=len(mask))) for _ in range(3))
+    logprobs.requires_grad_()
+    weigh = None if weights is None else torch.from_numpy(weights).double()
+    whole = torch.zeros((), dtype=torch.float64)
+    for part in range(parts):  # responses dealt out to micro-batches
+        rows = [list(range(a, b)) for i, (a, b) in enumerate(pairwise(offsets)) if i % parts == part]
+        at = torch.tensor([index for row in rows for index in row], dtype=torch.int64)
+        whole = whole + policy_loss(
+            logprobs[at], old[at], adv[at], mask[at], denominator, 0.2, 0.3, None if weigh is None else weigh[at]
+        )[0]  # fmt: skip
+    whole.backward()
+
+    again = logprobs.detach().clone().requires_grad_()
+    ratio = (again - old).exp()
+    losses = -torch.minimum(ratio * adv, ratio.clamp(0.8, 1.3) * adv)
+    of_responses = [losses[a:b][mask[a:b]] for a, b in pairwise(offsets)]
+    acted = [found for found in of_responses if len(found)]
+    means = {
+        "token-mean": lambda: torch.cat(acted).mean(),
+        "seq-mean-token-mean": lambda: torch.stack([found.mean() for found in acted]).mean(),
+        "seq-mean-token-sum": lambda: torch.stack([found.sum() for found in acted]).mean(),
+        "seq-mean-token-sum-norm": lambda: torch.stack([found.sum() / 10 for found in acted]).mean(),
+    }
+    expected = means[mode]() if acted else losses.sum() * 0
+    expected.backward()
+    assert whole.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-9)
+    assert logprobs.grad is not None
+    assert again.grad is not None
+    assert_allclose(logprobs.grad.numpy(), again.grad.numpy(), rtol=1e-6, atol=1e-9)

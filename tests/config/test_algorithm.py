@@ -1,0 +1,122 @@
+"""Which roles a run starts follows from its algorithm and the KL: placement, plan, memory, FLOPs and rules agree."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from model_configs import SHAPES
+
+from slurm_rlhf.algorithms import registry
+from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm, register_algorithm
+from slurm_rlhf.config.check import check
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, colocations, running_roles
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.environment import role_environment
+from slurm_rlhf.controller.step_flops import StepFlops
+from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.placement.memory import account
+from slurm_rlhf.placement.model_shape import shape_of
+from slurm_rlhf.placement.rank_plan import RankMap, place
+from slurm_rlhf.placement.render import draw
+from slurm_rlhf.placement.role_sizes import role_sizes
+from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.records import Experience
+
+
+def advantages(inputs: AdvantageInputs) -> Any:
+    return inputs.rewards, None
+
+
+TOY = Algorithm("toy", advantages, min_samples_per_prompt=2)
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch) -> Config:
+    """A run by an algorithm without a critic, and without KL."""
+    monkeypatch.setattr(registry, "_REGISTERED", {})
+    register_algorithm(TOY)
+    config = Config()
+    config.algo.advantage.estimator = "toy"
+    config.algo.kl.init_coef = 0.0
+    config.rollout.n_samples_per_prompt = 4
+    return config
+
+
+def names(config: Config) -> list[str]:
+    return [role.name for role in running_roles(config)]
+
+
+def placed(config: Config, gpus: int = 8) -> RankMap:
+    return place(Topology.uniform(["a"], gpus), role_sizes(config), colocations(config))
+
+
+def problems(config: Config) -> str:
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    return str(caught.value)
+
+
+def test_roles_follow_from_the_record_and_the_kl(config: Config) -> None:
+    assert names(config) == [ACTOR, ROLLOUT]
+    config.algo.kl.init_coef = 0.01
+    assert names(config) == [ACTOR, REFERENCE, ROLLOUT]
+    config.algo.kl.init_coef = 0.0
+    register_algorithm(replace(TOY, needs_reference=True, needs_critic=True))
+    assert names(config) == [ACTOR, CRITIC, REFERENCE, ROLLOUT]
+    config.algo.advantage.estimator = "gae"
+    assert names(config) == [ACTOR, CRITIC, ROLLOUT]
+
+
+def test_without_a_critic_it_takes_no_gpu(config: Config) -> None:
+    ranks = placed(config, gpus=2)
+    assert ranks.worlds == {ACTOR: 1, ROLLOUT: 1}
+    assert "critic" not in draw(ranks)
+    assert set(role_environment(config, ranks, cpus=8)) == {ACTOR, ROLLOUT}
+
+
+def test_without_a_critic_nothing_is_reckoned_for_it(config: Config) -> None:
+    shape = shape_of(SHAPES["7B"])
+    rows = account(config, {ACTOR: shape, ROLLOUT: shape}, 80 << 30).rows
+    assert [row.role for row in rows] == [ACTOR, ROLLOUT]
+    lengths = np.array([4, 4], dtype=np.int32)
+    tokens = np.zeros(16, dtype=np.int32)
+    experience = Experience(lengths, lengths, tokens, np.ones(8, dtype=np.bool_), np.zeros(2, dtype=np.float32))
+    alone = StepFlops(shape, None, None, False, 1, 2)
+    both = StepFlops(shape, shape, None, False, 1, 2)
+    assert 0 < alone.update(experience, True) < both.update(experience, True)
+    assert 0 < alone.others(experience) < both.others(experience)
+    assert alone.update(experience, False) == 0
+
+
+def test_slots_of_a_critic_that_does_not_run_are_the_others_alone(config: Config) -> None:
+    config.reward.model_name_or_path = "/models/reward"
+    config.train.colocate_critic_reward = True
+    assert placed(config, gpus=3).worlds == {ACTOR: 1, REWARD: 1, ROLLOUT: 1}
+    config.train.colocate_critic_reward, config.train.colocate_all = False, True
+    config.critic.num_gpus_per_node = 7  # counts for nothing
+    assert placed(config, gpus=1).worlds == {ACTOR: 1, REWARD: 1, ROLLOUT: 1}
+    assert "critic" not in problems(config)
+
+
+def test_the_rules_of_a_critic_hold_where_one_runs(config: Config) -> None:
+    config.critic.num_gpus_per_node = 7
+    assert "critic.num_gpus_per_node" not in problems(config)
+    config.algo.advantage.estimator = "gae"
+    assert "does not divide over critic.num_nodes * critic.num_gpus_per_node = 1 * 7 = 7 ranks" in problems(config)
+
+
+def test_the_rules_of_an_algorithm(config: Config) -> None:
+    config.rollout.n_samples_per_prompt = 1
+    config.critic.freezing_steps = 3
+    told = problems(config)
+    assert "estimator = toy compares the responses to one prompt: it needs rollout.n_samples_per_prompt of at" in told
+    assert "critic.freezing_steps = 3 trains the critic alone at first, and algo.advantage.estimator = toy has" in told
+    config.algo.advantage.estimator = "tox"
+    assert "algo.advantage.estimator = 'tox' is unknown; did you mean toy? (valid: " in problems(config)
+    config.train.plugins = ["/no/such/file.py"]
+    told = problems(config)
+    assert "train.plugins: no such file: /no/such/file.py: name a Python file" in told
+    assert "is unknown" not in told

@@ -1,0 +1,117 @@
+"""`sbatch sbatch/ppo_32b.sh` on four nodes with a tiny model: the undisturbed run that others are compared with."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_cluster import CHECKOUT, ENDLESS, PLACES, Cluster, said
+from training_runs import metrics, saved, steps, summary, timeless, workspace
+
+from slurm_rlhf.launch.slurm import ephemeral_start, rendezvous_port
+
+STEPS = 20
+TEMPLATE = "--data.input_template=1 + {}"
+"""An argument with blanks."""
+TINY = (
+    *("--actor.num_gpus_per_node=1", "--critic.num_nodes=1", "--critic.num_gpus_per_node=1", "--ref.num_nodes=1"),
+    *("--actor.learning_rate=1e-3", "--critic.learning_rate=1e-3", "--train.full_determinism=true"),
+    *("--data.apply_chat_template=false", "--data.max_len=64", "--ds.param_dtype=fp32", "--rollout.batch_size=8"),
+    *("--rollout.n_samples_per_prompt=4", "--rollout.max_new_tokens=8", "--train.batch_size=16"),
+    *("--vllm.max_num_seqs=16", "--ckpt.save_steps=0", "--eval.steps=10", TEMPLATE),
+    *("--ref.num_gpus_per_node=1", "--train.colocate_actor_ref=false", "--vllm.tensor_parallel_size=1"),
+    *("--vllm.sync_mode=drain", "--algo.advantage.lambd=0.95"),
+)
+REWARD = """
+import pathlib, time
+
+HOLD = pathlib.Path(__file__).with_name("hold")
+
+def reward_func(queries, prompts, labels, **kwargs):
+    while HOLD.exists():
+        time.sleep(0.1)
+    hits = [float(label in response) for label, response in zip(labels, kwargs["responses"])]
+    return {"rewards": hits, "scores": hits}
+"""
+"""No step of a run ends while there is a file `hold` beside it."""
+TAKEN = """
+import socket, sys, time
+server = socket.create_server(("", int(sys.argv[1])))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Calm:
+    """A run that was left alone, stopped by a file after it had saved for another one."""
+
+    job: int
+    run_dir: Path
+    work: Path
+    port: int  # that was taken when it started
+    start_s: float  # to its first step
+    saved_at: int  # the step after which it saved
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """What its command line gave beside the places and the length."""
+        return tiny(self.work)
+
+    @property
+    def metrics(self) -> list[str]:
+        """Of the first `STEPS` steps, without times."""
+        return timeless(metrics(self.run_dir)[:STEPS])
+
+
+def tiny(work: Path) -> tuple[str, ...]:
+    """Overrides that make of ppo_32b.toml a run of the model, data and reward function in `work`."""
+    return (
+        *(f"--actor.model_name_or_path={work / 'model'}", f"--data.prompt_dataset={work / 'prompts.jsonl'}"),
+        *(f"--reward.remote_url={work / 'reward.py'}", f"--eval.dataset={work / 'eval.jsonl'}", *TINY),
+    )
+
+
+_calm: dict[int, Calm] = {}
+
+
+def calm_run(slurm: Cluster) -> Calm:
+    """The run, made when it is asked for the first time; it is the same for all test modules."""
+    if id(slurm) not in _calm:
+        _calm[id(slurm)] = _run(slurm)
+    return _calm[id(slurm)]
+
+
+def _run(slurm: Cluster) -> Calm:
+    """The port on which its actors are to meet is taken. A save file must not end it, a stop file must."""
+    run_dir, work = slurm.shared / "large", workspace(slurm.shared / "calm", REWARD).parent
+    job = slurm.sbatch(
+        *("--hold", "--nodes=4", f"--output={run_dir}.log", "sbatch/ppo_32b.sh", f"--run_dir={run_dir}"),
+        *(*PLACES, *ENDLESS, *tiny(work)),
+        cwd=CHECKOUT,
+    )
+    port = rendezvous_port(job, 0, 0, 0, ephemeral_start())
+    taken = [str(slurm.script), "exec", "gpu001", "python3", "-c", TAKEN, str(port)]
+    with subprocess.Popen(taken, env=slurm.environment, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "held\n"
+            slurm.run("scontrol", "release", str(job))
+            slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "start", 30)
+            start_s = slurm.wait_until(lambda: steps(run_dir) >= 1, "first step", 150)
+        finally:
+            holder.kill()
+    (run_dir / "save").touch()
+    slurm.wait_until(lambda: saved(run_dir) != [], "checkpoint", 30)
+    at = saved(run_dir)[0]
+    assert not (run_dir / "save").exists()
+    slurm.wait_until(lambda: steps(run_dir) >= max(STEPS, at + 2), f"step {STEPS}", 120)
+    (run_dir / "stop").touch()
+    assert slurm.wait_over(job, 40) == ("COMPLETED", 0), said(run_dir)
+    assert "stopped by a file named stop in the run directory; saved at step" in said(run_dir)
+    assert summary(run_dir)["status"] == "stopped"
+    assert saved(run_dir) == [at, summary(run_dir)["steps"]]
+    assert slurm.job(job)["Restarts"] == "0"
+    assert not slurm.run("squeue", "-h").strip()
+    return Calm(job, run_dir, work, port, start_s, at)
