@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import socket
 import sys
 import textwrap
@@ -32,7 +31,7 @@ from slurm_rlhf.launch.mpi.communicator import Communicator
 from slurm_rlhf.launch.mpi.environment import Assignment, Launched, Placed, Process, place_processes, this_process
 from slurm_rlhf.launch.mpi.launcher import Channel, MpiLauncher
 from slurm_rlhf.launch.mpi.rank import follow, lead
-from slurm_rlhf.launch.preflight import judge
+from slurm_rlhf.launch.preflight import canary_in, judge
 from slurm_rlhf.launch.probe import answer, versions
 from slurm_rlhf.launch.requeue import continuation_of
 from slurm_rlhf.placement.rank_map_file import RankMap
@@ -112,17 +111,10 @@ def _check_processes(world: Communicator, config: Config, ranks: RankMap, proces
 
     Raises as `judge` and `judge_accelerators` do.
     """
-    run_dir = Path(config.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    token = secrets.token_hex(16)
-    canary = run_dir / f".canary.{token}"
-    canary.write_text(token, encoding="utf-8")
-    gpus = ranks.topology.accelerator == GPU
-    try:
+    run_dir, gpus = Path(config.run_dir), ranks.topology.accelerator == GPU
+    with canary_in(run_dir) as (canary, token):
         world.broadcast({"canary": str(canary), "gpus": gpus})
         answers: list[dict[str, Any]] = world.gather(answer(canary, gpus=gpus))
-    finally:
-        canary.unlink(missing_ok=True)
     nodes = list(dict.fromkeys(process.node for process in processes))
     judge({said["node"]: said for said in answers}, nodes, run_dir, token, versions(), "")
     wanted, equipment = seen_by_processes(answers, gpus, config.ds.attn_implementation)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from slurm_rlhf.atomic_write import write_atomically
 
 # Metrics that depend on the clock; all others are equal bit for bit in two runs under full determinism.
 TIMED = ("time/", "perf/")
@@ -43,24 +44,23 @@ class MetricsLog:
             return 0
         lines = list(self._lines())
         kept = [line for line, row in lines if row["step"] <= step]
-        temporary = self._path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.writelines(line + "\n" for line in kept)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self._path)
+        write_atomically(self._path, "".join(line + "\n" for line in kept), durable=True)
         return len(lines) - len(kept)
 
     def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        if not self._path.exists():
-            return
-        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and "step" in row:
-                yield line, row
+        if self._path.exists():
+            yield from whole_lines(self._path.read_text(encoding="utf-8", errors="replace"))
+
+
+def whole_lines(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (line, row) for each whole line of metrics.jsonl; lines that a kill or a cut has shortened are skipped."""
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "step" in row:
+            yield line, row
 
 
 def finite(value: float | None) -> float | int | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.observe.metrics import finite
+from slurm_rlhf.atomic_write import write_atomically
+from slurm_rlhf.observe.log_tail import read_end
+from slurm_rlhf.observe.metrics import finite, whole_lines
 
 
 @dataclass(slots=True)
@@ -45,12 +46,7 @@ class Summary:
             del content["gpus"]
         content |= {name: finite(value) for name, value in content.items() if isinstance(value, float)}
         content["self_check"] = {name: finite(value) for name, value in self.self_check.items()}
-        temporary = path.with_suffix(".tmp")
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=2, allow_nan=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_atomically(path, json.dumps(content, indent=2, allow_nan=False) + "\n", durable=True)
 
 
 _READ = 1 << 18  # bytes from the end of metrics.jsonl
@@ -102,18 +98,6 @@ def _summary(path: Path) -> dict[str, Any]:
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _READ))
-            lines = file.read().splitlines()
+        return [row for _, row in whole_lines(read_end(path, most=_READ))]
     except OSError:
         return []
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # cut off by a kill, or by where this began to read
-        if isinstance(row, dict) and "step" in row:
-            rows.append(row)
-    return rows
