@@ -39,7 +39,7 @@ _OFTEN = {
 
 
 def tail(path: Path, lines: int, start: int = 0) -> list[str]:
-    """Return the last `lines` lines of `path` that are not blank, or a line that says why it cannot be read.
+    """Return the last `lines` lines of `path` that are not blank, or why it cannot be read.
 
     Reads nothing before byte `start`: what comes before belongs to an earlier start of the run. Leaves out
     deprecation warnings and what torchrun adds when one of its processes ends, unless there is nothing else.
@@ -94,7 +94,7 @@ class FailedProcess:
 
 
 def first_failure(log: Path, start: int = 0) -> FailedProcess | None:
-    """Return the root cause in the newest report in `log` after byte `start`; None if there is no report or no file."""
+    """Return the root cause in the newest report in `log` after byte `start`; None if there is none."""
     try:
         text = read_end(log, start)
     except OSError:

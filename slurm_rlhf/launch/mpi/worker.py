@@ -36,7 +36,7 @@ class WorkerSpec:
 
 
 def rendezvous_socket(ranks: RankMap, role: str) -> tuple[socket.socket, dict[str, Any]]:
-    """Open a socket for the store where the ranks of `role` meet, on its first node; return it and its address."""
+    """Open a socket for the store where the ranks of `role` meet; return it and its address."""
     elsewhere = [share.node for share in ranks.roles[role][1:]]
     address = address_towards(elsewhere[0]) if elsewhere else "127.0.0.1"
     listening = socket.create_server((address, 0), backlog=1024)
