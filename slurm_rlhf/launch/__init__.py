@@ -2,7 +2,7 @@
 
 What lives here: `launcher` (the protocol), `local`, `slurm` with `srun` and `node`, `mpi/` (all of MPI); `step_spec`
 and `node_environment` (what a role's processes are started with), `child_process`; `preflight`, `probe` and
-`accelerators` (checks before a start); `requeue` and `successor` (to continue in another job); `submitit_job`; `container`.
+`accelerators` (checks before a start); `requeue` and `successor` (the next job of a run); `submitit_job`; `container`.
 
 May import: the base modules, `config`, `placement` and `cluster`. mpi4py only in `mpi/communicator`, submitit only in
 `submitit_job`, both inside functions.
