@@ -1,4 +1,4 @@
-"""The public functions `train` and `submit`: what the commands of the same names do, from a script or a notebook."""
+"""Train and submit from a script or a notebook, as the commands of the same names do."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def submit(config: Config, *, local: bool = False) -> Any:
 
 
 def _take_algorithm(algorithm: Algorithm | AdvantageFunction | str) -> str:
-    """Make what the caller passed known in this process; its name."""
+    """Make what the caller passed known in this process and return its name."""
     if isinstance(algorithm, str):
         return algorithm
     if not isinstance(algorithm, Algorithm):

@@ -6,8 +6,8 @@ Shapes: P prompt tokens, R response tokens, N sequences, T = sum(P + R), A = sum
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,8 @@ I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
 
-WEIGHTS, KV_CACHE = "weights", "kv_cache"
+WEIGHTS: Final = "weights"
+KV_CACHE: Final = "kv_cache"
 """The parts of an engine's memory that it gives up in its sleep."""
 
 
@@ -43,9 +44,6 @@ class Sampling:
     stop: list[str] = field(default_factory=list)
     skip_special_tokens: bool = True  # of `Trajectory.text` only
 
-    def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(slots=True)
 class VersionSpan:
@@ -70,25 +68,6 @@ class Trajectory:
     text: str
     versions: list[VersionSpan]
     engine: int = 0  # which engine sampled it
-
-    def to_wire(self) -> dict[str, Any]:
-        return {
-            "prompt": self.prompt,
-            "sample": self.sample,
-            "prompt_ids": self.prompt_ids,
-            "response_ids": self.response_ids,
-            "rollout_logprobs": self.rollout_logprobs,
-            "action_mask": self.action_mask,
-            "finish_reason": self.finish_reason,
-            "text": self.text,
-            "versions": [[s.start, s.end, s.version] for s in self.versions],
-            "engine": self.engine,
-        }
-
-    @classmethod
-    def from_wire(cls, wire: dict[str, Any]) -> Trajectory:
-        spans = [VersionSpan(**span) if isinstance(span, dict) else VersionSpan(*span) for span in wire["versions"]]
-        return cls(**{**wire, "versions": spans})
 
 
 @dataclass(slots=True)
@@ -127,13 +106,6 @@ class EngineLoad:
             "waiting": self.queued_s / self.busy_s if self.busy_s > 0 else 0.0,
             "kv_usage": self.kv_usage,
         }
-
-    def to_wire(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_wire(cls, wire: dict[str, Any]) -> EngineLoad:
-        return cls(**wire)
 
 
 class ParameterSpec(NamedTuple):
@@ -196,21 +168,6 @@ class Experience:
             {name: gather(column, actions) for name, column in self.columns.items()},
             [self.finish_reasons[i] for i in indices] if self.finish_reasons else [],
         )
-
-    def to_wire(self) -> dict[str, Any]:
-        return {
-            "prompt_lens": self.prompt_lens,
-            "response_lens": self.response_lens,
-            "token_ids": self.token_ids,
-            "action_mask": self.action_mask,
-            "rewards": self.rewards,
-            "columns": dict(self.columns),
-            "finish_reasons": self.finish_reasons,
-        }
-
-    @classmethod
-    def from_wire(cls, wire: dict[str, Any]) -> Experience:
-        return cls(**wire)
 
 
 def pack(trajectories: list[Trajectory], rewards: list[float]) -> Experience:

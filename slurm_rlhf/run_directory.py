@@ -49,8 +49,8 @@ class RunDirectory:
         return self.root / ".control" / "lock"
 
     @property
-    def standstill(self) -> Path:
-        return self.root / ".control" / "standstill"
+    def restart_guard(self) -> Path:
+        return self.root / ".control" / "restart_guard"
 
     def role_log(self, role: str, node: str, rank: int | str) -> Path:
         return self.logs / f"{role}.{node}.{rank}.log"

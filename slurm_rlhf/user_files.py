@@ -1,4 +1,4 @@
-"""Python files and functions of the user: how they are run, and where in them an error was raised."""
+"""Run Python files of the user, and name the line in which one of their functions raised an error."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from slurm_rlhf.errors import ConfigError, UserError
 
 
 def run_file(file: Path, key: str, error_class: type[UserError], mend: str = "") -> ModuleType:
-    """Run a Python file as a module; its directory is importable for it. `key`: of the configuration, names the file.
+    """Run a Python file as a module; its directory is importable for it.
 
+    `key` of the configuration names the file.
     Raises `error_class` with file and line for what the file raises; `mend` ends the message and says what to do.
     ConfigError where it is not a Python file.
     """

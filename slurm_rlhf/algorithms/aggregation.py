@@ -1,4 +1,4 @@
-"""How the losses of single tokens become the loss of an optimizer step.
+"""Weigh the losses of single tokens into the loss of an optimizer step.
 
 Each mode gives one weight per token and one denominator, both computed from the whole optimizer step: all micro-batches
 on all ranks divide by the same number, so a step does not depend on how it is cut into micro-batches.
@@ -20,22 +20,22 @@ Weights = tuple[float, F32 | None]
 
 
 def _token_mean(counts: I64, longest: int) -> tuple[float, NDArray[Any] | None]:
-    """Mean over all actions of the step. Source: Yu et al., DAPO (2025), eq. 8."""
+    """Take the mean over all actions of the step. Source: Yu et al., DAPO (2025), arXiv 2503.14476."""
     return float(counts.sum()), None
 
 
 def _seq_mean_token_mean(counts: I64, longest: int) -> tuple[float, NDArray[Any] | None]:
-    """Mean over responses of the mean over a response's actions. Source: Shao et al., DeepSeekMath (2024), eq. 3."""
+    """Take the mean over responses of the mean over their actions. Source: Shao et al., DeepSeekMath (2024), eq. 3."""
     return float((counts > 0).sum()), 1.0 / np.maximum(counts, 1)
 
 
 def _seq_mean_token_sum(counts: I64, longest: int) -> tuple[float, NDArray[Any] | None]:
-    """Mean over responses of the sum over a response's actions."""
+    """Take the mean over responses of the sum over their actions."""
     return float((counts > 0).sum()), None
 
 
 def _seq_mean_token_sum_norm(counts: I64, longest: int) -> tuple[float, NDArray[Any] | None]:
-    """As before, divided by the longest length that a response may have. Source: Liu et al., Dr. GRPO (2025), eq. 4."""
+    """Divide that by the longest length a response may have. Source: Liu et al., Dr. GRPO (2025), arXiv 2503.20783."""
     return float((counts > 0).sum()) * longest, None
 
 

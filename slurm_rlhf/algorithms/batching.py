@@ -8,7 +8,6 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -77,9 +76,6 @@ class Shard:
     indices: list[int]  # rows of the whole batch, in the order of `experience`
     experience: Experience
     micro: list[list[int]]  # micro-batches as rows of `experience`; equally many on every rank
-
-    def to_wire(self) -> dict[str, Any]:
-        return {"experience": self.experience.to_wire(), "micro": self.micro}
 
 
 def shards(experience: Experience, ranks: int, max_tokens: int) -> list[Shard]:

@@ -1,4 +1,4 @@
-"""Losses on packed tokens: sums over the tokens of one micro-batch, divided by one number for the whole step.
+"""Compute losses on packed tokens: sums over the tokens of one micro-batch, divided by one number for the whole step.
 
 `denominator` is the number of actions in the whole optimizer step, over all micro-batches and data-parallel ranks, so
 that adding the gradients of all of them gives the exact mean over tokens and not a mean of means. Metrics are detached
@@ -28,7 +28,7 @@ Metrics = dict[str, "Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class PolicyInputs:
-    """Everything that a policy loss may look at: one micro-batch of n responses, packed."""
+    """Hold everything that a policy loss may look at: one micro-batch of n responses, packed."""
 
     logprobs: Tensor  # [A], with gradient
     old_logprobs: Tensor  # [A]

@@ -1,4 +1,4 @@
-"""The user's Python files that `train.plugins` names: each registers algorithms or rewards when it runs."""
+"""Run the user's Python files that `train.plugins` names: each registers algorithms or rewards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOADED: dict[str, str] = {}
 
 
 def load_plugins(files: Sequence[str]) -> dict[str, str]:
-    """Run each file once in this process; the hash of each, by its path.
+    """Run each file once in this process; returns a hash of each by its path.
 
     Raises ConfigError for a file that is not there, or that raises: with its line, and what to do.
     """

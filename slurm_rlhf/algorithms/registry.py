@@ -1,4 +1,4 @@
-"""The record of an algorithm, and the algorithms that `algo.advantage.estimator` can name."""
+"""Describe algorithms as records, and find the one that `algo.advantage.estimator` names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEY = "algo.advantage.estimator"
 
 @dataclass(slots=True)
 class AdvantageInputs:
-    """Everything that an advantage function may look at: one batch of N responses, packed.
+    """Hold everything that an advantage function may look at: one batch of N responses, packed.
 
     Responses come in (prompt, sample) order: those of one prompt stand together.
     """
@@ -48,7 +48,7 @@ AdvantageFunction = Callable[[AdvantageInputs], "tuple[F32, F32 | None]"]
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """What the run has to know of an algorithm: which roles it needs and what it computes."""
+    """Describe an algorithm: which roles it needs and what it computes."""
 
     name: str
     """The value of `algo.advantage.estimator` that chooses it."""

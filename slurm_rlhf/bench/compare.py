@@ -1,29 +1,36 @@
-"""Two ways to do the same, timed in turns: whatever else the machine does meets both."""
+"""Two ways to do the same on one model, timed in turns: whatever else the machine does meets both."""
 
 from __future__ import annotations
 
 import os
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from slurm_rlhf.bench.options import Given
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.training.random_model import ModelSize, make_random_model
 
 
 @dataclass(slots=True)
 class Times:
-    """One side's repetitions."""
+    """The repetitions of one side."""
 
     rates: list[float] = field(default_factory=list)  # tokens per second
     cpu_rates: list[float] = field(default_factory=list)  # tokens per second of CPU time, all threads of the process
 
 
 @dataclass(slots=True)
-class Race:
-    """Repetition i of both sides ran one right after the other."""
+class Comparison:
+    """Times of both sides; repetition i of one ran right after that of the other."""
 
     ours: Times = field(default_factory=Times)
-    bare: Times = field(default_factory=Times)
+    baseline: Times = field(default_factory=Times)
 
     def to_json(self) -> dict[str, Any]:
         """Medians, `ratio` and `cpu_ratio` (ours over bare, pair by pair, their medians), the single runs, `load`.
@@ -33,22 +40,22 @@ class Race:
         """
         return {
             "ours": statistics.median(self.ours.rates),
-            "bare": statistics.median(self.bare.rates),
-            "ratio": _ratio(self.ours.rates, self.bare.rates),
-            "cpu_ratio": _ratio(self.ours.cpu_rates, self.bare.cpu_rates),
-            "runs": {"ours": self.ours.rates, "bare": self.bare.rates},
+            "bare": statistics.median(self.baseline.rates),
+            "ratio": _ratio(self.ours.rates, self.baseline.rates),
+            "cpu_ratio": _ratio(self.ours.cpu_rates, self.baseline.cpu_rates),
+            "runs": {"ours": self.ours.rates, "bare": self.baseline.rates},
             "load": os.getloadavg()[0],
         }
 
 
-def race(ours: Callable[[int], int], bare: Callable[[int], int], repeats: int) -> Race:
+def compare(ours: Callable[[int], int], baseline: Callable[[int], int], repeats: int) -> Comparison:
     """Call both with 0 .. repeats, in turns, the first of each pair taking turns as well.
 
     Both return how many tokens they have done. Repetition 0 is a warm-up of both that does not count.
     """
-    result = Race()
+    result = Comparison()
     for number in range(repeats + 1):
-        sides = [(ours, result.ours), (bare, result.bare)]
+        sides = [(ours, result.ours), (baseline, result.baseline)]
         for run, times in sides if number % 2 else reversed(sides):
             began, began_cpu = time.perf_counter(), time.process_time()
             tokens = run(number)
@@ -59,5 +66,30 @@ def race(ours: Callable[[int], int], bare: Callable[[int], int], repeats: int) -
     return result
 
 
-def _ratio(ours: list[float], bare: list[float]) -> float:
-    return statistics.median(mine / other for mine, other in zip(ours, bare, strict=True))
+@contextmanager
+def model_of(given: Given, mean_response: int) -> Iterator[Config]:
+    """Yield the configuration with a model: the one it names, or a random one for as long as the block runs."""
+    config, options = given.config, given.options
+    if config.actor.model_name_or_path:
+        yield config
+        return
+    with tempfile.TemporaryDirectory(prefix="slurm-rlhf-bench-") as scratch:
+        size = ModelSize(options["hidden"], options["layers"], options["vocab"], config.data.max_len)
+        config.actor.model_name_or_path = str(make_random_model(Path(scratch) / "model", size, mean_response))
+        yield config
+
+
+def table(rows: Mapping[str, Mapping[str, Any]], unit: str) -> str:
+    """Show both sides of each comparison, their ratio, and the load they ran under."""
+    width = max(map(len, rows))
+    lines = [f"{unit.ljust(width)}  {'slurm-rlhf':>10}  {'bare':>10}  {'ratio':>6}  {'by CPU time':>11}  load"]
+    lines += [
+        f"{name.ljust(width)}  {row['ours']:10.0f}  {row['bare']:10.0f}  {row['ratio']:6.3f}  {row['cpu_ratio']:11.3f}"
+        f"  {row['load']:.1f}"
+        for name, row in rows.items()
+    ]
+    return "\n".join(lines)
+
+
+def _ratio(ours: list[float], baseline: list[float]) -> float:
+    return statistics.median(mine / other for mine, other in zip(ours, baseline, strict=True))

@@ -1,4 +1,4 @@
-"""The rollout worker against a bare `LLM.generate`: same prompts, same seeds, same process, in turns."""
+"""`slurm-rlhf bench rollout`: the rollout worker and a bare `LLM.generate`, on the same prompts, in turns."""
 
 from __future__ import annotations
 
@@ -11,24 +11,43 @@ from typing import Any
 
 import numpy as np
 
-from slurm_rlhf.bench.baseline_rollout import BareGenerate
-from slurm_rlhf.bench.compare import race
+from slurm_rlhf.bench.compare import compare, model_of, table
+from slurm_rlhf.bench.options import Given
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import EngineCalls, StartRequest
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.control.server import ControlServer
-from slurm_rlhf.controller.dispatch import Generation
-from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.controller.dispatch import Dispatcher
+from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.records import I32, Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.seeds import request_seed
+from slurm_rlhf.rollout.vllm_settings import engine_config
 from slurm_rlhf.workers.engine_leader import EngineLeader
 from slurm_rlhf.workers.main import import_libraries, serve
 from slurm_rlhf.workers.worker import RankInfo
 
 
+def run(given: Given) -> dict[str, Any]:
+    """Measure both sides. Raises ConfigError, ModelError, RunError."""
+    options = given.options
+    _check_length(given.config, options["prompt_tokens"])
+    with model_of(given, options["mean_response"]) as config:
+        return bench_rollout(config, options["prompts"], options["prompt_tokens"], options["repeats"])
+
+
+def show(result: dict[str, Any]) -> str:
+    """Write the results for a reader."""
+    return (
+        f"{table({'rollout': result}, 'tokens/s')}\n"
+        f"{result['prompts']} prompts of {result['prompt_tokens']} tokens, {result['response_tokens']:.0f} tokens a "
+        f"response, {result['max_num_seqs']} at once; {result['same_tokens']:.0%} of the responses the same on both"
+    )
+
+
 class _Worker:
-    """A conductor's end and the rollout role that answers it over the control plane, in one process."""
+    """Run the rollout role and the conductor that calls it over the control plane in one process."""
 
     def __init__(self, config: Config, keys: Path) -> None:
         info = RankInfo("rollout", 0, 1, 0, socket.gethostname())
@@ -50,6 +69,52 @@ class _Worker:
         self.server.close()
 
 
+class BaselineEngine:
+    """Generate as a script does: `LLM.generate` on the model, precision, batch width and cache size of our engine."""
+
+    def __init__(self, config: Config) -> None:
+        """Raises as `VllmEngine` does. `environment.prepare_environment` comes first."""
+        from vllm import LLM
+
+        same = engine_config(config)
+        model, cache = same.model_config, same.cache_config
+        self._llm = LLM(
+            model=model.model,
+            dtype=str(model.dtype).removeprefix("torch."),
+            seed=model.seed,
+            max_model_len=model.max_model_len,
+            max_num_seqs=same.scheduler_config.max_num_seqs,
+            tensor_parallel_size=1,
+            gpu_memory_utilization=cache.gpu_memory_utilization,
+            kv_cache_memory_bytes=cache.kv_cache_memory_bytes,
+            enable_prefix_caching=cache.enable_prefix_caching,
+            enforce_eager=model.enforce_eager,
+            logprobs_mode="processed_logprobs",
+            use_tqdm_on_load=False,
+            enable_chunked_prefill=same.scheduler_config.enable_chunked_prefill,
+        )
+
+    def generate(self, prompts: list[I32], sampling: Sampling, seeds: list[int]) -> list[list[int]]:
+        """A response to each of `prompts` (token ids, [P] each), all at once; their token ids, in order."""
+        from vllm import SamplingParams
+
+        how: list[Any] = [
+            SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_new_tokens,
+                stop=list(sampling.stop),
+                seed=seed,
+                logprobs=0,
+            )
+            for seed in seeds
+        ]
+        asked: list[Any] = [{"prompt_token_ids": prompt.tolist()} for prompt in prompts]
+        answers = self._llm.generate(asked, how, use_tqdm=False)
+        return [list(answer.outputs[0].token_ids) for answer in answers]
+
+
 def bench_rollout(config: Config, prompts: int, prompt_tokens: int, repeats: int) -> dict[str, Any]:
     """Tokens/s of both sides over `repeats` repetitions, each with `prompts` new random prompts.
 
@@ -66,22 +131,22 @@ def bench_rollout(config: Config, prompts: int, prompt_tokens: int, repeats: int
         worker = _Worker(config, Path(scratch) / "keys.json")
         try:
             vocab = _vocab(config)
-            bare = BareGenerate(config)
-            generation = Generation(worker.handle, config.train.seed, config.vllm.max_num_seqs, deterministic=False)
+            baseline = BaselineEngine(config)
+            dispatcher = Dispatcher(worker.handle, config.train.seed, config.vllm.max_num_seqs, deterministic=False)
 
             def ours(number: int) -> int:
                 drawn = _prompts(number, prompts, prompt_tokens, vocab)
-                found: list[Trajectory] = generation.run(drawn, how, number)
+                found: list[Trajectory] = dispatcher.run(drawn, how, number)
                 answered["ours"] = [t.response_ids.tolist() for t in found]
                 return sum(len(t.response_ids) for t in found)
 
             def plain(number: int) -> int:
                 drawn = _prompts(number, prompts, prompt_tokens, vocab)
                 seeds = [request_seed(config.train.seed, prompt.index, 0, number) for prompt in drawn]
-                answered["bare"] = bare.generate([prompt.token_ids for prompt in drawn], how, seeds)
+                answered["bare"] = baseline.generate([prompt.token_ids for prompt in drawn], how, seeds)
                 return sum(map(len, answered["bare"]))
 
-            result = race(ours, plain, repeats)
+            result = compare(ours, plain, repeats)
         finally:
             worker.close()
     equal = sum(a == b for a, b in zip(answered["ours"], answered["bare"], strict=True))
@@ -112,3 +177,12 @@ def _vocab(config: Config) -> int:
     return max(
         shape[0] for shape in parameter_shapes(skeleton(config.actor.model_name_or_path)).values() if len(shape) == 2
     )
+
+
+def _check_length(config: Config, prompt_tokens: int) -> None:
+    new, longest = config.rollout.max_new_tokens, prompt_tokens + prompt_tokens // 2
+    if longest + new > config.data.max_len:
+        raise ConfigError(
+            f"bench rollout: prompts of up to {longest} tokens and rollout.max_new_tokens = {new} make "
+            f"{longest + new}, more than data.max_len = {config.data.max_len}: lower one of them, or raise data.max_len"
+        )

@@ -1,258 +1,203 @@
-"""`python -m slurm_rlhf.bench.sync SPEC.json RANK`: one rank of `slurm-rlhf bench sync`.
-
-All ranks move the same synthetic weights on three ways, from a barrier to the last rank's word: as updates of the real
-run, as plain gloo does it with the same bytes, and naively, each parameter broadcast by itself.
-"""
+"""`slurm-rlhf bench sync`: how fast weights go from actor to engines, and how fast the bytes alone."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
-import statistics
+import re
+import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import timedelta
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo
+from slurm_rlhf.bench.options import Given
+from slurm_rlhf.cluster.gpu_query import local_gpus, share_gpus
+from slurm_rlhf.config.model_directory import stored_parameters
+from slurm_rlhf.config.schema import Sync
+from slurm_rlhf.errors import ConfigError, RunError
 
-from slurm_rlhf.atomic_write import write_atomically
-from slurm_rlhf.cluster.child_process import die_with_parent
-from slurm_rlhf.cluster.network import is_loopback
-from slurm_rlhf.polling import wait_until
-from slurm_rlhf.weight_sync.communicator import bare_group
-from slurm_rlhf.weight_sync.group import SyncGroup, join
-from slurm_rlhf.weight_sync.layout import Layout
-from slurm_rlhf.weight_sync.member import Membership
-from slurm_rlhf.weight_sync.plan import Parameter, SyncPlan, make_plan
-from slurm_rlhf.weight_sync.receiver import Receiver
-from slurm_rlhf.weight_sync.sender import Held, Sender
-from slurm_rlhf.weight_sync.store import SyncStore
-
-RAW_PIECE = 64 << 20
-ON_GPUS = ("nccl", "ipc")
-"""Backends whose ranks have GPUs, where there are any."""
+_TIMEOUT_S = 600.0
+_UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """What `cli.bench_sync` tells every rank."""
+@dataclass(slots=True)
+class World:
+    """What is measured."""
 
-    parameters: list[list[Any]]  # [[name, shape, dtype], ...]
-    actors: list[str]  # nodes
+    parameters: list[list[Any]]
+    actors: list[str]  # node of each rank
     engines: list[str]
-    zero: int
-    bucket_bytes: int
-    backend: str
-    interface: str
-    host: str  # of rank 0
-    port_file: str
-    repeats: int
-    naive: bool
-    timeout_s: float
-    model: str  # directory that engines load into; empty: the tensors are only received
-    parent: int  # 0: whoever has started this process, on another machine
-
-    @classmethod
-    def read(cls, path: str) -> Spec:
-        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+    zero: int = 0
+    backend: str = "gloo"
+    bucket_bytes: int = 64 << 20
+    repeats: int = 3
+    naive: bool = True
+    model: str = ""  # directory to load into; empty: no loading
+    host: str = "127.0.0.1"  # of the first actor rank
+    interface: str = ""
+    prefix: Callable[[str], list[str]] = field(default=lambda node: [])  # of the command of a rank on a node
+    gpus: tuple[str, ...] = ()  # of each node, as CUDA_VISIBLE_DEVICES names them; empty: ranks compute on CPUs
+    remote: bool = False  # `prefix` starts ranks on other machines, which see `scratch`
+    scratch: str = ""  # directory for what the ranks are told; empty: the system's
 
 
-class Rank:
-    """One process of the benchmark."""
+def run(given: Given) -> dict[str, Any]:
+    """Measure what the options ask for. Raises ConfigError, RunError, ModelError."""
+    return measure(_world(given.options))
 
-    def __init__(self, spec: Spec, rank: int) -> None:
-        self.spec = spec
-        self.rank = rank
-        self.is_actor = rank < len(spec.actors)
-        self.engine = _vllm(spec) if spec.model and not self.is_actor else None
-        port = self._port()
-        member = Membership(
-            name="bench",
-            rank=rank,
-            world=len(spec.actors) + len(spec.engines),
-            actors=len(spec.actors),
-            host=spec.host,
-            port=port,
-            timeout_s=spec.timeout_s,
-            backend=spec.backend,
-            interface=spec.interface,
-            label=f"actor {rank}" if self.is_actor else f"rollout {rank - len(spec.actors)}",
-            node=[*spec.actors, *spec.engines][rank],
+
+def measure(world: World) -> dict[str, Any]:
+    """Start a process per rank, wait for all, and return what they measured. Raises RunError with a rank's last words.
+
+    Whatever happens, none of the processes is left.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-sync-", dir=world.scratch or None) as place:
+        spec = {name: getattr(world, name) for name in (*_SHARED, "interface")}
+        spec |= {"port_file": f"{place}/port", "timeout_s": _TIMEOUT_S}
+        spec["parent"] = 0 if world.remote else os.getpid()
+        (Path(place) / "spec.json").write_text(json.dumps(spec))
+        processes: list[subprocess.Popen[str]] = []
+        nodes = [*world.actors, *world.engines]
+        gpus = share_gpus(nodes, world.gpus, one_machine=not world.remote)
+        try:
+            for rank, node in enumerate(nodes):
+                command = [sys.executable, "-m", "slurm_rlhf.bench.sync_rank", f"{place}/spec.json", str(rank)]
+                own = gpus[rank] | ({} if world.remote else _LOOPBACK)
+                processes.append(_start([*world.prefix(node), *command], Path(place) / f"{rank}.log", own))
+            measured = _results(processes, Path(place))
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    return _derived(world, measured)
+
+
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
+_SHARED = ("parameters", "actors", "engines", "zero", "backend", "bucket_bytes", "repeats", "naive", "model", "host")
+
+
+def parameters_of(nbytes: int) -> list[list[Any]]:
+    """[[name, shape, "bfloat16"], ...] of a made-up transformer of about `nbytes` bytes, at least one layer."""
+    hidden = 128
+    while 24 * (2 * hidden) ** 2 * 16 < nbytes:
+        hidden *= 2
+    vocabulary, wide, narrow = 32 * hidden // 4, 11 * hidden // 4, hidden // 4
+    layer = {"q": [hidden, hidden], "k": [narrow, hidden], "v": [narrow, hidden], "o": [hidden, hidden]}
+    layer |= {"gate": [wide, hidden], "up": [wide, hidden], "down": [hidden, wide], "norm": [hidden], "bias": [hidden]}
+    found: list[list[Any]] = [["embed.weight", [vocabulary, hidden], "bfloat16"]]
+    total = 2 * vocabulary * hidden
+    while total < nbytes:
+        number = (len(found) - 1) // len(layer)
+        found += [[f"layers.{number}.{name}.weight", shape, "bfloat16"] for name, shape in layer.items()]
+        total += sum(2 * math.prod(shape) for shape in layer.values())
+    return found
+
+
+def _world(options: dict[str, Any]) -> World:
+    if options["load"] and not options["model"]:
+        raise ConfigError("--load needs the model that vLLM is to be started on: --model=DIRECTORY")
+    if options["model"]:
+        parameters = [[name, shape, "bfloat16"] for name, shape in stored_parameters(options["model"])]
+    else:
+        parameters = parameters_of(_bytes(options["size"]))
+    actors, engines = _nodes("actors", options["actors"], "actor"), _nodes("engines", options["engines"], "rollout")
+    if options["one_node"]:
+        actors, engines = ["node"] * len(actors), ["node"] * len(engines)
+    gpus = local_gpus(os.environ) if options["backend"] in ("auto", "nccl", "ipc") else ()
+    return World(
+        parameters,
+        actors,
+        engines,
+        zero=options["zero"],
+        backend=options["backend"],
+        bucket_bytes=Sync(bucket_mb=options["bucket_mb"]).bucket_size_mb(bool(gpus)) << 20,
+        repeats=options["repeats"],
+        naive=options["naive"],
+        model=options["model"] if options["load"] else "",
+        gpus=gpus,
+    )
+
+
+def _start(command: Sequence[str], log: Path, own: dict[str, str]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
+    with log.open("w") as opened:
+        return subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=opened, stdin=subprocess.DEVNULL, text=True, env=environment
         )
-        self.group: SyncGroup = join(member)
-        self.plan: SyncPlan = make_plan(spec.parameters, spec.bucket_bytes, self.group.layout(spec.zero))
-        self.sender = Sender(self.group, self.plan) if self.is_actor else None
-        self.receiver = None if self.is_actor else Receiver(self.group, self.plan)
-        self.plain = self._plain_group()
-        self.device = torch.device("cuda" if self.group.me.device and self.group.backend in ON_GPUS else "cpu")
-        self.raw = _nccl_group(self.plain, self.group, spec) if self.group.backend == "nccl" else self.plain
-        self.held: Held = _held(self.plan, rank, self.device) if self.is_actor else {}
-
-    def run(self) -> dict[str, Any]:
-        """Seconds of each way, median of the repetitions."""
-        # The first update touches fresh memory; the bytes are compared in it, outside of what is measured.
-        self._timed(lambda: self._update(0, compare=True))
-        versions = iter(range(1, 1000))
-        # In turn, so that whatever else the machine does falls on both.
-        ways: dict[str, Callable[[], None]] = {
-            "seconds": lambda: self._update(next(versions)),
-            "raw_seconds": self._raw,
-        }
-        results: dict[str, Any] = self._medians(ways)
-        results["peak_extra_bytes"] = self._peaks()
-        results["checksum_seconds"] = self._largest(self.receiver.verify_s if self.receiver else 0.0)
-        if self.spec.model:
-            results |= self._medians({"seconds_with_loading": lambda: self._load(next(versions))})
-        if self.spec.naive:
-            results["naive_seconds"] = self._timed(self._naive)
-        self.plain.barrier().wait()
-        return results
-
-    def _medians(self, ways: dict[str, Callable[[], None]]) -> dict[str, float]:
-        found: dict[str, list[float]] = {name: [] for name in ways}
-        for _ in range(self.spec.repeats):
-            for name, work in ways.items():
-                found[name].append(self._timed(work))
-        return {name: statistics.median(seconds) for name, seconds in found.items()}
-
-    def _timed(self, work: Callable[[], None]) -> float:
-        self.plain.barrier().wait()
-        start = time.monotonic()
-        work()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.plain.barrier().wait()
-        return time.monotonic() - start
-
-    def _update(self, version: int, compare: bool = False) -> None:
-        if self.sender is not None:
-            self.sender.push(self.held, version)
-            return
-        assert self.receiver is not None
-        with self.receiver.update(version) as weights:
-            for index, (name, tensor) in enumerate(weights):
-                if compare and not torch.equal(tensor.cpu(), _values(self.plan.parameters[index], index)):
-                    raise RuntimeError(f"{name} did not arrive as it was sent")
-
-    def _load(self, version: int) -> None:
-        if self.engine is None:
-            self._update(version)
-            return
-        assert self.receiver is not None
-        with self.receiver.update(version) as weights:
-            self.engine.load_weights(weights, version)
-
-    def _raw(self) -> None:
-        """Over a network: the bytes once over one link, by one stream. On loopback: a broadcast to all ranks."""
-        layout = Layout(tuple(self.spec.actors), tuple(self.spec.engines))
-        network = not is_loopback(self.group.me.address)
-        at = self.device if self.group.backend == "nccl" else torch.device("cpu")
-        whole = torch.zeros(min(RAW_PIECE, self.plan.payload), dtype=torch.uint8, device=at)
-        pieces = [whole[: min(RAW_PIECE, left)] for left in _left(self.plan.payload)]
-        world = range(layout.world) if network else ()
-        remote = [rank for rank in world if layout.node(rank) != layout.node(0)]
-        if not remote:
-            for piece in pieces:
-                self.raw.broadcast(piece, 0).wait()
-        for tag, piece in enumerate(pieces if remote else []):
-            if self.rank == 0:
-                self.raw.send([piece], remote[-1], tag).wait()
-            elif self.rank == remote[-1]:
-                self.raw.recv([piece], 0, tag).wait()
-
-    def _naive(self) -> None:
-        """One root, one parameter at a time, every engine rank for itself."""
-        whole = torch.zeros(max(parameter.nbytes for parameter in self.plan.parameters), dtype=torch.uint8)
-        for parameter in self.plan.parameters:
-            if parameter.nbytes:
-                self.plain.broadcast(whole[: parameter.nbytes], 0).wait()
-
-    def _peaks(self) -> int:
-        mine = self.sender.peak if self.sender else self.receiver.carrier.pool.peak if self.receiver else 0
-        return round(self._largest(float(mine)))
-
-    def _largest(self, value: float) -> float:
-        """Over all ranks."""
-        options = torch.distributed.AllreduceOptions()
-        options.reduceOp = torch.distributed.ReduceOp.MAX
-        found = torch.tensor([value], dtype=torch.float64)
-        self.plain.allreduce([found], options).wait()
-        return float(found)
-
-    def _plain_group(self) -> Any:
-        options = ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=self.spec.timeout_s)
-        options._devices = [ProcessGroupGloo.create_device(hostname=self.group.me.address)]
-        world = len(self.spec.actors) + len(self.spec.engines)
-        return ProcessGroupGloo(PrefixStore("plain", self.group.store), self.rank, world, options)
-
-    def _port(self) -> int:
-        file = Path(self.spec.port_file)
-        if self.rank == 0:
-            self.store = SyncStore.listen(self.spec.host, self.spec.timeout_s)
-            write_atomically(file, str(self.store.port))
-        wait_until(file.exists, self.spec.timeout_s)
-        return int(file.read_text())
 
 
-def _nccl_group(plain: Any, group: SyncGroup, spec: Spec) -> Any:
-    """All ranks by NCCL, for the raw transfer; connected before anything is timed."""
-    made = bare_group(PrefixStore("raw", group.store), plain.rank(), plain.size(), spec.timeout_s)
-    made.allreduce(torch.zeros(1, device="cuda")).wait()
-    torch.cuda.synchronize()
-    return made
+def _results(processes: Sequence[subprocess.Popen[str]], place: Path) -> dict[str, Any]:
+    """What rank 0 printed. Raises RunError as soon as a rank has failed."""
+    waiting = dict(enumerate(processes))
+    while waiting:
+        for rank, process in list(waiting.items()):
+            try:
+                code = process.wait(0.05)
+            except subprocess.TimeoutExpired:
+                continue
+            del waiting[rank]
+            if code:
+                words = (place / f"{rank}.log").read_text().strip().splitlines()[-6:]
+                raise RunError(f"bench sync: rank {rank} ended with {code}:\n" + "\n".join(words))
+    output, _ = processes[0].communicate()
+    return dict(json.loads(output.splitlines()[-1]))
 
 
-def _held(plan: SyncPlan, rank: int, device: torch.device) -> Held:
-    """What an actor rank has: under ZeRO-3 its shard, else everything."""
-    held = {}
-    for index, parameter in enumerate(plan.parameters):
-        step = -(-parameter.numel // len(plan.layout.actors)) if plan.layout.zero_stage == 3 else parameter.numel
-        first = rank * step if plan.layout.zero_stage == 3 else 0
-        low = min(first, parameter.numel)
-        held[parameter.name] = (low, _values(parameter, index).reshape(-1)[low : low + step].clone().to(device))
-    return held
+def _derived(world: World, measured: dict[str, Any]) -> dict[str, Any]:
+    nbytes = sum(2 * math.prod(shape) for _, shape, _ in world.parameters)
+    rate = nbytes / measured["seconds"]
+    nodes = len(set(world.engines))
+    return {
+        "bytes": nbytes,
+        "backend": world.backend,
+        "actors": _shape(world.actors),
+        "engines": _shape(world.engines),
+        "zero": world.zero,
+        **measured,
+        "share_of_raw": measured["raw_seconds"] / measured["seconds"],
+        "bytes_per_s": rate,  # that arrive at each engine rank, and over the network at each engine node
+        "bytes_per_s_all_ranks": rate * len(world.engines),
+        "bytes_per_s_all_nodes": rate * nodes,
+        "naive_seconds": measured.get("naive_seconds"),
+    }
 
 
-def _values(parameter: Parameter, index: int) -> torch.Tensor:
-    """Numbers that differ between neighbours and between parameters, the same on every rank."""
-    flat = (torch.arange(parameter.numel, dtype=torch.int32) * 7919 + index * 104729) % 65521
-    return (flat - 32760).to(getattr(torch, parameter.dtype)).view(parameter.shape)
+def show(found: dict[str, Any]) -> str:
+    """Write the results for a reader."""
+    mega = 1e6
+    lines = [
+        f"{found['bytes'] / mega:.0f} MB, actor {found['actors']} -> engines {found['engines']}, ZeRO-{found['zero']}, "
+        f"{found['backend']}",
+        f"  update        {found['seconds']:.3f} s, {found['bytes_per_s'] / mega:.0f} MB/s into each engine rank and "
+        f"node, {found['bytes_per_s_all_ranks'] / mega:.0f} MB/s into all ranks",
+        f"  raw           {found['raw_seconds']:.3f} s: the update reaches {found['share_of_raw']:.0%} of that rate",
+    ]
+    if found["naive_seconds"] is not None:
+        lines.append(f"  naive         {found['naive_seconds']:.3f} s")
+    if "seconds_with_loading" in found:
+        lines.append(f"  with loading  {found['seconds_with_loading']:.3f} s")
+    lines.append(f"  checksums     {found['checksum_seconds']:.3f} s of the slowest engine rank")
+    lines.append(f"  memory        {found['peak_extra_bytes'] / mega:.0f} MB at most on any rank")
+    return "\n".join(lines)
 
 
-def _left(nbytes: int) -> Iterator[int]:
-    while nbytes > 0:
-        yield nbytes
-        nbytes -= RAW_PIECE
+def _nodes(option: str, text: str, role: str) -> list[str]:
+    found = re.fullmatch(r"(\d+)x(\d+)", text)
+    if not found or "0" in found.groups():
+        raise ConfigError(f"--{option} takes nodes x ranks on each, as in 2x4, got {text!r}")
+    return [f"{role}{node}" for node in range(int(found[1])) for _ in range(int(found[2]))]
 
 
-def _vllm(spec: Spec) -> Any:
-    from slurm_rlhf.config.schema import Config
-    from slurm_rlhf.rollout.environment import prepare_environment
-
-    prepare_environment()
-    from slurm_rlhf.rollout.vllm_engine import VllmEngine
-
-    config = Config()
-    config.actor.model_name_or_path = spec.model
-    config.vllm.cpu_kvcache_gib = 0.1
-    config.data.max_len, config.vllm.max_num_seqs = 64, 2
-    return VllmEngine(config)
+def _bytes(text: str) -> int:
+    found = re.fullmatch(r"(\d+)(kB|MB|GB)", text)
+    if not found or int(found[1]) == 0:
+        raise ConfigError(f"--size takes a number and a unit, as in 500MB ({', '.join(_UNITS)}), got {text!r}")
+    return int(found[1]) * _UNITS[found[2]]
 
 
-def main() -> None:
-    spec, rank = Spec.read(sys.argv[1]), int(sys.argv[2])
-    die_with_parent(spec.parent or os.getppid())
-    torch.set_num_threads(1)
-    results = Rank(spec, rank).run()
-    if rank == 0:
-        print(json.dumps(results), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def _shape(nodes: Sequence[str]) -> str:
+    return f"{len(set(nodes))}x{len(nodes) // len(set(nodes))}"

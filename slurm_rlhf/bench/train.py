@@ -1,16 +1,19 @@
-"""The actor's update against a bare DeepSpeed and transformers loop: same sequences, same process, in turns."""
+"""`slurm-rlhf bench train`: the actor's update and a bare DeepSpeed loop, on the same sequences, in turns."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from typing import Any, cast
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from slurm_rlhf.algorithms.batching import shards
-from slurm_rlhf.bench.baseline_train import BareTrainer
-from slurm_rlhf.bench.compare import race
+from slurm_rlhf.bench.compare import compare, model_of, table
+from slurm_rlhf.bench.options import Given
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import StartRequest, TrainBatch
 from slurm_rlhf.control.client import ControlClient
@@ -19,10 +22,32 @@ from slurm_rlhf.placement.flops import batch_flops, mfu
 from slurm_rlhf.placement.gpus import find_gpu
 from slurm_rlhf.placement.model_shape import ModelShape, read_shape
 from slurm_rlhf.records import Experience
+from slurm_rlhf.training.deepspeed_engine import EngineConfig, deepspeed_config
+from slurm_rlhf.training.distributed import join_world
+from slurm_rlhf.training.models import DTYPES
 from slurm_rlhf.workers.model_workers import ActorWorker
 from slurm_rlhf.workers.worker import RankInfo
 
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
+
+
+def run(given: Given) -> dict[str, Any]:
+    """Measure both sides. Raises ConfigError, ModelError, RunError."""
+    options = given.options
+    with model_of(given, mean_response=1) as config:
+        return bench_train(config, options["sequences"], options["prompt_tokens"], options["repeats"])
+
+
+def show(result: dict[str, Any]) -> str:
+    """Write the results for a reader."""
+    rates = [f"{name} {_speed(result[name])}" for name in ("equal", "ragged")]
+    return (
+        f"{table({name: result[name] for name in ('equal', 'ragged')}, 'tokens/s')}\n"
+        f"{result['sequences']} sequences of at most {result['longest']} tokens; micro-batches of at most "
+        f"{result['max_tokens_per_gpu']} tokens, the bare loop's of {result['micro_batch']} sequences; "
+        f"ZeRO-{result['zero_stage']}, {result['param_dtype']}\n"
+        f"model FLOPs of ours, forward and backward, without recomputation: {', '.join(rates)}"
+    )
 
 
 def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int) -> dict[str, Any]:
@@ -36,12 +61,12 @@ def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int
     micro = max(1, config.train.max_tokens_per_gpu // longest)
     role = ActorWorker(config, RankInfo("actor", 0, 1, 0, socket.gethostname()), cast(ControlClient, None))
     role.start(StartRequest(total_steps=1))
-    bare = BareTrainer(config, micro)
+    baseline = BaselineTrainer(config, micro)
     shape, gpu = read_shape("actor.model_name_or_path", config.actor.model_name_or_path), _gpu()
     result: dict[str, Any] = {"bench": "train", "unit": "tokens/s", "gpu": gpu}
     for name, shortest in (("equal", config.rollout.max_new_tokens), ("ragged", config.rollout.max_new_tokens // 16)):
         batch = _batch(config, sequences, prompt_tokens, max(1, shortest), role)
-        timed = _compare(config, role, bare, batch, repeats)
+        timed = _compare(config, role, baseline, batch, repeats)
         result[name] = timed | utilisation(shape, batch, timed["ours"], config.ds.param_dtype, gpu)
     return result | {
         "sequences": sequences,
@@ -54,7 +79,9 @@ def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int
     }
 
 
-def _compare(config: Config, role: ActorWorker, bare: BareTrainer, batch: Experience, repeats: int) -> dict[str, Any]:
+def _compare(
+    config: Config, role: ActorWorker, baseline: BaselineTrainer, batch: Experience, repeats: int
+) -> dict[str, Any]:
     denominator = float(batch.action_mask.sum())
     losses: dict[str, float] = {}
 
@@ -65,10 +92,10 @@ def _compare(config: Config, role: ActorWorker, bare: BareTrainer, batch: Experi
         return int(batch.lengths.sum())
 
     def plain(number: int) -> int:
-        losses.setdefault("bare", bare.train_step(batch, denominator))
+        losses.setdefault("bare", baseline.train_step(batch, denominator))
         return int(batch.lengths.sum())
 
-    timed = race(ours, plain, repeats).to_json()
+    timed = compare(ours, plain, repeats).to_json()
     if abs(losses["ours"] - losses["bare"]) > LOSS_TOLERANCE[config.ds.param_dtype]:
         raise RunError(f"first losses {losses['ours']:.6f} (ours) and {losses['bare']:.6f} (bare): not the same work")
     return timed | {"tokens": int(batch.lengths.sum()), "micro_batches": len(_micros(config, batch))}
@@ -87,8 +114,6 @@ def utilisation(shape: ModelShape, batch: Experience, rate: float, dtype: str, g
 
 def _gpu() -> str:
     """The name of this process's GPU; empty without one."""
-    import torch
-
     return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
 
 
@@ -113,3 +138,78 @@ def _batch(config: Config, sequences: int, prompt_tokens: int, shortest: int, ro
     )
     batch.columns["logprobs"] = role.trainer.logprobs(batch, _micros(config, batch))["logprobs"]
     return batch
+
+
+def _speed(row: Mapping[str, Any]) -> str:
+    """Write TFLOP/s, and their share of the card's bf16 peak where that is known."""
+    share = f" (MFU {row['mfu']:.1%})" if row["mfu"] else ""
+    return f"{row['tflops']:.3g} TFLOP/s{share}"
+
+
+class BaselineTrainer:
+    """Train as a script does: transformers under `deepspeed.initialize`, padded micro-batches of a fixed size."""
+
+    def __init__(self, config: Config, micro_batch: int) -> None:
+        """`micro_batch`: sequences in a micro-batch. Same optimizer, ZeRO stage and precision as `PolicyTrainer`."""
+        import deepspeed
+        from transformers import AutoModelForCausalLM
+
+        self.world = join_world(config.timeout.collective)
+        self.micro_batch = micro_batch
+        self.clip, self.temperature = config.actor.eps_clip, config.rollout.temperature
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            config.actor.model_name_or_path,
+            dtype=DTYPES[config.ds.param_dtype],
+            attn_implementation=config.ds.attn_implementation,
+        )
+        if config.actor.gradient_checkpointing_enable:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()
+        engine = EngineConfig.of_actor(config, config.actor.learning_rate, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=engine.schedule.peak, betas=engine.betas)
+        settings = deepspeed_config(engine, sum(p.numel() for p in model.parameters()), self.world.size)
+        self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+
+    def train_step(self, exp: Experience, denominator: float) -> float:
+        """One optimizer step over all sequences of `exp`, in their order; the loss."""
+        total = 0.0
+        starts = range(0, len(exp), self.micro_batch)
+        for start in starts:
+            rows = list(range(start, min(start + self.micro_batch, len(exp))))
+            loss = self._loss(exp.select(rows), denominator)
+            self.engine.set_gradient_accumulation_boundary(start == starts[-1])
+            self.engine.backward(loss)
+            total += float(loss.detach())
+        self.engine.step()
+        return total
+
+    def _loss(self, part: Experience, denominator: float) -> Tensor:
+        input_ids, attention, actions = (each.to(self.world.device) for each in _pad(part))
+        old, advantages = (_spread(part.columns[name], actions) for name in ("logprobs", "advantages"))
+        logits = self.engine(input_ids=input_ids, attention_mask=attention, use_cache=False).logits
+        log_p = torch.log_softmax(logits[:, :-1].float() / self.temperature, dim=-1)
+        logprobs = log_p.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+        ratio = (logprobs - old).exp()
+        clipped = ratio.clamp(1 - self.clip, 1 + self.clip)
+        loss = -torch.minimum(ratio * advantages, clipped * advantages)
+        return torch.where(actions, loss, 0).sum() / denominator
+
+
+def _pad(part: Experience) -> tuple[Tensor, Tensor, Tensor]:
+    """Token ids and attention mask [B, L], and [B, L - 1] True where the next token is the policy's; to the right."""
+    lengths = [int(length) for length in part.lengths]
+    input_ids = torch.zeros(len(part), max(lengths), dtype=torch.int64)
+    attention = torch.zeros_like(input_ids)
+    actions = torch.zeros(len(part), max(lengths) - 1, dtype=torch.bool)
+    for row, (start, length, prompt) in enumerate(zip(part.token_offsets, lengths, part.prompt_lens, strict=False)):
+        input_ids[row, :length] = torch.from_numpy(part.token_ids[start : start + length])
+        attention[row, :length] = 1
+        actions[row, prompt - 1 : length - 1] = True
+    return input_ids, attention, actions
+
+
+def _spread(column: Any, actions: Tensor) -> Tensor:
+    """A packed column as [B, L - 1], zero elsewhere."""
+    spread = torch.zeros(actions.shape, dtype=torch.float32)
+    spread[actions.cpu()] = torch.from_numpy(column)
+    return spread.to(actions.device)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
+import json
+import os
+import sys
+from typing import Any, Protocol
 
-from slurm_rlhf.cli.main import CommandPage
+from slurm_rlhf.bench.options import BENCHES, Given, read
 from slurm_rlhf.errors import ConfigError
 
-BENCHES = {
-    "rollout": "the rollout worker, compared with a plain LLM.generate",
-    "train": "the update of the actor, compared with a plain DeepSpeed and transformers loop",
-    "sync": "a weight update, compared with the raw transfer of its bytes and with one broadcast per parameter",
-}
-"""Name -> summary; the module `slurm_rlhf.bench.<name>_command` runs it."""
-
 USAGE = "usage: slurm-rlhf bench NAME [FILE.toml] [--KEY=VALUE ...] [--OPTION=VALUE ...] [--json]"
+
+
+class BenchModule(Protocol):
+    """Measure, and write the results: what the module `slurm_rlhf.bench.<name>` of a bench offers."""
+
+    def run(self, given: Given) -> dict[str, Any]:
+        """Measure what the options ask for."""
+
+    def show(self, result: dict[str, Any]) -> str:
+        """Write the results for a reader."""
 
 
 class Bench:
@@ -24,26 +32,29 @@ class Bench:
     def help_page(self) -> str:
         """Return all of `slurm-rlhf bench --help`: the list of benches, then the page of each."""
         width = max(map(len, BENCHES))
-        names = "\n".join(f"  {name.ljust(width)}  {summary}" for name, summary in BENCHES.items())
-        return "\n\n".join([f"{USAGE}\n\nbenches:\n{names}", *(_bench(name).help_page() for name in BENCHES)])
+        names = "\n".join(f"  {name.ljust(width)}  {bench.summary}" for name, bench in BENCHES.items())
+        return "\n\n".join([f"{USAGE}\n\nbenches:\n{names}", *(bench.help_page() for bench in BENCHES.values())])
 
     def run(self, words: list[str]) -> int:
-        """Run the bench that the first word names. Raises ConfigError."""
+        """Run the bench that the first word names. Raises ConfigError, and what the bench raises."""
         if not words or words[0] not in BENCHES:
-            given = words[0] if words else ""
-            near = difflib.get_close_matches(given, BENCHES, n=1)
+            name = words[0] if words else ""
+            near = difflib.get_close_matches(name, BENCHES, n=1)
             meant = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"bench: unknown bench {given!r}{meant} (benches: {', '.join(BENCHES)})\n{USAGE}")
-        bench = _bench(words[0])
+            raise ConfigError(f"bench: unknown bench {name!r}{meant} (benches: {', '.join(BENCHES)})\n{USAGE}")
+        bench = BENCHES[words[0]]
         if "-h" in words or "--help" in words:
             print(bench.help_page(), end="")
             return 0
-        return bench.run(words[1:])
-
-
-def _bench(name: str) -> CommandPage:
-    command: CommandPage = importlib.import_module(f"slurm_rlhf.bench.{name}_command")
-    return command
+        given = read(bench, words[1:])
+        if "threads" in given.options:  # before torch is imported: that is when it counts
+            os.environ["OMP_NUM_THREADS"] = str(given.options["threads"])
+        # What libraries print meanwhile goes to standard error: standard output is for the results.
+        with contextlib.redirect_stdout(sys.stderr):
+            module: BenchModule = importlib.import_module(f"slurm_rlhf.bench.{bench.name}")
+            result = module.run(given)
+        print(json.dumps(result) if given.json else module.show(result))
+        return 0
 
 
 COMMANDS = {"bench": Bench()}

@@ -14,7 +14,7 @@ from slurm_rlhf import __version__
 from slurm_rlhf.errors import ConfigError, SlurmRlhfError
 
 COMMANDS = {
-    "train": ("train", "train a policy by PPO"),
+    "train": ("train", "train a policy by PPO, GRPO or an algorithm of your own"),
     "sft": ("train", "train a model on examples, the usual step before PPO"),
     "submit": ("train", "submit `train` as a Slurm job"),
     "status": ("status", "show the state of a job and how far its run is"),

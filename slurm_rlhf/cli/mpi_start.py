@@ -34,7 +34,7 @@ from slurm_rlhf.launch.mpi.rank import follow, lead
 from slurm_rlhf.launch.preflight import canary_in, judge
 from slurm_rlhf.launch.probe import answer, versions
 from slurm_rlhf.launch.requeue import continuation_of
-from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.render import draw
 from slurm_rlhf.placement.topology import GPU
 

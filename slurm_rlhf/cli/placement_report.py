@@ -16,12 +16,13 @@ from slurm_rlhf.config.model_directory import check_tensor_parallel
 from slurm_rlhf.config.roles import ROLLOUT, colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, PlacementError
-from slurm_rlhf.placement.gpu_size import TELL, GpuSize, found_size, told_size
-from slurm_rlhf.placement.holdings import Models, read_models
+from slurm_rlhf.placement.gpus import TELL, GpuSize, found_size, told_size
 from slurm_rlhf.placement.memory import Account, Row, account, gib
-from slurm_rlhf.placement.rank_plan import RankMap, place, role_sizes
+from slurm_rlhf.placement.rank_map import RankMap, place
+from slurm_rlhf.placement.rank_memory import Models, read_models
 from slurm_rlhf.placement.remedies import Remedy, changed, fits, remedies
 from slurm_rlhf.placement.render import draw
+from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names
 
 EXAMPLE_NODES = "Not in a Slurm allocation: these nodes stand for those that sbatch --nodes={nodes} would get."

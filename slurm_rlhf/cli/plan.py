@@ -24,12 +24,12 @@ from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, ModelError
-from slurm_rlhf.placement.rank_plan import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.render import draw
 from slurm_rlhf.placement.topology import GPU, numbered_names
-from slurm_rlhf.weight_sync.cost import Account, account
 from slurm_rlhf.weight_sync.layout import Layout
 from slurm_rlhf.weight_sync.plan import SyncPlan, make_plan
+from slurm_rlhf.weight_sync.routes import Cost, cost_of
 
 GIGABIT = 125_000_000  # bytes
 NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0
@@ -148,7 +148,7 @@ def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
 
 def transfer_json(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> dict[str, Any]:
     """Return the bytes per rank and link of one update, and the predicted seconds, ready for JSON."""
-    found = account(plan)
+    found = cost_of(plan)
     actors = len(plan.layout.actors)
     return {
         "bytes": found.payload,
@@ -172,7 +172,7 @@ def transfer_json(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> 
 
 def draw_transfer(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> str:
     """Format the bytes and seconds of one update for a terminal."""
-    found = account(plan)
+    found = cost_of(plan)
     actors = range(len(plan.layout.actors))
     engines = range(len(actors), plan.layout.world)
     lines = [
@@ -189,7 +189,7 @@ def draw_transfer(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> 
     return "\n".join([*lines, f"  and {rest} more nodes"] if rest > 0 else lines)
 
 
-def _seconds(found: Account, network_gbits: float, inside_gbits: float) -> float:
+def _seconds(found: Cost, network_gbits: float, inside_gbits: float) -> float:
     return found.seconds(network_gbits * GIGABIT, inside_gbits * GIGABIT)
 
 

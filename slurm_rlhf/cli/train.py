@@ -27,7 +27,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.values import dump_toml
 from slurm_rlhf.launch.launcher import Launcher
 from slurm_rlhf.launch.mpi.environment import launched
-from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 
 USAGE = "usage: slurm-rlhf train FILE.toml [--KEY=VALUE ...] [--dry_run]"
 FLAGS = {"dry_run": "print the resolved configuration, the rank map and the memory (as TOML comments); start nothing"}
@@ -126,8 +126,9 @@ def submit(words: list[str]) -> int:
 COMMANDS = {
     "train": Command(
         USAGE,
-        "Trains a policy by PPO: starts actor, critic, reference and rollout as separate process groups, and puts all "
-        "files of the run into run_dir. Started again, it resumes from the newest checkpoint.",
+        "Trains a policy by PPO or another algorithm (algo.advantage.estimator): starts the roles that it needs as "
+        "separate process groups, and puts all files of the run into run_dir. Started again, it resumes from the "
+        "newest checkpoint.",
         train,
         FLAGS,
         [group for group in GROUPS if group != "sft"],
@@ -141,7 +142,7 @@ COMMANDS = {
     ),
     "submit": Command(
         SUBMIT_USAGE,
-        "Submits a PPO run to Slurm with the options of the group slurm, and prints the job's number. The job saves "
+        "Submits a run to Slurm with the options of the group slurm, and prints the job's number. The job saves "
         "and requeues itself when it is preempted or its time is up. In Python: slurm_rlhf.submit(config), "
         "which returns a submitit job.",
         submit,

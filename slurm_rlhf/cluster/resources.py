@@ -12,7 +12,8 @@ from slurm_rlhf.cluster.granted_gpus import ask_scontrol
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.placement.rank_plan import RoleSize, make_blocks, place, role_sizes
+from slurm_rlhf.placement.rank_map import make_blocks, place
+from slurm_rlhf.placement.role_sizes import RoleSize, role_sizes
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 
 

@@ -318,8 +318,6 @@ class Sync:
     """MiB of weights that go at a time, 0: 64, between GPUs 256. An engine rank needs 3 x as much; relays cut in 8."""
     interface: str = ""
     """Network interface of the weight transfer, or several (ib0,ib1), near the GPUs. Empty: any that connects."""
-    compare: Annotated[int, NOT_NEGATIVE] = 0
-    """Parameters of each update that are compared byte for byte, by SHA-256. Checksums of all are always compared."""
     fallback: Literal["none", "gloo"] = "none"
     """gloo: go over to it where the backend cannot connect the members or keeps breaking; none: end the run."""
 

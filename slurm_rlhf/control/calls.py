@@ -8,9 +8,12 @@ implementation in the worker. The names of method and fields are what travels.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
 
 from slurm_rlhf.control.call_spec import call
 from slurm_rlhf.records import F32, I32, EngineLoad, Experience, ParameterSpec, Sampling, Trajectory
@@ -97,6 +100,11 @@ class SyncGroupRequest:
     backend: str | None = None  # None: sync.backend
     interface: str | None = None  # None: sync.interface
 
+    def described(self) -> dict[str, Any]:
+        """Return what describes the group, without what is left to the configuration."""
+        known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "parameters"}
+        return {name: value for name, value in known.items() if value is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class SyncConnection:
@@ -130,10 +138,39 @@ class PromptTokens(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class PackedPrompts:
+    """N prompts as four arrays: as a list of prompts, many of them would not fit into a message's header."""
+
+    positions: I32  # [N]
+    prompts: I32  # [N]
+    lengths: I32  # [N]
+    token_ids: I32  # [sum of lengths]
+
+    @classmethod
+    def pack(cls, prompts: Sequence[PromptTokens]) -> PackedPrompts:
+        """Pack prompts in their order."""
+        return cls(
+            np.array([prompt.position for prompt in prompts], dtype=np.int32),
+            np.array([prompt.prompt for prompt in prompts], dtype=np.int32),
+            np.array([len(prompt.token_ids) for prompt in prompts], dtype=np.int32),
+            np.concatenate([np.zeros(0, dtype=np.int32), *(prompt.token_ids for prompt in prompts)], dtype=np.int32),
+        )
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __iter__(self) -> Iterator[PromptTokens]:
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        rows = zip(self.positions, self.prompts, ends - self.lengths, ends, strict=True)
+        for position, prompt, start, end in rows:
+            yield PromptTokens(int(position), int(prompt), self.token_ids[start:end])
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateBatch:
     """Prompts for an engine, and how many responses this call is answered with."""
 
-    prompts: list[PromptTokens]  # may be empty: then the call comes for responses that earlier ones asked for
+    prompts: PackedPrompts  # may be empty: then the call comes for responses that earlier ones asked for
     sampling: Sampling
     run_seed: int
     version: int  # of the policy, as a seed

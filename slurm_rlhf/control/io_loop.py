@@ -82,14 +82,14 @@ class IoLoop:
     def call(
         self, peer: Peer, method: str, timeout_s: float, parts: list[Part], read: Callable[[Any], Any]
     ) -> Future[Any]:
-        """Any thread, under the lock: the call is pending when this returns."""
+        """Send a call, which is pending when this returns. For any thread, under the lock."""
         call = self.pending.add(peer, method, timeout_s, read, self._clock.now())
         self._outbox.put((call, parts))
         self._wakeup.signal()
         return call.future
 
     def close(self) -> None:
-        """Any thread but the I/O thread; returns when the sockets are closed."""
+        """Close the sockets, and return when they are closed. For any thread but the I/O thread."""
         with self._lock:
             self.closed = True
             self._lock.notify_all()

@@ -95,21 +95,12 @@ def _literal(*allowed: Any) -> Reader:
     return read_literal
 
 
-def _union(*kinds: Any) -> Reader:
-    readers = [reader(kind) for kind in kinds]
-
-    def read_union(value: Any) -> Any:
-        failure: _Mismatch | None = None
-        for read_one in readers:
-            try:
-                return read_one(value)
-            except _Mismatch as error:
-                # The failure that went deepest is of the kind that was meant.
-                failure = error if failure is None or len(error.path) > len(failure.path) else failure
-        assert failure is not None
-        raise failure
-
-    return read_union
+def _optional(*kinds: Any) -> Reader:
+    others = [kind for kind in kinds if kind is not type(None)]
+    if len(others) != 1 or len(kinds) != 2:
+        raise TypeError(f"a union of {kinds} cannot travel between processes; one type or None can")
+    read_other = reader(others[0])
+    return lambda value: None if value is None else read_other(value)
 
 
 def _list(kind: Any) -> Reader:
@@ -162,18 +153,13 @@ def _array(shape: Any, dtype: Any) -> Reader:
 
 def _record(record: type[Any]) -> Reader:
     hints = get_type_hints(record)
-    fields = {field.name: reader(hints[field.name]) for field in dataclasses.fields(record) if field.init}
-    needed = {
-        field.name
-        for field in dataclasses.fields(record)
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-    }
+    fields = {field.name: reader(hints[field.name]) for field in dataclasses.fields(record)}
 
     def read_record(value: Any) -> Any:
         if type(value) is not dict:
             raise _Mismatch(f"must be a {record.__name__}, and is {_described(value)}")
-        if not needed <= value.keys() <= fields.keys():
-            _refuse_fields(record, needed, set(fields), set(value))
+        if value.keys() != fields.keys():
+            _refuse_fields(record, set(fields), set(value))
         values = {}
         for name, item in value.items():
             try:
@@ -185,8 +171,8 @@ def _record(record: type[Any]) -> Reader:
     return read_record
 
 
-def _refuse_fields(record: type[Any], needed: set[str], known: set[str], found: set[Any]) -> None:
-    wrong = [f"{name} is missing" for name in sorted(needed - found)]
+def _refuse_fields(record: type[Any], known: set[str], found: set[Any]) -> None:
+    wrong = [f"{name} is missing" for name in sorted(known - found)]
     wrong += [f"{name} is unknown" for name in sorted(map(str, found - known))]
     raise _Mismatch(f"is no {record.__name__}: {', '.join(wrong)}; its fields: {', '.join(sorted(known))}")
 
@@ -218,8 +204,8 @@ _SIMPLE: dict[Any, Reader] = {
 }
 _GENERIC: dict[Any, Callable[..., Reader]] = {
     Literal: _literal,
-    Union: _union,
-    types.UnionType: _union,
+    Union: _optional,
+    types.UnionType: _optional,
     list: _list,
     dict: _dict,
     np.ndarray: _array,

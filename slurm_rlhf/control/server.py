@@ -16,6 +16,7 @@ from slurm_rlhf.control.io_loop import IoLoop
 from slurm_rlhf.control.io_thread import to_parts
 from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError
+from slurm_rlhf.listing import shortened
 
 log = logging.getLogger(__name__)
 
@@ -132,7 +133,7 @@ class ControlServer:
                 if not self._changed.wait(end - time.monotonic()) and time.monotonic() >= end:
                     raise CallTimeout(
                         f"{role}: {len(here)} of {n} ranks said hello within {timeout_s:g} s; "
-                        f"missing: {_few(missing)}; their log files say why"
+                        f"missing: {shortened(map(str, missing), 8)}; their log files say why"
                     )
 
     def call(self, role: str, rank: int, method: str, /, timeout_s: float, **args: Any) -> Future[Any]:
@@ -188,8 +189,8 @@ class ControlServer:
     def _absence(self, role: str, rank: int, peer: Peer | None) -> Exception | None:
         """Say why a rank cannot be called; None: it can."""
         if peer is None:
-            ranks = [other.rank for other in self._loop.roster.of_role(role)]
-            return RoleDied(f"{role} rank {rank} is not connected; connected ranks of {role}: {_few(ranks)}")
+            ranks = shortened([str(other.rank) for other in self._loop.roster.of_role(role)], 8)
+            return RoleDied(f"{role} rank {rank} is not connected; connected ranks of {role}: {ranks or 'none'}")
         return RoleDied(f"{peer} is lost: {peer.lost}") if peer.lost else None
 
     def _tell_lost(self, peer: Peer) -> None:
@@ -208,9 +209,3 @@ class ControlServer:
         except Exception:
             # Raised on the I/O thread: it would end all communication instead of reaching anybody.
             log.exception("a callback of the control server failed")
-
-
-def _few(ranks: list[int]) -> str:
-    if not ranks:
-        return "none"
-    return ", ".join(map(str, ranks[:8])) + (f", ... ({len(ranks)} in all)" if len(ranks) > 8 else "")

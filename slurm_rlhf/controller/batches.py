@@ -1,20 +1,15 @@
-"""The batches that steps train on: sampled when a step asks for its own, or ahead, while the actor trains."""
+"""The batches that steps train on: sampled when a step asks for one, or ahead, while the actor trains."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from slurm_rlhf.controller.dispatch import Generation
-from slurm_rlhf.data.order import PromptOrder
-from slurm_rlhf.data.prompts import PromptSet
-from slurm_rlhf.observe.engine_load import EngineLoad
-from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.records import EngineLoad, Prompt, Trajectory
 
 
 @dataclass(slots=True)
@@ -30,39 +25,23 @@ class Batch:
 
 
 class Batches(Protocol):
-    """Steps take their batches in order, one each."""
+    """Gives each step its batch, in their order."""
 
     def take(self, step: int) -> Batch:
-        """Blocks until it is sampled: the engines' calls have the time-outs. Raises what sampling raised."""
+        """Wait for the batch of `step`; the engines' calls have the time-outs. Raises what sampling raised."""
         ...
 
     def alone(self) -> AbstractContextManager[None]:
-        """Within it no batch is being sampled, so that the engines can be asked for something else."""
+        """Keep batches from being sampled, so that the engines can be asked for something else."""
         ...
 
     def close(self) -> None:
-        """No further batch is begun. What is in flight is dropped with the engines; it can be made again."""
+        """Begin no further batch. What is in flight is dropped with the engines; it can be sampled again."""
         ...
 
 
-@dataclass(slots=True)
-class Sampler:
-    """The next batch of the prompt order. Its requests are seeded by the step, whenever they are sampled."""
-
-    prompts: PromptSet
-    order: PromptOrder
-    generation: Generation
-    sampling: Sampling
-
-    def __call__(self, step: int) -> Batch:
-        prompts = [self.prompts[position] for position in self.order.next() or []]
-        after, began = self.order.state_dict(), time.monotonic()
-        trajectories = self.generation.run(prompts, self.sampling, step - 1)
-        return Batch(step, prompts, trajectories, self.generation.loads, time.monotonic() - began, after)
-
-
 class OnDemand:
-    """Implements `Batches`: sampled under the weights that the step trains."""
+    """Implements `Batches`: samples each batch when its step asks, with the weights that the step trains."""
 
     def __init__(self, sample: Callable[[int], Batch]) -> None:
         self._sample = sample
@@ -124,7 +103,7 @@ class Ahead:
         self._permits.put(None)
 
     def _work(self, first: int) -> None:
-        """Its waits end with the run: by `close`, and by the time-outs of the engines' calls."""
+        """Sample one batch after the other. `close`, and the time-outs of the engines' calls, end its waits."""
         for step in range(first, self._last + 1):
             self._permits.get()
             self._free.wait()

@@ -9,46 +9,27 @@ import os
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_rlhf.algorithms.kl import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.session import Session
 from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
-from slurm_rlhf.config.roles import algorithm_of, running_roles
+from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.values import dump_toml
-from slurm_rlhf.control.handles import EngineHandle, gather
-from slurm_rlhf.controller.batches import Ahead, OnDemand, Sampler
-from slurm_rlhf.controller.colocation import TurnTakingEngines, TurnTakingGeneration
-from slurm_rlhf.controller.dispatch import Generation
-from slurm_rlhf.controller.engine_metrics import EngineWatch
-from slurm_rlhf.controller.engine_pool import Engines
-from slurm_rlhf.controller.environment import role_environment
-from slurm_rlhf.controller.gpu_account import GpuAccount
-from slurm_rlhf.controller.loop import UNEVALUATED, TrainingRun
-from slurm_rlhf.controller.optimizer_steps import optimizer_steps
 from slurm_rlhf.controller.reporting import Reporting
-from slurm_rlhf.controller.restart_guard import refuse_standstill
-from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
-from slurm_rlhf.controller.state import RunState
-from slurm_rlhf.controller.step import PPO
-from slurm_rlhf.controller.supervisor import Fleet
-from slurm_rlhf.controller.weight_updates import WeightSync
-from slurm_rlhf.data.order import PromptOrder
-from slurm_rlhf.data.prompts import PromptSet
-from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.controller.run_state import UNEVALUATED, RunState
+from slurm_rlhf.controller.startup import Inputs, Startup
+from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.errors import ConfigError, RemoteError, RunError
 from slurm_rlhf.launch.launcher import Launcher
-from slurm_rlhf.observe.timing import Phases
-from slurm_rlhf.placement.rank_plan import RankMap
-from slurm_rlhf.placement.topology import CPU
-from slurm_rlhf.rewards.function import RewardFunction
-from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
+
+MOST_RESTARTS = 5
+"""Allocations in a row that may end before a single step: the job would otherwise requeue itself for ever."""
 
 
 def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuation: Continuation) -> int:
@@ -70,7 +51,7 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
                 except StopRequested as stopped:
                     reporting.stopped(stopped.reason.what)
                     if stopped.reason.requeue:
-                        refuse_standstill(directory.standstill, reporting.moved, config.slurm.signal_lead_s)
+                        refuse_restart(directory.restart_guard, reporting.moved, config.slurm.signal_lead_s)
                         # Last: Slurm may end this process before it returns.
                         reporting.note(continuation.go_on())
                     return stopped.reason.exit_code
@@ -83,20 +64,8 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
         return 0
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What the run reads from the user's files."""
-
-    prompts: PromptSet
-    evaluation: PromptSet | None
-    order: PromptOrder
-    reward: RewardFunction | None  # None: a model's
-    total_steps: int
-    findings: PromptFindings  # for the self-check
-
-
 class Conductor:
-    """Reads what the run needs, starts the roles, and hands over to `TrainingRun`."""
+    """Reads what the run needs, starts the roles, and hands over to `TrainingLoop`."""
 
     def __init__(
         self,
@@ -117,53 +86,32 @@ class Conductor:
         self.started = time.monotonic()
 
     def run(self) -> None:
-        """Everything that a user can have wrong is looked at before the first process starts."""
-        inputs = self._read_inputs()
+        """Train to the end. All that a user can have wrong is looked at before the first process starts."""
+        inputs = Inputs.read(self.config, self.reporting)
         state, checkpoint, complete = self._resume()
         if checkpoint and complete and state.step >= inputs.total_steps:
             self.reporting.note(f"already finished: {state.step} steps are done (raise train.max_steps to go on)")
             return
         self.directory.config.write_text(dump_toml(self.config), encoding="utf-8")
         self.reporting.begin(state, inputs.total_steps, checkpoint)
-        fleet = Fleet(self.config, self.directory, self.ranks, self.launcher)
+        supervisor = Supervisor(self.config, self.directory, self.ranks, self.launcher)
+        startup = Startup(
+            self.config, self.directory, self.ranks, supervisor, inputs, self.reporting, self.stop, self.started
+        )
         try:
             with self.stop.droppable():
-                training = self._start(fleet, inputs, state, checkpoint)
-            training.run()
+                loop = startup.run(state, checkpoint)
+            loop.run()
         except RunError as error:
-            fleet.blame(error)
+            supervisor.blame(error)
             raise
         finally:
             self.stop.ignore_signals()
-            fleet.stop()
+            supervisor.stop()
         self.reporting.finished()
 
-    def _read_inputs(self) -> Inputs:
-        config = self.config
-        tokenizer = Tokenizer.load(config.actor.model_name_or_path)
-        longest = config.data.max_len - config.rollout.max_new_tokens
-        prompts = PromptSet.load(config.data.prompt_dataset, tokenizer, config.data, longest, config.data.max_samples)
-        evaluation = None
-        if config.eval.dataset:
-            evaluation = PromptSet.load(config.eval.dataset, tokenizer, config.data, longest, config.eval.max_samples)
-        for name, found in (("data.prompt_dataset", prompts), ("eval.dataset", evaluation)):
-            if found and found.dropped:
-                self.reporting.note(f"{name}: {found.dropped} prompts longer than {longest} tokens were dropped")
-        order = PromptOrder(
-            len(prompts),
-            config.rollout.batch_size,
-            config.train.num_episodes,
-            config.train.seed,
-            config.data.shuffle,
-            prompts.fingerprint(),
-        )
-        total = min(order.total, config.train.max_steps or order.total)
-        reward = None if config.reward.model_name_or_path else RewardFunction.of(config.reward)
-        findings = PromptFindings.of(prompts, tokenizer, config.data.apply_chat_template)
-        return Inputs(prompts, evaluation, order, reward, total, findings)
-
     def _resume(self) -> tuple[RunState, Path | None, bool]:
-        """Where the run stands, the checkpoint it goes on from, and whether that step's evaluation is done."""
+        """Answer where the run stands, the checkpoint it goes on from, and whether that step's evaluation is done."""
         if self.config.resume == "never" and self.directory.metrics.exists():
             raise ConfigError(
                 f"{self.directory.root} holds a run already and --resume never would overwrite it. "
@@ -176,95 +124,22 @@ class Conductor:
         state = self.checkpoints.load_state(checkpoint, saving)
         return RunState.from_json(state["run"]), checkpoint, UNEVALUATED not in state
 
-    def _start(self, fleet: Fleet, inputs: Inputs, state: RunState, checkpoint: Path | None) -> TrainingRun:
-        """Processes, models, engines and the sync group, each as soon as what it needs is there."""
-        config, phases = self.config, Phases(self.reporting.phase)
-        fleet.start(role_environment(config, self.ranks, len(os.sched_getaffinity(0))))
-        self.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.ranks.worlds.items()))
-        rollout = fleet.roles["rollout"]
-        assert isinstance(rollout, EngineHandle)
-        weights = WeightSync(config, fleet.roles["actor"], rollout, fleet.sync_host)
-        engines, generate = self._engines(fleet, rollout, weights, phases)
-        gpus = self._gpus(fleet, weights)
-        engines.begin()
-        log.info("trainers start")
-        starts = {
-            role: handle.start_all("start", total_steps=optimizer_steps(config, role, inputs.total_steps))
-            for role, handle in fleet.roles.items()
-            if handle is not rollout
-        }
-        gather([future for futures in starts.values() for future in futures])
-        for role in ("critic", "reward"):
-            if role in starts:
-                self.reporting.note(starts[role][0].result())
-        first = engines.wait(starts["actor"][0].result())
-        if len(first) < rollout.world:
-            self.reporting.note(f"{len(first)} of {rollout.world} engines are ready; the others join when they are")
-        ahead = config.vllm.sync_mode == "inflight"
-        generation = generate(
-            rollout,
-            config.train.seed,
-            config.vllm.max_num_seqs,
-            config.train.full_determinism,
-            # While the actor trains it has no weights to give: late engines get theirs with the next update.
-            None if ahead else engines,
-        )
-        source = inputs.reward or ModelRewards(fleet.roles["reward"], config.train.forward_tokens)
-        kl = KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon)
-        scale, told = reward_scale(config)
-        if told:
-            self.reporting.note(told)
-        ppo = PPO(
-            config,
-            algorithm_of(config),
-            fleet.roles,
-            generation,
-            Scoring(source, config.timeout.reward),
-            kl,
-            phases,
-            scale,
-        )
-        sample = Sampler(inputs.prompts, inputs.order, generation, ppo.sampling())
-        training = TrainingRun(
-            config=config,
-            directory=self.directory,
-            fleet=fleet,
-            eval_prompts=inputs.evaluation,
-            order=inputs.order,
-            ppo=ppo,
-            batches=Ahead(sample, config.train.async_queue_size, inputs.total_steps) if ahead else OnDemand(sample),
-            weights=engines,
-            checkpoints=self.checkpoints,
-            state=state,
-            total_steps=inputs.total_steps,
-            reporting=self.reporting,
-            self_check=SelfCheck(
-                config, fleet.roles["actor"], self.reporting.note, inputs.findings, self.reporting.self_check
-            ),
-            phases=phases,
-            engines=EngineWatch([group.node for group in self.ranks.tp_groups if group.role == "rollout"]),
-            stop=self.stop,
-            clock=self.started,
-            gpus=gpus,
-        )
-        if checkpoint is not None:
-            training.load(checkpoint)
-        return training
 
-    def _gpus(self, fleet: Fleet, weights: WeightSync) -> GpuAccount | None:
-        if self.ranks.topology.accelerator == CPU:
-            return None
-        self.reporting.gpus = GpuAccount(self.config, self.ranks, self.started, lambda: weights.way)
-        self.reporting.gpus.watch(fleet.roles)
-        return self.reporting.gpus
-
-    def _engines(
-        self, fleet: Fleet, rollout: EngineHandle, weights: WeightSync, phases: Phases
-    ) -> tuple[Engines, type[Generation]]:
-        config = self.config
-        if config.train.colocate_all:
-            return TurnTakingEngines(fleet, rollout, weights, config, phases), TurnTakingGeneration
-        return Engines(fleet, rollout, weights, config.timeout.connect, config.train.full_determinism), Generation
+def refuse_restart(file: Path, moved: bool, lead_s: float) -> None:
+    """Count this allocation in `file`; `moved`: it did a step. Raises ConfigError after `MOST_RESTARTS` without one."""
+    if moved:
+        file.unlink(missing_ok=True)
+        return
+    count = 1 + (int(file.read_text(encoding="utf-8")) if file.exists() else 0)
+    if count < MOST_RESTARTS:
+        file.write_text(str(count), encoding="utf-8")
+        return
+    file.unlink()
+    raise ConfigError(
+        f"{count} times in a row this run was told to stop before it had done a single step, so it does not requeue "
+        f"itself once more: ask for more time (--time), or let it stop later (slurm.signal_lead_s = {lead_s:g}, and "
+        "--signal=B:USR1@SECONDS in the batch script). Checkpoints are intact."
+    )
 
 
 @contextlib.contextmanager
@@ -282,7 +157,7 @@ def _exclusive(directory: RunDirectory) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _logging(path: Path) -> Iterator[None]:
-    """The package's log messages into the conductor's own file."""
+    """Write the package's log messages into the conductor's own file."""
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("slurm_rlhf")

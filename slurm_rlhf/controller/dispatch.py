@@ -1,29 +1,30 @@
-"""Handing prompts to engines as they free up, and collecting what they sample."""
+"""Hands prompts to engines as they become free, and collects what they sample.
+
+The sizes of what an engine gets, holds and answers with are pure functions, at the end; all of them count responses.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
-from typing import Any
 
+from slurm_rlhf.control.calls import EngineCalls, GenerateAnswer, GenerateBatch, PackedPrompts, PromptTokens
 from slurm_rlhf.control.handles import EngineHandle
-from slurm_rlhf.controller.chunk_size import allowance, answers, portion
-from slurm_rlhf.controller.engine_pool import Engines
-from slurm_rlhf.observe.engine_load import EngineLoad
-from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.controller.engine_pool import EnginePool
+from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 
-Answers = dict[int, list[Trajectory]]
+Responses = dict[int, list[Trajectory]]
 """Position of a prompt -> its responses so far, in the order in which they were finished."""
 
 POLL_S = 0.2
 
 
 @dataclass(slots=True)
-class Generation:
-    """Generates with all engines of the rollout role.
+class Dispatcher:
+    """Samples with all engines of the rollout role.
 
-    Prompts travel in small portions. Each engine holds enough of them to stay busy and gets the next when one comes
+    Prompts travel in small chunks. Each engine holds enough of them to stay busy and gets the next when one comes
     back, so a slow engine takes fewer prompts. With `deterministic`, prompt i goes to engine i modulo their
     number, all at once: the batch composition inside an engine, and with it the last bit of its log-probs, then no
     longer depends on timing.
@@ -33,12 +34,12 @@ class Generation:
     run_seed: int
     max_num_seqs: int  # sequences an engine works on at once
     deterministic: bool
-    engines: Engines | None = None  # who brings in engines that start late; None: all are ready, or somebody else does
+    pool: EnginePool | None = None  # brings in engines that start late; None: all are ready, or somebody else does
     loads: dict[int, EngineLoad] = field(default_factory=dict, init=False)  # engine -> what it did in the last `run`
     runs: int = field(default=0, init=False)  # so far
 
     def run(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
-        """`sampling.n` trajectories per prompt, ordered by (position in `prompts`, sample)."""
+        """Sample `sampling.n` responses to each prompt, ordered by (position in `prompts`, sample)."""
         self.runs += 1
         self.loads = {engine: EngineLoad() for engine in self.rollout.ready}
         found = (
@@ -49,30 +50,30 @@ class Generation:
             trajectories += sorted(found[position], key=lambda t: t.sample)
         return trajectories
 
-    def _fixed(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Answers:
+    def _fixed(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Responses:
         ready = self.rollout.ready[: len(prompts)]
         calls = [
             self._ask(engine, list(range(place, len(prompts), len(ready))), prompts, sampling, version)
             for place, engine in enumerate(ready)
         ]
-        found: Answers = {}
+        found: Responses = {}
         for engine, parts in zip(ready, calls, strict=True):
             for call in parts:
                 self._take(engine, call.result(), found)
         return found
 
-    def _stream(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Answers:
+    def _stream(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Responses:
         width, n = self.max_num_seqs, sampling.n
         left = deque(range(len(prompts)))
         held = [0] * self.rollout.world  # responses that each engine owes
-        pending: dict[Future[Any], tuple[int, int]] = {}  # call -> engine, how many responses
-        found: Answers = {}
+        pending: dict[Future[GenerateAnswer], tuple[int, int]] = {}  # call -> engine, how many responses
+        found: Responses = {}
         begun = set(self.rollout.ready)
 
         def feed(engine: int) -> bool:
-            """Hand out one portion, if the engine may hold it."""
+            """Hand out one chunk, if the engine may hold it."""
             ready = len(self.rollout.ready)
-            count = min(max(1, portion(len(left) * n, ready, width) // n), len(left))
+            count = min(max(1, chunk(len(left) * n, ready, width) // n), len(left))
             room = allowance(len(left) * n, ready, width) - held[engine]
             if not left or (held[engine] and room < count * n):
                 return False
@@ -88,9 +89,9 @@ class Generation:
 
         fill(self.rollout.ready)
         while pending:
-            done, _ = wait(pending, self._look_around(bool(left)), return_when=FIRST_COMPLETED)
-            if left and self.engines is not None:
-                self.engines.admit(version)
+            done, _ = wait(pending, self._poll_s(bool(left)), return_when=FIRST_COMPLETED)
+            if left and self.pool is not None:
+                self.pool.admit(version)
             late = [engine for engine in self.rollout.ready if engine not in begun]
             begun.update(late)
             fill(late)
@@ -98,31 +99,76 @@ class Generation:
                 engine, count = pending.pop(call)
                 held[engine] -= count
                 self._take(engine, call.result(), found)
-                fill([engine])  # several small portions may fit where a large one was
+                fill([engine])  # several small chunks may fit where a large one was
         return found
 
-    def _look_around(self, worthwhile: bool) -> float | None:
-        """Seconds to wait for an answer before looking for engines that have become ready."""
-        return POLL_S if worthwhile and self.engines is not None and self.engines.coming else None
+    def _poll_s(self, more: bool) -> float | None:
+        """Choose how many seconds to wait for an answer before looking for engines that have become ready."""
+        return POLL_S if more and self.pool is not None and self.pool.coming else None
 
     def _ask(
         self, engine: int, positions: list[int], prompts: list[Prompt], sampling: Sampling, version: int
-    ) -> dict[Future[Any], int]:
-        """Hand all of it to an engine at once: the calls that bring the responses, and how many each.
+    ) -> dict[Future[GenerateAnswer], int]:
+        """Hand prompts to an engine: answer the calls that bring the responses, and how many each brings.
 
-        The first has the prompts. The others have none: they are there to be answered, because one answer with
-        everything could be larger than a message may be.
+        The first call has the prompts. The others have none: they are there to be answered, because one answer with
+        all responses could be larger than a message may be.
         """
-        wires = [[i, prompts[i].index, prompts[i].token_ids] for i in positions]
+        asked = PackedPrompts.pack([PromptTokens(i, prompts[i].index, prompts[i].token_ids) for i in positions])
         longest = max(len(prompts[i].token_ids) for i in positions)
-        counts = answers(len(positions) * sampling.n, longest, sampling.max_new_tokens)
-        how = {"sampling": sampling.to_wire(), "run_seed": self.run_seed, "version": version, "stream": self.runs}
-        return {
-            self.rollout.call(engine, "generate", prompts=[] if part else wires, answer=count, **how): count
-            for part, count in enumerate(counts)
-        }
+        counts = answer_sizes(len(positions) * sampling.n, longest, sampling.max_new_tokens)
+        none = PackedPrompts.pack([])
+        calls = {}
+        for part, count in enumerate(counts):
+            batch = GenerateBatch(none if part else asked, sampling, self.run_seed, version, self.runs, count)
+            calls[self.rollout.call(engine, EngineCalls.generate, batch)] = count
+        return calls
 
-    def _take(self, engine: int, answer: dict[str, Any], found: Answers) -> None:
-        self.loads.setdefault(engine, EngineLoad()).add(EngineLoad.from_wire(answer["load"]))
-        for position, wire in answer["found"]:
-            found.setdefault(position, []).append(Trajectory.from_wire(wire))
+    def _take(self, engine: int, answer: GenerateAnswer, found: Responses) -> None:
+        self.loads.setdefault(engine, EngineLoad()).add(answer.load)
+        for position, trajectory in answer.found:
+            found.setdefault(position, []).append(trajectory)
+
+
+# An engine that is slow must not sit on prompts that others could have started: when the last prompt is handed out,
+# every engine should have in hand only what it is working on. So the chunks, and the reserve that an engine holds
+# beyond its width, shrink with what is left. Source: Polychronopoulos and Kuck, Guided Self-Scheduling (1987).
+
+# An answer brings a chunk: the finer, the sooner the news that places are free.
+_CHUNKS_PER_WIDTH = 8
+# The reserve, a quarter of the width, is a chunk that may be finished and not answered, and one on its way.
+_RESERVE = 4
+# Reserve and chunk together are at most a sixth of an engine's share of what is left. So an engine that is up to six
+# times slower than its peers has begun everything it holds when they take the last prompt.
+_LAST_CHUNKS = 12
+
+
+def chunk(left: int, engines: int, width: int) -> int:
+    """Count the responses to hand to an engine at once, at least 1.
+
+    left: what no engine has yet; width: responses that an engine works on at once.
+    """
+    return max(1, min(width // _CHUNKS_PER_WIDTH, left // (_LAST_CHUNKS * engines)))
+
+
+def allowance(left: int, engines: int, width: int) -> int:
+    """Count the responses that an engine may hold: its width, and perhaps a reserve."""
+    reserve = -(-width // _RESERVE)
+    return width + (reserve if engines == 1 else min(reserve, left // (_LAST_CHUNKS * engines)))
+
+
+# An answer has a part of a message that is bounded, `codec.MAX_HEADER_BYTES`: this is an eighth of it.
+_ANSWER_BYTES = 8 << 20
+_ANSWER_RESPONSES = 8192  # of four arrays each, which may be frames of their own: as many as a message may have, halved
+_TOKEN_BYTES = 17  # its number, log-prob and mask, and eight bytes of text: twice what a token usually stands for
+_RESPONSE_BYTES = 256  # beside its tokens
+
+
+def answer_sizes(responses: int, prompt_tokens: int, response_tokens: int) -> list[int]:
+    """Split `responses` into answers that each fit into a message.
+
+    prompt_tokens and response_tokens: of the longest, at most.
+    """
+    size = _RESPONSE_BYTES + 4 * prompt_tokens + _TOKEN_BYTES * response_tokens
+    most = max(1, min(_ANSWER_RESPONSES, _ANSWER_BYTES // size))
+    return [min(most, responses - begun) for begun in range(0, responses, most)]

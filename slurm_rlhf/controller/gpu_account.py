@@ -1,22 +1,25 @@
-"""What a run on GPUs says of them: which kernels, how much memory, how busy, how fast, how many hours."""
+"""Measures the GPUs of a run: which kernels, how much memory, how busy, how fast, how many hours."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from slurm_rlhf.config.roles import ROLES
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import DeviceReport, RankCalls, SyncConnection
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
-from slurm_rlhf.controller.step_flops import StepFlops
-from slurm_rlhf.errors import RunError
+from slurm_rlhf.errors import ModelError, RunError
 from slurm_rlhf.observe.timing import GpuTime, Slot
-from slurm_rlhf.placement.flops import mfu
+from slurm_rlhf.placement.flops import batch_flops, mfu
 from slurm_rlhf.placement.gpus import find_gpu
-from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.model_shape import ModelShape
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.rank_memory import read_models
 from slurm_rlhf.records import Experience
 
 log = logging.getLogger(__name__)
@@ -27,8 +30,53 @@ EVERY = 20
 GIB = 1 << 30
 
 
+@dataclass(frozen=True, slots=True)
+class StepFlops:
+    """Counts the model FLOPs of a training step: no recomputation of activations, no padding.
+
+    Logits are counted for response tokens only. A prompt is sampled from once for all of its responses.
+    """
+
+    policy: ModelShape
+    critic: ModelShape | None  # None: the algorithm has none
+    reward: ModelShape | None  # None: a function
+    reference: bool
+    epochs: int
+    samples: int  # responses per prompt
+
+    @classmethod
+    def of(cls, config: Config) -> StepFlops | None:
+        """Read the shapes of the models; None where one is not known."""
+        try:
+            models = read_models(config)
+        except ModelError:
+            return None
+        epochs, samples = config.train.max_epochs, config.rollout.n_samples_per_prompt
+        return cls(models[ACTOR], models.get(CRITIC), models.get(REWARD), REFERENCE in models, epochs, samples)
+
+    def update(self, experience: Experience, actor_trains: bool) -> float:
+        """Count the training passes of actor and critic."""
+        lengths, responses = [int(n) for n in experience.lengths], int(experience.response_lens.sum())
+        once = batch_flops(self.critic, lengths, True, 0) if self.critic else 0.0
+        if actor_trains:
+            once += batch_flops(self.policy, lengths, True, responses)
+        return self.epochs * once
+
+    def others(self, experience: Experience) -> float:
+        """Count sampling and all passes without gradients."""
+        lengths, responses = [int(n) for n in experience.lengths], int(experience.response_lens.sum())
+        policy = batch_flops(self.policy, lengths, False, responses)
+        prompts = [int(n) for n in experience.prompt_lens]
+        again = batch_flops(self.policy, prompts, False, 0) - batch_flops(
+            self.policy, prompts[:: self.samples], False, 0
+        )
+        total = (2 + self.reference) * policy - again  # sampled, and scored by actor and reference
+        total += batch_flops(self.critic, lengths, False, 0) if self.critic else 0.0
+        return total + (batch_flops(self.reward, lengths, False, 0) if self.reward else 0.0)
+
+
 class GpuAccount:
-    """The conductor's, of a run on accelerators.
+    """Measures each step of a run on accelerators.
 
     Metrics: perf/gpu_idle, the share of accelerator-seconds of a step without a call in progress (`GpuTime`);
     perf/gpu_idle_<role>, of that role's accelerators; perf/gpu_hours, of all that the roles hold, over all sessions;
@@ -42,7 +90,7 @@ class GpuAccount:
         config: Config,
         ranks: RankMap,
         began: float,
-        transfer: Callable[[], Mapping[str, Any]],
+        transfer: Callable[[], SyncConnection | None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`began`: the `clock` from which on GPU-hours count. `transfer`: how weights go to the engines."""
@@ -52,39 +100,39 @@ class GpuAccount:
         self._clock = clock
         self._time = GpuTime(self._slots, clock)
         self._flops = StepFlops.of(config)
-        self._handles: Mapping[str, RoleHandle] = {}
-        self._reports: dict[str, list[dict[str, Any]]] = {}
+        self._handles: Mapping[str, RoleHandle[Any]] = {}
+        self._reports: dict[str, list[DeviceReport]] = {}
         self._transfer = transfer
         self._steps = 0
         # Over all sessions, as far as checkpoints know.
         self._sums = dict.fromkeys(("gpu_s", "idle_s", "step_gpu_s", "flops", "peak_flops"), 0.0)
 
-    def watch(self, handles: Mapping[str, RoleHandle]) -> None:
-        """From here on the calls of `handles` count."""
+    def watch(self, handles: Mapping[str, RoleHandle[Any]]) -> None:
+        """Count the calls of `handles` from here on."""
         self._handles = handles
         for role, handle in handles.items():
             handle.watch = partial(self._time.began, role)
 
     def started(self) -> list[str]:
-        """All roles have started: what to tell of their GPUs."""
+        """Ask the ranks about their GPUs, and answer notes for the user; all roles have started."""
         self._ask()
         told = []
         if cards := self._cards():
             memory = ", ".join(f"{role} {gib:.1f}" for role, gib in self._memory().items())
-            held = max(report["total"] for reports in self._reports.values() for report in reports) / GIB
+            held = max(report.total for reports in self._reports.values() for report in reports) / GIB
             count = len(_distinct(self._slots))
             told.append(f"GPUs: {count} x {', '.join(cards)}; GiB in use after start, of {held:.1f}: {memory}")
             told += [f"no peak rate is known for {card}: no MFU" for card in cards if not _peak(card)]
         return told
 
     def begin(self) -> None:
-        """The first step begins."""
+        """Start measuring: the first step begins."""
         self._time.take()
 
     def step(
         self, number: int, experience: Experience, timings: Mapping[str, float]
     ) -> tuple[dict[str, float], list[str]]:
-        """Metrics of a step, and what to tell of it; `timings` holds time/step and time/update."""
+        """Answer metrics of a step, and notes for the user; `timings` holds time/step and time/update."""
         seconds, idle = self._time.take()
         self._sums["idle_s"] += sum(idle.values())
         self._sums["step_gpu_s"] += seconds * len(idle)
@@ -103,35 +151,35 @@ class GpuAccount:
         return metrics, told
 
     def line(self, metrics: Mapping[str, float]) -> str:
-        """Of a step, for the console."""
+        """Put the metrics of a step into a line for the console."""
         rates = [f"{what} {100 * metrics[name]:.1f} %" for name, what in _RATES if name in metrics]
         idle = {role: metrics[f"perf/gpu_idle_{role}"] for role in self._slots}
         roles = ", ".join(f"{role} {100 * share:.0f}" for role, share in idle.items())
         rates.append(f"idle {100 * metrics['perf/gpu_idle']:.0f} % ({roles})")
         return f"GPUs: {', '.join(rates)}; {metrics['perf/gpu_hours']:.2f} GPU-hours"
 
-    def transfer(self) -> dict[str, Any]:
-        """`backend` and `interface` of the weight transfer, as its leader has them."""
+    def transfer(self) -> dict[str, str]:
+        """Name the backend and the interface of the weight transfer, as its leader has them."""
         way = self._transfer()
-        return {name: way[name] for name in ("backend", "interface") if way.get(name)}
+        return {name: value for name in ("backend", "interface") if (value := getattr(way, name, ""))}
 
     def _kernels(self) -> str:
         return "attention: " + ", ".join(f"{role} {name}" for role, name in self.attention().items())
 
     def _way(self) -> str:
-        return "weight transfer: " + " over ".join(str(value) for value in self.transfer().values())
+        return "weight transfer: " + " over ".join(self.transfer().values())
 
     def hours(self) -> float:
-        """GPU-hours of the run so far."""
+        """Count the GPU-hours of the run so far."""
         return self._gpu_s() / 3600
 
     def attention(self) -> dict[str, str]:
-        """role -> the attention kernel that its first rank was seen to use; else what was asked for."""
-        found = {role: str(reports[0].get("attention", "")) for role, reports in self._reports.items() if reports}
+        """Name the attention kernel that each role's first rank was seen to use; else what was asked for."""
+        found = {role: reports[0].attention for role, reports in self._reports.items() if reports}
         return {role: name or self._config.ds.attn_implementation for role, name in found.items()}
 
     def summary(self) -> dict[str, Any]:
-        """For summary.json."""
+        """Put together what summary.json says of the GPUs."""
         sums = self._sums
         return {
             "count": len(_distinct(self._slots)),
@@ -145,36 +193,36 @@ class GpuAccount:
         }
 
     def state_dict(self) -> dict[str, float]:
-        """For a checkpoint."""
+        """Put together what a checkpoint keeps."""
         return {**self._sums, "gpu_s": self._gpu_s()}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on counting from an earlier session's."""
+        """Go on counting from what a checkpoint has kept."""
         self._sums |= {name: float(value) for name, value in state.items() if name in self._sums}
 
     def _gpu_s(self) -> float:
         return self._sums["gpu_s"] + len(_distinct(self._slots)) * (self._clock() - self._began)
 
     def _ask(self) -> None:
-        """Every rank that takes calls; of engines those that have started. Nothing that is shown ends a run."""
+        """Ask every rank that takes calls, and engines that have started. No answer is no reason to end a run."""
         try:
             for role, handle in self._handles.items():
                 # Engines that take turns have all started before the first one is ready.
                 ready = handle.ready if isinstance(handle, EngineHandle) else []
                 ranks = ready or range(handle.world)
-                answers = gather([handle.call(rank, "about") for rank in ranks])
+                answers = gather([handle.call(rank, RankCalls.about) for rank in ranks])
                 self._reports[role] = [answer for answer in answers if answer]
         except RunError as error:
-            log.warning("no word of the GPUs: %s", error)
+            log.warning("the ranks could not be asked about their GPUs: %s", error)
 
     def _cards(self) -> list[str]:
-        """Names of the GPUs, each once."""
-        return sorted({report["gpu"] for reports in self._reports.values() for report in reports})
+        """List the names of the GPUs, each once."""
+        return sorted({report.gpu for reports in self._reports.values() for report in reports})
 
     def _memory(self) -> dict[str, float]:
-        """role -> GiB in use on the fullest of its GPUs: of all processes there."""
+        """Measure the GiB in use on the fullest GPU of each role, by all processes there."""
         return {
-            role: max(report["used"] for report in reports) / GIB for role, reports in self._reports.items() if reports
+            role: max(report.used for report in reports) / GIB for role, reports in self._reports.items() if reports
         }
 
     def _speeds(self, number: int, experience: Experience, timings: Mapping[str, float]) -> dict[str, float]:
@@ -194,14 +242,14 @@ class GpuAccount:
 
     def _peak_of(self, role: str) -> float:
         reports = self._reports.get(role)
-        return min((_peak(report["gpu"]) for report in reports), default=0.0) if reports else 0.0
+        return min((_peak(report.gpu) for report in reports), default=0.0) if reports else 0.0
 
 
 _RATES = (("perf/mfu_update", "MFU in updates"), ("perf/mfu", "over the step"))
 
 
 def slots_of(ranks: RankMap) -> dict[str, list[list[Slot]]]:
-    """role -> rank -> accelerators that a call to it sets to work."""
+    """List the accelerators that a call to a rank sets to work: role -> rank -> accelerators."""
     found: dict[str, list[list[Slot]]] = {role: [[] for _ in range(ranks.world(role))] for role in ranks.roles}
     for role, shares in ranks.roles.items():
         for share in shares:
@@ -217,7 +265,7 @@ def _distinct(slots: Mapping[str, list[list[Slot]]]) -> set[Slot]:
 
 
 def _peak(card: str) -> float:
-    """TFLOPs per second in bf16; 0: not known."""
+    """Look up the TFLOPs per second of a card in bf16; 0: not known."""
     gpu = find_gpu(card)
     return gpu.bf16_tflops if gpu else 0.0
 

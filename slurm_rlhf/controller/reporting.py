@@ -1,4 +1,4 @@
-"""Everything that a run tells: to the terminal, to metrics.jsonl, to TensorBoard, to summary.json."""
+"""Tells what a run does: on the terminal, in metrics.jsonl, in TensorBoard, in summary.json."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.gpu_account import GpuAccount
-from slurm_rlhf.controller.state import RunState
+from slurm_rlhf.controller.run_state import RunState
 from slurm_rlhf.observe.events import TensorBoardEvents
 from slurm_rlhf.observe.metrics import MetricsLog
 from slurm_rlhf.observe.progress import make_progress
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class Reporting:
-    """The conductor's voice. `begin` comes before `step`; `finished` or `failed` comes last."""
+    """Tells everything about one run. `begin` comes before `step`; `finished`, `stopped` or `failed` comes last."""
 
     def __init__(self, config: Config, directory: RunDirectory, world: dict[str, int]) -> None:
         self._directory = directory
@@ -35,15 +35,15 @@ class Reporting:
         self.moved = False
         """A step was done since `begin`."""
         self.gpus: GpuAccount | None = None
-        """What the summary says of them."""
+        """Set where the run has GPUs: what the summary says of them."""
 
     def note(self, text: str) -> None:
-        """A line for the user and for the log."""
+        """Write a line for the user, and into the log."""
         log.info("%s", text)
         self._progress.note(text)
 
     def begin(self, state: RunState, total: int, checkpoint: Path | None) -> None:
-        """A run of `total` steps starts, or goes on from `checkpoint` at `state`."""
+        """Tell that a run of `total` steps starts, or goes on from `checkpoint` at `state`."""
         self._state, self._total = state, total
         # Lines behind the checkpoint are of steps that are about to be done again.
         dropped = self._metrics.truncate_after(state.step)
@@ -54,16 +54,16 @@ class Reporting:
         self._write("running")
 
     def stepping(self) -> None:
-        """Start-up is over."""
+        """Tell that start-up is over."""
         assert self._state is not None
         self._progress.begin(self._state.step, self._total)
 
     def phase(self, name: str) -> None:
-        """The phase of the step that begins; empty: none."""
+        """Show the phase of the step that begins; empty: none."""
         self._progress.phase(name)
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        """A step is done."""
+        """Write the metrics of a step that is done."""
         self.moved = True
         self._metrics.append(step, metrics)
         if self._events is not None:
@@ -71,12 +71,12 @@ class Reporting:
         self._progress.step(step, total, metrics)
 
     def step_again(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        """As `step`, in place of the line that the step may have already."""
+        """Write the metrics of a step in place of the line that it may have already."""
         self._metrics.truncate_after(step - 1)
         self.step(step, total, metrics)
 
     def finished(self) -> None:
-        """All steps are done and everything is written."""
+        """Tell that all steps are done and everything is written."""
         self._end()
         self._write("finished")
         state = self._state
@@ -95,7 +95,7 @@ class Reporting:
         return f"GPUs: {mfu}idle {100 * gpus['idle_share']:.0f} % of the steps; {gpus['hours']:.2f} GPU-hours"
 
     def saved(self, step: int, seconds: float) -> None:
-        """A checkpoint is on disk. Warns when saving takes longer than Slurm's signal leaves time for."""
+        """Tell that a checkpoint is on disk; warn when saving takes longer than Slurm's signal leaves time for."""
         log.info("checkpoint of step %d saved in %.1f s", step, seconds)
         lead = self._lead_s
         if seconds > lead / 2 and not self._warned:
@@ -106,7 +106,7 @@ class Reporting:
             )
 
     def stopped(self, why: str) -> None:
-        """The run stops before its last step, with everything saved."""
+        """Tell that the run stops before its last step, with everything saved."""
         self._end()
         if self._state is not None:
             self._write("stopped")
@@ -114,7 +114,7 @@ class Reporting:
             self.note(f"stopped by {why}; saved at step {step}/{self._total}")
 
     def failed(self, error: BaseException) -> None:
-        """The run ends by `error`; its message goes to the terminal by whoever catches it."""
+        """Tell that `error` ends the run; whoever catches it prints the message."""
         self._end()
         if self._state is not None:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)

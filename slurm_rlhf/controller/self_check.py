@@ -1,21 +1,23 @@
-"""The self-check: the first batch of a session is looked at before it is trained on, and each later one for drift.
+"""Checks the first batch of a session before it is trained on, and every later batch for drift.
 
-It samples nothing of its own and draws no random number: what it compares are the columns that the step has computed
-anyway, and four more forwards of a few sequences by the actor. So a run with it writes the same metrics as one without.
-`roles.verdicts` decides.
+The self-check samples nothing and draws no random number: it compares the columns that the step computes anyway, and
+four more forward passes of the actor over a few sequences. So a run with it writes the same metrics as one without.
+`verdicts` decides what passes.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
 from slurm_rlhf.algorithms.batching import assemble, shards
+from slurm_rlhf.algorithms.reward_scale import clip_warning
 from slurm_rlhf.algorithms.staleness import ages
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import ActorCalls, ForwardBatch, SelfCheckAnswer
 from slurm_rlhf.control.handles import RoleHandle, gather
 from slurm_rlhf.controller.verdicts import (
     PROMPT_SHARES,
@@ -39,7 +41,7 @@ from slurm_rlhf.records import F32, Experience, Trajectory
 log = logging.getLogger(__name__)
 
 PER_RANK = 4
-"""Sequences that a rank of the actor computes again."""
+"""How many sequences each rank of the actor computes again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +53,7 @@ class PromptFindings:
 
     @classmethod
     def of(cls, prompts: PromptSet, tokenizer: Tokenizer, templated: bool) -> PromptFindings:
-        """`templated`: prompts are put into the tokenizer's chat template."""
+        """Look at the prompts; `templated`: they are put into the tokenizer's chat template."""
         shares = {
             "prompts_dropped": prompts.dropped / (prompts.dropped + len(prompts)),
             "prompts_double_bos": sum(has_double_bos(p.token_ids[:2].tolist(), tokenizer) for p in prompts)
@@ -67,24 +69,26 @@ class PromptFindings:
 
 @dataclass(slots=True)
 class SelfCheck:
-    """The conductor calls `before_update` and `after_update` in every step; in the first they wait for the actor.
+    """Compares what engines, actor and reference compute, in every step; thoroughly in the first one.
 
-    Both raise SelfCheckError, which ends the run.
+    `before_update` and `after_update` raise SelfCheckError, which ends the run.
     """
 
     config: Config
-    actor: RoleHandle
+    actor: RoleHandle[ActorCalls]
     note: Callable[[str], None]
     prompts: PromptFindings
     figures: dict[str, float]  # check -> what was found: filled by the first step
     _begun: bool = field(default=False, init=False)
     _updated: bool = field(default=False, init=False)
+    _clipped: float = field(default=0.0, init=False)  # the largest share of clipped rewards that was warned of
     _warned: dict[str, float] = field(default_factory=dict, init=False)  # check -> figure of the last warning
 
     def before_update(
         self, step: int, trajectories: list[Trajectory], exp: Experience, metrics: dict[str, float], version: int
     ) -> None:
-        """`exp` and `metrics` are what `PPO.collect` made of `trajectories`; the actor's policy is `version`."""
+        """Check what `Step.collect` made of `trajectories`; the actor has policy `version`."""
+        self._warn_of_clipping(step, metrics)
         if not self.config.train.self_check:
             return
         if self._begun:
@@ -106,7 +110,7 @@ class SelfCheck:
             self._insist(verdict)
 
     def after_update(self, step: int, metrics: dict[str, float]) -> None:
-        """`metrics` are those of `PPO.update`."""
+        """Check the metrics of `Step.update`."""
         if not self.config.train.self_check or "first_ratio" not in metrics:  # critic.freezing_steps
             return
         verdict = first_ratio(metrics["first_ratio"], metrics["first_approx_kl"], self.config.ds.param_dtype)
@@ -117,6 +121,13 @@ class SelfCheck:
         self.figures["ratio"] = metrics["first_ratio"]
         self.note(ratio_line(verdict))
         self._insist(verdict)
+
+    def _warn_of_clipping(self, step: int, metrics: dict[str, float]) -> None:
+        """Warn of many clipped rewards, whether the self-check is on or not, and again when they become more."""
+        share = metrics.get("reward_clipped", 0.0)
+        if warning := clip_warning(share, self._clipped, self.config.reward.clip_range):
+            self._clipped = share
+            self.note(f"step {step}: {warning}")
 
     def _shares(self, title: str, shares: dict[str, float], names: tuple[str, ...]) -> None:
         self.figures |= {name: shares[name] for name in names if name in shares}
@@ -133,7 +144,7 @@ class SelfCheck:
             raise SelfCheckError(verdict.error())
 
     def _watch(self, step: int, verdict: Verdict) -> None:
-        """Warn of what is beyond its bound, again when it has doubled, and end the run at a multiple of it."""
+        """Warn of a figure beyond its bound, again when it has doubled, and end the run at a multiple of the bound."""
         if verdict.passed:
             return
         stop = self.config.train.self_check_stop
@@ -147,17 +158,18 @@ class SelfCheck:
             self.note(f"warning: step {step}: {verdict.told()}")
 
     def _repeated(self, exp: Experience) -> list[Verdict]:
-        """(a), (b): some sequences of the batch twice, in eval mode, and alone."""
+        """Have the actor compute some sequences of the batch twice, in eval mode, and alone."""
         chosen = few(exp, self.actor.world)
         parts = shards(chosen, self.actor.world, self.config.train.max_tokens_per_gpu)
-        calls = [self.actor.call(rank, "self_check", **part.to_wire()) for rank, part in enumerate(parts)]
-        answers = gather(calls)
+        batches = [ForwardBatch(part.experience, part.micro) for part in parts]
+        answers = gather(self.actor.start_each(ActorCalls.self_check, batches))
         found: dict[str, F32] = {
-            name: assemble(chosen, parts, [answer[name] for answer in answers]) for name in answers[0]
+            field.name: assemble(chosen, parts, [getattr(answer, field.name) for answer in answers])
+            for field in fields(SelfCheckAnswer)
         }
         dtype, mask = self.config.ds.param_dtype, chosen.action_mask
         verdicts = [compare(name, found[name], found["first"], mask, dtype) for name in ("again", "eval")]
-        # In the step's own micro-batches they had other mates, and those that are cut here were whole.
+        # In the step's own micro-batches other sequences were beside them, and those that are cut here were whole.
         beside = [
             compare("alone", found["alone"], others, mask, dtype)
             for others in (found["first"], chosen.columns["logprobs"])
@@ -165,7 +177,7 @@ class SelfCheck:
         return [*verdicts, max(beside, key=lambda verdict: (not verdict.passed, verdict.figure))]
 
     def _agreement(self, trajectories: list[Trajectory], exp: Experience, version: int) -> list[Verdict]:
-        """(c): on the tokens that the actor's own version sampled; with the reference until the first update."""
+        """Compare engines and actor on tokens of the actor's version, and, before the first update, the reference."""
         columns, dtype = exp.columns, self.config.ds.param_dtype
         fresh = exp.action_mask & (ages(trajectories, version) == 0)
         engines = np.repeat([t.engine for t in trajectories], exp.response_lens).astype(np.int32)
@@ -176,10 +188,10 @@ class SelfCheck:
 
 
 def few(exp: Experience, ranks: int) -> Experience:
-    """`PER_RANK` sequences for each of `ranks`, from the shortest to the longest, every other one with half a response.
+    """Choose `PER_RANK` sequences for each of `ranks`, of all lengths; every other one keeps half of its response.
 
-    So each has mates of other lengths, whatever was sampled. What is left of a response has the log-probs that it had,
-    because the models are causal. Needs at least as many sequences as ranks.
+    So each shares its micro-batch with sequences of other lengths, whatever was sampled. What is left of a response has
+    the log-probs that it had, because the models are causal. Needs at least as many sequences as ranks.
     """
     count = min(PER_RANK, len(exp) // ranks) * ranks
     order = np.argsort(exp.lengths, kind="stable")

@@ -1,13 +1,25 @@
-"""The algorithm: one training step of PPO, from prompts to new weights in the actor.
+"""One training step: prompts, rollout, rewards, log-probs and values, advantages, update, sync.
 
-Rollout, reward, log-probs and values, advantages, several passes of updates. Sources: Schulman et al.,
-Proximal Policy Optimization (2017); Ouyang et al., Training language models to follow instructions (2022).
+`Step.run` has them in this order for every kind of run. Every tensor is computed by a role; here is what follows what.
+
+- drain: engines finish a batch before they get new weights.
+- inflight (vllm.sync_mode): a thread samples the next batches while the actor trains (`batches.Ahead`), and the sync
+  changes the weights under the responses in flight.
+- colocated (train.colocate_all): engines sleep while the trainers compute, and lose their weights by it. So the sync of
+  an update is the first part of the next generation, and not the last of the step: between the two, a checkpoint or an
+  evaluation's reward model may need the accelerators, and engines that had the weights by then would lose them again.
+
+`Step._transfer` is the one place that gives engines the weights of an update. Sources: Schulman et al., Proximal Policy
+Optimization (2017); Ouyang et al., Training language models to follow instructions (2022).
 """
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,12 +31,19 @@ from slurm_rlhf.algorithms.kl import KLController, approx_kl
 from slurm_rlhf.algorithms.packed import response_sums
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale, clipped_share
-from slurm_rlhf.algorithms.staleness import ages, staleness
+from slurm_rlhf.cluster.stop import Stop
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import CriticCalls, ForwardBatch, LogprobCalls, TrainBatch, TrainerCalls
 from slurm_rlhf.control.handles import RoleHandle, gather
-from slurm_rlhf.controller.batches import Batch
-from slurm_rlhf.controller.dispatch import Generation
-from slurm_rlhf.controller.verdicts import constant_share
+from slurm_rlhf.controller.batches import Ahead, Batch, Batches, OnDemand
+from slurm_rlhf.controller.colocation import Colocation
+from slurm_rlhf.controller.dispatch import Dispatcher
+from slurm_rlhf.controller.engine_pool import EngineMetrics, EnginePool
+from slurm_rlhf.controller.self_check import SelfCheck
+from slurm_rlhf.controller.step_metrics import Trained, sample_metrics, update_metrics
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import F32, Experience, Prompt, Sampling, Trajectory, pack
 from slurm_rlhf.rewards.model import Scoring
@@ -32,116 +51,152 @@ from slurm_rlhf.rewards.values import Rewards
 
 Metrics = dict[str, float]
 
+COLUMNS: tuple[tuple[str, Any, str], ...] = (
+    (ACTOR, LogprobCalls.logprobs, "logprobs"),
+    (REFERENCE, LogprobCalls.logprobs, "ref_logprobs"),
+    (CRITIC, CriticCalls.values, "values"),
+)
+"""Role, call and column of each pass without gradients; a role that the run lacks has no column."""
+
 
 @dataclass(slots=True)
-class PPO:
-    """The conductor's half of a step; every tensor is computed by a role."""
+class Step:
+    """Does the steps of a run, one after the other."""
 
     config: Config
     algorithm: Algorithm
-    roles: dict[str, RoleHandle]
-    generation: Generation
+    roles: Mapping[str, RoleHandle[Any]]
+    pool: EnginePool
+    dispatcher: Dispatcher
+    colocation: Colocation | None  # None: every role has accelerators of its own
+    prompts: PromptSet
+    order: PromptOrder
+    total_steps: int
     reward: Scoring
     kl: KLController
+    scale: RewardScale | None  # reward.normalize_enable
+    self_check: SelfCheck
+    engine_metrics: EngineMetrics
     phases: Phases
-    scale: RewardScale | None = None  # reward.normalize_enable
+    stop: Stop
+    batches: Batches = field(init=False)
+    _synced: Metrics = field(default_factory=dict, init=False)  # of the last sync
+
+    def __post_init__(self) -> None:
+        ahead = self.config.vllm.sync_mode == "inflight"
+        size = self.config.train.async_queue_size
+        self.batches = Ahead(self.sample, size, self.total_steps) if ahead else OnDemand(self.sample)
+
+    def run(self, number: int, version: int) -> tuple[Batch, Experience, Metrics]:
+        """Do step `number`: train the actor's policy `version`, which becomes `version + 1`.
+
+        A stop drops everything before the update, and raises StopRequested; from there on the step is finished.
+        """
+        with self.stop.droppable():
+            with self.phases("rollout"):
+                batch = self.batches.take(number)
+            experience, metrics = self.collect(batch, version)
+            with self.phases("self_check"):
+                self.self_check.before_update(number, batch.trajectories, experience, metrics, version)
+        metrics |= self.engine_metrics.step(number, batch.loads)
+        metrics = self.update(number, experience, metrics)
+        self.self_check.after_update(number, metrics)
+        self.sync(version + 1)
+        return batch, experience, metrics | self._synced
+
+    def sample(self, number: int) -> Batch:
+        """Sample the responses to the next prompts of the order; step `number` seeds them, whenever that is."""
+        prompts = [self.prompts[position] for position in self.order.next() or []]
+        after, began, r = self.order.state_dict(), time.monotonic(), self.config.rollout
+        how = Sampling(r.n_samples_per_prompt, r.temperature, r.top_p, r.top_k, r.max_new_tokens, list(r.stop))
+        trajectories = self.generate(prompts, how, number - 1)
+        return Batch(number, prompts, trajectories, self.dispatcher.loads, time.monotonic() - began, after)
+
+    def generate(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
+        """Sample `sampling.n` responses to each prompt, to train on or to evaluate; the actor has policy `version`."""
+        if self.colocation is None:
+            return self.dispatcher.run(prompts, sampling, version)
+        with self.colocation.turn() as spent:
+            self._transfer(version)
+            found = self.dispatcher.run(prompts, sampling, version)
+        self._synced |= spent
+        return found
+
+    def sync(self, version: int) -> None:
+        """Give the engines the actor's weights, as policy `version`; engines that sleep get them when they wake up."""
+        if self.colocation is None:
+            self._transfer(version)
+
+    def _transfer(self, version: int) -> None:
+        with self.phases("sync"), self.colocation.waking(version) if self.colocation else nullcontext():
+            self._synced = self.pool.update(version)
 
     def collect(self, batch: Batch, version: int) -> tuple[Experience, Metrics]:
-        """Score a step's batch with the actor at policy `version`: what the step needs before anything changes.
-
-        It may be dropped and done again: the same numbers come out.
+        """Compute what the update of a batch needs, with the actor at policy `version`; it can be done again.
 
         The ratio of the update is taken to the actor's own log-probs at `version`, whichever policies sampled the
         tokens; that these may be older ones (vllm.sync_mode = inflight) is bounded, and not corrected for. So what is
         clipped is the distance from the newest policy. Source: Hilton et al., Batch size-invariance for policy
         optimization (2022), there with the weight of the proximal to the behaviour policy, which is 1 here.
         """
-        rewards, experience = self._score(batch.step, batch.prompts, batch.trajectories)
+        rewards, experience = self._score(batch)
         with self.phases("advantages"):
             metrics = self._advantages(experience)
-        return experience, metrics | self._sample_metrics(batch.trajectories, rewards, experience, version)
+        return experience, metrics | sample_metrics(self.config, batch.trajectories, rewards, experience, version)
 
-    def update(self, number: int, experience: Experience, metrics: Metrics) -> Metrics:
-        """Train actor and critic on a step's experience; `metrics` are those of `collect`."""
-        with self.phases("update"):
-            trained = self._update(number, experience)
-        self.kl.update(metrics["kl"], len(experience))
-        if self.scale is not None:
-            self.scale = self.scale.with_batch(experience.rewards)
-        return metrics | trained
-
-    def sampling(self) -> Sampling:
-        """How training responses are sampled."""
-        r = self.config.rollout
-        return Sampling(r.n_samples_per_prompt, r.temperature, r.top_p, r.top_k, r.max_new_tokens, list(r.stop))
-
-    def _score(self, number: int, prompts: list[Prompt], trajectories: list[Trajectory]) -> tuple[Rewards, Experience]:
-        """Rewards of the user's function or the reward model, while the others compute log-probs and values."""
-        experience = pack(trajectories, [0.0] * len(trajectories))
-        owners = [prompt for prompt in prompts for _ in range(self.config.rollout.n_samples_per_prompt)]
+    def _score(self, batch: Batch) -> tuple[Rewards, Experience]:
+        """Get the rewards of the user's function or of a model, while the others compute log-probs and values."""
+        experience = pack(batch.trajectories, [0.0] * len(batch.trajectories))
+        owners = [prompt for prompt in batch.prompts for _ in range(self.config.rollout.n_samples_per_prompt)]
         with self.phases("forward"):
-            scored = self.reward.begin(owners, trajectories, number)
-            if "reward" in self.roles:
-                self._take_turns([scored])
+            scored = self.reward.begin(owners, batch.trajectories, batch.step)
+            if REWARD in self.roles:
+                self._one_at_a_time([scored])
             self._forward(experience)
         with self.phases("reward"):
-            rewards = self.reward.wait(scored, len(trajectories))
+            rewards = self.reward.wait(scored, len(batch.trajectories))
         values = np.asarray(rewards.rewards, dtype=np.float32)
         if self.config.reward.shuffle:
-            values = np.random.default_rng([self.config.train.seed, number]).permutation(values)
+            values = np.random.default_rng([self.config.train.seed, batch.step]).permutation(values)
         experience.rewards = values
         return rewards, experience
 
     def _forward(self, experience: Experience) -> None:
-        """Fill the columns `logprobs`, `ref_logprobs` and `values`; all roles at once."""
-        wanted = [
-            ("actor", "logprobs", "logprobs"),
-            ("reference", "logprobs", "ref_logprobs"),
-            ("critic", "values", "values"),
-        ]
-        running: list[tuple[str, list[Shard], list[Future[Any]], str]] = []
-        for role, method, column in wanted:
+        """Fill the columns of log-probs and values, all roles at once."""
+        running: list[tuple[str, list[Shard], list[Future[F32]]]] = []
+        for role, method, column in COLUMNS:
             if role in self.roles:
                 handle = self.roles[role]
                 parts = shards(experience, handle.world, self.config.train.forward_tokens)
-                calls = [handle.call(rank, method, **part.to_wire()) for rank, part in enumerate(parts)]
-                self._take_turns(calls)
-                running.append((method, parts, calls, column))
-        for method, parts, calls, column in running:
-            experience.columns[column] = assemble(experience, parts, [answer[method] for answer in gather(calls)])
-
-    def _take_turns(self, calls: list[Future[Any]]) -> None:
-        """Where all roles share their accelerators, one computes at a time: their peaks of memory do not add up."""
-        if self.config.train.colocate_all:
-            gather(calls)
+                calls = handle.start_each(method, [ForwardBatch(part.experience, part.micro) for part in parts])
+                self._one_at_a_time(calls)
+                running.append((column, parts, calls))
+        for column, parts, calls in running:
+            experience.columns[column] = assemble(experience, parts, gather(calls))
 
     def _advantages(self, experience: Experience) -> Metrics:
+        """Fill the columns of advantages and returns."""
         config, columns, offsets = self.config.algo, experience.columns, experience.action_offsets
-        kl: F32 | None = None
-        mean_kl = 0.0
+        mask, kl, mean_kl = experience.action_mask, None, 0.0
         if "ref_logprobs" in columns:
             kl = approx_kl(columns["logprobs"], columns["ref_logprobs"], config.kl.estimator)
-            mean_kl = float(response_sums(kl, experience.action_mask, offsets).mean())
+            mean_kl = float(response_sums(kl, mask, offsets).mean())
         rewards = experience.rewards
         if self.scale is not None:
             rewards = self.scale.with_batch(rewards).normalize(rewards)
-        columns |= estimate(
-            self.algorithm,
-            AdvantageInputs(
-                rewards=rewards,
-                kl=kl,
-                values=columns.get("values"),
-                action_mask=experience.action_mask,
-                offsets=offsets,
-                groups=np.arange(len(experience)) // self.config.rollout.n_samples_per_prompt,
-                kl_coef=self.kl.coef,
-                clip_range=self.config.reward.clip_range,
-                gamma=config.advantage.gamma,
-                lambd=config.advantage.lambd,
-            ),
-            no_whitening=config.advantage.no_whitening,
+        inputs = AdvantageInputs(
+            rewards=rewards,
+            kl=kl,
+            values=columns.get("values"),
+            action_mask=mask,
+            offsets=offsets,
+            groups=np.arange(len(experience)) // self.config.rollout.n_samples_per_prompt,
+            kl_coef=self.kl.coef,
+            clip_range=self.config.reward.clip_range,
+            gamma=config.advantage.gamma,
+            lambd=config.advantage.lambd,
         )
-        mask = experience.action_mask
+        columns |= estimate(self.algorithm, inputs, no_whitening=config.advantage.no_whitening)
         metrics = {
             "kl": mean_kl,
             "kl_coef": self.kl.coef,
@@ -152,11 +207,20 @@ class PPO:
                 metrics[name] = float(columns[column][mask].mean()) if mask.any() else 0.0
         return metrics
 
-    def _update(self, number: int, experience: Experience) -> Metrics:
+    def update(self, number: int, experience: Experience, metrics: Metrics) -> Metrics:
+        """Train actor and critic on what `collect` answered; add the metrics of the training."""
+        with self.phases("update"):
+            trained = update_metrics(self._train(number, experience))
+        self.kl.update(metrics["kl"], len(experience))
+        if self.scale is not None:
+            self.scale = self.scale.with_batch(experience.rewards)
+        return metrics | trained
+
+    def _train(self, number: int, experience: Experience) -> list[Trained]:
         """Pass mini-batches through actor and critic `train.max_epochs` times; the two train side by side."""
         train, longest = self.config.train, self.config.rollout.max_new_tokens
-        frozen = number <= self.config.critic.freezing_steps
-        trained = [role for role in ("actor", "critic") if role in self.roles and not (frozen and role == "actor")]
+        frozen = (ACTOR,) if number <= self.config.critic.freezing_steps else ()
+        trained = [role for role in (ACTOR, CRITIC) if role in self.roles and role not in frozen]
         pending: list[tuple[str, float, list[Future[Any]]]] = []
         for epoch in range(train.max_epochs):
             for rows in mini_batches(len(experience), train.batch_size, train.seed * 1_000_003 + number, epoch):
@@ -170,65 +234,14 @@ class PPO:
                 for role in trained:
                     handle = self.roles[role]
                     parts = shards(batch, handle.world, train.max_tokens_per_gpu)
-                    denominator = weighed if role == "actor" else tokens
-                    calls = [
-                        handle.call(rank, "train_step", denominator=denominator, **part.to_wire())
-                        for rank, part in enumerate(parts)
-                    ]
-                    self._take_turns(calls)
+                    denominator = weighed if role == ACTOR else tokens
+                    batches = [TrainBatch(part.experience, part.micro, denominator) for part in parts]
+                    calls = handle.start_each(TrainerCalls.train_step, batches)
+                    self._one_at_a_time(calls)
                     pending.append((role, tokens, calls))
-        finished = [(role, tokens, gather(calls)) for role, tokens, calls in pending]
-        return _means(finished) | _first_of_actor(finished)
+        return [Trained(role, tokens, gather(calls)) for role, tokens, calls in pending]
 
-    def _sample_metrics(
-        self, trajectories: list[Trajectory], rewards: Rewards, experience: Experience, version: int
-    ) -> Metrics:
-        mask, columns = experience.action_mask, experience.columns
-        drift = np.abs(columns["rollout_logprobs"] - columns["logprobs"])
-        metrics = {
-            "reward": float(np.mean(rewards.rewards)),
-            "response_length": float(np.mean(experience.response_lens)),
-            "response_tokens": float(np.sum(experience.response_lens)),
-            "truncated": float(np.mean([t.finish_reason == "length" for t in trajectories])),
-            "reward_constant": constant_share(experience.rewards, self.config.rollout.n_samples_per_prompt),
-        }
-        age = ages(trajectories, version)
-        fresh = drift[mask & (age == 0)]
-        ahead = self.config.vllm.sync_mode == "inflight"
-        if fresh.size or not ahead:
-            # Engine against actor on the same tokens under the same policy: damaged weights would show here first.
-            metrics["rollout_logprob_diff"] = float(fresh.mean()) if fresh.size else 0.0
-            metrics["rollout_logprob_diff_max"] = float(fresh.max(initial=0.0))
-        if ahead:
-            metrics |= staleness(trajectories, age, mask, drift)
-        if rewards.scores is not None:
-            metrics["accuracy"] = float(np.mean(rewards.scores))
-        return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in rewards.extra_logs.items()}
-
-
-# What is one number for the whole optimizer step on every rank, and not a sum over a rank's tokens.
-PER_STEP = ("lr", "grad_norm")
-
-
-def _means(finished: list[tuple[str, float, list[dict[str, float]]]]) -> Metrics:
-    """Mean over the optimizer steps of (role, tokens, answers of the ranks); token sums become means over tokens."""
-    steps: dict[str, list[float]] = {}
-    for role, tokens, answers in finished:
-        for name in answers[0]:
-            if name in PER_STEP:
-                steps.setdefault(f"{role}_{name}", []).append(answers[0][name])
-            else:
-                steps.setdefault(name, []).append(sum(answer[name] for answer in answers) / max(tokens, 1.0))
-    return {name: float(np.mean(values)) for name, values in steps.items()}
-
-
-def _first_of_actor(finished: list[tuple[str, float, list[dict[str, float]]]]) -> Metrics:
-    """`ratio` and `approx_kl` of the actor's first optimizer step alone: its weights are those of the old log-probs."""
-    for role, tokens, answers in finished:
-        if role == "actor":
-            return {
-                f"first_{name}": sum(answer[name] for answer in answers) / max(tokens, 1.0)
-                for name in ("ratio", "approx_kl")
-                if name in answers[0]  # a loss of the user's may have other metrics
-            }
-    return {}
+    def _one_at_a_time(self, calls: list[Future[Any]]) -> None:
+        """Wait for `calls` where all roles share their accelerators: their peaks of memory must not add up."""
+        if self.config.train.colocate_all:
+            gather(calls)

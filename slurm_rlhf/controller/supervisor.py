@@ -1,4 +1,4 @@
-"""Every process of a run: started, watched, and ended together."""
+"""Starts every process of a run, watches it, and ends all of them together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError
 from slurm_rlhf.launch.launcher import Ended, Launcher
 from slurm_rlhf.observe.log_tail import first_failure, tail
-from slurm_rlhf.placement.rank_plan import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -34,11 +34,11 @@ TERMINATION_S = 1.0
 LOOPBACK = "127.0.0.1"
 
 
-class Fleet:
+class Supervisor:
     """Starts the process groups of each role and notices within seconds when one of them is gone.
 
-    The first failure fails every pending call of every role, so that whatever the conductor waits for, it learns of
-    it; what other roles report afterwards, because a peer of theirs vanished, does not hide it.
+    The first failure fails every pending call of every role, so that the conductor learns of it whatever it waits for.
+    Other roles may report errors afterwards, because a member is missing; those do not hide the first.
     """
 
     def __init__(self, config: Config, directory: RunDirectory, ranks: RankMap, launcher: Launcher) -> None:
@@ -63,12 +63,12 @@ class Fleet:
         self._failure_lock = threading.Lock()
         # What earlier starts of the run have written into the logs: it is not what this one died of.
         self._marks = {path: path.stat().st_size for path in directory.logs.glob("*.log")}
-        self.roles: dict[str, RoleHandle] = {}
+        self.roles: dict[str, RoleHandle[Any]] = {}
 
     def start(self, environment: Mapping[str, Mapping[str, Mapping[str, str]]]) -> None:
         """Start all roles, with the variables of `environment[role][node]`; wait until each rank has said hello.
 
-        It does not wait for engines: `roles.engines.Engines` does that.
+        It does not wait for engines: `EnginePool` does that.
         Raises RoleDied naming the role that ended instead, CallTimeout naming the ranks that stayed silent.
         """
         for role in self._ranks.roles:
@@ -79,28 +79,28 @@ class Fleet:
             ]
             self._launcher.start(role, arguments, environment[role])
             self.roles[role] = self._handle(role)
-        threading.Thread(target=self._watch, name="fleet-watch", daemon=True).start()
+        threading.Thread(target=self._watch, name="supervisor", daemon=True).start()
         for role, handle in self.roles.items():
             if not isinstance(handle, EngineHandle):
                 self.server.wait_for(role, handle.world, self._config.timeout.connect)
 
-    def _handle(self, role: str) -> RoleHandle:
+    def _handle(self, role: str) -> RoleHandle[Any]:
         world, timeout = self._ranks.world(role), self._config.timeout
         if any(share.engines for share in self._ranks.roles[role]):
             return EngineHandle(self.server, role, world, self._config.vllm.tensor_parallel_size, timeout)
         return RoleHandle(self.server, role, world, timeout)
 
     def here(self, role: str) -> set[int]:
-        """Ranks of `role` that have said hello."""
+        """List the ranks of `role` that have said hello."""
         return {peer.rank for peer in self.server.peers(role)}
 
     @property
     def failure(self) -> Exception | None:
-        """What broke the run."""
+        """Answer what broke the run; None: nothing has."""
         return self._failed
 
     def fail(self, error: Exception) -> None:
-        """The run is broken, by an error that no call of the loop sees: every pending and every later one raises it."""
+        """Break the run by an error that no call of the loop sees: every pending and every later call raises it."""
         with self._failure_lock:
             self._failed = self._failed or error
         for name in self._ranks.roles:
@@ -108,16 +108,16 @@ class Fleet:
 
     @property
     def sync_host(self) -> str:
-        """Where the members of a weight transfer meet: the node of the rank that sends."""
+        """Name the node where the members of a weight transfer meet: that of the rank that sends."""
         return LOOPBACK if self._launcher.address == LOOPBACK else self._ranks.roles["actor"][0].node
 
     def blame(self, error: RunError) -> None:
         """Raise why the run really broke, if that is another reason than `error`.
 
-        A rank's end shows in several ways at once: its calls fail, its peers complain of it, its launcher sees it.
-        Only the last says who was first, and with which last words. A node that dies breaks the collectives of its
-        peers within a second and is missed by its heartbeats alone: so the verdict is waited for as long as somebody
-        is silent, until half of `timeout.heartbeat` of it, together with `error`, is evidence enough.
+        When a rank ends, its calls fail, other ranks report it, and its launcher sees it. Only the launcher knows who
+        was first, and the last lines of its log. When a node dies, the collectives of other ranks fail within a second,
+        and only missing heartbeats tell which node it was. So this waits while a rank is silent; half of
+        `timeout.heartbeat` of silence, together with `error`, is evidence enough.
         """
         own = isinstance(error, RemoteError) and error.user_error
         begin = time.monotonic()
@@ -135,7 +135,7 @@ class Fleet:
             raise self._failed from error
 
     def stop(self) -> None:
-        """End every process: ask, and then end by force what is left, within `timeout.shutdown` seconds each."""
+        """End every process: ask, then end by force what is left, within `timeout.shutdown` seconds each."""
         self._leaving.set()
         self._launcher.stop(self._said_done(), self._config.timeout.shutdown / 2)
         self._gone.set()
@@ -144,13 +144,10 @@ class Fleet:
         self._directory.keys.unlink(missing_ok=True)
 
     def _said_done(self) -> bool:
-        """Ask every rank to leave; True when all of them have closed what they hold."""
+        """Ask every rank to end; True when all of them have released what they hold."""
         if self._failed is not None:
             return False
-        limit = self._config.timeout.shutdown
-        calls = [
-            self.server.call(role, rank, "shutdown", timeout_s=limit) for role in self.roles for rank in self.here(role)
-        ]
+        calls = [handle.shut_down(rank) for role, handle in self.roles.items() for rank in self.here(role)]
         done, late = wait(calls, self._config.timeout.shutdown / 2)
         return not late and all(call.exception() is None for call in done)
 
@@ -179,7 +176,7 @@ class Fleet:
         self._fail(end.role, self._describe(end), [*logs] or [*self._role_logs(end.role), end.log])
 
     def _on_dead_nodes(self) -> list[Peer]:
-        """Ranks on nodes of which nobody is heard, and the launcher has no end to report."""
+        """List ranks on nodes where every rank is silent, and the launcher has no end to report."""
         silent = self._silent()
         peers = [peer for role in self._ranks.roles for peer in self.server.peers(role)]
         alive = {peer.host for peer in peers if not peer.lost and peer not in silent}
@@ -188,14 +185,14 @@ class Fleet:
 
     @property
     def _patience_s(self) -> float:
-        """As long as it takes to see that somebody is silent."""
+        """How long it takes to see that a rank is silent."""
         return max(VERDICT_S, (SILENT_BEATS + 1) * self._config.timeout.heartbeat_interval)
 
     def _silent(self) -> list[Peer]:
         return self.server.silent(SILENT_BEATS * self._config.timeout.heartbeat_interval)
 
     def _condemn(self, suspects: list[Peer], evidence: str) -> None:
-        """With `evidence` that something broke, half of the heartbeats' limit is enough."""
+        """Give up silent ranks: with `evidence` that something broke, half of the heartbeats' limit is enough."""
         enough = self._config.timeout.heartbeat / 2
         for peer in self.server.silent(enough):
             if peer in suspects:
@@ -210,9 +207,10 @@ class Fleet:
             self._fail(peer.role, what, [self._directory.role_log(peer.role, peer.host, peer.rank)])
 
     def _told(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
-        """A rank cannot go on, or had SIGTERM: where this process gets none, the job is preempted; save, go on later.
+        """Act on the event of a rank: it cannot go on, or it got SIGTERM.
 
-        With `scancel` both do, and then this process's own, which comes within the second, decides.
+        A SIGTERM that this process does not get means that the job is preempted: save, and go on later. With `scancel`
+        both get one, and then this process's own, which comes within the second, decides.
         """
         if event == FAILURE and not self._leaving.is_set():
             reason = str(data.get("reason"))
@@ -246,7 +244,7 @@ class Fleet:
         return [*self._directory.logs.glob(f"{role}.*.[0-9]*.log"), *self._directory.logs.glob(f"{role}.*torchrun.log")]
 
     def _fail(self, role: str, what: str, logs: list[Path]) -> None:
-        """The last words are in the newest of `logs`, what earlier starts in this directory have written left out."""
+        """Break the run: quote the newest of `logs`, without what earlier starts in this directory have written."""
         with self._failure_lock:
             if self._failed is not None:
                 return
@@ -263,7 +261,7 @@ class Fleet:
 
 
 def _names(nodes: str) -> list[str]:
-    """The nodes of an `Ended`; what somebody else's launcher has written there need not be a list."""
+    """List the nodes of an `Ended`; another launcher may have written something that is no list."""
     try:
         return expand(nodes)
     except PlacementError:

@@ -1,7 +1,7 @@
-"""What the self-check decides, as pure functions of arrays and numbers: the table of bounds, the verdicts, the words.
+"""Decides what the self-check has found, by pure functions: the table of bounds, the verdicts, their texts.
 
-A verdict is a figure beside its bound. One that failed ends the run with `Verdict.error`; shares of a batch that are
-worth a word are warnings. `roles.self_check` takes the figures.
+A verdict is a figure beside its bound. One that failed ends the run with `Verdict.error`; a share of a batch above its
+limit is a warning. `self_check` measures the figures.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ BOUNDS: dict[str, dict[str, Bound]] = {
 
 
 def bounds(param_dtype: str) -> dict[str, Bound]:
-    """The row of a precision; every 16-bit format has bf16's."""
+    """Look up the row of a precision; every 16-bit format has that of bf16."""
     return BOUNDS["fp32" if param_dtype == "fp32" else "bf16"]
 
 
@@ -88,7 +88,7 @@ WORDS: dict[str, Words] = {
         "the log-probs of engine and actor of the tokens that the engine sampled",
         "the engine has other weights, samples at another temperature or with other parameters than the actor is "
         "trained with, or vLLM computes this architecture otherwise than transformers",
-        "look at rollout.temperature, compare weights with sync.compare, or set vllm.dtype = fp32",
+        "look at rollout.temperature and at the updates of the weights in the log, or set vllm.dtype = fp32",
     ),
     "reference": Words(
         "the log-probs of actor and reference, which are the same model before the first step,",
@@ -121,11 +121,11 @@ class Verdict:
         return self.figure <= self.bound.limit  # a NaN is no pass
 
     def error(self) -> str:
-        """What to tell the user of a verdict that did not pass."""
+        """Put a verdict that did not pass into the error for the user."""
         return f"self-check failed ({self.check}): {self.told()}. {ALL_THE_SAME}."
 
     def told(self) -> str:
-        """What was compared, how far it is apart, what that usually means, and what to change."""
+        """Tell what was compared, how far it is apart, what that usually means, and what to change."""
         words = WORDS[self.check]
         return (
             f"{words.what} are {self.figure:.3g} nats apart ({self.detail}); at most {self.bound.limit:g} can be "
@@ -134,7 +134,7 @@ class Verdict:
 
 
 def compare(check: str, ours: F32, theirs: F32, mask: Bool, param_dtype: str, engines: I32 | None = None) -> Verdict:
-    """The distance of two columns of log-probs [A] over the policy's own tokens, `mask`, beside its bound.
+    """Compare two columns of log-probs [A] over the policy's own tokens, `mask`.
 
     `engines` [A]: which engine sampled each token; the error then names the engine that is furthest off.
     """
@@ -162,7 +162,7 @@ def _worst(apart: np.ndarray, mask: Bool, engines: I32 | None, bound: Bound) -> 
 
 
 def first_ratio(ratio: float, approx_kl: float, param_dtype: str) -> Verdict:
-    """Of the first optimizer step after the old log-probs were taken: the ratio must be 1, token by token.
+    """Judge the first optimizer step after the old log-probs: there the ratio must be 1, token by token.
 
     `ratio` and `approx_kl` (k3, half the mean square of a small log-ratio) are means over the step's tokens. The mean
     ratio alone would miss noise, which has as much above one as below it.
@@ -177,7 +177,7 @@ def first_ratio(ratio: float, approx_kl: float, param_dtype: str) -> Verdict:
 
 
 def drift(mean: float, param_dtype: str) -> Verdict:
-    """Engine against actor in a later step, `mean` over the tokens that the actor's own version sampled."""
+    """Judge engine against actor in a later step; `mean` is over the tokens that the actor's own version sampled."""
     return Verdict("engine", mean, Bound(bounds(param_dtype)["engine"].limit, "mean"), "mean of the step's tokens")
 
 
@@ -230,7 +230,7 @@ PROMPT_SHARES = ("prompts_dropped", "prompts_double_bos")
 
 
 def constant_share(rewards: F32, group: int) -> float:
-    """Share of the groups of `group` rewards in which all are equal; rewards [N] in group order.
+    """Measure the share of groups of `group` rewards in which all are equal; rewards [N] in group order.
 
     Groups of one say nothing: then the whole batch is one group. Raises ValueError when `group` does not divide N.
     """
@@ -240,7 +240,7 @@ def constant_share(rewards: F32, group: int) -> float:
 
 
 def warnings(shares: dict[str, float], names: Sequence[str]) -> list[str]:
-    """A sentence for each share above its limit."""
+    """Write a sentence for each share above its limit."""
     return [
         f"warning: {_percent(shares[name])} {SHARES[name].warning}"
         for name in names
@@ -249,7 +249,7 @@ def warnings(shares: dict[str, float], names: Sequence[str]) -> list[str]:
 
 
 def not_finite(rewards: F32) -> str:
-    """The error for rewards [N] of which some are NaN or infinite; empty: none is."""
+    """Write the error for rewards [N] of which some are NaN or infinite; empty: none is."""
     wrong = np.flatnonzero(~np.isfinite(rewards))
     if not wrong.size:
         return ""

@@ -12,7 +12,7 @@ from slurm_rlhf.config.architectures import missing
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.listing import shortened, shortened_lines
-from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU
 
 Answers = Mapping[str, Mapping[str, Any]]

@@ -14,7 +14,7 @@ from slurm_rlhf.launch.child_process import exit_text, start_child
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node_environment import visible_gpus, without_gpu_choice
 from slurm_rlhf.launch.step_spec import StepSpec, torchrun_command
-from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 
 

@@ -15,7 +15,7 @@ from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.node_environment import INTERFACES, node_environment, take_cache, visible_gpus
 from slurm_rlhf.launch.step_spec import StepSpec, share_on, torchrun_command
-from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 
 RANK_MAP = "rank_map.json"
 """In the run directory."""

@@ -18,7 +18,7 @@ from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node import RANK_MAP
 from slurm_rlhf.launch.srun import RunningStep, Step
 from slurm_rlhf.launch.step_spec import StepSpec
-from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU
 from slurm_rlhf.polling import wait_until
 

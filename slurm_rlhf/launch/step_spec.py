@@ -10,7 +10,7 @@ from pathlib import Path
 
 from slurm_rlhf.atomic_write import write_atomically
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.placement.rank_map_file import NodeShare, RankMap
+from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 
 WORKER_MODULE = "slurm_rlhf.workers.main"
 

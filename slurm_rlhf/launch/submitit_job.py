@@ -29,7 +29,8 @@ from slurm_rlhf.config.values import dump_toml
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError
 from slurm_rlhf.launch.child_process import bound_to_parent
 from slurm_rlhf.launch.requeue import PARENT_REQUEUES
-from slurm_rlhf.placement.rank_plan import place, role_sizes
+from slurm_rlhf.placement.rank_map import place
+from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.topology import Topology, numbered_names
 
 FOLDER = "submitit"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from slurm_rlhf.records import EngineLoad  # noqa: F401
-
 SHARE = 0.5
 """An engine below this share of the median of its peers counts as far below them."""
 STEPS = 2

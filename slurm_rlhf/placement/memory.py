@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from slurm_rlhf.config.roles import ROLES, ROLLOUT, roles_by_slots
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.engine_memory import GIB, Engine
-from slurm_rlhf.placement.holdings import Holding, Models, holdings, the_engine
+from slurm_rlhf.placement.rank_memory import Models, RankMemory, rank_memories, the_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Account:
 
 def account(config: Config, models: Models, gpu: int) -> Account:
     """The memory of a run with `config` on GPUs of `gpu` bytes."""
-    held = holdings(config, models, gpu)
+    held = rank_memories(config, models, gpu)
     rows: list[Row] = []
     for group in roles_by_slots(config, list(held)):
         shared = len(group) > 1
@@ -78,7 +78,7 @@ def wanted_sequences(config: Config) -> int:
     return min(config.vllm.max_num_seqs, -(-responses // config.vllm.num_engines))
 
 
-def _together(config: Config, held: list[Holding], gpu: int) -> Iterator[Row]:
+def _together(config: Config, held: list[RankMemory], gpu: int) -> Iterator[Row]:
     """Every occasion on a shared GPU. With train.colocate_all one role works at a time, else all may."""
     if not config.train.colocate_all:
         worker, others = held[0], held[1:]
@@ -104,7 +104,7 @@ def _together(config: Config, held: list[Holding], gpu: int) -> Iterator[Row]:
         yield _row(f"  together: {one.role} {worst}", terms, gpu, one.role)
 
 
-def _named(holding: Holding, phase: str) -> dict[str, int]:
+def _named(holding: RankMemory, phase: str) -> dict[str, int]:
     return {f"{holding.role}'s {name}": size for name, size in holding.at(phase).items()}
 
 

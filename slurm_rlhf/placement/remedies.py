@@ -10,8 +10,8 @@ from typing import Any
 from slurm_rlhf.config.keys import get, put
 from slurm_rlhf.config.roles import ROLES, ROLLOUT, RoleSpec, colocations
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.placement.holdings import Models
 from slurm_rlhf.placement.memory import Account, Row, account
+from slurm_rlhf.placement.rank_memory import Models
 
 Change = dict[str, Any]
 """Key -> value."""

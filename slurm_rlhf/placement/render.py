@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from slurm_rlhf.config.roles import ROLES
-from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU
 
 _MAX_ROWS = 64

@@ -1,4 +1,4 @@
-"""What a reward function is given: by the names in its signature, which is looked at when the file is loaded."""
+"""Pass a reward function what the names in its signature ask for; the signature is read when the file is loaded."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ BY_PLACE = ("queries", "prompts", "labels")
 """The order of OpenRLHF, for functions that call their first three parameters otherwise."""
 
 ELSEWHERE = {"completions": "responses", "completion_ids": "response_ids"}
-"""What TRL passes under another name. Never taken by place: a completion is not a query."""
+"""Names that TRL uses -> ours. Never taken by place: a completion is not a query."""
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The arguments that a function takes."""
+    """List the arguments that a function takes."""
 
     places: tuple[str, ...]
     names: tuple[str, ...]
@@ -44,7 +44,7 @@ class Taken:
     def call(
         self, function: Callable[..., Any], prompts: list[Prompt], trajectories: list[Trajectory], step: int
     ) -> Any:
-        """What `function` answers for `trajectories`; `prompts[i]` is the prompt of `trajectories[i]`."""
+        """Call `function` for `trajectories` and return its answer; `prompts[i]` is the prompt of `trajectories[i]`."""
         return function(
             *(ARGUMENTS[name](prompts, trajectories, step) for name in self.places),
             **{name: ARGUMENTS[name](prompts, trajectories, step) for name in self.names},
@@ -52,7 +52,7 @@ class Taken:
 
 
 def taken(function: Callable[..., Any], where: str) -> Taken:
-    """Which arguments `function` takes; `**kwargs` takes all that have no parameter of their own.
+    """Find the arguments that `function` takes; `**kwargs` takes all that have no parameter of their own.
 
     Raises RewardError, its message starting with `where`, for a coroutine or a generator, and for a parameter without
     a default that nothing is passed for.
@@ -79,7 +79,7 @@ def taken(function: Callable[..., Any], where: str) -> Taken:
 
 
 def _places(placed: list[inspect.Parameter], open_places: bool) -> tuple[str, ...]:
-    """OpenRLHF's three by place, where no parameter says by its name that it means something else."""
+    """Return the three of OpenRLHF by place, unless the name of a parameter says that it means something else."""
     first = placed[: len(BY_PLACE)]
     if len(first) < len(BY_PLACE) and not open_places:
         return ()

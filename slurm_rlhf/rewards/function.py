@@ -1,4 +1,4 @@
-"""The user's reward function: a Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF.
+"""Load and call the user's reward function: `reward_func(queries, prompts, labels, **kwargs)` as in OpenRLHF.
 
 What it can take, and an example: README.md, "The reward function".
 """
@@ -43,7 +43,7 @@ def register_reward(function: Function, name: str = "", *, replace: bool = False
 
 
 class RewardFunction:
-    """Calls the user's function and accepts nothing that is not one finite number per response."""
+    """Call the user's function and accept only one finite number per response."""
 
     def __init__(self, function: Callable[..., Any], file: Path | str, arguments: Taken, name: str = FUNCTION) -> None:
         self._function = function
@@ -72,7 +72,7 @@ class RewardFunction:
 
     @classmethod
     def load(cls, source: str) -> RewardFunction:
-        """The function in the Python file `source`, whose directory is importable for it.
+        """Load the function in the Python file `source`, whose directory is importable for it.
 
         Raises ConfigError when there is no such file or `source` is a URL, RewardError when the file cannot be run
         (with the line), does not define `reward_func`, or its signature takes what is not passed.
@@ -88,7 +88,7 @@ class RewardFunction:
         return cls(function, file, taken(function, f"{_defined(file, function)}: {FUNCTION}"))
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
-        """Rewards of `trajectories`, [N]; `prompts[i]` is the prompt of `trajectories[i]`.
+        """Compute the rewards of `trajectories`, [N]; `prompts[i]` is the prompt of `trajectories[i]`.
 
         `step`: the training step that they are of; in an evaluation, the steps done before it. The function gets those
         of `arguments.ARGUMENTS` that its signature takes. Raises RewardError for what it raises or answers.
@@ -101,6 +101,6 @@ class RewardFunction:
 
 
 def _defined(file: Path | str, function: Callable[..., Any]) -> str:
-    """file:line of the function, where it is in the file."""
+    """Name file and line of the function, where it is defined in the file."""
     code = getattr(function, "__code__", None)
     return f"{file}:{code.co_firstlineno}" if code is not None and code.co_filename == str(file) else str(file)

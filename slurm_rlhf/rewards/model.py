@@ -1,4 +1,4 @@
-"""Where rewards come from: a function, or the reward role called as a function is; and how long they may take."""
+"""Compute rewards in the background, by a function or by the reward model's ranks, and wait until a deadline."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from slurm_rlhf.algorithms.batching import shards
 from slurm_rlhf.algorithms.reward_scale import FixedScale, RewardScale, RunningScale
 from slurm_rlhf.config.reward import reward_statistics
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import ForwardBatch, RewardCalls
 from slurm_rlhf.control.handles import RoleHandle, gather
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.records import Prompt, Trajectory, pack
@@ -21,23 +22,24 @@ from slurm_rlhf.rewards.values import Rewards, parse_answer
 
 
 class ModelRewards:
-    """Spreads responses over the ranks of the reward role."""
+    """Spread responses over the ranks of the reward role."""
 
-    def __init__(self, role: RoleHandle, max_tokens: int) -> None:
-        """`max_tokens`: of a micro-batch."""
+    def __init__(self, role: RoleHandle[RewardCalls], max_tokens: int) -> None:
+        """Take the role to call; `max_tokens`: of a micro-batch."""
         self._role = role
         self._max_tokens = max_tokens
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int = 0) -> Rewards:
-        """Rewards of `trajectories`, [N], from any thread; a model knows no step. Raises RunError, and RewardError for
-        a NaN.
+        """Compute the rewards of `trajectories`, [N], from any thread; a model knows no step.
+
+        Raises RunError, and RewardError for a NaN.
         """
         experience = pack(trajectories, [0.0] * len(trajectories))
         # An evaluation may have any number of responses, and ranks need equally many: the last fills up.
         count, ranks = len(experience), self._role.world
         filled = [*range(count), *[count - 1] * (-count % ranks)]
         parts = shards(experience.select(filled), ranks, self._max_tokens)
-        calls = [self._role.call(rank, "score", **part.to_wire()) for rank, part in enumerate(parts)]
+        calls = self._role.start_each(RewardCalls.score, [ForwardBatch(part.experience, part.micro) for part in parts])
         scores = np.full(len(filled), np.nan, dtype=np.float32)
         for part, answer in zip(parts, gather(calls), strict=True):
             scores[part.indices] = answer
@@ -45,7 +47,7 @@ class ModelRewards:
 
 
 def reward_scale(config: Config) -> tuple[RewardScale | None, str]:
-    """What reward.normalize_enable asks for, and a line that says so. Raises ModelError."""
+    """Make the scale that reward.normalize_enable asks for, and a line that says so. Raises ModelError."""
     if not config.reward.normalize_enable:
         return None, ""
     model = config.reward.model_name_or_path
@@ -57,18 +59,18 @@ def reward_scale(config: Config) -> tuple[RewardScale | None, str]:
 
 
 class Scoring:
-    """Rewards for training and evaluation alike: computed in the background, waited for until a deadline.
+    """Compute rewards for training and evaluation in the background, and wait for them until a deadline.
 
     So a signal interrupts the main thread while it waits, whatever the user's function does.
     """
 
     def __init__(self, source: RewardFunction | ModelRewards, timeout_s: float) -> None:
-        """`timeout_s`: of a function. A role's calls have deadlines of their own."""
+        """Take the source of rewards; `timeout_s` is for a function: calls to a role have deadlines of their own."""
         self._source = source
         self._timeout_s = timeout_s if isinstance(source, RewardFunction) else None
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
-        """Rewards of `trajectories`, [N]; `step` as of `RewardFunction`. Blocks; raises as `wait`."""
+        """Compute the rewards of `trajectories`, [N]; `step` as in `RewardFunction`. Blocks; raises as `wait`."""
         return self.wait(self.begin(prompts, trajectories, step), len(trajectories))
 
     def begin(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Future[Rewards]:
@@ -76,7 +78,7 @@ class Scoring:
         return in_background(self._source, prompts, trajectories, step)
 
     def wait(self, scored: Future[Rewards], count: int) -> Rewards:
-        """The answer for `count` responses. Raises RewardError when it takes too long, and what the source raised."""
+        """Wait for the rewards of `count` responses. Raises RewardError after the deadline, or what it raised."""
         try:
             return scored.result(self._timeout_s)
         except TimeoutError:

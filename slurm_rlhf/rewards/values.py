@@ -1,4 +1,4 @@
-"""What a reward function may answer, as arrays; everything else is an error that says where it is wrong.
+"""Read the answer of a reward function into arrays; anything unexpected is an error that says where it is wrong.
 
 Knows lists, tuples, numpy arrays and tensors of any library by their `tolist`; imports none of them but numpy.
 """
@@ -19,7 +19,7 @@ KEYS = ("rewards", "scores", "extra_logs")
 
 @dataclass(slots=True)
 class Rewards:
-    """One entry per response, [N]."""
+    """Hold one entry per response, [N]."""
 
     rewards: F32
     scores: F32 | None = None  # how good the response is by the task's own measure, e.g. 1 if it is correct
@@ -27,7 +27,7 @@ class Rewards:
 
 
 def parse_answer(answer: Any, count: int, where: str) -> Rewards:
-    """`answer` of a reward function for `count` responses: numbers, or {"rewards", "scores"?, "extra_logs"?}.
+    """Read the answer of a reward function for `count` responses: numbers, or {"rewards", "scores"?, "extra_logs"?}.
 
     Raises RewardError, its message starting with `where`, for another number of values, for values that are no finite
     number, and for keys that have no meaning.
@@ -55,7 +55,7 @@ def parse_answer(answer: Any, count: int, where: str) -> Rewards:
 
 
 def _log_values(values: Any, count: int, told: str) -> F32:
-    """One number per response, or one for all."""
+    """Read one number per response, or one for all."""
     plain = _plain(values)
     if isinstance(plain, (list, tuple)):
         return _numbers(plain, count, told, "values")
@@ -82,7 +82,7 @@ def _number(value: Any, index: int, told: str) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays, tensors and their scalars as Python lists and numbers."""
+    """Turn arrays, tensors and their scalars into Python lists and numbers."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -1,6 +1,10 @@
 """Weights travel from the actor to the engines, over process groups made for nothing else.
 
-`layout`, `plan` and `route` say which bytes go where and on which way: pure data. `group` builds a group across
-separately started processes; `push` and `receive` are the two ends of an update; `carrier` is the seam behind which the
-ways of the bytes lie: relays over gloo, NCCL, shared memory, files.
+`layout`, `plan` and `routes` say which bytes go where and on which way: pure data, without torch. `group` joins
+separately started processes (`member`, `rendezvous`), watches them (`liveness`) and finds out who broke an update
+(`diagnosis`, `update`). `sender` and `receiver` are the two ends, `bucket` is what they exchange, `backends` are the
+ways of the bytes; that package says how to add one. `_torch` has every private name of torch.
+
+May import `config`, `errors`, `cluster` and the helpers beside them. vLLM is not imported here: an engine loads what
+`Receiver.update` yields.
 """

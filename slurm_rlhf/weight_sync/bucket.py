@@ -1,20 +1,140 @@
-"""The bytes of one bucket: written on one side, checked and put together on the other."""
+"""The bytes of one bucket: memory for them, their checksums, how they are written and put together again."""
 
 from __future__ import annotations
 
+import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.listing import shortened
-from slurm_rlhf.weight_sync.buffers import Pool
-from slurm_rlhf.weight_sync.checksum import checksum
 from slurm_rlhf.weight_sync.plan import FIXED_HEADER, Parameter, Part, Piece, Span, SyncPlan
 
 Source = Callable[[Span], torch.Tensor]
 """A span of a parameter -> its bytes, uint8 [span.nbytes], on any device."""
+
+_WASTE = 2  # a block of memory serves requests down to its size over this
+_BLOCK = 1 << 15  # words; with as many weights half a megabyte, which a second-level cache holds
+_AT_ONCE = 1 << 20  # words that an accelerator takes in one go: more need more memory, less more launches
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, odd: the multiplier of Fibonacci hashing
+
+
+class Pool:
+    """Hand out uint8 tensors [n]; when the last view of one is gone, by whomever, its memory is used again.
+
+    On CPUs the first touch of fresh pages costs more than the transfer of their bytes.
+    """
+
+    def __init__(self, device: torch.device, others: int = 0) -> None:
+        """`others`: bytes that its owner has besides, in shared memory."""
+        self.device = device
+        self.peak = others  # bytes that were held at a time: handed out, or idle until they are used again
+        self._held = others
+        self._lock = threading.Lock()
+        self._returned: deque[torch.Tensor] = deque()
+        self._gone: deque[int] = deque()
+        self._free: list[torch.Tensor] = []
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Hand out a tensor of `nbytes`, its contents undefined. Any thread."""
+        if self.device.type != "cpu":
+            return self._fresh_on_gpu(nbytes)
+        with self._lock:
+            while self._returned:
+                self._free.append(self._returned.popleft())
+            fitting = [block for block in self._free if nbytes <= block.numel() <= _WASTE * max(nbytes, 1)]
+            if fitting:
+                block = min(fitting, key=torch.Tensor.numel)
+                self._free = [other for other in self._free if other is not block]
+            else:
+                block = torch.empty(max(nbytes, 1), dtype=torch.uint8)
+                self._hold(block.numel())
+        # The tensor and all views of it keep this array, and nothing else does.
+        lent = block.numpy()[:nbytes]
+        # A finalizer runs wherever the last reference goes, in the middle of `take` too: it must not want the lock.
+        weakref.finalize(lent, self._returned.append, block).atexit = False
+        return torch.from_numpy(lent)
+
+    def _fresh_on_gpu(self, nbytes: int) -> torch.Tensor:
+        """Take fresh memory of a GPU: its allocator keeps what is given back by itself."""
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        with self._lock:
+            while self._gone:
+                self._held -= self._gone.popleft()
+            self._hold(nbytes)
+        # All views share the storage, and its object lives as long as they.
+        weakref.finalize(tensor.untyped_storage(), self._gone.append, nbytes).atexit = False
+        return tensor
+
+    def _hold(self, nbytes: int) -> None:
+        self._held += nbytes
+        self.peak = max(self.peak, self._held)
+
+
+def checksum(data: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
+    """Compute a 64-bit checksum of `data` (uint8 [n], n a multiple of 8), as an int64 tensor [] on its device.
+
+    sum over i, j of x[i, j] * w[j] * v[i] mod 2^64, where x are the bytes as 64-bit words in blocks of 32768, w and v
+    odd weights: integer arithmetic that depends on positions, the same on every device. Most parameters, and shards of
+    them, are one block: one dot product on a CPU, at the speed of memory. Changed, shifted and exchanged words change
+    it; it is no protection against intent.
+
+    With `into` (uint8 [n]) the bytes are copied there on the way, and those that arrived are summed.
+    """
+    words = data.view(torch.int64)
+    copied = words if into is None else into.view(torch.int64)
+    block_sums = []
+    step = _BLOCK if _is_cpu(data) else _AT_ONCE
+    for low in range(0, words.numel(), step):
+        here = copied[low : low + step]
+        if into is not None:
+            here.copy_(words[low : low + step])
+        block_sums.append(_sums(here))
+    if len(block_sums) == 1 and block_sums[0].dim() == 0:
+        return block_sums[0]  # the first block's weight is 1
+    flat = torch.cat([sums.view(-1) for sums in block_sums]) if block_sums else words
+    return (flat * _block_weights(flat.numel(), str(data.device))).sum()
+
+
+def _sums(words: torch.Tensor) -> torch.Tensor:
+    """Sum the blocks in `words` (int64 [n]), weighted: int64 [] on CPUs, for one block, else int64 [blocks]."""
+    weights = _weights(str(words.device))
+    if _is_cpu(words):
+        return torch.dot(words, weights[: words.numel()])
+    end = words.numel() // _BLOCK * _BLOCK
+    whole = (words[:end].view(-1, _BLOCK) * weights).sum(1)
+    if end == words.numel():
+        return whole
+    return torch.cat([whole, (words[end:] * weights[: words.numel() - end]).sum().view(1)])
+
+
+def _is_cpu(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cpu"
+
+
+@cache
+def _weights(device: str) -> torch.Tensor:
+    """Return the weights of the words of a block."""
+    return _mixed(_BLOCK).to(device)
+
+
+@cache
+def _block_weights(blocks: int, device: str) -> torch.Tensor:
+    """Return the weights of the blocks; 1 for the first."""
+    weights = _mixed(blocks + 1)[1:] if blocks else torch.zeros(0, dtype=torch.int64)
+    weights[:1] = 1
+    return weights.to(device)
+
+
+def _mixed(count: int) -> torch.Tensor:
+    """Make `count` odd words, no two alike."""
+    numbers = torch.arange(1, count + 1, dtype=torch.int64) * _GOLDEN
+    return (numbers ^ (numbers >> 29)) * _GOLDEN | 1
 
 
 def fill(buffer: torch.Tensor, part: Part, bucket: int, version: int, source: Source) -> None:
@@ -24,11 +144,11 @@ def fill(buffer: torch.Tensor, part: Part, bucket: int, version: int, source: So
         offset = piece.offset - part.start
         data = source(piece.span)
         view = buffer[offset : offset + piece.span.nbytes]
-        if data.device == buffer.device and _in_lanes(data):
+        if data.device == buffer.device and _in_words(data):
             sums.append(checksum(data, into=view))
         else:
             view.copy_(data)
-            sums.append(checksum(_lanes(buffer, offset, piece)))
+            sums.append(checksum(_words(buffer, offset, piece)))
     header = _header(buffer, len(sums))
     # Filled, not copied: a copy of numbers from the host would wait for the GPU.
     header[0].fill_(version)
@@ -37,26 +157,26 @@ def fill(buffer: torch.Tensor, part: Part, bucket: int, version: int, source: So
 
 
 def verify(buffer: torch.Tensor, plan: SyncPlan, parts: Sequence[Part], bucket: int, version: int) -> None:
-    """Compare the parts of a bucket that arrived with what their owners said of them.
+    """Compare the parts of a bucket that arrived with the checksums of their owners.
 
     `buffer` is the bucket's. Waits for a GPU once. Raises SyncError naming the parameters that differ.
     """
     words = []
     for part in parts:
         words.append(_header(buffer[part.start :], len(part.pieces)))
-        words.append(torch.stack([checksum(_lanes(buffer, piece.offset, piece)) for piece in part.pieces]))
+        words.append(torch.stack([checksum(_words(buffer, piece.offset, piece)) for piece in part.pieces]))
     found = iter(torch.cat(words).tolist())
     for part in parts:
-        said = _said([next(found) for _ in range(FIXED_HEADER + len(part.pieces))], part, bucket, version)
-        pairs = zip(part.pieces, said, [next(found) for _ in part.pieces], strict=True)
-        wrong = [plan.parameters[piece.span.parameter].name for piece, sent, arrived in pairs if sent != arrived]
+        sent = _checksums([next(found) for _ in range(FIXED_HEADER + len(part.pieces))], part, bucket, version)
+        pairs = zip(part.pieces, sent, [next(found) for _ in part.pieces], strict=True)
+        wrong = [plan.parameters[piece.span.parameter].name for piece, said, arrived in pairs if said != arrived]
         if wrong:
             raise _different(wrong, part, bucket, version)
 
 
 @dataclass(slots=True)
 class Assembly:
-    """Parameters out of the pieces of bucket after bucket, compared with what their owners said of them."""
+    """Put parameters together from the pieces of bucket after bucket, and compare their checksums."""
 
     plan: SyncPlan
     pool: Pool
@@ -66,7 +186,7 @@ class Assembly:
     def parameters(
         self, buffer: torch.Tensor, parts: tuple[Part, ...], bucket: int, version: int
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Those that the bucket in `buffer` completes; one that lies there in one piece is a view of it.
+        """Yield those that the bucket in `buffer` completes; one that lies there in one piece is a view of it.
 
         Raises SyncError as `verify` does, at once.
         """
@@ -88,20 +208,23 @@ class Assembly:
     def copies(
         self, buffer: torch.Tensor, parts: tuple[Part, ...], bucket: int, version: int
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same, none of them a view: the buffer is free at the end. Each is compared while it is copied, so its
-        bytes are read once; raises as `verify` does, before the first that differs."""
+        """Yield the same, none of them a view: the buffer is free at the end.
+
+        Each is compared while it is copied, so its bytes are read once; raises as `verify` does, before the first that
+        differs.
+        """
         headers = {part.index: _header(buffer[part.start :], len(part.pieces)).tolist() for part in parts}
-        said = {part.index: iter(_said(headers[part.index], part, bucket, version)) for part in parts}
+        sums = {part.index: iter(_checksums(headers[part.index], part, bucket, version)) for part in parts}
         for piece, part in _in_order(parts):
             room = self._room(piece)
-            lanes = _lanes(buffer, piece.offset, piece)
-            if lanes.numel() == room.numel() and _in_lanes(room):
-                found = checksum(lanes, into=room)
+            words = _words(buffer, piece.offset, piece)
+            if words.numel() == room.numel() and _in_words(room):
+                found = checksum(words, into=room)
             else:
                 room.copy_(buffer[piece.offset : piece.offset + piece.span.nbytes])
-                found = checksum(lanes)
+                found = checksum(words)
             parameter = self.plan.parameters[piece.span.parameter]
-            if int(found) != next(said[part.index]):  # a part's pieces are in the order of their parameters, too
+            if int(found) != next(sums[part.index]):  # a part's pieces are in the order of their parameters, too
                 raise _different([parameter.name], part, bucket, version)
             whole = self._completed(piece)
             if whole is not None:
@@ -109,7 +232,7 @@ class Assembly:
                 del whole, room
 
     def _room(self, piece: Piece) -> torch.Tensor:
-        """Where the piece belongs in its parameter."""
+        """Return where the piece belongs in its parameter."""
         parameter = self.plan.parameters[piece.span.parameter]
         if self._open is None:
             self._open, self._filled = self.pool.take(parameter.nbytes), 0
@@ -118,7 +241,7 @@ class Assembly:
         return self._open[piece.span.low : piece.span.high]
 
     def _completed(self, piece: Piece) -> torch.Tensor | None:
-        """The parameter, when `piece` was its last."""
+        """Return the parameter if `piece` was its last."""
         self._filled = piece.span.high
         if self._filled < self.plan.parameters[piece.span.parameter].nbytes:
             return None
@@ -126,8 +249,8 @@ class Assembly:
         return whole
 
 
-def _said(header: list[int], part: Part, bucket: int, version: int) -> list[int]:
-    """The owner's checksums of its pieces. Raises SyncError for another bucket or version."""
+def _checksums(header: list[int], part: Part, bucket: int, version: int) -> list[int]:
+    """Read the owner's checksums of its pieces. Raises SyncError for another bucket or version."""
     if header[:FIXED_HEADER] != [version, bucket]:
         raise SyncError(
             f"expected bucket {bucket} of policy version {version}, got bucket {header[1]} of version {header[0]} "
@@ -152,8 +275,8 @@ def _shaped(data: torch.Tensor, parameter: Parameter) -> torch.Tensor:
     return data.view(getattr(torch, parameter.dtype)).view(parameter.shape)
 
 
-def _in_lanes(data: torch.Tensor) -> bool:
-    """Whether the bytes can be seen as 64-bit words."""
+def _in_words(data: torch.Tensor) -> bool:
+    """Tell whether the bytes can be seen as 64-bit words."""
     return data.numel() % 8 == 0 and data.storage_offset() % 8 == 0
 
 
@@ -161,6 +284,6 @@ def _header(buffer: torch.Tensor, pieces: int) -> torch.Tensor:
     return buffer[: 8 * (FIXED_HEADER + pieces)].view(torch.int64)
 
 
-def _lanes(buffer: torch.Tensor, offset: int, piece: Piece) -> torch.Tensor:
-    """The piece's bytes and the padding up to whole 64-bit lanes, which travels with them."""
+def _words(buffer: torch.Tensor, offset: int, piece: Piece) -> torch.Tensor:
+    """Return the bytes of the piece and the padding up to whole 64-bit words, which travels with them."""
     return buffer[offset : offset + -(-piece.span.nbytes // 8) * 8]

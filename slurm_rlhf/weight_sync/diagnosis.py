@@ -1,8 +1,9 @@
-"""Who broke an update. Transports only say that something closed or took too long; members say the rest in the store.
+"""Find out who broke an update, from what the members write into the store.
 
-Every member that fails posts why, before it drops its connections: a reason of its own, whom it has not heard from, or
-nothing when it merely lost the others. So a peer whose connection closed without a post is the one that died, and a
-peer that posts nothing is the one that hangs or is cut off. Rank 0 judges and publishes; the others repeat its verdict.
+Backends only say that something closed or took too long. Every member that fails posts why, before it drops its
+connections: a reason of its own, whom it has not heard from, or nothing when it merely lost the others. So a peer whose
+connection closed without a post has died, and a peer that posts nothing hangs or is cut off. Rank 0 judges and
+publishes; the others repeat its verdict.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.distributed import Store
 
 from slurm_rlhf.listing import shortened
 from slurm_rlhf.polling import wait_until
-from slurm_rlhf.weight_sync.store import read
+from slurm_rlhf.weight_sync.rendezvous import read
 
 GRACE_S = 3.0
 """How long survivors have to post after a failure."""
@@ -29,7 +30,7 @@ _NAMED = 4  # members that a message names; of a node that is cut off, all would
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why an update ended."""
+    """Say why an update ended."""
 
     text: str
     refused: bool = False  # a member gave a reason of its own, which a new group would not change
@@ -37,16 +38,16 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Post:
-    """What a member that fails says."""
+    """Say what a member knows of a failure."""
 
     reason: str = ""  # of its own; empty: it lost the others
-    quiet: tuple[int, ...] = ()  # whose signs of life stayed out
+    quiet: tuple[int, ...] = ()  # whose heartbeats stayed out
     lost: str = ""  # the backend's words, where a connection closed
 
 
 @dataclass(frozen=True, slots=True)
 class Names:
-    """How messages call the members, by rank."""
+    """Name the members in messages, by rank."""
 
     short: Mapping[int, str]
     ends: Mapping[int, str]  # with interface and address, as ends of a link
@@ -55,7 +56,7 @@ class Names:
 
 
 class FailureBoard:
-    """Keys of a group's store: `failed/<rank>`, `refused` and `verdict`.
+    """Write and read the keys `failed/<rank>`, `refused` and `verdict` of a group's store.
 
     A store on the other side of a cut link answers nothing, for as long as TCP tries: nobody waits longer than the
     grace for it here.
@@ -69,7 +70,7 @@ class FailureBoard:
         self._cut_off = False  # the store does not answer; its client can do one thing at a time
 
     def post(self, reason: str = "", quiet: Sequence[int] = (), lost: str = "") -> None:
-        """Say why this rank gave up; nothing: it lost the others. Keeps what it said before of others' silence."""
+        """Say why this rank gave up; no reason: it lost the others. Keeps what it said before of others' silence."""
         self._posted = Post(reason, tuple(quiet) or self._posted.quiet, lost or self._posted.lost)
 
         def write() -> None:
@@ -80,13 +81,13 @@ class FailureBoard:
         self._within(GRACE_S, write)
 
     def refusal(self) -> str | None:
-        """Who gave up of its own and why, for those who wait for it; None if nobody did. Raises RuntimeError."""
+        """Return who gave up for a reason of its own, and why; None if nobody did. Raises RuntimeError."""
         return read(self._store, "refused")
 
     def judge(
         self, peers: Collection[int], left: Iterable[int], quiet: Sequence[int], names: Names, lost: str = ""
     ) -> Verdict:
-        """What happened to `peers`, for rank 0. `left`: those whose connection closed; may grow meanwhile.
+        """Decide at rank 0 what happened to `peers`. `left`: those whose connection closed; may grow meanwhile.
 
         `quiet`: those that rank 0 itself has not heard from; `lost`: see `Post`, its own.
         """
@@ -99,13 +100,13 @@ class FailureBoard:
             if reasons:
                 return Verdict("; ".join(reasons), refused=True)
             if dead and waited > _CLOSED_GRACE_S:
-                return Verdict(f"{' and '.join(dead)} died: its connection closed without a word")
+                return Verdict(f"{' and '.join(dead)} died: its connection closed without a message")
             if len(posts) == len(peers) or waited > GRACE_S:
                 break
             time.sleep(0.05)
-        told = {0: tuple(quiet)} | {rank: post.quiet for rank, post in posts.items()}
-        if any(told.values()):
-            return Verdict(cut(told, {0, *posts}, names))
+        missing = {0: tuple(quiet)} | {rank: post.quiet for rank, post in posts.items()}
+        if any(missing.values()):
+            return Verdict(cut(missing, {0, *posts}, names))
         silent = [names.short[rank] for rank in sorted(peers) if rank not in posts]
         if not silent:
             said = next((text for text in [lost, *(post.lost for post in posts.values())] if text), "")
@@ -114,10 +115,11 @@ class FailureBoard:
         return Verdict(f"no answer from {' and '.join(silent)} within {names.timeout_s:g} s (timeout.sync)")
 
     def publish(self, verdict: Verdict) -> None:
+        """Tell the other members what rank 0 found."""
         self._within(GRACE_S, lambda: self._store.set("verdict", json.dumps(asdict(verdict))))
 
     def verdict(self) -> Verdict | None:
-        """What rank 0 found, None if it does not say within its grace, and itself is probably gone or cut off."""
+        """Return what rank 0 found; None if it does not say so in time, and is probably gone or cut off itself."""
 
         def wait() -> Verdict | None:
             if wait_until(lambda: self._store.check(["verdict"]), GRACE_S + 1.0):
@@ -128,7 +130,7 @@ class FailureBoard:
         return found
 
     def _within(self, seconds: float, work: Callable[[], Any]) -> Any:
-        """What `work` returns; None where it takes longer, or the store's process is gone."""
+        """Return what `work` returns; None where it takes longer, or the store's process is gone."""
         if self._cut_off:
             return None
         found: list[Any] = []
@@ -145,7 +147,7 @@ class FailureBoard:
 
 
 def cut(quiet: Mapping[int, Sequence[int]], spoke: Collection[int], names: Names) -> str:
-    """What silences mean. `quiet`: member -> whom it has not heard from; `spoke`: whose word reached rank 0.
+    """Say what silences mean. `quiet`: member -> whom it has not heard from; `spoke`: whose posts reached rank 0.
 
     Who is missed and says nothing is at fault; two that miss each other and can be heard have a bad link between them.
     """

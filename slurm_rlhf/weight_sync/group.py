@@ -5,42 +5,59 @@ from __future__ import annotations
 import json
 import logging
 import os
-import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-from slurm_rlhf.cluster.network import address_of, address_towards, interface_of, is_loopback
+from slurm_rlhf.cluster.network import address_of, address_towards, interface_of
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
 from slurm_rlhf.polling import wait_until
-from slurm_rlhf.weight_sync.backend_choice import BACKENDS, choose, share_gpus
-from slurm_rlhf.weight_sync.backends.backend import Carrier
+from slurm_rlhf.weight_sync.backends.backend import Backend, TransportFailure
 from slurm_rlhf.weight_sync.backends.gloo import GlooTransport
-from slurm_rlhf.weight_sync.backends.transport import Transport, TransportFailure
 from slurm_rlhf.weight_sync.diagnosis import FailureBoard, Names
-from slurm_rlhf.weight_sync.gpu import device_address, device_name, nccl_available
-from slurm_rlhf.weight_sync.interfaces import rail_of
 from slurm_rlhf.weight_sync.layout import Layout
-from slurm_rlhf.weight_sync.liveness import Pulse
-from slurm_rlhf.weight_sync.member import Member, Membership
-from slurm_rlhf.weight_sync.reachability import first_of_each, listen, unreachable
-from slurm_rlhf.weight_sync.store import connect, read
+from slurm_rlhf.weight_sync.liveness import Heartbeat
+from slurm_rlhf.weight_sync.member import (
+    Member,
+    Membership,
+    device_address,
+    device_name,
+    interface_near,
+    nccl_available,
+)
+from slurm_rlhf.weight_sync.plan import SyncPlan, make_plan
+from slurm_rlhf.weight_sync.rendezvous import (
+    BACKENDS,
+    call_roll,
+    connect,
+    first_of_each,
+    listen,
+    read,
+    unreachable,
+)
 
 log = logging.getLogger(__name__)
 
+Described = Sequence[Sequence[Any]]
+"""[[name, shape, dtype], ...] of parameters, in layer order."""
+
 _MARGIN_S = 2.0
-_KNOCK_S = 10.0
+_REACH_S = 10.0
 _LOOK_S = 0.1
+_OPERATION = 0.5
+"""An operation's share of timeout.sync: members have to find out who is behind before the conductor gives up on all."""
 
 
 class SyncGroup:
-    """One rank's membership. `open` blocks until all have come; `abort` may be called from any thread at any time.
+    """Be one rank of a group. `open` blocks until all have come; `abort` may be called from any thread at any time.
 
     A group that failed or was aborted is spent: the survivors join a new one, under a new name, over the same store.
     """
@@ -53,21 +70,20 @@ class SyncGroup:
         self.actors = joining.actors
         self.timeout_s = joining.timeout_s
         self.directory = joining.directory
-        self._colocated, self._whole = joining.colocated, joining.whole
+        self._joining = joining
         self.members: tuple[Member, ...] = ()
         self.backend = ""  # that the members agreed on
         self.store: Store
         self.board: FailureBoard
         self.control: GlooTransport
-        self._where = (joining.host, joining.port)
         self.late = False  # it was its deadline that ended it
-        self.quiet: tuple[int, ...] = ()  # whose signs of life stayed out during an update
-        self.pulse: Pulse
+        self.quiet: tuple[int, ...] = ()  # whose heartbeats stayed out during an update
+        self.heartbeat: Heartbeat
         self._silence_s = joining.silence_s
         self._ended = ""
-        self._holds: list[Transport | Carrier] = []
-        rails = [name.strip() for name in joining.interface.split(",") if name.strip()]
-        interface = rail_of(rails, device_address(), joining.rank) if rails else ""
+        self._holds: list[GlooTransport | Backend] = []
+        wanted = [name.strip() for name in joining.interface.split(",") if name.strip()]
+        interface = interface_near(wanted, device_address(), joining.rank) if wanted else ""
         address = address_of(interface, "sync.interface") if interface else _towards(joining.host)
         self.me = Member(
             joining.rank,
@@ -83,22 +99,24 @@ class SyncGroup:
 
     @property
     def peers(self) -> tuple[int, ...]:
-        """All ranks but this one."""
+        """Return all ranks but this one."""
         return tuple(rank for rank in range(self.world) if rank != self.rank)
 
     def open(self) -> None:
-        """Meet the other members and connect to them.
+        """Wait for the other members and connect to them.
 
         Raises SyncError naming the ranks that did not come within `timeout_s`, or why these members cannot talk.
         """
         try:
-            self.store = PrefixStore(f"sync/{self.name}", connect(*self._where, self.timeout_s, self._silence_s))
+            where = (self._joining.host, self._joining.port)
+            self.store = PrefixStore(f"sync/{self.name}", connect(*where, self.timeout_s, self._silence_s))
             self.board = FailureBoard(self.store, self.rank, str(self.me))
-            with closing(listen(self.me.address)) as door:
-                self.pulse = Pulse(self.me.address, self._silence_s)
-                self.me = replace(self.me, port=int(door.getsockname()[1]), pulse=self.pulse.port)
+            with closing(listen(self.me.address)) as listener:
+                self.heartbeat = Heartbeat(self.me.address, self._silence_s)
+                port = int(listener.getsockname()[1])
+                self.me = replace(self.me, port=port, heartbeat_port=self.heartbeat.port)
                 self._meet()
-                self._try_roads()
+                self._try_links()
             self.control = GlooTransport(self.store, self.rank, self.world, self.me.address, self.timeout_s)
             self._holds.append(self.control)
         except (TransportFailure, RuntimeError, OSError) as error:
@@ -109,18 +127,18 @@ class SyncGroup:
 
     @property
     def on_gpus(self) -> bool:
-        """Whether the weights stay on GPUs all the way."""
+        """Tell whether the weights stay on GPUs all the way."""
         return self.backend in ("nccl", "ipc") and all(member.device for member in self.members)
 
     def layout(self, zero_stage: int) -> Layout:
-        """Where the members are; with ipc between GPUs, on which of them each is: bytes stay on a GPU then.
+        """Return where the members are; with ipc between GPUs, on which GPU each is: bytes stay on a GPU then.
 
         Raises SyncError when the actor or the engines have no rank in the group.
         """
         inside = self.backend == "ipc" and self.on_gpus
         nodes = [member.device if inside else member.node for member in self.members]
-        rails = tuple(member.interface for member in self.members)
-        return Layout(tuple(nodes[: self.actors]), tuple(nodes[self.actors :]), zero_stage, rails)
+        interfaces = tuple(member.interface for member in self.members)
+        return Layout(tuple(nodes[: self.actors]), tuple(nodes[self.actors :]), zero_stage, interfaces)
 
     def agree(self, fingerprint: str) -> None:
         """Raise SyncError unless rank 0 says the same: members with two plans would wait for each other's bytes."""
@@ -138,54 +156,43 @@ class SyncGroup:
                 f"have the same parameters, ds.zero_stage and sync.bucket_mb"
             )
 
-    def adopt(self, carrier: Carrier) -> None:
-        """Abort and close `carrier` with the group."""
-        self._holds.append(carrier)
+    def adopt(self, backend: Backend) -> None:
+        """Abort and close `backend` with the group."""
+        self._holds.append(backend)
         if self._ended:
-            carrier.abort()
-
-    def refuse(self, reason: str) -> None:
-        """Leave the group and tell the others why."""
-        self.abort(reason)
+            backend.abort()
 
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
         """Poll `ready` within the time-out. Raises SyncError naming `what`, or why the group ended meanwhile.
 
-        Waits a little longer than the time-out: if rank 0 gives up at the same time, it knows more. Raises
-        TransportFailure where members are not heard any more.
+        Waits a little longer than the time-out: if rank 0 gives up at the same time, it knows more.
         """
-        found: list[str | Exception | None] = []
         came: list[bool] = []
+        refused: list[str | None] = []
+        failed: list[Exception] = []
 
         def poll() -> None:
             refusal = self.board.refusal
             try:
                 came.append(wait_until(lambda: bool(self._ended or refusal()) or ready(), self.timeout_s + _MARGIN_S))
-                found.append(refusal())
+                refused.append(refusal())
             except Exception as error:
-                found.append(error)
+                failed.append(error)
 
         # In a thread, because a store behind a cut link does not answer as long as TCP tries.
         asking = threading.Thread(target=poll, name="sync-wait", daemon=True)
         asking.start()
         end = time.monotonic() + self.timeout_s + 2 * _MARGIN_S
-        while asking.is_alive() and not self.quiet and time.monotonic() < end:
+        while asking.is_alive() and time.monotonic() < end:
             asking.join(_LOOK_S)
             if self._ended:
                 end = min(end, time.monotonic() + _MARGIN_S)
-        if not found and self.quiet:
-            raise TransportFailure(f"members are not heard any more, {what} did not come", peer_left=False)
-        self._conclude(found[0] if found else None, bool(came and came[0]), what)
-
-    def _conclude(self, refused: str | Exception | None, came: bool, what: str) -> None:
-        """The end of a wait."""
-        if isinstance(refused, RuntimeError):
-            raise SyncError(f"group {self.name}: the process that holds its store is gone: {refused}") from refused
-        if isinstance(refused, Exception):
-            raise refused
-        if refused and not self._ended:
-            self._ended = refused
-        if not came and not self._ended:
+        for error in failed:
+            if isinstance(error, RuntimeError):
+                raise SyncError(f"group {self.name}: the process that holds its store is gone: {error}") from error
+            raise error
+        self._ended = self._ended or next(filter(None, refused), "") or ""
+        if not any(came) and not self._ended:
             raise SyncError(f"group {self.name}: {what} did not come within {self.timeout_s:g} s (timeout.sync)")
         self.check()
 
@@ -196,7 +203,7 @@ class SyncGroup:
 
     @property
     def ended(self) -> str:
-        """Why the group is spent; empty while it is not."""
+        """Say why the group is spent; empty while it is not."""
         return self._ended
 
     def abort(self, reason: str) -> None:
@@ -205,7 +212,7 @@ class SyncGroup:
             self.board.post(reason)  # before the others see the connections close
         self._ended = self._ended or reason
         self.drop()
-        self._still()
+        self._stop_heartbeat()
 
     def drop(self) -> None:
         """Close the connections of a group that failed, before it is known why."""
@@ -217,31 +224,32 @@ class SyncGroup:
         self._ended = self._ended or "it was closed"
         for held in reversed(self._holds):
             held.close()
-        self._still()
+        self._stop_heartbeat()
 
-    def miss(self, quiet: tuple[int, ...]) -> None:
+    def report_silence(self, quiet: tuple[int, ...]) -> None:
         """Tell the others whom this rank has not heard from, before it drops its connections."""
         self.quiet = quiet
         self.board.post(quiet=quiet)
 
     def names(self) -> Names:
-        """How messages call the members."""
+        """Return how messages call the members."""
         short, ends = ({m.rank: call(m) for m in self.members} for call in (str, lambda m: m.end))
         return Names(short, ends, self.timeout_s, self._silence_s)
 
-    def _still(self) -> None:
-        if hasattr(self, "pulse"):
-            self.pulse.close()
+    def _stop_heartbeat(self) -> None:
+        if hasattr(self, "heartbeat"):
+            self.heartbeat.close()
 
     def _meet(self) -> None:
         mine = json.dumps(asdict(self.me))
         if self.store.compare_set(f"member/{self.rank}", "", mine).decode() != mine:
+            other = Member(**json.loads(read(self.store, f"member/{self.rank}") or "{}"))
             raise SyncError(
-                f"rank {self.rank} of group {self.name} is taken already by "
-                f"{_member(read(self.store, f'member/{self.rank}'))}; a group that is built again needs a new name"
+                f"rank {self.rank} of group {self.name} is taken already by {other}; a group that is built again needs "
+                "a new name"
             )
         if self.rank == 0:
-            self.store.set("roster", json.dumps(self._roll_call()))
+            self.store.set("roster", json.dumps(call_roll(self.store, self._joining, lambda: self._ended)))
         else:
             self.wait_for(lambda: self.store.check(["roster"]), "the roster that rank 0 writes when all are there")
         roster = json.loads(read(self.store, "roster") or "{}")
@@ -249,70 +257,31 @@ class SyncGroup:
             raise SyncError(f"group {self.name}: {roster['error']}")
         self.members = tuple(Member(**member) for member in roster["members"])
         self.backend = roster["backend"]
-        self.pulse.start(self.members, self.rank, roster["token"])
+        self.heartbeat.start(self.members, self.rank, roster["token"])
         if self.rank == 0:
             log.info("weight transfer group %s uses %s: %s", self.name, self.backend, roster["why"])
 
-    def _try_roads(self) -> None:
+    def _try_links(self) -> None:
         """Raise SyncError naming two hosts and their interfaces where one cannot reach the other.
 
         Else the connections would be waited for as long as the time-out, and nobody would know whose fault it is.
         """
         if len({member.host for member in self.members}) == 1:
             return
-        failure = unreachable(self.me, self.members, min(_KNOCK_S, self.timeout_s / 2))
+        failure = unreachable(self.me, self.members, min(_REACH_S, self.timeout_s / 2))
         if failure:
-            self.refuse(failure)
+            self.abort(failure)
             raise SyncError(f"group {self.name}: {failure}")
-        self.store.set(f"roads/{self.rank}", "open")
-        keys = [f"roads/{member.rank}" for member in first_of_each(self.members)]
+        self.store.set(f"links/{self.rank}", "open")
+        keys = [f"links/{member.rank}" for member in first_of_each(self.members)]
         if self.rank == 0:
-            self.wait_for(lambda: self.store.check(keys), "the word of all nodes that they can reach the others")
-            self.store.set("roads", "open")
-        self.wait_for(lambda: self.store.check(["roads"]), "the word of all nodes that they can reach the others")
-
-    def _roll_call(self) -> dict[str, Any]:
-        """Rank 0 reads what everybody said, so that the others have one key to read: linear in the members."""
-        keys = [f"member/{rank}" for rank in range(self.world)]
-        wait_until(lambda: bool(self._ended) or self.store.check(keys), self.timeout_s)
-        members = [_member(text) for key in keys if (text := read(self.store, key))]
-        error, backend, why = self._objection(members), "", ""
-        if not error:
-            try:
-                wanted, nodes, devices = zip(*((m.backend, m.node, m.device) for m in members), strict=True)
-                inside = self._whole and set(nodes[: self.actors]) == set(nodes[self.actors :])
-                twins = share_gpus(devices, self.actors)
-                backend, why = choose(wanted, nodes, devices, self._colocated, inside, twins)
-            except ConfigError as refused:
-                error = str(refused)
-        return {
-            "members": [asdict(m) for m in members],
-            "error": error,
-            "backend": backend,
-            "why": why,
-            "token": secrets.token_hex(8),
-        }
-
-    def _objection(self, members: list[Member]) -> str:
-        if self._ended:
-            return self._ended
-        if len(members) < self.world:
-            missing = sorted(set(range(self.world)) - {member.rank for member in members})
-            here = ", ".join(str(member) for member in members)
-            return (
-                f"rank {missing} of {self.world} did not come within {self.timeout_s:g} s (timeout.sync); here: {here}"
-            )
-        hidden = [member for member in members if is_loopback(member.address)]
-        if hidden and len({member.host for member in members}) > 1:
-            return (
-                f"{hidden[0]} would be reached at {hidden[0].address}, which exists inside its own node only. "
-                f"Set sync.interface to the network between the nodes."
-            )
-        return ""
+            self.wait_for(lambda: self.store.check(keys), "the message of all nodes that they can reach the others")
+            self.store.set("links", "open")
+        self.wait_for(lambda: self.store.check(["links"]), "the message of all nodes that they can reach the others")
 
 
 def join(joining: Membership) -> SyncGroup:
-    """Build a `SyncGroup` and wait until it is connected; see there. Raises SyncError, ConfigError."""
+    """Build a `SyncGroup` and wait until it is connected. Raises SyncError, ConfigError."""
     group = SyncGroup(joining)
     group.open()
     log.info(
@@ -325,6 +294,29 @@ def join(joining: Membership) -> SyncGroup:
         group.me.address,
     )
     return group
+
+
+def join_run(config: Config, label: str, parameters: Described, group: dict[str, Any]) -> tuple[SyncGroup, SyncPlan]:
+    """Join the group that `group` describes with the settings of a run, and plan the transfer of `parameters`."""
+    sync = config.sync
+    settings = {
+        "timeout_s": _OPERATION * config.timeout.sync,
+        "silence_s": config.timeout.sync_silence,
+        "backend": sync.backend,
+        "interface": sync.interface,
+        "directory": str(Path(config.run_dir) / "sync"),
+        "colocated": config.train.colocate_all,
+        "whole": config.ds.zero_stage < 3,
+    }
+    joined = join(Membership(label=label, **{**settings, **group}))
+    nbytes = sync.bucket_size_mb(joined.on_gpus) << 20
+    return joined, make_plan(parameters, nbytes, joined.layout(config.ds.zero_stage))
+
+
+def connection(group: SyncGroup) -> dict[str, Any]:
+    """Return how this rank is connected."""
+    me = group.me
+    return {"backend": group.backend, "interface": me.interface, "address": me.address, "node": me.node}
 
 
 def _known(backend: str) -> str:
@@ -340,7 +332,3 @@ def _towards(host: str) -> str:
         return address_towards(host)
     except PlacementError as error:
         raise SyncError(f"the weight transfer's store is on {host}: {error}") from error
-
-
-def _member(text: str | None) -> Member:
-    return Member(**json.loads(text or "{}"))

@@ -1,4 +1,4 @@
-"""Who takes part in a weight transfer, and where: pure data, the same on every member.
+"""Who takes part in a weight transfer, and where: pure data, the same on all members.
 
 The group counts the actor's ranks first, as the actor does, and then the ranks of the engines.
 """
@@ -13,7 +13,7 @@ from slurm_rlhf.errors import SyncError
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A copy of the model on its way: who owns its bytes, and which nodes it goes to."""
+    """Name a copy of the model on its way: who owns its bytes, and which nodes it goes to."""
 
     owners: tuple[int, ...]  # actor ranks; each sends a part of every bucket
     nodes: tuple[str, ...]  # with engines; each takes every byte once
@@ -21,12 +21,12 @@ class Stream:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Nodes of the members by rank in the group: `actors[i]` is that of rank i, `engines[i]` of rank `A + i`."""
+    """List the nodes of the members by rank in the group: `actors[i]` is that of rank i, `engines[i]` of rank A + i."""
 
     actors: tuple[str, ...]
     engines: tuple[str, ...]
     zero_stage: int = 0
-    rails: tuple[str, ...] = ()  # the network interface of each rank of the group; empty: nobody has a choice
+    interfaces: tuple[str, ...] = ()  # the network interface of each rank of the group; empty: nobody has a choice
 
     def __post_init__(self) -> None:
         if not self.actors or not self.engines:
@@ -37,18 +37,18 @@ class Layout:
         return len(self.actors) + len(self.engines)
 
     def node(self, rank: int) -> str:
-        """Of a rank of the group."""
+        """Return the node of a rank of the group."""
         return (self.actors + self.engines)[rank]
 
     def near(self, owner: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
-        """Those of `ranks` that use the owner's interface; all of them if none does."""
-        if not self.rails:
+        """Return those of `ranks` that use the owner's interface; all of them if none does."""
+        if not self.interfaces:
             return ranks
-        return tuple(rank for rank in ranks if self.rails[rank] == self.rails[owner]) or ranks
+        return tuple(rank for rank in ranks if self.interfaces[rank] == self.interfaces[owner]) or ranks
 
     @property
     def by_node(self) -> dict[str, tuple[int, ...]]:
-        """Node -> the engine ranks there, nodes in the order in which they come first."""
+        """Return the engine ranks of each node, nodes in the order in which they come first."""
         found: dict[str, tuple[int, ...]] = {}
         for rank, node in enumerate(self.engines, len(self.actors)):
             found[node] = (*found.get(node, ()), rank)
@@ -56,7 +56,7 @@ class Layout:
 
 
 def streams(layout: Layout) -> tuple[Stream, ...]:
-    """One stream from all actor ranks to all nodes, where each rank holds a shard of its own (ZeRO-3).
+    """Return one stream from all actor ranks to all nodes where each rank holds a shard of its own (ZeRO-3).
 
     Where every rank holds the whole model, nodes that host both roles are served by their own actor ranks, and
     nothing of theirs crosses the network.
@@ -73,7 +73,7 @@ def streams(layout: Layout) -> tuple[Stream, ...]:
 
 
 def relays(layout: Layout) -> bool:
-    """Whether engine nodes hand bytes on to other nodes."""
+    """Tell whether engine nodes hand bytes on to other nodes."""
     return any(
         len(set(stream.nodes) - {layout.actors[owner]}) > distinct([layout.actors[other] for other in stream.owners])
         for stream in streams(layout)
@@ -82,5 +82,5 @@ def relays(layout: Layout) -> bool:
 
 
 def distinct(nodes: Sequence[str]) -> int:
-    """How many different nodes there are in `nodes`."""
+    """Count the different nodes in `nodes`."""
     return len(set(nodes))

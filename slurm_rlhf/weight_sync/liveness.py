@@ -1,6 +1,8 @@
-"""Signs of life between the members of a group. A link that is cut tells nobody, and a long wait proves nothing: the
-engine at the other end may be loading. So a thread of each member sends datagrams over the interface that carries the
-weights, whatever the member's other threads wait for; where they stay out, the link is cut or the process hangs.
+"""Heartbeats between the members of a group.
+
+A link that is cut tells nobody, and a long wait proves nothing: the engine at the other end may be loading. So a thread
+of each member sends datagrams over the interface that carries the weights, whatever the member's other threads wait
+for; where they stay out, the link is cut or the process hangs.
 """
 
 from __future__ import annotations
@@ -15,17 +17,17 @@ from typing import Any
 
 from slurm_rlhf.weight_sync.member import Member
 
-_PER_SILENCE = 10  # pulses in the time of silence that counts: that all of them are lost by chance is unlikely
+_PER_SILENCE = 10  # heartbeats in the time of silence that counts: that all of them are lost by chance is unlikely
 _NODES = 64  # on which a member has partners, at most
 _RANK = struct.Struct("<q")
 _LONGEST = 64  # bytes; longer datagrams are not ours
-_AT_ONCE = 10_000  # datagrams between two pulses of our own: a flood must not silence this member
+_AT_ONCE = 10_000  # datagrams between two heartbeats of our own: a flood must not silence this member
 
 OnSilence = Callable[[tuple[int, ...]], None]
 
 
 def partners(members: Sequence[Member]) -> list[tuple[int, ...]]:
-    """To whom each member sends pulses, by rank: rank 0 and all others each way, and one rank of each other node.
+    """Return to whom each member sends heartbeats, by rank: rank 0 and all others, and one rank of each other node.
 
     So a link between two nodes is watched by some pair, whatever buckets it carries. With more than `_NODES` other
     nodes a member has partners on those next to its own in the roster only, which keeps the whole linear in the ranks:
@@ -46,18 +48,18 @@ def partners(members: Sequence[Member]) -> list[tuple[int, ...]]:
     return sends
 
 
-class Pulse:
-    """A member's end: `start` it when the members are known, `close` it with the group.
+class Heartbeat:
+    """Send and hear heartbeats: `start` it when the members are known, `close` it with the group.
 
-    A peer is watched from its first pulse on. So where datagrams do not get through at all, nobody is suspected, and
-    a cut link is found by the time-outs of the transfer.
+    A peer is watched from its first heartbeat on. So where datagrams do not get through at all, nobody is suspected,
+    and a cut link is found by the time-outs of the transfer.
     """
 
     def __init__(self, address: str, silence_s: float) -> None:
-        """Opens the port that the others send to. Raises OSError."""
+        """Open the port that the others send to. Raises OSError."""
         self.silence_s = silence_s
         self.expected: tuple[int, ...] = ()
-        """Ranks whose pulses should come here."""
+        """Ranks whose heartbeats should come here."""
         self._socket = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_DGRAM)
         self._socket.bind((address, 0))
         self.port = int(self._socket.getsockname()[1])
@@ -78,14 +80,14 @@ class Pulse:
         self._token = token.encode()
         self._message = self._token + _RANK.pack(rank)
         sends = partners(members)
-        self._targets = [(members[other].address, members[other].pulse) for other in sends[rank]]
+        self._targets = [(members[other].address, members[other].heartbeat_port) for other in sends[rank]]
         self.expected = tuple(other for other, to in enumerate(sends) if rank in to)
         self._started = True
-        threading.Thread(target=self._run, name="sync-pulse", daemon=True).start()
+        threading.Thread(target=self._run, name="sync-heartbeat", daemon=True).start()
 
     @contextmanager
     def watched(self, on_silence: OnSilence) -> Iterator[None]:
-        """Within it `on_silence` is called once, on the pulse's thread, with the peers not heard for `silence_s`."""
+        """Call `on_silence` once within the block, in another thread, with the peers not heard for `silence_s`."""
         self._armed, self._on_silence = self._clock, on_silence
         try:
             yield
@@ -94,7 +96,7 @@ class Pulse:
 
     @property
     def unheard(self) -> tuple[int, ...]:
-        """Whose pulses should come here, and never did."""
+        """Return the ranks whose heartbeats should come here, and never did."""
         return tuple(rank for rank in self.expected if rank not in self._heard)
 
     def close(self) -> None:
@@ -116,7 +118,7 @@ class Pulse:
                 self._judge()
 
     def _listen(self, until: float) -> None:
-        """Until then, and then whatever is there already: this process may have slept while they came."""
+        """Hear heartbeats until then, and whatever is there already: this process may have slept while they came."""
         for _ in range(_AT_ONCE):
             if self._closing.is_set():
                 return

@@ -1,13 +1,19 @@
-"""How a rank joins a group, and what it says of itself there."""
+"""How a rank joins a group, and what it says of itself there: its node, its GPU, its network interface."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+_UNKNOWN = -1  # a NUMA node, as the kernel writes it
 
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """How a rank joins a group; the same on all members but for `rank`, `label` and `node`."""
+    """Say how a rank joins a group; the same on all members but for `rank`, `label` and `node`."""
 
     name: str
     rank: int  # the actor's ranks count first
@@ -28,7 +34,7 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """What a rank tells the others about itself."""
+    """Tell the others about a rank."""
 
     rank: int
     label: str
@@ -40,12 +46,57 @@ class Member:
     backend: str  # wanted
     device: str  # its GPU; empty without one
     port: int = 0  # at which the others may try whether they can reach it
-    pulse: int = 0  # port for its peers' signs of life
+    heartbeat_port: int = 0  # for the heartbeats of its peers
 
     def __str__(self) -> str:
         return f"{self.label} on {self.node} (pid {self.pid})"
 
     @property
     def end(self) -> str:
-        """The member as an end of a link."""
+        """Name the member as an end of a link."""
         return f"{self.label} on {self.node} ({self.interface}, {self.address})"
+
+
+def nccl_available() -> bool:
+    """Tell whether this process has a GPU and a torch with NCCL."""
+    return torch.cuda.is_available() and torch.distributed.is_nccl_available()
+
+
+def device_name() -> str:
+    """Return a name that no two GPUs share, of the current one; empty without one."""
+    if not torch.cuda.is_available():
+        return ""
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def device_names() -> list[str]:
+    """Return `device_name` of every GPU that this process sees, by its number here."""
+    return [str(torch.cuda.get_device_properties(number).uuid) for number in range(torch.cuda.device_count())]
+
+
+def device_address() -> str:
+    """Return the PCI address of the current GPU, as the kernel spells it; empty without one."""
+    if not torch.cuda.is_available():
+        return ""
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+
+
+def pick_interface(interfaces: Sequence[str], numa: Mapping[str, int], mine: int, rank: int) -> str:
+    """Choose among those on the rank's NUMA node `mine`, in turn; among all where none is there or it is not known."""
+    near = [name for name in interfaces if mine != _UNKNOWN and numa.get(name, _UNKNOWN) == mine] or list(interfaces)
+    return near[rank % len(near)]
+
+
+def interface_near(interfaces: Sequence[str], device: str, rank: int) -> str:
+    """Choose an interface of this machine for a rank. `device`: PCI address of its GPU, empty without one."""
+    numa = {name: _numa(Path("/sys/class/net") / name / "device") for name in interfaces}
+    mine = _numa(Path("/sys/bus/pci/devices") / device) if device else _UNKNOWN
+    return pick_interface(interfaces, numa, mine, rank)
+
+
+def _numa(device: Path) -> int:
+    try:
+        return int((device / "numa_node").read_text())
+    except (OSError, ValueError):
+        return _UNKNOWN  # a virtual interface, a bond

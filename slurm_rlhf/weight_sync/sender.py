@@ -1,22 +1,23 @@
-"""The actor's end: every rank writes its own part of each bucket, and sends it."""
+"""The actor's end of a transfer: every rank writes its own part of each bucket, and sends it."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
-from slurm_rlhf.errors import SyncError
-from slurm_rlhf.weight_sync.backends.table import carrier_of
-from slurm_rlhf.weight_sync.backends.transport import Pending
-from slurm_rlhf.weight_sync.bucket import Source, fill
-from slurm_rlhf.weight_sync.buffers import Pool
-from slurm_rlhf.weight_sync.compare import publish
-from slurm_rlhf.weight_sync.group import SyncGroup
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import SyncBroken, SyncError
+from slurm_rlhf.weight_sync.backends.backend import Pending
+from slurm_rlhf.weight_sync.backends.table import make_backend
+from slurm_rlhf.weight_sync.bucket import Pool, Source, fill
+from slurm_rlhf.weight_sync.group import Described, SyncGroup, connection, join_run
 from slurm_rlhf.weight_sync.plan import ITEM_SIZE, Part, Span, SyncPlan, dtype_name
+from slurm_rlhf.weight_sync.rendezvous import SyncStore
 from slurm_rlhf.weight_sync.update import following, leading
 
 Held = Mapping[str, tuple[int, torch.Tensor]]
@@ -25,33 +26,32 @@ Held = Mapping[str, tuple[int, torch.Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class SyncStats:
-    """One finished update, as seen by one actor rank."""
+    """Report one finished update, as one actor rank saw it."""
 
     version: int
     nbytes: int  # of the parameters, all ranks together
     sent: int  # bytes that this rank put on the wire, its copies counted
     buckets: int
-    seconds: float  # from the first byte to, on rank 0, the last member's word
+    seconds: float  # from the first byte to, on rank 0, the last member's report
     checksum_s: float  # writing buckets, their checksums included
     peak_extra_bytes: int  # beyond the parameters themselves
 
 
 class Sender:
-    """An actor rank of a group."""
+    """Send updates, as an actor rank of a group."""
 
-    def __init__(self, group: SyncGroup, plan: SyncPlan, compare: int = 0) -> None:
-        """`compare`: parameters of each update of which the receivers compare every byte, see `compare`."""
+    def __init__(self, group: SyncGroup, plan: SyncPlan) -> None:
+        """Make the backend, together with the other members. Raises SyncError."""
         group.agree(plan.fingerprint())
         self.group = group
         self.plan = plan
-        self.carrier = carrier_of(group, plan)
-        self._pool = Pool(self.carrier.device)
-        self._compare = compare
+        self.backend = make_backend(group, plan)
+        self._pool = Pool(self.backend.device)
 
     @property
     def peak(self) -> int:
-        """Bytes of buffers that existed at a time: of this rank's parts, and on a GPU of whole buckets, too."""
-        return self._pool.peak + (self.carrier.pool.peak if self.carrier.device.type == "cuda" else 0)
+        """Return the bytes of memory held at a time: of this rank's parts, and on a GPU of whole buckets, too."""
+        return self._pool.peak + (self.backend.pool.peak if self.backend.device.type == "cuda" else 0)
 
     def push(self, held: Held, version: int) -> SyncStats:
         """Send this rank's share of policy `version`; on rank 0, return when every engine rank has loaded it.
@@ -63,7 +63,7 @@ class Sender:
         with frame(self.group, version):
             source = span_source(self.plan, held)
             sent, filling = self._send(source, version)
-            self.carrier.flush()
+            self.backend.flush()
         seconds = time.monotonic() - start
         buckets = len(self.plan.buckets)
         return SyncStats(version, self.plan.payload, sent, buckets, seconds, filling, self.peak)
@@ -79,9 +79,8 @@ class Sender:
                 buffer = self._pool.take(part.nbytes)
                 started = time.monotonic()
                 fill(buffer, part, bucket, version, source)
-                publish(self.group.store, self.plan, part, buffer, version, self._compare)
                 filling += time.monotonic() - started
-                on_the_way.append((bucket, self.carrier.send(bucket, stream, part, buffer)))
+                on_the_way.append((bucket, self.backend.send(bucket, stream, part, buffer)))
                 sent += part.nbytes
         while on_the_way:
             on_the_way.popleft()[1].wait()
@@ -97,8 +96,44 @@ class Sender:
         ]
 
 
+class ActorEnd:
+    """Answer the weight sync calls of a run, as an actor rank: groups come and go, updates may be repeated."""
+
+    def __init__(self, config: Config, label: str) -> None:
+        self._config = config
+        self._label = label
+        self._sender: Sender | None = None
+
+    def listen(self, host: str) -> dict[str, Any]:
+        """Open the store where the members of all groups meet. Raises SyncError."""
+        self._store = SyncStore.listen(host, self._config.timeout.sync)
+        return {"host": self._store.host, "port": self._store.port}
+
+    def join(self, parameters: Described, **group: Any) -> dict[str, Any]:
+        """Leave the group there was and join the one that `group` describes, in `Membership`'s words.
+
+        Returns how this rank is connected. Raises SyncError, ConfigError.
+        """
+        if self._sender is not None:
+            self._sender.group.close()
+        joined, plan = join_run(self._config, self._label, parameters, group)
+        self._sender = Sender(joined, plan)
+        return connection(joined)
+
+    def push(self, held: Held, version: int) -> dict[str, Any]:
+        """Send this rank's share as policy `version`: statistics, or {"broken": why} where a new group may help.
+
+        Raises SyncError for everything else.
+        """
+        assert self._sender is not None
+        try:
+            return asdict(self._sender.push(held, version))
+        except SyncBroken as broken:
+            return {"broken": str(broken)}
+
+
 def span_source(plan: SyncPlan, held: Held) -> Source:
-    """The bytes of spans of what this rank holds. Raises SyncError where that is not what the plan says."""
+    """Read spans from what this rank holds. Raises SyncError where that is not what the plan says."""
     for parameter in plan.parameters:
         if parameter.name not in held:
             raise SyncError(f"the actor has no parameter {parameter.name!r}, which is in the plan")

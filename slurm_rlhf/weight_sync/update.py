@@ -1,6 +1,6 @@
-"""What all members of an update do around the bytes: tell why they failed, and learn why others did.
+"""The frame of an update: members tell why they failed, and learn why others did.
 
-Rank 0 leads: it waits for everybody's word, judges a failure and publishes the verdict. The others report.
+Rank 0 leads: it waits for the reports of all others, judges a failure and publishes the verdict.
 """
 
 from __future__ import annotations
@@ -14,46 +14,45 @@ from contextlib import contextmanager
 import torch
 
 from slurm_rlhf.errors import SyncBroken, SyncError
-from slurm_rlhf.weight_sync.backends.transport import TransportFailure
+from slurm_rlhf.weight_sync.backends.backend import TransportFailure
 from slurm_rlhf.weight_sync.diagnosis import Verdict, cut
 from slurm_rlhf.weight_sync.group import SyncGroup
 
 REPORT_TAG = (1 << 30) + 1
-"""Of a member's word that it has done its part of an update; chunks have lower tags."""
+"""Tag of a member's report that it has done its part of an update; chunks have lower tags."""
 DONE_TAG = (1 << 30) + 2
-"""Of rank 0's that everybody has."""
+"""Tag of rank 0's message that all members have."""
 _SETTLE_S = 0.3
-
 
 log = logging.getLogger(__name__)
 
 
 @contextmanager
 def leading(group: SyncGroup, version: int) -> Iterator[None]:
-    """Rank 0's frame of an update: leaves it when every member has reported.
+    """Lead an update, as rank 0: leave the block when every member has reported.
 
     Raises SyncError within the group's time-out, naming the member that died, hangs or refused; the group is spent.
     """
     group.check()
     deadline = _Deadline(group, version)
-    watch = _Watch(group)
+    reports = _Reports(group)
     try:
-        with group.pulse.watched(watch.miss):
+        with group.heartbeat.watched(reports.miss):
             yield
-            watch.join()
+            reports.join()
         for rank in group.peers:
-            group.control.send(_word(), rank, DONE_TAG).wait()
-        if group.pulse.unheard:
+            group.control.send(_message(), rank, DONE_TAG).wait()
+        if group.heartbeat.unheard:
             log.warning(
-                "%s hears no signs of life from members %s: their datagrams do not come through, so that a cut link "
+                "%s hears no heartbeats from members %s: their datagrams do not come through, so that a cut link "
                 "would be found after %g s",
                 group.me,
-                list(group.pulse.unheard),
+                list(group.heartbeat.unheard),
                 group.timeout_s,
             )
     except TransportFailure as error:
-        watch.drop()
-        found = _ended(group) or _judge(group, watch.left, error)
+        reports.drop()
+        found = _ended(group) or _judge(group, reports.left, error)
         verdict = Verdict(f"weight update to policy version {version} failed: {found.text}", found.refused)
         _give_up(group, verdict)
         raise _error(verdict) from error
@@ -66,22 +65,22 @@ def leading(group: SyncGroup, version: int) -> Iterator[None]:
 
 @contextmanager
 def following(group: SyncGroup, version: int) -> Iterator[None]:
-    """Any other member's frame: reports to rank 0 at its end, and what the block raises.
+    """Take part in an update, as any other rank: report its end to rank 0, and what the block raises.
 
     Raises SyncError with rank 0's verdict where the connections broke; the group is spent.
     """
     group.check()
     deadline = _Deadline(group, version)
-    line = _Line(group)
+    lead = _Lead(group)
     try:
-        with group.pulse.watched(line.miss):
+        with group.heartbeat.watched(lead.miss):
             yield
-            group.control.send(_word(), 0, REPORT_TAG).wait()
-            line.join()
+            group.control.send(_message(), 0, REPORT_TAG).wait()
+            lead.join()
     except BaseException as error:
         found = _transport_failure(error)
         if found is None:
-            group.refuse(f"{type(error).__name__}: {error}")
+            group.abort(f"{type(error).__name__}: {error}")
             raise
         raise _broken(group, version, found) from error
     finally:
@@ -89,7 +88,7 @@ def following(group: SyncGroup, version: int) -> Iterator[None]:
 
 
 class _Deadline(threading.Timer):
-    """Ends an update that still goes on when all of its time is over, whatever it is that waits."""
+    """End an update that still goes on when all of its time is over, whatever waits."""
 
     def __init__(self, group: SyncGroup, version: int) -> None:
         # Behind the time-outs of single operations, which know more.
@@ -102,11 +101,11 @@ class _Deadline(threading.Timer):
         group.abort(f"policy version {version} was not everywhere after {1.5 * group.timeout_s:g} s (timeout.sync)")
 
 
-class _Watch:
-    """One thread per member, waiting for its report all through the update.
+class _Reports:
+    """Wait for the report of each member in a thread of its own, all through the update.
 
-    So one that dies is noticed at once and by name, whoever it was exchanging data with; the failure wakes the thread
-    that sends.
+    So a member that dies is noticed at once and by name, whoever it was exchanging data with; the failure wakes the
+    thread that sends.
     """
 
     def __init__(self, group: SyncGroup) -> None:
@@ -130,8 +129,8 @@ class _Watch:
             raise self._failure
 
     def miss(self, quiet: tuple[int, ...]) -> None:
-        """Members are not heard any more."""
-        self._group.miss(quiet)
+        """Say that members are not heard any more, and let go of all connections."""
+        self._group.report_silence(quiet)
         self.drop()
 
     def drop(self) -> None:
@@ -144,7 +143,7 @@ class _Watch:
 
     def _wait(self, rank: int) -> None:
         try:
-            self._group.control.receive(_word(), rank, REPORT_TAG).wait()
+            self._group.control.receive(_message(), rank, REPORT_TAG).wait()
         except TransportFailure as error:
             if self._dropped:
                 return
@@ -154,22 +153,22 @@ class _Watch:
             self.drop()
 
 
-class _Line:
-    """A thread that waits for rank 0's last word, and so notices when rank 0 lets go, whatever else is waited for."""
+class _Lead:
+    """Wait in a thread for rank 0's last message, and so notice when rank 0 lets go, whatever else is waited for."""
 
     def __init__(self, group: SyncGroup) -> None:
         self._group = group
         self._failure: TransportFailure | None = None
-        self._thread = threading.Thread(target=self._wait, name="sync-line", daemon=True)
+        self._thread = threading.Thread(target=self._wait, name="sync-lead", daemon=True)
         self._thread.start()
 
     def miss(self, quiet: tuple[int, ...]) -> None:
-        """Members are not heard any more."""
-        self._group.miss(quiet)
+        """Say that members are not heard any more, and let go of all connections."""
+        self._group.report_silence(quiet)
         self._group.drop()
 
     def join(self) -> None:
-        """Wait for the word. Raises TransportFailure."""
+        """Wait for the message. Raises TransportFailure."""
         self._thread.join()
         if self._failure is not None:
             raise self._failure
@@ -177,13 +176,13 @@ class _Line:
     def _wait(self) -> None:
         try:
             # Rank 0 has the shorter time-out: it knows who was late.
-            self._group.control.receive(_word(), 0, DONE_TAG).wait_within(2 * self._group.timeout_s)
+            self._group.control.receive(_message(), 0, DONE_TAG).wait_within(2 * self._group.timeout_s)
         except TransportFailure as error:
             self._failure = error
             self._group.drop()
 
 
-def _word() -> torch.Tensor:
+def _message() -> torch.Tensor:
     return torch.zeros(8, dtype=torch.uint8)
 
 
@@ -192,12 +191,12 @@ def _judge(group: SyncGroup, left: set[int], lost: TransportFailure) -> Verdict:
 
 
 def _words(lost: TransportFailure) -> str:
-    """What the backend said, where that was the cause and not a consequence."""
+    """Return what the backend said, where that was the cause and not a consequence."""
     return str(lost) if lost.peer_left else ""
 
 
 def _ended(group: SyncGroup) -> Verdict | None:
-    """What was said here when the group was aborted."""
+    """Return what was said here when the group was aborted."""
     return Verdict(group.ended, refused=not group.late) if group.ended else None
 
 
@@ -210,7 +209,7 @@ def _broken(group: SyncGroup, version: int, lost: TransportFailure) -> SyncError
     ended = _ended(group)
     group.board.post(ended.text if ended and ended.refused else "", lost=_words(lost))
     group.drop()
-    # Who does not hear rank 0 does not wait for its word.
+    # A member that does not hear rank 0 does not wait for its verdict.
     verdict = ended or (None if 0 in group.quiet else group.board.verdict())
     if verdict is None and group.quiet:
         verdict = Verdict(cut({group.rank: group.quiet}, {group.rank}, group.names()))
@@ -226,7 +225,7 @@ def _error(verdict: Verdict) -> SyncError:
 
 
 def _transport_failure(error: BaseException | None) -> TransportFailure | None:
-    """It itself, or what it was raised from: an engine may wrap what its iterator of weights raises."""
+    """Return the failure itself, or what it was raised from: an engine may wrap what its iterator of weights raises."""
     seen = 0
     while error is not None and seen < 10:
         if isinstance(error, TransportFailure):

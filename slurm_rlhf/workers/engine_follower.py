@@ -20,7 +20,7 @@ from slurm_rlhf.workers.follower_links import WITH_ANSWER
 from slurm_rlhf.workers.local_stream import connect_local
 from slurm_rlhf.workers.worker import RankInfo
 
-_GRACE_S = 5.0  # for the leader to say why the engine does not start, before this rank's end says it
+_GRACE_S = 5.0  # for the leader to report why the engine does not start, before the end of this rank does
 
 
 class EngineFollower(EngineWorker):

@@ -9,7 +9,6 @@ import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from slurm_rlhf.control.calls import SyncConnection, SyncGroupRequest, SyncRepor
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.rollout.engine_place import EnginePlace
 from slurm_rlhf.rollout.environment import prepare_environment
-from slurm_rlhf.weight_sync.endpoints import EngineEnd
+from slurm_rlhf.weight_sync.receiver import EngineEnd
 from slurm_rlhf.workers.worker import RankInfo, Worker
 
 LEADER_ADDRESS = "leader_address"
@@ -38,9 +37,7 @@ class EngineWorker(Worker):
 
     def join_group(self, request: SyncGroupRequest) -> SyncConnection:
         """Join a weight transfer group as the rank that `request` names."""
-        described = {name: value for name, value in asdict(request).items() if value is not None}
-        parameters = described.pop("parameters")
-        return SyncConnection(**self.sync.join(parameters, self.engine.describe(), **described))
+        return SyncConnection(**self.sync.join(request.parameters, self.engine.describe(), **request.described()))
 
     def receive_weights(self, version: int) -> SyncReport:
         """Take over policy `version`; requests in flight go on under it."""

@@ -1,4 +1,4 @@
-"""The connections of an engine's leader to its followers, and what is heard over them."""
+"""The connections of an engine's leader to its followers."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class FollowerLinks:
         self._streams = streams
         self._on_failure = on_failure
         self._inbox: dict[int, SimpleQueue[tuple[str, int, Any]]] = {rank: SimpleQueue() for rank in streams}
-        self._digests: dict[int, tuple[bytes, int]] = {}  # batch -> digest, ranks that have not said the same yet
+        self._digests: dict[int, tuple[bytes, int]] = {}  # batch -> digest, ranks that have not confirmed it
         self._early: dict[int, dict[int, bytes]] = {rank: {} for rank in streams}  # batch -> digest, ahead of ours
         self._lock = threading.Lock()
         self._failure = ""
-        self._last_words: dict[int, str] = {}  # what a rank said of its last failure
+        self._last_words: dict[int, str] = {}  # rank -> its last error
         self._sent = 0
         self._leaving = False
         for rank, stream in streams.items():

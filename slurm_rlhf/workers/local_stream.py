@@ -1,4 +1,4 @@
-"""A stream of messages between two processes of one user on one node: a Unix socket that nobody else can open."""
+"""A stream of messages between two processes on one node: a Unix socket that no other user can open."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LocalListener:
         self._socket.listen(backlog)
 
     def accept(self, timeout_s: float) -> LocalStream:
-        """The next one who connects. Raises CallTimeout."""
+        """Wait for the next process that connects. Raises CallTimeout."""
         self._socket.settimeout(max(timeout_s, 1e-3))
         try:
             connection, _ = self._socket.accept()
@@ -65,7 +65,7 @@ def connect_local(path: str, timeout_s: float) -> LocalStream:
 
 
 class LocalStream:
-    """One end. Messages are what `codec` carries. A peer that ends, for whatever reason, is noticed at once."""
+    """Sends and receives what `codec` carries; notices at once when the process at the other end is gone."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Raises WireError when the other end is another user's."""
@@ -80,7 +80,7 @@ class LocalStream:
             raise WireError(f"process {self.pid} of user {user} connected to a socket of user {os.getuid()}")
 
     def send(self, value: Any) -> None:
-        """Any thread. Blocks while the peer does not read. Raises RoleDied when it is gone, WireError as `encode`."""
+        """Send a message, from any thread; blocks while the peer does not read. Raises RoleDied when it is gone."""
         frames = encode(value)
         sizes = [frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames]
         head = _COUNT.pack(len(frames)) + b"".join(map(_LENGTH.pack, sizes))
@@ -91,7 +91,7 @@ class LocalStream:
             raise RoleDied(f"process {self.pid} is gone: {error}") from error
 
     def receive(self, timeout_s: float | None = None) -> Any:
-        """The next message. Not after `listen`. Raises CallTimeout, RoleDied at the end, WireError."""
+        """Wait for the next message; not after `listen`. Raises CallTimeout, RoleDied at the end, WireError."""
         self._connection.settimeout(timeout_s)
         try:
             (count,) = _COUNT.unpack(self._read(_COUNT.size))
@@ -110,7 +110,7 @@ class LocalStream:
                 self._connection.settimeout(None)
 
     def listen(self, on_message: Callable[[Any], None], on_end: Callable[[Exception], None]) -> None:
-        """From now on a thread hands every message to `on_message`, and in the end the reason to `on_end`.
+        """Start a thread that hands every message to `on_message`, and in the end the reason to `on_end`.
 
         `on_end` is not called after `close` of this end.
         """
@@ -126,7 +126,7 @@ class LocalStream:
         threading.Thread(target=read, name=f"local-stream-{self.pid}", daemon=True).start()
 
     def close(self) -> None:
-        """The other end notices."""
+        """Close the connection; the other end notices."""
         self._closed = True
         with contextlib.suppress(OSError):  # the peer was faster
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -144,7 +144,7 @@ class LocalStream:
 
 
 def accept_all(listener: LocalListener, wanted: set[int], timeout_s: float) -> dict[int, LocalStream]:
-    """Number -> stream of everybody in `wanted`; each says its number first. Raises CallTimeout naming the missing."""
+    """Accept everybody in `wanted`; each sends its number first. Raises CallTimeout naming who is missing."""
     end = time.monotonic() + timeout_s
     streams: dict[int, LocalStream] = {}
     while missing := wanted - set(streams):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,12 @@ from slurm_rlhf.training.offload import release_cache
 from slurm_rlhf.training.policy import PolicyTrainer
 from slurm_rlhf.training.reward_model import RewardModel
 from slurm_rlhf.training.value import ValueTrainer
-from slurm_rlhf.weight_sync.endpoints import ActorEnd
+from slurm_rlhf.weight_sync.sender import ActorEnd
 from slurm_rlhf.workers.worker import RankInfo, Worker
 
 
 class ModelWorker(Worker):
-    """A rank with a model of transformers.
+    """Works with a model of transformers.
 
     Where it shares its accelerator (train.colocate_all), no call leaves memory behind that the next role needs:
     PyTorch keeps what was freed for its own process, and the others would find the device full.
@@ -58,7 +57,7 @@ class ModelWorker(Worker):
 
 
 class TrainerWorker(ModelWorker, TrainerCalls):
-    """A rank that trains: `start` of a subclass sets `trainer`."""
+    """Trains a model; `start` of a subclass sets `trainer`."""
 
     trainer: PolicyTrainer | ValueTrainer
 
@@ -79,7 +78,7 @@ class TrainerWorker(ModelWorker, TrainerCalls):
 
 
 class ActorWorker(TrainerWorker, ActorCalls):
-    """A rank of the policy in training."""
+    """Trains the policy."""
 
     trainer: PolicyTrainer
 
@@ -104,14 +103,17 @@ class ActorWorker(TrainerWorker, ActorCalls):
         return StoreAddress(**self.sync.listen(request.host))
 
     def sync_join(self, request: SyncGroupRequest) -> SyncConnection:
-        return SyncConnection(**self.sync.join(request.parameters, **group_of(request)))
+        return SyncConnection(**self.sync.join(request.parameters, **request.described()))
 
     def sync_push(self, request: SyncUpdateRequest) -> SyncReport:
-        return report_of(self.sync.push(self.trainer.held(), request.version))
+        answer = self.sync.push(self.trainer.held(), request.version)
+        if "broken" in answer:
+            return SyncReport(broken=answer["broken"])
+        return SyncReport(nbytes=answer["nbytes"], seconds=answer["seconds"], checksum_s=answer["checksum_s"])
 
 
 class CriticWorker(TrainerWorker, CriticCalls):
-    """A rank of the value model in training."""
+    """Trains the value model."""
 
     trainer: ValueTrainer
 
@@ -124,7 +126,7 @@ class CriticWorker(TrainerWorker, CriticCalls):
 
 
 class ReferenceWorker(ModelWorker, ReferenceCalls):
-    """A rank of the frozen policy that the KL penalty compares with."""
+    """Computes log-probs of the frozen policy that the KL penalty compares with."""
 
     def start(self, request: StartRequest) -> StartAnswer:
         self.model = FrozenPolicy(self.config)
@@ -135,7 +137,7 @@ class ReferenceWorker(ModelWorker, ReferenceCalls):
 
 
 class RewardWorker(ModelWorker, RewardCalls):
-    """A rank of the reward model."""
+    """Scores whole responses with the reward model."""
 
     def start(self, request: StartRequest) -> StartAnswer:
         self.model = RewardModel(self.config)
@@ -143,15 +145,3 @@ class RewardWorker(ModelWorker, RewardCalls):
 
     def score(self, batch: ForwardBatch) -> F32:
         return self.model.score(batch.experience, batch.micro)
-
-
-def group_of(request: SyncGroupRequest) -> dict[str, Any]:
-    """What of the request describes the group, where it does not leave it to the configuration."""
-    described = {name: value for name, value in asdict(request).items() if value is not None}
-    del described["parameters"]
-    return described
-
-
-def report_of(answer: dict[str, Any]) -> SyncReport:
-    """The record of what an end of a weight transfer answers."""
-    return SyncReport(**{name: value for name, value in answer.items() if name in SyncReport.__slots__})

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from slurm_rlhf.bench.compare import race
-from slurm_rlhf.cli.bench import BENCHES
+from slurm_rlhf.bench.compare import compare
+from slurm_rlhf.bench.options import BENCHES
 from slurm_rlhf.cli.main import main
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -65,13 +65,18 @@ def test_bench_train() -> None:
         (["rolout"], "unknown bench 'rolout'; did you mean rollout?"),
         (["rollout", "--prompts=0"], "--prompts takes a whole number of at least 1, got '0'"),
         (["train", "--repeats", "x"], "--repeats takes a whole number of at least 1, got 'x'"),
-        (["train", "--hidden=100"], "--hidden takes a multiple of 64"),
+        (["train", "--hidden=100"], "--hidden takes a multiple of 64, got 100"),
+        (["train", "--vocab=20"], "--vocab takes a whole number of at least 258, got '20'"),
         (["train", "--train.sed=1"], "unknown key --train.sed; did you mean --train.seed"),
         (["train", "--rollout.max_new_tokens=0"], "rollout.max_new_tokens must be at least 1"),
         (["train", "nowhere.toml"], "nowhere.toml: no such file"),
+        (["sync", "--zero=x"], "--zero takes a whole number of at least 0, got 'x'"),
+        (["sync", "--no-zero"], "bench sync does not know '--no-zero'"),
+        (["sync", "--naive=1"], "bench sync does not know '--naive=1'"),
         (["rollout", "--prompt_tokens=400"], "more than data.max_len = 512"),
     ],
 )
+@pytest.mark.usefixtures("own_environment")
 def test_what_the_user_has_to_mend(words: list[str], named: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", *words]) == 2
     out, err = capsys.readouterr()
@@ -85,13 +90,13 @@ def test_help_of_all_benches(capsys: pytest.CaptureFixture[str]) -> None:
     out, err = capsys.readouterr()
     assert err == ""
     assert max(map(len, out.splitlines())) <= 120
-    for name, summary in BENCHES.items():
-        assert f"  {name.ljust(max(map(len, BENCHES)))}  {summary}\n" in out
+    for name, found in BENCHES.items():
+        assert f"  {name.ljust(max(map(len, BENCHES)))}  {found.summary}\n" in out
         assert main(["bench", name, "--help"]) == 0
         assert capsys.readouterr().out in out
 
 
-def test_a_race_alternates_and_leaves_the_first_repetition_out() -> None:
+def test_a_comparison_alternates_and_leaves_the_first_repetition_out() -> None:
     calls: list[tuple[str, int]] = []
 
     def side(name: str, tokens: int) -> Any:
@@ -102,10 +107,10 @@ def test_a_race_alternates_and_leaves_the_first_repetition_out() -> None:
 
         return run
 
-    result = race(side("ours", 300), side("bare", 100), 3)
+    result = compare(side("ours", 300), side("bare", 100), 3)
     assert calls == [
         *[("bare", 0), ("ours", 0), ("ours", 1), ("bare", 1)],
         *[("bare", 2), ("ours", 2), ("ours", 3), ("bare", 3)],
     ]
-    assert len(result.ours.rates) == len(result.bare.cpu_rates) == 3
+    assert len(result.ours.rates) == len(result.baseline.cpu_rates) == 3
     assert result.to_json()["cpu_ratio"] == pytest.approx(3, rel=0.9)

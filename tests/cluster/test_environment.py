@@ -10,7 +10,8 @@ from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.cluster.slurm_notation import count_devices, expand_counts, parse_gpus
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.placement.rank_plan import RankMap, place, role_sizes
+from slurm_rlhf.placement.rank_map import RankMap, place
+from slurm_rlhf.placement.role_sizes import role_sizes
 
 BATCH = {
     "SLURM_JOB_ID": "4711",

@@ -95,7 +95,6 @@ def test_a_good_one(config: Config) -> None:
             ["would round the weights", "ds.param_dtype = fp32", "auto or fp32"],
         ),
         (["vllm.dtype=fp16"], ["would round the weights", "use auto or bf16 or fp32"]),
-        (["sync.compare=-1"], ["sync.compare must be at least 0, got -1"]),
         (["data.input_template=Q:"], ["data.input_template needs exactly one {}", "'Q:'"]),
         (["data.input_template={} {}"], ["exactly one {}"]),
         (["data.input_template={x}"], ["exactly one {}"]),

@@ -92,6 +92,7 @@ def test_overrides(words: list[str], key: str, value: Any) -> None:
         ("[vllm]\ntensor-parallel-size = 1", ["did you mean vllm.tensor_parallel_size?"]),
         ("[algo.kl]\ninit_koef = 1", ["did you mean algo.kl.init_coef?"]),
         ("[zzz]", ["unknown key zzz", "did you mean"]),
+        ("[sync]\ncompare = 3", ["unknown key sync.compare"]),  # it is gone
         ("[train.seed]\nx = 1", ["train.seed takes a whole number, got a table"]),
         ("actor = 1", ["actor is a group of keys"]),
         ("[train]\nseed = '1'", ["train.seed takes a whole number, got '1': write 1"]),

@@ -133,7 +133,7 @@ def test_everything_else_is_refused_by_name(change: dict[str, Any], told: str) -
 
 
 def test_a_type_that_cannot_travel_is_a_mistake_of_the_declaration() -> None:
-    for kind in (set[int], tuple[int, ...], object, Path):
+    for kind in (set[int], tuple[int, ...], object, Path, int | str):
         with pytest.raises(TypeError, match="cannot travel"):
             reader(kind)
 

@@ -10,11 +10,11 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from steps import make_loop, make_step
 
 from slurm_rlhf.algorithms.kl import KLController
 from slurm_rlhf.algorithms.reward_scale import RunningScale
@@ -22,16 +22,14 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import STOP_FILE, Stop, StopRequested
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.batches import Batch, OnDemand
-from slurm_rlhf.controller.engine_metrics import EngineWatch
-from slurm_rlhf.controller.loop import TrainingRun
+from slurm_rlhf.controller.engine_pool import EngineMetrics
+from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
-from slurm_rlhf.controller.state import RunState
-from slurm_rlhf.controller.step import PPO
+from slurm_rlhf.controller.step import Step
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.errors import RewardError
-from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.model import Scoring
@@ -56,7 +54,7 @@ def reward_func(responses, labels, step):
 
 
 class Engines:
-    """Answers each prompt with its number; in place of `Generation` and `Engines`."""
+    """Answers each prompt with its number; in place of `Dispatcher` and `EnginePool`."""
 
     def run(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
         floats, mask = np.zeros(1, np.float32), np.ones(1, np.bool_)
@@ -73,14 +71,17 @@ class Engines:
 class Role:
     """Ranks that have nothing to say."""
 
-    def start_all(self, method: str, **arguments: Any) -> list[Future[Any]]:
+    def start_all(self, method: Any, argument: Any, /) -> list[Future[Any]]:
         done: Future[Any] = Future()
         done.set_result(None)
         return [done]
 
+    def call_all(self, method: Any, argument: Any, /) -> list[Any]:
+        return [None]
 
-class Steps(PPO):
-    """PPO whose roles have nothing to compute."""
+
+class Steps(Step):
+    """Steps whose roles have nothing to compute."""
 
     def collect(self, batch: Batch, version: int) -> Any:
         return [], {"response_tokens": 8.0, "reward": float(batch.step), "kl": 0.0, "reward_clipped": 0.0}
@@ -89,44 +90,34 @@ class Steps(PPO):
         return metrics
 
 
-def make(tmp_path: Path, stop: Stop, reward: RewardFunction, *, resume: bool = False) -> TrainingRun:
+def make(tmp_path: Path, stop: Stop, reward: RewardFunction, *, resume: bool = False) -> TrainingLoop:
     config = Config(run_dir=str(tmp_path))
     config.logger.progress, config.logger.tensorboard = "plain", False
     config.timeout.reward, config.eval.steps = 1.0, 1
     config.rollout.batch_size = config.rollout.n_samples_per_prompt = 1
     directory = RunDirectory(tmp_path)
     directory.make()
-    engines, phases, roles = Engines(), Phases(), {"actor": Role(), "critic": Role()}
-    scoring = Scoring(reward, config.timeout.reward)
-    ppo = Steps(config, roles, engines, scoring, KLController(0.0), phases, RunningScale(3, 1.0, 2.0))  # type: ignore[arg-type]
+    engines, roles = Engines(), {"actor": Role(), "critic": Role()}
     config.train.self_check = False  # it has a test of its own, with roles that compute
     prompts, reporting = PromptSet(tmp_path, PROMPTS, 0), Reporting(config, directory, {"actor": 1})
-    checkpoints = CheckpointDir(tmp_path)
-    checkpoint = checkpoints.latest() if resume else None
-    saved = checkpoints.load_state(checkpoint)["run"] if checkpoint else {"seed": 0}
-    run = TrainingRun(
-        config=config,
-        directory=directory,
-        fleet=SimpleNamespace(roles=roles),  # type: ignore[arg-type]
-        eval_prompts=prompts,
+    step = make_step(
+        config,
+        roles,
+        Steps,
+        pool=engines,
+        dispatcher=engines,
         order=PromptOrder(4, 1, 1, 0),
-        ppo=ppo,
-        batches=OnDemand(lambda step: Batch(step, PROMPTS[:1], [], {}, 1.0, {**PromptOrder(4, 1, 1, 0).state_dict()})),
-        weights=engines,  # type: ignore[arg-type]
-        checkpoints=checkpoints,
-        state=RunState(**saved),
         total_steps=2,
-        reporting=reporting,
+        reward=Scoring(reward, config.timeout.reward),
+        kl=KLController(0.0),
+        scale=RunningScale(3, 1.0, 2.0),
         self_check=SelfCheck(config, roles["actor"], reporting.note, PromptFindings({}), {}),  # type: ignore[arg-type]
-        phases=phases,
-        engines=EngineWatch([]),
+        engine_metrics=EngineMetrics([], reporting.note),
         stop=stop,
-        clock=time.monotonic(),
     )
-    run.reporting.begin(run.state, 2, checkpoint)
-    if checkpoint:
-        run.load(checkpoint)
-    return run
+    order = PromptOrder(4, 1, 1, 0).state_dict()
+    step.batches = OnDemand(lambda number: Batch(number, PROMPTS[:1], [], {}, 1.0, {**order}))
+    return make_loop(step, directory, reporting, resume, prompts)
 
 
 @pytest.fixture
@@ -166,7 +157,7 @@ def test_a_stop_interrupts_it_and_the_run_that_goes_on_misses_nothing(
 ) -> None:
     seen = reward._function.__globals__
     run = make(tmp_path, stop, reward)
-    run.ppo.reward = Scoring(reward, 50.0)
+    run.step.reward = Scoring(reward, 50.0)
 
     def ask() -> None:
         seen["began"].wait(30)
@@ -188,9 +179,9 @@ def test_a_stop_interrupts_it_and_the_run_that_goes_on_misses_nothing(
     seen["hang"].clear()
     stop.reason = None
     again = make(tmp_path, stop, reward, resume=True)
-    again.ppo.scale = RunningScale()
-    again.load(tmp_path / "checkpoints" / "step_000001")
-    assert again.ppo.scale == RunningScale(3, 1.0, 2.0)
+    again.step.scale = RunningScale()
+    again.checkpoints.load(tmp_path / "checkpoints" / "step_000001", again.reporting.note)
+    assert again.step.scale == RunningScale(3, 1.0, 2.0)
     again.run()
     assert [(row["step"], row["reward"], row["eval"]) for row in rows(tmp_path)] == [(1, 1.0, 1.0), (2, 2.0, 1.0)]
     assert all("time/step" in row for row in rows(tmp_path))
@@ -203,12 +194,12 @@ def test_a_checkpoint_of_an_earlier_version_has_nothing_to_say_of_either(
 ) -> None:
     reward._function.__globals__["hang"].clear()
     run = make(tmp_path, stop, reward)
-    run.ppo.scale = None
+    run.step.scale = None
     run.run()
     state = CheckpointDir(tmp_path).load_state(tmp_path / "checkpoints" / "step_000002")
     assert sorted(state) == ["kl", "order", "run"]
     again = make(tmp_path, stop, reward, resume=True)
-    assert again.ppo.scale == RunningScale(3, 1.0, 2.0)
+    assert again.step.scale == RunningScale(3, 1.0, 2.0)
 
 
 def test_a_function_s_own_time_out_is_told_as_its_own(tmp_path: Path) -> None:

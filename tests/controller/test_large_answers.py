@@ -12,12 +12,12 @@ import pytest
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control.auth import RunKeys
+from slurm_rlhf.control.calls import GenerateBatch, PackedPrompts, PromptTokens, Sampled
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.codec import MAX_HEADER_BYTES, encode
 from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.control.server import ControlServer
-from slurm_rlhf.controller import chunk_size as portions
-from slurm_rlhf.controller.dispatch import Generation
+from slurm_rlhf.controller.dispatch import Dispatcher, answer_sizes
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.engine import Gauges
 from slurm_rlhf.workers.engine_leader import EngineLeader
@@ -66,7 +66,7 @@ def answer(prompt: int, sample: int) -> Trajectory:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("deterministic", [True, False], ids=["fixed", "streamed"])
 def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic: bool) -> None:
-    one = len(encode([0, answer(0, 0).to_wire()])[0])
+    one = len(encode(Sampled(0, answer(0, 0)))[0])
     assert one * PROMPTS * SAMPLES > MAX_HEADER_BYTES, "the test must ask for more than one message holds"
     engine = Scripted()
     with ControlServer(RunKeys.create(tmp_path / "keys.json")) as server:
@@ -79,9 +79,9 @@ def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic:
         handle = EngineHandle(server, "rollout", 1, 1, Timeout(generate=30.0))
         prompts = [Prompt(100 + i, "", np.full(10, i, dtype=np.int32)) for i in range(PROMPTS)]
         width = PROMPTS * SAMPLES * 16
-        generation = Generation(handle, 1, max_num_seqs=width, deterministic=deterministic)
-        found = generation.run(prompts, Sampling(n=SAMPLES, max_new_tokens=TOKENS), 0)
-        assert handle.call(0, "shutdown").result(20.0) == "done"
+        dispatcher = Dispatcher(handle, 1, max_num_seqs=width, deterministic=deterministic)
+        found = dispatcher.run(prompts, Sampling(n=SAMPLES, max_new_tokens=TOKENS), 0)
+        assert handle.shut_down(0).result(20.0) == "done"
         thread.join(20.0)
         client.close()
     assert [(t.prompt, t.sample) for t in found] == [(100 + i, s) for i in range(PROMPTS) for s in range(SAMPLES)]
@@ -94,9 +94,23 @@ def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic:
 @pytest.mark.parametrize("tokens", [1, 100, 1000, 32_000])
 def test_answers_hold_everything_and_each_fits_into_a_message(tokens: int) -> None:
     for responses in (1, 7, 5000, 100_000):
-        counts = portions.answers(responses, 4 * tokens, tokens)
+        counts = answer_sizes(responses, 4 * tokens, tokens)
         assert sum(counts) == responses
         assert min(counts) >= 1
         # Text of 40 bytes a token would still fit.
         assert max(counts) == 1 or max(counts) * (16 * tokens + 9 * tokens + 40 * tokens + 200) < MAX_HEADER_BYTES
-    assert portions.answers(8, 10, tokens) == [8], "small batches are answered at once"
+    assert answer_sizes(8, 10, tokens) == [8], "small batches are answered at once"
+
+
+def test_one_request_with_very_many_prompts_has_a_small_header() -> None:
+    token_ids = np.arange(500, dtype=np.int32)
+    prompts = [PromptTokens(i, 2 * i, token_ids[: 499 + i % 2]) for i in range(35_000)]
+    packed = PackedPrompts.pack(prompts)
+    frames = encode(GenerateBatch(packed, Sampling(), 1, 0, 0))
+    assert sum(map(len, frames)) > MAX_HEADER_BYTES > 1000 * len(frames[0])
+    unpacked = list(packed)
+    assert len(packed) == len(unpacked) == len(prompts)
+    for sent, arrived in zip(prompts[-3:], unpacked[-3:], strict=True):
+        assert sent[:2] == arrived[:2]
+        assert sent.token_ids.tolist() == arrived.token_ids.tolist()
+    assert list(PackedPrompts.pack([])) == []

@@ -1,11 +1,11 @@
-"""Frozen steps of the actor are none of its schedule's."""
+"""The actor's learning-rate schedule leaves out the steps in which it is frozen."""
 
 from __future__ import annotations
 
 import pytest
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.optimizer_steps import optimizer_steps
+from slurm_rlhf.controller.startup import optimizer_steps
 from slurm_rlhf.training.schedule import Schedule, learning_rate
 
 STEPS = 40

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.conductor import MOST_RESTARTS, refuse_restart
 from slurm_rlhf.controller.reporting import Reporting
-from slurm_rlhf.controller.restart_guard import MOST, refuse_standstill
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.run_directory import RunDirectory
 
@@ -33,13 +33,13 @@ def test_a_checkpoint_that_takes_too_long_for_the_signals_lead_is_warned_of_once
 
 
 def test_a_run_that_never_gets_to_a_step_does_not_requeue_itself_for_ever(tmp_path: Path) -> None:
-    file = tmp_path / "standstill"
+    file = tmp_path / "restart_guard"
     for _ in range(2):
-        for _ in range(MOST - 1):
-            refuse_standstill(file, False, 600)
-        refuse_standstill(file, True, 600)  # a step was done: the count begins anew
-    for _ in range(MOST - 1):
-        refuse_standstill(file, False, 600)
-    with pytest.raises(ConfigError, match=rf"{MOST} times in a row .*slurm.signal_lead_s = 600"):
-        refuse_standstill(file, False, 600)
+        for _ in range(MOST_RESTARTS - 1):
+            refuse_restart(file, False, 600)
+        refuse_restart(file, True, 600)  # a step was done: the count begins anew
+    for _ in range(MOST_RESTARTS - 1):
+        refuse_restart(file, False, 600)
+    with pytest.raises(ConfigError, match=rf"{MOST_RESTARTS} times in a row .*slurm.signal_lead_s = 600"):
+        refuse_restart(file, False, 600)
     assert not file.exists()  # whoever submits it again starts anew

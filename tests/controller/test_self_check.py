@@ -12,17 +12,21 @@ import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from lookalikes import llama_like
+from steps import make_step
 from tiny_models import make_tiny
 from training_ranks import make_config
 
 from slurm_rlhf.config.schema import Data
+from slurm_rlhf.control.calls import SelfCheckAnswer
 from slurm_rlhf.controller.self_check import PER_RANK, PromptFindings, SelfCheck, few
+from slurm_rlhf.controller.step_metrics import update_metrics
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
@@ -44,10 +48,12 @@ class Here:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
 
-    def call(self, rank: int, method: str, /, experience: dict[str, Any], **args: Any) -> Future[Any]:
-        answer: Future[Any] = Future()
-        answer.set_result(getattr(self.trainer, method)(Experience.from_wire(experience), **args))
-        return answer
+    def start_each(self, method: Any, batches: list[Any], /) -> list[Future[Any]]:
+        (batch,), name = batches, method.__name__
+        arguments = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "experience"}
+        found, answer = getattr(self.trainer, name)(batch.experience, **arguments), Future[Any]()
+        answer.set_result(SelfCheckAnswer(**found) if name == "self_check" else found.get(name, found))
+        return [answer]
 
 
 class Bench:
@@ -55,8 +61,6 @@ class Bench:
 
     def __init__(self, model: Path, **train: Any) -> None:
         from slurm_rlhf.algorithms.kl import KLController
-        from slurm_rlhf.controller.step import PPO
-        from slurm_rlhf.observe.timing import Phases
         from slurm_rlhf.training.frozen import FrozenPolicy
         from slurm_rlhf.training.policy import PolicyTrainer
         from slurm_rlhf.training.value import ValueTrainer
@@ -71,8 +75,7 @@ class Bench:
             setattr(self.config.train, name, value)
         self.actor, self.engine = PolicyTrainer(self.config, 10), FrozenPolicy(self.config)
         roles: dict[str, Any] = {"actor": Here(self.actor), "critic": Here(ValueTrainer(self.config, 10))}
-        missing: Any = None
-        self.ppo = PPO(self.config, roles, missing, missing, KLController(0.0, 0.0, 1), Phases())
+        self.step = make_step(self.config, roles, kl=KLController(0.0, 0.0, 1))
         self.notes: list[str] = []
         findings = PromptFindings({"prompts_dropped": 0.25}, "the chat template ends an answer by nothing")
         self.check = SelfCheck(self.config, roles["actor"], self.notes.append, findings, {})
@@ -93,16 +96,16 @@ class Bench:
             trajectory.rollout_logprobs = logprobs[start:end]
         return found
 
-    def step(self, number: int) -> dict[str, float]:
-        """As `TrainingRun._step`; answers the metrics of the update. Raises SelfCheckError."""
+    def train(self, number: int) -> dict[str, float]:
+        """Do what `Step.run` does; answer the metrics of the update. Raises SelfCheckError."""
         found = self.trajectories(number - 1)
         exp = pack(found, [float(t.prompt % 3) for t in found])
-        self.ppo._forward(exp)
+        self.step._forward(exp)
         drift = float(np.abs(exp.columns["rollout_logprobs"] - exp.columns["logprobs"]).mean())
         shares = {"reward_clipped": 0.0, "reward_constant": 0.0, "truncated": 0.0}
         self.check.before_update(number, found, exp, {"rollout_logprob_diff": drift, **shares}, number - 1)
         exp.columns["advantages"] = exp.columns["returns"] = np.ones_like(exp.columns["values"])
-        metrics = self.ppo._update(number, exp)
+        metrics = update_metrics(self.step._train(number, exp))
         self.check.after_update(number, metrics)
         return metrics
 
@@ -159,7 +162,7 @@ def run_case(case: str, models: Path) -> dict[str, Any]:
     try:
         # The frozen policy never gets an update: in the second step it is an engine with old weights.
         for number in range(1, 3 if case in ("stale engine", "off") else 2):
-            metrics.append(bench.step(number))
+            metrics.append(bench.train(number))
     except SelfCheckError as found:
         error = str(found)
     trained = bench.actor.engine.module.training

@@ -13,10 +13,11 @@ import pytest
 from control_peer import INTERVAL, start_peer, stop_peer
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.supervisor import SILENT_BEATS, VERDICT_S, Fleet
+from slurm_rlhf.controller.supervisor import SILENT_BEATS, VERDICT_S, Supervisor
 from slurm_rlhf.errors import RemoteError, RoleDied, RunError
 from slurm_rlhf.launch.launcher import Ended
-from slurm_rlhf.placement.rank_plan import RoleSize, place
+from slurm_rlhf.placement.rank_map import place
+from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.run_directory import RunDirectory
 
@@ -64,12 +65,12 @@ def processes(tmp_path: Path) -> Processes:
 
 
 @pytest.fixture
-def fleet(processes: Processes) -> Iterator[Fleet]:
+def supervisor(processes: Processes) -> Iterator[Supervisor]:
     config = Config()
     config.timeout.heartbeat_interval, config.timeout.heartbeat = INTERVAL, LIMIT
     config.timeout.shutdown = 1.0
     ranks = place(Topology.uniform(["n1", "n2"], 2), [RoleSize("actor", 2, 1), RoleSize("critic", 1, 1)])
-    made = Fleet(config, processes.directory, ranks, processes)
+    made = Supervisor(config, processes.directory, ranks, processes)
     made.start({"actor": {}, "critic": {}})
     try:
         yield made
@@ -77,54 +78,62 @@ def fleet(processes: Processes) -> Iterator[Fleet]:
         made.stop()
 
 
-def blamed(fleet: Fleet, error: RunError) -> tuple[RunError | None, float]:
+def blamed(supervisor: Supervisor, error: RunError) -> tuple[RunError | None, float]:
     """(what is raised instead, after how many seconds)."""
     start = time.monotonic()
     try:
-        fleet.blame(error)
+        supervisor.blame(error)
     except RunError as other:
         return other, time.monotonic() - start
     return None, time.monotonic() - start
 
 
-def test_a_silent_rank_is_named_and_not_the_one_whose_collective_it_broke(fleet: Fleet, processes: Processes) -> None:
+def test_a_silent_rank_is_named_and_not_the_one_whose_collective_it_broke(
+    supervisor: Supervisor, processes: Processes
+) -> None:
     processes.started["actor", 1].kill()
-    verdict, seconds = blamed(fleet, BROKEN)
+    verdict, seconds = blamed(supervisor, BROKEN)
     assert isinstance(verdict, RoleDied)
     assert "role actor died: rank 1 on n2 " in str(verdict)
     assert f"is lost: it was not heard from for {LIMIT / 2:g} s" in str(verdict)
     assert str(BROKEN) in str(verdict)
     assert LIMIT / 2 - INTERVAL <= seconds < LIMIT  # before the heartbeats alone would have said so
     with pytest.raises(RoleDied, match="rank 1 on n2"):
-        fleet.roles["critic"].call(0, "shutdown").result(5)
+        supervisor.roles["critic"].shut_down(0).result(5)
 
 
-def test_a_dead_node_is_named_and_not_the_ranks_that_ended_because_of_it(fleet: Fleet, processes: Processes) -> None:
+def test_a_dead_node_is_named_and_not_the_ranks_that_ended_because_of_it(
+    supervisor: Supervisor, processes: Processes
+) -> None:
     processes.started["actor", 1].kill()
     processes.end("actor", 0)
-    verdict, seconds = blamed(fleet, BROKEN)
+    verdict, seconds = blamed(supervisor, BROKEN)
     assert "role actor died: rank 1 on n2 " in str(verdict)
     assert "and actor on n1 ended: Killed" in str(verdict)
     assert seconds < LIMIT
 
 
-def test_a_rank_that_ended_is_named_and_not_those_that_were_ended_with_it(fleet: Fleet, processes: Processes) -> None:
+def test_a_rank_that_ended_is_named_and_not_those_that_were_ended_with_it(
+    supervisor: Supervisor, processes: Processes
+) -> None:
     processes.end("actor", 1)
     processes.end("actor", 0)
-    verdict, seconds = blamed(fleet, BROKEN)
+    verdict, seconds = blamed(supervisor, BROKEN)
     assert "role actor died: its process group on n2 ended: Killed" in str(verdict)
     assert seconds < LIMIT / 2
 
 
-def test_an_error_stands_where_everybody_is_heard_or_was_only_busy(fleet: Fleet, processes: Processes) -> None:
-    verdict, seconds = blamed(fleet, RemoteError("reward.py returned NaN", user_error=True))
+def test_an_error_stands_where_everybody_is_heard_or_was_only_busy(
+    supervisor: Supervisor, processes: Processes
+) -> None:
+    verdict, seconds = blamed(supervisor, RemoteError("reward.py returned NaN", user_error=True))
     assert (verdict, seconds < 0.5) == (None, True)
     patience = max(VERDICT_S, (SILENT_BEATS + 1) * INTERVAL)
-    verdict, seconds = blamed(fleet, BROKEN)
+    verdict, seconds = blamed(supervisor, BROKEN)
     assert (verdict, seconds < patience + 1) == (None, True)
     stopped = (patience + LIMIT / 2) / 2
     processes.started["actor", 1].send_signal(signal.SIGSTOP)
     threading.Timer(stopped, processes.started["actor", 1].send_signal, (signal.SIGCONT,)).start()
-    verdict, seconds = blamed(fleet, BROKEN)
+    verdict, seconds = blamed(supervisor, BROKEN)
     assert verdict is None
     assert stopped <= seconds < LIMIT / 2

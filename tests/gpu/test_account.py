@@ -5,35 +5,42 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from steps import make_loop, make_step
 
 from slurm_rlhf.algorithms.kl import KLController
-from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import (
+    ActorCalls,
+    DeviceReport,
+    EngineCalls,
+    ForwardBatch,
+    GenerateBatch,
+    PackedPrompts,
+    SyncConnection,
+)
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.controller.batches import Batch, OnDemand
-from slurm_rlhf.controller.engine_metrics import EngineWatch
-from slurm_rlhf.controller.gpu_account import GpuAccount, slots_of
-from slurm_rlhf.controller.loop import TrainingRun
+from slurm_rlhf.controller.engine_pool import EngineMetrics
+from slurm_rlhf.controller.gpu_account import GpuAccount, StepFlops, slots_of
+from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
-from slurm_rlhf.controller.state import RunState
-from slurm_rlhf.controller.step import PPO
-from slurm_rlhf.controller.step_flops import StepFlops
+from slurm_rlhf.controller.step import Step
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.observe.timing import GpuTime, Phases
+from slurm_rlhf.observe.timing import GpuTime
 from slurm_rlhf.placement.flops import forward_flops
 from slurm_rlhf.placement.model_shape import read_shape
-from slurm_rlhf.placement.rank_map_file import NodeShare, RankMap
+from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.placement.topology import Topology
-from slurm_rlhf.records import Experience
+from slurm_rlhf.records import Experience, Sampling
 from slurm_rlhf.run_directory import RunDirectory
 
 pytestmark = pytest.mark.timeout(60)
@@ -57,8 +64,8 @@ RANKS = RankMap(
         "rollout": [NodeShare("n1", (3, 4), (0, 1), ((0, 0), (0, 1)))],
     },
 )
-H100 = {"gpu": "NVIDIA H100 80GB HBM3", "total": 80 << 30, "used": 30 << 30, "allocated": 29 << 30}
-WAY = {"backend": "nccl", "interface": "ib0", "address": "10.0.0.1", "node": "n1"}
+H100 = DeviceReport("NVIDIA H100 80GB HBM3", total=80 << 30, used=30 << 30, allocated=29 << 30, attention="")
+WAY = SyncConnection("nccl", "ib0", "10.0.0.1", "n1")
 
 
 class Clock:
@@ -75,7 +82,7 @@ class Server:
         self.answers: dict[str, Any] = {}
         self.pending: dict[tuple[str, int, str], Future[Any]] = {}
 
-    def call(self, role: str, rank: int, method: str, *, timeout_s: float, **_: Any) -> Future[Any]:
+    def send(self, role: str, rank: int, method: str, argument: Any, *_: Any) -> Future[Any]:
         future: Future[Any] = Future()
         self.pending[role, rank, method] = future
         answer = self.answers.get(method)
@@ -89,7 +96,7 @@ class Server:
         self.pending[role, rank, method].set_result(None)
 
 
-def handles(server: Server) -> dict[str, RoleHandle]:
+def handles(server: Server) -> dict[str, RoleHandle[Any]]:
     timeout = Config().timeout
     made = {role: RoleHandle(server, role, RANKS.world(role), timeout) for role in ("actor", "critic", "reference")}  # type: ignore[arg-type]
     return made | {"rollout": EngineHandle(server, "rollout", 2, 2, timeout)}  # type: ignore[arg-type]
@@ -117,17 +124,16 @@ def experience(prompts: list[int], responses: list[int]) -> Experience:
 
 
 FOUR = experience([10, 10, 20, 20], [30, 40, 50, 60])
+FORWARD, GENERATE = ForwardBatch(FOUR, []), GenerateBatch(PackedPrompts.pack([]), Sampling(), 0, 0, 0)
 
 
 @pytest.fixture
 def server() -> Server:
     made = Server()
-    made.answers["about"] = lambda role, rank: (
-        H100
-        | {
-            "used": (30 + rank) << 30,
-            "attention": {"rollout": "FLASH_ATTN", "actor": "sdpa: FLASH_ATTENTION"}.get(role, ""),
-        }
+    made.answers["about"] = lambda role, rank: replace(
+        H100,
+        used=(30 + rank) << 30,
+        attention={"rollout": "FLASH_ATTN", "actor": "sdpa: FLASH_ATTENTION"}.get(role, ""),
     )
     return made
 
@@ -174,7 +180,10 @@ def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
                                  "critic 30.0, reference 31.0, rollout 30.0"]  # fmt: skip
     clock.now += 50
     account.begin()
-    calls = [*roles["actor"].start_all("logprobs"), roles["rollout"].call(0, "generate")]
+    calls = [
+        *roles["actor"].start_all(ActorCalls.logprobs, FORWARD),
+        roles["rollout"].call(0, EngineCalls.generate, GENERATE),
+    ]
     clock.now += 6
     server.finish("rollout", 0, "generate")
     for rank in (0, 1):
@@ -207,10 +216,10 @@ def test_metrics_of_a_step(tmp_path: Path, server: Server) -> None:
 
 def test_hours_go_on_over_sessions(tmp_path: Path, server: Server) -> None:
     clock = Clock()
-    first = GpuAccount(config(tmp_path), RANKS, 100.0, lambda: {}, clock)
+    first = GpuAccount(config(tmp_path), RANKS, 100.0, lambda: None, clock)
     clock.now += 720
     assert first.hours() == 1.0
-    second = GpuAccount(config(tmp_path), RANKS, clock.now, lambda: {}, clock)
+    second = GpuAccount(config(tmp_path), RANKS, clock.now, lambda: None, clock)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     clock.now += 720
     assert second.hours() == 2.0
@@ -223,11 +232,11 @@ def test_what_is_not_known_is_left_out(tmp_path: Path, server: Server, kind: str
     """It never ends a run."""
     made = config(tmp_path, **({"model_type": "novel"} if kind == "model" else {}))
     if kind == "card":
-        server.answers["about"] = lambda role, rank: H100 | {"gpu": "Novel 9000", "attention": ""}
+        server.answers["about"] = lambda role, rank: replace(H100, gpu="Novel 9000")
     if kind == "silent":
         server.answers["about"] = RunError("no")
     clock = Clock()
-    account = GpuAccount(made, RANKS, 40.0, lambda: {}, clock)
+    account = GpuAccount(made, RANKS, 40.0, lambda: None, clock)
     account.watch(handles(server))
     told = account.started()
     assert told[1:] == (["no peak rate is known for Novel 9000: no MFU"] if kind == "card" else [])
@@ -270,16 +279,16 @@ def test_a_critic_that_starts_from_the_reward_model_has_its_shape(tmp_path: Path
     assert flops.critic.parameters < flops.policy.parameters
 
 
-class Engines:
+class Pool:
     def update(self, version: int) -> dict[str, float]:
         return {}
 
 
-class Steps(PPO):
-    """PPO whose roles compute nothing, but are asked."""
+class Steps(Step):
+    """Steps whose roles compute nothing, but are asked."""
 
     def collect(self, batch: Batch, version: int) -> Any:
-        gather(self.roles["actor"].start_all("logprobs"))
+        gather(self.roles["actor"].start_all(ActorCalls.logprobs, FORWARD))
         return FOUR, {"response_tokens": 8.0, "reward": 1.0, "kl": 0.0, "reward_clipped": 0.0}
 
     def update(self, number: int, experience: Any, metrics: dict[str, float]) -> dict[str, float]:
@@ -288,45 +297,34 @@ class Steps(PPO):
         return metrics
 
 
-def run(tmp_path: Path, roles: dict[str, RoleHandle], stop: Stop, on_gpus: bool, resume: bool = False) -> TrainingRun:
+def run(
+    tmp_path: Path, roles: dict[str, RoleHandle[Any]], stop: Stop, on_gpus: bool, resume: bool = False
+) -> TrainingLoop:
     made = config(tmp_path)
     made.logger.progress, made.logger.tensorboard = "plain", False
     made.train.self_check = False  # it has a test of its own, with roles that compute
-    directory, phases = RunDirectory(tmp_path), Phases()
+    directory = RunDirectory(tmp_path)
     directory.make()
     reporting = Reporting(made, directory, RANKS.worlds)
     account = None
     if on_gpus:
         account = reporting.gpus = GpuAccount(made, RANKS, time.monotonic(), lambda: WAY)
         account.watch(roles)
-    checkpoints = CheckpointDir(tmp_path)
-    checkpoint = checkpoints.latest() if resume else None
-    saved = checkpoints.load_state(checkpoint)["run"] if checkpoint else {"seed": 0}
     order = PromptOrder(4, 1, 2, 0)
-    training = TrainingRun(
-        config=made,
-        directory=directory,
-        fleet=SimpleNamespace(roles=roles),  # type: ignore[arg-type]
-        eval_prompts=None,
+    step = make_step(
+        made,
+        roles,
+        Steps,
+        pool=Pool(),
         order=order,
-        ppo=Steps(made, roles, Engines(), None, KLController(0.0), phases, None),  # type: ignore[arg-type]
-        batches=OnDemand(lambda step: Batch(step, [], [], {}, 1.0, {**order.state_dict()})),
-        weights=Engines(),  # type: ignore[arg-type]
-        checkpoints=checkpoints,
-        state=RunState(**saved),
         total_steps=4 if resume else 2,
-        reporting=reporting,
+        kl=KLController(0.0),
         self_check=SelfCheck(made, roles["actor"], reporting.note, PromptFindings({}), {}),
-        phases=phases,
-        engines=EngineWatch([]),
+        engine_metrics=EngineMetrics([], reporting.note),
         stop=stop,
-        clock=time.monotonic(),
-        gpus=account,
     )
-    reporting.begin(training.state, training.total_steps, checkpoint)
-    if checkpoint:
-        training.load(checkpoint)
-    return training
+    step.batches = OnDemand(lambda number: Batch(number, [], [], {}, 1.0, {**order.state_dict()}))
+    return make_loop(step, directory, reporting, resume, gpus=account)
 
 
 @pytest.mark.parametrize("on_gpus", [True, False], ids=["gpus", "cpus"])

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,17 +19,20 @@ import torch
 from gpu_rollout import MIB, Llm
 from gpu_standins import FakeCuda, fake_cuda
 from rollout_engine import EngineProcess
+from steps import make_step
 from tiny_models import make_tiny
 from torch.nn import functional
 
 from slurm_rlhf.cluster.stop import TERM, StopRequested
 from slurm_rlhf.config.rules import COLDEST
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller import colocation as turns
-from slurm_rlhf.controller.colocation import TurnTakingEngines, TurnTakingGeneration
+from slurm_rlhf.control.calls import EngineCalls
+from slurm_rlhf.controller.colocation import Colocation
+from slurm_rlhf.controller.colocation import log as colocation_log
+from slurm_rlhf.controller.engine_pool import EnginePool
+from slurm_rlhf.controller.step import Step
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.observe.timing import Phases
-from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling
+from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling, Trajectory
 from slurm_rlhf.rollout.environment import prepare_environment
 from slurm_rlhf.rollout.sleep import DeviceMemory
 from slurm_rlhf.training import attention
@@ -113,12 +116,12 @@ class Handle:
     def __init__(self, told: list[str], name: str) -> None:
         self._told, self._name = told, name
 
-    def call_all(self, method: str, **arguments: Any) -> list[Any]:
-        self._told.append(" ".join([self._name, method, *arguments.values()]))
-        return [3 << 30, 2 << 30] if method == "sleep" else [None, None]
+    def call_all(self, method: Any, argument: Any = None, /) -> list[Any]:
+        self._told.append(" ".join([self._name, method.__name__, *([argument.part] if argument else [])]))
+        return [3 << 30, 2 << 30] if method is EngineCalls.sleep else [None, None]
 
-    def start_all(self, method: str, **arguments: Any) -> list[Any]:
-        self.call_all(method, **arguments)
+    def start_all(self, method: Any, /) -> list[Any]:
+        self.call_all(method)
         return []
 
 
@@ -135,30 +138,40 @@ class Weights:
         return {"perf/sync_bytes": 1.0}
 
 
-@contextmanager
-def in_turns(told: list[str], parks: bool) -> Iterator[TurnTakingEngines]:
-    config = Config()
-    config.ds.enable_sleep = parks
-    fleet = SimpleNamespace(roles={"actor": Handle(told, "actor"), "critic": Handle(told, "critic")})
-    engines = TurnTakingEngines(fleet, Handle(told, "engines"), Weights(told), config, Phases())  # type: ignore[arg-type]
-    engines._started = []
-    engines._start_each = lambda: None  # type: ignore[method-assign]
-    yield engines
+@dataclass
+class Engines:
+    """Engines that share their accelerators with trainers, up to where they generate: that is the test's."""
+
+    told: list[str]
+    step: Step
+    colocation: Colocation
+
+    def generate(self, version: int) -> list[Trajectory]:
+        return self.step.generate([], Sampling(), version)
 
 
-def test_a_turn_gives_and_takes_memory_in_order(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def colocated(told: list[str], offload: bool, generate: Callable[..., Any]) -> Engines:
+    handle, roles = Handle(told, "engines"), {"actor": Handle(told, "actor"), "critic": Handle(told, "critic")}
+    colocation = Colocation(roles, handle, offload)  # type: ignore[arg-type]
+    pool = EnginePool(None, handle, Weights(told), 1.0, all_at_once=True)  # type: ignore[arg-type]
+    pool._started = []
+    dispatcher = SimpleNamespace(run=generate)
+    return Engines(
+        told, make_step(Config(), roles, colocation=colocation, pool=pool, dispatcher=dispatcher), colocation
+    )
+
+
+def test_a_turn_gives_and_takes_memory_in_order(caplog: pytest.LogCaptureFixture) -> None:
     told: list[str] = []
-    with in_turns(told, True) as engines, caplog.at_level(logging.INFO, turns.log.name):
-        engines.begin()
+    engines = colocated(told, True, lambda *_: told.append("generate") or [])
+    with caplog.at_level(logging.INFO, colocation_log.name):
+        engines.colocation.put_engines_to_sleep()
         assert told == ["engines sleep"]
         assert "at least 2.0 GiB freed on each GPU" in caplog.text
-        assert engines.update(0) == {}
-        generation = TurnTakingGeneration(engines._handle, 0, 4, False, engines)
-        monkeypatch.setattr(turns.Generation, "run", lambda *_: told.append("generate") or [])
         told.clear()
-        assert generation.run([], Sampling(), 3) == []
+        engines.step.sync(0)
+        assert told == []  # asleep they have no room for weights
+        assert engines.generate(3) == []
         assert told == [
             "actor sleep",
             "critic sleep",
@@ -170,20 +183,20 @@ def test_a_turn_gives_and_takes_memory_in_order(
             "actor wake_up",
             "critic wake_up",
         ]
-        metrics = engines.update(4)
+        metrics = engines.step._synced
         assert metrics["perf/sleep_freed_bytes"] == float(2 << 30)
         assert {"time/wake_up", "time/sleep", "perf/sync_bytes"} < set(metrics)
 
 
-def test_a_stop_in_a_turn_gives_the_gpus_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_in_a_turn_gives_the_gpus_back() -> None:
     told: list[str] = []
 
     def stopped(*_: Any) -> None:
         raise StopRequested(TERM)
 
-    monkeypatch.setattr(turns.Generation, "run", stopped)
-    with in_turns(told, False) as engines, pytest.raises(StopRequested):
-        TurnTakingGeneration(engines._handle, 0, 4, False, engines).run([], Sampling(), 1)
+    engines = colocated(told, False, stopped)
+    with pytest.raises(StopRequested):
+        engines.generate(1)
     assert told == ["engines wake_up weights", "weights 1", "engines wake_up kv_cache", "engines sleep"]
 
 

@@ -19,19 +19,20 @@ from sync_peer import describe, hold, make_weights
 from torch.distributed import HashStore
 
 import slurm_rlhf.weight_sync.sender as push_module
+from slurm_rlhf.bench import sync as bench_sync
 from slurm_rlhf.bench import train as bench_train
+from slurm_rlhf.bench.options import BENCHES, read
 from slurm_rlhf.config.schema import Sync
 from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
 from slurm_rlhf.polling import wait_until
-from slurm_rlhf.weight_sync.backend_choice import choose, share_gpus
+from slurm_rlhf.weight_sync._torch import OWN_ERRORS
+from slurm_rlhf.weight_sync.backends.backend import TransportFailure
 from slurm_rlhf.weight_sync.backends.device_ipc import DeviceIpc, ordinal_of
-from slurm_rlhf.weight_sync.backends.nccl import Nccl
-from slurm_rlhf.weight_sync.backends.transport import TransportFailure
-from slurm_rlhf.weight_sync.communicator import _OWN_ERRORS, Communicator, in_time, name_interface
-from slurm_rlhf.weight_sync.gpu import device_address, device_name
+from slurm_rlhf.weight_sync.backends.nccl import Communicator, Nccl, in_time, name_interface
 from slurm_rlhf.weight_sync.group import SyncGroup
-from slurm_rlhf.weight_sync.member import Membership
+from slurm_rlhf.weight_sync.member import Membership, device_address, device_name, interface_near
+from slurm_rlhf.weight_sync.rendezvous import choose, share_gpus
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("own_environment")]
 
@@ -71,7 +72,7 @@ def groups() -> list[Any]:
 def test_shards_over_nccl(fleet: Fleet, cuda: FakeCuda):
     """Bytes of two updates, to two engine ranks of different nodes from two actor ranks that hold shards."""
     sender = fleet.sender(2, actors=2, zero=3, gpus=OWN, nodes="abab")
-    assert (sender.group.backend, type(sender.carrier)) == ("nccl", Nccl)
+    assert (sender.group.backend, type(sender.backend)) == ("nccl", Nccl)
     # Both communicators stand before the first update, at every rank (defect 11).
     assert [group._is_initialized() for group in groups()] == [True]
     assert [rank["connected"] for rank in seen(fleet)] == [[True], [True, True], [True, True]]
@@ -170,7 +171,7 @@ def test_a_link_error_says_what_nccl_said(fleet: Fleet):
 def test_roles_that_share_gpus(fleet: Fleet, zero: int):
     """colocate_all on two nodes: whole models go from process to process on a GPU, shards are gathered over NCCL."""
     sender = fleet.sender(2, actors=2, zero=zero, gpus="abab", nodes="abab", colocated=True, whole=zero == 0)
-    assert (sender.group.backend, type(sender.carrier)) == ("ipc", DeviceIpc)
+    assert (sender.group.backend, type(sender.backend)) == ("ipc", DeviceIpc)
     gathering = [2] if zero == 3 else []
     assert [group.size() for group in groups()] == gathering
     for version in (1, 2):
@@ -194,7 +195,7 @@ def test_an_actor_rank_whose_gpu_has_no_engine(fleet: Fleet):
     fleet.update(sender, 1, layers=3)
     sender.group.close()
     with pytest.raises(TransportFailure, match="given up"):
-        sender.carrier._until(Never())
+        sender.backend._until(Never())
     sender = fleet.sender(1, actors=2, zero=0, gpus="aba", colocated=True, whole=True)
     fleet.update(sender, 2)
 
@@ -229,21 +230,21 @@ def conducted(fleet: Fleet, **settings: Any) -> WeightSync:
     actors, engines = PeerRanks(fleet.peers[:2]), PeerRanks(fleet.peers[2:3])
     for role, ranks, gpus in (("actor", actors, "ab"), ("rollout", engines, "c")):
         for rank, gpu in enumerate(gpus):
-            ranks.call(rank, "see", gpus=[f"GPU-{gpu}"]).result()
-            ranks.call(rank, "become", role=role, rank=rank, settings=settings).result()
+            ranks.tell(rank, "see", gpus=[f"GPU-{gpu}"])
+            ranks.tell(rank, "become", role=role, rank=rank, settings=settings)
     weights = WeightSync(configure(settings), actors, engines, "127.0.0.1")
     weights.connect(describe(make_weights(0)), [0])
     return weights
 
 
 def arrived(weights: WeightSync) -> dict[str, str]:
-    return weights.rollout.call(0, "weights_loaded").result()
+    return weights.rollout.tell(0, "weights_loaded")
 
 
 def test_the_conductor_repeats_an_update_whose_link_broke(fleet: Fleet):
     weights = conducted(fleet)
     assert weights.update(1)["perf/sync_group"] == 1
-    weights.rollout.call(0, "break_link", times=1).result()
+    weights.rollout.tell(0, "break_link", times=1)
     assert weights.update(2)["perf/sync_group"] == 2, "once more over a new group, of NCCL again"
     assert arrived(weights) == sent(2)
     assert all(peer.process.poll() is None for peer in fleet.peers)
@@ -252,7 +253,7 @@ def test_the_conductor_repeats_an_update_whose_link_broke(fleet: Fleet):
 def test_the_conductor_goes_over_to_the_fallback(fleet: Fleet):
     """Where NCCL keeps failing, whatever it says: defect 1 would have run on over gloo."""
     weights = conducted(fleet, **{"sync.fallback": "gloo"})
-    weights.rollout.call(0, "break_link", times=9).result()
+    weights.rollout.tell(0, "break_link", times=9)
     weights.update(1)
     assert weights._backend["backend"] == "gloo"
     assert arrived(weights) == sent(1)
@@ -265,9 +266,9 @@ def test_the_choice_between_gpus():
     assert share_gpus(["g", "h", "g", "h"], 2)
     assert not share_gpus(["g", "h", "k"], 2)
     assert not share_gpus(["g", ""], 1)
-    shared = choose(["auto"] * 4, list("nmnm"), list("ghgh"), colocated=True, twins=True)
+    shared = choose(["auto"] * 4, list("nmnm"), list("ghgh"), colocated=True, shared_gpus=True)
     assert shared == ("ipc", "each engine rank shares its GPU with an actor rank")
-    assert choose(["ipc"] * 4, list("nmnm"), list("ghgh"), twins=True)[0] == "ipc"
+    assert choose(["ipc"] * 4, list("nmnm"), list("ghgh"), shared_gpus=True)[0] == "ipc"
     assert choose(["auto"] * 2, list("nm"), list("gh"))[0] == "nccl"
     backend, why = choose(["auto"] * 3, list("nnm"), list("ggh"))
     assert (backend, "whose GPU has no actor rank" in why) == ("gloo", True)
@@ -303,7 +304,7 @@ def test_a_group_has_no_watchdog_and_leaves_the_environment_alone(cuda: FakeCuda
     group_of_one()
     assert dict(os.environ) == before
     assert groups()[-1]._blocking
-    assert "TORCH_NCCL_BLOCKING_WAIT" in _OWN_ERRORS
+    assert "TORCH_NCCL_BLOCKING_WAIT" in OWN_ERRORS
 
 
 def test_defect_1_put_back_fails_here(cuda: FakeCuda):
@@ -358,8 +359,8 @@ sys.path.insert(0, {tests!r})
 from gpu_standins import FakeCuda
 spec, rank, gpu = sys.argv[1:]
 FakeCuda([gpu]).install()
-from slurm_rlhf.bench import sync as sync_bench
-sync_bench.main()
+from slurm_rlhf.bench import sync_rank
+sync_rank.main()
 """
 
 
@@ -378,6 +379,14 @@ def test_the_benchmark_of_transfers_between_gpus(tmp_path: Path):
     assert {"seconds", "raw_seconds", "peak_extra_bytes", "naive_seconds"} <= set(json.loads(found))
 
 
+def test_the_benchmark_of_transfers_knows_the_gpus(monkeypatch):
+    monkeypatch.setattr(bench_sync, "local_gpus", lambda environ: ("0", "1"))
+    options = read(BENCHES["sync"], ["--backend=nccl", "--size=1MB"]).options
+    world = bench_sync._world(options)
+    assert (world.gpus, world.bucket_bytes) == (("0", "1"), 256 << 20)
+    assert bench_sync._world(options | {"backend": "gloo"}).gpus == ()
+
+
 def test_the_benchmark_of_training_names_the_gpu(cuda: FakeCuda):
     assert bench_train._gpu() == torch.cuda.get_device_name()
 
@@ -385,6 +394,7 @@ def test_the_benchmark_of_training_names_the_gpu(cuda: FakeCuda):
 def test_the_gpu_of_a_rank(cuda: FakeCuda):
     assert (device_name(), device_address()) == ("GPU-a", "0000:00:00.0")
     assert ordinal_of("GPU-b", ["GPU-a", "GPU-b"], "actor 0") == 1
+    assert interface_near(["lo"], device_address(), 3) == "lo"
 
 
 def test_a_rank_without_a_gpu():

@@ -21,7 +21,8 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.launch import probe
 from slurm_rlhf.launch.accelerators import Wanted, judge_accelerators, seen_by_processes
-from slurm_rlhf.placement.rank_plan import place, role_sizes
+from slurm_rlhf.placement.rank_map import place
+from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.topology import CPU, Node, Topology
 
 MODULES = dict.fromkeys(architectures.wanted_modules(), False)

@@ -12,7 +12,8 @@ from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.slurm import SlurmLauncher
 from slurm_rlhf.launch.step_spec import StepSpec
-from slurm_rlhf.placement.rank_plan import RoleSize, place
+from slurm_rlhf.placement.rank_map import place
+from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Topology
 
 pytestmark = pytest.mark.timeout(60)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_rlhf.controller.chunk_size import allowance, portion
-from slurm_rlhf.controller.engine_metrics import EngineWatch
+from slurm_rlhf.controller.dispatch import allowance, chunk
+from slurm_rlhf.controller.engine_pool import EngineMetrics
 from slurm_rlhf.observe.engine_load import Stragglers, far_below
 from slurm_rlhf.records import EngineLoad
 
@@ -46,12 +46,11 @@ def load(tokens_per_s: float) -> EngineLoad:
 
 
 def test_a_slow_engine_is_named_once_with_node_and_figures_and_again_when_it_is_back() -> None:
-    watch = EngineWatch(["gpu01", "gpu02"])
-    told = []
+    told: list[str] = []
+    metrics = EngineMetrics(["gpu01", "gpu02"], told.append)
     for step, rate in enumerate([1500, 6000, 1500, 1400, 1300, 5900, 1500], start=1):
-        measured, notes = watch.step(step, {0: load(6000), 1: load(rate)})
+        measured = metrics.step(step, {0: load(6000), 1: load(rate)})
         assert measured["perf/engine/1/tokens_per_s"] == rate
-        told += notes
     assert len(told) == 2
     assert told[0].startswith("step 4: engine 1 on gpu02 is far below its peers for 2 steps: 1400 tokens/s")
     assert "the others' median is 6000" in told[0]
@@ -67,7 +66,7 @@ def test_an_engine_without_prompts_ends_the_streak_and_is_not_back() -> None:
 def test_the_load_of_an_engine_as_metrics() -> None:
     whole = EngineLoad()
     whole.add(EngineLoad(tokens=300, responses=2, steps=100, busy_s=2.0, queued_s=1.0, kv_usage=0.5))
-    whole.add(EngineLoad.from_wire(EngineLoad(tokens=100, steps=100, busy_s=2.0, kv_usage=0.25).to_wire()))
+    whole.add(EngineLoad(tokens=100, steps=100, busy_s=2.0, kv_usage=0.25))
     assert whole.metrics() == {
         "tokens_per_s": 100.0,
         "busy_s": 4.0,
@@ -92,7 +91,7 @@ def test_a_slow_engine_has_nothing_in_reserve_when_the_last_prompt_is_handed_out
         nonlocal left
         if not left or held[engine] >= allowance(left, engines, width):
             return False
-        count = min(portion(left, engines, width), left)
+        count = min(chunk(left, engines, width), left)
         left -= count
         held[engine] += count
         return True

@@ -9,7 +9,7 @@ import pytest
 from slurm_rlhf.cluster.gpu_query import local_kinds
 from slurm_rlhf.cluster.granted_gpus import gpu_types, granted_types, parse_types
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.placement.gpu_size import found_size, told_size
+from slurm_rlhf.placement.gpus import found_size, told_size
 
 DETAILS = """JobId=12 JobName=x
    JOB_GRES=gpu:a100:12

@@ -12,11 +12,11 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.engine_memory import GIB, weights
-from slurm_rlhf.placement.holdings import holdings
 from slurm_rlhf.placement.memory import Account, account
 from slurm_rlhf.placement.model_shape import shape_of
+from slurm_rlhf.placement.rank_memory import rank_memories
 from slurm_rlhf.placement.remedies import fits, remedies
-from slurm_rlhf.placement.states import states
+from slurm_rlhf.placement.trainer_memory import states
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 H100 = int(79.1 * GIB)
@@ -60,10 +60,10 @@ def test_what_a_reading_of_the_code_had_estimated() -> None:
 
 
 def test_terms_follow_their_keys() -> None:
-    base = holdings(config(), MODELS, H100)
+    base = rank_memories(config(), MODELS, H100)
 
     def terms(role: str, phase: str, **changes: object) -> dict[str, int]:
-        return holdings(config(**changes), MODELS, H100)[role].at(phase)
+        return rank_memories(config(**changes), MODELS, H100)[role].at(phase)
 
     update = base[ACTOR].at("update")
     half = terms(ACTOR, "update", train__max_tokens_per_gpu=16384)
@@ -91,7 +91,7 @@ def test_a_reward_model_has_a_row_and_no_reference_has_none() -> None:
 
 
 def test_actor_and_reference_compute_at_once() -> None:
-    held = holdings(config(), MODELS, H100)
+    held = rank_memories(config(), MODELS, H100)
     (row,) = [row for row in account(config(), MODELS, H100).rows if row.together]
     both = {phase: held[ACTOR].at(phase) for phase in ("update", "forward", "step")}
     rest = {"update": "", "forward": "forward", "step": ""}
@@ -102,7 +102,7 @@ def test_actor_and_reference_compute_at_once() -> None:
 
 def test_all_on_one_gpu_is_the_sum_of_what_stays() -> None:
     made = config("ppo_7b_1node")
-    held, found = holdings(made, MODELS, H100), account(made, MODELS, H100)
+    held, found = rank_memories(made, MODELS, H100), account(made, MODELS, H100)
     trainers = (ACTOR, CRITIC, REFERENCE)
     awake = sum(held[ROLLOUT].at("generation").values()) + sum(sum(held[r].at("parked").values()) for r in trainers)
     assert needed(found, "together: generation") == pytest.approx(awake / GIB)

@@ -13,9 +13,8 @@ from model_variants import VARIANTS, make_config
 from transformers import AutoModelForCausalLM
 
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.placement.families import FAMILIES
 from slurm_rlhf.placement.flops import batch_flops, forward_flops, mfu, training_flops
-from slurm_rlhf.placement.model_shape import ModelShape, read_shape, shape_of
+from slurm_rlhf.placement.model_shape import FAMILIES, ModelShape, read_shape, shape_of
 
 
 def shape_from(config: Any, directory: Path) -> ModelShape:

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slurm_rlhf.control.codec import decode, encode
+from slurm_rlhf.control.record_reader import read
 from slurm_rlhf.errors import RewardError
-from slurm_rlhf.records import Prompt, Trajectory, pack
+from slurm_rlhf.records import Experience, Prompt, Trajectory, pack
 from slurm_rlhf.rewards.arguments import ARGUMENTS
 from slurm_rlhf.rewards.function import RewardFunction
 
@@ -134,7 +136,7 @@ def test_experience_knows_why_its_responses_ended() -> None:
     assert experience.finish_reasons == ["stop", "length", "stop", "length"]
     part = experience.select([3, 0])
     assert part.finish_reasons == ["length", "stop"]
-    assert type(part).from_wire(part.to_wire()).finish_reasons == ["length", "stop"]
+    assert read(Experience, decode(encode(part)), "part").finish_reasons == ["length", "stop"]
 
 
 def test_readmes_example_runs_and_readme_names_every_argument(tmp_path: Path) -> None:

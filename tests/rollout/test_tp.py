@@ -24,11 +24,19 @@ from tiny_models import make_tiny
 from zygote import Zygote
 
 from slurm_rlhf.cluster import kernel_cache
-from slurm_rlhf.control.calls import EngineCalls, GenerateBatch, PromptTokens, StartRequest, WakeUpRequest
+from slurm_rlhf.control.calls import (
+    EngineCalls,
+    GenerateAnswer,
+    GenerateBatch,
+    PackedPrompts,
+    PromptTokens,
+    StartRequest,
+    WakeUpRequest,
+)
 from slurm_rlhf.control.handles import EngineHandle
-from slurm_rlhf.controller.dispatch import Generation
+from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.errors import RemoteError, RunError
-from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.records import KV_CACHE, WEIGHTS, Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.engine_place import EnginePlace
 from slurm_rlhf.rollout.tp_group import SHARED_MEMORY
 from slurm_rlhf.workers.engine_worker import segment_prefix
@@ -88,12 +96,16 @@ def prompts(count: int) -> list[Prompt]:
     return [Prompt(i, "", rng.integers(2, 60, 3 + 17 * i % 60).astype(np.int32)) for i in range(count)]
 
 
-def tokens_of(prompts: list[Prompt]) -> list[PromptTokens]:
-    return [PromptTokens(prompt.index, prompt.index, prompt.token_ids) for prompt in prompts]
+def ask(
+    fleet: RolloutFleet, engine: int, asked: list[Prompt], how: Sampling, version: int = 0, stream: int = 0
+) -> Future[GenerateAnswer]:
+    """Have one engine sample, by a call of its own."""
+    packed = PackedPrompts.pack([PromptTokens(p.index, p.index, p.token_ids) for p in asked])
+    return fleet.engines.call(engine, EngineCalls.generate, GenerateBatch(packed, how, 1, version, stream))
 
 
 def generate(fleet: RolloutFleet, count: int, version: int, deterministic: bool = True) -> list[Trajectory]:
-    return Generation(fleet.engines, 1, WIDTH, deterministic).run(prompts(count), SAMPLING, version)
+    return Dispatcher(fleet.engines, 1, WIDTH, deterministic).run(prompts(count), SAMPLING, version)
 
 
 def bits(trajectories: list[Trajectory]) -> list[tuple[int, bytes, bytes]]:
@@ -134,11 +146,10 @@ def test_a_call_that_fails_leaves_no_request_behind(request: pytest.FixtureReque
     """Its first prompts were taken when the last one was refused: on no rank are they in the way of the next call."""
     fleet: RolloutFleet = request.getfixturevalue(ranks)
     before = [t.response_ids.tolist() for t in generate(fleet, 4, 1)]
-    refused = PromptTokens(4, 4, np.full(400, 5, np.int32))
-    batch = GenerateBatch([*tokens_of(prompts(4)), refused], SAMPLING, run_seed=1, version=1, stream=99)
+    asked = [*prompts(4), Prompt(4, "", np.full(400, 5, np.int32))]
     for _ in range(2):
         with pytest.raises(RemoteError, match=r"refuses request '4\.0' \(prompt 4, 400 tokens\)"):
-            fleet.engines.call(0, EngineCalls.generate, batch).result(timeout=60)
+            ask(fleet, 0, asked, SAMPLING, version=1, stream=99).result(timeout=60)
     assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == before
 
 
@@ -151,7 +162,7 @@ def test_two_batches_in_flight_keep_the_ranks_in_step(zygote: Zygote, single: Ro
         plain = generate(single, 10, 1)
         assert [t.response_ids.tolist() for t in generate(fleet, 10, 1)] == [t.response_ids.tolist() for t in plain]
         how = replace(SAMPLING, stop=[max((t.text for t in plain), key=len)[6:9]])
-        wide, narrow = (Generation(f.engines, 1, WIDTH, False).run(prompts(10), how, 1) for f in (fleet, single))
+        wide, narrow = (Dispatcher(f.engines, 1, WIDTH, False).run(prompts(10), how, 1) for f in (fleet, single))
         assert [t.response_ids.tolist() for t in wide] == [t.response_ids.tolist() for t in narrow]
         assert any(len(cut.response_ids) < len(t.response_ids) for cut, t in zip(wide, plain, strict=True))
         assert_sleeps_as_one(fleet)
@@ -223,10 +234,10 @@ class Recorder:
     def world(self) -> int:
         return self.engines.world
 
-    def call(self, engine: int, method: str, /, **args: Any) -> Future[Any]:
-        count = len(args["prompts"]) * SAMPLING.n
+    def call(self, engine: int, method: Any, batch: GenerateBatch, /) -> Future[Any]:
+        count = len(batch.prompts) * SAMPLING.n
         self.given.append((time.monotonic(), engine, count))
-        future = self.engines.call(engine, method, **args)
+        future = self.engines.call(engine, method, batch)
         future.add_done_callback(lambda _: self.returned.append((time.monotonic(), engine, count)))
         return future
 
@@ -242,7 +253,7 @@ def test_a_slow_engine_delays_the_batch_by_its_own_last_sequences_at_most(single
     recorder = Recorder(single.engines)
     single.engines.ready = [0, 1]
     with slowed(single.ranks[0].pid, 5):
-        batch = Generation(recorder, 1, WIDTH, False).run(prompts(200), SAMPLING, 4)
+        batch = Dispatcher(recorder, 1, WIDTH, False).run(prompts(200), SAMPLING, 4)
     single.engines.ready = [0]
     shares = [sum(t.engine == engine for t in batch) / len(batch) for engine in (0, 1)]
     last_given = max(at for at, _, _ in recorder.given)
@@ -264,8 +275,7 @@ def test_a_slow_engine_delays_the_batch_by_its_own_last_sequences_at_most(single
 def test_an_engine_fails_alone_and_by_name(pair: RolloutFleet) -> None:
     """A follower is killed while its leader is inside a step: the engine ends, the other one goes on."""
     how = Sampling(max_new_tokens=100, n=2)
-    batch = GenerateBatch(tokens_of(prompts(40)), how, run_seed=1, version=0, stream=0)
-    doomed, safe = (pair.engines.call(engine, EngineCalls.generate, batch) for engine in (0, 1))
+    doomed, safe = (ask(pair, engine, prompts(40), how) for engine in (0, 1))
     time.sleep(0.5)
     pair.kill(1)
     assert pair.ended([0], 10) < 5
@@ -275,7 +285,7 @@ def test_an_engine_fails_alone_and_by_name(pair: RolloutFleet) -> None:
     assert "its rank 1 died" in data["reason"]
     assert data["reason"] in pair.log(0)
     assert not doomed.done() or isinstance(doomed.exception(), RunError)
-    assert len(safe.result(timeout=120)["found"]) == 2 * 40
+    assert len(safe.result(timeout=120).found) == 2 * 40
     assert pair.ranks[2].poll() is pair.ranks[3].poll() is None
 
 
@@ -335,13 +345,11 @@ def test_an_engine_starts_again_where_a_killed_one_was(
 
 def assert_sleeps_as_one(fleet: RolloutFleet) -> None:
     """Each rank of engine 0 passes every word on to its vLLM, in the same order, and drops the same requests."""
-    how = Sampling(max_new_tokens=200, n=2)
-    batch = GenerateBatch(tokens_of(prompts(40)), how, run_seed=1, version=0, stream=9)
-    dropped = fleet.engines.call(0, EngineCalls.generate, batch)
+    dropped = ask(fleet, 0, prompts(40), Sampling(max_new_tokens=200, n=2), stream=9)
     assert fleet.engines.call(0, EngineCalls.sleep).result(timeout=60) == 0
     with pytest.raises(RemoteError, match=r"engine 0 .* was told to sleep"):
         dropped.result(timeout=60)
-    for part in ("weights", "kv_cache"):
+    for part in (WEIGHTS, KV_CACHE):
         fleet.engines.call(0, EngineCalls.wake_up, WakeUpRequest(part)).result(timeout=60)
     with pytest.raises(RemoteError, match="no update came since"):
         generate(fleet, 1, 1)
@@ -371,10 +379,9 @@ def test_a_follower_that_goes_its_own_way_stops_its_engine(misfits: RolloutFleet
     """In seconds, by name, and without handing out a response."""
     engine = KINDS.index(kind)
     rng = np.random.default_rng(0)
-    prompts = [PromptTokens(i, i, rng.integers(2, 60, 5 + 3 * i).astype(np.int32)) for i in range(6)]
-    batch = GenerateBatch(prompts, Sampling(max_new_tokens=24), run_seed=1, version=0, stream=0)
+    asked = [Prompt(i, "", rng.integers(2, 60, 5 + 3 * i).astype(np.int32)) for i in range(6)]
     started = time.monotonic()
-    answer = misfits.engines.call(engine, EngineCalls.generate, batch)
+    answer = ask(misfits, engine, asked, Sampling(max_new_tokens=24))
     misfits.ended([2 * engine], 20)
     assert time.monotonic() - started < 15
     [reason] = [data["reason"] for rank, _, data in misfits.events if rank == 2 * engine]

@@ -16,8 +16,7 @@ from tiny_models import make_tiny, tiny_tokenizer
 
 from slurm_rlhf.errors import RunError, SyncError
 from slurm_rlhf.placement.engine_memory import block_bytes, blocks_of_sequence
-from slurm_rlhf.placement.families import FAMILIES
-from slurm_rlhf.placement.model_shape import read_shape, shape_of
+from slurm_rlhf.placement.model_shape import FAMILIES, read_shape, shape_of
 from slurm_rlhf.records import Sampling, Trajectory, VersionSpan
 
 pytestmark = pytest.mark.timeout(120)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from slurm_rlhf.placement.rank_plan import RankMap, RoleSize, place
+from slurm_rlhf.placement.rank_map import RankMap, place
+from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Node, Topology
 
 GOLDEN = Path(__file__).parents[1] / "launch" / "golden"

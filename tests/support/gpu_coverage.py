@@ -24,8 +24,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 GPU_FILES = (
-    "weight_sync/gpu.py",
-    "weight_sync/communicator.py",
+    "weight_sync/_torch.py",
+    "weight_sync/member.py",
     "weight_sync/backends/nccl.py",
     "weight_sync/backends/device_ipc.py",
     "rollout/sleep.py",

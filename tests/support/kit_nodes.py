@@ -11,7 +11,7 @@ from kit_bench import shown_sync
 from kit_train import STEPS, judged, last_words
 from training_runs import metrics, train, workspace
 
-from slurm_rlhf.bench.sync_command import World, measure, model_of
+from slurm_rlhf.bench.sync import World, measure, parameters_of
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.launch.accelerators import Wanted
 from slurm_rlhf.launch.preflight import check_nodes
@@ -38,7 +38,7 @@ def sync(place: Place) -> Finding:
     for name in STEP_VARIABLES:  # or srun would read them as options of the ranks' steps
         os.environ.pop(name, None)
     world = World(
-        model_of(20 << 20 if place.rehearse else 2 << 30),
+        parameters_of(20 << 20 if place.rehearse else 2 << 30),
         [first] * ranks,
         [second] * ranks,
         zero=3,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from ranks import WarmRanks
@@ -14,6 +12,17 @@ from training_ranks import make_experience, share
 from zygote import Zygote
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import (
+    ActorCalls,
+    DirectoryRequest,
+    EngineCalls,
+    GenerateBatch,
+    PackedPrompts,
+    PromptTokens,
+    StartCalls,
+    StartRequest,
+    TrainBatch,
+)
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller.weight_updates import WeightSync
@@ -73,24 +82,24 @@ class Bench:
     ) -> list[tuple[float, float]]:
         actor_server.wait_for("actor", ACTORS, 150)
         engine_server.wait_for("rollout", cell.tp, 150)
-        actor = RoleHandle(actor_server, "actor", ACTORS, actor_config.timeout)
+        actor: RoleHandle[ActorCalls] = RoleHandle(actor_server, "actor", ACTORS, actor_config.timeout)
         rollout = EngineHandle(engine_server, "rollout", cell.tp, cell.tp, engine_config.timeout)
-        started = gather([*actor.start_all("start", total_steps=4), *rollout.start_all("start", total_steps=4)])
+        start = StartRequest(4)
+        started = gather([*actor.start_all(StartCalls.start, start), *rollout.start_all(StartCalls.start, start)])
         sync = WeightSync(actor_config, actor, rollout, "127.0.0.1")
-        sync.connect(started[0], [0])
+        sync.connect(started[0].parameters or [], [0])
         found = []
         for version in (1, 2):
             sync.update(version)
-            gather(actor.start_all("export", path=str(place / f"v{version}")))
+            actor.call_all(ActorCalls.export, DirectoryRequest(str(place / f"v{version}")))
             sampled = self._generate(rollout, version)
             gaps = (largest_gap(sampled, place / f"v{version}"), largest_gap(sampled, stale))
             found.append(gaps)
             stale = place / f"v{version}"
             self._train(actor)
-        shutdowns: list[Future[Any]] = []
-        for server, role, count in ((actor_server, "actor", ACTORS), (engine_server, "rollout", cell.tp)):
-            shutdowns += [server.call(role, rank, "shutdown", timeout_s=60) for rank in range(count)]
-        gather(shutdowns)
+        gather(
+            [handle.shut_down(rank) for handle, count in ((actor, ACTORS), (rollout, cell.tp)) for rank in range(count)]
+        )
         return found
 
     def _config(self, cell: Cell, run_dir: Path, model: Path) -> Config:
@@ -108,18 +117,17 @@ class Bench:
 
     def _generate(self, rollout: EngineHandle, version: int) -> list[Trajectory]:
         rng = np.random.default_rng(version)
-        prompts = [[i, i, rng.integers(2, 60, 4 + 5 * i).astype(np.int32)] for i in range(8)]
-        order = {"sampling": SAMPLING.to_wire(), "run_seed": 1, "version": version, "stream": version}
-        answer = rollout.call(0, "generate", prompts=prompts, **order).result()
-        return [Trajectory.from_wire(wire) for _, wire in answer["found"]]
+        prompts = [PromptTokens(i, i, rng.integers(2, 60, 4 + 5 * i).astype(np.int32)) for i in range(8)]
+        answer = rollout.call(
+            0, EngineCalls.generate, GenerateBatch(PackedPrompts.pack(prompts), SAMPLING, 1, version, version)
+        ).result()
+        return [trajectory for _, trajectory in answer.found]
 
-    def _train(self, actor: RoleHandle) -> None:
+    def _train(self, actor: RoleHandle[ActorCalls]) -> None:
         experience = make_experience(0)
-        parts = []
-        for rank in range(ACTORS):
-            part, micro = share(experience, rank, ACTORS, 100)
-            parts.append({"experience": part.to_wire(), "micro": micro})
-        gather(actor.start_all("train_step", parts, denominator=float(experience.action_mask.sum())))
+        tokens = float(experience.action_mask.sum())
+        batches = [TrainBatch(*share(experience, rank, ACTORS, 100), tokens) for rank in range(ACTORS)]
+        gather(actor.start_each(ActorCalls.train_step, batches))
 
     def end(self) -> None:
         for ranks in (self.actors, *self.engines.values()):

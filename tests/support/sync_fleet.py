@@ -7,18 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, fields
 from typing import Any
 
 from sync_peer import Peer, describe, digest, hold, make_weights
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.call_spec import spec_of
 from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import RemoteError
 from slurm_rlhf.weight_sync.group import SyncGroup, join
 from slurm_rlhf.weight_sync.member import Membership
 from slurm_rlhf.weight_sync.plan import make_plan
+from slurm_rlhf.weight_sync.rendezvous import SyncStore
 from slurm_rlhf.weight_sync.sender import Sender
-from slurm_rlhf.weight_sync.store import SyncStore
 
 BUCKET = 1 << 20
 
@@ -79,17 +81,16 @@ class Fleet:
         layers: int = 12,
         actors: int = 1,
         zero: int = 0,
-        compare: int = 0,
         bucket: int = BUCKET,
         **options: Any,
     ) -> Sender:
         group = self.build(receivers, actors=actors, **options)
         parameters = describe(make_weights(0, layers))
         for peer in self.peers[: actors - 1]:
-            peer.tell("sender_of", parameters=parameters, bucket=bucket, zero=zero, compare=compare)
+            peer.tell("sender_of", parameters=parameters, bucket=bucket, zero=zero)
         for peer in self.peers[actors - 1 :]:
-            peer.tell("receiver_of", parameters=parameters, bucket=bucket, zero=zero, compare=compare)
-        sender = Sender(group, make_plan(parameters, bucket, group.layout(zero)), compare)
+            peer.tell("receiver_of", parameters=parameters, bucket=bucket, zero=zero)
+        sender = Sender(group, make_plan(parameters, bucket, group.layout(zero)))
         for peer in self.peers:
             assert peer.answer() == len(sender.plan.buckets)
         return sender
@@ -128,19 +129,33 @@ class PeerRanks:
         self.world = len(peers)
         self._threads = [ThreadPoolExecutor(1) for _ in peers]  # calls of a rank come after each other
 
-    def call(self, rank: int, method: str, /, **args: Any) -> Future[Any]:
-        return self._threads[rank].submit(self._ask, self.peers[rank], method, args)
+    def tell(self, rank: int, command: str, /, **args: Any) -> Any:
+        """Have a rank do something that is no call of its role."""
+        return self._threads[rank].submit(self._ask, self.peers[rank], command, args).result()
 
-    def start_all(self, method: str, args_per_rank: Any = None, /, **shared: Any) -> list[Future[Any]]:
-        own = args_per_rank or [{}] * self.world
-        return [self.call(rank, method, **{**shared, **own[rank]}) for rank in range(self.world)]
+    def call(self, rank: int, method: Any, argument: Any, /) -> Future[Any]:
+        result = spec_of(method).result
+        return self._threads[rank].submit(self._ask, self.peers[rank], method.__name__, _plain(argument), result)
 
-    def _ask(self, peer: Peer, method: str, args: dict[str, Any]) -> Any:
+    def start_all(self, method: Any, argument: Any, /) -> list[Future[Any]]:
+        return [self.call(rank, method, argument) for rank in range(self.world)]
+
+    def start_each(self, method: Any, arguments: Sequence[Any], /) -> list[Future[Any]]:
+        return [self.call(rank, method, argument) for rank, argument in enumerate(arguments)]
+
+    def _ask(self, peer: Peer, method: str, args: dict[str, Any], result: Any = None) -> Any:
         peer.tell(method, **args)
         answer = peer.answer()
         if isinstance(answer, dict) and "error" in answer:
             raise RemoteError(f"{method} failed: {answer['error']}: {answer['message']}")
-        return answer
+        if result is None:
+            return answer
+        return result(**{field.name: answer[field.name] for field in fields(result) if field.name in answer})
+
+
+def _plain(argument: Any) -> dict[str, Any]:
+    """List the fields that say something, as `weight_sync.endpoints` takes them."""
+    return {name: value for name, value in asdict(argument).items() if value is not None}
 
 
 def configure(settings: dict[str, Any]) -> Config:
@@ -152,7 +167,7 @@ def configure(settings: dict[str, Any]) -> Config:
 
 
 def loaded(weights: WeightSync, engine: int) -> dict[str, str]:
-    return weights.rollout.call(engine, "weights_loaded").result()
+    return weights.rollout.tell(engine, "weights_loaded")
 
 
 def sent(version: int) -> dict[str, str]:

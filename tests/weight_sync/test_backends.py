@@ -10,8 +10,8 @@ from sync_conformance import conform
 from sync_fleet import Fleet
 
 from slurm_rlhf.errors import ConfigError, SyncError
-from slurm_rlhf.weight_sync.backend_choice import choose, share_gpus
 from slurm_rlhf.weight_sync.backends.device_ipc import ordinal_of
+from slurm_rlhf.weight_sync.rendezvous import choose, share_gpus
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -56,7 +56,7 @@ def test_shared_memory_has_no_name_any_more_when_it_is_used(fleet):
     ],
 )
 def test_the_choice(wanted, nodes, devices, backend):
-    chosen, why = choose([wanted] * len(nodes), list(nodes), devices, twins=share_gpus(devices, 1))
+    chosen, why = choose([wanted] * len(nodes), list(nodes), devices, shared_gpus=share_gpus(devices, 1))
     assert chosen == backend
     assert why
 
@@ -67,7 +67,7 @@ def test_colocated_roles_choose_shared_memory_without_gpus_too():
     assert (chosen, why) == ("ipc", "actor and engines share their slots (train.colocate_all)")
     assert choose(["auto"] * 4, list("nmnm"), [""] * 4, colocated=True)[0] == "gloo"
     assert choose(["auto"] * 4, list("nmnm"), [""] * 4, colocated=True, inside=True)[0] == "ipc"
-    assert choose(["auto"] * 4, list("nmnm"), list("ghgh"), colocated=True, twins=True)[0] == "ipc"
+    assert choose(["auto"] * 4, list("nmnm"), list("ghgh"), colocated=True, shared_gpus=True)[0] == "ipc"
     assert choose(["gloo"] * 2, ["n", "n"], ["", ""], colocated=True)[0] == "gloo"
 
 

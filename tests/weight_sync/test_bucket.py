@@ -6,9 +6,7 @@ from hypothesis import strategies as st
 from sync_peer import describe, hold
 
 from slurm_rlhf.errors import SyncError
-from slurm_rlhf.weight_sync.bucket import Assembly, fill, verify
-from slurm_rlhf.weight_sync.buffers import Pool
-from slurm_rlhf.weight_sync.checksum import checksum
+from slurm_rlhf.weight_sync.bucket import Assembly, Pool, checksum, fill, verify
 from slurm_rlhf.weight_sync.layout import Layout
 from slurm_rlhf.weight_sync.plan import make_plan
 from slurm_rlhf.weight_sync.sender import span_source
@@ -43,7 +41,7 @@ def test_checksum_is_the_weighted_sum_it_says(lanes: int):
 def test_a_device_that_takes_many_blocks_at_once_finds_the_same(lanes: int, monkeypatch: pytest.MonkeyPatch):
     data = _random_bytes(8 * lanes)
     alone = checksum(data).item()
-    monkeypatch.setattr("slurm_rlhf.weight_sync.checksum._is_cpu", lambda tensor: False)
+    monkeypatch.setattr("slurm_rlhf.weight_sync.bucket._is_cpu", lambda tensor: False)
     assert checksum(data).item() == alone
 
 
@@ -149,3 +147,12 @@ def test_memory_is_used_again_when_the_last_view_of_it_is_gone():
     del kept
     assert pool.take(900).data_ptr() == address
     assert pool.peak == 2000
+
+
+def test_idle_memory_counts_as_held():
+    pool = Pool(torch.device("cpu"), others=70)
+    for nbytes in (1000, 5000, 100):  # none of them fits where another was
+        pool.take(nbytes)
+    assert pool.peak == 70 + 6100
+    pool.take(5000)
+    assert pool.peak == 70 + 6100

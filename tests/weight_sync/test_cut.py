@@ -17,7 +17,7 @@ from sync_peer import Peer, describe, make_weights
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.weight_sync.diagnosis import Names, cut
-from slurm_rlhf.weight_sync.liveness import Pulse, partners
+from slurm_rlhf.weight_sync.liveness import Heartbeat, partners
 from slurm_rlhf.weight_sync.member import Member
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -36,11 +36,10 @@ def cluster() -> Iterator[tuple[Links, WeightSync]]:
             for peer in peers:
                 peer.wait_warm()
             settings = {"timeout.sync": 240.0, "timeout.sync_silence": SILENCE, "sync.bucket_mb": 1, "ds.zero_stage": 3}
-            settings["sync.compare"] = 100  # so that the engine asks the store, which is behind the cut, all the time
             actor, rollout = PeerRanks(peers[:2]), PeerRanks(peers[2:])
             for name, ranks in (("actor", actor), ("rollout", rollout)):
                 for rank in range(ranks.world):
-                    ranks.call(rank, "become", role=name, rank=rank, settings=settings).result()
+                    ranks.tell(rank, "become", role=name, rank=rank, settings=settings)
             weights = WeightSync(Config(), actor, rollout, links.address("near"))  # type: ignore[arg-type]
             weights.connect(describe(make_weights(0)), [0])
             start = time.monotonic()
@@ -117,7 +116,7 @@ def member(rank: int, node: str, **more: Any) -> Member:
     return Member(rank, f"rank {rank}", node, node, 1, "127.0.0.1", "eth0", "gloo", "", **more)
 
 
-def test_every_pair_of_nodes_is_watched_and_a_pulse_costs_a_datagram_per_node() -> None:
+def test_every_pair_of_nodes_is_watched_and_a_heartbeat_costs_a_datagram_per_node() -> None:
     members = [member(rank, "aabbbbccd"[rank]) for rank in range(9)]
     sends = dict(enumerate(partners(members)))
     assert sends[0] == tuple(range(1, 9))
@@ -131,10 +130,10 @@ def test_every_pair_of_nodes_is_watched_and_a_pulse_costs_a_datagram_per_node() 
     assert {8 * node + 3 for node in (68, 99, 101, 132)} <= set(many[8 * 100 + 3])
 
 
-def test_pulses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of three members: one is heard and falls silent, one is never heard, a stranger counts as nobody."""
-    ends = [Pulse("127.0.0.1", 0.5) for _ in range(3)]
-    members = [member(rank, "abc"[rank], pulse=end.port) for rank, end in enumerate(ends)]
+    ends = [Heartbeat("127.0.0.1", 0.5) for _ in range(3)]
+    members = [member(rank, "abc"[rank], heartbeat_port=end.port) for rank, end in enumerate(ends)]
     quiet: list[tuple[int, ...]] = []
     ends[0].start(members, 0, "ours")
     ends[1].start(members, 1, "ours")

@@ -9,11 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_rlhf.errors import SyncError
-from slurm_rlhf.weight_sync.compatibility import check_match
-from slurm_rlhf.weight_sync.cost import account
 from slurm_rlhf.weight_sync.layout import Layout
 from slurm_rlhf.weight_sync.plan import ALIGN, ITEM_SIZE, SyncPlan, make_plan
-from slurm_rlhf.weight_sync.routes import routes
+from slurm_rlhf.weight_sync.receiver import check_match
+from slurm_rlhf.weight_sync.routes import cost_of, routes
 
 PARAMETERS = [
     ["a", [4, 8], "float32"],
@@ -210,7 +209,7 @@ def test_the_account_is_what_the_routes_add_up_to(name, zero):
             if layout.node(giver) != layout.node(taker):
                 out[layout.node(giver)] += route.nbytes
                 into[layout.node(taker)] += route.nbytes
-    found = account(plan)
+    found = cost_of(plan)
     for counted, told in ((sent, found.sent), (out, found.out), (into, found.into)):
         for key in {*counted, *told}:
             assert counted[key] == pytest.approx(told[key], rel=0.1, abs=plan.payload / 50), key

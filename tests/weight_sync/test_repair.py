@@ -40,7 +40,7 @@ def sync(roles):
         settings = {"timeout.sync": 6.0, "sync.bucket_mb": 1, "ds.zero_stage": 3} | settings
         for role, ranks in zip(("actor", "rollout"), roles, strict=True):
             for rank in range(ranks.world):
-                ranks.call(rank, "become", role=role, rank=rank, settings=settings).result()
+                ranks.tell(rank, "become", role=role, rank=rank, settings=settings)
         return WeightSync(configure(settings), *roles, "127.0.0.1")
 
     return build
@@ -61,7 +61,7 @@ def test_an_engine_that_hung_gets_the_whole_update_over_a_new_group(sync, roles)
     weights = sync()
     weights.connect(PARAMETERS, [0, 1])
     assert weights.update(1)["perf/sync_group"] == 1
-    weights.rollout.call(1, "will", act="stop").result()
+    weights.rollout.tell(1, "will", act="stop")
     hung = roles[1].peers[1]
     threading.Thread(target=_wake_after, args=(hung.pid, 4.0), daemon=True).start()
     start = time.monotonic()
@@ -87,7 +87,7 @@ def test_a_group_of_fewer_engines_and_one_that_comes_late(sync):
 def test_what_an_engine_refuses_is_not_tried_again(sync):
     weights = sync()
     weights.connect(PARAMETERS, [0, 1])
-    weights.rollout.call(0, "will", act="damage").result()
+    weights.rollout.tell(0, "will", act="damage")
     with pytest.raises(RemoteError, match="no room for this layer"):
         weights.update(1)
     assert weights.generation == 1
@@ -96,7 +96,7 @@ def test_what_an_engine_refuses_is_not_tried_again(sync):
 @pytest.mark.parametrize("fallback", ["none", "gloo"])
 def test_a_backend_that_cannot_connect_ends_the_run_or_falls_back(sync, fallback):
     weights = sync(**{"sync.fallback": fallback, "timeout.sync": 3.0})
-    weights.rollout.call(0, "will", refusals=1).result()
+    weights.rollout.tell(0, "will", refusals=1)
     if fallback == "none":
         with pytest.raises((RemoteError, SyncError), match=r"no interface 'none9'|did not come within"):
             weights.connect(PARAMETERS, [0, 1])
@@ -119,8 +119,8 @@ def test_an_engine_in_a_subnet_out_of_reach_is_named_with_both_interfaces_or_rea
             for fallback in ("none", "gloo"):
                 settings = {"timeout.sync": 16.0, "sync.interface": "ib0", "sync.fallback": fallback}
                 config = configure(settings)
-                actor.call(0, "become", role="actor", rank=0, settings=settings).result()
-                rollout.call(0, "become", role="rollout", rank=0, settings=settings).result()
+                actor.tell(0, "become", role="actor", rank=0, settings=settings)
+                rollout.tell(0, "become", role="rollout", rank=0, settings=settings)
                 weights = WeightSync(config, actor, rollout, links.address("near"))  # type: ignore[arg-type]
                 start = time.monotonic()
                 if fallback == "none":

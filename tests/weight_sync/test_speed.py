@@ -10,20 +10,21 @@ import pytest
 from shaped_links import available, shaped
 from tiny_models import make_tiny
 
-from slurm_rlhf.bench.sync_command import World, help_page, measure, model_of, run
+from slurm_rlhf.bench.sync import World, measure, parameters_of
+from slurm_rlhf.cli.bench import Bench
 from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.weight_sync.interfaces import pick, rail_of
+from slurm_rlhf.weight_sync.member import interface_near, pick_interface
 
 pytestmark = pytest.mark.slow
 
 
 def test_the_bench_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--size=3MB", "--actors=2x1", "--engines=1x2", "--zero=3", "--bucket_mb=1", "--repeats=1", "--json"]
-    assert run(words) == 0
+    assert Bench().run(["sync", *words]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {"seconds", "bytes", "raw_seconds", "share_of_raw", "naive_seconds", "peak_extra_bytes"} <= set(found)
-    assert found["bytes"] == sum(2 * math.prod(shape) for _, shape, _ in model_of(3_000_000))
+    assert found["bytes"] == sum(2 * math.prod(shape) for _, shape, _ in parameters_of(3_000_000))
     assert found["share_of_raw"] == pytest.approx(found["raw_seconds"] / found["seconds"])
     assert (found["actors"], found["engines"], found["zero"]) == ("2x1", "1x2", 3)
 
@@ -39,8 +40,8 @@ def test_the_bench_prints_what_it_says(capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_bad_words(word: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        run([word])
-    assert "--peak" not in help_page()
+        Bench().run(["sync", word])
+    assert "--peak" not in Bench().help_page()
 
 
 @pytest.mark.timeout(240)
@@ -50,7 +51,7 @@ def test_both_interfaces_of_a_node_carry_their_share() -> None:
     with shaped(["actor0", "rollout0"], "1gbit") as links:
         links.rail("1gbit")
         world = World(
-            model_of(20_000_000),
+            parameters_of(20_000_000),
             actors=["actor0"] * 2,
             engines=["rollout0"] * 2,
             zero=3,
@@ -69,11 +70,11 @@ def test_both_interfaces_of_a_node_carry_their_share() -> None:
 
 
 def test_a_rank_takes_the_interface_near_its_device() -> None:
-    rails, numa = ["ib0", "ib1", "ib2", "ib3"], {"ib0": 0, "ib1": 0, "ib2": 1, "ib3": 1}
-    assert [pick(rails, numa, 1, rank) for rank in range(4)] == ["ib2", "ib3", "ib2", "ib3"]
-    assert [pick(rails, {}, 1, rank) for rank in range(5)] == ["ib0", "ib1", "ib2", "ib3", "ib0"]
-    assert pick(rails, numa, -1, 6) == "ib2"
-    assert rail_of(["lo"], "", 5) == "lo"
+    interfaces, numa = ["ib0", "ib1", "ib2", "ib3"], {"ib0": 0, "ib1": 0, "ib2": 1, "ib3": 1}
+    assert [pick_interface(interfaces, numa, 1, rank) for rank in range(4)] == ["ib2", "ib3", "ib2", "ib3"]
+    assert [pick_interface(interfaces, {}, 1, rank) for rank in range(5)] == ["ib0", "ib1", "ib2", "ib3", "ib0"]
+    assert pick_interface(interfaces, numa, -1, 6) == "ib2"
+    assert interface_near(["lo"], "", 5) == "lo"
 
 
 @pytest.mark.full
@@ -86,7 +87,7 @@ def test_links_of_400_mbit_are_full_and_twice_the_nodes_cost_little() -> None:
         nodes = [f"actor{i}" for i in range(2)] + [f"rollout{i}" for i in range(engines)]
         with shaped(nodes, "400mbit") as links:
             world = World(
-                model_of(100_000_000),
+                parameters_of(100_000_000),
                 actors=[node for node in nodes[:2] for _ in range(2)],
                 engines=[node for node in nodes[2:] for _ in range(2)],
                 zero=3,

@@ -23,7 +23,7 @@ from slurm_rlhf.weight_sync.member import Membership
 from slurm_rlhf.weight_sync.plan import make_plan
 from slurm_rlhf.weight_sync.sender import Sender
 from slurm_rlhf.weight_sync.receiver import Receiver
-from slurm_rlhf.weight_sync.store import SyncStore
+from slurm_rlhf.weight_sync.rendezvous import SyncStore
 
 role, rank, place = sys.argv[1], int(sys.argv[2]), Path(sys.argv[3])
 dist.init_process_group("gloo", init_method=f"file://{place}/{role}", rank=rank, world_size=2)

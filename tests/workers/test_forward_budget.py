@@ -7,18 +7,16 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from steps import make_step
 
 from slurm_rlhf.algorithms.kl import KLController
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import RoleHandle
 from slurm_rlhf.controller.batches import Batch
-from slurm_rlhf.controller.step import PPO
-from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import Experience, Prompt, Trajectory
 from slurm_rlhf.rewards.model import ModelRewards, Scoring
 
 TRAINED = 40
-ANSWERS = {"logprobs": "logprobs", "values": "values"}
 
 
 class Ranks:
@@ -30,8 +28,10 @@ class Ranks:
         self.largest: dict[str, int] = {}
         self.count: dict[str, int] = {}
 
-    def call(self, rank: int, method: str, /, experience: dict[str, Any], micro: Any, **_: Any) -> Future[Any]:
-        exp = Experience.from_wire(experience)
+    def start_each(self, method: Any, batches: list[Any], /) -> list[Future[Any]]:
+        return [self._answer(method.__name__, batch.experience, batch.micro) for batch in batches]
+
+    def _answer(self, method: str, exp: Experience, micro: list[list[int]]) -> Future[Any]:
         assert sorted(row for rows in micro for row in rows) == list(range(len(exp)))
         sizes = [int(exp.lengths[rows].max()) * len(rows) for rows in micro]
         self.largest[method] = max(self.largest.get(method, 0), *sizes)
@@ -39,8 +39,8 @@ class Ranks:
         future: Future[Any] = Future()
         column = np.zeros(len(exp.action_mask), dtype=np.float32)
         future.set_result(
-            {ANSWERS[method]: column}
-            if method in ANSWERS
+            column
+            if method in ("logprobs", "values")
             else np.zeros(len(exp), dtype=np.float32)
             if method == "score"
             else {"lr": 0.0, "grad_norm": 0.0, "ratio": 1.0, "approx_kl": 0.0}
@@ -49,12 +49,12 @@ class Ranks:
 
 
 def run(forward: int) -> dict[str, Ranks]:
-    """One PPO step over 32 responses of 9 tokens."""
+    """One step over 32 responses of 9 tokens."""
     config = Config()
     config.rollout.batch_size, config.train.batch_size = 32, 32
     config.train.max_tokens_per_gpu, config.train.forward_max_tokens_per_gpu = TRAINED, forward
     roles = {name: Ranks() for name in ("actor", "critic", "reference", "reward")}
-    handles = cast("dict[str, RoleHandle]", roles)
+    handles = cast("dict[str, RoleHandle[Any]]", roles)
     prompts = [Prompt(i, "", np.arange(4, dtype=np.int32)) for i in range(32)]
     responses = [
         Trajectory(
@@ -71,10 +71,9 @@ def run(forward: int) -> dict[str, Ranks]:
         for i in range(32)
     ]
     reward = Scoring(ModelRewards(handles["reward"], config.train.forward_tokens), config.timeout.reward)
-    ppo = PPO(config, handles, cast(Any, None), reward, KLController(0.01, 0.0, 1), Phases())
-    batch = Batch(1, prompts, responses, {}, 1.0, {})
-    experience, metrics = ppo.collect(batch, 0)
-    ppo.update(1, experience, metrics)
+    step = make_step(config, handles, reward=reward, kl=KLController(0.01, 0.0, 1))
+    experience, metrics = step.collect(Batch(1, prompts, responses, {}, 1.0, {}), 0)
+    step.update(1, experience, metrics)
     return roles
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import GenerateBatch, PromptTokens, SyncReport, SyncUpdateRequest
+from slurm_rlhf.control.calls import GenerateBatch, PackedPrompts, PromptTokens, SyncReport, SyncUpdateRequest
 from slurm_rlhf.control.codec import decode, encode
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Sampling, Trajectory, VersionSpan
@@ -114,7 +114,10 @@ def make_role(mode: str, broken: int = 0) -> EngineLeader:
 def ask(role: EngineLeader) -> Call:
     """Two responses, and the first token of each."""
     prompt = PromptTokens(0, 7, np.array([1], dtype=np.int32))
-    asked = Call("generate", GenerateBatch([prompt], Sampling(n=2, max_new_tokens=3), run_seed=1, version=0, stream=0))
+    asked = Call(
+        "generate",
+        GenerateBatch(PackedPrompts.pack([prompt]), Sampling(n=2, max_new_tokens=3), run_seed=1, version=0, stream=0),
+    )
     role.handle(asked)
     role.advance()
     return asked

@@ -15,8 +15,8 @@ from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.launch.step_spec import share_on
-from slurm_rlhf.placement.rank_map_file import RankMap
-from slurm_rlhf.placement.rank_plan import place, role_sizes
+from slurm_rlhf.placement.rank_map import RankMap, place
+from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 
 _COUNTS = (

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.launch.launcher import Ended
-from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 
 _POLL_S = 0.05

@@ -29,7 +29,7 @@ from slurm_rlhf.launch.mpi.launcher import Channel
 from slurm_rlhf.launch.mpi.worker import MpiWorker, WorkerSpec, rendezvous_socket
 from slurm_rlhf.launch.node import IGNORED
 from slurm_rlhf.launch.node_environment import without_injected
-from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 
 _POLL_S = 0.1
 _LATE_S = 60.0

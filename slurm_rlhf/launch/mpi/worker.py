@@ -21,7 +21,7 @@ from slurm_rlhf.launch.mpi.environment import Assignment
 from slurm_rlhf.launch.node import IGNORED, interface_to_others
 from slurm_rlhf.launch.node_environment import node_environment, take_cache, visible_gpus
 from slurm_rlhf.launch.step_spec import WORKER_MODULE, share_on, worker_arguments
-from slurm_rlhf.placement.rank_map_file import RankMap
+from slurm_rlhf.placement.rank_map import RankMap
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,61 +1,101 @@
-"""The seam between weight sync and the ways on which buckets travel: relays over gloo, NCCL, shared memory, files.
+"""The seam of the backends: `Backend`, what it hands out, and how it fails.
 
-A carrier is one member's end. What went wrong comes as TransportFailure; the group finds out who.
+A backend is one member's end of the way on which buckets travel: chunks over gloo, NCCL, memory of one GPU, files.
+The group finds out who is behind a TransportFailure.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from slurm_rlhf.weight_sync.backends.transport import Pending
-from slurm_rlhf.weight_sync.buffers import Pool
+from slurm_rlhf.weight_sync.bucket import Pool
 from slurm_rlhf.weight_sync.plan import Part
 
 
-class Incoming(Protocol):
+class TransportFailure(Exception):
+    """Report a failed operation; the group turns it into a SyncError that names who is missing."""
+
+    def __init__(self, message: str, *, peer_left: bool) -> None:
+        super().__init__(message)
+        self.peer_left = peer_left  # a connection closed, as opposed to a time-out
+
+
+class Pending(Protocol):
+    """Wait for an operation on its way. Keep it: dropping it may cancel the operation."""
+
+    def wait(self) -> None:
+        """Block until the buffer may be used. Raises TransportFailure: a peer left, the group's time-out, an abort."""
+
+
+class Done:
+    """A `Pending` that is over."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+def _nothing() -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
     """A bucket on its way to an engine rank."""
 
-    lent: bool
+    wait: Callable[[], torch.Tensor]
+    """Block until all of the bucket is there, uint8 [plan.nbytes(bucket, stream)] or more. Raises TransportFailure."""
+    release: Callable[[], None] = _nothing
+    """Say that nothing more is read from the buffer."""
+    lent: bool = False
     """The buffer is used again after `release`; else whoever keeps a view keeps the memory."""
 
-    def wait(self) -> torch.Tensor:
-        """The bucket, uint8 [plan.nbytes(bucket, stream)], when all of it is there. Raises TransportFailure."""
-        ...
 
-    def release(self) -> None:
-        """Nothing more is read from the buffer."""
-        ...
-
-
-class Carrier(Protocol):
-    """Buckets go in order, update after update. After a failure or `abort` a carrier is spent."""
+class Backend(Protocol):
+    """Move buckets, which go in order, update after update. After a failure or `abort` a backend is spent."""
 
     device: torch.device
     """Where the buffers are."""
     pool: Pool
-    """Of the buckets that come in; its peak tells how much they take."""
+    """Where buckets that come in lie; its peak tells how much memory they take."""
 
     def send(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> Pending:
-        """An actor rank's part of a bucket, uint8 [part.nbytes], to the engine ranks of a stream. Called by the thread
-        that runs the update; does not block; `wait` returns when the buffer may be reused."""
+        """Start to send an actor rank's part of a bucket, uint8 [part.nbytes], to the engine ranks of a stream.
+
+        Called by `Sender`, in the thread that runs the update. Does not block. `wait` of what it returns blocks until
+        the buffer may be used again, at most the group's time-out.
+        """
         ...
 
     def receive(self, bucket: int) -> Incoming:
-        """An engine rank's next bucket, up to `plan.depth - 2` ahead of the one that is waited for. Called by the
-        thread that runs the update; blocks only while others of this node still take the buckets before."""
+        """Start to receive an engine rank's next bucket, up to `plan.depth - 2` ahead of the one that is waited for.
+
+        Called by `Receiver`, in the thread that runs the update. Blocks only while others of this node still take the
+        buckets before, at most the group's time-out. `wait` of what it returns has the group's time-out, too.
+        """
         ...
 
     def flush(self) -> None:
-        """Wait, at most the group's time-out per chunk, until nothing of this member's is on its way any more: the end
-        of an update, called by the same thread."""
+        """Wait until nothing of this member's is on its way any more: the end of an update.
+
+        Called by `Sender` and `Receiver`, in the thread that runs the update. Blocks, at most the group's time-out for
+        each chunk.
+        """
         ...
 
     def abort(self) -> None:
-        """Fail whatever is pending, here and at the members it talks to. Any thread, at any time."""
+        """Fail whatever is pending, here and at the members it talks to.
+
+        Called by `SyncGroup`, in any thread and at any time. Does not wait for the others; NCCL needs up to the group's
+        time-out.
+        """
         ...
 
     def close(self) -> None:
-        """Give back connections, memory and files. Does not wait for the others."""
+        """Give back connections, memory and files.
+
+        Called by `SyncGroup`, after the last update. Blocks as `abort` does.
+        """
         ...

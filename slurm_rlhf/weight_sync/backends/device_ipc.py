@@ -1,4 +1,4 @@
-"""Buckets between processes on one GPU: an engine rank maps memory of the actor rank that has the same GPU.
+"""IPC on GPUs: an engine rank maps memory of the actor rank that has the same GPU.
 
 Where the actor's ranks hold shards, they gather each bucket among themselves first, over NCCL: so nothing goes over
 CPUs, and no process maps, or makes a context on, a GPU that is not its own. Run through stand-ins, not on GPUs yet.
@@ -10,6 +10,7 @@ import base64
 import json
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,43 +18,23 @@ from torch.distributed import Store, Work
 
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.polling import wait_until
-from slurm_rlhf.weight_sync.backends.backend import Incoming
-from slurm_rlhf.weight_sync.backends.shared_memory import Shelf
-from slurm_rlhf.weight_sync.backends.transport import Pending, TransportFailure
-from slurm_rlhf.weight_sync.buffers import Pool
-from slurm_rlhf.weight_sync.communicator import Communicator, in_time
-from slurm_rlhf.weight_sync.gpu import device_name, device_names
+from slurm_rlhf.weight_sync._torch import open_gpu_memory, share_gpu_memory
+from slurm_rlhf.weight_sync.backends.backend import Done, Incoming, Pending, TransportFailure
+from slurm_rlhf.weight_sync.backends.nccl import Communicator, in_time
+from slurm_rlhf.weight_sync.backends.shared_memory import SharedMemory
+from slurm_rlhf.weight_sync.bucket import Pool
+from slurm_rlhf.weight_sync.member import device_name, device_names
 from slurm_rlhf.weight_sync.plan import Part, SyncPlan
 
 _POLL_S = 0.0005
 
 
-class _Copied:
-    def wait(self) -> None:
-        pass
-
-
-class _Mapped:
-    """A bucket that the actor rank has or will have in a slot."""
-
-    lent = False
-
-    def __init__(self, ipc: DeviceIpc, bucket: int, number: int) -> None:
-        self._ipc = ipc
-        self._bucket = bucket
-        self._number = number
-
-    def wait(self) -> torch.Tensor:
-        return self._ipc.copy(self._bucket, self._number)
-
-    def release(self) -> None:
-        pass
-
-
 class DeviceIpc:
-    """See `Carrier`. The plan's nodes are GPUs here. An actor rank has `plan.depth` slots for buckets there: for its
-    parts, all of them if it holds whole models and has the GPU alone, or for what was gathered. `marks`, a shelf
-    without room, says which slot holds which bucket and who has copied it.
+    """Hand buckets over in memory of one GPU; see `Backend`. The plan's nodes are GPUs here.
+
+    An actor rank has `plan.depth` slots for buckets there: for its parts, all of them if it holds whole models and has
+    the GPU alone, or for what was gathered. `marks`, a shared memory without room for data, says which slot holds which
+    bucket and who has copied it.
     """
 
     def __init__(
@@ -61,7 +42,7 @@ class DeviceIpc:
         plan: SyncPlan,
         rank: int,
         store: Store,
-        marks: Shelf | None,
+        marks: SharedMemory | None,
         gathered: bool,
         gather: Communicator | None,
         timeout_s: float,
@@ -99,25 +80,10 @@ class DeviceIpc:
     def send(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> Pending:
         self._reach(bucket)
         self._fill(bucket, part, buffer)
-        return _Copied()
+        return Done()
 
     def receive(self, bucket: int) -> Incoming:
-        return _Mapped(self, bucket, self._number + bucket)
-
-    def copy(self, bucket: int, number: int) -> torch.Tensor:
-        """A bucket out of its slot, which is free again when the GPU has done so: nobody waits for that here."""
-        assert self._marks is not None
-        self._give_back(self._plan.depth - 2)
-        nbytes = self._plan.nbytes(bucket, self._stream)
-        ranges = [(part.owner, part.start, part.start + part.nbytes) for part in self._plan.parts(bucket, self._stream)]
-        if self._gathered:
-            ranges = [(self._givers[0], 0, nbytes)]
-        self._marks.wait(number, len(ranges))
-        buffer = self.pool.take(nbytes)
-        for owner, low, high in ranges:
-            buffer[low:high].copy_(self._slots_of(owner)[number % self._plan.depth][low:high])
-        self._copied.append((number, torch.cuda.current_stream(self.device).record_event()))
-        return buffer
+        return Incoming(partial(self._copy, bucket, self._number + bucket))
 
     def flush(self) -> None:
         if self._gather is not None:
@@ -139,8 +105,23 @@ class DeviceIpc:
         self._slots, self._mapped = [], {}
         torch.cuda.ipc_collect()
 
+    def _copy(self, bucket: int, number: int) -> torch.Tensor:
+        """Copy a bucket out of its slot, which is free again when the GPU has done so: nobody waits for that here."""
+        assert self._marks is not None
+        self._give_back(self._plan.depth - 2)
+        nbytes = self._plan.nbytes(bucket, self._stream)
+        ranges = [(part.owner, part.start, part.start + part.nbytes) for part in self._plan.parts(bucket, self._stream)]
+        if self._gathered:
+            ranges = [(self._givers[0], 0, nbytes)]
+        self._marks.wait(number, len(ranges))
+        buffer = self.pool.take(nbytes)
+        for owner, low, high in ranges:
+            buffer[low:high].copy_(self._slots_of(owner)[number % self._plan.depth][low:high])
+        self._copied.append((number, torch.cuda.current_stream(self.device).record_event()))
+        return buffer
+
     def _reach(self, bucket: int) -> None:
-        """The buckets before it, of which this rank owns nothing: it takes part in their gathering all the same."""
+        """Take part in the gathering of the buckets before this one, of which this rank owns nothing."""
         while self._gather is not None and self._next < bucket:
             self._fill(self._next)
 
@@ -202,15 +183,15 @@ class DeviceIpc:
 
 
 def _handle(tensor: torch.Tensor) -> list[Any]:
-    """What another process needs to map the tensor's memory."""
+    """Describe the tensor's memory for another process, as JSON can carry it."""
     return [
         {"bytes": base64.b64encode(item).decode()} if isinstance(item, bytes) else item
-        for item in tensor.untyped_storage()._share_cuda_()
+        for item in share_gpu_memory(tensor)
     ]
 
 
 def ordinal_of(device: str, visible: Sequence[str], owner: str) -> int:
-    """Which of the GPUs that this process sees is `device`. Raises SyncError where it sees another's only."""
+    """Return which of the GPUs that this process sees is `device`. Raises SyncError where it sees others only."""
     if device not in visible:
         raise SyncError(
             f"the weights of {owner} are on GPU {device}, and this rank sees {', '.join(visible)} only: sync.backend = "
@@ -220,7 +201,6 @@ def ordinal_of(device: str, visible: Sequence[str], owner: str) -> int:
 
 
 def _open(handle: list[Any], ordinal: int) -> torch.Tensor:
-    """Memory on the GPU that is number `ordinal` here; the handle's own number is that of the process that made it."""
+    """Map memory on the GPU that is number `ordinal` here; the number in the handle is that of its owner's process."""
     fields = [base64.b64decode(item["bytes"]) if isinstance(item, dict) else item for item in handle]
-    storage = torch.UntypedStorage._new_shared_cuda(ordinal, *fields[1:])
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    return open_gpu_memory(ordinal, fields)

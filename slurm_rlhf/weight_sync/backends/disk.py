@@ -1,10 +1,11 @@
-"""Buckets through a file system that all members see: slow, and possible where no network of theirs is."""
+"""Disk: buckets as files in a directory that all members see. Slow, and possible where no network joins them."""
 
 from __future__ import annotations
 
 import shutil
 import threading
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,38 +13,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from slurm_rlhf.polling import wait_until
-from slurm_rlhf.weight_sync.backends.backend import Incoming
-from slurm_rlhf.weight_sync.backends.transport import Pending, TransportFailure
-from slurm_rlhf.weight_sync.buffers import Pool
+from slurm_rlhf.weight_sync.backends.backend import Done, Incoming, Pending, TransportFailure
+from slurm_rlhf.weight_sync.bucket import Pool
 from slurm_rlhf.weight_sync.plan import Part, SyncPlan
 
 _KEY = "part"
 
 
-class _Written:
-    def wait(self) -> None:
-        pass
-
-
-class _Read:
-    """A bucket whose parts appear as files."""
-
-    lent = False
-
-    def __init__(self, disk: Disk, bucket: int, stream: int) -> None:
-        self._disk = disk
-        self._bucket = bucket
-        self._stream = stream
-
-    def wait(self) -> torch.Tensor:
-        return self._disk.read(self._bucket, self._stream)
-
-    def release(self) -> None:
-        pass
-
-
 class Disk:
-    """See `Carrier`. A file takes its name when it is complete, and goes when the update after its own is over."""
+    """Write and read files; see `Backend`. A file gets its name when it is complete, and goes after the next update."""
 
     device = torch.device("cpu")
 
@@ -69,22 +47,10 @@ class Disk:
         except (OSError, SafetensorError) as error:
             raise TransportFailure(f"{path} cannot be written: {error}", peer_left=False) from error
         self._mine[-1].append(path)
-        return _Written()
+        return Done()
 
     def receive(self, bucket: int) -> Incoming:
-        return _Read(self, bucket, self._plan.stream_to(self._rank))
-
-    def read(self, bucket: int, stream: int) -> torch.Tensor:
-        """Wait for all parts of a bucket, into one buffer."""
-        buffer = self.pool.take(self._plan.nbytes(bucket, stream))
-        for part in self._plan.parts(bucket, stream):
-            path = self._path(bucket, stream, part)
-            self._wait_for(path)
-            try:
-                buffer[part.start : part.start + part.nbytes].copy_(load_file(path)[_KEY])
-            except (OSError, SafetensorError, RuntimeError) as error:
-                raise TransportFailure(f"{path} cannot be read: {error}", peer_left=False) from error
-        return buffer
+        return Incoming(partial(self._read, bucket, self._plan.stream_to(self._rank)))
 
     def flush(self) -> None:
         # Everybody has this update when the next one is over, and not before.
@@ -102,6 +68,18 @@ class Disk:
             path.unlink(missing_ok=True)
         with suppress(OSError):  # not empty: others are still here
             self._directory.rmdir()
+
+    def _read(self, bucket: int, stream: int) -> torch.Tensor:
+        """Wait for all parts of a bucket, into one buffer."""
+        buffer = self.pool.take(self._plan.nbytes(bucket, stream))
+        for part in self._plan.parts(bucket, stream):
+            path = self._path(bucket, stream, part)
+            self._wait_for(path)
+            try:
+                buffer[part.start : part.start + part.nbytes].copy_(load_file(path)[_KEY])
+            except (OSError, SafetensorError, RuntimeError) as error:
+                raise TransportFailure(f"{path} cannot be read: {error}", peer_left=False) from error
+        return buffer
 
     def _path(self, bucket: int, stream: int, part: Part) -> Path:
         return self._directory / f"{self._update}.{bucket}.{stream}.{part.owner}.safetensors"

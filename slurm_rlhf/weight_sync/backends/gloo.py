@@ -1,16 +1,26 @@
-"""Gloo: TCP between CPUs. Built directly, it belongs to no default group and no default group needs to exist."""
+"""Gloo: buckets in chunks from rank to rank along the plan's routes, and through shared memory inside a node."""
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
 from typing import TypeVar
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, Store, Work
+from torch.distributed import PrefixStore, Store, Work
 
-from slurm_rlhf.weight_sync.backends.transport import Pending, TransportFailure
+from slurm_rlhf.weight_sync._torch import gloo_group
+from slurm_rlhf.weight_sync.backends.backend import Incoming, Pending, TransportFailure
+from slurm_rlhf.weight_sync.backends.shared_memory import SharedMemory
+from slurm_rlhf.weight_sync.bucket import Pool
+from slurm_rlhf.weight_sync.plan import Part, SyncPlan
+from slurm_rlhf.weight_sync.routes import Route, routes
 
 T = TypeVar("T")
 _NEVER_SENT = 0x7FFFFFFF  # a tag
@@ -18,37 +28,44 @@ _LEFT = ("closed by peer", "reset by peer", "broken pipe", "connection refused")
 
 
 class GlooPending:
+    """Wait for one send or receive of a `GlooTransport`."""
+
     def __init__(self, work: Work, buffer: torch.Tensor) -> None:
         self._work = work
         self._buffer = buffer  # gloo holds a bare pointer to it
 
     def wait(self) -> None:
+        """Block until it is over. Raises TransportFailure."""
         _raising(self._work.wait)
 
     def wait_within(self, timeout_s: float) -> None:
-        """`wait` with a time-out of its own instead of the group's."""
+        """Do as `wait` with a time-out of its own instead of the group's."""
         _raising(lambda: self._work.wait(timedelta(seconds=timeout_s)))
 
 
 class GlooTransport:
-    """See `Transport`. The others connect to `address` of this node. Raises TransportFailure."""
+    """Send and receive tensors over TCP between CPUs, in a group that belongs to no default group and needs none.
+
+    Buffers are contiguous uint8 tensors [n]. After a failure or `abort` it is spent.
+    """
 
     device = torch.device("cpu")
 
     def __init__(self, store: Store, rank: int, world: int, address: str, timeout_s: float) -> None:
-        options = ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=timeout_s)
-        options._devices = [_raising(lambda: ProcessGroupGloo.create_device(hostname=address))]
+        """Connect all ranks; the others connect to `address` of this node. Raises TransportFailure."""
         self._peers = [peer for peer in range(world) if peer != rank]
-        self._group = _raising(lambda: ProcessGroupGloo(PrefixStore("gloo", store), rank, world, options))
+        self._group = _raising(lambda: gloo_group(PrefixStore("gloo", store), rank, world, address, timeout_s))
 
-    def send(self, buffer: torch.Tensor, to: int, tag: int) -> Pending:
+    def send(self, buffer: torch.Tensor, to: int, tag: int) -> GlooPending:
+        """Start to send to one rank. Any thread; does not block; the group's time-out counts from `wait`."""
         return GlooPending(_raising(lambda: self._group.send([buffer], to, tag)), buffer)
 
     def receive(self, buffer: torch.Tensor, source: int, tag: int) -> GlooPending:
+        """Start to receive from one rank. Any thread; does not block; the group's time-out counts from `wait`."""
         return GlooPending(_raising(lambda: self._group.recv([buffer], source, tag)), buffer)
 
     def abort(self) -> None:
+        """Fail whatever is pending, here and, because connections close, at the peers. Any thread, at any time."""
         # ProcessGroupGloo.abort() does nothing (torch 2.13). A receive that times out, however, closes every
         # connection of its group, and with them ends whatever is pending on them, here and at the peers.
         nothing = torch.zeros(1, dtype=torch.uint8)
@@ -57,6 +74,7 @@ class GlooTransport:
                 self._group.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
+        """Give the connections back after the last operation. Does not wait for the peers."""
         self.abort()
 
 
@@ -66,3 +84,225 @@ def _raising(operation: Callable[[], T]) -> T:
     except RuntimeError as error:
         text = str(error)
         raise TransportFailure(text, peer_left=any(mark in text.lower() for mark in _LEFT)) from error
+
+
+class _All:
+    """Wait for several operations."""
+
+    def __init__(self, works: list[Pending]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        while self._works:
+            self._works.pop().wait()
+
+
+class _Stop:
+    """End all waiting of a `Gloo`: gloo leaves a half done receive alone when its connection is closed."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.failure: TransportFailure | None = None
+
+    def set(self) -> None:
+        with self.changed:
+            self.failure = self.failure or TransportFailure("the transfer was given up", peer_left=False)
+            self.changed.notify_all()
+
+
+class _Counted:
+    """Wait for chunks that are still to come; threads count them down, and keep what they handed on."""
+
+    def __init__(self, chunks: int, stop: _Stop) -> None:
+        self._left = chunks
+        self._failure: TransportFailure | None = None
+        self._stop = stop
+        self._changed = stop.changed
+        self._handed_on: deque[Pending] = deque()
+
+    def came(self, handed_on: list[Pending]) -> None:
+        with self._changed:
+            self._handed_on.extend(handed_on)
+            self._left -= 1
+            self._changed.notify_all()
+
+    def failed(self, failure: TransportFailure) -> None:
+        with self._changed:
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+
+    def wait(self) -> None:
+        # The chunks have the group's time-out, and whatever happens to them is told here.
+        with self._changed:
+            self._changed.wait_for(lambda: self._left == 0 or self._failure or self._stop.failure)
+            failure = self._failure or (self._stop.failure if self._left else None)
+            if failure is not None:
+                raise failure
+
+    def drain(self) -> None:
+        """Wait until everything that this rank hands on has been taken, too."""
+        self.wait()
+        while self._handed_on:
+            self._handed_on.popleft().wait()
+
+
+class Gloo:
+    """Relay chunks; see `Backend`. One thread for each rank that chunks come from: a slow one delays nobody else's."""
+
+    def __init__(self, plan: SyncPlan, rank: int, transport: GlooTransport, memory: SharedMemory | None = None) -> None:
+        """`memory`: that of this rank's node, where it shares some with other members."""
+        self.device = transport.device
+        self.pool = Pool(self.device, memory.nbytes if memory else 0)
+        self._plan = plan
+        self._rank = rank
+        self._node = plan.layout.node(rank)
+        self._transport = transport
+        self._memory = memory
+        self._stop = _Stop()
+        self._threads: dict[int, SimpleQueue[_Task | None]] = {}
+        self._arrivals: deque[_Counted] = deque()
+        self._number = 0  # of the first bucket of this update in the shared memory
+        self._mates = plan.layout.by_node.get(self._node, ())
+
+    def send(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> Pending:
+        works: list[Pending] = []
+        copied: list[int] = []
+        for index, route in enumerate(routes(self._plan, bucket, stream)):
+            if route.owner != self._rank:
+                continue
+            view = buffer[route.low - part.start : route.high - part.start]
+            for taker in route.takers(self._rank):
+                if self._memory is not None and self._plan.layout.node(taker) == self._node:
+                    copied.append(index)
+                else:
+                    works.append(self._transport.send(view, taker, route.tag))
+        if copied and self._memory is not None:
+            counted = _Counted(1, self._stop)
+            self._thread(self._rank).put(_Copy(self._memory, self._number + bucket, copied, part, buffer, counted))
+            works.append(counted)
+        return _All(works)
+
+    def receive(self, bucket: int) -> Incoming:
+        stream = self._plan.stream_to(self._rank)
+        while len(self._arrivals) > self._plan.depth - 2:
+            self._arrivals.popleft().drain()
+        taken = list(routes(self._plan, bucket, stream))
+        nbytes = self._plan.nbytes(bucket, stream)
+        number = self._number + bucket
+        buffer = self._memory.slot(number)[:nbytes] if self._memory else self.pool.take(nbytes)
+        mine = [(index, route) for index, route in enumerate(taken) if self._comes_by_wire(route)]
+        counted = _Counted(len(mine), self._stop)
+        # All receives first: then no sender waits for a handshake.
+        for index, route in mine:
+            giver, view = route.giver(self._rank), buffer[route.low : route.high]
+            pending = self._transport.receive(view, giver, route.tag)
+            self._thread(giver).put(_Chunk(self, pending, view, route, number, index, counted))
+        self._arrivals.append(counted)
+        if self._memory is None:
+            return Incoming(partial(_when_complete, counted, deque([buffer])))
+        return self._shared(number, len(taken), nbytes, counted)
+
+    def _shared(self, number: int, chunks: int, nbytes: int, counted: _Counted) -> Incoming:
+        """A bucket in the node's shared memory."""
+        memory, reader = self._memory, self._mates.index(self._rank)
+        assert memory is not None
+
+        def wait() -> torch.Tensor:
+            counted.wait()  # what this rank itself brings in: its failures are the connection's own
+            return memory.wait(number, chunks)[:nbytes]
+
+        def release() -> None:
+            counted.drain()  # handing on reads the slot as well
+            memory.give_back(number, reader)
+
+        return Incoming(wait, release, lent=True)
+
+    def flush(self) -> None:
+        while self._arrivals:
+            self._arrivals.popleft().drain()
+        self._number += len(self._plan.buckets)
+
+    def abort(self) -> None:
+        if self._memory is not None:
+            self._memory.abort()
+        self._transport.abort()
+        self._stop.set()
+
+    def close(self) -> None:
+        for queue in self._threads.values():
+            queue.put(None)
+        self._threads = {}
+        self._memory = None
+
+    def hand_on(self, route: Route, view: torch.Tensor, number: int, index: int) -> list[Pending]:
+        """Send a chunk that has come to those who get it from this rank."""
+        takers = route.takers(self._rank)
+        if self._memory is not None:
+            self._memory.mark(number, [index])
+            takers = tuple(taker for taker in takers if taker not in self._mates)
+        return [self._transport.send(view, taker, route.tag) for taker in takers]
+
+    def _comes_by_wire(self, route: Route) -> bool:
+        return self._memory is None or self._plan.layout.node(route.giver(self._rank)) != self._node
+
+    def _thread(self, giver: int) -> SimpleQueue[_Task | None]:
+        if giver not in self._threads:
+            queue: SimpleQueue[_Task | None] = SimpleQueue()
+            self._threads[giver] = queue
+            threading.Thread(target=_work, args=(queue,), name=f"sync-from-{giver}", daemon=True).start()
+        return self._threads[giver]
+
+
+@dataclass(slots=True)
+class _Chunk:
+    """Take a chunk that comes from another rank."""
+
+    relay: Gloo
+    pending: Pending
+    view: torch.Tensor
+    route: Route
+    number: int  # of its bucket in the shared memory
+    index: int  # among the bucket's chunks
+    counted: _Counted
+
+    def run(self) -> None:
+        self.pending.wait()
+        self.counted.came(self.relay.hand_on(self.route, self.view, self.number, self.index))
+
+
+@dataclass(slots=True)
+class _Copy:
+    """Copy a part for the engine ranks of the owner's own node."""
+
+    memory: SharedMemory
+    number: int  # of the bucket in the shared memory
+    chunks: list[int]
+    part: Part
+    buffer: torch.Tensor
+    counted: _Counted
+
+    def run(self) -> None:
+        slot = self.memory.slot(self.number)
+        slot[self.part.start : self.part.start + self.part.nbytes].copy_(self.buffer)
+        self.memory.mark(self.number, self.chunks)
+        self.counted.came([])
+
+
+def _when_complete(counted: _Counted, kept: deque[torch.Tensor]) -> torch.Tensor:
+    """Wait for a bucket in memory of this rank's own, and let go of it: whoever keeps a view keeps the memory."""
+    counted.wait()
+    return kept.pop()
+
+
+_Task = _Chunk | _Copy
+
+
+def _work(queue: SimpleQueue[_Task | None]) -> None:
+    while (task := queue.get()) is not None:
+        try:
+            task.run()
+        except TransportFailure as failure:
+            task.counted.failed(failure)
+        except Exception as error:  # a thread's end must not leave the update waiting
+            task.counted.failed(TransportFailure(f"{type(error).__name__}: {error}", peer_left=False))
+        del task  # the queue is waited for with nothing in hand

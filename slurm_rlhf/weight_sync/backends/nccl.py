@@ -1,39 +1,154 @@
-"""NCCL: between GPUs, one rank each. Run through stand-ins, not on GPUs yet."""
+"""NCCL: between GPUs, one rank each, outside of every WORLD. Run through stand-ins, not on GPUs yet."""
 
 from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import torch
 from torch.distributed import PrefixStore, Store, Work
 
-from slurm_rlhf.weight_sync.backends.backend import Incoming
-from slurm_rlhf.weight_sync.backends.transport import Pending
-from slurm_rlhf.weight_sync.buffers import Pool
-from slurm_rlhf.weight_sync.communicator import Communicator, Piece, in_time
+from slurm_rlhf.polling import wait_until
+from slurm_rlhf.weight_sync._torch import all_gather, coalesced, nccl_group
+from slurm_rlhf.weight_sync.backends.backend import Incoming, Pending, TransportFailure
+from slurm_rlhf.weight_sync.bucket import Pool
 from slurm_rlhf.weight_sync.plan import ALIGN, Part, SyncPlan
 
+_POLL_S = 0.0005
 
-class _Done:
-    """Operations of a communicator, and their buffer."""
+Piece = tuple[torch.Tensor, int]
+"""Contiguous bytes on the GPU, and the rank that they go to or come from."""
 
-    lent = False
 
-    def __init__(self, communicator: Communicator, works: list[Work], buffer: torch.Tensor) -> None:
-        self._communicator = communicator
-        self._works = works
-        self._buffer = buffer
+class Communicator:
+    """Send, receive and collect over one NCCL communicator: its operations are queued behind the current stream.
 
-    def wait(self) -> torch.Tensor:
-        self._communicator.settle(self._works)
-        return self._buffer
+    They return at once, and raise TransportFailure.
+    """
 
-    def release(self) -> None:
-        pass
+    def __init__(self, store: Store, rank: int, world: int, timeout_s: float) -> None:
+        """Does not connect yet: the first operation does, and all ranks have to enter it."""
+        self.timeout_s = timeout_s
+        self.aborted = False
+        self._lock = threading.Lock()
+        with _failing():
+            self._group = nccl_group(store, rank, world, timeout_s)
+
+    def exchange(self, sends: Sequence[Piece], receives: Sequence[Piece]) -> list[Work]:
+        """Start all of them as one operation, so that their order plays no part."""
+
+        def begin() -> None:
+            for tensor, rank in sends:
+                self._group.send([tensor], rank, 0)
+            for tensor, rank in receives:
+                self._group.recv([tensor], rank, 0)
+
+        with _failing():
+            return coalesced(self._group, begin)
+
+    def spread(self, pieces: Sequence[Piece]) -> list[Work]:
+        """Start to send each piece from its rank to all others, in place, as one operation."""
+
+        def begin() -> None:
+            for tensor, rank in pieces:
+                self._group.broadcast(tensor, rank)
+
+        with _failing():
+            return coalesced(self._group, begin)
+
+    def all_gather(self, whole: torch.Tensor, mine: torch.Tensor) -> list[Work]:
+        """Start to send `mine`, a part of `whole` by the rank, to all others."""
+        with _failing():
+            return [all_gather(self._group, whole, mine)]
+
+    def meet(self, device: torch.device) -> list[Work]:
+        """Connect all ranks: what the first operation does, whatever it is."""
+        with _failing():
+            return [self._group.allreduce(torch.zeros(1, device=device))]
+
+    def settle(self, works: Sequence[Work]) -> None:
+        """Wait until they are over, and raise what went wrong.
+
+        `Work.wait` alone would neither end nor say anything when another thread aborts the group.
+        """
+
+        def done() -> bool:
+            over = all(work.is_completed() for work in works)
+            if not over and self.aborted:
+                raise TransportFailure("the NCCL group was aborted", peer_left=False)
+            return over
+
+        with _failing():
+            if not wait_until(done, self.timeout_s, _POLL_S, _POLL_S):
+                raise TransportFailure(f"NCCL: not done after {self.timeout_s:g} s", peer_left=False)
+            for work in works:
+                work.wait()
+
+    def abort(self) -> None:
+        """End what is on its way, here and at the peers. Any thread, at any time."""
+        with self._lock:
+            first, self.aborted = not self.aborted, True
+        if first:
+            # It waits for NCCL, at most the group's time-out, and then raises.
+            with suppress(RuntimeError):
+                self._group.abort()
+
+
+def in_time(connect: Callable[[], None], timeout_s: float) -> None:
+    """Run `connect` on the current GPU and give up on it after `timeout_s`: nothing else would end it.
+
+    Raises TransportFailure.
+    """
+    number = torch.cuda.current_device()
+    failures: list[Exception] = []
+
+    def run() -> None:
+        torch.cuda.set_device(number)  # a thread begins with the first one
+        try:
+            connect()
+        except Exception as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="sync-nccl", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise TransportFailure(f"NCCL did not connect the members within {timeout_s:g} s", peer_left=False)
+    if failures:
+        raise failures[0]
+
+
+def name_interface(interface: str) -> None:
+    """Let NCCL's sockets use the network interface, unless the user has said which.
+
+    A member that only knows its address (an alias, a container) is passed over: NCCL would look for an interface of
+    that name.
+    """
+    if interface in [name for _, name in socket.if_nameindex()]:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # `=`: not all that begin so
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Turn whatever is raised into TransportFailure: the update is repeated, or goes over to sync.fallback."""
+    try:
+        yield
+    except TransportFailure:
+        raise
+    except Exception as error:
+        raise TransportFailure(f"NCCL: {error}", peer_left="remote" in str(error)) from error
 
 
 class Nccl:
-    """See `Carrier`. Each engine rank of a stream takes an equal slice of a bucket from its owners, all at once; then
-    the slices go around among the engine ranks (all-gather). So the actor sends every byte once, over all its rails,
-    and NCCL's rings and NVLink do what the relays do over sockets. Two communicators per rank, whatever the sizes.
+    """Exchange slices of buckets; see `Backend`.
+
+    Each engine rank of a stream takes an equal slice of a bucket from its owners, all at once; then the slices go
+    around among the engine ranks (all-gather). So the actor sends every byte once, over all its network interfaces, and
+    NCCL's rings and NVLink do what relays do over sockets. Two communicators per rank, whatever the sizes.
 
     A bucket comes in on a stream of its own, beside what the engine loads of the bucket before.
     """
@@ -58,7 +173,7 @@ class Nccl:
 
     def send(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> Pending:
         works = self._everybody.exchange(self._sends(bucket, stream, part, buffer), [])
-        return _Done(self._everybody, works, buffer)
+        return Incoming(partial(self._settled, works, buffer))
 
     def receive(self, bucket: int) -> Incoming:
         stream = self._plan.stream_to(self._rank)
@@ -73,7 +188,7 @@ class Nccl:
             if self._engines is not None:
                 mine = taking.index(self._rank) * step
                 works += self._engines.all_gather(buffer, buffer[mine : mine + step])
-        return _Done(self._everybody, works, buffer)
+        return Incoming(partial(self._settled, works, buffer))
 
     def flush(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
@@ -86,6 +201,11 @@ class Nccl:
     def close(self) -> None:
         self.abort()
 
+    def _settled(self, works: list[Work], buffer: torch.Tensor) -> torch.Tensor:
+        """Wait for operations on their way, and return their buffer, which they keep until then."""
+        self._everybody.settle(works)
+        return buffer
+
     def _takers(self, stream: int) -> tuple[int, ...]:
         return tuple(r for node in self._plan.streams[stream].nodes for r in self._plan.layout.by_node[node])
 
@@ -96,7 +216,7 @@ class Nccl:
         return [(rank, place * step, (place + 1) * step) for place, rank in enumerate(taking)]
 
     def _sends(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> list[Piece]:
-        """What of this rank's part each engine rank's slice has; `buffer` is the part's."""
+        """Cut this rank's part, which is in `buffer`, into the slices of the engine ranks."""
         found = []
         for rank, low, high in self._slices(bucket, stream):
             start, end = max(low, part.start), min(high, part.start + part.nbytes)
@@ -105,7 +225,7 @@ class Nccl:
         return found
 
     def _receives(self, bucket: int, stream: int, buffer: torch.Tensor) -> list[Piece]:
-        """What of each part this rank's slice has; `buffer` is the bucket's."""
+        """Cut this rank's slice of the bucket in `buffer` into what each owner sends of it."""
         (low, high), *_ = [(low, high) for rank, low, high in self._slices(bucket, stream) if rank == self._rank]
         found = []
         for part in self._plan.parts(bucket, stream):
@@ -115,7 +235,7 @@ class Nccl:
         return found
 
     def _connect(self) -> None:
-        """Every communicator, and every pair that will exchange bytes."""
+        """Connect every communicator, and every pair that will exchange bytes."""
         for communicator in self._communicators:
             communicator.settle(communicator.meet(self.device))
         sends: list[Piece] = []

@@ -1,7 +1,7 @@
 """Shared memory of a node: a bucket lies there once, for all ranks of the node to read.
 
-Whoever has a chunk, because it owns it or took it from the wire, writes it here and marks it; the readers copy what
-they load and give the slot back. It is the whole way of colocated roles, and the last step of every other.
+Whoever has a chunk, because it owns it or took it from the network, writes it here and marks it; the readers copy what
+they load and give the slot back. Colocated roles need no other way, and for gloo it is the last step.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 import torch
 
 from slurm_rlhf.polling import wait_until
-from slurm_rlhf.weight_sync.backends.transport import TransportFailure
+from slurm_rlhf.weight_sync.backends.backend import TransportFailure
 
 _DIRECTORY = "/dev/shm"
 _PAGE = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class ShelfSizes:
-    """How much a shelf holds."""
+class SharedMemorySizes:
+    """How much a `SharedMemory` holds."""
 
     slots: int  # buckets at a time
     slot_bytes: int
@@ -34,7 +34,7 @@ class ShelfSizes:
 
     @property
     def start(self) -> int:
-        """Bytes before the first slot: the marks."""
+        """Bytes of the marks, before the first slot."""
         return -(-(self.slots * self.chunks + self.readers) * 8 // _PAGE) * _PAGE
 
     @property
@@ -42,15 +42,15 @@ class ShelfSizes:
         return self.start + self.slots * self.slot_bytes
 
 
-class Shelf:
-    """`slots` buckets, by number; numbers go on from update to update. All members use the same `path` and sizes.
+class SharedMemory:
+    """Keep `slots` buckets, by number; numbers go on from update to update. All members use the same path and sizes.
 
     The marks are 64-bit words that are written whole: of each chunk, the number of the bucket it belongs to; of each
     reader, how many buckets it has given back.
     """
 
-    def __init__(self, path: str, sizes: ShelfSizes, timeout_s: float) -> None:
-        """Map what `reserve` made. Raises OSError where it is not to be seen from here."""
+    def __init__(self, path: str, sizes: SharedMemorySizes, timeout_s: float) -> None:
+        """Map what `reserve` made. Raises OSError where this process does not see it."""
         slots, slot_bytes, chunks, readers = sizes.slots, sizes.slot_bytes, sizes.chunks, sizes.readers
         self.nbytes = slots * slot_bytes
         self._count = slots
@@ -68,24 +68,24 @@ class Shelf:
         self._slots = [torch.from_numpy(data[i * slot_bytes : (i + 1) * slot_bytes]) for i in range(slots)]
 
     def slot(self, number: int) -> torch.Tensor:
-        """Where bucket `number` lies. Blocks until nobody reads there any more. Raises TransportFailure."""
+        """Return where bucket `number` lies. Blocks until nobody reads there any more. Raises TransportFailure."""
         self._wait(lambda: int(self._returned.min()) > number - self._count, f"room for bucket {number}")
         return self._slots[number % self._count]
 
     def mark(self, number: int, chunks: Sequence[int]) -> None:
-        """Chunks of a bucket are there."""
+        """Say that chunks of a bucket are there."""
         _barrier()
         self._filled[number % self._count, list(chunks)] = number + 1
 
     def wait(self, number: int, chunks: int) -> torch.Tensor:
-        """The bucket, when its first `chunks` chunks are there. Raises TransportFailure."""
+        """Block until the first `chunks` chunks of a bucket are there; return it. Raises TransportFailure."""
         marks = self._filled[number % self._count, :chunks]
         self._wait(lambda: bool((marks == number + 1).all()), f"bucket {number}")
         _barrier()
         return self._slots[number % self._count]
 
     def give_back(self, number: int, reader: int) -> None:
-        """`reader` needs the bucket no more."""
+        """Say that `reader` needs the bucket no more."""
         self._returned[reader] = number + 1
 
     def abort(self) -> None:
@@ -105,7 +105,7 @@ class Shelf:
             )
 
 
-def reserve(sizes: ShelfSizes) -> str:
+def reserve(sizes: SharedMemorySizes) -> str:
     """Make the memory, zeroed, and return its path; unlink it when all have mapped it. Raises OSError, if full too."""
     path = f"{_DIRECTORY}/slurm_rlhf.sync.{secrets.token_hex(8)}"
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,4 @@
-"""What one rank of each role holds: always, while the engines work, and in each kind of work of its own."""
+"""What one rank of each role holds: at rest, while engines work, and in each kind of work of its own."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, RoleSpec, running_roles
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.placement import activations as act
-from slurm_rlhf.placement import states as st
-from slurm_rlhf.placement.activations import Pass
+from slurm_rlhf.placement import trainer_memory as tm
 from slurm_rlhf.placement.engine_memory import GIB, Engine, engine
 from slurm_rlhf.placement.model_shape import ModelShape, read_shape
+from slurm_rlhf.placement.trainer_memory import Pass
 
 # Not measured here, where no GPU is: a context with its libraries, and the buffers of a group's communicators.
 CONTEXT = 3 * GIB // 4
@@ -27,7 +26,7 @@ Models = Mapping[str, ModelShape]
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class RankMemory:
     """Of one rank of a role. Bytes."""
 
     role: str
@@ -58,7 +57,7 @@ def read_models(config: Config) -> Models:
     return found
 
 
-def holdings(config: Config, models: Models, gpu: int) -> dict[str, Holding]:
+def rank_memories(config: Config, models: Models, gpu: int) -> dict[str, RankMemory]:
     """Role -> what a rank of it holds, for the roles that `config` starts. `gpu`: bytes of a GPU's memory."""
     found = {}
     for role in running_roles(config):
@@ -99,14 +98,14 @@ def _pass(config: Config, budget: int, training: bool) -> Pass:
     )
 
 
-def trainer_states(config: Config, shape: ModelShape, role: str) -> st.States:
+def trainer_states(config: Config, shape: ModelShape, role: str) -> tm.States:
     """Parameters, gradients and optimizer states of a rank of a trained role."""
     row = ROLES[role]
     group = row.settings(config)
     elements, sizes = _tensors(shape, row.head)
-    small = st.persistent(sizes, elements) if config.ds.zero_stage == 3 else 0
+    small = tm.persistent(sizes, elements) if config.ds.zero_stage == 3 else 0
     ranks = group.num_nodes * group.num_gpus_per_node
-    return st.states(elements, ranks, config.ds.zero_stage, config.ds.param_dtype == "bf16", small)
+    return tm.states(elements, ranks, config.ds.zero_stage, config.ds.param_dtype == "bf16", small)
 
 
 def _tensors(shape: ModelShape, head: bool) -> tuple[int, list[tuple[int, int]]]:
@@ -117,7 +116,7 @@ def _tensors(shape: ModelShape, head: bool) -> tuple[int, list[tuple[int, int]]]
     return shape.body + shape.hidden, [*body, (shape.hidden, 1)]
 
 
-def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> Holding:
+def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
     ds = config.ds
     group = role.settings(config)
     ranks = group.num_nodes * group.num_gpus_per_node
@@ -125,7 +124,7 @@ def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> Holding:
     largest = max(size for size, _ in sizes)
     held = trainer_states(config, shape, role.name)
     grad_bf16 = ds.grad_comm_dtype == "bf16"
-    buckets = st.reduce_buckets(elements, ds.zero_stage, grad_bf16) if ranks > 1 or ds.zero_stage else 0
+    buckets = tm.reduce_buckets(elements, ds.zero_stage, grad_bf16) if ranks > 1 or ds.zero_stage else 0
     resting = {"parameters": held.parameters, "optimizer states": held.optimizer, **_context(role.name, ranks)}
     moment = {"gradients": held.gradients, "reduce buckets": buckets}
     if held.resting_gradients:
@@ -143,7 +142,7 @@ def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> Holding:
         "forward": _forward(config, shape, role.head, ds.zero_stage == 3, elements, largest),
         "step": moment | {"optimizer's work": _step_work(elements, ranks, ds.zero_stage, largest)},
     }
-    return Holding(role.name, resting, phases, parked)
+    return RankMemory(role.name, resting, phases, parked)
 
 
 def _update(config: Config, shape: ModelShape, role: RoleSpec, elements: int, largest: int) -> dict[str, int]:
@@ -151,26 +150,26 @@ def _update(config: Config, shape: ModelShape, role: RoleSpec, elements: int, la
     bf16 = config.ds.param_dtype == "bf16"
     how = _pass(config, config.train.max_tokens_per_gpu, training=True)
     terms = {
-        "activations": act.saved(shape, how) + act.recomputed(shape, how) + act.autocast_weights(shape, how),
-        "backward": act.backward_work(shape, how),
-        "loose gradient": st.loose_gradient(elements, largest, bf16, config.ds.grad_comm_dtype == "bf16"),
+        "activations": tm.saved(shape, how) + tm.recomputed(shape, how) + tm.autocast_weights(shape, how),
+        "backward": tm.backward_work(shape, how),
+        "loose gradient": tm.loose_gradient(elements, largest, bf16, config.ds.grad_comm_dtype == "bf16"),
     }
     if role.head:
         chunk = min(config.train.logprob_chunk_tokens, how.tokens)
-        terms["logits"] = act.logits(shape, chunk, how.dtype, True, config.actor.entropy_coef != 0)
+        terms["logits"] = tm.logits(shape, chunk, how.dtype, True, config.actor.entropy_coef != 0)
     if config.ds.zero_stage == 3:
-        terms["gathered layers"] = st.gathered(elements, largest, bf16)
+        terms["gathered layers"] = tm.gathered(elements, largest, bf16)
     return terms
 
 
 def _forward(config: Config, shape: ModelShape, head: bool, cut: bool, elements: int, largest: int) -> dict[str, int]:
     """A pass without gradients."""
     how = _pass(config, config.train.forward_tokens, training=False)
-    terms = {"activations": act.forward_work(shape, how)}
+    terms = {"activations": tm.forward_work(shape, how)}
     if head:
-        terms["logits"] = act.logits(shape, min(config.train.logprob_chunk_tokens, how.tokens), how.dtype, False)
+        terms["logits"] = tm.logits(shape, min(config.train.logprob_chunk_tokens, how.tokens), how.dtype, False)
     if cut:
-        terms["gathered layers"] = st.gathered(elements, largest, config.ds.param_dtype == "bf16")
+        terms["gathered layers"] = tm.gathered(elements, largest, config.ds.param_dtype == "bf16")
     return terms
 
 
@@ -183,7 +182,7 @@ def _step_work(elements: int, ranks: int, stage: int, largest: int) -> int:
     return 4 * part + max(4 * part if stage else 0, 8 * min(largest, part))
 
 
-def _frozen(config: Config, shape: ModelShape, role: RoleSpec) -> Holding:
+def _frozen(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
     group = role.settings(config)
     ranks, cut = group.num_nodes * group.num_gpus_per_node, group.zero_stage == 3
     width = 2 if config.ds.param_dtype == "bf16" else 4
@@ -191,19 +190,19 @@ def _frozen(config: Config, shape: ModelShape, role: RoleSpec) -> Holding:
     largest = max(size for size, _ in sizes)
     held = elements
     if cut:
-        held = st.persistent(sizes, elements) + (0 if group.offload else -(-elements // ranks))
+        held = tm.persistent(sizes, elements) + (0 if group.offload else -(-elements // ranks))
     resting = {"parameters": width * held, **_context(role.name, ranks if cut else 1)}
-    return Holding(role.name, resting, {"forward": _forward(config, shape, role.head, cut, elements, largest)})
+    return RankMemory(role.name, resting, {"forward": _forward(config, shape, role.head, cut, elements, largest)})
 
 
-def _engine(config: Config, shape: ModelShape, gpu: int) -> Holding:
+def _engine(config: Config, shape: ModelShape, gpu: int) -> RankMemory:
     """Its share of the GPU is all taken, whatever it needs."""
     rank = the_engine(config, shape, gpu)
     bucket = config.sync.bucket_size_mb(on_gpus=True) << 20
     module = 2 * rank.weights * max(shape.head, 2 * shape.hidden * shape.width) // shape.parameters
     resting = {"CUDA graphs": rank.graphs, **_context(ROLLOUT, config.vllm.tensor_parallel_size)}
     awake = {"weights": rank.weights, "a step's work": rank.work, "KV cache": max(rank.kv, 0)}
-    return Holding(ROLLOUT, resting, {"generation": awake | {"weight update": 3 * bucket + module}})
+    return RankMemory(ROLLOUT, resting, {"generation": awake | {"weight update": 3 * bucket + module}})
 
 
 def _context(role: str, ranks: int) -> dict[str, int]:

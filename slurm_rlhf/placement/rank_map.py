@@ -1,19 +1,117 @@
-"""The placement: (topology, role sizes, colocation) -> rank map. Pure: no I/O, the same answer on every node."""
+"""The rank map: which rank of which role runs on which slot of which node, and how it is made."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from slurm_rlhf.config.roles import role_order
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.explain import explain
-from slurm_rlhf.placement.packing import Assignment, Block, pack
-from slurm_rlhf.placement.rank_map_file import NodeShare, RankMap, TpGroup
-from slurm_rlhf.placement.role_sizes import RoleSize, role_sizes
-from slurm_rlhf.placement.slots import assign_slots
-from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.placement.packing import Assignment, Block, assign_slots, pack
+from slurm_rlhf.placement.role_sizes import RoleSize
+from slurm_rlhf.placement.topology import GPU, Node, Topology
 
-__all__ = ["NodeShare", "RankMap", "RoleSize", "TpGroup", "place", "role_sizes"]
+
+@dataclass(frozen=True, slots=True)
+class NodeShare:
+    """One role's part of one node.
+
+    `gpus[i]` is the slot of rank `ranks[i]`; for a role made of engines `engines[i]` is (engine index, TP rank),
+    for the others `engines` is empty.
+    """
+
+    node: str
+    gpus: tuple[int, ...]
+    ranks: tuple[int, ...]
+    engines: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TpGroup:
+    """One engine: neighbouring slots of one node, `gpus[i]` for TP rank i, which is rank `ranks[i]` of its role."""
+
+    role: str
+    engine: int
+    node: str
+    gpus: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankMap:
+    """The placement: `roles` maps each role to its shares, in node order. Ranks count up over nodes, then slots."""
+
+    topology: Topology
+    roles: dict[str, list[NodeShare]]
+
+    def world(self, role: str) -> int:
+        """Ranks of `role`; KeyError if it does not run."""
+        return sum(len(share.ranks) for share in self.roles[role])
+
+    @property
+    def worlds(self) -> dict[str, int]:
+        """Role -> ranks."""
+        return {role: self.world(role) for role in self.roles}
+
+    @property
+    def tp_groups(self) -> list[TpGroup]:
+        """All engines, by role and index."""
+        groups = []
+        for role, shares in self.roles.items():
+            for share in shares:
+                start = 0
+                while start < len(share.engines):
+                    engine = share.engines[start][0]
+                    end = start
+                    while end < len(share.engines) and share.engines[end][0] == engine:
+                        end += 1
+                    groups.append(TpGroup(role, engine, share.node, share.gpus[start:end], share.ranks[start:end]))
+                    start = end
+        return groups
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON-ready `accelerator`, `nodes`, `roles` (role -> [{node, gpus, ranks, engines}]), `tp_groups`, `world`."""
+        return {
+            "accelerator": self.topology.accelerator,
+            "nodes": [_node_json(node) for node in self.topology.nodes],
+            "roles": {role: [_share_json(share) for share in shares] for role, shares in self.roles.items()},
+            "tp_groups": [
+                {"role": g.role, "engine": g.engine, "node": g.node, "gpus": list(g.gpus), "ranks": list(g.ranks)}
+                for g in self.tp_groups
+            ],
+            "world": self.worlds,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> RankMap:
+        """What `to_json` wrote."""
+        nodes = tuple(Node(n["name"], n["gpus"], n.get("cpus", 0), tuple(n.get("devices", ()))) for n in data["nodes"])
+        roles = {
+            role: [
+                NodeShare(
+                    share["node"],
+                    tuple(share["gpus"]),
+                    tuple(share["ranks"]),
+                    tuple((engine, rank) for engine, rank in share.get("engines", ())),
+                )
+                for share in shares
+            ]
+            for role, shares in data["roles"].items()
+        }
+        return cls(Topology(nodes, data.get("accelerator", GPU)), roles)
+
+
+def _node_json(node: Node) -> dict[str, Any]:
+    return {key: value for key, value in asdict(node).items() if value or key in ("name", "gpus")}
+
+
+def _share_json(share: NodeShare) -> dict[str, Any]:
+    data: dict[str, Any] = {"node": share.node, "gpus": list(share.gpus), "ranks": list(share.ranks)}
+    if share.engines:
+        data["engines"] = [list(slot) for slot in share.engines]
+    return data
 
 
 def place(topology: Topology, roles: Sequence[RoleSize], colocate: Sequence[frozenset[str]] = ()) -> RankMap:
@@ -22,7 +120,7 @@ def place(topology: Topology, roles: Sequence[RoleSize], colocate: Sequence[froz
     Roles get nodes of their own where there are enough, else they share nodes, each role in the same way on all its
     nodes where that is possible. An engine's slots are neighbours on one node, starting at a multiple of its width.
     The roles of a set in `colocate` use the same slots; roles in it that do not run are passed over. The order of
-    `roles` plays no part. Raises PlacementError with the largest layout that fits and the keys to change.
+    `roles` plays no part. Raises PlacementError with the reason and the nodes that would do.
     """
     ordered = sorted(roles, key=lambda size: role_order(size.role))
     names = [size.role for size in ordered]
@@ -32,7 +130,7 @@ def place(topology: Topology, roles: Sequence[RoleSize], colocate: Sequence[froz
     capacities = [node.gpus for node in topology.nodes]
     assignments = pack(capacities, blocks)
     if assignments is None:
-        raise PlacementError(explain(topology, ordered, lambda sizes: make_blocks(sizes, colocate)))
+        raise PlacementError(explain(topology, ordered, blocks))
     return RankMap(topology, _shares(topology, ordered, blocks, assignments))
 
 

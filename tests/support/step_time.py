@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, by estimate: enough to see which GPUs would idle, not to predict seconds."""
+"""Estimate where the time of a training step goes: enough to see which GPUs would idle, not to predict seconds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from slurm_rlhf.config.roles import ROLLOUT, roles_by_slots, running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.flops import forward_flops, training_flops
 from slurm_rlhf.placement.gpus import Gpu
-from slurm_rlhf.placement.holdings import Models
+from slurm_rlhf.placement.rank_memory import Models
 
 # Rates that large dense models reach on H100 nodes. None was measured here.
 TRAINING_MFU = 0.36

@@ -1,0 +1,250 @@
+"""`python -m slurm_rlhf.bench.sync_rank SPEC.json RANK`: one rank of `slurm-rlhf bench sync`.
+
+All ranks move the same synthetic weights on three ways, from a barrier to the last rank's word: as updates of the real
+run, as plain gloo does it with the same bytes, and naively, each parameter broadcast by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore
+
+from slurm_rlhf.atomic_write import write_atomically
+from slurm_rlhf.cluster.child_process import die_with_parent
+from slurm_rlhf.cluster.network import is_loopback
+from slurm_rlhf.polling import wait_until
+from slurm_rlhf.weight_sync._torch import gloo_group, largest, nccl_group
+from slurm_rlhf.weight_sync.group import SyncGroup, join
+from slurm_rlhf.weight_sync.layout import Layout
+from slurm_rlhf.weight_sync.member import Membership
+from slurm_rlhf.weight_sync.plan import Parameter, SyncPlan, make_plan
+from slurm_rlhf.weight_sync.receiver import Receiver
+from slurm_rlhf.weight_sync.rendezvous import SyncStore
+from slurm_rlhf.weight_sync.sender import Held, Sender
+
+RAW_PIECE = 64 << 20
+ON_GPUS = ("nccl", "ipc")
+"""Backends whose ranks have GPUs, where there are any."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """Tell every rank what `bench.sync` measures."""
+
+    parameters: list[list[Any]]  # [[name, shape, dtype], ...]
+    actors: list[str]  # nodes
+    engines: list[str]
+    zero: int
+    bucket_bytes: int
+    backend: str
+    interface: str
+    host: str  # of rank 0
+    port_file: str
+    repeats: int
+    naive: bool
+    timeout_s: float
+    model: str  # directory that engines load into; empty: the tensors are only received
+    parent: int  # 0: whoever has started this process, on another machine
+
+    @classmethod
+    def read(cls, path: str) -> Spec:
+        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+class Rank:
+    """Run one process of the benchmark."""
+
+    def __init__(self, spec: Spec, rank: int) -> None:
+        self.spec = spec
+        self.rank = rank
+        self.is_actor = rank < len(spec.actors)
+        self.engine = _vllm(spec) if spec.model and not self.is_actor else None
+        port = self._port()
+        member = Membership(
+            name="bench",
+            rank=rank,
+            world=len(spec.actors) + len(spec.engines),
+            actors=len(spec.actors),
+            host=spec.host,
+            port=port,
+            timeout_s=spec.timeout_s,
+            backend=spec.backend,
+            interface=spec.interface,
+            label=f"actor {rank}" if self.is_actor else f"rollout {rank - len(spec.actors)}",
+            node=[*spec.actors, *spec.engines][rank],
+        )
+        self.group: SyncGroup = join(member)
+        self.plan: SyncPlan = make_plan(spec.parameters, spec.bucket_bytes, self.group.layout(spec.zero))
+        self.sender = Sender(self.group, self.plan) if self.is_actor else None
+        self.receiver = None if self.is_actor else Receiver(self.group, self.plan)
+        self.plain = self._plain_group()
+        self.device = torch.device("cuda" if self.group.me.device and self.group.backend in ON_GPUS else "cpu")
+        self.raw = _nccl_group(self.plain, self.group, spec) if self.group.backend == "nccl" else self.plain
+        self.held: Held = _held(self.plan, rank, self.device) if self.is_actor else {}
+
+    def run(self) -> dict[str, Any]:
+        """Measure the seconds of each way, median of the repetitions."""
+        # The first update touches fresh memory; the bytes are compared in it, outside of what is measured.
+        self._timed(lambda: self._update(0, compare=True))
+        versions = iter(range(1, 1000))
+        # In turn, so that whatever else the machine does falls on both.
+        ways: dict[str, Callable[[], None]] = {
+            "seconds": lambda: self._update(next(versions)),
+            "raw_seconds": self._raw,
+        }
+        results: dict[str, Any] = self._medians(ways)
+        results["peak_extra_bytes"] = self._peaks()
+        results["checksum_seconds"] = self._largest(self.receiver.verify_s if self.receiver else 0.0)
+        if self.spec.model:
+            results |= self._medians({"seconds_with_loading": lambda: self._load(next(versions))})
+        if self.spec.naive:
+            results["naive_seconds"] = self._timed(self._naive)
+        self.plain.barrier().wait()
+        return results
+
+    def _medians(self, ways: dict[str, Callable[[], None]]) -> dict[str, float]:
+        found: dict[str, list[float]] = {name: [] for name in ways}
+        for _ in range(self.spec.repeats):
+            for name, work in ways.items():
+                found[name].append(self._timed(work))
+        return {name: statistics.median(seconds) for name, seconds in found.items()}
+
+    def _timed(self, work: Callable[[], None]) -> float:
+        self.plain.barrier().wait()
+        start = time.monotonic()
+        work()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.plain.barrier().wait()
+        return time.monotonic() - start
+
+    def _update(self, version: int, compare: bool = False) -> None:
+        if self.sender is not None:
+            self.sender.push(self.held, version)
+            return
+        assert self.receiver is not None
+        with self.receiver.update(version) as weights:
+            for index, (name, tensor) in enumerate(weights):
+                if compare and not torch.equal(tensor.cpu(), _values(self.plan.parameters[index], index)):
+                    raise RuntimeError(f"{name} did not arrive as it was sent")
+
+    def _load(self, version: int) -> None:
+        if self.engine is None:
+            self._update(version)
+            return
+        assert self.receiver is not None
+        with self.receiver.update(version) as weights:
+            self.engine.load_weights(weights, version)
+
+    def _raw(self) -> None:
+        """Move the bytes: over a network once over one link, by one stream; on loopback by a broadcast to all ranks."""
+        layout = Layout(tuple(self.spec.actors), tuple(self.spec.engines))
+        network = not is_loopback(self.group.me.address)
+        at = self.device if self.group.backend == "nccl" else torch.device("cpu")
+        whole = torch.zeros(min(RAW_PIECE, self.plan.payload), dtype=torch.uint8, device=at)
+        pieces = [whole[: min(RAW_PIECE, left)] for left in _left(self.plan.payload)]
+        world = range(layout.world) if network else ()
+        remote = [rank for rank in world if layout.node(rank) != layout.node(0)]
+        if not remote:
+            for piece in pieces:
+                self.raw.broadcast(piece, 0).wait()
+        for tag, piece in enumerate(pieces if remote else []):
+            if self.rank == 0:
+                self.raw.send([piece], remote[-1], tag).wait()
+            elif self.rank == remote[-1]:
+                self.raw.recv([piece], 0, tag).wait()
+
+    def _naive(self) -> None:
+        """Broadcast one parameter at a time from one root, to every engine rank for itself."""
+        whole = torch.zeros(max(parameter.nbytes for parameter in self.plan.parameters), dtype=torch.uint8)
+        for parameter in self.plan.parameters:
+            if parameter.nbytes:
+                self.plain.broadcast(whole[: parameter.nbytes], 0).wait()
+
+    def _peaks(self) -> int:
+        end = self.sender or self.receiver
+        return round(self._largest(float(end.peak if end else 0)))
+
+    def _largest(self, value: float) -> float:
+        """Return the largest of all ranks' values."""
+        return largest(self.plain, value)
+
+    def _plain_group(self) -> Any:
+        store, world = PrefixStore("plain", self.group.store), len(self.spec.actors) + len(self.spec.engines)
+        return gloo_group(store, self.rank, world, self.group.me.address, self.spec.timeout_s)
+
+    def _port(self) -> int:
+        file = Path(self.spec.port_file)
+        if self.rank == 0:
+            self.store = SyncStore.listen(self.spec.host, self.spec.timeout_s)
+            write_atomically(file, str(self.store.port))
+        wait_until(file.exists, self.spec.timeout_s)
+        return int(file.read_text())
+
+
+def _nccl_group(plain: Any, group: SyncGroup, spec: Spec) -> Any:
+    """Connect all ranks by NCCL for the raw transfer, before anything is timed."""
+    made = nccl_group(PrefixStore("raw", group.store), plain.rank(), plain.size(), spec.timeout_s)
+    made.allreduce(torch.zeros(1, device="cuda")).wait()
+    torch.cuda.synchronize()
+    return made
+
+
+def _held(plan: SyncPlan, rank: int, device: torch.device) -> Held:
+    """Make what an actor rank has: under ZeRO-3 its shard, else everything."""
+    held = {}
+    for index, parameter in enumerate(plan.parameters):
+        step = -(-parameter.numel // len(plan.layout.actors)) if plan.layout.zero_stage == 3 else parameter.numel
+        first = rank * step if plan.layout.zero_stage == 3 else 0
+        low = min(first, parameter.numel)
+        held[parameter.name] = (low, _values(parameter, index).reshape(-1)[low : low + step].clone().to(device))
+    return held
+
+
+def _values(parameter: Parameter, index: int) -> torch.Tensor:
+    """Make numbers that differ between neighbours and between parameters, the same on every rank."""
+    flat = (torch.arange(parameter.numel, dtype=torch.int32) * 7919 + index * 104729) % 65521
+    return (flat - 32760).to(getattr(torch, parameter.dtype)).view(parameter.shape)
+
+
+def _left(nbytes: int) -> Iterator[int]:
+    while nbytes > 0:
+        yield nbytes
+        nbytes -= RAW_PIECE
+
+
+def _vllm(spec: Spec) -> Any:
+    from slurm_rlhf.config.schema import Config
+    from slurm_rlhf.rollout.environment import prepare_environment
+
+    prepare_environment()
+    from slurm_rlhf.rollout.vllm_engine import VllmEngine
+
+    config = Config()
+    config.actor.model_name_or_path = spec.model
+    config.vllm.cpu_kvcache_gib = 0.1
+    config.data.max_len, config.vllm.max_num_seqs = 64, 2
+    return VllmEngine(config)
+
+
+def main() -> None:
+    spec, rank = Spec.read(sys.argv[1]), int(sys.argv[2])
+    die_with_parent(spec.parent or os.getppid())
+    torch.set_num_threads(1)
+    results = Rank(spec, rank).run()
+    if rank == 0:
+        print(json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    main()

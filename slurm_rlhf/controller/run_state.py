@@ -1,0 +1,140 @@
+"""Where a run stands: the conductor's part of a checkpoint, and how a whole checkpoint is saved and loaded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.algorithms.plugins import changed_plugins, load_plugins
+from slurm_rlhf.algorithms.reward_scale import RunningScale
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.config.roles import ROLES
+from slurm_rlhf.control.calls import DirectoryRequest, TrainerCalls
+from slurm_rlhf.control.handles import RoleHandle, gather
+from slurm_rlhf.controller.gpu_account import GpuAccount
+from slurm_rlhf.controller.step import Step
+from slurm_rlhf.errors import CheckpointError
+from slurm_rlhf.observe.metrics import finite
+
+REWARD_SCALE, UNEVALUATED, GPUS, PLUGINS = "reward_scale", "unevaluated", "gpus", "plugins"
+"""Keys of a checkpoint's state that are there only where the run has something to say."""
+
+
+@dataclass(slots=True)
+class RunState:
+    """Where the run stands after `step` steps."""
+
+    seed: int
+    step: int = 0
+    policy_version: int = 0  # of the weights that the engines hold
+    responses: int = 0  # sampled so far, evaluation not counted
+    response_tokens: int = 0
+    wall_s: float = 0.0  # over all sessions of the run
+    eval_before: float | None = None
+    eval_after: float | None = None
+    reward_first: float | None = None
+    reward_last: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> RunState:
+        """Read what `to_json` wrote. Raises CheckpointError when another version of this class did."""
+        known = {field.name for field in fields(cls)}
+        if set(data) != known:
+            raise CheckpointError(
+                f"the checkpoint's run state has {sorted(data)}, this version of slurm_rlhf needs {sorted(known)}; "
+                "resume with the version that wrote it"
+            )
+        return cls(**data)
+
+
+@dataclass(slots=True)
+class RunCheckpoints:
+    """Saves the run with all of its roles, and takes it back to a checkpoint."""
+
+    directory: CheckpointDir
+    keep: int  # the newest so many
+    roles: Mapping[str, RoleHandle[Any]]
+    state: RunState
+    step: Step
+    saved: Callable[[int, float], None]  # told the step of each checkpoint, and the seconds that it took
+    clock: float  # time.monotonic() up to which `state.wall_s` has counted
+    gpus: GpuAccount | None = None
+    order: dict[str, Any] = field(default_factory=dict, init=False)  # state after the last batch that was trained on
+    unevaluated: dict[str, Any] | None = field(default=None, init=False)  # metrics of a step: see `TrainingLoop`
+    _saved_step: int = field(default=-1, init=False)
+
+    def save(self) -> None:
+        """Write a checkpoint of the last step that was done."""
+        number, started = self.state.step, time.monotonic()
+        self.count_wall()
+        path = self.directory.begin(number)
+        saves: list[Future[None]] = []
+        for role in self._saving():
+            (path / role).mkdir()
+            saves += self.roles[role].start_all(TrainerCalls.save, DirectoryRequest(str(path / role)))
+        gather(saves)
+        self.directory.commit(number, self._state_dict())
+        self.directory.prune(self.keep)
+        self._saved_step = number
+        self.saved(number, time.monotonic() - started)
+
+    def save_once(self) -> None:
+        """Write a checkpoint unless the last step that was done has one."""
+        if self._saved_step != self.state.step:
+            self.save()
+
+    def load(self, path: Path, note: Callable[[str], None]) -> None:
+        """Take roles, data order, KL coefficient and reward scale back to a checkpoint; `state` is loaded already.
+
+        `note` tells the user what has changed since.
+        """
+        state, step = self.directory.load_state(path), self.step
+        step.order.load_state_dict(state["order"])
+        step.kl.load_state_dict(state["kl"])
+        if isinstance(step.scale, RunningScale) and "count" in (before := state.get(REWARD_SCALE, {})):
+            step.scale = RunningScale(**before)
+        if changes := changed_plugins(state.get(PLUGINS, {}), load_plugins(step.config.train.plugins)):
+            note(
+                f"warning: train.plugins since {path.name} was written: {', '.join(changes)}. The run goes on with the "
+                "files as they are now"
+            )
+        self.unevaluated = state.get(UNEVALUATED)
+        if self.gpus is not None:
+            self.gpus.load_state_dict(state.get(GPUS, {}))
+        loads: list[Future[None]] = []
+        for role in self._saving():
+            loads += self.roles[role].start_all(TrainerCalls.load, DirectoryRequest(str(path / role)))
+        gather(loads)
+        self._saved_step = self.state.step
+
+    def evaluated(self) -> None:
+        """Note that the evaluation that a stop had dropped is done: no checkpoint has it yet."""
+        self.unevaluated, self._saved_step = None, -1
+
+    def count_wall(self) -> None:
+        """Bring `state.wall_s` up to date."""
+        now = time.monotonic()
+        self.state.wall_s += now - self.clock
+        self.clock = now
+
+    def _saving(self) -> list[str]:
+        return [role for role in self.roles if ROLES[role].saves]
+
+    def _state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"run": self.state.to_json(), "order": self.order, "kl": self.step.kl.state_dict()}
+        if self.step.scale is not None:
+            state[REWARD_SCALE] = self.step.scale.state_dict()
+        if self.unevaluated is not None:
+            state[UNEVALUATED] = {name: finite(value) for name, value in self.unevaluated.items()}
+        if self.gpus is not None:
+            state[GPUS] = self.gpus.state_dict()
+        if plugins := load_plugins(self.step.config.train.plugins):
+            state[PLUGINS] = plugins
+        return state

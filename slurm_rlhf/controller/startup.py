@@ -1,0 +1,251 @@
+"""Starting a run: what it reads from the user's files, the variables of its processes, and its parts put together."""
+
+from __future__ import annotations
+
+import logging
+import os
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_rlhf.algorithms.kl import KLController
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.cluster.stop import Stop
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, ROLLOUT, algorithm_of
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import StartAnswer, StartCalls, StartRequest
+from slurm_rlhf.control.handles import EngineHandle, gather
+from slurm_rlhf.controller.colocation import Colocation
+from slurm_rlhf.controller.dispatch import Dispatcher
+from slurm_rlhf.controller.engine_pool import EngineMetrics, EnginePool
+from slurm_rlhf.controller.gpu_account import GpuAccount
+from slurm_rlhf.controller.loop import TrainingLoop
+from slurm_rlhf.controller.reporting import Reporting
+from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
+from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
+from slurm_rlhf.controller.step import Step
+from slurm_rlhf.controller.supervisor import Supervisor
+from slurm_rlhf.controller.weight_updates import WeightSync
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.observe.timing import Phases
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.topology import CPU
+from slurm_rlhf.rewards.function import RewardFunction
+from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
+from slurm_rlhf.run_directory import RunDirectory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What the run reads from the user's files."""
+
+    prompts: PromptSet
+    evaluation: PromptSet | None
+    order: PromptOrder
+    reward: RewardFunction | None  # None: a model's
+    total_steps: int
+    findings: PromptFindings  # for the self-check
+
+    @classmethod
+    def read(cls, config: Config, reporting: Reporting) -> Inputs:
+        """Read everything that a user can have wrong. Raises UserError."""
+        tokenizer = Tokenizer.load(config.actor.model_name_or_path)
+        longest = config.data.max_len - config.rollout.max_new_tokens
+        prompts = PromptSet.load(config.data.prompt_dataset, tokenizer, config.data, longest, config.data.max_samples)
+        evaluation = None
+        if config.eval.dataset:
+            evaluation = PromptSet.load(config.eval.dataset, tokenizer, config.data, longest, config.eval.max_samples)
+        for name, found in (("data.prompt_dataset", prompts), ("eval.dataset", evaluation)):
+            if found and found.dropped:
+                reporting.note(f"{name}: {found.dropped} prompts longer than {longest} tokens were dropped")
+        order = PromptOrder(
+            len(prompts),
+            config.rollout.batch_size,
+            config.train.num_episodes,
+            config.train.seed,
+            config.data.shuffle,
+            prompts.fingerprint(),
+        )
+        total = min(order.total, config.train.max_steps or order.total)
+        reward = None if config.reward.model_name_or_path else RewardFunction.of(config.reward)
+        findings = PromptFindings.of(prompts, tokenizer, config.data.apply_chat_template)
+        return cls(prompts, evaluation, order, reward, total, findings)
+
+
+@dataclass(slots=True)
+class Startup:
+    """Starts processes, models, engines and the sync group, each as soon as what it needs is there."""
+
+    config: Config
+    directory: RunDirectory
+    ranks: RankMap
+    supervisor: Supervisor
+    inputs: Inputs
+    reporting: Reporting
+    stop: Stop
+    clock: float  # time.monotonic() when the run began
+
+    def run(self, state: RunState, checkpoint: Path | None) -> TrainingLoop:
+        """Start everything, and take it back to `checkpoint`, whose `state` is loaded already."""
+        config, inputs = self.config, self.inputs
+        self.supervisor.start(role_environment(config, self.ranks, len(os.sched_getaffinity(0))))
+        self.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.ranks.worlds.items()))
+        roles = self.supervisor.roles
+        weight_sync = WeightSync(config, roles[ACTOR], self._engines(), self.supervisor.sync_host)
+        gpus = self._gpus(weight_sync)
+        colocation = Colocation(roles, self._engines(), config.ds.enable_sleep) if config.train.colocate_all else None
+        pool = self._start_roles(weight_sync, colocation)
+        phases = Phases(self.reporting.phase)
+        step = self._step(pool, colocation, phases)
+        checkpoints = RunCheckpoints(
+            CheckpointDir(self.directory.root),
+            config.ckpt.max_num,
+            roles,
+            state,
+            step,
+            self.reporting.saved,
+            self.clock,
+            gpus,
+        )
+        if checkpoint is not None:
+            checkpoints.load(checkpoint, self.reporting.note)
+        return TrainingLoop(
+            config=config,
+            step=step,
+            eval_prompts=inputs.evaluation,
+            state=state,
+            total_steps=inputs.total_steps,
+            checkpoints=checkpoints,
+            reporting=self.reporting,
+            phases=phases,
+            stop=self.stop,
+            final=self.directory.final,
+            gpus=gpus,
+        )
+
+    def _engines(self) -> EngineHandle:
+        rollout = self.supervisor.roles[ROLLOUT]
+        assert isinstance(rollout, EngineHandle)
+        return rollout
+
+    def _gpus(self, weight_sync: WeightSync) -> GpuAccount | None:
+        if self.ranks.topology.accelerator == CPU:
+            return None
+        self.reporting.gpus = GpuAccount(self.config, self.ranks, self.clock, lambda: weight_sync.connection)
+        self.reporting.gpus.watch(self.supervisor.roles)
+        return self.reporting.gpus
+
+    def _start_roles(self, weight_sync: WeightSync, colocation: Colocation | None) -> EnginePool:
+        """Start engines and trainers side by side; colocated engines before the trainers, which find them asleep."""
+        config, engines = self.config, self._engines()
+        all_at_once = config.train.full_determinism or config.train.colocate_all
+        pool = EnginePool(self.supervisor, engines, weight_sync, config.timeout.connect, all_at_once)
+        pool.begin()
+        if colocation is not None:
+            log.info("engines %s have started, before any trainer", pool.wait([]))
+            colocation.put_engines_to_sleep()
+        log.info("trainers start")
+        starts: dict[str, list[Future[StartAnswer]]] = {
+            role: handle.start_all(
+                StartCalls.start, StartRequest(optimizer_steps(config, role, self.inputs.total_steps))
+            )
+            for role, handle in self.supervisor.roles.items()
+            if handle is not engines
+        }
+        gather([future for futures in starts.values() for future in futures])
+        for role in (CRITIC, REWARD):
+            if role in starts:
+                self.reporting.note(starts[role][0].result().note)
+        first = pool.wait(starts[ACTOR][0].result().parameters or [])
+        if len(first) < engines.world:
+            self.reporting.note(f"{len(first)} of {engines.world} engines are ready; the others join when they are")
+        return pool
+
+    def _step(self, pool: EnginePool, colocation: Colocation | None, phases: Phases) -> Step:
+        config, inputs, roles, note = self.config, self.inputs, self.supervisor.roles, self.reporting.note
+        dispatcher = Dispatcher(
+            self._engines(),
+            config.train.seed,
+            config.vllm.max_num_seqs,
+            config.train.full_determinism,
+            # While the actor trains it has no weights to give: late engines get theirs with the next update.
+            None if config.vllm.sync_mode == "inflight" else pool,
+        )
+        scale, told = reward_scale(config)
+        if told:
+            note(told)
+        source = inputs.reward or ModelRewards(roles[REWARD], config.train.forward_tokens)
+        return Step(
+            config=config,
+            algorithm=algorithm_of(config),
+            roles=roles,
+            pool=pool,
+            dispatcher=dispatcher,
+            colocation=colocation,
+            prompts=inputs.prompts,
+            order=inputs.order,
+            total_steps=inputs.total_steps,
+            reward=Scoring(source, config.timeout.reward),
+            kl=KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon),
+            scale=scale,
+            self_check=SelfCheck(config, roles[ACTOR], note, inputs.findings, self.reporting.self_check),
+            engine_metrics=EngineMetrics([group.node for group in self.ranks.tp_groups if group.role == ROLLOUT], note),
+            phases=phases,
+            stop=self.stop,
+        )
+
+
+def optimizer_steps(config: Config, role: str, steps: int) -> int:
+    """Count the optimizer steps of `role` in a run of `steps` training steps, for its learning-rate schedule.
+
+    While the actor is frozen (critic.freezing_steps) it takes none, so its schedule begins after them and still ends
+    with the run.
+    """
+    responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    frozen = config.critic.freezing_steps if role == ACTOR else 0
+    return max(steps - frozen, 0) * config.train.max_epochs * responses // config.train.batch_size
+
+
+def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dict[str, dict[str, str]]]:
+    """Choose the environment variables of each role on each node: role -> node -> variables.
+
+    `cpus`: of nodes for which the topology has no number.
+
+    Roles of one phase compute at the same time, and those of another phase wait: each rank gets its share of the node's
+    CPUs among the ranks of its phase. Threads that wait do not spin: on shared cores a spinning thread takes the time
+    of the role that has work.
+    """
+    nodes = {share.node for shares in ranks.roles.values() for share in shares}
+    environment: dict[str, dict[str, dict[str, str]]] = {role: {} for role in ranks.roles}
+    for node in nodes:
+        here = {
+            role: len(share.ranks) for role, shares in ranks.roles.items() for share in shares if share.node == node
+        }
+        for role in here:
+            rivals = sum(count for other, count in here.items() if ROLES[other].phase == ROLES[role].phase)
+            threads = config.train.threads_per_rank or max(1, (ranks.topology.node(node).cpus or cpus) // rivals)
+            environment[role][node] = _variables(threads, alone=len(nodes) == 1)
+    return environment
+
+
+def _variables(threads: int, alone: bool) -> dict[str, str]:
+    variables = {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "KMP_BLOCKTIME": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "DO_NOT_TRACK": "1",
+        # An engine lives on one node: nothing of it is to be reached from outside, whatever the host name resolves to.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    # One machine: nothing of the whole run is.
+    return {**variables, "GLOO_SOCKET_IFNAME": "lo"} if alone else variables

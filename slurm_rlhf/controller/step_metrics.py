@@ -1,0 +1,76 @@
+"""Metrics of a step, from what was sampled and from what training answered: pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from slurm_rlhf.algorithms.staleness import ages, staleness
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.verdicts import constant_share
+from slurm_rlhf.records import Experience, Trajectory
+from slurm_rlhf.rewards.values import Rewards
+
+PER_STEP = ("lr", "grad_norm")
+"""Answers that are one number for the whole optimizer step on every rank, and not a sum over a rank's tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """One optimizer step of a role."""
+
+    role: str
+    tokens: float  # of all ranks
+    answers: list[dict[str, float]]  # of each rank
+
+
+def sample_metrics(
+    config: Config, trajectories: list[Trajectory], rewards: Rewards, experience: Experience, version: int
+) -> dict[str, float]:
+    """Describe a batch; the actor's log-probs in `experience` are those of policy `version`."""
+    mask, columns = experience.action_mask, experience.columns
+    drift = np.abs(columns["rollout_logprobs"] - columns["logprobs"])
+    metrics = {
+        "reward": float(np.mean(rewards.rewards)),
+        "response_length": float(np.mean(experience.response_lens)),
+        "response_tokens": float(np.sum(experience.response_lens)),
+        "truncated": float(np.mean([t.finish_reason == "length" for t in trajectories])),
+        "reward_constant": constant_share(experience.rewards, config.rollout.n_samples_per_prompt),
+    }
+    age = ages(trajectories, version)
+    fresh = drift[mask & (age == 0)]
+    ahead = config.vllm.sync_mode == "inflight"
+    if fresh.size or not ahead:
+        # Engine against actor on the same tokens under the same policy: damaged weights would show here first.
+        metrics["rollout_logprob_diff"] = float(fresh.mean()) if fresh.size else 0.0
+        metrics["rollout_logprob_diff_max"] = float(fresh.max(initial=0.0))
+    if ahead:
+        metrics |= staleness(trajectories, age, mask, drift)
+    if rewards.scores is not None:
+        metrics["accuracy"] = float(np.mean(rewards.scores))
+    return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in rewards.extra_logs.items()}
+
+
+def update_metrics(steps: list[Trained]) -> dict[str, float]:
+    """Average over optimizer steps and their tokens; `first_ratio` and `first_approx_kl` are of the actor's first step.
+
+    In that step the actor still has the weights of the old log-probs.
+    """
+    found: dict[str, list[float]] = {}
+    for step in steps:
+        for name in step.answers[0]:
+            if name in PER_STEP:
+                found.setdefault(f"{step.role}_{name}", []).append(step.answers[0][name])
+            else:
+                found.setdefault(name, []).append(_per_token(step, name))
+    first = next((step for step in steps if step.role == "actor"), None)
+    metrics = {name: float(np.mean(values)) for name, values in found.items()}
+    for name in ("ratio", "approx_kl"):
+        if first and name in first.answers[0]:  # a loss of the user's may have other metrics
+            metrics[f"first_{name}"] = _per_token(first, name)
+    return metrics
+
+
+def _per_token(step: Trained, name: str) -> float:
+    return sum(answer[name] for answer in step.answers) / max(step.tokens, 1.0)

@@ -1,0 +1,61 @@
+"""The controller's step and loop, for tests that give only the parts that they look at."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.config.roles import algorithm_of
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.gpu_account import GpuAccount
+from slurm_rlhf.controller.loop import TrainingLoop
+from slurm_rlhf.controller.reporting import Reporting
+from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
+from slurm_rlhf.controller.step import Step
+from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.observe.timing import Phases
+from slurm_rlhf.run_directory import RunDirectory
+
+
+def make_step(config: Config, roles: Mapping[str, Any], kind: type[Step] = Step, **parts: Any) -> Step:
+    """Build a step with `parts`; what is not among them is None, and must not be used."""
+    missing = {field.name: None for field in fields(Step) if field.init}
+    given = {"config": config, "algorithm": algorithm_of(config), "roles": roles, "phases": Phases()}
+    made: Any = {**missing, **given, **parts}
+    return kind(**made)
+
+
+def make_loop(
+    step: Step,
+    directory: RunDirectory,
+    reporting: Reporting,
+    resume: bool,
+    eval_prompts: PromptSet | None = None,
+    gpus: GpuAccount | None = None,
+) -> TrainingLoop:
+    """Build the loop around `step`, at the beginning or, with `resume`, at the newest checkpoint."""
+    checkpoints = CheckpointDir(directory.root)
+    checkpoint = checkpoints.latest() if resume else None
+    state = RunState(**(checkpoints.load_state(checkpoint)["run"] if checkpoint else {"seed": 0}))
+    keep = step.config.ckpt.max_num
+    saves = RunCheckpoints(checkpoints, keep, step.roles, state, step, reporting.saved, time.monotonic(), gpus)
+    loop = TrainingLoop(
+        config=step.config,
+        step=step,
+        eval_prompts=eval_prompts,
+        state=state,
+        total_steps=step.total_steps,
+        checkpoints=saves,
+        reporting=reporting,
+        phases=step.phases,
+        stop=step.stop,
+        final=directory.final,
+        gpus=gpus,
+    )
+    reporting.begin(state, step.total_steps, checkpoint)
+    if checkpoint:
+        saves.load(checkpoint, reporting.note)
+    return loop
