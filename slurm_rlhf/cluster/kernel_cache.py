@@ -1,4 +1,4 @@
-"""Keep compiled kernels from run to run: a directory for each rank that compiles, on a local disk of the node.
+"""Keep compiled kernels from run to run, in a directory for each rank on a local disk.
 
 The libraries that write there cannot share a directory. vLLM rewrites its index in place, so another engine may read
 half of it; the lock of a torch extension is a file that stays when its rank is killed, and the next rank waits for it

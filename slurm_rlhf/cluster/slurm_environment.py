@@ -61,7 +61,7 @@ class SlurmEnvironment:
     het_size: int = _variable("SLURM_HET_SIZE", parse=int, default=1)
 
     def gpus(self) -> tuple[int, ...] | None:
-        """Return the GPUs of the job on each node, zeros where Slurm granted none; None where the variables do not say.
+        """Return the GPUs of the job on each node; None where the variables do not say.
 
         They do not say it in the shell of `salloc --gres`, when a total (`--gpus`) does not divide evenly, and when
         this node has another number than was asked for: a job that is submitted from within another job inherits
@@ -91,7 +91,7 @@ class SlurmEnvironment:
         return self.node_id if self.step_id is None and self.node_id < len(self.job_nodes) else 0
 
     def _asked_gpus(self) -> tuple[int, ...] | None:
-        """Return the GPUs on each node that the job asked for; None where it asked for none, or for an uneven total."""
+        """Return the GPUs on each node that the job asked for; None for no request or an uneven total."""
         count = len(self.job_nodes)
         if self.gpus_per_node is not None:
             return (self.gpus_per_node,) * count

@@ -1,4 +1,4 @@
-"""Stop a run before its last step, and continue it later: signals, the end of the allocation, files of the user.
+"""Stop a run before its last step, by signals, time or files of the user, and continue it later.
 
 A stop may drop work in flight only inside `droppable`; elsewhere it waits until the code comes to such a place.
 """

@@ -1,4 +1,4 @@
-"""What is known of models of transformers without importing any: logits, comparisons, attention kernels."""
+"""Know models of transformers without importing any: how they change logits, what was compared, attention kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HeadFields:
-    """Fields of a Hugging Face config by which a model changes its logits z behind the head.
+    """Name the fields of a Hugging Face config by which a model changes its logits z behind the head.
 
     z' = z * config[factor] or z / config[divisor], then z'' = config[cap] * tanh(z' / config[cap]).
     """
@@ -48,7 +48,7 @@ HEAD_MATH: dict[str, HeadFields] = {
     "hyperclovax": HeadFields(factor="logits_scaling"),
     "falcon_h1": HeadFields(factor="lm_head_multiplier"),
 }
-"""model_type (of the text part) -> its formula, as its forward in transformers has it."""
+"""model_type (of the text part) -> its formula, as in its forward in transformers."""
 
 NESTED = {"gemma3n", "gemma4", "gemma4_unified"}
 """model_type of models around a text model that apply the formula of its config. Others (Gemma 3's among them, in
@@ -56,7 +56,7 @@ transformers) apply none, whatever the config of their text model says."""
 
 
 def head_fields(model_type: str, text_type: str) -> HeadFields:
-    """Which fields of its text config a model of `model_type` applies; its text part is of `text_type`."""
+    """Return the fields of its text config that a model of `model_type` applies; its text part is of `text_type`."""
     return HEAD_MATH.get(text_type, HeadFields()) if model_type in NESTED | {text_type} else HeadFields()
 
 
@@ -71,14 +71,15 @@ HEAD_FIELDS = (
     "logits_mup_width_multiplier",
     "unpadded_vocab_size",
 )
-"""All such fields, of any model. One that is not in the formula of its model is refused."""
+"""All such fields of any model. A model that sets a field outside its formula is refused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """An architecture whose trainer, plain transformers and vLLM gave the same log-probs, to 1e-5 in fp32, from the
-    directory and after an update of all weights: `pytest -m "" tests/training/test_architectures.py
-    tests/rollout/test_architectures.py`, on CPUs.
+    """Describe an architecture for which trainer, plain transformers and vLLM gave the same log-probs.
+
+    They agreed to 1e-5 in fp32 on CPUs, from the directory and after an update of all weights: `pytest -m ""
+    tests/training/test_architectures.py tests/rollout/test_architectures.py`.
     """
 
     model_type: str
@@ -126,8 +127,8 @@ COMPARED: dict[str, Compared] = {
     "Ernie4_5ForCausalLM": Compared("ernie4_5"),
     "NanoChatForCausalLM": Compared("nanochat", "soft cap of logits"),
 }
-"""By the class in config.json. Architectures in neither table are accepted with a warning: the comparison before the
-first step is what they have."""
+"""Class in config.json -> what was compared. Architectures in neither table are accepted with a warning: only the
+self-check before the first step compares them."""
 
 _PHIMOE = (
     "transformers takes no notice of the long factors of its rotary embedding, and vLLM knows it under another class "
@@ -143,7 +144,7 @@ REFUSED: dict[str, str] = {
     "Gemma3nForConditionalGeneration": _APART.format(0.5),
     "ApertusForCausalLM": _APART.format(1.6),
 }
-"""By the class in config.json: why it cannot be trained here."""
+"""Class in config.json -> why it cannot be trained here."""
 
 
 BUILT_IN = ("sdpa", "eager", "flex_attention")
@@ -152,13 +153,13 @@ MODULES = {
     "flash_attention_3": "flash_attn_interface",
     "flash_attention_4": "flash_attn.cute",
 }
-"""Name -> the module that holds it. Source: transformers 5.19, `modeling_flash_attention_utils`."""
+"""Attention implementation -> the module that has it. Source: transformers 5.19, `modeling_flash_attention_utils`."""
 KERNELS = "kernels"
-"""The package that loads compiled kernels from a cache: of a name with a slash, and in place of a missing module."""
+"""Package that loads compiled kernels from a cache, for names with a slash and in place of a missing module."""
 
 
 def problem(name: str) -> str:
-    """What is wrong with `ds.attn_implementation`; empty: it is a name of transformers, or of a kernel."""
+    """Return what is wrong with the value of `ds.attn_implementation`; empty for a known name or a kernel."""
     if name in BUILT_IN or name in MODULES or "/" in name:
         return ""
     near = difflib.get_close_matches(name, [*BUILT_IN, *MODULES], n=1)
@@ -170,7 +171,7 @@ def problem(name: str) -> str:
 
 
 def missing(name: str, installed: dict[str, bool]) -> str:
-    """What `name` needs and `installed` (module -> is it there) lacks, with the remedy; empty: nothing."""
+    """Return what `name` needs and `installed` (module -> is it there) lacks, with the remedy; empty: nothing."""
     if name in BUILT_IN or installed.get(KERNELS):
         return ""
     if "/" in name:
@@ -187,5 +188,5 @@ def missing(name: str, installed: dict[str, bool]) -> str:
 
 
 def wanted_modules() -> tuple[str, ...]:
-    """What a node is to look for."""
+    """List the modules that a node has to look for."""
     return (KERNELS, *MODULES.values())

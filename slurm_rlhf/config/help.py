@@ -1,4 +1,4 @@
-"""The keys as help text, from the schema's docstrings."""
+"""Write the keys as help text, from the docstrings of the schema."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEFT = 44  # columns of `--key TYPE` before the text starts beside it
 
 
 def help_text(only: Collection[str] = (), width: int = 100) -> str:
-    """Keys by group, each with its type, docstring and default. `only` names groups or keys (empty: all)."""
+    """Write keys by group, each with type, docstring and default. `only` names groups or keys (empty: all)."""
     lines: list[str] = []
     group = None
     for key in all_keys().values():

@@ -1,4 +1,4 @@
-"""Every key of the schema by its dotted name, with its type, default and documentation."""
+"""Find every key of the schema by its dotted name, with its type, range, default and documentation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slurm_rlhf.config.schema import Config
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key; `kind` is str, path, int, float, bool, list[float], list[str] or list[path]."""
+    """Describe one key; `kind` is str, path, int, float, bool, list[float], list[str] or list[path]."""
 
     name: str
     kind: str
@@ -29,12 +29,12 @@ class Key:
 
     @property
     def group(self) -> str:
-        """What stands before the last dot: `algo.kl` of `algo.kl.init_coef`, empty at the top."""
+        """Return the part before the last dot: `algo.kl` of `algo.kl.init_coef`; empty at the top."""
         return self.name.rpartition(".")[0]
 
     @property
     def expected(self) -> str:
-        """The kind in words, for error messages."""
+        """Describe the kind, for error messages."""
         if self.choices:
             return "one of " + ", ".join(self.choices)
         return {
@@ -51,7 +51,7 @@ class Key:
 
 @cache
 def all_keys() -> dict[str, Key]:
-    """Dotted name -> Key, in the schema's order."""
+    """Return all keys by dotted name, in the order of the schema."""
     return {key.name: key for key in _walk(Config(), "")}
 
 
@@ -79,25 +79,25 @@ def _kind(hint: Any) -> str:
 
 @cache
 def groups() -> frozenset[str]:
-    """Dotted names of the groups: `actor`, `algo`, `algo.kl`, ..."""
+    """Return the dotted names of the groups: `actor`, `algo`, `algo.kl`, ..."""
     names = {key.group for key in all_keys().values()} - {""}
     return frozenset(names | {name.rpartition(".")[0] for name in names if "." in name})
 
 
 def get(config: Config, name: str) -> Any:
-    """The value of a dotted key (or a group)."""
+    """Return the value of a dotted key (or a group)."""
     return reduce(getattr, name.split("."), config)
 
 
 def put(config: Config, name: str, value: Any) -> None:
-    """Sets a dotted key."""
+    """Set a dotted key."""
     group, _, leaf = name.rpartition(".")
     setattr(get(config, group) if group else config, leaf, value)
 
 
 @cache
 def documentation() -> dict[str, str]:
-    """Dotted name -> the docstring under the field, and group -> the docstring of its class.
+    """Return the docstring under the field of each key, and the class docstring of each group.
 
     Docstrings of fields exist in the source only, so this parses the files of the schema.
     """
@@ -127,7 +127,7 @@ def _class_nodes(module: str) -> dict[str, ast.ClassDef]:
 
 
 def nearest(name: str) -> list[str]:
-    """Valid keys that a user who wrote `name` may have meant, likeliest first; never empty."""
+    """List valid keys that a user who wrote `name` may have meant, the most likely first; never empty."""
     wanted = name.lower().replace("-", "_")
     leaf = wanted.rpartition(".")[2]
     same_leaf = [key for key in all_keys() if key.rpartition(".")[2] == leaf]

@@ -1,4 +1,4 @@
-"""TOML and command line -> Config. Strict: what the schema does not know is an error that names what it does."""
+"""Read a configuration from TOML and the command line. An unknown key is an error that names the nearest known one."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NOT_PATHS = {
     "reward.remote_url": ("http://", "https://"),
     "train.kernel_cache": ("auto", "none"),
 }
-"""Words that a path key also takes, which are not paths."""
+"""Key of a path -> other words that it takes."""
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a run: defaults, then the TOML file, then the command line; the last word wins.
+    """Read the configuration of a run: defaults, then the TOML file, then the command line; the last value counts.
 
     Paths become absolute: those of the file start at its directory, those of the command line at the working
     directory, `~` is the home. An empty `run_dir` becomes runs/<name of the file> under the working directory.
@@ -63,7 +63,7 @@ def settled(config: Config) -> Config:
 
 
 def joined(problems: list[str]) -> str:
-    """One problem as it is, several as a list."""
+    """Write one problem as it is, and several as a list."""
     if len(problems) == 1:
         return problems[0]
     return "\n  - ".join([f"{len(problems)} problems in the configuration:", *problems])

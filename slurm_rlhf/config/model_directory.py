@@ -19,7 +19,7 @@ SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
-    """Raises ModelError unless `path` holds config.json, weights and, where asked for, tokenizer.json."""
+    """Check that `path` holds config.json, weights and, if wanted, tokenizer.json. Raises ModelError."""
     directory = Path(path)
     if not directory.is_dir():
         raise ModelError(
@@ -34,7 +34,7 @@ def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
 
 
 def check_not_quantised(key: str, path: str | Path, config: Mapping[str, Any]) -> None:
-    """Raises ModelError where `config`, of the model in `path`, says that its weights are quantised."""
+    """Check that the weights are not quantised, by the parsed config.json of the model. Raises ModelError."""
     quantised = config.get("quantization_config")
     if quantised:
         method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
@@ -45,7 +45,7 @@ def check_not_quantised(key: str, path: str | Path, config: Mapping[str, Any]) -
 
 
 def require_tokenizer(directory: Path, where: str = "") -> Path:
-    """The directory's tokenizer.json; raises ModelError that says how to get one."""
+    """Return tokenizer.json of the directory. Raises ModelError that says how to get one."""
     file = directory / "tokenizer.json"
     if file.is_file():
         return file
@@ -62,7 +62,7 @@ def require_tokenizer(directory: Path, where: str = "") -> Path:
 
 
 def check_length(key: str, path: str, max_len: int) -> None:
-    """Raises ModelError when sequences of `max_len` tokens are longer than the model's positions."""
+    """Check that the model has positions for sequences of `max_len` tokens. Raises ModelError."""
     config = _text_config(read_config(key, Path(path)))
     positions = config.get("max_position_embeddings")
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
@@ -76,9 +76,9 @@ def check_length(key: str, path: str, max_len: int) -> None:
 
 
 def check_architecture(key: str, path: str, max_len: int) -> None:
-    """Raises ModelError for a model that is known to be trained wrongly; warns of one that was not compared.
+    """Check that the model can be trained, and warn of one that was not compared. Raises ModelError.
 
-    `architectures` has what is known. Engines sample texts of up to `max_len` tokens.
+    `architectures` has what is known; engines sample texts of up to `max_len` tokens.
     """
     config = read_config(key, Path(path))
     text = _text_config(config)
@@ -110,9 +110,9 @@ def check_architecture(key: str, path: str, max_len: int) -> None:
 
 
 def check_tensor_parallel(key: str, path: str, size: int) -> None:
-    """Raises ConfigError unless the model's heads and layers divide over the `size` ranks of an engine.
+    """Check that heads and layers divide over the `size` ranks of an engine. Raises ConfigError.
 
-    As vLLM divides: attention heads and the inner width of an MLP evenly, key-value heads evenly or each for several
+    vLLM divides attention heads and the inner width of an MLP evenly, key-value heads evenly or each for several
     ranks, the vocabulary padded to a multiple of 64.
     """
     config = _text_config(read_config(key, Path(path)))
@@ -134,7 +134,7 @@ def check_tensor_parallel(key: str, path: str, size: int) -> None:
 
 
 def read_config(key: str, directory: Path) -> dict[str, Any]:
-    """The object in the directory's config.json. Raises ModelError, its message starting with `key`."""
+    """Parse config.json of the directory. Raises ModelError, whose message starts with `key`."""
     file = directory / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -148,7 +148,7 @@ def read_config(key: str, directory: Path) -> dict[str, Any]:
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Of a model that reads more than text, the part that does."""
+    """Return the config of the text part, for a model that reads more than text."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 
@@ -157,7 +157,7 @@ _LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 
 
 def stored_parameters(path: str) -> list[tuple[str, list[int]]]:
-    """[(name, shape), ...] of the safetensors files in directory `path`, in the order of their layers.
+    """List name and shape of the tensors in the safetensors files of `path`, in the order of their layers.
 
     Raises ModelError when there are none, or one cannot be read.
     """
@@ -174,7 +174,7 @@ def stored_parameters(path: str) -> list[tuple[str, list[int]]]:
 
 
 def _header(file: Path) -> list[tuple[str, list[int]]]:
-    """Source of the format: huggingface/safetensors, README, "Format"."""
+    """Read the header of a file. Source of the format: huggingface/safetensors, README, "Format"."""
     try:
         with file.open("rb") as opened:
             (length,) = struct.unpack("<Q", opened.read(8))
@@ -189,7 +189,7 @@ def _header(file: Path) -> list[tuple[str, list[int]]]:
 
 
 def _layer_order(name: str) -> tuple[object, ...]:
-    """Embedding first, layers by number, the rest behind them, as models name their parameters."""
+    """Sort parameters: embedding first, layers by number, then the rest."""
     words = name.split(".")
     number = next((int(word) for word in words if word.isdecimal()), None)
     place = 1 if number is not None else 0 if "embed" in name else 2

@@ -1,4 +1,4 @@
-"""What can be known beforehand of the rewards' source: a function, or a model of the actor's tokens."""
+"""Check the source of the rewards before anything starts: a function, or a reward model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MODEL = "reward.model_name_or_path"
 
 
 def reward_source(config: Config) -> Iterator[str]:
-    """What is wrong with the keys that name where rewards come from: exactly one of them is needed."""
+    """Check the keys that name where rewards come from: exactly one of them is needed."""
     source, model = config.reward.remote_url, config.reward.model_name_or_path
     keys = {"reward.remote_url": source, "reward.function": config.reward.function, MODEL: model}
     named = [key for key, value in keys.items() if value]
@@ -36,9 +36,9 @@ def reward_source(config: Config) -> Iterator[str]:
 
 
 def reward_statistics(path: str) -> tuple[float, float] | None:
-    """`mean` and `std` in a reward model's config.json, as OpenRLHF writes them after training; None without both.
+    """Read `mean` and `std` from config.json of a reward model, where OpenRLHF writes them; None without both.
 
-    Raises ModelError for a pair that nothing can be divided by.
+    Raises ModelError unless `std` is above 0.
     """
     config = read_config(MODEL, Path(path))
     mean, std = config.get("mean"), config.get("std")
@@ -54,7 +54,7 @@ def reward_statistics(path: str) -> tuple[float, float] | None:
 
 
 def check_reward_model(config: Config) -> None:
-    """Raises ModelError for a directory that cannot be used, one of other tokens than the actor's included."""
+    """Check the directory of the reward model; its tokenizer must be that of the actor. Raises ModelError."""
     path = config.reward.model_name_or_path
     check_model_directory(MODEL, path, tokenizer=True)
     check_length(MODEL, path, config.data.max_len)
@@ -70,7 +70,7 @@ def check_reward_model(config: Config) -> None:
 
 
 def _difference(file: Path, other: Path) -> str:
-    """In what two tokenizer.json give tokens another meaning; empty if in nothing."""
+    """Return the first token that two files tokenizer.json number differently; empty if there is none."""
     if file.read_bytes() == other.read_bytes():
         return ""
     theirs, ours = _tokens(file), _tokens(other)
@@ -81,7 +81,7 @@ def _difference(file: Path, other: Path) -> str:
 
 
 def _tokens(file: Path) -> dict[str, int]:
-    """Token -> id, added ones included."""
+    """Return the id of each token, including added tokens."""
     try:
         body: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         vocab = body["model"]["vocab"]

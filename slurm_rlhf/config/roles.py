@@ -24,12 +24,12 @@ def algorithm_of(config: Config) -> Algorithm:
 
 
 def has_critic(config: Config) -> bool:
-    """Say whether a value model is trained."""
+    """Tell whether a value model is trained."""
     return algorithm_of(config).needs_critic
 
 
 def has_reference(config: Config) -> bool:
-    """Say whether a frozen policy runs: where the KL to it counts, or the algorithm needs it."""
+    """Tell whether a frozen policy runs: for the KL penalty, or because the algorithm needs it."""
     return config.algo.kl.init_coef != 0 or algorithm_of(config).needs_reference
 
 
@@ -62,11 +62,11 @@ class RoleSpec:
 
     @property
     def colocation_key(self) -> str:
-        """Key that puts this role on the slots of `colocates`; empty where there is none."""
+        """Return the key that puts this role on the slots of `colocates`; empty where there is none."""
         return f"train.colocate_{ROLES[self.colocates].group}_{self.group}" if self.colocates else ""
 
     def settings(self, config: Config) -> Any:
-        """Return the role's group of `config`."""
+        """Return the group of the role in `config`."""
         return get(config, self.group)
 
     def model(self, config: Config) -> tuple[str, str]:
@@ -74,7 +74,7 @@ class RoleSpec:
         return next(((key, path) for key in self.model_keys if (path := get(config, key))), (self.model_keys[0], ""))
 
     def load_worker(self) -> Callable[..., Any]:
-        """Import the worker's module, and with it the libraries that this role needs."""
+        """Import the module of the worker, and with it the libraries that this role needs."""
         module, _, name = self.worker.partition(":")
         worker: Callable[..., Any] = getattr(importlib.import_module(module), name)
         return worker

@@ -1,4 +1,4 @@
-"""Read and write values and keys: from TOML, from the command line, and back to TOML; strict in each."""
+"""Convert values of keys: from TOML and from the command line, checked against the type, and back to TOML."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from slurm_rlhf.config.schema import Config
 
 
 class BadValue(ValueError):
-    """A value that its key does not take; the message names the key, what it takes and what it got."""
+    """Report a value that its key does not take: the key, what it takes and what it got."""
 
     def __init__(self, key: Key, got: object) -> None:
         super().__init__(f"{key.name} takes {key.expected}, got {_shown(got)}{_hint(key, got)}")
 
 
 def from_toml(key: Key, value: Any) -> Any:
-    """A parsed TOML value as the key's type. Only int -> float is converted.
+    """Check a parsed TOML value against the type of its key; only int is converted, to float.
 
     Raises BadValue for any other type, for nan and inf, and for a string that is not one of the choices.
     """
@@ -44,7 +44,7 @@ def from_toml(key: Key, value: Any) -> Any:
 
 
 def from_text(key: Key, words: list[str]) -> Any:
-    """The words after `--key` (or the one after `--key=`) as the key's type.
+    """Convert the words after `--key` (or the one after `--key=`) to the type of the key.
 
     Strings are taken as they are; `true`/`false` in any case; numbers as Python and TOML write them. Lists are
     several words, one TOML array, or for numbers one word with commas. No word at all turns a bool on.
@@ -85,7 +85,7 @@ def _list_from_words(key: Key, words: list[str]) -> list[Any]:
 
 
 def _is_unicode(text: str) -> bool:
-    """False for what the command line smuggles in as surrogates: no TOML file could hold it."""
+    """Tell whether a TOML file could hold `text`: bytes of the command line that are not UTF-8 become surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -118,11 +118,11 @@ def _hint(key: Key, value: object) -> str:
 
 
 def split_overrides(words: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
-    """(key as written, its words) in order of appearance, and the words that belong to no key.
+    """Split overrides into (key as written, its words), in order, and words that belong to no key.
 
-    Knows the schema only to tell how many words a key takes: a list all up to the next `--`, a bool one if that
-    is true or false, any other key one. A word that starts with `--` is never a value unless written `--a.b=--c`;
-    `-1` is a value.
+    They look like `--a.b=c`, `--a.b c`, `--a.flag`, `--a.list 1 2`. A list takes all words up to the next `--`, a bool
+    one word if that is true or false, any other key one word. A word that starts with `--` is never a value unless
+    written `--a.b=--c`; `-1` is a value.
     """
     found: list[tuple[str, list[str]]] = []
     stray: list[str] = []
@@ -158,7 +158,7 @@ def _takes(name: str, first: list[str]) -> int | None:
 
 
 def dump_toml(config: Config) -> str:
-    """Every key with its value, one TOML table per group, in the schema's order."""
+    """Write a TOML file that `load_config` reads back to the same Config: one table per group, in schema order."""
     lines: list[str] = []
     group = ""
     for key in all_keys().values():

@@ -1,4 +1,4 @@
-"""Bytes of a vLLM engine on each of its GPUs, and how many sequences its KV cache holds."""
+"""Estimate the bytes of a vLLM engine on each of its GPUs, and how many sequences its KV cache holds."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ TP_GROUP = GIB // 2  # buffers of a TP group's all-reduces: an estimate
 
 
 def weights(shape: ModelShape, tp: int, dtype: int) -> int:
-    """Bytes of the weights of one of `tp` ranks: matrices are cut, norms are not, few key-value heads are repeated."""
+    """Count the bytes of the weights of one of `tp` ranks.
+
+    Matrices are cut, norms are not; key-value heads are repeated where there are fewer than ranks.
+    """
     vocab = -(-shape.vocab // VOCABULARY) * VOCABULARY
     heads = 1 if shape.tied else 2
     elements = heads * shape.hidden * vocab / tp
@@ -27,14 +30,14 @@ def weights(shape: ModelShape, tp: int, dtype: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """How vLLM groups layers: layers of a group share a block's number, groups draw blocks from one pool."""
+    """Describe how vLLM groups layers: those of a group share the number of a block, groups share one pool."""
 
     layers: int  # in each group
     groups: tuple[int, ...]  # window of each group, 0: all tokens
 
 
 def kv_layout(shape: ModelShape) -> KvLayout:
-    """Source: vLLM, `kv_cache_utils._get_kv_cache_groups_uniform_page_size`."""
+    """Group the layers as vLLM does. Source: `kv_cache_utils._get_kv_cache_groups_uniform_page_size`."""
     kinds = sorted(set(shape.windows))
     if len(kinds) == 1:
         return KvLayout(shape.layers, (kinds[0],))
@@ -45,13 +48,13 @@ def kv_layout(shape: ModelShape) -> KvLayout:
 
 
 def block_bytes(shape: ModelShape, tp: int, dtype: int, block: int = BLOCK) -> int:
-    """Bytes of one KV block on one rank: keys and values of `block` tokens in all layers of a group."""
+    """Count the bytes of a KV block on one rank: `block` tokens in all layers of a group."""
     heads = max(1, shape.kv_heads // tp)
     return 2 * block * heads * shape.head_dim * dtype * kv_layout(shape).layers
 
 
 def blocks_of_sequence(shape: ModelShape, length: int, in_flight: int, block: int = BLOCK) -> int:
-    """Blocks that a sequence of `length` tokens holds at most, with `in_flight` tokens computed in one step.
+    """Count the blocks that a sequence of `length` tokens needs, with `in_flight` tokens computed in one step.
 
     Source: vLLM, `FullAttentionSpec` and `SlidingWindowSpec.max_memory_usage_bytes`.
     """
@@ -63,10 +66,10 @@ def blocks_of_sequence(shape: ModelShape, length: int, in_flight: int, block: in
 
 
 def profiled(shape: ModelShape, tp: int, dtype: int, tokens: int, sequences: int) -> int:
-    """Bytes that vLLM sets aside after a trial run of `tokens` and `sequences`. An estimate, not measured.
+    """Estimate the bytes that vLLM reserves after a trial run of `tokens` and `sequences`; not measured.
 
-    The widest place of the MLP and the residual stream, or the logits of all sequences in fp32 with what sampling
-    makes of them; and CUDA graphs.
+    They hold the widest place of the MLP and the residual stream, or the fp32 logits of all sequences with the
+    buffers of sampling.
     """
     wide = max(shape.width, shape.experts_per_token * shape.expert_width)
     body = tokens * dtype * (4 * shape.hidden + (3 * wide + 2 * shape.heads * shape.head_dim) // tp)
@@ -76,7 +79,7 @@ def profiled(shape: ModelShape, tp: int, dtype: int, tokens: int, sequences: int
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One rank of an engine. Bytes."""
+    """Hold the bytes of one rank of an engine."""
 
     weights: int
     work: int  # of a step: activations, logits, what TP ranks exchange
@@ -90,7 +93,7 @@ class Engine:
 def engine(
     shape: ModelShape, tp: int, dtype: int, share: float, gpu: int, length: int, sequences: int, eager: bool = False
 ) -> Engine:
-    """An engine that may use `share` of a GPU of `gpu` bytes, for `sequences` at once of up to `length` tokens."""
+    """Estimate an engine that may use `share` of a GPU, for `sequences` at once of up to `length` tokens."""
     tokens = step_tokens(gpu)
     held, work = weights(shape, tp, dtype), profiled(shape, tp, dtype, tokens, sequences)
     work += TP_GROUP if tp > 1 else 0
@@ -103,5 +106,5 @@ def engine(
 
 
 def step_tokens(gpu: int) -> int:
-    """Tokens of one step of an offline engine. Source: vLLM, `EngineArgs.get_batch_defaults`; A100s take half."""
+    """Return the tokens of one step of an offline engine. Source: vLLM, `EngineArgs.get_batch_defaults`."""
     return 16384 if gpu >= 70 * GIB else 8192

@@ -1,4 +1,4 @@
-"""Explain why roles do not fit: what they ask for, what is there, the first reason, and how many nodes would do."""
+"""Explain why roles do not fit: what is asked for, what is there, why, and the nodes needed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Data-center GPUs: memory and peak rates by name, and the memory that a run can count on."""
+"""Know data-center GPUs by name: their memory and peak rates, and the memory that a run can count on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slurm_rlhf.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """One kind of GPU.
+    """Describe one kind of GPU.
 
     `memory_gib` is what CUDA gives to processes, as `torch.cuda.get_device_properties` reports it, rounded down: a
     little less than nvidia-smi's total. `bf16_tflops` is the vendor's published dense peak of matrix products in bf16
@@ -71,7 +71,7 @@ GPUS: tuple[Gpu, ...] = (
     Gpu("MI300X", 191.9, 1307.4, r"mi300x?"),
     Gpu("MI325X", 255.9, 1307.4, r"mi325x?"),
 )
-"""Sources: the vendors' data sheets and architecture papers. Of kinds of one model the last is the common one."""
+"""Sources: the vendors' data sheets and architecture papers. Of kinds of one model the last is the most common."""
 
 SEVERAL_SIZES = {"A100 80GB": 40, "A800 80GB": 40, "V100 32GB": 16, "GH200 96GB": 144}
 """Kinds that a name without a size may mean, and the GB of the other size sold under that name."""
@@ -81,10 +81,10 @@ _SLICE = re.compile(r"(?<![0-9a-z])\d+g[ .]\d+gb|(?<![a-z])mig(?![a-z])")
 
 
 def find_gpu(name: str) -> Gpu | None:
-    """The GPU that `name` means; None for an unknown name, and for a MIG slice, which is a part of a GPU.
+    """Find the GPU that `name` means; None for an unknown name and for a MIG slice.
 
     `name` is what nvidia-smi and PyTorch say ("NVIDIA A100-SXM4-80GB"), or a type of Slurm's GRES ("a100",
-    "nvidia_h100_80gb_hbm3"). Where a name without a size may mean several, it is the larger one: see `other_size`.
+    "nvidia_h100_80gb_hbm3"). A name that may mean several sizes stands for the largest: see `other_size`.
     """
     if _SLICE.search(name.lower()):
         return None
@@ -96,7 +96,7 @@ def find_gpu(name: str) -> Gpu | None:
 
 
 def other_size(name: str) -> int:
-    """The GB of the smaller or larger sister that `name` may mean as well; 0 where the name says which it is."""
+    """Return the other size in GB that `name` may mean as well; 0 where the name is clear."""
     gpu = find_gpu(name)
     if gpu is None or _SIZE.search(_spaced(name)):
         return 0
@@ -104,17 +104,17 @@ def other_size(name: str) -> int:
 
 
 def known_names() -> str:
-    """All names of the table, for an error."""
+    """List all names of the table, for a message."""
     return ", ".join(gpu.name for gpu in GPUS)
 
 
 def _spaced(name: str) -> str:
-    """`NVIDIA_A100-SXM4-80GB` -> `nvidia a100 sxm4 80gb`."""
+    """Separate the words of a name: `NVIDIA_A100-SXM4-80GB` -> `nvidia a100 sxm4 80gb`."""
     return re.sub(r"[^a-z0-9]+", " ", name.lower()).strip()
 
 
 def _says(text: str, words: tuple[str, ...]) -> bool:
-    """True where `text` holds one of `words`, letters also right behind a number: `h100nvl`, `rtx6000ada`."""
+    """Tell whether `text` has one of `words`; letters may follow a number directly: `h100nvl`, `rtx6000ada`."""
     return any(
         re.search(rf"(?<![{'a-z0-9' if word[0].isdigit() else 'a-z'}]){word}(?![a-z0-9])", text) for word in words
     )
@@ -128,7 +128,7 @@ _UNLIKE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class GpuSize:
-    """`memory` in bytes, 0: not known. `name` says which GPU that is, and `notes` what the user should know of it."""
+    """Hold the memory of a GPU in bytes (0: not known), its name, and notes for the user."""
 
     memory: int
     name: str = ""
@@ -141,7 +141,7 @@ class GpuSize:
 
 
 def told_size(name: str, memory_gb: float) -> GpuSize | None:
-    """What the user says: the memory, or the GPU's name. None where they say nothing. Raises ConfigError."""
+    """Return the size that the user sets, by memory or by name; None where neither is set. Raises ConfigError."""
     gpu = find_gpu(name) if name else None
     if name and gpu is None and not memory_gb:
         raise ConfigError(
@@ -154,10 +154,10 @@ def told_size(name: str, memory_gb: float) -> GpuSize | None:
 
 
 def found_size(local: Sequence[tuple[str, float]], types: Mapping[str, Sequence[str]]) -> GpuSize:
-    """What the allocation has.
+    """Return the size of the GPUs in the allocation; where they differ, the smallest counts.
 
-    `local`: name and MiB of each GPU here, by nvidia-smi. `types`: node -> types of its GPUs in Slurm's words, as far
-    as Slurm has any. Where they differ, the smallest counts.
+    `local` has name and MiB of each GPU here, from nvidia-smi; `types` has the types of the GPUs of each node in the
+    words of Slurm, if it has any.
     """
     here = [_local(name, mib) for name, mib in local]
     sizes = {f"{size.name}": size for size in here}
@@ -184,7 +184,7 @@ def found_size(local: Sequence[tuple[str, float]], types: Mapping[str, Sequence[
 
 
 def _local(name: str, mib: float) -> GpuSize:
-    """The table knows what CUDA leaves of a GPU, but nvidia-smi, which size it is."""
+    """Return the size of a GPU of this machine. nvidia-smi knows the GPU, and the table what CUDA leaves of it."""
     gpu, memory = find_gpu(name), mib * (1 << 20)
     if gpu is not None and abs(gpu.memory_gib * GIB - memory) < 0.05 * memory:
         return GpuSize(int(gpu.memory_gib * GIB), gpu.name, gpu=gpu)

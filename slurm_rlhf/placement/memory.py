@@ -1,4 +1,4 @@
-"""Does a configuration fit its GPUs? A row for every role, and every occasion on which GPUs are shared."""
+"""Check whether a configuration fits its GPUs: a row for each role and each use of a shared GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from slurm_rlhf.placement.rank_memory import Models, RankMemory, rank_memories, 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What one GPU holds on one occasion."""
+    """Describe what one GPU holds at one time."""
 
-    name: str  # a role, or what a shared GPU is used for
-    ranks: int  # of the role; 0 for an occasion of several
+    name: str  # a role, or the use of a shared GPU
+    ranks: int  # of the role; 0 for a GPU shared by several
     terms: tuple[tuple[str, int], ...]  # (what, bytes), largest first
     there: int  # bytes of the GPU; 0 where others share it, and for rows of a part
     role: str  # whose work it is
@@ -31,12 +31,12 @@ class Row:
 
     @property
     def together(self) -> bool:
-        """True for an occasion of several roles, whose terms say whose they are."""
+        """Tell whether several roles share the GPU; then each term begins with the name of its role."""
         return self.ranks == 0
 
     @property
     def by_role(self) -> dict[str, int]:
-        """Of an occasion of several: bytes of each role, the largest first."""
+        """Return the bytes of each role on a shared GPU, the largest first."""
         sums: dict[str, int] = {}
         for what, size in self.terms:
             role = what.partition("'s ")[0]
@@ -46,7 +46,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """The memory of a run."""
+    """Hold the memory of a run."""
 
     gpu: int  # bytes
     rows: tuple[Row, ...]
@@ -59,7 +59,7 @@ class Account:
 
 
 def account(config: Config, models: Models, gpu: int) -> Account:
-    """The memory of a run with `config` on GPUs of `gpu` bytes."""
+    """Estimate the memory of a run with `config` on GPUs of `gpu` bytes."""
     held = rank_memories(config, models, gpu)
     rows: list[Row] = []
     for group in roles_by_slots(config, list(held)):
@@ -73,13 +73,13 @@ def account(config: Config, models: Models, gpu: int) -> Account:
 
 
 def wanted_sequences(config: Config) -> int:
-    """Sequences that an engine works on at once when all of a step's prompts are dealt out."""
+    """Count the sequences that an engine works on at once, with its share of the prompts of a step."""
     responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     return min(config.vllm.max_num_seqs, -(-responses // config.vllm.num_engines))
 
 
 def _together(config: Config, held: list[RankMemory], gpu: int) -> Iterator[Row]:
-    """Every occasion on a shared GPU. With train.colocate_all one role works at a time, else all may."""
+    """List the uses of a shared GPU. With train.colocate_all one role works at a time, else all may."""
     if not config.train.colocate_all:
         worker, others = held[0], held[1:]
         occasions = []
@@ -121,5 +121,5 @@ def _ranks(config: Config, role: str) -> int:
 
 
 def gib(size: float) -> str:
-    """`12.3`."""
+    """Write bytes in GiB: `12.3`."""
     return f"{size / GIB:.1f}"

@@ -1,4 +1,4 @@
-"""The shape of a language model, read from its config.json alone: tensors, heads, layers and experts."""
+"""Read the shape of a language model from its config.json alone: tensors, heads, layers and experts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from slurm_rlhf.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """An architecture of transformers. In place of a flag: the field of config.json that decides, and its default."""
+    """Describe what config.json leaves unsaid about an architecture: its biases, norms and the names of its fields.
+
+    A pair in place of a flag is the field of config.json that decides, and its default.
+    """
 
     qkv_bias: bool | tuple[str, bool] = False
     output_bias: bool | tuple[str, bool] = False
@@ -60,12 +63,12 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": Family(qkv_bias=("qkv_bias", True), experts=_QWEN_MOE),
     "qwen3_moe": Family(qkv_bias=_ATTENTION, output_bias=_ATTENTION, qk_norm="head", experts=_QWEN_MOE),
 }
-"""`model_type` -> what its classes do. Source: transformers 5.19, `models/*/modeling_*.py`."""
+"""`model_type` -> its family. Source: transformers 5.19, `models/*/modeling_*.py`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """`count` parameters of `elements` each. The activations of `active` of them take part in a token's computation."""
+    """Describe `count` parameters of `elements` each; `active` is the share of them that one token uses."""
 
     kind: str  # embedding, head, attention, mlp, experts, router, norm or bias
     elements: int
@@ -79,7 +82,7 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What memory and time of a model follow from. Widths in elements of a hidden state."""
+    """Describe what the memory and time of a model depend on. Widths are in elements of a hidden state."""
 
     family: str  # `model_type`
     layers: int
@@ -104,31 +107,31 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """All parameters; a tied head counts once."""
+        """Count all parameters; a tied head counts once."""
         return sum(tensor.total for tensor in self.tensors)
 
     @property
     def active(self) -> int:
-        """Parameters that a token meets: of the experts only those that it is sent to."""
+        """Count the parameters that one token uses: of the experts only those that it is sent to."""
         return round(sum(tensor.total * (tensor.active or 1.0) for tensor in self.tensors))
 
     @property
     def head(self) -> int:
-        """Elements of the matrix that makes logits of a hidden state."""
+        """Count the elements of the matrix that turns a hidden state into logits."""
         return self.hidden * self.vocab
 
     @property
     def body(self) -> int:
-        """Parameters of a value or reward model before its own head: those without an untied head."""
+        """Count the parameters without an untied head: those of a value or reward model before its own head."""
         return self.parameters - self.of_kind("head")
 
     def of_kind(self, *kinds: str) -> int:
-        """Parameters of these kinds."""
+        """Count the parameters of these kinds."""
         return sum(tensor.total for tensor in self.tensors if tensor.kind in kinds)
 
 
 def read_shape(key: str, path: str | Path) -> ModelShape:
-    """The shape of the model in directory `path`, which `key` of the configuration names.
+    """Read the shape of the model in directory `path`, which `key` of the configuration names.
 
     Raises ModelError where there is no config.json, where the weights are quantised, and for an architecture whose
     shape is not known here.
@@ -150,7 +153,7 @@ def read_shape(key: str, path: str | Path) -> ModelShape:
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """The shape in a parsed config.json. Raises KeyError for what is missing, ModelError as `read_shape`."""
+    """Read the shape from a parsed config.json. Raises KeyError for a missing field, ModelError as `read_shape`."""
     name = str(config.get("model_type", ""))
     family = FAMILIES.get(name)
     if family is None:
@@ -213,7 +216,7 @@ def _with_tensors(shape: ModelShape, config: Mapping[str, Any], family: Family) 
 
 
 def _expert_tensors(shape: ModelShape, family: Family) -> list[Tensors]:
-    """Transformers holds all experts of a layer as two tensors."""
+    """List the tensors of experts: transformers holds all experts of a layer as two tensors."""
     share = shape.experts_per_token / shape.experts
     one = shape.hidden * shape.expert_width
     rows = [
@@ -228,13 +231,13 @@ def _expert_tensors(shape: ModelShape, family: Family) -> list[Tensors]:
 
 
 def _moe_layers(config: Mapping[str, Any], layers: int) -> int:
-    """Layers with experts. Source: transformers, `Qwen2MoeDecoderLayer`."""
+    """Count the layers with experts. Source: transformers, `Qwen2MoeDecoderLayer`."""
     dense, step = config.get("mlp_only_layers") or [], _number(config, "decoder_sparse_step") or 1
     return sum(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
 
 
 def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[int, ...]:
-    """Source: transformers, `sliding_window` and `layer_types` of the families' configurations."""
+    """Return the window of each layer. Source: transformers, `sliding_window` and `layer_types`."""
     window = _number(config, "sliding_window") if config.get("use_sliding_window", family.windows) else 0
     kinds = config.get("layer_types")
     if isinstance(kinds, list) and len(kinds) == layers:
@@ -249,7 +252,7 @@ def _windows(config: Mapping[str, Any], family: Family, layers: int) -> tuple[in
 
 
 def _flag(config: Mapping[str, Any], value: bool | tuple[str, bool]) -> bool:
-    """A family's constant, or the field of config.json that decides."""
+    """Return the constant of a family, or the field of config.json that decides."""
     return bool(config.get(*value)) if isinstance(value, tuple) else value
 
 

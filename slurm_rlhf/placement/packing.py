@@ -1,4 +1,9 @@
-"""Put blocks of slots on nodes, and choose the slots of each block there."""
+"""Put blocks of slots on nodes, and choose the slots of each block there: a small bin packing.
+
+Nodes that look alike (same free slots, same blocks on them) are handled as one bucket, so that an attempt costs little
+on 10,000 nodes. Attempts go from the most to the least symmetric layout; the first that fits is taken. On a node
+trainers get neighbouring low slots, and engines slots that are aligned to their width.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +18,7 @@ Assignment = list[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What `roles` (one role, or several that share their slots) ask for.
+    """Describe what `roles` ask for: one role, or several that share their slots.
 
     `per_node` slots on each of `num_nodes` nodes. Where `per_node` is 0: `engines` groups of `tp` slots, spread evenly
     over `num_nodes` nodes, or over as few as hold them where that is 0 too. `tp` is 0 where no engine is among `roles`.
@@ -27,12 +32,12 @@ class Block:
 
     @property
     def slots(self) -> int:
-        """Slots on all nodes together."""
+        """Count the slots on all nodes together."""
         return self.num_nodes * self.per_node or self.engines * self.tp
 
     @property
     def widest(self) -> int:
-        """Slots that at least one node must have free."""
+        """Count the slots that at least one node must have free."""
         return self.per_node or self.tp * (-(-self.engines // self.num_nodes) if self.num_nodes else 1)
 
 
@@ -57,7 +62,7 @@ _Buckets = dict[_Bucket, list[int]]  # node indices in rising order; never chang
 
 
 class _Space:
-    """Free slots of all nodes while blocks are being placed."""
+    """Keep the free slots of all nodes while blocks are placed."""
 
     def __init__(self, buckets: _Buckets) -> None:
         self.buckets = dict(buckets)
@@ -77,7 +82,7 @@ class _Space:
         return choice
 
     def _ranked(self, least: int, policy: _Policy) -> list[tuple[_Bucket, list[int]]]:
-        """Buckets with at least `least` free slots, in the policy's order."""
+        """List the buckets with at least `least` free slots, in the order of the policy."""
         fitting = [item for item in self.buckets.items() if item[0][1] >= least]
         own, tight = (-1 if policy.share else 1), (-1 if policy.loose else 1)
         return sorted(fitting, key=lambda item: (own * len(item[0][0]), tight * item[0][1], item[1][0]))
@@ -118,7 +123,7 @@ class _Space:
 
 
 def _spread(block: Block, taken: list[tuple[_Bucket, list[int]]]) -> _Choice:
-    """The engines of `block` over the nodes `taken`, as even as these allow, extras on the first nodes."""
+    """Spread the engines of `block` over the nodes `taken`, as evenly as possible, extras on the first nodes."""
     choice: _Choice = []
     left, count = block.engines, sum(len(nodes) for _, nodes in taken)
     roomy = sorted(taken, key=lambda item: item[0][1] // block.tp)
@@ -137,7 +142,7 @@ def _spread(block: Block, taken: list[tuple[_Bucket, list[int]]]) -> _Choice:
 
 
 def _orders(blocks: Sequence[Block], thorough: bool) -> Iterator[tuple[int, ...]]:
-    """Orders in which to place blocks: the one that needs the most room on a node first, then all others.
+    """Choose orders in which to place blocks: the widest first, then all other orders.
 
     Engines that may go anywhere fill what the others leave, so they come last at first.
     """
@@ -152,7 +157,7 @@ def _orders(blocks: Sequence[Block], thorough: bool) -> Iterator[tuple[int, ...]
 
 
 def pack(capacities: Sequence[int], blocks: Sequence[Block], *, thorough: bool = True) -> list[Assignment] | None:
-    """Where each of `blocks` goes on nodes with `capacities` slots, or None. Deterministic.
+    """Put each of `blocks` on nodes with `capacities` slots; None if they do not fit. Deterministic.
 
     `thorough=False` tries only the most promising orders of blocks.
     """
@@ -186,7 +191,7 @@ def _try(space: _Space, blocks: Sequence[Block], order: tuple[int, ...], policy:
 
 @lru_cache(maxsize=4096)
 def assign_slots(capacity: int, wants: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...] | None:
-    """Slots of a node for each (count, width) of `wants`.
+    """Choose slots of a node for each (count, width) of `wants`.
 
     Width 0: `count` slots, neighbouring where possible. Width w > 0: `count` groups of w neighbouring slots, each
     starting at a multiple of w, so that a group stays within one NVLink pair, quad or NUMA half. None if the groups
@@ -196,12 +201,12 @@ def assign_slots(capacity: int, wants: tuple[tuple[int, int], ...]) -> tuple[tup
 
 
 def _by_width(wants: Sequence[tuple[int, int]]) -> list[int]:
-    """Indices of the grouped wants, the widest first."""
+    """List the indices of the grouped wants, the widest first."""
     return sorted((i for i, (_, width) in enumerate(wants) if width), key=lambda i: (-wants[i][1], i))
 
 
 def _groups_above(capacity: int, wants: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...] | None:
-    """Ungrouped slots from 0 up, groups right above them."""
+    """Put ungrouped slots from 0 up, and groups right above them."""
     slots: dict[int, tuple[int, ...]] = {}
     cursor = 0
     for index, (count, width) in enumerate(wants):
@@ -217,7 +222,7 @@ def _groups_above(capacity: int, wants: tuple[tuple[int, int], ...]) -> tuple[tu
 
 
 def _groups_at_the_top(capacity: int, wants: tuple[tuple[int, int], ...]) -> tuple[tuple[int, ...], ...] | None:
-    """Groups as high as alignment allows, ungrouped slots in what is left, from 0 up."""
+    """Put groups as high as alignment allows, and ungrouped slots in what is left, from 0 up."""
     slots: dict[int, tuple[int, ...]] = {}
     free = set(range(capacity))
     for index in _by_width(wants):

@@ -1,4 +1,7 @@
-"""The rank map: which rank of which role runs on which slot of which node, and how it is made."""
+"""Make the rank map: which rank of which role runs on which slot of which node.
+
+Pure: from a topology, sizes of roles and colocations follows the same map on every node.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from slurm_rlhf.placement.topology import GPU, Node, Topology
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """One role's part of one node.
+    """Describe the part of one role on one node.
 
     `gpus[i]` is the slot of rank `ranks[i]`; for a role made of engines `engines[i]` is (engine index, TP rank),
     for the others `engines` is empty.
@@ -30,7 +33,7 @@ class NodeShare:
 
 @dataclass(frozen=True, slots=True)
 class TpGroup:
-    """One engine: neighbouring slots of one node, `gpus[i]` for TP rank i, which is rank `ranks[i]` of its role."""
+    """Describe one engine: slot `gpus[i]` of the node is for TP rank i, which is rank `ranks[i]` of the role."""
 
     role: str
     engine: int
@@ -41,23 +44,23 @@ class TpGroup:
 
 @dataclass(frozen=True, slots=True)
 class RankMap:
-    """The placement: `roles` maps each role to its shares, in node order. Ranks count up over nodes, then slots."""
+    """Hold the shares of each role, in node order. Ranks count up over nodes, then slots."""
 
     topology: Topology
     roles: dict[str, list[NodeShare]]
 
     def world(self, role: str) -> int:
-        """Ranks of `role`; KeyError if it does not run."""
+        """Count the ranks of `role`; KeyError if it does not run."""
         return sum(len(share.ranks) for share in self.roles[role])
 
     @property
     def worlds(self) -> dict[str, int]:
-        """Role -> ranks."""
+        """Count the ranks of each role."""
         return {role: self.world(role) for role in self.roles}
 
     @property
     def tp_groups(self) -> list[TpGroup]:
-        """All engines, by role and index."""
+        """List all engines, by role and index."""
         groups = []
         for role, shares in self.roles.items():
             for share in shares:
@@ -72,7 +75,7 @@ class RankMap:
         return groups
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-ready `accelerator`, `nodes`, `roles` (role -> [{node, gpus, ranks, engines}]), `tp_groups`, `world`."""
+        """Return the map ready for JSON; `roles` has a list of {node, gpus, ranks, engines} for each role."""
         return {
             "accelerator": self.topology.accelerator,
             "nodes": [_node_json(node) for node in self.topology.nodes],
@@ -86,7 +89,7 @@ class RankMap:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> RankMap:
-        """What `to_json` wrote."""
+        """Read what `to_json` wrote."""
         nodes = tuple(Node(n["name"], n["gpus"], n.get("cpus", 0), tuple(n.get("devices", ()))) for n in data["nodes"])
         roles = {
             role: [
@@ -119,8 +122,8 @@ def place(topology: Topology, roles: Sequence[RoleSize], colocate: Sequence[froz
 
     Roles get nodes of their own where there are enough, else they share nodes, each role in the same way on all its
     nodes where that is possible. An engine's slots are neighbours on one node, starting at a multiple of its width.
-    The roles of a set in `colocate` use the same slots; roles in it that do not run are passed over. The order of
-    `roles` plays no part. Raises PlacementError with the reason and the nodes that would do.
+    The roles of a set in `colocate` use the same slots; roles in it that do not run are ignored. The order of
+    `roles` does not matter. Raises PlacementError with the reason and the nodes that would do.
     """
     ordered = sorted(roles, key=lambda size: role_order(size.role))
     names = [size.role for size in ordered]
@@ -135,7 +138,7 @@ def place(topology: Topology, roles: Sequence[RoleSize], colocate: Sequence[froz
 
 
 def make_blocks(sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -> list[Block]:
-    """One block for each role or set of colocated roles; PlacementError where colocated roles differ in size."""
+    """Make a block for each role or set of colocated roles. Raises PlacementError where these differ in size."""
     blocks = []
     for group in _merged(sizes, colocate):
         engines = [size for size in group if size.engines]
@@ -151,7 +154,7 @@ def make_blocks(sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -
 
 
 def _merged(sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -> list[list[RoleSize]]:
-    """Sizes grouped by colocation; sets that overlap are one group."""
+    """Group sizes by colocation; sets that overlap are one group."""
     groups: list[list[RoleSize]] = [[size] for size in sizes]
     for names in colocate:
         joined = [group for group in groups if any(size.role in names for size in group)]

@@ -1,4 +1,4 @@
-"""What one rank of each role holds: at rest, while engines work, and in each kind of work of its own."""
+"""Estimate what one rank of each role holds: at rest, while engines work, and in each phase."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ Models = Mapping[str, ModelShape]
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Of one rank of a role. Bytes."""
+    """Hold the bytes of one rank of a role."""
 
     role: str
-    resting: Bytes  # as long as it lives
-    phases: Mapping[str, Bytes]  # what it works on -> what that takes beside `resting`, given back afterwards
-    parked: Bytes = field(default_factory=dict)  # of `resting`: what is elsewhere while the engines work
+    resting: Bytes  # for as long as it lives
+    phases: Mapping[str, Bytes]  # phase -> bytes beside `resting`, released afterwards
+    parked: Bytes = field(default_factory=dict)  # of `resting`: what is moved away while the engines work
 
     def at(self, phase: str) -> dict[str, int]:
-        """All terms in `phase`; "" is rest, "parked" the engines' turn."""
+        """Return all terms in `phase`; "" is rest, "parked" is while the engines work."""
         if phase == "parked":
             return {name: size - self.parked.get(name, 0) for name, size in self.resting.items()}
         return {**self.resting, **self.phases.get(phase, {})}
 
     def worst(self) -> dict[str, int]:
-        """All terms in the phase that takes most."""
+        """Return all terms in the phase that takes most."""
         return max((self.at(phase) for phase in self.phases), key=lambda terms: sum(terms.values()))
 
 
@@ -58,7 +58,7 @@ def read_models(config: Config) -> Models:
 
 
 def rank_memories(config: Config, models: Models, gpu: int) -> dict[str, RankMemory]:
-    """Role -> what a rank of it holds, for the roles that `config` starts. `gpu`: bytes of a GPU's memory."""
+    """Estimate what a rank of each role that `config` starts holds, on GPUs of `gpu` bytes."""
     found = {}
     for role in running_roles(config):
         shape = models[role.name]
@@ -70,7 +70,7 @@ def rank_memories(config: Config, models: Models, gpu: int) -> dict[str, RankMem
 
 
 def the_engine(config: Config, shape: ModelShape, gpu: int) -> Engine:
-    """One rank of an engine of `config`."""
+    """Estimate one rank of an engine of `config`."""
     vllm = config.vllm
     wanted = config.ds.param_dtype if vllm.dtype == "auto" else vllm.dtype
     return engine(
@@ -86,7 +86,7 @@ def the_engine(config: Config, shape: ModelShape, gpu: int) -> Engine:
 
 
 def _pass(config: Config, budget: int, training: bool) -> Pass:
-    """A single sequence that is longer than the budget is a micro-batch of its own."""
+    """Describe a pass over a micro-batch; a sequence that is longer than the budget is a micro-batch by itself."""
     autocast = training and config.ds.param_dtype == "bf16" and config.ds.zero_stage == 0
     return Pass(
         tokens=max(budget, config.data.max_len),
@@ -99,7 +99,7 @@ def _pass(config: Config, budget: int, training: bool) -> Pass:
 
 
 def trainer_states(config: Config, shape: ModelShape, role: str) -> tm.States:
-    """Parameters, gradients and optimizer states of a rank of a trained role."""
+    """Estimate parameters, gradients and optimizer states of a rank of a trained role."""
     row = ROLES[role]
     group = row.settings(config)
     elements, sizes = _tensors(shape, row.head)
@@ -109,7 +109,7 @@ def trainer_states(config: Config, shape: ModelShape, role: str) -> tm.States:
 
 
 def _tensors(shape: ModelShape, head: bool) -> tuple[int, list[tuple[int, int]]]:
-    """Elements of all parameters, and (elements, count) of each; without its head a model has one of a single row."""
+    """Count the elements of all parameters and of each; a model without vocabulary head has one of a single row."""
     if head:
         return shape.parameters, [(tensor.elements, tensor.count) for tensor in shape.tensors]
     body = [(tensor.elements, tensor.count) for tensor in shape.tensors if tensor.kind != "head"]
@@ -146,7 +146,7 @@ def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
 
 
 def _update(config: Config, shape: ModelShape, role: RoleSpec, elements: int, largest: int) -> dict[str, int]:
-    """Forward and backward of a micro-batch."""
+    """Estimate forward and backward of a micro-batch."""
     bf16 = config.ds.param_dtype == "bf16"
     how = _pass(config, config.train.max_tokens_per_gpu, training=True)
     terms = {
@@ -163,7 +163,7 @@ def _update(config: Config, shape: ModelShape, role: RoleSpec, elements: int, la
 
 
 def _forward(config: Config, shape: ModelShape, head: bool, cut: bool, elements: int, largest: int) -> dict[str, int]:
-    """A pass without gradients."""
+    """Estimate a pass without gradients."""
     how = _pass(config, config.train.forward_tokens, training=False)
     terms = {"activations": tm.forward_work(shape, how)}
     if head:
@@ -174,7 +174,7 @@ def _forward(config: Config, shape: ModelShape, head: bool, cut: bool, elements:
 
 
 def _step_work(elements: int, ranks: int, stage: int, largest: int) -> int:
-    """Bytes of an optimizer step beside states and gradients: AdamW's square roots, gradients made flat, their norm.
+    """Estimate an optimizer step beside states and gradients: square roots of AdamW, flat gradients, their norm.
 
     DeepSpeed takes the norm of each piece of the gradient in fp64.
     """
@@ -196,7 +196,7 @@ def _frozen(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
 
 
 def _engine(config: Config, shape: ModelShape, gpu: int) -> RankMemory:
-    """Its share of the GPU is all taken, whatever it needs."""
+    """Estimate a rank of an engine, which takes its whole share of the GPU, whatever it needs."""
     rank = the_engine(config, shape, gpu)
     bucket = config.sync.bucket_size_mb(on_gpus=True) << 20
     module = 2 * rank.weights * max(shape.head, 2 * shape.hidden * shape.width) // shape.parameters

@@ -1,4 +1,4 @@
-"""Which settings would make a run fit: candidates are tried against the memory model, mildest first."""
+"""Find settings that make a run fit: candidates are tried against the memory estimate, the mildest first."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Change = dict[str, Any]
 """Key -> value."""
 
 ROOMY = 0.97
-"""Share of a GPU beyond which nothing is advised, though it may fit."""
+"""Share of a GPU that advised settings may use: the rest is a margin for the estimate."""
 
 _HELP = {
     "activations": ("actor.gradient", "train.max_tokens", "train.forward"),
@@ -29,12 +29,12 @@ _HELP = {
     "KV cache": ("vllm.gpu_memory",),
     "weights": ("vllm.tensor",),
 }
-"""Word in a term -> beginnings of the keys that help against it first."""
+"""Word in a term -> beginnings of the keys that reduce it most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Settings with which the role fits, and what it then needs at most, in bytes."""
+    """Hold settings with which the role fits, and the bytes that it then needs at most."""
 
     change: Change
     needed: int
@@ -44,7 +44,7 @@ class Remedy:
 
 
 def remedies(config: Config, models: Models, gpu: int, row: Row, most: int = 3) -> list[Remedy]:
-    """Up to `most` settings that make the role of `row` fit: single keys, or else several together."""
+    """Find up to `most` settings that make the role of `row` fit: single keys, or else several together."""
     chains = sorted(_chains(config, models, row.role), key=lambda chain: (_more_gpus(chain), not _aims(chain, row)))
 
     def tried(change: Change) -> Remedy | None:
@@ -58,7 +58,7 @@ def remedies(config: Config, models: Models, gpu: int, row: Row, most: int = 3) 
 
 
 def _together(chains: list[list[Change]], tried: Callable[[Change], Remedy | None]) -> Remedy | None:
-    """The first keys that fit together, each at the mildest value with which they still do."""
+    """Combine keys until the role fits, each at the mildest value with which it still fits."""
     remedy, used = None, 0
     strongest: Change = {}
     while remedy is None and used < len(chains):
@@ -82,7 +82,7 @@ def _tried(config: Config, models: Models, gpu: int, role: str, change: Change) 
 
 
 def changed(config: Config, change: Change) -> Config:
-    """A copy of `config` with other values."""
+    """Return a copy of `config` with other values."""
     copied = copy.deepcopy(config)
     for key, value in change.items():
         put(copied, key, value)
@@ -90,7 +90,7 @@ def changed(config: Config, change: Change) -> Config:
 
 
 def fits(result: Account, role: str) -> bool:
-    """True where every occasion of `role` fits; an engine's KV cache holds a whole sequence, too."""
+    """Tell whether `role` always fits; for an engine, the KV cache must hold a whole sequence, too."""
     engine = role != ROLLOUT or result.engine.sequences >= 1
     return engine and all(row.fits for row in result.rows if row.role == role)
 
@@ -104,14 +104,14 @@ def _more_gpus(chain: list[Change]) -> bool:
 
 
 def _aims(chain: list[Change], row: Row) -> bool:
-    """True where the chain's key is against what takes most."""
+    """Tell whether the key of the chain reduces the largest term."""
     what = row.terms[0][0] if row.terms else ""
     starts = next((keys for word, keys in _HELP.items() if word in what), ())
     return any(start in key for key in chain[0] for start in starts)
 
 
 def _chains(config: Config, models: Models, role: str) -> Iterator[list[Change]]:
-    """For each key its values, from the mildest on."""
+    """List the values to try for each key, the mildest first."""
     row = ROLES[role]
     chains = {"trained": _trainer, "frozen": _frozen, "engine": _engine}[row.kind]
     yield from (chain for chain in chains(config, models, row) if chain)
@@ -172,7 +172,7 @@ def _engine(config: Config, models: Models, role: RoleSpec) -> Iterator[list[Cha
 
 
 def _halves(config: Config, key: str, value: int, least: int) -> list[Change]:
-    """Half, a quarter, ... and at last `least`."""
+    """List half of `value`, a quarter, ... and at last `least`."""
     values = []
     while value // 2 > least:
         value //= 2

@@ -1,4 +1,4 @@
-"""The rank map as text: a grid of nodes and slots."""
+"""Draw the rank map as text: a grid of nodes and slots."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ _MAX_ROWS = 64
 
 
 def draw(rank_map: RankMap, max_rows: int = _MAX_ROWS) -> str:
-    """One row per node, one column per slot, then a legend.
+    """Draw one row per node, one column per slot, then a legend.
 
-    A0 is rank 0 of the actor, E3.1 TP rank 1 of engine 3, A0+R0 two colocated ranks, a dot a free slot. Of more than
-    `max_rows` nodes the middle ones are left out.
+    A0 is rank 0 of the actor, E3.1 TP rank 1 of engine 3, A0+R0 two colocated ranks, a dot a free slot. With
+    more than `max_rows` nodes the middle rows are left out.
     """
     nodes = rank_map.topology.nodes
     cells: dict[str, dict[int, str]] = {node.name: {} for node in nodes}

@@ -1,4 +1,4 @@
-"""How large each role is, and which configuration keys say so."""
+"""Read how large each role is from the configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slurm_rlhf.errors import PlacementError
 
 @dataclass(frozen=True, slots=True)
 class RoleSize:
-    """Slots one role asks for.
+    """Describe the slots that one role asks for.
 
     A role of `engines` engines takes `tp` neighbouring slots of one node for each; its `num_nodes` may be 0 (as few
     nodes as hold them) and its `num_gpus_per_node` follows from the placement. Any other role takes
@@ -43,15 +43,15 @@ class RoleSize:
 
     @property
     def slots(self) -> int:
-        """Slots on all nodes together: the role's world size."""
+        """Count the slots on all nodes together: the world size of the role."""
         return self.engines * self.tp if self.engines else self.num_nodes * self.num_gpus_per_node
 
     def key(self, name: str) -> str:
-        """The configuration key of this role's `name`, e.g. `vllm.num_engines`."""
+        """Return the configuration key for `name` of this role, e.g. `vllm.num_engines`."""
         return f"{ROLES[self.role].group if self.role in ROLES else self.role}.{name}"
 
     def settings(self) -> dict[str, int]:
-        """Configuration keys and values that give this size."""
+        """Return the configuration keys and values that give this size."""
         if not self.engines:
             return {self.key("num_nodes"): self.num_nodes, self.key("num_gpus_per_node"): self.num_gpus_per_node}
         engines = {self.key("num_engines"): self.engines, self.key("tensor_parallel_size"): self.tp}

@@ -1,4 +1,4 @@
-"""The nodes a run has and the accelerator slots on each of them."""
+"""Describe the nodes of a run and the accelerator slots on each of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CPU = "cpu"
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One machine.
+    """Describe one machine.
 
     `gpus` counts accelerator slots: GPUs, or processes where the topology's accelerator is "cpu". `devices` are
-    the names of the GPUs as the visibility variable wants them ("2", "GPU-5f..."); empty: "0" to "gpus - 1".
+    the names of the GPUs as the visibility variable writes them ("2", "GPU-5f..."); empty: "0" to "gpus - 1".
     """
 
     name: str
@@ -25,17 +25,17 @@ class Node:
     devices: tuple[str, ...] = ()
 
     def visible(self, slots: Sequence[int]) -> str:
-        """The visibility variable's value for `slots`, comma-separated."""
+        """Return the value of the visibility variable for `slots`, comma-separated."""
         return ",".join(self.devices[slot] if self.devices else str(slot) for slot in slots)
 
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Nodes in the order in which ranks are numbered. PlacementError if there is none or a name occurs twice."""
+    """Hold nodes in the order in which ranks are numbered. Raises PlacementError for no node or a repeated name."""
 
     nodes: tuple[Node, ...]
     accelerator: str = GPU  # "gpu" or "cpu"
-    origin: str = field(default="", compare=False)  # who told the number of GPUs, for messages; empty: nobody to name
+    origin: str = field(default="", compare=False)  # source of the number of GPUs, for messages; empty: none to name
 
     def __post_init__(self) -> None:
         if not self.nodes:
@@ -48,23 +48,23 @@ class Topology:
 
     @classmethod
     def uniform(cls, names: Sequence[str], gpus_per_node: int) -> Topology:
-        """Nodes `names` with the same number of GPUs."""
+        """Make nodes `names` with the same number of GPUs each."""
         return cls(tuple(Node(name, gpus_per_node) for name in names))
 
     @property
     def slots(self) -> int:
-        """Accelerator slots on all nodes together."""
+        """Count the accelerator slots on all nodes together."""
         return sum(node.gpus for node in self.nodes)
 
     def node(self, name: str) -> Node:
-        """The node called `name`; KeyError if there is none."""
+        """Return the node called `name`; KeyError if there is none."""
         for node in self.nodes:
             if node.name == name:
                 return node
         raise KeyError(name)
 
     def without(self, names: Collection[str]) -> Topology:
-        """The topology with `names` left out; PlacementError if one of them is not in it or if none is left."""
+        """Return the topology without `names`. Raises PlacementError if one is not in it or no node is left."""
         unknown = sorted(set(names) - {node.name for node in self.nodes})
         if unknown:
             some = ", ".join(node.name for node in self.nodes[:8])
@@ -78,6 +78,6 @@ class Topology:
 
 
 def numbered_names(count: int) -> list[str]:
-    """Names of `count` nodes that nobody has named: node1 ... or node01 ..., padded to one width."""
+    """Invent names for `count` nodes: node1 ... or node01 ..., padded to one width."""
     width = len(str(count))
     return [f"node{index:0{width}d}" for index in range(1, count + 1)]

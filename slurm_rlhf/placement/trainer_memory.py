@@ -1,4 +1,8 @@
-"""Bytes of training: parameters, gradients, optimizer states, and activations."""
+"""Estimate the bytes of training: parameters, gradients, optimizer states, and activations.
+
+A token is one position of a padded micro-batch. What a forward pass saves was read off with the saved-tensor hooks of
+`torch.autograd.graph`, and a test compares this file with what they count.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ LIVE = 1_000_000_000  # elements that ZeRO-3 gathers ahead, at most: DeepSpeed's
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes on one rank."""
+    """Hold the bytes on one rank."""
 
     parameters: int
     gradients: int  # as they stand before an optimizer step
@@ -24,10 +28,10 @@ class States:
 
 
 def states(elements: int, ranks: int, stage: int, bf16: bool, small: int = 0) -> States:
-    """Of a model of `elements` parameters under ZeRO `stage` over `ranks`.
+    """Estimate the states of a model of `elements` parameters under ZeRO `stage` over `ranks`.
 
-    `small`: elements of the tensors that ZeRO-3 does not cut. At stage 0 parameters are fp32 and computed with under
-    autocast. Stage 1 keeps whole gradients: in bf16 DeepSpeed holds them as they come and their fp32 sum.
+    `small` counts the elements of tensors that ZeRO-3 does not cut. At stage 0 parameters are fp32, under autocast.
+    Stage 1 keeps whole gradients: in bf16 DeepSpeed holds the new gradients and their fp32 sum.
     Source: Rajbhandari et al., ZeRO (2020), section 3, with DeepSpeed's choices of precision.
     """
     width = 2 if bf16 and stage else 4
@@ -45,7 +49,7 @@ def states(elements: int, ranks: int, stage: int, bf16: bool, small: int = 0) ->
 
 
 def reduce_buckets(elements: int, stage: int, grad_comm_bf16: bool) -> int:
-    """Bytes of the buckets in which ranks add up gradients: two from ZeRO-1 on, one sent while the other fills."""
+    """Count the bytes of the buckets that reduce gradients: two from ZeRO-1 on, one sent while the other fills."""
     width = 2 if grad_comm_bf16 else 4
     if stage == 0:
         return width * min(elements, ALL_REDUCE)
@@ -53,25 +57,25 @@ def reduce_buckets(elements: int, stage: int, grad_comm_bf16: bool) -> int:
 
 
 def loose_gradient(elements: int, largest: int, bf16: bool, grad_comm_bf16: bool) -> int:
-    """Bytes of the largest tensor's gradient, which comes in one piece, and is sent as one if no bucket holds it."""
+    """Count the bytes of the largest gradient, which is sent alone if no bucket holds it."""
     alone = (2 if grad_comm_bf16 else 4) * largest if largest > min(elements, BUCKET) else 0
     return (2 if bf16 else 4) * largest + alone
 
 
 def gathered(elements: int, largest: int, bf16: bool) -> int:
-    """Bytes of layers that ZeRO-3 holds whole for a moment."""
+    """Count the bytes of the layers that ZeRO-3 gathers at the same time."""
     return (2 if bf16 else 4) * min(elements, max(LIVE, largest))
 
 
 def persistent(sizes: Iterable[tuple[int, int]], elements: int) -> int:
-    """Elements of the tensors, (elements, count) each, that ZeRO-3 leaves whole: `training.sharded.persistence`."""
+    """Count the elements of tensors, (elements, count) each, that are so small that ZeRO-3 keeps them whole."""
     threshold = min(elements // 100, 100_000)
     return sum(size * count for size, count in sizes if size <= threshold)
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """How a model computes."""
+    """Describe how a model computes."""
 
     tokens: int  # of a micro-batch, padding included
     length: int  # of its longest sequence
@@ -82,14 +86,14 @@ class Pass:
 
     @property
     def stream(self) -> int:
-        """Bytes of an element of the residual stream."""
+        """Return the bytes of an element of the residual stream."""
         return 4 if self.autocast else self.dtype
 
 
 def saved_by_layer(shape: ModelShape, how: Pass, moe: bool = False) -> float:
-    """Bytes for each token that one layer saves for its backward.
+    """Count the bytes for each token that one layer saves for its backward.
 
-    Two norms keep their input in fp32, what it is normalised to, and what goes into a matrix product; attention keeps
+    Two norms keep their input in fp32, the normalised values, and the input of a matrix product; attention keeps
     queries, keys, values, its output and a sum for each head; the MLP keeps four times its inner width. Without a
     fused kernel (eager) attention keeps its probabilities, too, which grow with the length of the sequence.
     """
@@ -110,13 +114,13 @@ def saved_by_layer(shape: ModelShape, how: Pass, moe: bool = False) -> float:
 
 
 def _experts(shape: ModelShape, d: int) -> float:
-    """As the batched experts of transformers do it; the router's own tensors are small."""
+    """Count the bytes of the batched experts of transformers; the tensors of the router are small."""
     routed = shape.experts_per_token * (4 * shape.expert_width + 2 * shape.hidden)
     return d * (routed + 4 * shape.shared_width) + 36 * shape.experts_per_token + 4 * shape.experts
 
 
 def saved(shape: ModelShape, how: Pass) -> int:
-    """Bytes of what the body of a model saves in its forward pass, parameters left out."""
+    """Count the bytes that the body of a model saves in its forward pass, without parameters."""
     dense = shape.layers - shape.moe_layers
     if how.checkpointing:
         layers: float = shape.layers * shape.hidden * how.stream
@@ -129,7 +133,7 @@ def saved(shape: ModelShape, how: Pass) -> int:
 
 
 def recomputed(shape: ModelShape, how: Pass) -> int:
-    """Bytes of the one layer that is computed again as the backward pass comes to it; 0 without checkpointing."""
+    """Count the bytes of the one layer that the backward pass computes again; 0 without checkpointing."""
     if not how.checkpointing:
         return 0
     largest = max(saved_by_layer(shape, how, moe) for moe in (False, True)[: 1 + bool(shape.moe_layers)])
@@ -137,17 +141,17 @@ def recomputed(shape: ModelShape, how: Pass) -> int:
 
 
 def autocast_weights(shape: ModelShape, how: Pass) -> int:
-    """Bytes of the bf16 copies that autocast keeps of all matrices, from the forward to the end of the backward."""
+    """Count the bytes of the bf16 copies of all matrices that autocast keeps until the end of the backward."""
     return 2 * (shape.parameters - shape.of_kind("norm", "embedding")) if how.autocast else 0
 
 
 def backward_work(shape: ModelShape, how: Pass) -> int:
-    """Bytes of gradients of activations at the widest place of a layer, the MLP. An estimate, not measured."""
+    """Estimate the gradients of activations at the widest place of a layer, the MLP; not measured."""
     return how.tokens * how.dtype * (2 * _widest(shape) + 2 * shape.hidden)
 
 
 def forward_work(shape: ModelShape, how: Pass) -> int:
-    """Bytes at the widest place of a pass without gradients. An estimate, not measured."""
+    """Estimate the widest place of a pass without gradients; not measured."""
     return how.tokens * (how.dtype * (3 * _widest(shape) + shape.hidden) + 4 * shape.hidden)
 
 
@@ -157,10 +161,10 @@ def _widest(shape: ModelShape) -> int:
 
 
 def logits(shape: ModelShape, chunk: int, dtype: int, backward: bool, entropy_grad: bool = False) -> int:
-    """Bytes of the logits of `chunk` tokens at their worst moment, as `training/logprobs.py` computes them.
+    """Count the bytes of the logits of `chunk` tokens at their peak, as `training/logprobs.py` computes them.
 
-    Without gradients: logits as the head gives them, or three fp32 tensors of log-probabilities and entropy. In the
-    backward: log-probabilities, their gradient and that of the logits, and those in the head's precision.
+    Without gradients: the logits, or three fp32 tensors of log-probabilities and entropy. In the backward:
+    log-probabilities, their gradient, and the gradient of the logits in fp32 and in the precision of the head.
     """
     elements = chunk * shape.vocab
     if not backward:

@@ -73,7 +73,7 @@ def test_cuda_is_absent_again_afterwards():
 
 
 def test_streams_have_to_wait(cuda: FakeCuda):
-    from gpu_cuda import StreamRace
+    from gpu_streams import StreamRace
 
     side = torch.cuda.Stream()
     data = torch.zeros(4, device="cuda")

@@ -22,119 +22,21 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_signatures import Stub, bound, signatures
-from torch.distributed import DistBackendError as NcclError
+from gpu_nccl_bindings import BACKEND, STUB, FakeWork, NcclError, Options, check_interface, fits, known, on_gpu
+from gpu_signatures import bound
 from torch.distributed import PrefixStore, ProcessGroupGloo, Store
 
-BACKEND = torch._C._distributed_c10d.Backend
-STUB = Stub(Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi", "ProcessGroupNCCL")
-OPTIONS = Stub(Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi", "ProcessGroupNCCL.Options")
-WORK = Stub(Path(torch.__file__).parent / "_C" / "_distributed_c10d.pyi", "Work")
 EXIT_CODE = 134
 """Of a process that the watchdog took down: std::terminate aborts."""
 
 _LOOK_S = 0.02
 _NEVER_SENT = 0x7FFFFFFF
-
-
-def known(name: str) -> list[Any]:
-    """What the bindings accept under `name`. Raises AttributeError where a bare ProcessGroupNCCL has no such method."""
-    if name in STUB.methods and name not in dir(BACKEND):
-        return STUB.methods[name]
-    if callable(getattr(BACKEND, name, None)):
-        return signatures(getattr(BACKEND, name))
-    raise AttributeError(f"'torch._C._distributed_c10d.ProcessGroupNCCL' object has no attribute {name!r}")
-
-
-class Options:
-    """ProcessGroupNCCL.Options: only fields that the stub has."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        bound(OPTIONS.methods["__init__"], "Options", args, kwargs)
-        object.__setattr__(self, "_timeout", timedelta(minutes=10))
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in OPTIONS.fields:
-            raise AttributeError(f"'ProcessGroupNCCL.Options' object has no attribute {name!r}")
-        if name == "_timeout" and not isinstance(value, timedelta):
-            raise TypeError(f"_timeout: wants a timedelta, got {value!r}")
-        object.__setattr__(self, name, value)
-
-
-class FakeWork:
-    """What an operation returns."""
-
-    def __init__(self, group: ProcessGroupNCCL, run: Callable[[], None], clock: dict[int, int]) -> None:
-        self._group, self._run, self._clock = group, run, clock
-        self._done = threading.Event()  # as the host sees it
-        self._left = threading.Event()  # the GPU: what failed hangs there until it is aborted
-        self._error: NcclError | None = None
-
-    def __getattribute__(self, name: str) -> Any:
-        if not name.startswith("_") and name not in ("over", "finish", "execute", "fail") and name not in WORK.methods:
-            raise AttributeError(f"'torch._C._distributed_c10d.Work' object has no attribute {name!r}")
-        return object.__getattribute__(self, name)
-
-    def is_completed(self) -> bool:
-        if self.over():
-            self._group._streams.merge(self._group._streams.host, self._clock)
-        return self.over()
-
-    def is_success(self) -> bool:
-        raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self.synchronize()
-        limit = timeout or (self._group._timeout if self._group._blocking else timedelta(0))
-        if limit and not self._done.wait(limit.total_seconds()):
-            self.fail("ran into its time-out")
-        if self._error is not None:
-            self._group.abort()
-            raise self._error
-        return True
-
-    def synchronize(self) -> None:
-        self._group._streams.current()._take(self._clock, [self])
-
-    # What follows is the stand-ins' own.
-
-    def over(self) -> bool:
-        return self._done.is_set()
-
-    def finish(self) -> None:
-        """The host computes what a GPU would queue behind this operation: not before it is over."""
-        self._left.wait()
-
-    def execute(self, waits_for: Sequence[FakeWork]) -> None:
-        for work in waits_for:
-            work.finish()
-        try:
-            if not self.over():
-                self._run()
-                self._left.set()
-        except Exception as error:
-            self.fail(str(error))
-        self._done.set()
-        self._run = _nothing  # it held the tensors
-        self._group._over(self)
-
-    def fail(self, why: str) -> None:
-        if self._error is None and not self.over():
-            self._error = NcclError(
-                f"NCCL error: remote process exited or there was a network error, {why}\nncclRemoteError: A call "
-                "failed possibly due to a network error or a remote process exiting prematurely."
-            )
-        self._done.set()
-
-
-def _nothing() -> None: ...
 
 
 class ProcessGroupNCCL:
@@ -182,7 +84,7 @@ class ProcessGroupNCCL:
             raise AssertionError(f"ProcessGroupNCCL.{name} has no stand-in: write one in tests/support/gpu_nccl.py")
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            bound(accepted, name, args, kwargs, _fits)
+            bound(accepted, name, args, kwargs, fits)
             return object.__getattribute__(self, f"_call_{name}")(*args, **kwargs)
 
         return call
@@ -252,7 +154,7 @@ class ProcessGroupNCCL:
     _call_shutdown = _call_abort
 
     def _point_to_point(self, name: str, tensors: list[torch.Tensor], peer: int) -> Any:
-        _on_gpu(tensors)
+        on_gpu(tensors)
         if len(tensors) != 1:
             raise ValueError("Expecting one tensor only but got multiple.")
         if not 0 <= peer < self._size or peer == self._rank:
@@ -268,7 +170,7 @@ class ProcessGroupNCCL:
         return None
 
     def _collective(self, read: list[Any], written: list[Any], begin: Callable[[Any], Any]) -> FakeWork:
-        _on_gpu([*read, *written])
+        on_gpu([*read, *written])
         if self._coalescing is not None:
             self._add(lambda: [begin(self._gloo)], read, written)
             return None
@@ -318,7 +220,7 @@ class ProcessGroupNCCL:
         """The first operation makes the communicator, with all ranks."""
         if self._gloo is not None:
             return
-        _interface()
+        check_interface()
         me = [os.environ.get("NCCL_HOSTID", socket.gethostname()), self._fake.gpus[self._fake.cuda.current_device()]]
         self._store.set(f"gpu/{self._rank}", "/".join(me))
         everybody = [self._store.get(f"gpu/{rank}").decode() for rank in range(self._size)]
@@ -335,38 +237,3 @@ _OWN = frozenset(dir(ProcessGroupNCCL))
 _CALLS = frozenset(name.removeprefix("_call_") for name in _OWN if name.startswith("_call_"))
 assert issubclass(ProcessGroupGloo, BACKEND)
 assert all(known(name) for name in _CALLS), "a stand-in has a method that the bindings lack"
-
-
-def _fits(annotation: str, value: Any) -> bool:
-    """What pybind11 would refuse of tensors, lists of them and numbers."""
-    if annotation == "torch.Tensor":
-        return isinstance(value, torch.Tensor)
-    if annotation == "collections.abc.Sequence[torch.Tensor]":
-        return isinstance(value, (list, tuple)) and all(isinstance(each, torch.Tensor) for each in value)
-    if annotation.startswith("typing.SupportsInt"):
-        return isinstance(value, int)
-    return True
-
-
-def _on_gpu(tensors: Sequence[torch.Tensor]) -> None:
-    for tensor in tensors:
-        if not tensor.is_cuda:
-            raise ValueError("Tensors must be CUDA and dense")
-        if not tensor.is_contiguous():
-            raise ValueError("Tensors must be contiguous")
-
-
-def _interface() -> None:
-    """NCCL_SOCKET_IFNAME has to name an interface: by a prefix, with `=` the whole name, with `^` all others."""
-    wanted = os.environ.get("NCCL_SOCKET_IFNAME", "")
-    names = [name for _, name in socket.if_nameindex()]
-    if not wanted:
-        return
-    without, whole = wanted.startswith("^"), wanted.lstrip("^").startswith("=")
-    chosen = [each for each in wanted.lstrip("^=").split(",") if each]
-
-    def named(name: str) -> bool:
-        return any(name == each if whole else name.startswith(each) for each in chosen)
-
-    if not any(named(name) != without for name in names):
-        raise NcclError(f"ncclInvalidUsage: Bootstrap : no socket interface found among {names} for {wanted!r}")

@@ -33,10 +33,11 @@ from unittest import mock
 
 import torch
 from gpu_coverage import measure_here
-from gpu_cuda import Cuda, Streams
+from gpu_cuda import Cuda
 from gpu_ipc import share, shared
 from gpu_nccl import ProcessGroupNCCL
 from gpu_signatures import check_signature
+from gpu_streams import Streams
 from gpu_tensors import DeviceMode, Memory
 
 __all__ = ["FakeCuda", "NoStandIn", "check_signature", "fake_cuda"]

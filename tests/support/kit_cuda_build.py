@@ -9,9 +9,9 @@ import inspect
 import json
 from typing import Any
 
-import gpu_nccl
 import torch
 from gpu_cuda import Cuda
+from gpu_nccl_bindings import BACKEND, OPTIONS, STUB, WORK, known
 from gpu_signatures import signatures
 from torch._C import _distributed_c10d as bindings
 
@@ -19,19 +19,19 @@ from torch._C import _distributed_c10d as bindings
 def differences(real: Any) -> list[str]:
     """Of methods whose parameters have other names or another order, and of names that `real`, NCCL's group, lacks."""
     found = []
-    members = {name: getattr(gpu_nccl.BACKEND, name) for name in dir(gpu_nccl.BACKEND)}
+    members = {name: getattr(BACKEND, name) for name in dir(BACKEND)}
     names = {name for name, member in members.items() if callable(member) and not inspect.isclass(member)}
-    for name in sorted(names | gpu_nccl.STUB.methods.keys()):
+    for name in sorted(names | STUB.methods.keys()):
         if name.startswith("_pybind11") or (name.startswith("__") and name.endswith("__")):
             continue
-        held = {_names(each) for each in gpu_nccl.known(name)}
+        held = {_names(each) for each in known(name)}
         if not hasattr(real, name):
             found.append(f"ProcessGroupNCCL has no {name}")
         elif (there := {_names(each) for each in signatures(getattr(real, name))}) != held:
             found.append(f"{name}: the binding takes {sorted(there)}, the stand-in {sorted(held)}")
     options = real.Options()
-    found += [f"Options has no {field}" for field in sorted(gpu_nccl.OPTIONS.fields) if not hasattr(options, field)]
-    found += [f"Work has no {name}" for name in gpu_nccl.WORK.methods if not hasattr(bindings.Work, name)]
+    found += [f"Options has no {field}" for field in sorted(OPTIONS.fields) if not hasattr(options, field)]
+    found += [f"Work has no {name}" for name in WORK.methods if not hasattr(bindings.Work, name)]
     found += [f"torch.cuda has no {name}" for name in dir(Cuda) if name[0] != "_" and not hasattr(torch.cuda, name)]
     return found
 
