@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 from model_configs import SHAPES
-from slurm_rlhf.controller.environment import role_environment
-from slurm_rlhf.controller.step_flops import StepFlops
 
 from slurm_rlhf.algorithms import registry
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm, register_algorithm
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, colocations, running_roles
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.gpu_account import StepFlops
+from slurm_rlhf.controller.startup import role_environment
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.placement.memory import account
 from slurm_rlhf.placement.model_shape import shape_of

@@ -172,7 +172,7 @@ def test_under_mpirun_it_writes_the_same_metrics(config: Path, whole: tuple[Path
     code, output = train(config, run_dir, *WORLD, command=mpirun(6), timeout_s=240)
     assert code == 0, output
     assert "MPI: 6 ranks on 1 node;" in output
-    assert "no role is started again alone" in output
+    assert "no role can be restarted alone" in output
     assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
     assert json.loads((run_dir / "summary.json").read_text())["world"] == {
         **{"actor": 2, "critic": 1, "reference": 1, "rollout": 2}
