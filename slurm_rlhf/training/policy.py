@@ -51,7 +51,7 @@ class PolicyTrainer:
         return {"logprobs": per_action(exp, micro, self.world.device, lambda batch: self._forward(batch)[0])}
 
     def self_check(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
-        """`logprobs` in ways that must not matter, fp32 [A] each, as a typed answer for `roles.self_check`.
+        """`logprobs` in ways that must not matter, fp32 [A] each, as a typed answer for `controller.self_check`.
 
         first, again: the same micro-batches twice. eval: in eval mode. alone: every row a micro-batch of its own; every
         rank needs as many rows. Changes nothing, and draws no random number of the run's.
