@@ -1,9 +1,13 @@
-"""`mpirun -np N slurm-rlhf train FILE.toml`: what each of the N processes does."""
+"""Start a run under MPI: what each of the N processes of `mpirun -np N slurm-rlhf train FILE.toml` does.
+
+Rank 0 starts `python -m slurm_rlhf.cli.mpi_start START SOCKET` as a child: the conductor.
+"""
 
 from __future__ import annotations
 
+import json
 import os
-import secrets
+import socket
 import sys
 import textwrap
 from dataclasses import asdict
@@ -11,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cli.arguments import Arguments
-from slurm_rlhf.cli.conductor import Orders
+from slurm_rlhf.cli.main import guarded
 from slurm_rlhf.cli.placement_report import check_memory, draw_memory, memory_on
 from slurm_rlhf.cluster.network import address_towards
+from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.session import attach_line
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check
@@ -22,41 +27,43 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.values import dump_toml
 from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.launch.accelerators import judge_accelerators, seen_by_processes
-from slurm_rlhf.launch.mpi.communicator import World
-from slurm_rlhf.launch.mpi.environment import Launched, Placed, Process, place_processes, this_process
+from slurm_rlhf.launch.mpi.communicator import Communicator
+from slurm_rlhf.launch.mpi.environment import Assignment, Launched, Placed, Process, place_processes, this_process
+from slurm_rlhf.launch.mpi.launcher import Channel, MpiLauncher
 from slurm_rlhf.launch.mpi.rank import follow, lead
-from slurm_rlhf.launch.preflight import judge
+from slurm_rlhf.launch.preflight import canary_in, judge
 from slurm_rlhf.launch.probe import answer, versions
+from slurm_rlhf.launch.requeue import continuation_of
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.render import draw
 from slurm_rlhf.placement.topology import GPU
 
-NO_RECOVERY = "no role is started again alone: with a rank the run ends, and the same command goes on from there"
+NO_RECOVERY = "no role can be restarted alone: if a rank fails the run ends, and the same command resumes it"
 
 
 def train(arguments: Arguments, start: Launched) -> int:
-    """The exit code of the run on rank 0, 0 on the others, so that it is the launcher's. Raises SlurmRlhfError."""
+    """Return the exit code of the run on rank 0, 0 on the others: the launcher's own. Raises SlurmRlhfError."""
     try:
-        world = World(start)
+        world = Communicator(start)
     except SlurmRlhfError as error:
         if start.rank:
-            return error.exit_code  # rank 0 says it
+            return error.exit_code  # rank 0 prints it
         raise
     code = _first(world, arguments, start) if world.rank == 0 else _other(world)
     world.leave()
     return code
 
 
-def _first(world: World, arguments: Arguments, start: Launched) -> int:
-    """Rank 0. What the user has wrong is said once, and before any rank loads anything."""
-    processes = [_process(words) for words in world.gather(asdict(this_process()))]
+def _first(world: Communicator, arguments: Arguments, start: Launched) -> int:
+    """Run rank 0. Errors in the configuration are printed once, before any rank loads anything."""
+    processes = [_process(fields) for fields in world.gather(asdict(this_process()))]
     try:
         config = load_config(arguments.file, arguments.overrides)
         check(config)
         placed = place_processes(config, processes, start)
         check_memory(config, placed.ranks)
         if "dry_run" not in arguments.flags:
-            for note in _look_around(world, config, placed.ranks, processes):
+            for note in _check_processes(world, config, placed.ranks, processes):
                 print(note, flush=True)
     except SlurmRlhfError as error:
         world.broadcast(None)
@@ -71,60 +78,67 @@ def _first(world: World, arguments: Arguments, start: Launched) -> int:
     return _run(world, config, placed, arguments)
 
 
-def _run(world: World, config: Config, placed: Placed, arguments: Arguments) -> int:
-    world.broadcast(
-        {"ranks": placed.ranks.to_json(), "seats": placed.seats, "start_s": config.timeout.start},
-    )
+def _run(world: Communicator, config: Config, placed: Placed, arguments: Arguments) -> int:
+    ranks = placed.ranks.to_json()
+    world.broadcast({"ranks": ranks, "assignments": placed.assignments, "start_s": config.timeout.start})
     nodes = len(placed.ranks.topology.nodes)
     print(f"MPI: {world.size} ranks on {nodes} {'node' if nodes == 1 else 'nodes'}; {NO_RECOVERY}", flush=True)
-    own = placed.seats[0][1]
+    own = placed.assignments[0]
     if (slurm := read_slurm(os.environ)) is not None:
         print(f"job {slurm.job_id}, run directory {config.run_dir}")
-        print(f"to look inside: {attach_line(str(slurm.job_id), own)}", flush=True)
-    elsewhere = next((node.name for node in placed.ranks.topology.nodes if node.name != own), None)
-    orders = Orders(
-        str(arguments.file.absolute()),
-        arguments.overrides,
-        placed.ranks.to_json(),
-        address_towards(elsewhere) if elsewhere else "127.0.0.1",
-    )
-    command = [sys.executable, "-m", "slurm_rlhf.cli.conductor", orders.to_word()]
-    return lead(world, placed.ranks, placed.seats[0], config.timeout.start, command, Path(config.run_dir))
+        print(f"to look inside: {attach_line(str(slurm.job_id), own.node)}", flush=True)
+    elsewhere = next((node.name for node in placed.ranks.topology.nodes if node.name != own.node), None)
+    address = address_towards(elsewhere) if elsewhere else "127.0.0.1"
+    found = [str(arguments.file.absolute()), arguments.overrides, ranks, address]
+    conductor = [sys.executable, "-m", "slurm_rlhf.cli.mpi_start", json.dumps(found)]
+    return lead(world, placed.ranks, own, config.timeout.start, conductor, Path(config.run_dir))
 
 
-def _other(world: World) -> int:
+def _other(world: Communicator) -> int:
     world.gather(asdict(this_process()))
-    words = world.broadcast()
-    if words is not None and "canary" in words:
-        world.gather(answer(Path(words["canary"]), gpus=words["gpus"]))
-        words = world.broadcast()
-    if words is not None:
-        role, node, index = words["seats"][world.rank]
-        follow(world, RankMap.from_json(words["ranks"]), (role, node, index), words["start_s"])
+    message = world.broadcast()
+    if message is not None and "canary" in message:
+        world.gather(answer(Path(message["canary"]), gpus=message["gpus"]))
+        message = world.broadcast()
+    if message is not None:
+        own = Assignment(*message["assignments"][world.rank])
+        follow(world, RankMap.from_json(message["ranks"]), own, message["start_s"])
     return 0
 
 
-def _look_around(world: World, config: Config, ranks: RankMap, processes: list[Process]) -> list[str]:
-    """Does every process see the run directory, with the same packages and usable GPUs? Notes for the user.
+def _check_processes(world: Communicator, config: Config, ranks: RankMap, processes: list[Process]) -> list[str]:
+    """Check that every process sees the run directory, with the same packages and usable GPUs; return notes.
 
     Raises as `judge` and `judge_accelerators` do.
     """
-    run_dir = Path(config.run_dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    token = secrets.token_hex(16)
-    canary = run_dir / f".canary.{token}"
-    canary.write_text(token, encoding="utf-8")
-    gpus = ranks.topology.accelerator == GPU
-    try:
+    run_dir, gpus = Path(config.run_dir), ranks.topology.accelerator == GPU
+    with canary_in(run_dir) as (canary, token):
         world.broadcast({"canary": str(canary), "gpus": gpus})
         answers: list[dict[str, Any]] = world.gather(answer(canary, gpus=gpus))
-    finally:
-        canary.unlink(missing_ok=True)
     nodes = list(dict.fromkeys(process.node for process in processes))
     judge({said["node"]: said for said in answers}, nodes, run_dir, token, versions(), "")
     wanted, equipment = seen_by_processes(answers, gpus, config.ds.attn_implementation)
     return judge_accelerators(equipment, wanted, "start it with a GPU for each process")
 
 
-def _process(words: dict[str, Any]) -> Process:
-    return Process(words["node"], tuple(words["cpus"]), tuple(words["gpus"]))
+def _process(fields: dict[str, Any]) -> Process:
+    return Process(fields["node"], tuple(fields["cpus"]), tuple(fields["gpus"]))
+
+
+def conduct(start: str, channel: int) -> int:
+    """Run the conductor in the child of rank 0; `channel` is the socket that leads to rank 0.
+
+    `start`: what rank 0 has found out, as JSON: file and overrides, rank map, address. Raises as `conductor.run`.
+    """
+    from slurm_rlhf.controller import conductor
+
+    file, overrides, rank_map, address = json.loads(start)
+    config = load_config(Path(file), overrides)
+    ranks = RankMap.from_json(rank_map)
+    launcher = MpiLauncher(Channel(socket.socket(fileno=channel)), ranks, address)
+    continuation = continuation_of(config.slurm, Path(config.run_dir), os.environ)
+    return conductor.run(config, ranks, launcher, node_name(), continuation)
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(lambda: conduct(sys.argv[1], int(sys.argv[2]))))

@@ -1,4 +1,4 @@
-"""Report where the roles of a configuration go and what memory they need, as `plan` shows it and `train` checks it."""
+"""Report where roles go and what memory they need, as `plan` shows it and `train` checks it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _LARGEST = 3
 
 
 def layout_here(config: Config, environ: Mapping[str, str] = os.environ) -> RankMap:
-    """Place the ranks of a run that starts now: on this machine, or on the nodes of the Slurm allocation it is in.
+    """Place the ranks of a run that starts now: on this machine, or on the nodes of its Slurm allocation.
 
     Raises PlacementError when the roles do not fit.
     """
@@ -97,7 +97,7 @@ def memory_of(config: Config, found: GpuSize | None) -> Memory:
 
 
 def memory_on(config: Config, ranks: RankMap) -> Memory:
-    """Estimate as `memory_of`, on the GPUs of this machine or of the allocation it is in, if the ranks use any."""
+    """Estimate as `memory_of`, on the GPUs of this machine or its allocation, if the ranks use any."""
     return memory_of(config, gpus_here() if ranks.topology.accelerator == GPU else None)
 
 
@@ -120,8 +120,8 @@ def draw_memory(config: Config, memory: Memory) -> str:
     """Draw a row per role, at most 100 columns wide."""
     if memory.account is None:
         return textwrap.fill(f"memory: unknown: {memory.unknown}", _WIDTH, subsequent_indent="  ")
-    told = f"Memory of a GPU in GiB ({memory.size.name}: {memory.size.gib:.1f})"
-    rows = [("", "needed", "there", told)]
+    title = f"Memory of a GPU in GiB ({memory.size.name}: {memory.size.gib:.1f})"
+    rows = [("", "needed", "there", title)]
     for row in memory.account.rows:
         there = gib(row.there) if row.there else ""
         mark = "" if row.fits else "DOES NOT FIT: "

@@ -134,7 +134,7 @@ def _rate(name: str, text: str) -> float:
 
 
 def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
-    """Plan the transfer of the actor's model over `ranks`; None if the files of the model do not tell its shapes."""
+    """Plan the transfer of the actor's model over `ranks`; None if the model's files do not tell its shapes."""
     try:
         stored = stored_parameters(config.actor.model_name_or_path)
     except ModelError:

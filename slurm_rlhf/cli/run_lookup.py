@@ -1,4 +1,4 @@
-"""Find the run that the argument RUN of `status` and `cancel` names: a run directory or the number of a job."""
+"""Find the run that RUN names in `status` and `cancel`: a run directory or the number of a job."""
 
 from __future__ import annotations
 

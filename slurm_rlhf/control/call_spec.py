@@ -1,4 +1,4 @@
-"""How a call is declared: a method with the decorator `call`, its argument a record, its deadline named."""
+"""How a call is declared: a method with the decorator `call`, whose argument is a record."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DEADLINE = "__deadline__"
 
 @dataclass(frozen=True, slots=True)
 class CallSpec:
-    """What is declared of a call."""
+    """Holds the declaration of a call."""
 
     name: str
     deadline: str  # a field of config.schema_cluster.Timeout
@@ -28,16 +28,16 @@ class CallSpec:
     result: Any
 
     def seconds(self, timeout: Timeout) -> float:
-        """How long the call may take."""
+        """Return how long the call may take."""
         limit: float = getattr(timeout, self.deadline)
         return limit
 
     def read_argument(self, fields: dict[str, Any]) -> Any:
-        """The argument that has arrived as the map of its fields. Raises WireError."""
+        """Make the argument from the map of its fields. Raises WireError."""
         return read(self.argument, fields, f"the argument of {self.name}")
 
     def read_result(self, value: Any) -> Any:
-        """The result that has arrived. Raises WireError."""
+        """Make the result from what has arrived. Raises WireError."""
         return read(self.result, value, f"the result of {self.name}")
 
 
@@ -57,7 +57,7 @@ def call(*, deadline: str) -> Callable[[F], F]:
 
 @cache
 def spec_of(method: Callable[..., Any]) -> CallSpec:
-    """The declaration of a method of one of the classes below. Raises RunError for another function."""
+    """Return the declaration of a method. Raises RunError for a function that `call` has not declared."""
     deadline = getattr(method, _DEADLINE, None)
     if deadline is None:
         raise RunError(f"{getattr(method, '__qualname__', method)} is not declared as a call; see control/calls.py")
@@ -74,7 +74,7 @@ def spec_of(method: Callable[..., Any]) -> CallSpec:
 
 @cache
 def calls_of(role: type[Any]) -> dict[str, CallSpec]:
-    """Name -> declaration of all calls of a class and of its bases."""
+    """Map the names of all calls of a class and of its bases to their declarations."""
     declared: dict[str, Any] = {}
     for base in role.__mro__:
         for name, member in vars(base).items():

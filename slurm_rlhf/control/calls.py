@@ -21,7 +21,7 @@ from slurm_rlhf.records import F32, I32, EngineLoad, Experience, ParameterSpec, 
 
 @dataclass(frozen=True, slots=True)
 class DeviceReport:
-    """What a rank tells about its accelerator; sizes in bytes."""
+    """Describes the accelerator of a rank; sizes in bytes."""
 
     gpu: str  # its name
     total: int
@@ -43,7 +43,7 @@ class StartAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """A rank's part of a batch for a pass without gradients."""
+    """Holds the part of a batch that one rank passes forward, without gradients."""
 
     experience: Experience
     micro: list[list[int]]  # micro-batches as rows of `experience`; equally many on every rank
@@ -51,7 +51,7 @@ class ForwardBatch:
 
 @dataclass(frozen=True, slots=True)
 class TrainBatch:
-    """A rank's part of a batch for one optimizer step."""
+    """Holds the part of a batch that one rank trains on in one optimizer step."""
 
     experience: Experience
     micro: list[list[int]]  # as in ForwardBatch
@@ -60,7 +60,7 @@ class TrainBatch:
 
 @dataclass(frozen=True, slots=True)
 class SelfCheckAnswer:
-    """Log-probs of the same rows, computed in ways that must not matter, [A] each."""
+    """Holds log-probs of the same rows, computed in ways that must not matter, [A] each."""
 
     first: F32
     again: F32  # a second time
@@ -80,7 +80,7 @@ class ListenRequest:
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """Where the members of all weight transfer groups meet."""
+    """Says where the members of all weight transfer groups find each other."""
 
     host: str
     port: int
@@ -88,7 +88,7 @@ class StoreAddress:
 
 @dataclass(frozen=True, slots=True)
 class SyncGroupRequest:
-    """A weight transfer group that a rank is to join."""
+    """Describes a weight transfer group to a rank that is to join it."""
 
     name: str
     rank: int  # the actor's ranks come first; of an engine it is that of its leader
@@ -108,7 +108,7 @@ class SyncGroupRequest:
 
 @dataclass(frozen=True, slots=True)
 class SyncConnection:
-    """How a member of a weight transfer group is connected."""
+    """Describes how a member of a weight transfer group is connected."""
 
     backend: str
     interface: str
@@ -123,7 +123,7 @@ class SyncUpdateRequest:
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """How a member's part of a weight update ended."""
+    """Says how a weight update ended at one member."""
 
     broken: str = ""  # why it was cut off, so that a new group may help; empty: it succeeded
     nbytes: int = 0  # of the parameters, all ranks together
@@ -139,7 +139,7 @@ class PromptTokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedPrompts:
-    """N prompts as four arrays: as a list of prompts, many of them would not fit into a message's header."""
+    """Packs N prompts into four arrays; as a list, many of them would not fit into the header of a message."""
 
     positions: I32  # [N]
     prompts: I32  # [N]
@@ -168,7 +168,7 @@ class PackedPrompts:
 
 @dataclass(frozen=True, slots=True)
 class GenerateBatch:
-    """Prompts for an engine, and how many responses this call is answered with."""
+    """Hands prompts to an engine, and says how many responses this call is answered with."""
 
     prompts: PackedPrompts  # may be empty: then the call comes for responses that earlier ones asked for
     sampling: Sampling
@@ -195,7 +195,7 @@ class WakeUpRequest:
 
 
 class RankCalls(Protocol):
-    """Calls that every rank of every role answers."""
+    """Declares the calls that every rank of every role answers."""
 
     @call(deadline="forward")  # it waits behind whatever the rank computes
     def about(self) -> DeviceReport | None:
@@ -207,7 +207,7 @@ class RankCalls(Protocol):
 
 
 class StartCalls(RankCalls, Protocol):
-    """Calls of every role that has a model."""
+    """Declares the calls of every role that has a model."""
 
     @call(deadline="start")
     def start(self, request: StartRequest) -> StartAnswer:
@@ -215,7 +215,7 @@ class StartCalls(RankCalls, Protocol):
 
 
 class LogprobCalls(StartCalls, Protocol):
-    """Calls of the roles that have a policy."""
+    """Declares the calls of the roles that have a policy."""
 
     @call(deadline="forward")
     def logprobs(self, batch: ForwardBatch) -> F32:
@@ -223,7 +223,7 @@ class LogprobCalls(StartCalls, Protocol):
 
 
 class TrainerCalls(StartCalls, Protocol):
-    """Calls of the roles that are trained."""
+    """Declares the calls of the roles that are trained."""
 
     @call(deadline="train_step")
     def train_step(self, batch: TrainBatch) -> dict[str, float]:
@@ -247,7 +247,7 @@ class TrainerCalls(StartCalls, Protocol):
 
 
 class SyncCalls(Protocol):
-    """Calls of the members of a weight transfer group."""
+    """Declares the calls of the members of a weight transfer group."""
 
     @call(deadline="sync")
     def sync_join(self, request: SyncGroupRequest) -> SyncConnection:
@@ -255,7 +255,7 @@ class SyncCalls(Protocol):
 
 
 class ActorCalls(TrainerCalls, LogprobCalls, SyncCalls, Protocol):
-    """Calls of the policy in training."""
+    """Declares the calls of the policy in training."""
 
     @call(deadline="forward")
     def self_check(self, batch: ForwardBatch) -> SelfCheckAnswer:
@@ -275,7 +275,7 @@ class ActorCalls(TrainerCalls, LogprobCalls, SyncCalls, Protocol):
 
 
 class CriticCalls(TrainerCalls, Protocol):
-    """Calls of the value model in training."""
+    """Declares the calls of the value model in training."""
 
     @call(deadline="forward")
     def values(self, batch: ForwardBatch) -> F32:
@@ -283,11 +283,11 @@ class CriticCalls(TrainerCalls, Protocol):
 
 
 class ReferenceCalls(LogprobCalls, Protocol):
-    """Calls of the frozen policy that the KL penalty compares with."""
+    """Declares the calls of the frozen policy that the KL penalty compares with."""
 
 
 class RewardCalls(StartCalls, Protocol):
-    """Calls of the reward model."""
+    """Declares the calls of the reward model."""
 
     @call(deadline="forward")
     def score(self, batch: ForwardBatch) -> F32:
@@ -295,7 +295,7 @@ class RewardCalls(StartCalls, Protocol):
 
 
 class EngineCalls(StartCalls, SyncCalls, Protocol):
-    """Calls of an inference engine, through its first rank."""
+    """Declares the calls of an inference engine, which its first rank takes."""
 
     @call(deadline="generate")
     def generate(self, batch: GenerateBatch) -> Future[GenerateAnswer]:

@@ -88,7 +88,7 @@ class RoleHandle(Generic[C]):
         return self._send(rank, spec_of(RankCalls.shutdown), {})
 
     def _send(self, rank: int, spec: CallSpec, argument: Any) -> Future[Any]:
-        return self._server.send(self.role, rank, spec.name, argument, spec.seconds(self._timeout), spec.read_result)
+        return self._server.call(self.role, rank, spec.name, argument, spec.seconds(self._timeout), spec.read_result)
 
     def _rank(self, number: int) -> int:
         """Return the rank that takes the calls to `number`."""

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import msgpack
 
 from slurm_rlhf.control.codec import Buffer, decode, encode
+from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.errors import RemoteError, RunError, UserError, WireError
 
 NUMBERED = frozenset({"call", "reply", "error", "event"})
@@ -100,7 +101,7 @@ class Failure:
             isinstance(error, UserError) or (isinstance(error, RemoteError) and error.user_error),
         )
 
-    def raised(self, peer: Any, method: str) -> RemoteError:
+    def raised(self, peer: Peer, method: str) -> RemoteError:
         """Make the error that the call's Future raises. A user's error keeps its own words."""
         text = self.message if self.user_error else f"{method} failed on {peer}: {self.type}: {self.message}"
         return RemoteError(text, remote_traceback=self.traceback, user_error=self.user_error)

@@ -1,7 +1,7 @@
-"""Turns what the codec has decoded into the records, lists and arrays that a call declares.
+"""Make the records, lists and arrays that a call declares of what the codec has decoded.
 
-A dataclass travels as the map of its fields, a named tuple as the list of its values. Everything else than the
-declared type is refused with a WireError that names the record and the field. Nothing is converted silently, except an
+A dataclass travels as the map of its fields, a named tuple as the list of its values. Everything but the declared
+type is refused with a WireError that names the record and the field. Nothing is converted silently, except an
 int where a float is declared.
 """
 
@@ -23,7 +23,7 @@ _PLAIN = (bool, int, str, bytes)
 
 
 class _Mismatch(Exception):
-    """A value that is not of the declared type; `path` leads to it from the outermost value."""
+    """Says that a value is not of the declared type; `path` leads to it from the outermost value."""
 
     def __init__(self, what: str) -> None:
         super().__init__(what)
@@ -35,7 +35,7 @@ class _Mismatch(Exception):
 
 
 def read(declared: Any, value: Any, name: str) -> Any:
-    """`value` as the type `declared`; `name` is what error messages call it. Raises WireError."""
+    """Read `value` as the type `declared`; `name` is its name in error messages. Raises WireError."""
     try:
         return reader(declared)(value)
     except _Mismatch as error:
@@ -44,7 +44,7 @@ def read(declared: Any, value: Any, name: str) -> Any:
 
 @cache
 def reader(declared: Any) -> Reader:
-    """The function that reads values of the type `declared`. Raises TypeError for a type that cannot travel."""
+    """Make the function that reads values of a type. Raises TypeError for a type that cannot travel."""
     if declared in _SIMPLE:
         return _SIMPLE[declared]
     origin = get_origin(declared)
@@ -58,7 +58,7 @@ def reader(declared: Any) -> Reader:
 
 
 def _described(value: Any) -> str:
-    """The type of a value that was refused, and its beginning where it is short."""
+    """Describe a value that was refused by its type and its first characters."""
     if isinstance(value, np.ndarray):
         return f"an array of {value.dtype}"
     return f"{str(value)[:40]!r} ({type(value).__name__})"

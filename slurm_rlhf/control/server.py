@@ -136,21 +136,15 @@ class ControlServer:
                         f"missing: {shortened(map(str, missing), 8)}; their log files say why"
                     )
 
-    def call(self, role: str, rank: int, method: str, /, timeout_s: float, **args: Any) -> Future[Any]:
-        """Call `method(**args)` on a rank. Does not block; raises WireError when `args` cannot be encoded.
-
-        The Future's result is the reply. It raises RemoteError (the handler raised), CallTimeout (no reply for
-        `timeout_s` seconds since the call and since the rank's last reply to the same method), RoleDied (the rank was
-        lost or is not there) or what `fail_role` was given. It cannot be cancelled.
-        """
-        return self.send(role, rank, method, args, timeout_s, lambda result: result)
-
-    def send(
+    def call(
         self, role: str, rank: int, method: str, argument: Any, timeout_s: float, read: Callable[[Any], Any]
     ) -> Future[Any]:
-        """As `call`, with the arguments as a record or a dict; `read` makes the Future's result of the reply.
+        """Call a method of a rank with a record. Does not block; raises WireError when `argument` cannot be encoded.
 
-        `read` runs on the I/O thread; it may raise WireError and nothing else.
+        The Future's result is what `read` makes of the reply, on the I/O thread; it may raise WireError and nothing
+        else. The Future raises RemoteError (the handler raised), CallTimeout (no reply for `timeout_s` seconds since
+        the call and since the rank's last reply to the same method), RoleDied (the rank was lost or is not there) or
+        what `fail_role` was given. It cannot be cancelled.
         """
         parts = to_parts(encode({"method": method, "args": argument}))
         with self._lock:

@@ -70,7 +70,7 @@ def end_tokens(tokenizer: Tokenizer) -> set[int]:
 
 
 def missing_eos(tokenizer: Tokenizer) -> str:
-    """Say what is wrong with how the chat template ends an answer; "" when all is well or there is no template.
+    """Say what is wrong with how the chat template ends an answer; "" if nothing is.
 
     A model that was trained with the template ends its answers as the template does. If no token of `end_tokens` is
     among those, engines go on sampling after the answer, up to rollout.max_new_tokens. Raises ModelError when the

@@ -1,4 +1,14 @@
-"""Starting the processes of a run: torchrun command lines and the launchers that run them."""
+"""Start the processes of a run, on one machine, under Slurm or under MPI, and submit runs as jobs.
+
+What lives here: `launcher` (the protocol), `local`, `slurm` with `srun` and `node`, `mpi/` (all of MPI); `step_spec`
+and `node_environment` (what a role's processes are started with), `child_process`; `preflight`, `probe` and
+`accelerators` (checks before a start); `requeue` and `successor` (the next job of a run); `submitit_job`; `container`.
+
+May import: the base modules, `config`, `placement` and `cluster`. mpi4py only in `mpi/communicator`, submitit only in
+`submitit_job`, both inside functions.
+
+To add a launcher: implement `launcher.Launcher` in a file of its own, and choose it in `cli.train`.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +18,10 @@ from slurm_rlhf.config.schema import Config
 
 
 def submit(config: Config, local: bool = False) -> Any:
-    """Submit a run; returns a submitit job, of which `result()` is the run's summary.
+    """Check `config` and submit a run; return a submitit job, whose `result()` is the summary of the run.
 
-    `config` says what to run and, in its group `slurm`, what to ask Slurm for; `local`: on this machine instead. It is
-    checked before. A run that fails makes `result()` raise with the last lines of what failed. Raises ConfigError,
+    `config` says what to run and, in its group `slurm`, what to ask Slurm for; `local`: run on this machine instead.
+    If the run fails, `result()` raises with the last lines of what failed. Raises ConfigError,
     PlacementError, ModelError, and RunError when sbatch refuses.
     """
     from slurm_rlhf.config.check import check

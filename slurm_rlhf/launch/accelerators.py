@@ -150,10 +150,10 @@ def _unlike(answers: Answers, wanted: Wanted) -> list[str]:
     sizes = [size for found in kinds.values() for size in found]
     if not sizes or (len(kinds) == 1 and max(sizes) <= (1 + _UNLIKE) * min(sizes)):
         return []
-    told = ", ".join(f"{len(found)} x {name} ({min(found) / 1024:.0f} GiB)" for name, found in sorted(kinds.items()))
+    listed = [f"{len(found)} x {name} ({min(found) / 1024:.0f} GiB)" for name, found in sorted(kinds.items())]
     return [
-        f"note: GPUs of unlike kinds or sizes: {told}. Ranks of a role wait for the slowest of them, and what does not "
-        "fit the smallest does not fit; better give each role GPUs of one kind"
+        f"note: GPUs of unlike kinds or sizes: {', '.join(listed)}. Ranks of a role wait for the slowest of them, and "
+        "what does not fit the smallest does not fit; better give each role GPUs of one kind"
     ]
 
 

@@ -7,7 +7,8 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,6 @@ def check_nodes(
 
     Raises ConfigError or PlacementError naming the nodes and the remedy, RunError when the step cannot be started.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    token = secrets.token_hex(16)
-    canary = run_dir / f".canary.{token}"
-    canary.write_text(token, encoding="utf-8")
     step = Step(
         "preflight",
         tuple(nodes),
@@ -53,9 +50,34 @@ def check_nodes(
         options=container.step_options(),
     )
     look = ("--gpus",) if wanted.slots else ()
+    with canary_in(run_dir) as (canary, token):
+        out, err = _run(step, container.command("slurm_rlhf.launch.probe", str(canary), *look, gpus=bool(look)))
+    answers = _answers(out)
+    here = versions()
+    if container.image and answers:
+        here = {**next(iter(answers.values()))["versions"], "slurm_rlhf": here["slurm_rlhf"]}
+    judge(answers, nodes, run_dir, token, here, err, container.command("...", gpus=False)[:-2])
+    return judge_accelerators(answers, wanted, "ask for them with sbatch --gpus-per-node")
+
+
+@contextmanager
+def canary_in(run_dir: Path) -> Iterator[tuple[Path, str]]:
+    """Write a file into the run directory that other nodes are asked to read; yield it and its contents."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    token = secrets.token_hex(16)
+    canary = run_dir / f".canary.{token}"
+    canary.write_text(token, encoding="utf-8")
+    try:
+        yield canary, token
+    finally:
+        canary.unlink(missing_ok=True)
+
+
+def _run(step: Step, command: list[str]) -> tuple[str, str]:
+    """Return what the step printed, and the error output of srun."""
     try:
         done = subprocess.run(
-            step_command(step, container.command("slurm_rlhf.launch.probe", str(canary), *look, gpus=bool(look))),
+            step_command(step, command),
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,
@@ -63,21 +85,13 @@ def check_nodes(
             stdin=subprocess.DEVNULL,
             env=step_environment(os.environ),
         )
-        out, err = done.stdout, done.stderr
     except subprocess.TimeoutExpired as late:
-        out, err = _text(late.stdout), _text(late.stderr)
+        return _text(late.stdout), _text(late.stderr)
     except OSError as error:
         raise RunError(
             f"srun cannot be started: {error}. The batch script needs Slurm's commands on its PATH"
         ) from None
-    finally:
-        canary.unlink(missing_ok=True)
-    answers = _answers(out)
-    here = versions()
-    if container.image and answers:
-        here = {**next(iter(answers.values()))["versions"], "slurm_rlhf": here["slurm_rlhf"]}
-    judge(answers, nodes, run_dir, token, here, err, container.command("...", gpus=False)[:-2])
-    return judge_accelerators(answers, wanted, "ask for them with sbatch --gpus-per-node")
+    return done.stdout, done.stderr
 
 
 def judge(

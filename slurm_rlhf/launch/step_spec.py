@@ -1,4 +1,4 @@
-"""Describe what the step of one role does: a file that each of its nodes reads, and a torchrun command line."""
+"""Describe the step of one role: as a file that each of its nodes reads, and as a torchrun command line."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ WORKER_MODULE = "slurm_rlhf.workers.main"
 
 @dataclass(frozen=True, slots=True)
 class StepSpec:
-    """Describe the step of `role` in the run in `run_dir`; `run_id` names this start of it, the same on every node.
+    """Describe the step of `role` in the run in `run_dir`.
 
-    At `port` of the first node its torchruns find each other; 0: each works alone on its node, so that none ends when
-    another node does. `environment` maps a node to the variables of the role's processes there.
+    `run_id` names this start of the role, the same on every node. At `port` of the first node its torchruns find each
+    other; 0: each works alone on its node, so that none ends when another node does. `environment` maps a node to the
+    variables of the role's processes there.
     """
 
     role: str

@@ -1,10 +1,10 @@
 """Show what a run does and record it: metrics, events, progress, status, timings, log excerpts.
 
 What lives here: `metrics` (metrics.jsonl), `events` (TensorBoard), `run_status` (summary.json and where a run stands),
-`progress` (the protocol; plain lines), `live` (a terminal), `table` (one row), `timing` (phases, idle GPUs),
+`progress` (the base class; plain lines), `live` (a terminal), `table` (one row), `timing` (phases, idle GPUs),
 `engine_load` (rates of engines, slow engines), `log_tail` (why a process ended).
 
 May import: the base modules and `config`. No torch. Nothing here may stop a run: what is missing is shown as a dash.
 
-To add a progress display: a class with the methods of `progress.Progress`, and a line in `make_progress`.
+To add a progress display: a subclass of `progress.Progress`, and a line in `make_progress`.
 """

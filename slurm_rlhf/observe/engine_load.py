@@ -28,7 +28,7 @@ def far_below(rates: Mapping[int, float]) -> dict[int, float]:
 
 
 def _median_without(ordered: list[float], place: int) -> float:
-    """Median of `ordered` (ascending) without the element at `place`."""
+    """Return the median of `ordered` (ascending) without the element at `place`."""
     left = len(ordered) - 1
 
     def at(index: int) -> float:

@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from slurm_rlhf.observe.progress import Progress
 from slurm_rlhf.observe.table import EVERY, Cell, Clock, duration, header, row
 
 _REFRESH_HZ = 2
@@ -17,8 +18,8 @@ _BAR = 32  # columns
 _BUSY = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
-class LiveProgress:
-    """Implement `progress.Progress` with rich. Whatever else is printed meanwhile appears above the bar."""
+class LiveProgress(Progress):
+    """Show rows and a bar with rich. Whatever else is printed meanwhile appears above the bar."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False)

@@ -39,13 +39,13 @@ _OFTEN = {
 
 
 def tail(path: Path, lines: int, start: int = 0) -> list[str]:
-    """Return the last `lines` lines of `path` that are not blank, or a line that says why it cannot be read.
+    """Return the last `lines` lines of `path` that are not blank, or why it cannot be read.
 
     Reads nothing before byte `start`: what comes before belongs to an earlier start of the run. Leaves out
     deprecation warnings and what torchrun adds when one of its processes ends, unless there is nothing else.
     """
     try:
-        text = _end_of(path, start)
+        text = read_end(path, start)
     except OSError as error:
         return [f"({path} cannot be read: {error.strerror})"]
     found = [line.rstrip() for line in text.splitlines() if line.strip()]
@@ -94,9 +94,9 @@ class FailedProcess:
 
 
 def first_failure(log: Path, start: int = 0) -> FailedProcess | None:
-    """Return the root cause in the newest report in `log` after byte `start`; None if there is no report or no file."""
+    """Return the root cause in the newest report in `log` after byte `start`; None if there is none."""
     try:
-        text = _end_of(log, start)
+        text = read_end(log, start)
     except OSError:
         return None
     _, found, report = text.rpartition(_ROOT_CAUSE)
@@ -106,8 +106,9 @@ def first_failure(log: Path, start: int = 0) -> FailedProcess | None:
     return FailedProcess(int(rank["rank"]), int(code["pid"]), int(code["code"]))
 
 
-def _end_of(path: Path, start: int) -> str:
+def read_end(path: Path, start: int = 0, most: int = _READ) -> str:
+    """Read the last `most` bytes of `path`, and nothing before byte `start`. Raises OSError."""
     with path.open("rb") as file:
         size = file.seek(0, 2)
-        file.seek(max(start, size - _READ))
+        file.seek(max(start, size - most))
         return file.read().decode("utf-8", errors="replace")

@@ -48,15 +48,19 @@ class MetricsLog:
         return len(lines) - len(kept)
 
     def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        if not self._path.exists():
-            return
-        for line in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and "step" in row:
-                yield line, row
+        if self._path.exists():
+            yield from whole_lines(self._path.read_text(encoding="utf-8", errors="replace"))
+
+
+def whole_lines(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (line, row) for each whole line of metrics.jsonl; lines that a kill or a cut has shortened are skipped."""
+    for line in text.splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and "step" in row:
+            yield line, row
 
 
 def finite(value: float | None) -> float | int | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Protocol
 
 from slurm_rlhf.config.schema import Logger
 from slurm_rlhf.observe.table import EVERY, Clock, duration, header, line, row
 
 
-class Progress(Protocol):
-    """Show how a run goes on. The conductor's main thread calls it; nothing here blocks."""
+class Progress:
+    """Show nothing; subclasses show how a run goes on.
+
+    The conductor's main thread calls it; nothing here blocks. Errors reach the terminal whatever is chosen.
+    """
 
     def begin(self, done: int, total: int) -> None:
         """Start to show steps; `done` steps were done before."""
@@ -37,10 +39,10 @@ def make_progress(settings: Logger) -> Progress:
         from slurm_rlhf.observe.live import LiveProgress
 
         return LiveProgress()
-    return PlainProgress() if kind == "plain" else NoProgress()
+    return PlainProgress() if kind == "plain" else Progress()
 
 
-class PlainProgress:
+class PlainProgress(Progress):
     """Print lines that read well in a Slurm log file: a table whose header is repeated every 20 rows."""
 
     def __init__(self) -> None:
@@ -49,9 +51,6 @@ class PlainProgress:
 
     def begin(self, done: int, total: int) -> None:
         self._clock.tick()
-
-    def phase(self, name: str) -> None:
-        """Show nothing: a log file has no line that could change."""
 
     def note(self, text: str) -> None:
         print(text, flush=True)
@@ -65,25 +64,3 @@ class PlainProgress:
         if "eval" in metrics:
             print(f"{'':9} evaluation {metrics['eval']:.4f}")
         sys.stdout.flush()
-
-    def end(self) -> None:
-        """Do nothing: all lines are printed already."""
-
-
-class NoProgress:
-    """Show nothing: errors still reach the terminal, everything else is in the files."""
-
-    def begin(self, done: int, total: int) -> None:
-        """Show nothing."""
-
-    def phase(self, name: str) -> None:
-        """Show nothing."""
-
-    def note(self, text: str) -> None:
-        """Show nothing."""
-
-    def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
-        """Show nothing."""
-
-    def end(self) -> None:
-        """Show nothing."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.atomic_write import write_atomically
-from slurm_rlhf.observe.metrics import finite
+from slurm_rlhf.observe.log_tail import read_end
+from slurm_rlhf.observe.metrics import finite, whole_lines
 
 
 @dataclass(slots=True)
@@ -97,18 +98,6 @@ def _summary(path: Path) -> dict[str, Any]:
 
 def _last_rows(path: Path) -> list[dict[str, Any]]:
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - _READ))
-            lines = file.read().splitlines()
+        return [row for _, row in whole_lines(read_end(path, most=_READ))]
     except OSError:
         return []
-    rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # cut off by a kill, or by where this began to read
-        if isinstance(row, dict) and "step" in row:
-            rows.append(row)
-    return rows

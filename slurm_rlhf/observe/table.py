@@ -1,4 +1,4 @@
-"""Show the numbers of a step as a row of a table, at most 100 columns wide, and estimate the time that is left."""
+"""Show the numbers of a step as a row of a table, and estimate the time that is left."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Cell:
 
 
 def row(step: int, total: int, metrics: dict[str, float], remaining: str) -> list[Cell]:
-    """Format one step. A missing metric becomes a dash: the display never stops a run."""
+    """Format one step, at most 100 columns wide. A missing metric becomes a dash: the display never stops a run."""
     seconds = metrics.get("time/step", math.nan)
     phases = {name: metrics[f"time/{name}"] for name in PHASES if f"time/{name}" in metrics}
     cells = [
@@ -82,7 +82,7 @@ _WINDOW = 20  # steps that the estimate looks back
 
 
 class Clock:
-    """Estimate the time that is left from the last steps: the first ones, which compile and warm up, soon drop out."""
+    """Estimate the time that is left from the last steps: slow first ones soon drop out."""
 
     def __init__(self) -> None:
         self._start = time.monotonic()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.model_directory import check_not_quantised
+from slurm_rlhf.config.model_directory import check_not_quantised, read_config
 from slurm_rlhf.errors import ModelError
 
 
@@ -136,20 +135,12 @@ def read_shape(key: str, path: str | Path) -> ModelShape:
     Raises ModelError where there is no config.json, where the weights are quantised, and for an architecture whose
     shape is not known here.
     """
-    file = Path(path) / "config.json"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{key}: {path} holds no config.json") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{key}: {file} cannot be read: {error}") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{key}: {file} is not a JSON object")
+    config = read_config(key, Path(path))
     check_not_quantised(key, path, config)
     try:
         return shape_of(config)
     except KeyError as error:
-        raise ModelError(f"{key}: {file} does not say {error.args[0]}") from None
+        raise ModelError(f"{key}: {path}/config.json does not say {error.args[0]}") from None
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:

@@ -168,7 +168,7 @@ def main() -> None:
 
     collect_rarely()
     die_with_parent(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the conductor's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the conductor answers Ctrl-C
     held = hold_termination()
     directory = RunDirectory(arguments.run_dir)
     info = rank_info(arguments.role, arguments.first_rank, arguments.world)
@@ -176,7 +176,7 @@ def main() -> None:
     config = load_config(directory.config, [])
     cache = take_caches(config, info)
     store = open_store()  # alive as long as this process
-    # Before there is a client: from its hello on, silence is a sign of death.
+    # Before there is a client: from its hello on, a silent rank counts as lost.
     import_libraries(config, info)
     make_worker = ROLES[info.role].load_worker()
     client = ControlClient(

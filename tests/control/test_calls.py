@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from control_peer import INTERVAL, start_peer, stop_peer
+from control_peer import INTERVAL, ask, start_peer, stop_peer
 
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
@@ -42,7 +42,7 @@ class Team:
         self.processes = [start_peer(self.server.endpoint(), key_file, "actor", rank, 2, LIMIT) for rank in range(2)]
 
     def call(self, method: str, rank: int = 0, timeout_s: float = 20, **args: Any) -> Any:
-        return self.server.call("actor", rank, method, timeout_s=timeout_s, **args).result(30)
+        return ask(self.server, "actor", rank, method, timeout_s=timeout_s, **args).result(30)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_arguments_and_results_travel(team: Team) -> None:
         "nested": {"a": {3: True}},
     }
     names = {"role": "r", "rank": 5, "method": "m", "self": 1}
-    assert team.server.call("actor", 0, "echo", timeout_s=10, **names).result(10) == names
+    assert ask(team.server, "actor", 0, "echo", timeout_s=10, **names).result(10) == names
     array = np.arange(100_000, dtype=np.float32).reshape(100, 1000)
     doubled = team.call("double", array=array)["array"]
     assert np.array_equal(doubled, array * 2)
@@ -86,7 +86,7 @@ def test_arrays_may_change_as_soon_as_they_are_handed_over(tmp_path: Path) -> No
     with ControlServer(keys) as server, ControlClient(server.endpoint(), keys, "actor", 0, 1) as client:
         client.connect(10)
         array = np.ones(5_000_000)
-        future = server.call("actor", 0, "double", timeout_s=10, array=array)
+        future = ask(server, "actor", 0, "double", timeout_s=10, array=array)
         array[:] = -1
         request = client.receive(10)
         assert request is not None
@@ -99,13 +99,13 @@ def test_arrays_may_change_as_soon_as_they_are_handed_over(tmp_path: Path) -> No
 
 def test_two_ranks_work_at_the_same_time(team: Team) -> None:
     began = time.monotonic()
-    futures = [team.server.call("actor", rank, "sleep", timeout_s=20, seconds=0.6) for rank in range(2)]
+    futures = [ask(team.server, "actor", rank, "sleep", timeout_s=20, seconds=0.6) for rank in range(2)]
     assert [future.result(10) for future in futures] == ["slept"] * 2
     assert time.monotonic() - began < 1.1
 
 
 def test_many_outstanding_calls_are_answered_in_order(team: Team) -> None:
-    futures = [team.server.call("actor", n % 2, "echo", timeout_s=30, n=n) for n in range(4000)]
+    futures = [ask(team.server, "actor", n % 2, "echo", timeout_s=30, n=n) for n in range(4000)]
     assert [future.result(30)["n"] for future in futures] == list(range(4000))
 
 
@@ -161,7 +161,7 @@ def test_a_passed_deadline_names_everything_and_the_late_reply_is_dropped(team: 
 
 
 def test_a_deadline_counts_from_the_last_reply_of_a_rank_that_works_its_calls_off(team: Team) -> None:
-    futures = [team.server.call("actor", 0, "sleep", timeout_s=0.8, seconds=0.4) for _ in range(5)]
+    futures = [ask(team.server, "actor", 0, "sleep", timeout_s=0.8, seconds=0.4) for _ in range(5)]
     assert [future.result(10) for future in futures] == ["slept"] * 5
 
 
@@ -169,7 +169,7 @@ def test_a_rank_that_is_not_there(team: Team) -> None:
     with pytest.raises(RoleDied, match="actor rank 2 is not connected; connected ranks of actor: 0, 1"):
         team.call("echo", 2)
     with pytest.raises(RoleDied, match="connected ranks of critic: none"):
-        team.server.call("critic", 0, "echo", timeout_s=1).result(1)
+        ask(team.server, "critic", 0, "echo", timeout_s=1).result(1)
     with pytest.raises(CallTimeout, match=r"actor: 2 of 4 ranks said hello within 0\.2 s; missing: 2, 3"):
         team.server.wait_for("actor", 4, 0.2)
 
@@ -179,8 +179,8 @@ def test_heartbeats_overtake_large_arrays(team: Team) -> None:
     peer = team.server.peers("actor")[0]
     began = last = time.monotonic()
     heard, silences = peer.heard, []
-    futures = [team.server.call("actor", 0, "zeros", timeout_s=30, bytes=size) for _ in range(count - 1)]
-    futures += [team.server.call("actor", 0, "double", timeout_s=30, array=np.ones(size, np.uint8))]
+    futures = [ask(team.server, "actor", 0, "zeros", timeout_s=30, bytes=size) for _ in range(count - 1)]
+    futures += [ask(team.server, "actor", 0, "double", timeout_s=30, array=np.ones(size, np.uint8))]
     while not all(future.done() for future in futures):
         time.sleep(0.01)
         if peer.heard != heard:
@@ -196,7 +196,7 @@ def test_heartbeats_overtake_large_arrays(team: Team) -> None:
 
 def test_heartbeats_go_on_while_the_rank_computes(team: Team) -> None:
     peer = team.server.peers("actor")[1]
-    busy = team.server.call("actor", 1, "compute", timeout_s=30, seconds=1.5)
+    busy = ask(team.server, "actor", 1, "compute", timeout_s=30, seconds=1.5)
     heard = set()
     while not busy.done():
         heard.add(peer.heard)
@@ -212,7 +212,7 @@ def test_looking_for_calls_is_cheap_and_starts_no_wait(team: Team) -> None:
         for _ in range(10_000):
             assert client.receive(0) is None
         assert (time.perf_counter() - began) / 10_000 < 50e-6
-        future = team.server.call("rollout", 0, "generate", timeout_s=10, n=1)
+        future = ask(team.server, "rollout", 0, "generate", timeout_s=10, n=1)
         request = client.receive(10)
         assert request is not None
         assert (request.method, request.args) == ("generate", {"n": 1})
@@ -228,7 +228,7 @@ def test_a_rank_that_leaves_is_not_lost_but_cannot_be_called(tmp_path: Path) -> 
     with ControlServer(keys, on_lost=lost.append) as server:
         with ControlClient(server.endpoint(), keys, "actor", 0, 1) as client:
             client.connect(10)
-            future = server.call("actor", 0, "train_step", timeout_s=10)
+            future = ask(server, "actor", 0, "train_step", timeout_s=10)
         with pytest.raises(RoleDied, match="it said goodbye"):
             future.result(5)
         with pytest.raises(RoleDied, match="it said goodbye"):
@@ -245,12 +245,12 @@ def test_a_failed_role_fails_everything_of_it_at_once_and_nothing_else(tmp_path:
         with ControlClient(server.endpoint(), keys, "critic", 0, 1) as critic:
             actor.connect(10)
             critic.connect(10)
-            pending = server.call("actor", 0, "train_step", timeout_s=60)
-            other = server.call("critic", 0, "values", timeout_s=60)
+            pending = ask(server, "actor", 0, "train_step", timeout_s=60)
+            other = ask(server, "critic", 0, "values", timeout_s=60)
             threading.Timer(0.3, server.fail_role, ("actor", RoleDied("actor rank 1 exited with code 9"))).start()
             with pytest.raises(RoleDied, match="exited with code 9"):
                 server.wait_for("actor", 2, 30)
-            for future in (pending, server.call("actor", 0, "train_step", timeout_s=60)):
+            for future in (pending, ask(server, "actor", 0, "train_step", timeout_s=60)):
                 with pytest.raises(RoleDied, match="exited with code 9"):
                     future.result(1)
             request = critic.receive(5)
@@ -266,14 +266,14 @@ def test_closing_fails_what_is_pending_and_the_ranks_learn_of_it(tmp_path: Path)
     with ControlClient(server.endpoint(), keys, "actor", 0, 1, on_conductor_lost=reasons.append) as client:
         client.connect(10)
         assert client.conductor_lost == ""
-        future = server.call("actor", 0, "train_step", timeout_s=60)
+        future = ask(server, "actor", 0, "train_step", timeout_s=60)
         request = client.receive(5)
         server.close()
         server.close()
         with pytest.raises(RunError, match="closed before actor rank 0"):
             future.result(1)
         with pytest.raises(RunError, match="closed"):
-            server.call("actor", 0, "train_step", timeout_s=1)
+            ask(server, "actor", 0, "train_step", timeout_s=1)
         for _ in range(2):
             with pytest.raises(RoleDied, match="it said goodbye"):
                 client.receive(5)
@@ -289,7 +289,7 @@ def test_replies_sent_right_before_closing_arrive(tmp_path: Path) -> None:
         for rank in range(5):
             with ControlClient(server.endpoint(), keys, "actor", rank, 5) as client:
                 client.connect(10)
-                future = server.call("actor", rank, "shutdown", timeout_s=10)
+                future = ask(server, "actor", rank, "shutdown", timeout_s=10)
                 request = client.receive(5)
                 assert request is not None
                 request.reply(np.ones(2_000_000))
@@ -303,7 +303,7 @@ def test_a_callback_that_raises_harms_nobody(tmp_path: Path) -> None:
             client.event("before the welcome", name="n")
             client.connect(10)
             client.event("progress")
-            future = server.call("actor", 0, "echo", timeout_s=5)
+            future = ask(server, "actor", 0, "echo", timeout_s=5)
             request = client.receive(5)
             assert request is not None
             request.reply(3)

@@ -13,6 +13,7 @@ import msgpack
 import numpy as np
 import pytest
 import zmq
+from control_peer import ask
 
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
@@ -65,7 +66,7 @@ class Scene:
 
     def call_works(self) -> bool:
         began = time.monotonic()
-        future = self.server.call("actor", 0, "echo", timeout_s=10)
+        future = ask(self.server, "actor", 0, "echo", timeout_s=10)
         request = self.client.receive(10)
         assert request is not None
         request.reply("fine")
@@ -160,7 +161,7 @@ def test_replayed_messages_are_counted_and_have_no_effect(scene: Scene) -> None:
         dealer.send_multipart(frames)
     assert until(lambda: scene.server.replayed == 3)
     assert scene.events == [("once", {})]
-    futures = [scene.server.call("critic", 0, "values", timeout_s=10) for _ in range(2)]
+    futures = [ask(scene.server, "critic", 0, "values", timeout_s=10) for _ in range(2)]
     for number in (2, 2, 3):
         dealer.send_multipart(message("reply", number, number, call=number - 1))
     assert [future.result(10) for future in futures] == [2, 3]
@@ -171,7 +172,7 @@ def test_a_reply_counts_only_from_the_rank_that_was_called(scene: Scene) -> None
     dealer = scene.insider()
     dealer.send_multipart(message("hello", 0, HELLO))
     scene.server.wait_for("critic", 1, 10)
-    future = scene.server.call("actor", 0, "echo", timeout_s=10)
+    future = ask(scene.server, "actor", 0, "echo", timeout_s=10)
     request = scene.client.receive(10)
     assert request is not None
     dealer.send_multipart(message("reply", 1, "forged", call=request.id))
@@ -204,7 +205,7 @@ def test_a_reply_that_does_not_decode_fails_its_call_at_once(scene: Scene) -> No
     dealer.send_multipart(message("hello", 0, HELLO))
     scene.server.wait_for("critic", 1, 10)
     for number, (kind, broken) in enumerate([("reply", [b"\xc1"]), ("error", encode({})), ("error", encode(3))], 1):
-        future = scene.server.call("critic", 0, "values", timeout_s=60)
+        future = ask(scene.server, "critic", 0, "values", timeout_s=60)
         dealer.send_multipart([Envelope(kind, number, number).pack(), *broken])
         with pytest.raises(Exception, match=r"critic rank 0 on node09 .*values.* broken"):
             future.result(5)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import zmq
-from control_peer import INTERVAL, LIMIT, start_conductor, start_peer, stop_peer
+from control_peer import INTERVAL, LIMIT, ask, start_conductor, start_peer, stop_peer
 
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
@@ -66,7 +66,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
 def test_a_killed_rank_is_lost_within_the_limit_and_can_be_replaced(run: Run) -> None:
     processes = [run.start(rank, 2) for rank in range(2)]
     run.server.wait_for("actor", 2, 30)
-    futures = [run.server.call("actor", rank, "sleep", timeout_s=60, seconds=4) for rank in range(2)]
+    futures = [ask(run.server, "actor", rank, "sleep", timeout_s=60, seconds=4) for rank in range(2)]
     time.sleep(2 * INTERVAL)
     processes[1].send_signal(signal.SIGKILL)
     killed = time.monotonic()
@@ -76,7 +76,7 @@ def test_a_killed_rank_is_lost_within_the_limit_and_can_be_replaced(run: Run) ->
     assert run.noticed.wait(1)
     assert [(peer.rank, peer.pid) for peer in run.lost] == [(1, processes[1].pid)]
     with pytest.raises(RoleDied, match=r"actor rank 1 .* is lost"):
-        run.server.call("actor", 1, "echo", timeout_s=10).result(1)
+        ask(run.server, "actor", 1, "echo", timeout_s=10).result(1)
     with pytest.raises(RoleDied, match=r"actor rank 1 .* is lost"):
         run.server.wait_for("actor", 2, 10)
     assert futures[0].result(30) == "slept"
@@ -84,7 +84,7 @@ def test_a_killed_rank_is_lost_within_the_limit_and_can_be_replaced(run: Run) ->
     deadline = time.monotonic() + 20
     while run.server.peers("actor")[1].lost and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert run.server.call("actor", 1, "echo", timeout_s=10, a=1).result(10) == {"a": 1}
+    assert ask(run.server, "actor", 1, "echo", timeout_s=10, a=1).result(10) == {"a": 1}
     assert run.server.peers("actor")[1].pid == replacement.pid
 
 
@@ -192,7 +192,7 @@ def test_a_broken_connection_between_messages_does_no_harm(run: Run) -> None:
     with ControlClient(proxy.endpoint, run.keys, "actor", 0, 1, **TIMES) as client:
         client.connect(10)
         for count in range(1, 4):
-            future = run.server.call("actor", 0, "echo", timeout_s=10)
+            future = ask(run.server, "actor", 0, "echo", timeout_s=10)
             request = client.receive(10)
             assert request is not None
             request.reply(count)
@@ -223,7 +223,7 @@ def insider(context: zmq.Context[Any], run: Run) -> zmq.Socket[Any]:
 def test_lost_messages_fail_the_rank_at_once(run: Run, later: Envelope) -> None:
     """A reply that went down with a connection must not be waited for until its deadline."""
     with zmq.Context() as context, insider(context, run) as dealer:
-        future = run.server.call("actor", 0, "train_step", timeout_s=60)
+        future = ask(run.server, "actor", 0, "train_step", timeout_s=60)
         dealer.send_multipart([Envelope("event", 1).pack(), *encode({"name": "n", "data": {}})])
         dealer.send_multipart([later.pack(), *encode({})])
         with pytest.raises(RoleDied, match=r"messages 2 to \d were lost with its connection"):

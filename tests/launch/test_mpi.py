@@ -70,7 +70,7 @@ def cpus(*nodes: str) -> list[Process]:
 def test_every_process_gets_a_rank_by_the_placement() -> None:
     placed = place_processes(six(), cpus(*["n1"] * 6), SIX)
     assert placed.ranks.worlds == {"actor": 2, "critic": 1, "reference": 1, "rollout": 2}
-    assert placed.seats == (
+    assert placed.assignments == (
         *(("actor", "n1", 0), ("actor", "n1", 1), ("critic", "n1", 0), ("reference", "n1", 0)),
         *(("rollout", "n1", 0), ("rollout", "n1", 1)),
     )
@@ -81,9 +81,9 @@ def test_ranks_dealt_over_nodes_like_cards_are_counted_on_each_node() -> None:
     config.actor.num_nodes, config.actor.num_gpus_per_node = 2, 1
     placed = place_processes(config, cpus(*["n2", "n1"] * 3), SIX)
     assert [node.name for node in placed.ranks.topology.nodes] == ["n2", "n1"]
-    assert len(set(placed.seats)) == 6
-    assert placed.seats[0] == ("actor", "n2", 0)
-    assert placed.seats[1] == ("actor", "n1", 0)
+    assert len(set(placed.assignments)) == 6
+    assert placed.assignments[0] == ("actor", "n2", 0)
+    assert placed.assignments[1] == ("actor", "n1", 0)
     assert [share.ranks for share in placed.ranks.roles["actor"]] == [(0,), (1,)]
 
 

@@ -19,7 +19,7 @@ from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import CPU, Node, Topology
 
 
-def order(role: str, port: int) -> StepSpec:
+def spec(role: str, port: int) -> StepSpec:
     return StepSpec(role, "/runs/a", "77.0.abc", [f"--role={role}", "--run_dir=/runs/a"], {}, port)
 
 
@@ -33,14 +33,14 @@ def test_srun_lines(role: str) -> None:
     [("actor", "gpu1", 24001), ("actor", "gpu2", 24001), ("critic", "gpu3", 0), ("rollout", "gpu2", 0)],
 )
 def test_torchrun_lines(role: str, node: str, port: int) -> None:
-    text = lines(torchrun_command(order(role, port), ranks(), node, "/tmp/own/torchrun"))
+    text = lines(torchrun_command(spec(role, port), ranks(), node, "/tmp/own/torchrun"))
     assert_golden(f"torchrun_{role}_{node}.txt", text)
 
 
 def test_workers_are_numbered_as_in_the_rank_map_on_every_node() -> None:
     for role in ("actor", "critic", "rollout"):
         for share in ranks().roles[role]:
-            words = torchrun_command(order(role, 0), ranks(), share.node, "logs")
+            words = torchrun_command(spec(role, 0), ranks(), share.node, "logs")
             assert f"--first_rank={share.ranks[0]}" in words
             assert f"--nproc-per-node={len(share.ranks)}" in words
             assert f"--world={ranks().world(role)}" in words
@@ -98,7 +98,7 @@ def test_a_node_that_the_map_does_not_give_the_role_is_refused() -> None:
         share_on(ranks(), "critic", "gpu1")
 
 
-def test_orders_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_specs_are_read_as_they_were_written(tmp_path: Path) -> None:
     written = StepSpec("actor", "/runs/a", "7.0.x", ["--a=b c"], {"gpu1": {"OMP_NUM_THREADS": "3"}}, 24001)
     written.write(tmp_path / "actor.json")
     assert StepSpec.read(tmp_path / "actor.json") == written

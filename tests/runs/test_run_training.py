@@ -169,7 +169,7 @@ def attacked(config: Path) -> Attacked:
 
 def test_under_mpirun_it_writes_the_same_metrics(attacked: Attacked, whole: tuple[Path, str]) -> None:
     assert "MPI: 6 ranks on 1 node;" in attacked.output
-    assert "no role is started again alone" in attacked.output
+    assert "no role can be restarted alone" in attacked.output
     assert timeless(metrics(attacked.run_dir)) == timeless(metrics(whole[0]))
     assert json.loads((attacked.run_dir / "summary.json").read_text())["world"] == {
         **{"actor": 2, "critic": 1, "reference": 1, "rollout": 2}

@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +44,11 @@ def _start(*args: str, **pipes: int) -> subprocess.Popen[bytes]:
 def stop_peer(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     process.wait()
+
+
+def ask(server: ControlServer, role: str, rank: int, method: str, /, timeout_s: float, **args: Any) -> Future[Any]:
+    """Call `method(**args)`; the Future's result is the reply as it was decoded."""
+    return server.call(role, rank, method, args, timeout_s, lambda result: result)
 
 
 def _answer(client: ControlClient, request: Request) -> None:
@@ -98,7 +105,7 @@ def _conduct(key_file: str) -> None:
         print(server.endpoint(), flush=True)
         server.wait_for("actor", 1, 30)
         for line in sys.stdin:
-            print(server.call("actor", 0, "echo", timeout_s=10, line=line.strip()).result(), flush=True)
+            print(ask(server, "actor", 0, "echo", timeout_s=10, line=line.strip()).result(), flush=True)
 
 
 if __name__ == "__main__":

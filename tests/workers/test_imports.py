@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from control_peer import ask
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.values import dump_toml
@@ -90,7 +91,7 @@ def test_a_slow_import_that_holds_the_interpreter_does_not_lose_the_rank(directo
                 assert not lost
                 time.sleep(0.05)
             for role in LIBRARIES:
-                assert server.call(role, 0, "shutdown", timeout_s=30.0).result() == "done"
+                assert ask(server, role, 0, "shutdown", timeout_s=30.0).result() == "done"
         finally:
             for process in processes.values():
                 process.kill()

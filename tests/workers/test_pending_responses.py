@@ -15,15 +15,15 @@ from slurm_rlhf.workers.pending_responses import PendingResponses
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.randoms(use_true_random=False))
 def test_every_response_goes_back_once_and_calls_in_their_order(counts: list[int], dice: Any) -> None:
-    tickets = PendingResponses()
+    pending = PendingResponses()
     requests: list[Any] = [Future() for _ in counts]
     for request, count in zip(requests, counts, strict=True):
-        tickets.open(7, request, count)
+        pending.open(7, request, count)
     responses = list(range(sum(counts)))
     dice.shuffle(responses)
     order: list[Any] = []
     for done, response in enumerate(responses, start=1):
-        if completed := tickets.finish(7, response):
+        if completed := pending.finish(7, response):
             request, found = completed
             request.set_result(found)
             order.append(request)
@@ -36,9 +36,9 @@ def test_every_response_goes_back_once_and_calls_in_their_order(counts: list[int
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=8), st.randoms(use_true_random=False))
 def test_one_call_may_ask_for_what_others_come_for_whenever_they_come(counts: list[int], dice: Any) -> None:
-    tickets = PendingResponses()
+    pending = PendingResponses()
     requests: list[Any] = [Future() for _ in counts]
-    assert tickets.open(7, requests[0], counts[0], sum(counts)) is None
+    assert pending.open(7, requests[0], counts[0], sum(counts)) is None
     events = ["finish"] * sum(counts) + ["come"] * (len(counts) - 1)
     dice.shuffle(events)
     answered: list[list[int]] = []
@@ -46,9 +46,9 @@ def test_one_call_may_ask_for_what_others_come_for_whenever_they_come(counts: li
     for event in events:
         if event == "come":
             call = next(coming)
-            found = tickets.open(7, requests[call], counts[call], 0)
+            found = pending.open(7, requests[call], counts[call], 0)
         else:
-            completed = tickets.finish(7, next(responses))
+            completed = pending.finish(7, next(responses))
             found = completed[1] if completed else None
             assert completed is None or completed[0] is requests[len(answered)]
         if found is not None:
@@ -56,29 +56,29 @@ def test_one_call_may_ask_for_what_others_come_for_whenever_they_come(counts: li
     assert [len(found) for found in answered] == counts
     assert [response for found in answered for response in found] == list(range(sum(counts)))
     with pytest.raises(RunError, match="a call came for 1 responses of stream 7, and 0 are left"):
-        tickets.open(7, requests[0], 1, 0)
+        pending.open(7, requests[0], 1, 0)
     with pytest.raises(KeyError):
-        tickets.finish(7, "one too many")
+        pending.finish(7, "one too many")
 
 
 def test_streams_do_not_mix() -> None:
-    tickets = PendingResponses()
+    pending = PendingResponses()
     training, evaluation = Future[Any](), Future[Any]()
-    tickets.open(1, training, 1)
-    tickets.open(2, evaluation, 1)
-    assert tickets.finish(2, "evaluated") == (evaluation, ["evaluated"])
-    assert tickets.finish(1, "trained") == (training, ["trained"])
+    pending.open(1, training, 1)
+    pending.open(2, evaluation, 1)
+    assert pending.finish(2, "evaluated") == (evaluation, ["evaluated"])
+    assert pending.finish(1, "trained") == (training, ["trained"])
     with pytest.raises(KeyError):
-        tickets.finish(1, "one too many")
+        pending.finish(1, "one too many")
 
 
 def test_a_failed_engine_fails_every_open_call() -> None:
-    tickets = PendingResponses()
+    pending = PendingResponses()
     answers = [Future[Any]() for _ in range(3)]
     for stream, answer in zip((1, 1, 2), answers, strict=True):
-        tickets.open(stream, answer, 2)
-    tickets.finish(1, "lost")
-    tickets.fail(RunError("the engine broke"))
+        pending.open(stream, answer, 2)
+    pending.finish(1, "lost")
+    pending.fail(RunError("the engine broke"))
     assert all("the engine broke" in str(answer.exception(0)) for answer in answers)
     with pytest.raises(KeyError):
-        tickets.finish(2, "late")
+        pending.finish(2, "late")

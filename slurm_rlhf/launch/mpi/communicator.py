@@ -1,7 +1,7 @@
-"""MPI's COMM_WORLD, for finding each other and for a few words now and then. The one user of mpi4py.
+"""Let the processes of COMM_WORLD find each other and exchange a few small messages. The only user of mpi4py.
 
-What travels is JSON: mpi4py's own way for objects is pickle. Nothing here spins, as MPI's blocking calls do, on cores
-that the ranks compute on.
+Messages are JSON: mpi4py itself would pickle objects. Nothing here spins on the cores that the ranks compute on, as
+the blocking calls of MPI do.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from slurm_rlhf.polling import wait_until
 
 _POLL_S = 0.01
 _LATE_S = 60.0
+_LEAVE_S = 600.0  # the conductor may still ask Slurm to requeue the job
 
 
-class World:
-    """A communicator: COMM_WORLD itself, or a split of it."""
+class Communicator:
+    """Exchange messages with the other processes of COMM_WORLD."""
 
     def __init__(self, start: Launched) -> None:
-        """Joins MPI. Raises ConfigError where mpi4py is missing or COMM_WORLD is not what `start` says."""
+        """Join MPI. Raises ConfigError if mpi4py is missing or COMM_WORLD is not what `start` says."""
         try:
             import mpi4py
 
@@ -45,7 +46,7 @@ class World:
         return int(self._comm.size)
 
     def gather(self, value: Any, timeout_s: float = _LATE_S) -> list[Any]:
-        """Everybody's `value`, in rank order. Blocks until all have called it; CallTimeout when that takes longer."""
+        """Return the `value` of every rank, in rank order. Blocks until all have called it, or raises CallTimeout."""
         mine = json.dumps(value).encode()
         sizes = memoryview(bytearray(8 * self.size)).cast("q")
         here = memoryview(bytearray(8)).cast("q")
@@ -59,7 +60,7 @@ class World:
         return [json.loads(everything[at : at + count]) for at, count in zip(places, counts, strict=True)]
 
     def broadcast(self, value: Any = None, timeout_s: float = _LATE_S) -> Any:
-        """Rank 0's `value`, on every rank. Blocks until rank 0 has called it; CallTimeout when that takes longer."""
+        """Return the `value` of rank 0 on every rank. Blocks until rank 0 has called it, or raises CallTimeout."""
         data = json.dumps(value).encode() if self.rank == 0 else b""
         size = memoryview(bytearray(8)).cast("q")
         size[0] = len(data)
@@ -68,28 +69,26 @@ class World:
         self._wait(self._comm.Ibcast([buffer, self._mpi.BYTE], root=0), "broadcast", timeout_s)
         return json.loads(buffer)
 
-    def split(self, color: int) -> World:
-        """The ranks that called it with the same `color`, in their order here."""
-        part = World.__new__(World)
-        part._mpi, part._comm = self._mpi, self._comm.Split(color, self.rank)
-        return part
+    def send(self, rank: int, value: Any) -> None:
+        """Send a small message to `rank`; messages arrive in order. Blocks until it is handed over."""
+        self._wait(self._comm.Isend([json.dumps(value).encode(), self._mpi.BYTE], dest=rank), "message", _LATE_S)
 
-    def tell(self, rank: int, value: Any) -> None:
-        """Send a few words to `rank`; they arrive in order. Blocks for as long as it takes to hand them over."""
-        self._wait(self._comm.Isend([json.dumps(value).encode(), self._mpi.BYTE], dest=rank), "word", _LATE_S)
-
-    def hear(self) -> tuple[int, Any] | None:
-        """(rank, its words), if somebody told something; does not block."""
+    def receive(self) -> Any:
+        """Return the next message from any rank, or None; does not block."""
         status = self._mpi.Status()
         if not self._comm.Iprobe(source=self._mpi.ANY_SOURCE, tag=self._mpi.ANY_TAG, status=status):
             return None
-        words = bytearray(status.Get_count(self._mpi.BYTE))
-        self._comm.Recv([words, self._mpi.BYTE], source=status.source, tag=status.tag)
-        return status.source, json.loads(words)
+        data = bytearray(status.Get_count(self._mpi.BYTE))
+        self._comm.Recv([data, self._mpi.BYTE], source=status.source, tag=status.tag)
+        return json.loads(data)
 
-    def leave(self, timeout_s: float = _LATE_S) -> None:
-        """Wait for all ranks, then leave MPI. A launcher takes a process that ends without it for a crash."""
+    def barrier(self, timeout_s: float) -> None:
+        """Wait for all ranks; CallTimeout when that takes longer than `timeout_s`."""
         self._wait(self._comm.Ibarrier(), "barrier", timeout_s)
+
+    def leave(self) -> None:
+        """Wait for all ranks, then leave MPI. A launcher takes a process that ends without it for a crash."""
+        self.barrier(_LEAVE_S)
         self._mpi.Finalize()
 
     def _wait(self, request: Any, what: str, timeout_s: float) -> None:

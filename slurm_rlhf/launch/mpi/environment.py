@@ -1,4 +1,4 @@
-"""A start by an MPI launcher: how many processes it says it made, and which slots of which node they are."""
+"""Recognise a start by an MPI launcher, and place the roles on the processes that it started."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from slurm_rlhf.cluster.gpu_query import local_gpus
 from slurm_rlhf.cluster.resources import node_name
@@ -13,6 +14,7 @@ from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
+from slurm_rlhf.launch.step_spec import share_on
 from slurm_rlhf.placement.rank_map import RankMap, place
 from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
@@ -27,7 +29,7 @@ _STEP = ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a launcher told one of its processes: rank `rank` of `size`, in the variable `variable`."""
+    """Hold what a launcher told one of its processes: rank `rank` of `size`, in the variable `variable`."""
 
     by: str  # mpirun, mpiexec or srun
     variable: str
@@ -36,16 +38,16 @@ class Launched:
 
 
 def launched(environ: Mapping[str, str]) -> Launched | None:
-    """The MPI launcher that started this process; None where one process was started.
+    """Return the MPI launcher that started this process; None if a single process was started.
 
-    A step of several tasks counts as one whatever its --mpi is: whoever starts N of this program means N ranks.
+    A step of several tasks counts as an MPI launcher whatever its --mpi is: N copies of this program mean N ranks.
     """
     tables = _COUNTS if environ.get("SLURM_STEP_NUM_TASKS", "1") == "1" else (_COUNTS[0], _STEP)
     for by, size, rank in tables:
         count = environ.get(size, "")
         if not count.isdecimal():
             continue
-        # One task of srun with PMI is an ordinary process; nobody types mpirun for one.
+        # One task of srun with PMI is an ordinary process; mpirun is never used for that.
         if by == "srun" and (slurm := read_slurm(environ)) is not None and slurm.step_id is None:
             continue
         if int(count) > 1 or by == "mpirun":
@@ -54,7 +56,7 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
 
 
 def check_world(start: Launched, size: int) -> None:
-    """Raises ConfigError where COMM_WORLD is not what the launcher made: most often `size` silent worlds of one."""
+    """Raise ConfigError if COMM_WORLD is not what the launcher started: often each process is alone in its own."""
     if size == start.size:
         return
     said = f"{start.by} started {start.size} processes ({start.variable}={start.size}), but COMM_WORLD has {size}: "
@@ -72,7 +74,7 @@ def check_world(start: Launched, size: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What one rank of COMM_WORLD says of its place."""
+    """Describe where one rank of COMM_WORLD runs."""
 
     node: str
     cpus: tuple[int, ...]  # that it may run on
@@ -83,27 +85,39 @@ def this_process() -> Process:
     return Process(node_name() or socket.gethostname(), tuple(os.sched_getaffinity(0)), local_gpus(os.environ))
 
 
+class Assignment(NamedTuple):
+    """Say which rank a process is: number `local_rank` of the ranks of `role` on `node`."""
+
+    role: str
+    node: str
+    local_rank: int
+
+    def number(self, ranks: RankMap) -> int:
+        """Return its number among all ranks of the role."""
+        return share_on(ranks, self.role, self.node).ranks[self.local_rank]
+
+
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Who rank i of COMM_WORLD is: `seats[i]` is (role, node, how many ranks of the role on that node come before)."""
+    """Hold the rank map; rank i of COMM_WORLD is `assignments[i]`."""
 
     ranks: RankMap
-    seats: tuple[tuple[str, str, int], ...]
+    assignments: tuple[Assignment, ...]
 
 
 def place_processes(config: Config, processes: Sequence[Process], start: Launched) -> Placed:
-    """Roles on the processes that there are: a process is a slot, every slot gets a rank.
+    """Place the roles on the processes: each process is a slot, and every slot gets a rank.
 
     Raises ConfigError for what MPI cannot do, PlacementError when the roles do not fit or do not fill the processes.
     """
     if colocations(config):
         raise ConfigError(
-            f"train.colocate_... does not go with {start.by}: there every rank is a process with a slot of its own. "
+            f"train.colocate_... does not work with {start.by}: there every rank is a process with a slot of its own. "
             "Switch colocation off, or start the run by sbatch and without MPI"
         )
     if config.slurm.container:
         raise ConfigError(
-            f"slurm.container does not go with {start.by}: put the container between {start.by} and slurm-rlhf, as in "
+            f"slurm.container does not work with {start.by}: put the container between it and slurm-rlhf, as in "
             f"{start.by} ... apptainer exec IMAGE slurm-rlhf train ..."
         )
     sizes = role_sizes(config)
@@ -117,7 +131,7 @@ def place_processes(config: Config, processes: Sequence[Process], start: Launche
     topology, slots = _topology(processes)
     ranks = place(topology, sizes)
     at = {
-        (share.node, slot): (role, share.node, index)
+        (share.node, slot): Assignment(role, share.node, index)
         for role, shares in ranks.roles.items()
         for share in shares
         for index, slot in enumerate(share.gpus)
@@ -126,7 +140,7 @@ def place_processes(config: Config, processes: Sequence[Process], start: Launche
 
 
 def _topology(processes: Sequence[Process]) -> tuple[Topology, list[tuple[str, int]]]:
-    """Nodes in the order of their first ranks; a process's slot counts the processes before it on its node."""
+    """Return the nodes in the order of their first ranks, and the slot of each process on its node."""
     on: dict[str, list[Process]] = {}
     slots = []
     for process in processes:
@@ -147,7 +161,7 @@ def _topology(processes: Sequence[Process]) -> tuple[Topology, list[tuple[str, i
 
 
 def _devices(node: str, processes: Sequence[Process]) -> tuple[str, ...]:
-    """The GPU of each process: the i-th that all of them see, or the one that a launcher bound it to."""
+    """Return the GPU of each process: the i-th that all see, or the one that the launcher bound it to."""
     first = processes[0].gpus
     if all(process.gpus == first for process in processes) and len(first) >= len(processes):
         return first[: len(processes)]

@@ -1,13 +1,14 @@
-"""The ranks of COMM_WORLD, as the conductor sees them: they are there already, and are told what to be."""
+"""Implement the launcher under MPI: the ranks exist already, and rank 0 tells them what to start."""
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.launch.channel import Channel
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
@@ -16,10 +17,47 @@ _POLL_S = 0.05
 _LATE_S = 10.0
 
 
-class MpiLauncher:
-    """Implements `cluster.launcher.Launcher` in the child of rank 0 that is the conductor; `channel` leads to rank 0.
+class Channel:
+    """Exchange lines of JSON between the conductor and rank 0 over a pair of sockets.
 
-    No role can be started anew: a rank that is gone is missing in COMM_WORLD.
+    `receive` never blocks; `send` blocks while the other end does not read.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._read = b""
+        self.closed = False
+        """True once the other end is gone."""
+
+    def send(self, **message: Any) -> None:
+        """Send a message; nothing happens if the other end is gone."""
+        try:
+            self._end.sendall(json.dumps(message).encode() + b"\n")
+        except OSError:
+            self.closed = True
+
+    def receive(self) -> list[dict[str, Any]]:
+        """Return the messages that have arrived, oldest first."""
+        while not self.closed:
+            try:
+                data = self._end.recv(1 << 16, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            self.closed = not data
+            self._read += data
+        *lines, self._read = self._read.split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    def close(self) -> None:
+        self._end.close()
+
+
+class MpiLauncher:
+    """Implement `launch.launcher.Launcher` in the conductor, a child of rank 0; `channel` leads to rank 0.
+
+    No role can be started again: a rank that is gone is missing in COMM_WORLD.
     """
 
     def __init__(self, channel: Channel, ranks: RankMap, address: str) -> None:
@@ -27,8 +65,7 @@ class MpiLauncher:
         self._ranks = ranks
         self._address = address
         self._lock = threading.Lock()
-        self._news: list[Ended] = []
-        self._gone = self._told = False
+        self._reported = False  # that rank 0 is gone; also when it was told to stop
 
     @property
     def address(self) -> str:
@@ -39,30 +76,23 @@ class MpiLauncher:
 
     def ended(self) -> list[Ended]:
         with self._lock:
-            self._listen()
-            news, self._news = self._news, []
+            reports = [message["ended"] for message in self._channel.receive()]
+            news = [Ended(role, node, how, Path(log)) for role, node, how, log in reports]
+            if self._channel.closed and not self._reported:
+                self._reported = True
+                role, shares = next(iter(self._ranks.roles.items()))
+                how = "was ended by the MPI launcher, which ends all ranks when one is gone; its own output names it"
+                news.append(Ended(role, shares[0].node, how, Path("/dev/null")))
         return news
 
     def stop(self, done: bool, grace_s: float) -> None:
-        self._channel.send(stop=True, grace_s=grace_s if done else 0.0)
-        wait_until(self._left, grace_s + _LATE_S, _POLL_S, _POLL_S)
-
-    def _left(self) -> bool:
+        """Tell rank 0 to stop all ranks; it closes the channel when every worker is gone."""
         with self._lock:
-            self._listen()
-            return self._gone or self._channel.closed
+            self._reported = True
+        self._channel.send(stop=grace_s if done else 0.0)
+        wait_until(self._closed, grace_s + _LATE_S, _POLL_S, _POLL_S)
 
-    def _listen(self) -> None:
-        for words in self._channel.receive():
-            self._gone = self._gone or "gone" in words
-            if "ended" in words:
-                self._news.append(_ended(words["ended"]))
-        if self._channel.closed and not self._gone and not self._told:
-            self._told = True
-            role, shares = next(iter(self._ranks.roles.items()))
-            how = "was ended by the MPI launcher, as it does with all ranks when one is gone; its own output names it"
-            self._news.append(Ended(role, shares[0].node, how, Path("/dev/null")))
-
-
-def _ended(words: dict[str, Any]) -> Ended:
-    return Ended(words["role"], words["node"], words["how"], Path(words["log"]))
+    def _closed(self) -> bool:
+        with self._lock:
+            self._channel.receive()
+            return self._channel.closed

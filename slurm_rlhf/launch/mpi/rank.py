@@ -1,7 +1,7 @@
-"""One process of COMM_WORLD: holds the worker of its rank; that of rank 0 also the conductor.
+"""Do what a process of COMM_WORLD does: hold the worker of its rank, and on rank 0 the conductor.
 
-The worker is a child, so that MPI's library stays out of the process that computes, and so that its end is seen and
-told by a process that lives on.
+Both are child processes, so that the MPI library stays out of the process that computes, and so that a process that
+lives on sees and reports their end.
 """
 
 from __future__ import annotations
@@ -15,45 +15,55 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO
 
-from slurm_rlhf.config.roles import role_order
-from slurm_rlhf.launch.channel import Channel
-from slurm_rlhf.launch.child_process import bound_to_parent, exit_text
-from slurm_rlhf.launch.mpi.communicator import World
-from slurm_rlhf.launch.mpi.worker import MpiWorker, Order, meeting_socket
+from slurm_rlhf.launch.child_process import bound_to_parent
+from slurm_rlhf.launch.mpi.communicator import Communicator
+from slurm_rlhf.launch.mpi.environment import Assignment
+from slurm_rlhf.launch.mpi.launcher import Channel
+from slurm_rlhf.launch.mpi.worker import MpiWorker, WorkerSpec, rendezvous_socket
 from slurm_rlhf.launch.node import IGNORED
 from slurm_rlhf.launch.node_environment import without_injected
 from slurm_rlhf.placement.rank_map import RankMap
 
 _POLL_S = 0.1
+_LATE_S = 60.0
 _KEYS = Path(".control") / "keys.json"
 
-Seat = tuple[str, str, int]
 
-
-def follow(world: World, ranks: RankMap, seat: Seat, start_s: float) -> None:
-    """What every rank but 0 does until the conductor is gone."""
+def follow(world: Communicator, ranks: RankMap, assignment: Assignment, start_s: float) -> None:
+    """Run the worker of any rank but 0 until rank 0 says stop."""
     with _signals(lambda number: None):
-        order = world.broadcast(timeout_s=start_s)
-        if order is None:
+        spec = world.broadcast(timeout_s=start_s)
+        if spec is None:
             return
-        holder = _Holder(world, ranks, seat, Order(**order))
-        while not holder.left:
-            holder.step()
+        worker = _start_worker(world, ranks, assignment, WorkerSpec(**spec))
+        while (stop := world.receive()) is None:
+            if (report := worker.report()) is not None:
+                world.send(0, report)
             time.sleep(_POLL_S)
+        worker.end(stop)
+        world.barrier(stop + _LATE_S)
 
 
-def lead(world: World, ranks: RankMap, seat: Seat, start_s: float, conductor: list[str], run_dir: Path) -> int:
-    """What rank 0 does: starts the command `conductor` (and `--channel=N`), passes on words; its exit code."""
+def lead(
+    world: Communicator,
+    ranks: RankMap,
+    assignment: Assignment,
+    start_s: float,
+    conductor: list[str],
+    run_dir: Path,
+) -> int:
+    """Run the worker of rank 0 and the command `conductor`, which gets a socket's number; return its exit code."""
     ours, theirs = socket.socketpair()
     # In a session of its own: a launcher that kills rank 0's process group leaves it the time to say what happened.
     child = subprocess.Popen(
-        bound_to_parent([*conductor, f"--channel={theirs.fileno()}"], signal.SIGTERM),
+        bound_to_parent([*conductor, str(theirs.fileno())], signal.SIGTERM),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,  # mpirun gives ranks a terminal, whatever its own output is
         pass_fds=[theirs.fileno()],
@@ -71,13 +81,59 @@ def lead(world: World, ranks: RankMap, seat: Seat, start_s: float, conductor: li
             child.send_signal(number)
 
     with _signals(relay):
-        order = _order(channel, child, ranks, run_dir)
-        world.broadcast(order, start_s)
-        if order is not None:
-            holder = _Holder(world, ranks, seat, Order(**order))
-            _serve(holder, channel, child)
-    copying.join()
+        spec = _collect_spec(channel, child, ranks, run_dir)
+        world.broadcast(None if spec is None else asdict(spec), start_s)
+        if spec is not None:
+            _serve(world, _start_worker(world, ranks, assignment, spec), channel, child)
+        channel.close()  # the conductor waits for this: every worker is gone
+        copying.join()
     return code if (code := child.wait()) >= 0 else 128 - code
+
+
+def _collect_spec(channel: Channel, child: subprocess.Popen[bytes], ranks: RankMap, run_dir: Path) -> WorkerSpec | None:
+    """Collect the conductor's message about each role; None if it ends instead."""
+    arguments: dict[str, list[str]] = {}
+    environment: dict[str, Mapping[str, Mapping[str, str]]] = {}
+    while len(arguments) < len(ranks.roles):
+        for message in channel.receive():
+            if "start" in message:
+                arguments[message["start"]] = message["arguments"]
+                environment[message["start"]] = message["environment"]
+        if child.poll() is not None:
+            return None
+        time.sleep(_POLL_S)
+    keys = (run_dir / _KEYS).read_text(encoding="utf-8")
+    return WorkerSpec(secrets.token_hex(6), str(run_dir), keys, arguments, environment)
+
+
+def _start_worker(world: Communicator, ranks: RankMap, assignment: Assignment, spec: WorkerSpec) -> MpiWorker:
+    """Start the worker of this process, after all ranks have heard where the ranks of their role meet."""
+    store, own = rendezvous_socket(ranks, assignment.role) if assignment.number(ranks) == 0 else (None, None)
+    addresses = dict(found for found in world.gather(own and (assignment.role, own)) if found)
+    worker = MpiWorker(spec, ranks, assignment, addresses[assignment.role], store)
+    if store is not None:
+        store.close()
+    return worker
+
+
+def _serve(world: Communicator, worker: MpiWorker, channel: Channel, child: subprocess.Popen[bytes]) -> None:
+    """Pass on reports to the conductor until it says stop or ends; then end all workers."""
+    stop: float | None = None
+    while stop is None:
+        stop = next((message["stop"] for message in channel.receive() if "stop" in message), None)
+        if stop is None and child.poll() is not None:
+            stop = 0.0
+        if (report := worker.report()) is not None:
+            channel.send(ended=report)
+        while (other := world.receive()) is not None:
+            channel.send(ended=other)
+        time.sleep(_POLL_S)
+    for rank in range(1, world.size):
+        world.send(rank, stop)
+    worker.end(stop)
+    world.barrier(stop + _LATE_S)
+    while world.receive() is not None:
+        pass  # reports that crossed the stop
 
 
 def _copy(output: IO[bytes]) -> None:
@@ -86,100 +142,9 @@ def _copy(output: IO[bytes]) -> None:
         sys.stdout.flush()
 
 
-def _order(channel: Channel, child: subprocess.Popen[bytes], ranks: RankMap, run_dir: Path) -> dict[str, Any] | None:
-    """Collects the conductor's word on each role; None when it ends instead."""
-    arguments: dict[str, list[str]] = {}
-    environment: dict[str, Mapping[str, Mapping[str, str]]] = {}
-    while len(arguments) < len(ranks.roles):
-        for words in channel.receive():
-            if "start" in words:
-                arguments[words["start"]] = words["arguments"]
-                environment[words["start"]] = words["environment"]
-        if child.poll() is not None:
-            return None
-        time.sleep(_POLL_S)
-    return {
-        "run_id": secrets.token_hex(6),
-        "run_dir": str(run_dir),
-        "keys": (run_dir / _KEYS).read_text(encoding="utf-8"),
-        "arguments": arguments,
-        "environment": environment,
-    }
-
-
-def _serve(holder: _Holder, channel: Channel, child: subprocess.Popen[bytes]) -> None:
-    """Rank 0 between the conductor and the other ranks, until the conductor has ended."""
-    gone = False
-    while child.poll() is None:
-        for words in channel.receive():
-            if "stop" in words:
-                holder.order_all(stop=words["grace_s"])
-        holder.step()
-        for end in holder.ended:
-            channel.send(ended=end)
-        holder.ended.clear()
-        if holder.stopped == holder.world.size and not gone:
-            gone = True
-            channel.send(gone=True)
-        time.sleep(_POLL_S)
-    holder.order_all(leave=True)
-    while not holder.left:
-        holder.step()
-
-
-class _Holder:
-    """A rank's worker and what COMM_WORLD says about it."""
-
-    def __init__(self, world: World, ranks: RankMap, seat: Seat, order: Order) -> None:
-        self.world = world
-        self.left = False
-        """Told to leave; nothing of the worker is left."""
-        self.ended: list[dict[str, str]] = []
-        """On rank 0: workers that ended unasked."""
-        self.stopped = 0
-        """On rank 0: ranks that have ended their workers as they were told."""
-        self._told = self._asked = False
-        role = seat[0]
-        peers = world.split(role_order(role)[0])
-        store, meeting = meeting_socket(ranks, role) if peers.rank == 0 else (None, None)
-        meeting = peers.broadcast(meeting)
-        self._worker = MpiWorker(order, ranks, seat, meeting, store)
-        if store is not None:
-            store.close()
-
-    def order_all(self, **words: Any) -> None:
-        for rank in range(self.world.size):
-            self.world.tell(rank, words)
-
-    def step(self) -> None:
-        """Look at the worker, and do what was told since the last step."""
-        code = self._worker.code()
-        if code is not None and not self._told and not self._asked:
-            self._told = True
-            worker = self._worker
-            how = exit_text(code)
-            end = {"role": worker.role, "node": worker.node, "how": how, "log": str(worker.log)}
-            self.world.tell(0, {"ended": end})
-        while (heard := self.world.hear()) is not None:
-            self._obey(heard[1])
-
-    def _obey(self, words: Mapping[str, Any]) -> None:
-        if "ended" in words:
-            self.ended.append(words["ended"])
-        elif "stopped" in words:
-            self.stopped += 1
-        elif "stop" in words:
-            self._asked = True
-            self._worker.end(words["stop"])
-            self.world.tell(0, {"stopped": True})
-        elif "leave" in words:
-            self._worker.end(0)
-            self.left = True
-
-
 @contextmanager
-def _signals(relay: Any) -> Iterator[None]:
-    """The conductor decides what a step's signals mean; on other ranks they mean nothing."""
+def _signals(relay: Callable[[int], None]) -> Iterator[None]:
+    """Pass the signals of a step to `relay`: only the conductor reacts to them."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         relay(number)

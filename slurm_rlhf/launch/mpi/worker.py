@@ -1,4 +1,4 @@
-"""The process of one rank under MPI: what torchrun would have made of it."""
+"""Start the worker of one rank under MPI, as torchrun would have started it."""
 
 from __future__ import annotations
 
@@ -8,23 +8,25 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.parent_process import KEYS, STORE_FD
-from slurm_rlhf.launch.child_process import bound_to_parent
+from slurm_rlhf.launch.child_process import exit_text, start_child
+from slurm_rlhf.launch.mpi.environment import Assignment
 from slurm_rlhf.launch.node import IGNORED, interface_to_others
 from slurm_rlhf.launch.node_environment import node_environment, take_cache, visible_gpus
-from slurm_rlhf.launch.step_spec import WORKER_MODULE, share_on
+from slurm_rlhf.launch.step_spec import WORKER_MODULE, share_on, worker_arguments
 from slurm_rlhf.placement.rank_map import RankMap
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """What rank 0 broadcasts: for every role its worker's arguments, and node -> its variables; the run's keys."""
+class WorkerSpec:
+    """Hold what rank 0 broadcasts: the run's keys and, by role, the arguments of workers and node -> variables."""
 
     run_id: str
     run_dir: str
@@ -33,74 +35,72 @@ class Order:
     environment: Mapping[str, Mapping[str, Mapping[str, str]]]
 
 
-def meeting_socket(ranks: RankMap, role: str) -> tuple[socket.socket, dict[str, Any]]:
-    """A socket for the store where the ranks of `role` meet, and what tells the others of it; on its first node."""
+def rendezvous_socket(ranks: RankMap, role: str) -> tuple[socket.socket, dict[str, Any]]:
+    """Open a socket for the store where the ranks of `role` meet; return it and its address."""
     elsewhere = [share.node for share in ranks.roles[role][1:]]
     address = address_towards(elsewhere[0]) if elsewhere else "127.0.0.1"
     listening = socket.create_server((address, 0), backlog=1024)
     return listening, {"host": address, "port": listening.getsockname()[1]}
 
 
-def torch_variables(ranks: RankMap, role: str, node: str, index: int, meeting: Mapping[str, Any]) -> dict[str, str]:
-    """What torchrun tells a worker that is number `index` of `role` on `node`."""
-    share = share_on(ranks, role, node)
+def torch_variables(ranks: RankMap, own: Assignment, store: Mapping[str, Any]) -> dict[str, str]:
+    """Return what torchrun tells a worker; `store` is where the ranks of its role meet."""
     return {
-        "RANK": str(share.ranks[index]),
-        "WORLD_SIZE": str(ranks.world(role)),
-        "LOCAL_RANK": str(index),
-        "LOCAL_WORLD_SIZE": str(len(share.ranks)),
-        "MASTER_ADDR": meeting["host"],
-        "MASTER_PORT": str(meeting["port"]),
-        # The store is there already: no rank is to open one at that port.
+        "RANK": str(own.number(ranks)),
+        "WORLD_SIZE": str(ranks.world(own.role)),
+        "LOCAL_RANK": str(own.local_rank),
+        "LOCAL_WORLD_SIZE": str(len(share_on(ranks, own.role, own.node).ranks)),
+        "MASTER_ADDR": store["host"],
+        "MASTER_PORT": str(store["port"]),
+        # The store exists already: no rank may open one at that port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
 
 
 class MpiWorker:
-    """The worker of one rank, a child of this process."""
+    """Run the worker of one rank as a child of this process."""
 
     def __init__(
         self,
-        order: Order,
+        spec: WorkerSpec,
         ranks: RankMap,
-        seat: tuple[str, str, int],
-        meeting: Mapping[str, Any],
+        own: Assignment,
+        address: Mapping[str, Any],
         store: socket.socket | None,
     ) -> None:
-        """Starts it; `store` is the socket of the role's store, in its first rank."""
-        self.role, self.node, index = seat
-        share = share_on(ranks, self.role, self.node)
-        run_dir = Path(order.run_dir)
-        self.log = run_dir / "logs" / f"{self.role}.{self.node}.mpi.{share.ranks[index]}.log"
-        own = {
-            **order.environment[self.role][self.node],
-            **torch_variables(ranks, self.role, self.node, index, meeting),
-            "TORCHELASTIC_RUN_ID": order.run_id,
-            KEYS: order.keys,
+        """Start it. `address` is that of the role's store; `store` its socket, in the first rank of the role."""
+        share = share_on(ranks, own.role, own.node)
+        run_dir = Path(spec.run_dir)
+        self._own = own
+        self._reported = False
+        self._log = run_dir / "logs" / f"{own.role}.{own.node}.mpi.{own.number(ranks)}.log"
+        variables = {
+            **spec.environment[own.role][own.node],
+            **torch_variables(ranks, own, address),
+            "TORCHELASTIC_RUN_ID": spec.run_id,
+            KEYS: spec.keys,
+            **visible_gpus(ranks.topology, own.node, share.gpus, {}),
         }
-        threads = min(int(own.get("OMP_NUM_THREADS", "1")), len(os.sched_getaffinity(0)))
-        own |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))  # a launcher may have bound us
+        threads = min(int(variables.get("OMP_NUM_THREADS", "1")), len(os.sched_getaffinity(0)))
+        variables |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))  # a launcher may have bound us
         if store is not None:
-            own[STORE_FD] = str(store.fileno())
-        numbers = [f"--first_rank={share.ranks[0]}", f"--world={ranks.world(self.role)}"]
-        command = [sys.executable, "-m", WORKER_MODULE, *order.arguments[self.role], *numbers]
-        gpus = visible_gpus(ranks.topology, self.node, share.gpus, {})
-        cache = take_cache(f"{order.run_id}.{self.node}.{self.role}")
-        interface = interface_to_others(ranks, self.node)
-        environment = node_environment(os.environ, self.role, run_dir / "logs", cache, {**own, **gpus}, interface)
-        with open(self.log, "ab") as out, _ignored():
-            self._process = subprocess.Popen(
-                bound_to_parent(command),
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                pass_fds=[store.fileno()] if store is not None else [],
-            )
+            variables[STORE_FD] = str(store.fileno())
+        cache = take_cache(f"{spec.run_id}.{own.node}.{own.role}")
+        interface = interface_to_others(ranks, own.node)
+        environment = node_environment(os.environ, own.role, run_dir / "logs", cache, variables, interface)
+        arguments = [*spec.arguments[own.role], *worker_arguments(ranks, own.role, share)]
+        fds = (store.fileno(),) if store is not None else ()
+        with _ignored_signals():
+            command = [sys.executable, "-m", WORKER_MODULE, *arguments]
+            self._process = start_child(command, self._log, environment, pass_fds=fds, new_session=False)
 
-    def code(self) -> int | None:
-        """Its exit status; None while it runs."""
-        return self._process.poll()
+    def report(self) -> tuple[str, str, str, str] | None:
+        """Return (role, node, how it ended, log) once, after the worker has ended; else None."""
+        code = self._process.poll()
+        if code is None or self._reported:
+            return None
+        self._reported = True
+        return self._own.role, self._own.node, exit_text(code), str(self._log)
 
     def end(self, grace_s: float) -> None:
         """Wait for it to leave, and end it by force after `grace_s`."""
@@ -110,12 +110,12 @@ class MpiWorker:
         self._process.wait()
 
 
-class _ignored:
-    """Within it, children are started that ignore the signals of a step: the conductor decides what those mean."""
-
-    def __enter__(self) -> None:
-        self._before = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+@contextmanager
+def _ignored_signals() -> Iterator[None]:
+    """Let children that are started meanwhile ignore the signals of a step: only the conductor reacts to them."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
