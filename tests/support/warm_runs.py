@@ -278,10 +278,10 @@ def _run(command: list[str]) -> None:
 
         sys.argv = ["slurm-rlhf", *command[3:]]
         sys.exit(main())
-    from slurm_rlhf.rollout import environment
+    from slurm_rlhf.rollout import vllm_settings
 
     # vLLM is imported already, with these variables.
-    environment.prepare_environment = lambda: os.environ.update(environment.vllm_environment(False))
+    vllm_settings.prepare_environment = lambda: os.environ.update(vllm_settings.vllm_environment(False))
     at = command.index("-m")
     sys.argv = [command[at + 1], *command[at + 2 :]]
     runpy.run_module(command[at + 1], run_name="__main__")
@@ -290,9 +290,9 @@ def _run(command: list[str]) -> None:
 def _import_libraries() -> None:
     import torch
 
-    from slurm_rlhf.rollout.environment import prepare_environment
-    from slurm_rlhf.rollout.libraries import import_vllm
-    from slurm_rlhf.training.zero3_init import import_deepspeed
+    from slurm_rlhf.rollout._vllm import import_vllm
+    from slurm_rlhf.rollout.vllm_settings import prepare_environment
+    from slurm_rlhf.training._deepspeed import import_deepspeed
 
     prepare_environment()
     import torch.distributed.run
