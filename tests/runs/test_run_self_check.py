@@ -17,12 +17,13 @@ SMALL = ("--algo.kl.init_coef=0", "--eval.dataset=")
 
 COLDER = """
 def change(module):
-    params = module._sampling_params
+    from slurm_rlhf.rollout import _vllm
+    params = _vllm._sampling_params
     def colder(*args):
         made = params(*args)
         made.temperature *= 0.95
         return made
-    module._sampling_params = colder
+    _vllm._sampling_params = colder
 """
 
 FAR_OUT = """
