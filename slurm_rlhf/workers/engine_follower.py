@@ -10,9 +10,9 @@ from queue import SimpleQueue
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.call_spec import spec_of
-from slurm_rlhf.control.calls import EngineCalls, SyncConnection, SyncGroupRequest
+from slurm_rlhf.control.calls import SyncConnection, SyncGroupRequest
 from slurm_rlhf.control.client import ControlClient
+from slurm_rlhf.control.record_reader import read
 from slurm_rlhf.rollout.tp_engine import request_from_wire
 from slurm_rlhf.rollout.tp_group import engine_store
 from slurm_rlhf.workers.engine_worker import EngineWorker, read_address
@@ -89,8 +89,8 @@ class EngineFollower(EngineWorker):
         digest: bytes = self.engine.ledger.digest()
         return digest
 
-    def do_sync_join(self, **fields: Any) -> SyncConnection:
-        leader: SyncGroupRequest = spec_of(EngineCalls.sync_join).read_argument(fields)
+    def do_sync_join(self, request: dict[str, Any]) -> SyncConnection:
+        leader: SyncGroupRequest = read(SyncGroupRequest, request, "the group of the leader")
         return self.join_group(replace(leader, rank=leader.rank + self.place.tp_rank))
 
     def do_sync_receive(self, version: int) -> dict[str, str]:
