@@ -86,7 +86,7 @@ class EngineFollower(EngineWorker):
         self.engine.drop()
 
     def do_check(self) -> bytes:
-        digest: bytes = self.engine.ledger.digest()
+        digest: bytes = self.engine.tp_digest.digest()
         return digest
 
     def do_sync_join(self, request: dict[str, Any]) -> SyncConnection:

@@ -26,9 +26,8 @@ from slurm_rlhf.control.calls import (
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.messages import FAILURE, Request
 from slurm_rlhf.errors import CallTimeout, RunError
-from slurm_rlhf.rollout.meter import Meter
-from slurm_rlhf.rollout.request import GenerateRequest
-from slurm_rlhf.rollout.seeds import request_seed
+from slurm_rlhf.rollout.engine import Meter
+from slurm_rlhf.rollout.request import GenerateRequest, request_seed
 from slurm_rlhf.rollout.tp_group import engine_store
 from slurm_rlhf.workers.engine_follower import EngineFollower
 from slurm_rlhf.workers.engine_worker import EngineWorker, publish_address

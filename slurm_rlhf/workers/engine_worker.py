@@ -16,8 +16,8 @@ from typing import Any
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import SyncConnection, SyncGroupRequest, SyncReport
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.rollout.engine_place import EnginePlace
-from slurm_rlhf.rollout.environment import prepare_environment
+from slurm_rlhf.rollout.tp_group import EnginePlace
+from slurm_rlhf.rollout.vllm_settings import prepare_environment
 from slurm_rlhf.weight_sync.receiver import EngineEnd
 from slurm_rlhf.workers.worker import RankInfo, Worker
 

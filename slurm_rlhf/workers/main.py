@@ -102,13 +102,13 @@ def import_libraries(config: Config, info: RankInfo) -> None:
     the rank would count as lost.
     """
     if ROLES[info.role].kind == "engine":
-        from slurm_rlhf.rollout.libraries import import_vllm
+        from slurm_rlhf.rollout._vllm import import_vllm
         from slurm_rlhf.workers.engine_worker import prepare_process
 
         prepare_process(config, info)
         import_vllm()
         return
-    from slurm_rlhf.training.libraries import import_trainers
+    from slurm_rlhf.training.deepspeed_engine import import_trainers
 
     spec = ROLES[info.role]
     stage = spec.settings(config).zero_stage if spec.kind == "frozen" else 3
