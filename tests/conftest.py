@@ -40,6 +40,9 @@ ASKED_FOR = ("full", "gpu")
 SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
 """Variables that pytest sets, and libraries when they are imported."""
 
+FIRST = "test_fences.py"
+"""These tests run before all others: they say which library has changed, where the others only fail."""
+
 skipped: list[tuple[str, str]] = []
 
 
@@ -129,6 +132,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(MARKS_OF_FIXTURES[fixture])
         if not any(item.get_closest_marker(mark) for mark in NOT_FAST):
             item.add_marker("fast")
+    items.sort(key=lambda item: item.path.name != FIRST)
     expression = config.option.markexpr
     if not expression and "-m" in config.invocation_params.args:
         return

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.bench.options import Given
+from slurm_rlhf.bench.random_model import ModelSize, make_random_model
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.training.random_model import ModelSize, make_random_model
 
 
 @dataclass(slots=True)
 class Times:
-    """The repetitions of one side."""
+    """Keep the repetitions of one side."""
 
     rates: list[float] = field(default_factory=list)  # tokens per second
     cpu_rates: list[float] = field(default_factory=list)  # tokens per second of CPU time, all threads of the process
@@ -27,13 +27,13 @@ class Times:
 
 @dataclass(slots=True)
 class Comparison:
-    """Times of both sides; repetition i of one ran right after that of the other."""
+    """Keep the times of both sides; repetition i of one ran right after that of the other."""
 
     ours: Times = field(default_factory=Times)
     baseline: Times = field(default_factory=Times)
 
     def to_json(self) -> dict[str, Any]:
-        """Medians, `ratio` and `cpu_ratio` (ours over bare, pair by pair, their medians), the single runs, `load`.
+        """Return medians, `ratio` and `cpu_ratio` (ours over bare, medians of the pairs), the single runs, `load`.
 
         `load`: processes that wanted to run, a mean over the last minute; other work than this makes the ratio of
         single runs jump, the one of CPU time much less.

@@ -15,7 +15,7 @@ from slurm_rlhf.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """An option of a bench itself: a multiple of `step`, `least` at least; a switch (True, False); or a text."""
+    """Describe an option of a bench: a multiple of `step`, `least` at least; a switch (True, False); or a text."""
 
     default: int | str | bool
     about: str
@@ -29,7 +29,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """What the command line knows of a bench; `slurm_rlhf.bench.<name>` runs it."""
+    """Describe a bench for the command line; `slurm_rlhf.bench.<name>` runs it."""
 
     name: str
     summary: str
@@ -54,7 +54,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a user wrote behind the name of a bench."""
+    """Hold what a user wrote behind the name of a bench."""
 
     options: dict[str, Any]  # of every option, its value or its default
     json: bool = False

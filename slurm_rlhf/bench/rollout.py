@@ -22,7 +22,7 @@ from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.records import I32, Prompt, Sampling, Trajectory
-from slurm_rlhf.rollout.seeds import request_seed
+from slurm_rlhf.rollout.request import request_seed
 from slurm_rlhf.rollout.vllm_settings import engine_config
 from slurm_rlhf.workers.engine_leader import EngineLeader
 from slurm_rlhf.workers.main import import_libraries, serve
@@ -73,7 +73,7 @@ class BaselineEngine:
     """Generate as a script does: `LLM.generate` on the model, precision, batch width and cache size of our engine."""
 
     def __init__(self, config: Config) -> None:
-        """Raises as `VllmEngine` does. `environment.prepare_environment` comes first."""
+        """Load the model. Raises as `VllmEngine` does. `environment.prepare_environment` comes first."""
         from vllm import LLM
 
         same = engine_config(config)
@@ -95,7 +95,7 @@ class BaselineEngine:
         )
 
     def generate(self, prompts: list[I32], sampling: Sampling, seeds: list[int]) -> list[list[int]]:
-        """A response to each of `prompts` (token ids, [P] each), all at once; their token ids, in order."""
+        """Return the token ids of a response to each of `prompts` (token ids, [P] each), in order."""
         from vllm import SamplingParams
 
         how: list[Any] = [
@@ -116,7 +116,7 @@ class BaselineEngine:
 
 
 def bench_rollout(config: Config, prompts: int, prompt_tokens: int, repeats: int) -> dict[str, Any]:
-    """Tokens/s of both sides over `repeats` repetitions, each with `prompts` new random prompts.
+    """Measure tokens/s of both sides over `repeats` repetitions, each with `prompts` new random prompts.
 
     Prompts have `prompt_tokens` tokens on average, half to one and a half times as many. `same_tokens` in the answer is
     the share of responses that are equal on both sides in the last repetition: 1 in fp32, less where the other order
@@ -164,15 +164,14 @@ def bench_rollout(config: Config, prompts: int, prompt_tokens: int, repeats: int
 
 
 def _prompts(number: int, count: int, tokens: int, vocab: int) -> list[Prompt]:
-    """The prompts of one repetition: random tokens, so that nothing of them is in the prefix cache."""
+    """Make the prompts of one repetition: random tokens, so that nothing of them is in the prefix cache."""
     dice = np.random.default_rng([number, count])
     lengths = dice.integers(max(1, tokens // 2), tokens + tokens // 2 + 1, count)
     return [Prompt(i, "", dice.integers(1, vocab, length).astype(np.int32)) for i, length in enumerate(lengths)]
 
 
 def _vocab(config: Config) -> int:
-    from slurm_rlhf.rollout.parameters import parameter_shapes
-    from slurm_rlhf.rollout.saved_names import skeleton
+    from slurm_rlhf.rollout.parameters import parameter_shapes, skeleton
 
     return max(
         shape[0] for shape in parameter_shapes(skeleton(config.actor.model_name_or_path)).values() if len(shape) == 2

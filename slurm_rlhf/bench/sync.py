@@ -26,7 +26,7 @@ _UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 @dataclass(slots=True)
 class World:
-    """What is measured."""
+    """Describe what is measured."""
 
     parameters: list[list[Any]]
     actors: list[str]  # node of each rank
@@ -51,9 +51,9 @@ def run(given: Given) -> dict[str, Any]:
 
 
 def measure(world: World) -> dict[str, Any]:
-    """Start a process per rank, wait for all, and return what they measured. Raises RunError with a rank's last words.
+    """Start a process per rank, wait for all, and return what they measured.
 
-    Whatever happens, none of the processes is left.
+    Raises RunError with the last lines of a rank. Whatever happens, none of the processes is left.
     """
     with tempfile.TemporaryDirectory(prefix="bench-sync-", dir=world.scratch or None) as place:
         spec = {name: getattr(world, name) for name in (*_SHARED, "interface")}
@@ -81,7 +81,7 @@ _SHARED = ("parameters", "actors", "engines", "zero", "backend", "bucket_bytes",
 
 
 def parameters_of(nbytes: int) -> list[list[Any]]:
-    """[[name, shape, "bfloat16"], ...] of a made-up transformer of about `nbytes` bytes, at least one layer."""
+    """Return [[name, shape, "bfloat16"], ...] of a made-up transformer of about `nbytes` bytes, at least one layer."""
     hidden = 128
     while 24 * (2 * hidden) ** 2 * 16 < nbytes:
         hidden *= 2
@@ -131,7 +131,7 @@ def _start(command: Sequence[str], log: Path, own: dict[str, str]) -> subprocess
 
 
 def _results(processes: Sequence[subprocess.Popen[str]], place: Path) -> dict[str, Any]:
-    """What rank 0 printed. Raises RunError as soon as a rank has failed."""
+    """Wait for all ranks and return what rank 0 printed. Raises RunError as soon as a rank has failed."""
     waiting = dict(enumerate(processes))
     while waiting:
         for rank, process in list(waiting.items()):

@@ -225,7 +225,7 @@ def _left(nbytes: int) -> Iterator[int]:
 
 def _vllm(spec: Spec) -> Any:
     from slurm_rlhf.config.schema import Config
-    from slurm_rlhf.rollout.environment import prepare_environment
+    from slurm_rlhf.rollout.vllm_settings import prepare_environment
 
     prepare_environment()
     from slurm_rlhf.rollout.vllm_engine import VllmEngine

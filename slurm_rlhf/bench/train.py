@@ -22,7 +22,7 @@ from slurm_rlhf.placement.flops import batch_flops, mfu
 from slurm_rlhf.placement.gpus import find_gpu
 from slurm_rlhf.placement.model_shape import ModelShape, read_shape
 from slurm_rlhf.records import Experience
-from slurm_rlhf.training.deepspeed_engine import EngineConfig, deepspeed_config
+from slurm_rlhf.training.deepspeed_engine import EngineConfig, Schedule, deepspeed_config
 from slurm_rlhf.training.distributed import join_world
 from slurm_rlhf.training.models import DTYPES
 from slurm_rlhf.workers.model_workers import ActorWorker
@@ -51,7 +51,7 @@ def show(result: dict[str, Any]) -> str:
 
 
 def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int) -> dict[str, Any]:
-    """Tokens/s (prompt and response, without padding) of both sides, on sequences of equal and of different lengths.
+    """Measure tokens/s (without padding) of both sides, on sequences of equal and of different lengths.
 
     A response has rollout.max_new_tokens tokens; in the ragged batch between a sixteenth of that and all of it. The
     bare loop's micro-batch is as many of the longest sequences as fit into train.max_tokens_per_gpu, so both sides
@@ -102,8 +102,11 @@ def _compare(
 
 
 def utilisation(shape: ModelShape, batch: Experience, rate: float, dtype: str, gpu: str) -> dict[str, float | None]:
-    """`tflops`: model FLOPs per second of an update of `batch` at `rate` tokens/s, without recomputation. `mfu`: their
-    share of the peak that `gpu` has by name, in bf16; None where no peak is known, and in fp32."""
+    """Compute model FLOPs per second and their share of the peak, of an update of `batch` at `rate` tokens/s.
+
+    `tflops`: without recomputation. `mfu`: the share of the peak that `gpu` has by name, in bf16; None where no peak is
+    known, and in fp32.
+    """
     tokens = int(batch.lengths.sum())
     flops = batch_flops(shape, batch.lengths.tolist(), backward=True, head_tokens=len(batch.action_mask))
     seconds = tokens / rate
@@ -113,7 +116,7 @@ def utilisation(shape: ModelShape, batch: Experience, rate: float, dtype: str, g
 
 
 def _gpu() -> str:
-    """The name of this process's GPU; empty without one."""
+    """Return the name of this process's GPU; empty without one."""
     return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
 
 
@@ -122,7 +125,7 @@ def _micros(config: Config, batch: Experience) -> list[list[int]]:
 
 
 def _batch(config: Config, sequences: int, prompt_tokens: int, shortest: int, role: ActorWorker) -> Experience:
-    """Random tokens; lengths as if drawn between the shortest and the longest; old log-probs from the actor."""
+    """Make random tokens; lengths as if drawn between the shortest and the longest; old log-probs from the actor."""
     dice = np.random.default_rng(0)
     vocab = role.trainer.engine.module.model.config.vocab_size
     prompts = np.full(sequences, prompt_tokens, dtype=np.int32)
@@ -150,7 +153,10 @@ class BaselineTrainer:
     """Train as a script does: transformers under `deepspeed.initialize`, padded micro-batches of a fixed size."""
 
     def __init__(self, config: Config, micro_batch: int) -> None:
-        """`micro_batch`: sequences in a micro-batch. Same optimizer, ZeRO stage and precision as `PolicyTrainer`."""
+        """Load the model, with the optimizer, ZeRO stage and precision of `PolicyTrainer`.
+
+        `micro_batch`: sequences in a micro-batch.
+        """
         import deepspeed
         from transformers import AutoModelForCausalLM
 
@@ -165,13 +171,13 @@ class BaselineTrainer:
         if config.actor.gradient_checkpointing_enable:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-        engine = EngineConfig.of_actor(config, config.actor.learning_rate, 1)
+        engine = EngineConfig.of(config, Schedule.of(config, config.actor.learning_rate, 1))
         optimizer = torch.optim.AdamW(model.parameters(), lr=engine.schedule.peak, betas=engine.betas)
         settings = deepspeed_config(engine, sum(p.numel() for p in model.parameters()), self.world.size)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
 
     def train_step(self, exp: Experience, denominator: float) -> float:
-        """One optimizer step over all sequences of `exp`, in their order; the loss."""
+        """Take one optimizer step over all sequences of `exp`, in their order; return the loss."""
         total = 0.0
         starts = range(0, len(exp), self.micro_batch)
         for start in starts:
@@ -196,7 +202,7 @@ class BaselineTrainer:
 
 
 def _pad(part: Experience) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids and attention mask [B, L], and [B, L - 1] True where the next token is the policy's; to the right."""
+    """Pad to the right: token ids and mask [B, L], and [B, L - 1] True where the next token is the policy's."""
     lengths = [int(length) for length in part.lengths]
     input_ids = torch.zeros(len(part), max(lengths), dtype=torch.int64)
     attention = torch.zeros_like(input_ids)
@@ -209,7 +215,7 @@ def _pad(part: Experience) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _spread(column: Any, actions: Tensor) -> Tensor:
-    """A packed column as [B, L - 1], zero elsewhere."""
+    """Spread a packed column to [B, L - 1], zero elsewhere."""
     spread = torch.zeros(actions.shape, dtype=torch.float32)
     spread[actions.cpu()] = torch.from_numpy(column)
     return spread.to(actions.device)

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import msgpack
 
 from slurm_rlhf.control.codec import Buffer, decode, encode
+from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.errors import RemoteError, RunError, UserError, WireError
 
 NUMBERED = frozenset({"call", "reply", "error", "event"})
@@ -38,7 +39,7 @@ _MAX_CHARACTERS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The first frame of every message: its kind, its number, and the call that it belongs to."""
+    """Starts every message: its kind, its number, and the call that it belongs to."""
 
     kind: str
     number: int
@@ -83,7 +84,7 @@ def _is_count(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception on its way from a rank to the conductor."""
+    """Carries an exception from a rank to the conductor."""
 
     type: str
     message: str
@@ -100,7 +101,7 @@ class Failure:
             isinstance(error, UserError) or (isinstance(error, RemoteError) and error.user_error),
         )
 
-    def raised(self, peer: Any, method: str) -> RemoteError:
+    def raised(self, peer: Peer, method: str) -> RemoteError:
         """Make the error that the call's Future raises. A user's error keeps its own words."""
         text = self.message if self.user_error else f"{method} failed on {peer}: {self.type}: {self.message}"
         return RemoteError(text, remote_traceback=self.traceback, user_error=self.user_error)
@@ -111,7 +112,7 @@ Send = Callable[[str, list[Buffer], int], None]
 
 @dataclass(slots=True)
 class Request:
-    """A call of the conductor; answer it once, from any thread, at any time."""
+    """Brings a call of the conductor to a rank; answer it once, from any thread, at any time."""
 
     method: str
     args: dict[str, Any]  # fields of the argument

@@ -9,6 +9,7 @@ import os
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
@@ -64,26 +65,17 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
         return 0
 
 
+@dataclass(slots=True)
 class Conductor:
     """Reads what the run needs, starts the roles, and hands over to `TrainingLoop`."""
 
-    def __init__(
-        self,
-        config: Config,
-        directory: RunDirectory,
-        ranks: RankMap,
-        launcher: Launcher,
-        reporting: Reporting,
-        stop: Stop,
-    ) -> None:
-        self.config = config
-        self.directory = directory
-        self.ranks = ranks
-        self.launcher = launcher
-        self.reporting = reporting
-        self.stop = stop
-        self.checkpoints = CheckpointDir(directory.root)
-        self.started = time.monotonic()
+    config: Config
+    directory: RunDirectory
+    ranks: RankMap
+    launcher: Launcher
+    reporting: Reporting
+    stop: Stop
+    started: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
         """Train to the end. All that a user can have wrong is looked at before the first process starts."""
@@ -117,11 +109,12 @@ class Conductor:
                 f"{self.directory.root} holds a run already and --resume never would overwrite it. "
                 "Give another --run_dir, or leave --resume at auto to go on."
             )
-        checkpoint = self.checkpoints.resolve(self.config.resume)
+        checkpoints = CheckpointDir(self.directory.root)
+        checkpoint = checkpoints.resolve(self.config.resume)
         if checkpoint is None:
             return RunState(seed=self.config.train.seed), None, True
         saving = [role.name for role in running_roles(self.config) if role.saves]
-        state = self.checkpoints.load_state(checkpoint, saving)
+        state = checkpoints.load_state(checkpoint, saving)
         return RunState.from_json(state["run"]), checkpoint, UNEVALUATED not in state
 
 

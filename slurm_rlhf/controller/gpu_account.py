@@ -116,14 +116,14 @@ class GpuAccount:
     def started(self) -> list[str]:
         """Ask the ranks about their GPUs, and answer notes for the user; all roles have started."""
         self._ask()
-        told = []
+        notes = []
         if cards := self._cards():
             memory = ", ".join(f"{role} {gib:.1f}" for role, gib in self._memory().items())
             held = max(report.total for reports in self._reports.values() for report in reports) / GIB
             count = len(_distinct(self._slots))
-            told.append(f"GPUs: {count} x {', '.join(cards)}; GiB in use after start, of {held:.1f}: {memory}")
-            told += [f"no peak rate is known for {card}: no MFU" for card in cards if not _peak(card)]
-        return told
+            notes.append(f"GPUs: {count} x {', '.join(cards)}; GiB in use after start, of {held:.1f}: {memory}")
+            notes += [f"no peak rate is known for {card}: no MFU" for card in cards if not _peak(card)]
+        return notes
 
     def begin(self) -> None:
         """Start measuring: the first step begins."""
@@ -141,14 +141,14 @@ class GpuAccount:
             own = {slot for of in ranks for slot in of}
             metrics[f"perf/gpu_idle_{role}"] = _share(sum(idle[slot] for slot in own), seconds * len(own))
         metrics |= self._speeds(number, experience, timings)
-        told = []
+        notes = []
         if self._steps == 0:
             self._ask()  # which attention it is shows when it is first used
-            told += [self._kernels(), self._way()]
+            notes += [self._kernels(), self._way()]
         if self._steps % EVERY == 0:
-            told.append(self.line(metrics))
+            notes.append(self.line(metrics))
         self._steps += 1
-        return metrics, told
+        return metrics, notes
 
     def line(self, metrics: Mapping[str, float]) -> str:
         """Put the metrics of a step into a line for the console."""

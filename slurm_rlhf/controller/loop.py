@@ -9,32 +9,26 @@ from typing import Any
 
 import numpy as np
 
-from slurm_rlhf.cluster.stop import Stop, StopRequested
+from slurm_rlhf.cluster.stop import StopRequested
 from slurm_rlhf.config.roles import ACTOR
-from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import ActorCalls, DirectoryRequest
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
 from slurm_rlhf.controller.step import Metrics, Step
 from slurm_rlhf.data.prompts import PromptSet
-from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import Experience, Sampling
 
 
 @dataclass(slots=True)
 class TrainingLoop:
-    """Goes from `state.step` to `total_steps`, once every role is started."""
+    """Goes from `state.step` to the last step, once every role is started."""
 
-    config: Config
     step: Step
     eval_prompts: PromptSet | None
     state: RunState
-    total_steps: int
     checkpoints: RunCheckpoints
     reporting: Reporting
-    phases: Phases
-    stop: Stop
     final: Path  # where the trained model goes
     gpus: GpuAccount | None = None
 
@@ -44,8 +38,8 @@ class TrainingLoop:
         self._begin()
         try:
             self._evaluate_left_over()
-            while self.state.step < self.total_steps:
-                self._step()
+            while self.state.step < self.step.total_steps:
+                self._do_step()
                 self._between_steps()
         except StopRequested:
             self.checkpoints.save_once()
@@ -62,15 +56,15 @@ class TrainingLoop:
         for note in self.gpus.started() if self.gpus else ():
             self.reporting.note(note)
         if self.state.eval_before is None and self.eval_prompts:
-            with self.stop.droppable():
+            with self.step.stop.droppable():
                 self.state.eval_before = self._evaluate(self.eval_prompts)
             self.reporting.note(f"evaluation before training: {self.state.eval_before:.4f}")
-        self.phases.take()  # what start-up took belongs to no step
+        self.step.phases.take()  # what start-up took belongs to no step
         self.reporting.stepping()
         if self.gpus is not None:
             self.gpus.begin()
 
-    def _step(self) -> None:
+    def _do_step(self) -> None:
         started, number, version = time.monotonic(), self.state.step + 1, self.state.policy_version
         batch, experience, metrics = self.step.run(number, version)
         tokens = int(metrics["response_tokens"])
@@ -81,10 +75,10 @@ class TrainingLoop:
             seconds = time.monotonic() - started
             speeds = {"tokens_per_s": tokens / seconds, "rollout_tokens_per_s": tokens / max(batch.seconds, 1e-9)}
             measured = {f"perf/{name}": speed for name, speed in speeds.items()}
-            whole = metrics | self.phases.take() | measured | {"time/step": seconds}
+            whole = metrics | self.step.phases.take() | measured | {"time/step": seconds}
             return whole | self._gpu_metrics(number, experience, whole)
 
-        if self._due(self.config.eval.steps):
+        if self._due(self.step.config.eval.steps):
             try:
                 self._evaluate_step(metrics)
             except StopRequested:
@@ -92,24 +86,24 @@ class TrainingLoop:
                 self.reporting.moved = True
                 raise
         # Before the checkpoint: every step up to a checkpoint has its line, and a resume cuts off the later lines.
-        self.reporting.step(number, self.total_steps, timed())
+        self.reporting.step(number, self.step.total_steps, timed())
 
     def _between_steps(self) -> None:
-        last = self.state.step == self.total_steps
-        if self.stop.save_wanted() or (not last and self._due(self.config.ckpt.save_steps)):
-            with self.phases("checkpoint"):
+        last = self.state.step == self.step.total_steps
+        if self.step.stop.save_wanted() or (not last and self._due(self.step.config.ckpt.save_steps)):
+            with self.step.phases("checkpoint"):
                 self.checkpoints.save()
         if not last:
-            self.stop.check()
+            self.step.stop.check()
 
     def _due(self, every: int) -> bool:
         """Tell whether something is due after this step that is due every so many (0: never), and after the last."""
-        return self.state.step == self.total_steps or (every > 0 and self.state.step % every == 0)
+        return self.state.step == self.step.total_steps or (every > 0 and self.state.step % every == 0)
 
     def _count(self, number: int, version: int, tokens: int, metrics: Metrics) -> None:
         state = self.state
         state.step, state.policy_version = number, version
-        state.responses += self.config.rollout.batch_size * self.config.rollout.n_samples_per_prompt
+        state.responses += self.step.config.rollout.batch_size * self.step.config.rollout.n_samples_per_prompt
         state.response_tokens += tokens
         state.reward_last = metrics["reward"]
         if state.reward_first is None:
@@ -132,7 +126,7 @@ class TrainingLoop:
         that goes on from there begins with the evaluation.
         """
         if self.eval_prompts:
-            with self.stop.droppable(), self.phases("eval"), self.step.batches.alone():
+            with self.step.stop.droppable(), self.step.phases("eval"), self.step.batches.alone():
                 self.state.eval_after = metrics["eval"] = self._evaluate(self.eval_prompts)
 
     def _evaluate_left_over(self) -> None:
@@ -141,16 +135,16 @@ class TrainingLoop:
             metrics = dict(self.checkpoints.unevaluated)
             self._evaluate_step(metrics)
             self.checkpoints.evaluated()
-            self.reporting.step_again(self.state.step, self.total_steps, metrics)
+            self.reporting.step_again(self.state.step, self.step.total_steps, metrics)
 
     def _evaluate(self, evaluated: PromptSet) -> float:
         """Average the scores of the evaluation prompts; their rewards, if the function gives no scores."""
-        settings = self.config.eval
+        settings = self.step.config.eval
         sampling = Sampling(
             n=settings.n_samples_per_prompt,
             temperature=settings.temperature,
-            max_new_tokens=self.config.rollout.max_new_tokens,
-            stop=list(self.config.rollout.stop),
+            max_new_tokens=self.step.config.rollout.max_new_tokens,
+            stop=list(self.step.config.rollout.stop),
         )
         prompts = list(evaluated)
         trajectories = self.step.generate(prompts, sampling, self.state.policy_version)

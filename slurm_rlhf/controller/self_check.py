@@ -150,12 +150,12 @@ class SelfCheck:
         stop = self.config.train.self_check_stop
         if stop and not verdict.figure < stop * verdict.bound.limit:
             raise SelfCheckError(
-                f"step {step}: {verdict.told()}. The run ends here, beyond {stop:g} times the bound "
+                f"step {step}: {verdict.describe()}. The run ends here, beyond {stop:g} times the bound "
                 "(train.self_check_stop); its checkpoints are kept."
             )
         if not verdict.figure < 2 * self._warned.get(verdict.check, 0.0):
             self._warned[verdict.check] = verdict.figure
-            self.note(f"warning: step {step}: {verdict.told()}")
+            self.note(f"warning: step {step}: {verdict.describe()}")
 
     def _repeated(self, exp: Experience) -> list[Verdict]:
         """Have the actor compute some sequences of the batch twice, in eval mode, and alone."""

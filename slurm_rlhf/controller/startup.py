@@ -91,7 +91,7 @@ class Startup:
 
     def run(self, state: RunState, checkpoint: Path | None) -> TrainingLoop:
         """Start everything, and take it back to `checkpoint`, whose `state` is loaded already."""
-        config, inputs = self.config, self.inputs
+        config = self.config
         self.supervisor.start(role_environment(config, self.ranks, len(os.sched_getaffinity(0))))
         self.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.ranks.worlds.items()))
         roles = self.supervisor.roles
@@ -99,33 +99,13 @@ class Startup:
         gpus = self._gpus(weight_sync)
         colocation = Colocation(roles, self._engines(), config.ds.enable_sleep) if config.train.colocate_all else None
         pool = self._start_roles(weight_sync, colocation)
-        phases = Phases(self.reporting.phase)
-        step = self._step(pool, colocation, phases)
-        checkpoints = RunCheckpoints(
-            CheckpointDir(self.directory.root),
-            config.ckpt.max_num,
-            roles,
-            state,
-            step,
-            self.reporting.saved,
-            self.clock,
-            gpus,
-        )
+        step = self._step(pool, colocation)
+        directory, saved = CheckpointDir(self.directory.root), self.reporting.saved
+        checkpoints = RunCheckpoints(directory, config.ckpt.max_num, roles, state, step, saved, self.clock, gpus)
         if checkpoint is not None:
             checkpoints.load(checkpoint, self.reporting.note)
-        return TrainingLoop(
-            config=config,
-            step=step,
-            eval_prompts=inputs.evaluation,
-            state=state,
-            total_steps=inputs.total_steps,
-            checkpoints=checkpoints,
-            reporting=self.reporting,
-            phases=phases,
-            stop=self.stop,
-            final=self.directory.final,
-            gpus=gpus,
-        )
+        final = self.directory.final
+        return TrainingLoop(step, self.inputs.evaluation, state, checkpoints, self.reporting, final, gpus)
 
     def _engines(self) -> EngineHandle:
         rollout = self.supervisor.roles[ROLLOUT]
@@ -165,7 +145,7 @@ class Startup:
             self.reporting.note(f"{len(first)} of {engines.world} engines are ready; the others join when they are")
         return pool
 
-    def _step(self, pool: EnginePool, colocation: Colocation | None, phases: Phases) -> Step:
+    def _step(self, pool: EnginePool, colocation: Colocation | None) -> Step:
         config, inputs, roles, note = self.config, self.inputs, self.supervisor.roles, self.reporting.note
         dispatcher = Dispatcher(
             self._engines(),
@@ -194,7 +174,7 @@ class Startup:
             scale=scale,
             self_check=SelfCheck(config, roles[ACTOR], note, inputs.findings, self.reporting.self_check),
             engine_metrics=EngineMetrics([group.node for group in self.ranks.tp_groups if group.role == ROLLOUT], note),
-            phases=phases,
+            phases=Phases(self.reporting.phase),
             stop=self.stop,
         )
 

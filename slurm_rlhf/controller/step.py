@@ -128,6 +128,7 @@ class Step:
             self._transfer(version)
 
     def _transfer(self, version: int) -> None:
+        """Update the engines' weights; wake them up around it where they sleep."""
         with self.phases("sync"), self.colocation.waking(version) if self.colocation else nullcontext():
             self._synced = self.pool.update(version)
 

@@ -52,8 +52,8 @@ class Supervisor:
             host=launcher.address,
             heartbeat_interval=config.timeout.heartbeat_interval,
             heartbeat_limit=config.timeout.heartbeat,
-            on_lost=self._lost,
-            on_event=self._told,
+            on_lost=self._on_lost,
+            on_event=self._on_event,
         )
         self._leaving = threading.Event()
         self._gone = threading.Event()
@@ -125,7 +125,7 @@ class Supervisor:
             waited = time.monotonic() - begin
             if not self._ends:
                 silent = self._silent()
-                self._condemn(silent, str(error))
+                self._give_up(silent, str(error))
                 if not silent and waited > self._patience_s:
                     break
             if waited > self._config.timeout.heartbeat + self._patience_s:
@@ -137,13 +137,13 @@ class Supervisor:
     def stop(self) -> None:
         """End every process: ask, then end by force what is left, within `timeout.shutdown` seconds each."""
         self._leaving.set()
-        self._launcher.stop(self._said_done(), self._config.timeout.shutdown / 2)
+        self._launcher.stop(self._all_ended(), self._config.timeout.shutdown / 2)
         self._gone.set()
         self.server.close()
         log.info("control port: %s", self.server.counts())
         self._directory.keys.unlink(missing_ok=True)
 
-    def _said_done(self) -> bool:
+    def _all_ended(self) -> bool:
         """Ask every rank to end; True when all of them have released what they hold."""
         if self._failed is not None:
             return False
@@ -169,7 +169,7 @@ class Supervisor:
         end = self._ends[0]
         if self._launcher.address != LOOPBACK:
             dead = self._on_dead_nodes()
-            self._condemn(dead, f"{end.role} on {end.node} {end.how}")
+            self._give_up(dead, f"{end.role} on {end.node} {end.how}")
             if dead or waited_s < self._patience_s:
                 return
         logs = self._directory.logs.glob(f"{end.role}.{end.node}.[0-9]*.log")
@@ -191,14 +191,14 @@ class Supervisor:
     def _silent(self) -> list[Peer]:
         return self.server.silent(SILENT_BEATS * self._config.timeout.heartbeat_interval)
 
-    def _condemn(self, suspects: list[Peer], evidence: str) -> None:
+    def _give_up(self, suspects: list[Peer], evidence: str) -> None:
         """Give up silent ranks: with `evidence` that something broke, half of the heartbeats' limit is enough."""
         enough = self._config.timeout.heartbeat / 2
         for peer in self.server.silent(enough):
             if peer in suspects:
                 self._lose(peer, f"it was not heard from for {enough:g} s, last phase {peer.phase!r}, and {evidence}")
 
-    def _lost(self, peer: Peer) -> None:
+    def _on_lost(self, peer: Peer) -> None:
         self._lose(peer, peer.lost)
 
     def _lose(self, peer: Peer, why: str) -> None:
@@ -206,7 +206,7 @@ class Supervisor:
         if not self._leaving.is_set():
             self._fail(peer.role, what, [self._directory.role_log(peer.role, peer.host, peer.rank)])
 
-    def _told(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
+    def _on_event(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         """Act on the event of a rank: it cannot go on, or it got SIGTERM.
 
         A SIGTERM that this process does not get means that the job is preempted: save, and go on later. With `scancel`

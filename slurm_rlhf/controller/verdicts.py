@@ -122,9 +122,9 @@ class Verdict:
 
     def error(self) -> str:
         """Put a verdict that did not pass into the error for the user."""
-        return f"self-check failed ({self.check}): {self.told()}. {ALL_THE_SAME}."
+        return f"self-check failed ({self.check}): {self.describe()}. {ALL_THE_SAME}."
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """Tell what was compared, how far it is apart, what that usually means, and what to change."""
         words = WORDS[self.check]
         return (
@@ -189,7 +189,7 @@ class Share:
     """A share of a batch that is worth a warning above `limit`."""
 
     limit: float
-    told: str  # for a share in percent
+    words: str  # for a share in percent
     warning: str
 
 
@@ -277,8 +277,8 @@ def ratio_line(verdict: Verdict) -> str:
 
 def shares_line(title: str, shares: dict[str, float], names: Sequence[str]) -> str:
     """`self-check, rewards: 0 % clipped, 12 % of the groups constant, 3 % truncated`."""
-    told = ", ".join(f"{_percent(shares[name])} {SHARES[name].told}" for name in names if name in shares)
-    return f"self-check, {title}: {told}"
+    words = ", ".join(f"{_percent(shares[name])} {SHARES[name].words}" for name in names if name in shares)
+    return f"self-check, {title}: {words}"
 
 
 def _percent(share: float) -> str:

@@ -1,4 +1,4 @@
-"""Which parameters a weight update must bring, checked while they stream by."""
+"""The parameters that a weight update must have: their shapes, and checks of what arrives and what was loaded."""
 
 from __future__ import annotations
 
@@ -14,8 +14,18 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[int, ...]]
 
 
+def skeleton(path: str) -> Any:
+    """Build the causal language model in directory `path` without memory for its parameters."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
 def parameter_shapes(model: Any) -> Shapes:
-    """name -> shape of a transformers model, in its order.
+    """Map the names of a transformers model's parameters to their shapes, in its order.
 
     Tied weights appear once, under the embedding's name: the names that a trainer's `named_parameters()` yields.
     """
@@ -23,25 +33,23 @@ def parameter_shapes(model: Any) -> Shapes:
 
 
 def check_loaded(model: Any, loaded: set[str] | None) -> None:
-    """Raises SyncError unless vLLM's loader says of every parameter of its `model` that it got it.
+    """Raise SyncError unless every parameter of vLLM's `model` is in `loaded`, the names that its loader reports.
 
-    Its loaders pass over names that they do not know. Tied parameters have one name; a loader that keeps no account
-    answers None.
+    Its loaders ignore names that they do not know. Tied parameters have one name. None: the loader reports nothing.
     """
     missing = [name for name, _ in model.named_parameters() if name not in loaded] if loaded is not None else []
     if missing:
         raise SyncError(
             f"vLLM's {type(model).__name__} was sent all parameters of the policy and has not loaded {len(missing)} "
-            f"of its own, which stay the old policy's: {shortened(missing)}. This architecture cannot be trained "
-            "here yet."
+            f"of its own, which keep the old policy's: {shortened(missing)}. This architecture cannot be trained yet."
         )
 
 
 def checked(weights: Iterable[tuple[str, Tensor]], shapes: Shapes, version: int) -> Iterator[tuple[str, Tensor]]:
-    """`weights`, with an error in place of silence where vLLM's loaders skip, repeat or broadcast.
+    """Yield `weights`, checked: vLLM's loaders skip, repeat or broadcast without an error.
 
-    Raises SyncError naming the parameter at the first that is unknown, doubled or of another shape, and at the end for
-    those that never came.
+    Raises SyncError at the first parameter that is unknown, doubled or of another shape, and at the end for those that
+    are missing.
     """
     missing = dict(shapes)
     for name, tensor in weights:

@@ -1,58 +1,52 @@
-"""vLLM's V1 engine in this process, stepped by its owner. `environment.prepare_environment` comes first."""
+"""vLLM's V1 engine in this process, stepped by its owner."""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, RunError
-from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling, Trajectory
-from slurm_rlhf.rollout.active_request import Flight
+from slurm_rlhf.records import KV_CACHE, WEIGHTS, Trajectory
+from slurm_rlhf.rollout._transformers import as_saved
+from slurm_rlhf.rollout._vllm import EngineCore, Sampled, refusals, reload_weights
 from slurm_rlhf.rollout.engine import Gauges
-from slurm_rlhf.rollout.parameters import checked, parameter_shapes
-from slurm_rlhf.rollout.request import GenerateRequest
-from slurm_rlhf.rollout.saved_names import as_saved, skeleton
+from slurm_rlhf.rollout.parameters import check_loaded, checked, parameter_shapes, skeleton
+from slurm_rlhf.rollout.request import ActiveRequest, GenerateRequest, response_text
 from slurm_rlhf.rollout.sleep import DeviceMemory
-from slurm_rlhf.rollout.text import response_text
-from slurm_rlhf.rollout.vllm_reload import reload_weights
 from slurm_rlhf.rollout.vllm_settings import engine_config
 
 
 class VllmEngine:
-    """Implements `engine.Engine` and `sleep.Sleeper` on vLLM's `LLMEngine`.
+    """Implements `engine.Engine` and `engine.Sleeper` on vLLM's engine; `prepare_environment` comes first.
 
     `response_ids` are the tokens as sampled. The end-of-sequence token is among them if it was sampled, and so are the
-    tokens of a stop string, the last of them whole even where the stop string ends inside it: what the policy chose is
-    what it is trained on. `text` ends with the stop string, so that a reward function sees it, and not behind it.
+    tokens of a stop string, the last of them whole even where the stop string ends inside it: the policy is trained on
+    what it chose. `text` ends with the stop string, so that a reward function sees it, and has nothing after it.
 
     Requests in flight when the weights change keep their tokens; their KV cache is computed anew under the new
     weights, so that every log-prob is that of its version given the whole text before it.
 
     With vLLM's asynchronous scheduling (`vllm_settings.asynchronous`) a batch is on its way to the device while the one
-    before it is read. "Between two steps" then holds a batch in flight, which `_flush` brings home: before the weights
-    change, before the engine sleeps, and as soon as it has no requests. What was sampled in it is of the old policy and
-    is handed out by the next step.
+    before it is read. So between two steps there is a batch in flight. `_flush` waits for it before the weights change,
+    before the engine sleeps, and as soon as the engine has no requests. What was sampled in it is of the old policy and
+    is returned by the next step.
 
-    The engine has a default process group of its own: here of one rank, made through a file of its own, in
-    `tp_engine` of its TP ranks. torchrun's RANK and WORLD_SIZE play no part, and engines start, fail and restart alone.
+    The engine has a default process group of its own: here of one rank, made through a file of its own, in `tp_engine`
+    of its TP ranks. torchrun's RANK and WORLD_SIZE have no effect, and engines start, fail and restart alone.
     """
 
     def __init__(self, config: Config, engine: int = 0, version: int = 0) -> None:
-        """Load the actor's model directory as policy `version`; `engine` is what trajectories are marked with.
+        """Load the actor's model directory as policy `version`; trajectories are marked with the number `engine`.
 
-        Raises ConfigError or ModelError when vLLM cannot run this model with this configuration.
+        Raises ConfigError or ModelError if vLLM cannot run this model with this configuration.
         """
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
-            raise RuntimeError("call slurm_rlhf.rollout.environment.prepare_environment before making an engine")
-        from vllm.exceptions import VLLMError
-        from vllm.v1.engine.llm_engine import LLMEngine
-
+            raise RuntimeError("call slurm_rlhf.rollout.vllm_settings.prepare_environment before making an engine")
         self.version = version
         self._index = engine
         self._path = config.actor.model_name_or_path
@@ -60,74 +54,54 @@ class VllmEngine:
         # Before the engine: where vLLM runs the classes of transformers, they can be made within an engine only.
         self._skeleton = skeleton(self._path)
         self._shapes = parameter_shapes(self._skeleton)
-        # The engine collects garbage five times while it starts; what the imports left is none and takes 0.3 s each.
+        # The engine collects garbage five times while it starts; the imports left none, and looking takes 0.3 s a time.
         gc.freeze()
         try:
-            self._llm = LLMEngine(self._config, self._executor_class(), log_stats=False)
-        except (ValueError, OSError, VLLMError) as error:
+            self._core = EngineCore(self._config, self._executor_class())
+        except refusals() as error:
             raise ModelError(f"vLLM cannot start on the model in {self._path}: {error}") from error
-        # Below `LLMEngine.step`: its own bookkeeping of text and log-probs costs a third of a small model's step.
-        self._core = self._llm.engine_core
-        self._tasks = self._llm.get_supported_tasks()
-        self._tokenizer = self._llm.get_tokenizer()
-        self._flights: dict[str, Flight] = {}  # by vLLM's request id
+        self._active: dict[str, ActiveRequest] = {}  # by vLLM's request id
         self._keys: set[str] = set()  # of those
         self._added = 0
-        self._landed: list[Trajectory] = []  # by a flush, and not handed out yet
-        self._mixture = ""
-        self._memory = DeviceMemory(self._llm, config.vllm.gpu_memory_utilization)
+        self._finished: list[Trajectory] = []  # by a flush, and not returned yet
+        self._unusable = ""  # why the weights must not be used
+        self._memory = DeviceMemory(self._core.llm, config.vllm.gpu_memory_utilization)
         self._tokens_sampled = 0
 
     @property
     def unfinished(self) -> int:
-        """Requests added and not yet finished."""
-        return len(self._flights) + len(self._landed)
+        """Count the requests that were added and not yet returned."""
+        return len(self._active) + len(self._finished)
 
     @property
     def gauges(self) -> Gauges:
         """See `Engine.gauges`."""
-        scheduler = self._core.engine_core.scheduler
-        _, waiting = scheduler.get_request_counts()
-        return Gauges(self._tokens_sampled, waiting, scheduler.kv_cache_manager.usage)
+        waiting, kv_usage = self._core.load()
+        return Gauges(self._tokens_sampled, waiting, kv_usage)
 
     @property
     def attention(self) -> str:
-        """vLLM's names of the attention backends that its layers have."""
-        layers = self._config.compilation_config.static_forward_context.values()
-        return ", ".join(sorted({layer.get_attn_backend().get_name() for layer in layers if _attends(layer)}))
+        """Name the attention backends of the engine's layers, as vLLM names them."""
+        return self._core.attention()
 
     def add(self, request: GenerateRequest) -> None:
         """See `Engine.add`."""
-        from vllm.exceptions import VLLMError
-        from vllm.inputs import tokens_input
-        from vllm.v1.engine.detokenizer import IncrementalDetokenizer
-
         if request.key in self._keys:
             raise RunError(f"engine {self._index}: request key {request.key!r} is in use")
         prompt_ids = [int(token) for token in request.prompt_ids]
-        # Never given twice, as in vLLM's own engine: a batch in flight may still hold a request that has ended, and
-        # what it samples for it would go to the next one of that name. Counted and not drawn: the same on all TP ranks,
-        # so those that the leader refuses, of which the others never hear, do not count.
+        # Never given twice, as in vLLM's own engine: a batch in flight may still have a request that has ended, and
+        # what it samples for it would go to the next one of that name. Counted and not random: the same on all TP
+        # ranks, so those that the leader refuses, of which the others never hear, do not count.
         name = f"{request.key}#{self._added}"
         try:
-            core_request = self._llm.input_processor.process_inputs(
-                name,
-                tokens_input(prompt_ids),
-                _sampling_params(request.sampling, request.seed),
-                self._tasks,
-            )
-        except (ValueError, VLLMError) as error:
+            stops = self._core.add(name, request.key, prompt_ids, request.sampling, request.seed)
+        except refusals() as error:
             raise RunError(
                 f"engine {self._index} refuses request {request.key!r} (prompt {request.prompt}, {len(prompt_ids)} "
                 f"tokens): {error}"
             ) from error
-        core_request.external_req_id = request.key
-        stops = None
-        if request.sampling.stop:
-            stops = IncrementalDetokenizer.from_new_request(self._tokenizer, core_request)
-        self._core.add_request(core_request)
         self._added += 1
-        self._flights[name] = Flight(request, stops)
+        self._active[name] = ActiveRequest(request, stops)
         self._keys.add(request.key)
 
     def step(self) -> list[Trajectory]:
@@ -140,79 +114,62 @@ class VllmEngine:
             raise
 
     def drop(self) -> None:
-        """Forget all requests: nothing of them comes any more, and their keys are free."""
+        """See `Engine.drop`."""
         self._forget()
 
+    def _forget(self) -> None:
+        names = list(self._active)
+        # First, so that the keys are free even if vLLM is too broken to abort anything.
+        self._active.clear()
+        self._keys.clear()
+        self._finished.clear()
+        self._core.abort_all(names)
+
     def _step(self) -> list[Trajectory]:
-        if self._flights:
-            self._read(self._core.get_output().outputs)
-        if not self._flights:
+        if self._active:
+            self._read(self._core.run_batch())
+        if not self._active:
             self._flush()
-        landed, self._landed = self._landed, []
-        return landed
+        finished, self._finished = self._finished, []
+        return finished
 
-    def _read(self, outputs: list[Any]) -> None:
-        """What one batch has sampled."""
-        from vllm.v1.engine import FinishReason
-
+    def _read(self, batch: list[Sampled]) -> None:
+        """Add what one batch has sampled to the requests, and finish those that have ended."""
         cut = []
-        for output in outputs:
-            flight = self._flights[output.request_id]
-            reason = output.finish_reason
-            tokens = output.new_token_ids
-            self._tokens_sampled += len(tokens)
-            self._sampled(flight.request.key, tokens)
-            if output.new_logprobs is not None:
-                flight.extend(tokens, output.new_logprobs.logprobs[:, 0].tolist(), self.version)
-            if flight.stops is not None and flight.stops.update(tokens, reason is FinishReason.STOP):
-                if reason is None:
-                    cut.append(output.request_id)
-                reason = FinishReason.STOP
-            if reason is not None:
-                del self._flights[output.request_id]
-                self._keys.discard(flight.request.key)
-                self._landed.append(self._land(flight, str(reason)))
-        # A batch in flight may hold them: the scheduler passes over what comes for a request that it has no more.
-        self._core.abort_requests(cut)
+        for sampled in batch:
+            active = self._active.get(sampled.name)
+            if active is None:  # it was dropped
+                continue
+            reason = sampled.finish_reason
+            self._tokens_sampled += len(sampled.tokens)
+            self._sampled(active.request.key, sampled.tokens)
+            if sampled.logprobs is not None:
+                active.extend(sampled.tokens, sampled.logprobs, self.version)
+            if active.stops is not None and active.stops.stops(sampled):
+                if not reason:
+                    cut.append(sampled.name)
+                reason = "stop"
+            if reason:
+                del self._active[sampled.name]
+                self._keys.discard(active.request.key)
+                self._finished.append(self._finish(active, reason))
+        self._core.abort(cut)
 
     def _flush(self) -> None:
-        """Read the batches in flight and start no other. Without asynchronous scheduling there are none."""
-        from vllm.v1.core.sched.interface import PauseState
-
-        core = self._core.engine_core
-        if not core.batch_queue:
-            return
-        before = core.scheduler.pause_state
-        core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
-        try:
-            # A turn may first tell the model runner, by an empty batch, which requests have ended.
-            while core.batch_queue:
-                self._read(self._core.get_output().outputs)
-        finally:
-            core.scheduler.set_pause_state(before)
-
-    def _forget(self) -> None:
-        self._core.abort_requests(list(self._flights))
-        self._flights.clear()
-        self._keys.clear()
-        self._landed.clear()
-        while self._core.engine_core.batch_queue:
-            # After a failed step the batches behind it fail, too; each attempt takes one out of the queue.
-            with suppress(Exception):
-                self._flush()
+        """Read the batches in flight and start no other."""
+        self._core.finish_batches(self._read)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """See `Engine.load_weights`."""
         self._memory.require(WEIGHTS)
         self._flush()
-        self._mixture = f"the update to policy version {version} failed, and weights of two policies are mixed"
-        model = self._llm.model_executor.driver_worker.model_runner.get_model()
-        wanted = checked(weights, self._shapes, version)
-        reload_weights(model, self._config, as_saved(self._skeleton, wanted))
-        # The cached keys and values are the old policy's: of finished prompts, and of requests in flight.
-        self._core.reset_prefix_cache(reset_running_requests=True)
+        self._unusable = f"the update to policy version {version} failed, and weights of two policies are mixed"
+        model = self._core.model()
+        complete = checked(weights, self._shapes, version)
+        check_loaded(model, reload_weights(model, self._config, as_saved(self._skeleton, complete)))
+        self._core.drop_caches()  # they are the old policy's
         self.version = version
-        self._mixture = ""
+        self._unusable = ""
 
     def describe(self) -> list[list[Any]]:
         """See `Engine.describe`."""
@@ -222,61 +179,38 @@ class VllmEngine:
     def sleep(self) -> int:
         """See `Sleeper.sleep`."""
         self._forget()
-        self._mixture = "it has slept, and no update came since"
-        return self._memory.give_up()
+        self._unusable = "it has slept, and no update came since"
+        return self._memory.release()
 
     def wake_up(self, part: str) -> None:
         """See `Sleeper.wake_up`."""
-        self._memory.take_back(part)
+        self._memory.allocate(part)
 
     def close(self) -> None:
         """See `Engine.close`."""
-        self._flights.clear()
-        self._core.shutdown()
+        self._active.clear()
+        self._core.close()
 
     def _executor_class(self) -> Any:
-        from vllm.v1.executor.abstract import Executor
-
-        return Executor.get_class(self._config)
+        """Return another executor than vLLM's choice, or None."""
+        return None
 
     def _check_usable(self) -> None:
         self._memory.require(WEIGHTS, KV_CACHE)
-        if self._mixture:
-            raise RunError(f"engine {self._index} has no usable weights: {self._mixture}")
+        if self._unusable:
+            raise RunError(f"engine {self._index} has no usable weights: {self._unusable}")
 
     def _sampled(self, key: str, tokens: list[int]) -> None:
-        """A request got its next tokens."""
+        """Note the next tokens of a request."""
 
-    def _land(self, flight: Flight, reason: str) -> Trajectory:
+    def _finish(self, active: ActiveRequest, reason: str) -> Trajectory:
+        request = active.request
         if reason not in ("stop", "length"):
-            raise RunError(f"engine {self._index}: vLLM ended request {flight.request.key!r} with {reason!r}")
-        if flight.stops is not None:
-            text = flight.stops.output_text
+            raise RunError(f"engine {self._index}: vLLM ended request {request.key!r} with {reason!r}")
+        if active.stops is not None:
+            text = active.stops.text
         else:
-            prompt_ids = [int(token) for token in flight.request.prompt_ids]
-            text = response_text(
-                self._tokenizer, prompt_ids, flight.tokens, flight.request.sampling.skip_special_tokens
-            )
-        return flight.land(reason, text, self._index)
-
-
-def _attends(layer: Any) -> bool:
-    return hasattr(layer, "get_attn_backend")
-
-
-def _sampling_params(sampling: Sampling, seed: int) -> Any:
-    from vllm import SamplingParams
-
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_tokens=sampling.max_new_tokens,
-        stop=list(sampling.stop),
-        include_stop_str_in_output=True,
-        skip_special_tokens=sampling.skip_special_tokens,
-        seed=seed,
-        logprobs=0,  # of the sampled token only
-        detokenize=bool(sampling.stop),
-        skip_clone=True,  # made for this request alone
-    )
+            prompt_ids = [int(token) for token in request.prompt_ids]
+            skip = request.sampling.skip_special_tokens
+            text = response_text(self._core.tokenizer, prompt_ids, active.tokens, skip)
+        return active.finish(reason, text, self._index)

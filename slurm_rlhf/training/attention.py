@@ -1,20 +1,22 @@
-"""Which kernel PyTorch's attention runs: asked of its own dispatcher, with the arguments of a real call."""
+"""Observe which kernel PyTorch's attention runs, with the arguments of a real call."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
+
+from slurm_rlhf.training._torch import choose_attention
 
 _seen: list[str] = []
 _waiting: list[bool] = []
 
 
 def attention_kernel() -> str:
-    """ "sdpa: FLASH_ATTENTION", say, of the first forward pass after the first call of this; empty until then.
+    """Name the kernel of the first forward pass after the first call of this, as in "sdpa: FLASH_ATTENTION".
 
-    Stays empty where the model does not use `scaled_dot_product_attention`, as with Flash Attention's own package.
+    Empty until that pass, and for a model that does not use `scaled_dot_product_attention`, as with the package of
+    Flash Attention.
     """
     if not _waiting:
         _waiting.append(True)
@@ -23,7 +25,7 @@ def attention_kernel() -> str:
 
 
 def _watch_once() -> None:
-    usual = functional.scaled_dot_product_attention
+    original = functional.scaled_dot_product_attention
 
     def first(
         query: Tensor,
@@ -35,12 +37,10 @@ def _watch_once() -> None:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        functional.scaled_dot_product_attention = usual
-        choice = torch._fused_sdp_choice(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        functional.scaled_dot_product_attention = original
+        choice = choose_attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         names = {int(backend): name for name, backend in SDPBackend.__members__.items()}
         _seen.append(f"sdpa: {names.get(choice, choice)}")
-        return usual(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+        return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
     functional.scaled_dot_product_attention = first

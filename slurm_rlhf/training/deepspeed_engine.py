@@ -1,8 +1,9 @@
-"""DeepSpeed's engine for a module: its configuration, its optimizer, and what has to be kept from it."""
+"""DeepSpeed's engine for a module: settings, learning rate, optimizer, and models that ZeRO-3 shards as they load."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,15 +13,68 @@ import torch
 from torch import nn
 
 from slurm_rlhf.config.schema import Config, Ds
-from slurm_rlhf.training.distributed import World, limit_collectives
-from slurm_rlhf.training.optimizer_fragments import sizes
-from slurm_rlhf.training.parameters import whole_shape
-from slurm_rlhf.training.schedule import Schedule
-from slurm_rlhf.training.zero3_init import born_sharded, import_deepspeed, persistence, zero3_config
+from slurm_rlhf.training._deepspeed import full_shape, import_deepspeed
+from slurm_rlhf.training._torch import limit_collectives
+from slurm_rlhf.training._transformers import import_modeling, shard_new_models
+from slurm_rlhf.training.distributed import World, local_device
+from slurm_rlhf.training.optimizer_state import sizes
+
+
+def import_trainers(deepspeed: bool) -> None:
+    """Import what a model is loaded with and, with `deepspeed`, sharded and trained. No GPU is touched."""
+    import_modeling()
+    if deepspeed:
+        import_deepspeed(local_device())
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The learning rate as a function of the optimizer step: a checkpoint has to hold the step only."""
+
+    kind: str  # constant, linear or cosine
+    peak: float
+    total_steps: int
+    warmup_ratio: float = 0.0  # of total_steps
+    min_ratio: float = 0.0  # of peak, where linear and cosine end
+
+    @classmethod
+    def of(cls, config: Config, peak: float, total_steps: int, kind: str = "") -> Schedule:
+        """Read warm-up and end, and without `kind` that too, from the actor's settings, which all models share."""
+        actor = config.actor
+        return cls(kind or actor.lr_scheduler, peak, total_steps, actor.lr_warmup_ratio, actor.lr_min_ratio)
+
+
+def learning_rate(step: int, schedule: Schedule) -> float:
+    """Return the learning rate of optimizer step `step`, 0-based.
+
+    Warm-up over w = ceil(warmup_ratio * total_steps) steps: peak * (step + 1) / w. After it, with
+    p = (step - w) / max(total_steps - w - 1, 1), at most 1:
+        constant  peak
+        linear    peak * (min_ratio + (1 - min_ratio) * (1 - p))
+        cosine    peak * (min_ratio + (1 - min_ratio) * (1 + cos(pi * p)) / 2)
+    so that the first step after the warm-up has the peak and the last step peak * min_ratio. Steps past the end keep
+    the last value. Source of the cosine: Loshchilov and Hutter, SGDR (2017), one period.
+    Raises ValueError for another kind.
+    """
+    warmup = math.ceil(schedule.warmup_ratio * schedule.total_steps)
+    if step < warmup:
+        return schedule.peak * (step + 1) / warmup
+    progress = min((step - warmup) / max(schedule.total_steps - warmup - 1, 1), 1.0)
+    if schedule.kind == "constant":
+        share = 1.0
+    elif schedule.kind == "linear":
+        share = 1.0 - progress
+    elif schedule.kind == "cosine":
+        share = (1.0 + math.cos(math.pi * progress)) / 2.0
+    else:
+        raise ValueError(f"unknown schedule {schedule.kind!r}; constant, linear and cosine are known")
+    return schedule.peak * (schedule.min_ratio + (1.0 - schedule.min_ratio) * share)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
+    """What the optimizer steps of a model depend on, beside the model and the data."""
+
     zero_stage: int
     param_dtype: str  # "fp32", or "bf16" with fp32 master weights and fp32 gradient accumulation
     grad_comm_dtype: str  # "fp32" or "bf16": in which ranks add up their gradients
@@ -31,8 +85,8 @@ class EngineConfig:
     timeout_s: float  # of every collective
 
     @classmethod
-    def of_actor(cls, config: Config, learning_rate: float, total_steps: int) -> EngineConfig:
-        """The actor's settings, which the critic shares but for the learning rate."""
+    def of(cls, config: Config, schedule: Schedule) -> EngineConfig:
+        """Read all but the schedule from the actor's settings, which all trained models share."""
         actor = config.actor
         return cls(
             zero_stage=config.ds.zero_stage,
@@ -41,15 +95,13 @@ class EngineConfig:
             betas=(actor.adam_betas[0], actor.adam_betas[1]),
             weight_decay=actor.weight_decay,
             max_norm=actor.max_norm,
-            schedule=Schedule(
-                actor.lr_scheduler, learning_rate, total_steps, actor.lr_warmup_ratio, actor.lr_min_ratio
-            ),
+            schedule=schedule,
             timeout_s=config.timeout.collective,
         )
 
 
 def start_deepspeed(module: nn.Module, cfg: EngineConfig, world: World) -> Any:
-    """`deepspeed.initialize` with AdamW over the module's parameters, loaded under `loading`. Collective."""
+    """Call `deepspeed.initialize` with AdamW over a module that was loaded under `loading`. Collective."""
     deepspeed = import_deepspeed(world.device)
     # torch's AdamW: DeepSpeed's own optimizers are extensions, too.
     optimizer = torch.optim.AdamW(_groups(module, cfg.weight_decay), lr=cfg.schedule.peak, betas=cfg.betas)
@@ -62,28 +114,28 @@ def start_deepspeed(module: nn.Module, cfg: EngineConfig, world: World) -> Any:
 
 @contextmanager
 def loading(ds: Ds, world: World) -> Iterator[Ds]:
-    """Within it, and with the settings it gives, load the model that `start_deepspeed` is to train. Collective.
+    """Give the settings with which to load, inside the block, a model for `start_deepspeed`. Collective.
 
     DeepSpeed keeps fp32 masters beside bf16 parameters from ZeRO-1 on. Without ZeRO it would add up gradients in
     bf16, which loses small ones: there the parameters themselves are fp32, and autocast computes in bf16.
-    ZeRO-3 cuts the parameters while they are loaded.
+    ZeRO-3 shards the parameters while they are loaded.
     """
-    with born_sharded(world, zero3_config(ds.param_dtype)) if ds.zero_stage == 3 else nullcontext():
-        yield computed_as(ds)
+    with sharded_from_the_start(world, zero3_config(ds.param_dtype)) if ds.zero_stage == 3 else nullcontext():
+        yield stored_as(ds)
 
 
-def computed_as(ds: Ds) -> Ds:
-    """`ds` with the precision that parameters have: fp32 at stage 0, where autocast rounds in the forward pass."""
+def stored_as(ds: Ds) -> Ds:
+    """Return `ds` with the precision that parameters have: fp32 at stage 0, where autocast rounds in the forward."""
     return dataclasses.replace(ds, param_dtype="fp32") if ds.zero_stage == 0 else ds
 
 
 def deepspeed_config(cfg: EngineConfig, elements: int, ranks: int) -> dict[str, Any]:
-    """DeepSpeed's configuration for a model of `elements` parameters on `ranks` ranks.
+    """Return DeepSpeed's configuration for training a model of `elements` parameters on `ranks` ranks.
 
     Stages 0 and 1 reduce gradients once per optimizer step, because every rank keeps the whole sum over its
-    micro-batches. Stages 2 and 3 keep a rank's part of it only, so they reduce each micro-batch's: behind its backward
-    pass. DeepSpeed can put off their reduction, too (`coalesce_grad_reduction`), at the memory of whole gradients and
-    with sums over micro-batches in bf16; with sums in fp32 that is what stage 1 is.
+    micro-batches. Stages 2 and 3 keep a rank's part of it only, so they reduce after the backward
+    pass of each micro-batch. DeepSpeed can put off this reduction, too (`coalesce_grad_reduction`), at the cost of
+    full gradients in memory and sums over micro-batches in bf16; with sums in fp32 that is what stage 1 does.
     """
     # Buffers of DeepSpeed's default size, 2 GB in fp32, would be allocated even for a tiny model.
     bucket = min(elements + elements % 2, 200_000_000)
@@ -109,11 +161,45 @@ def deepspeed_config(cfg: EngineConfig, elements: int, ranks: int) -> dict[str, 
 
 
 def _groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """AdamW's parameter groups. One when nothing decays: DeepSpeed works group by group."""
+    """Return AdamW's parameter groups: one when nothing decays, because DeepSpeed works group by group."""
     parameters = list(module.parameters())
     if weight_decay == 0.0:
         return [{"params": parameters, "weight_decay": 0.0}]
     return [
-        {"params": [p for p in parameters if len(whole_shape(p)) >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if len(whole_shape(p)) < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if len(full_shape(p)) >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if len(full_shape(p)) < 2], "weight_decay": 0.0},
     ]
+
+
+@contextmanager
+def sharded_from_the_start(world: World, config: dict[str, Any]) -> Iterator[None]:
+    """Have `from_pretrained`, inside the block, shard every parameter as it is made. Collective.
+
+    Rank 0 reads the weights, one module at a time, and each rank keeps its shard: no rank ever has the full model.
+    `config`: of `zero3_config`.
+    """
+    import_deepspeed(world.device)
+    with shard_new_models(config):
+        yield
+
+
+def zero3_config(param_dtype: str, offload: bool = False, elements: int = 0) -> dict[str, Any]:
+    """Return DeepSpeed's configuration for sharding a frozen model; with `offload`, into host memory.
+
+    `param_dtype`: "fp32" or "bf16". `elements`: of all parameters, once that is known.
+    """
+    where = {"offload_param": {"device": "cpu", "pin_memory": torch.cuda.is_available()}} if offload else {}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": param_dtype == "bf16"},
+        "zero_optimization": {"stage": 3, **persistence(elements), **where},
+        "steps_per_print": None,
+    }
+
+
+def persistence(elements: int) -> dict[str, int]:
+    """Return the size up to which parameters stay full on every rank, because gathering them does not pay.
+
+    `elements`: of the model. DeepSpeed's default for all models is 100,000, which of a small one is most parameters.
+    """
+    return {"stage3_param_persistence_threshold": min(elements // 100, 100_000)}

@@ -1,18 +1,22 @@
-"""This process's place in its role's process group, and the time-out of every collective in it."""
+"""This process in its role: process group, device and random state."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
+from torch import nn
 
 
 @dataclass(frozen=True, slots=True)
 class World:
+    """A rank's place in the process group of its role."""
+
     rank: int
     size: int
     device: torch.device
@@ -37,16 +41,16 @@ def join_world(timeout_s: float) -> World:
 
 
 def local_device() -> torch.device:
-    """The accelerator that torchrun's local rank stands for, or the CPU."""
+    """Return the accelerator of torchrun's local rank, or the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
-def limit_collectives(timeout_s: float) -> None:
-    """Give every process group of this process the time-out: DeepSpeed makes its sub-groups with torch's default."""
-    for group in distributed_c10d._world.pg_map:
-        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+def release_cache() -> None:
+    """Give the memory that PyTorch keeps for later back to the GPU. Does nothing without one."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def seed_rank(seed: int, rank: int, full_determinism: bool) -> None:
@@ -55,3 +59,15 @@ def seed_rank(seed: int, rank: int, full_determinism: bool) -> None:
     if full_determinism:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
+
+
+@contextmanager
+def undisturbed(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore, after the block, the random state and the train or eval mode of every submodule."""
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            yield
+    finally:
+        for part, mode in modes:
+            part.training = mode

@@ -1,4 +1,4 @@
-"""Everything random in a model's forward pass, off: the old and the new policy must differ by their weights alone."""
+"""Switch off everything random in a forward pass: the old and the new policy must differ by their weights alone."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ RANDOM = re.compile(r"drop|jitter|noise")
 
 
 KEPT = {"phimoe": {"router_jitter_noise"}}
-"""model_type -> numbers with such a name that are none: PhiMoE's says how far from the best an expert may be."""
+"""model_type -> numbers with such a name that are not random: PhiMoE's says how far from the best an expert may be."""
 
 SAMPLERS = {"PhimoeTopKRouter"}
 """Modules that draw at random in train mode whatever their settings are: PhiMoE's router samples its experts."""
 
 
 def switch_off(model: Any) -> None:
-    """Set every such number to 0: those that modules copied when they were made, and those of all configs. Train mode.
+    """Put `model` in train mode and set every random rate in its modules and configs to 0.
 
-    `nn.Dropout` is a module; many models call the function with a number of their own, or of their config, instead.
+    `nn.Dropout` is a module; many models call the function with a number of their own or of their config instead.
     """
     model.train()  # Hugging Face recomputes activations in train mode only
     kept = KEPT.get(model.config.get_text_config().model_type, set())
@@ -39,7 +39,7 @@ def switch_off(model: Any) -> None:
 
 
 def restore_config(exported: Path, source: Path) -> None:
-    """Give the config.json of an export the dropout that the source's has: it belongs to the model, not to this run."""
+    """Give the config.json of an export the dropout of its source: it belongs to the model, not to this run."""
     file = exported / "config.json"
     ours, theirs = json.loads(file.read_text(encoding="utf-8")), json.loads((source / "config.json").read_text("utf-8"))
     _restore(ours, theirs)
@@ -53,7 +53,7 @@ def _silence(owner: Any, kept: set[str]) -> None:
 
 
 def _configs(config: Any) -> Iterator[Any]:
-    """A Hugging Face config and those inside it."""
+    """Yield a Hugging Face config and those inside it."""
     if hasattr(config, "to_dict"):
         yield config
         for value in vars(config).values():

@@ -1,4 +1,4 @@
-"""A trained model as a Hugging Face directory that transformers and vLLM load."""
+"""Write a trained model as a Hugging Face directory that transformers and vLLM load."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def save_hf(model: Any, source: Path, out: Path, rank: int) -> None:
     The new directory is complete before it takes the name `out`. Collective under ZeRO-3; rank 0 writes.
     """
     keep = rank == 0
-    state = {name: whole.cpu().clone() for name, whole in full_parameters(model) if keep}
+    state = {name: full.cpu().clone() for name, full in full_parameters(model) if keep}
     if keep:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
@@ -63,7 +63,7 @@ def _write(model: Any, state: dict[str, Tensor], source: Path, out: Path) -> Non
 
 
 def _flush(files: Iterable[Path]) -> None:
-    """To the disk, before the rename makes them the export."""
+    """Write the files to the disk, before the rename makes them the export."""
     for file in files:
         with open(file, "rb") as opened:
             os.fsync(opened.fileno())

@@ -1,14 +1,59 @@
-"""Log-probs and entropy from hidden states, with logits over the vocabulary for one chunk of tokens at a time."""
+"""Log-probs and entropy from hidden states, with the logits of one chunk of tokens at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from slurm_rlhf.training.head_math import HeadMath
+from slurm_rlhf.config.architectures import HEAD_FIELDS, head_fields
+from slurm_rlhf.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class HeadMath:
+    """What some models do with the logits of their head: a factor and a soft cap.
+
+    z' = factor * z, and with a cap z'' = cap * tanh(z' / cap). Source: the forwards of the models in transformers.
+    """
+
+    factor: float = 1.0
+    cap: float = 0.0  # 0: none
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return the model's logits, given those of its head; fp32, any shape."""
+        if self.factor != 1.0:
+            logits = logits * self.factor
+        return self.cap * (logits / self.cap).tanh() if self.cap else logits
+
+
+def head_math(config: Any, where: str) -> HeadMath:
+    """Read the head math of a causal language model from its Hugging Face config.
+
+    Raises ModelError, naming `where`, for a field of HEAD_FIELDS that is not known to be the formula of this model.
+    """
+    text = config.get_text_config()
+    known = head_fields(config.model_type, text.model_type)
+    factor, cap = 1.0, 0.0
+    for name in HEAD_FIELDS:
+        value = getattr(text, name, None)
+        if value is None or value == 1.0:
+            continue
+        if name not in known.fields:
+            raise ModelError(
+                f"{where}: config.json has {name} = {value}, by which models change the logits of their "
+                f"head, and how a {config.model_type} does it is not known here: log-probs could be wrong. Use a model "
+                f"without {name}."
+            )
+        if name == known.cap:
+            cap = float(value)
+        else:
+            factor *= 1.0 / float(value) if name == known.divisor else float(value)
+    return HeadMath(factor, cap)
 
 
 class LogprobHead(nn.Module):
@@ -16,7 +61,7 @@ class LogprobHead(nn.Module):
 
     It shares the head's parameters and its formula, not its hooks. ZeRO-3 gathers a module's parameters when it is
     called, so however many chunks there are, the weight is fetched once for the forward and once for the backward
-    pass, and every rank calls the same modules in the same order: that is what its prefetching goes by.
+    pass, and every rank calls the same modules in the same order, on which its prefetching relies.
     """
 
     def __init__(self, head: nn.Module, chunk_tokens: int, head_math: HeadMath | None = None) -> None:
@@ -30,7 +75,7 @@ class LogprobHead(nn.Module):
     def forward(
         self, hidden: Tensor, targets: Tensor, temperature: float, entropy_grad: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """As `chunked_logprobs`."""
+        """Call `chunked_logprobs` with the head's formula."""
         return chunked_logprobs(
             self.logits,
             hidden,
@@ -52,7 +97,7 @@ def chunked_logprobs(
     entropy_grad: bool = False,
     head_math: HeadMath | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of `targets` and entropies in nats, both fp32 [A], of softmax(lm_head(hidden) / temperature).
+    """Compute log-probs of `targets` and entropies in nats, fp32 [A] each, of softmax(lm_head(hidden) / temperature).
 
     hidden [A, H]; targets int64 [A]. `lm_head` is called with at most `chunk_tokens` rows at a time. With more than
     one chunk the backward pass computes each chunk's logits again instead of keeping them, and without `entropy_grad`
@@ -75,7 +120,7 @@ def chunked_logprobs(
 
 
 class _Chunk:
-    """Log-probs and entropy of some rows. Called again, for the backward pass, it leaves out what has no gradient."""
+    """Computes log-probs and entropy of some rows; in the backward pass's second call only what has a gradient."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Policy and value model: Hugging Face directories as modules that answer one number per response token."""
+"""Policy, value model and reward model, loaded from Hugging Face directories."""
 
 from __future__ import annotations
 
@@ -12,14 +12,12 @@ from torch import Tensor, nn
 
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
+from slurm_rlhf.training._deepspeed import is_sharded
+from slurm_rlhf.training._transformers import restore_buffers, rows_are_sequences
 from slurm_rlhf.training.dropout import switch_off
-from slurm_rlhf.training.head_math import HeadMath, head_math
-from slurm_rlhf.training.logprobs import LogprobHead
-from slurm_rlhf.training.parameters import is_sharded
+from slurm_rlhf.training.logprobs import HeadMath, LogprobHead, head_math
 from slurm_rlhf.training.rotary import fix_frequencies
-from slurm_rlhf.training.rows import rows_are_sequences
 from slurm_rlhf.training.value_head import ValueHead, head_name, load_head, take_head
-from slurm_rlhf.training.zero3_init import restore_buffers
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -45,7 +43,7 @@ class PolicyModule(nn.Module):
         temperature: float = 1.0,
         entropy_grad: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """(log-probs, entropies), fp32 [A] each; arguments as in `collate.TokenBatch` and `chunked_logprobs`."""
+        """Return (log-probs, entropies), fp32 [A] each; arguments as in `TokenBatch` and `chunked_logprobs`."""
         hidden = _action_states(self.model.base_model, input_ids, action_index)
         answer: tuple[Tensor, Tensor] = self.head(hidden, targets, temperature, entropy_grad)
         return answer
@@ -57,7 +55,7 @@ class ValueModule(nn.Module):
     def __init__(self, model: Any, seed: int) -> None:
         super().__init__()
         self.model = model
-        self.head: str | None = None  # of `value_head.HEADS`, where the head is a reward model's
+        self.head: str | None = None  # one of `value_head.HEADS`, if the head was a reward model's
         hidden = model.config.get_text_config().hidden_size
         self.value_head = ValueHead(hidden)
         generator = torch.Generator().manual_seed(seed)
@@ -66,7 +64,7 @@ class ValueModule(nn.Module):
             self.value_head.weight.normal_(0.0, 1.0 / (hidden + 1), generator=generator)
 
     def forward(self, input_ids: Tensor, action_index: Tensor) -> Tensor:
-        """Values, fp32 [A]; arguments as in `collate.TokenBatch`."""
+        """Return the values, fp32 [A]; arguments as in `TokenBatch`."""
         values: Tensor = self.value_head(_action_states(self.model, input_ids, action_index))
         return values
 
@@ -81,7 +79,7 @@ class RewardModule(nn.Module):
         head.store_as(model.dtype)
 
     def forward(self, input_ids: Tensor, index: Tensor) -> Tensor:
-        """Scores, fp32 [B], of the tokens at `index` [B] into the flattened `input_ids` [B, L]."""
+        """Return the scores, fp32 [B], of the tokens at `index` [B] in the flattened `input_ids` [B, L]."""
         scores: Tensor = self.head(_action_states(self.model, input_ids, index))
         return scores
 
@@ -89,7 +87,7 @@ class RewardModule(nn.Module):
 def load_policy(
     path: str | Path, ds: Ds, chunk_tokens: int, gradient_checkpointing: bool = False, *, max_len: int = 0
 ) -> PolicyModule:
-    """The causal language model in directory `path`. Raises ModelError when it cannot be used.
+    """Load the causal language model in directory `path`. Raises ModelError when it cannot be used.
 
     `max_len`: tokens of the longest text of the run, prompt and response (data.max_len), which decides how positions
     are embedded in models that know several ways; 0: as many as the model has positions.
@@ -109,9 +107,9 @@ def load_critic(
     statistics: tuple[float, float] | None = None,
     max_len: int = 0,
 ) -> ValueModule:
-    """The body of the language model in `path` under its own head if it is a reward model, else under a new one.
+    """Load the body of the language model in `path`, with its head if it is a reward model, else with a new one.
 
-    `statistics`: mean and std by which rewards are normalised, and with them what a reward model's head answers.
+    `statistics`: mean and std by which rewards, and so the scores of a reward model's head, are normalised.
     `max_len` and errors as in `load_policy`.
     """
     from transformers import AutoModel
@@ -125,7 +123,7 @@ def load_critic(
 
 
 def load_reward(path: str | Path, ds: Ds, *, max_len: int = 0) -> RewardModule:
-    """The reward model in `path`: the body of a language model and one of `value_head.HEADS`.
+    """Load the reward model in `path`: the body of a language model and one of `value_head.HEADS`.
 
     `max_len` and errors as in `load_policy`.
     """
@@ -137,14 +135,14 @@ def load_reward(path: str | Path, ds: Ds, *, max_len: int = 0) -> RewardModule:
 
 
 def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor) -> Tensor:
-    """Hidden states [A, H] of the tokens that `action_index` [A] points at."""
+    """Return the hidden states [A, H] of the tokens at `action_index` [A]."""
     with rows_are_sequences():
         states = body(input_ids=input_ids, use_cache=False).last_hidden_state
     return states.flatten(0, 1).index_select(0, action_index)
 
 
 def _load(kind: Any, path: Path, ds: Ds, gradient_checkpointing: bool, max_len: int) -> Any:
-    from transformers.utils import logging
+    from transformers import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -160,7 +158,7 @@ def _load(kind: Any, path: Path, ds: Ds, gradient_checkpointing: bool, max_len: 
             f"first {', '.join(absent[:3])}. Complete the directory."
         )
     if any(is_sharded(parameter) for parameter in model.parameters()):
-        restore_buffers(model, _on_no_device(kind, model.config))
+        restore_buffers(model, kind)
     switch_off(model)
     fix_frequencies(model, max_len, str(path))
     if gradient_checkpointing:
@@ -169,7 +167,7 @@ def _load(kind: Any, path: Path, ds: Ds, gradient_checkpointing: bool, max_len: 
 
 
 def _from_pretrained(kind: Any, path: Path, ds: Ds) -> Any:
-    """(model, what was missing in its files), with an attention that computes what the model's config says."""
+    """Load (model, what its files lacked), with an attention that computes what the model's config says."""
     from transformers import AutoConfig
 
     def load(attention: str) -> Any:
@@ -194,19 +192,6 @@ def _from_pretrained(kind: Any, path: Path, ds: Ds) -> Any:
             raise
         log.info("%s has no sdpa attention in transformers: attention is eager", path)
         return load("eager")
-
-
-def _on_no_device(kind: Any, config: Any) -> Any:
-    """The model without memory for its parameters, built as if nobody had ever heard of ZeRO-3."""
-    from transformers.integrations import deepspeed as integration
-
-    told = integration._hf_deepspeed_config_weak_ref
-    integration.unset_hf_deepspeed_config()
-    try:
-        with torch.device("meta"):
-            return kind.from_config(config, dtype=config.dtype)
-    finally:
-        integration._hf_deepspeed_config_weak_ref = told
 
 
 def _check_directory(path: Path) -> None:

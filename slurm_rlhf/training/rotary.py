@@ -1,6 +1,6 @@
 """Rotary embeddings whose frequencies follow the length of the text, fixed for a whole run.
 
-transformers takes the longest row of a batch, so that a row's log-probs would depend on its batch mates. vLLM decides
+transformers takes the longest row of a batch, so that a row's log-probs would depend on the other rows. vLLM decides
 once: `longrope` uses its long factors when max_model_len (data.max_len here) is above the original length, `dynamic`
 the frequencies of max_position_embeddings. Source: vllm/model_executor/layers/rotary_embedding.
 """
@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from slurm_rlhf.errors import ModelError
+from slurm_rlhf.training._transformers import longrope_frequencies
 
 FIXED = "fixed"  # a type that transformers does not know, so that it leaves the frequencies alone
 
 
 def fix_frequencies(model: nn.Module, max_len: int, where: str) -> None:
-    """Give every rotary embedding in `model` the frequencies that an engine for `max_len` tokens has; 0: for as many as
-    the model has positions.
+    """Give every rotary embedding in `model` the frequencies that an engine for `max_len` tokens has.
+
+    `max_len` 0: for as many tokens as the model has positions.
 
     Raises ModelError, naming `where`, when that cannot be done for this model.
     """
@@ -34,22 +36,18 @@ def fix_frequencies(model: nn.Module, max_len: int, where: str) -> None:
 
 
 def _fix_longrope(module: Any, layer: str | None, max_len: int, where: str) -> None:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     config = module.config
     settings = config.rope_parameters if layer is None else config.rope_parameters[layer]
     original, positions = settings["original_max_position_embeddings"], config.max_position_embeddings
     is_long = (max_len or positions) > original
-    frequencies, scaling = ROPE_INIT_FUNCTIONS["longrope"](
-        config, _buffer(module, layer).device, seq_len=original + is_long, layer_type=layer
-    )
+    frequencies, scaling = longrope_frequencies(config, _buffer(module, layer).device, original + is_long, layer)
     stretch = positions / original
     engines = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
     engines = settings.get("long_mscale" if is_long else "short_mscale") or engines
     if not math.isclose(scaling, engines, rel_tol=1e-6):
         raise ModelError(
             f"{where}: its longrope embedding scales by {scaling:.6g} in transformers and by {engines:.6g} in vLLM, "
-            "which goes by max_position_embeddings / original_max_position_embeddings alone. Remove factor, "
+            "which uses max_position_embeddings / original_max_position_embeddings alone. Remove factor, "
             "attention_factor, short_mscale and long_mscale from rope_parameters, or use another model."
         )
     _fix(module, layer, frequencies, where)
@@ -81,12 +79,12 @@ def _fix(module: Any, layer: str | None, frequencies: torch.Tensor, where: str) 
     if not torch.equal(short, long[:, :4]):
         raise ModelError(
             f"{where}: the rotary embedding of {type(module).__name__} follows the length of the text, and its "
-            "frequencies cannot be fixed: a row's log-probs would depend on its batch mates. Use another model."
+            "frequencies cannot be fixed: a row's log-probs would depend on the other rows. Use another model."
         )
 
 
 def _angles(module: Any, length: int, layer: str | None) -> torch.Tensor:
-    """cos of the embedding at positions 0 to `length`, [1, length, D]."""
+    """Return the cosines at positions 0 to `length`, [1, length, D]; beyond 4, of the first four and the last."""
     device = _buffer(module, layer).device
     ids = torch.arange(length, device=device)[None]
     ids = ids if length < 5 else torch.cat([ids[:, :4], ids[:, -1:]], dim=1)

@@ -1,34 +1,81 @@
-"""`slurm-rlhf sft`: supervised fine-tuning, with the modules and the engine that PPO trains with."""
+"""Supervised fine-tuning (`slurm-rlhf sft`): examples from a JSONL file, and the trainer that PPO uses."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slurm_rlhf.algorithms.batching import micro_batches, split_ranks
 from slurm_rlhf.algorithms.losses import Metrics
-from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema import Config, Data
+from slurm_rlhf.data.framing import continuations
+from slurm_rlhf.data.jsonl import read_jsonl
 from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, DataError
 from slurm_rlhf.records import Experience
-from slurm_rlhf.training.collate import collate
-from slurm_rlhf.training.deepspeed_engine import EngineConfig, loading
-from slurm_rlhf.training.distributed import World, join_world, seed_rank
-from slurm_rlhf.training.engine import TrainEngine
-from slurm_rlhf.training.examples import load_examples
-from slurm_rlhf.training.export import save_hf
-from slurm_rlhf.training.models import load_policy
-from slurm_rlhf.training.step import optimizer_step
+from slurm_rlhf.training.batch import collate
+from slurm_rlhf.training.deepspeed_engine import Schedule
+from slurm_rlhf.training.distributed import World, join_world
+from slurm_rlhf.training.trainers import LanguageModelTrainer
 
-LINES = 40  # of progress, about
+PROGRESS_LINES = 40  # about so many
+
+
+@dataclass(slots=True)
+class Examples:
+    """Prompts and answers as packed experience."""
+
+    experience: Experience  # the answers, each with the end-of-sequence token, are the responses
+    dropped: int  # longer than data.max_len
+
+
+def load_examples(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
+    """Load the rows' `data.input_key` and `data.output_key`; prompts are tokenized as PPO's prompts are.
+
+    Raises DataError with file and line for a row that is not an example, and when none is left.
+    """
+    answers = [_answer(row, f"{path}:{line}", data) for line, row in read_jsonl(path, data.max_samples)]
+    prompts = PromptSet.load(path, tokenizer, data, data.max_len - 1, data.max_samples)
+    texts = [answers[prompt.index] for prompt in prompts]
+    continued = continuations(list(prompts), texts, tokenizer, data.apply_chat_template)
+    responses = [[*ids, tokenizer.eos_token_id] for ids in continued]
+    kept = [
+        (prompt.token_ids, np.asarray(response, dtype=np.int32))
+        for prompt, response in zip(prompts, responses, strict=True)
+        if len(prompt.token_ids) + len(response) <= data.max_len
+    ]
+    if not kept:
+        raise DataError(f"{path}: every example is longer than data.max_len = {data.max_len} tokens: raise it")
+    experience = Experience(
+        np.array([len(prompt) for prompt, _ in kept], dtype=np.int32),
+        np.array([len(response) for _, response in kept], dtype=np.int32),
+        np.concatenate([part for pair in kept for part in pair]),
+        np.ones(sum(len(response) for _, response in kept), dtype=np.bool_),
+        np.zeros(len(kept), dtype=np.float32),
+    )
+    return Examples(experience, len(answers) - len(kept))
+
+
+def _answer(row: dict[str, Any], where: str, data: Data) -> str:
+    if data.output_key not in row:
+        columns = ", ".join(row) or "none"
+        raise DataError(
+            f"{where}: no column {data.output_key!r} (columns: {columns}): fix the row or set data.output_key"
+        )
+    value = row[data.output_key]
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {data.output_key!r} must be a string, got {type(value).__name__}")
+    return value
 
 
 def run(config: Config) -> None:
@@ -39,7 +86,9 @@ def run(config: Config) -> None:
     """
     out = Path(config.sft.output_dir)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(f"sft.output_dir: {out} is there already and not empty. Remove it or name another directory.")
+        raise ConfigError(
+            f"sft.output_dir: {out} is there already and is not empty. Remove it or name another directory."
+        )
     if config.train.threads_per_rank:
         torch.set_num_threads(config.train.threads_per_rank)
     tokenizer = Tokenizer.load(config.actor.model_name_or_path)
@@ -48,10 +97,9 @@ def run(config: Config) -> None:
     order = _order(config, len(examples.experience), world)
     steps = min(order.total, config.sft.max_steps or order.total)
     _say(world, f"{len(examples.experience)} examples, {examples.dropped} dropped as too long, {steps} steps")
-    seed_rank(config.train.seed, world.rank, config.train.full_determinism)
-    engine = _engine(config, steps, world)
-    _train(config, engine, examples.experience, order, steps)
-    save_hf(engine.module.model, Path(config.actor.model_name_or_path), out, world.rank)
+    trainer = SftTrainer(config, steps)
+    _train(trainer, examples.experience, order, steps)
+    trainer.export_hf(out)
     _say(world, f"wrote {out}")
 
 
@@ -71,45 +119,36 @@ def _order(config: Config, examples: int, world: World) -> PromptOrder:
     return PromptOrder(examples, batch, config.sft.max_epochs, config.train.seed, config.data.shuffle)
 
 
-def _engine(config: Config, steps: int, world: World) -> TrainEngine:
-    with loading(config.ds, world) as ds:
-        module = load_policy(
-            config.actor.model_name_or_path,
-            ds,
-            config.train.logprob_chunk_tokens,
-            config.actor.gradient_checkpointing_enable,
-            max_len=config.data.max_len,
-        )
-    cfg = EngineConfig.of_actor(config, config.sft.learning_rate, steps)
-    return TrainEngine(
-        module, dataclasses.replace(cfg, schedule=dataclasses.replace(cfg.schedule, kind="cosine")), world
-    )
+class SftTrainer(LanguageModelTrainer):
+    """One rank of supervised fine-tuning."""
+
+    def __init__(self, config: Config, total_steps: int) -> None:
+        super().__init__(config, Schedule.of(config, config.sft.learning_rate, total_steps, kind="cosine"))
+
+    def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
+        """Cross-entropy of the answers, a sum over this micro-batch divided by the answer tokens of the whole step."""
+        batch = collate(part, self.world.device)
+        logprobs, _ = self.engine(batch.input_ids, batch.action_index, batch.targets)
+        total = -logprobs.sum()
+        return total / denominator, {"loss": total.detach()}
 
 
-def _train(config: Config, engine: TrainEngine, examples: Experience, order: PromptOrder, steps: int) -> None:
+def _train(trainer: SftTrainer, examples: Experience, order: PromptOrder, steps: int) -> None:
     start = time.monotonic()
+    world, max_tokens = trainer.world, trainer.config.train.max_tokens_per_gpu
     for step in range(1, steps + 1):
         batch = examples.select(order.next() or [])
         tokens = float(batch.response_lens.sum())
         lengths = batch.lengths.tolist()
-        per_rank = split_ranks(lengths, engine.world.size)
-        micro = micro_batches(per_rank, lengths, config.train.max_tokens_per_gpu)[engine.world.rank]
-        metrics = optimizer_step(engine, batch, micro, partial(_loss, engine, tokens))
-        if step % math.ceil(steps / LINES) == 0 or step in (1, steps):
-            loss = _sum_over_ranks(metrics["loss"], engine.world) / tokens
+        micro = micro_batches(split_ranks(lengths, world.size), lengths, max_tokens)[world.rank]
+        metrics = trainer.train_step(batch, micro, tokens)
+        if step % math.ceil(steps / PROGRESS_LINES) == 0 or step in (1, steps):
+            loss = _sum_over_ranks(metrics["loss"], world) / tokens
             _say(
-                engine.world,
+                world,
                 f"step {step}/{steps} loss {loss:.4f} lr {metrics['lr']:.2e} grad_norm {metrics['grad_norm']:.3f} "
                 f"{time.monotonic() - start:.1f} s",
             )
-
-
-def _loss(engine: TrainEngine, tokens: float, part: Experience) -> tuple[Tensor, Metrics]:
-    """Cross-entropy of the answers, a sum over this micro-batch divided by the answer tokens of the whole step."""
-    batch = collate(part, engine.world.device)
-    logprobs, _ = engine(batch.input_ids, batch.action_index, batch.targets)
-    total = -logprobs.sum()
-    return total / tokens, {"loss": total.detach()}
 
 
 def _sum_over_ranks(value: float, world: World) -> float:

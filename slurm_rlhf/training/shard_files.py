@@ -1,10 +1,10 @@
-"""Fragments on disk: files that a run with any number of ranks and any ZeRO stage can read.
+"""Optimizer fragments on disk, in files that a run with any number of ranks and any ZeRO stage can read.
 
 rank_00003.002.safetensors    "<kind>|<start>|<parameter>" -> fp32 [n], elements [start, start + n) of the parameter;
                               kinds as in `Fragment.tensors`
 
-A rank reads its own file first, so that a resume with the same layout opens one rank's files; what is not in there
-it takes from the others', no more than the elements it owns.
+A rank reads its own files first, so that a resume with the same layout opens no others. What they lack it reads from
+the files of other ranks: no more than the elements it owns.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from slurm_rlhf.errors import CheckpointError
-from slurm_rlhf.training.optimizer_fragments import Fragment
+from slurm_rlhf.training.optimizer_state import Fragment
 
-FILE_BYTES = 1 << 30  # safetensors builds a file in memory: so much more of it a save takes
+FILE_BYTES = 1 << 30  # safetensors builds a file in memory, so a save needs this much more
 
 
 def write_shard(directory: Path, rank: int, fragments: Iterable[Fragment]) -> None:
@@ -52,22 +52,22 @@ class _Piece:
 
 @dataclass(slots=True)
 class ShardReader:
-    """Reads fragments out of the files of all ranks of a checkpoint, those of rank `rank` first."""
+    """Reads fragments from the files of all ranks of a checkpoint, those of rank `rank` first."""
 
     directory: Path
     rank: int
     _pieces: dict[tuple[str, str], list[_Piece]] = field(default_factory=dict)
-    _all_known: bool = False
+    _all_open: bool = False
 
     def __post_init__(self) -> None:
-        self._learn(sorted(self.directory.glob(f"rank_{self.rank:05d}.*.safetensors")))
+        self._open(sorted(self.directory.glob(f"rank_{self.rank:05d}.*.safetensors")))
 
     def fill(self, fragment: Fragment) -> None:
         """Copy what was saved into the fragment's tensors. Raises CheckpointError when elements are missing."""
         for kind, tensor in fragment.tensors.items():
             copied = self._copy(fragment, kind, tensor)
-            if copied < tensor.numel() and not self._all_known:
-                self._learn_all()
+            if copied < tensor.numel() and not self._all_open:
+                self._open_all()
                 copied = self._copy(fragment, kind, tensor)
             if copied < tensor.numel():
                 raise CheckpointError(
@@ -76,7 +76,7 @@ class ShardReader:
                 )
 
     def _copy(self, fragment: Fragment, kind: str, tensor: Tensor) -> int:
-        """How many elements there were. Pieces of one parameter do not overlap."""
+        """Copy what the known files have, and return how many elements. Pieces of one parameter do not overlap."""
         begin, end, copied = fragment.start, fragment.start + tensor.numel(), 0
         for piece in self._pieces.get((kind, fragment.name), []):
             first, last = max(begin, piece.start), min(end, piece.stop)
@@ -86,12 +86,12 @@ class ShardReader:
                 copied += last - first
         return copied
 
-    def _learn_all(self) -> None:
+    def _open_all(self) -> None:
         self._pieces.clear()
-        self._learn(sorted(self.directory.glob("rank_*.safetensors")))
-        self._all_known = True
+        self._open(sorted(self.directory.glob("rank_*.safetensors")))
+        self._all_open = True
 
-    def _learn(self, files: list[Path]) -> None:
+    def _open(self, files: list[Path]) -> None:
         for path in files:
             try:
                 file = safe_open(path, framework="pt")

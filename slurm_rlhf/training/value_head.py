@@ -1,4 +1,4 @@
-"""The head that makes one number of a hidden state: the critic's, and that of a reward model in its three spellings."""
+"""The linear head of the critic and of reward models, and how reward models store it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.training.optimizer_fragments import Fragment
+from slurm_rlhf.training.optimizer_state import Fragment
 
 HEADS = ("score", "value_head", "v_head.summary")
-"""Hugging Face sequence classification and OpenRLHF; OpenRLHF with another prefix; TRL's value head. Each a linear
-layer with one output, `<head>.weight` [1, H] and perhaps `<head>.bias` [1], on the body's last hidden states."""
+"""Names of the head: Hugging Face sequence classification and OpenRLHF; OpenRLHF with another prefix; TRL.
+
+Each is a linear layer with one output, `<head>.weight` [1, H] and perhaps `<head>.bias` [1], on the last hidden states.
+"""
 
 
 class ValueHead(nn.Linear):
@@ -33,13 +35,13 @@ class ValueHead(nn.Linear):
         self._exact: dict[str, Tensor] = {}
 
     def store_as(self, dtype: torch.dtype) -> None:
-        """Give the parameters the precision of the body, and go on computing with the fp32 numbers that they have."""
+        """Give the parameters the precision of the body, and keep computing with the fp32 numbers that they have."""
         if dtype != torch.float32:
             self._exact = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
             self.to(dtype)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Values, fp32 [A], of hidden states [A, H]."""
+        """Return values, fp32 [A], of hidden states [A, H]."""
         with torch.autocast(hidden.device.type, enabled=False):
             return functional.linear(hidden.float(), self._fp32("weight"), self._fp32("bias")).squeeze(-1)
 
@@ -52,7 +54,7 @@ class ValueHead(nn.Linear):
         return exact + (rounded - rounded.detach())  # the number of `exact`, the gradient of `parameter`
 
     def write_masters(self, fragments: Iterable[Fragment]) -> None:
-        """Give the optimizer's fp32 masters the numbers that were rounded when the parameters were stored."""
+        """Write the numbers that `store_as` has rounded into the optimizer's fp32 masters."""
         for fragment in fragments if self._exact else ():
             master = fragment.tensors["fp32"]
             exact = self._exact[fragment.name].flatten()
@@ -73,18 +75,20 @@ class ValueHead(nn.Linear):
 
 
 def head_name(directory: Path) -> str | None:
-    """Which of HEADS the directory holds; None where it holds none. Raises ModelError for several."""
+    """Return which of HEADS the directory has, or None. Raises ModelError if it has several."""
     names = {key for file in _weight_files(directory) for key in _keys(file)}
     found = [head for head in HEADS if f"{head}.weight" in names]
     if len(found) > 1:
-        raise ModelError(f"{directory}: {' and '.join(found)} are in it: which of them is the head cannot be told")
+        raise ModelError(
+            f"{directory}: {' and '.join(found)} are in it, and a reward model has one head: remove the others"
+        )
     return found[0] if found else None
 
 
 def take_head(directory: Path, head: ValueHead, statistics: tuple[float, float] | None) -> None:
-    """Give `head` the weights of the directory's head, so that it answers (score - mean) / std with `statistics`.
+    """Copy the directory's head to `head`; with `statistics`, so that it returns (score - mean) / std.
 
-    Raises ModelError as `load_head`.
+    Raises ModelError as `load_head` does.
     """
     theirs = load_head(directory, head.in_features)
     mean, std = statistics or (0.0, 1.0)
@@ -96,7 +100,7 @@ def take_head(directory: Path, head: ValueHead, statistics: tuple[float, float] 
 
 
 def load_head(directory: Path, hidden: int) -> ValueHead:
-    """The directory's head, fp32. Raises ModelError when there is none or it does not give one number per token."""
+    """Load the directory's head, fp32. Raises ModelError unless there is one and it has one output."""
     names = {key: file for file in _weight_files(directory) for key in _keys(file)}
     found = [head for head in HEADS if f"{head}.weight" in names]
     if len(found) != 1:
@@ -111,7 +115,7 @@ def load_head(directory: Path, hidden: int) -> ValueHead:
     if tuple(weight.shape) != (1, hidden):
         raise ModelError(
             f"{directory}: {key} has shape {list(weight.shape)}, not [1, {hidden}]: a reward model gives one number "
-            "(num_labels = 1)"
+            "(num_labels = 1). Use another model."
         )
     bias = f"{found[0]}.bias"
     head = ValueHead(hidden, bias=bias in names)
@@ -123,14 +127,14 @@ def load_head(directory: Path, hidden: int) -> ValueHead:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The files that the index names; without one the single file."""
+    """List the files that the index names; without an index, the single file."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = directory / f"{name}.index.json"
         if index.is_file():
             return [directory / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
         if (directory / name).is_file():
             return [directory / name]
-    return []  # `models.check_directory` has said so
+    return []  # `models` has refused such a directory
 
 
 def _keys(file: Path) -> list[str]:

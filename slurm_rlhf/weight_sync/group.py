@@ -63,7 +63,7 @@ class SyncGroup:
     """
 
     def __init__(self, joining: Membership) -> None:
-        """Raises ConfigError for a backend or an interface that this node does not have."""
+        """Describe this rank. Raises ConfigError for a backend or an interface that this node does not have."""
         self.name = joining.name
         self.rank = joining.rank
         self.world = joining.world

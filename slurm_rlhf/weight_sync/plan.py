@@ -20,15 +20,15 @@ from slurm_rlhf.errors import SyncError
 from slurm_rlhf.weight_sync.layout import Layout, Stream, relays, streams
 
 ALIGN = 64
-"""Bytes; every piece starts at a multiple, so that a view of any dtype on it is legal, and fast."""
+"""Alignment in bytes: every piece starts at a multiple, so that a view of any dtype on it is legal, and fast."""
 FIXED_HEADER = 2
-"""int64 words of a part's header before the checksums: version and bucket index."""
+"""Count of int64 words of a part's header before the checksums: version and bucket index."""
 CHUNK = 512 << 10
-"""Bytes that are handed on at a time where nodes relay: 2 MB and more cost 5 to 10 % there, less costs calls."""
+"""Size of what nodes relay at a time, in bytes: 2 MB and more cost 5 to 10 % there, less costs calls."""
 _DIRECT_CHUNK = 4 << 20
-"""The same where they do not: nobody waits for a chunk in order to hand it on."""
+"""Size of a chunk where no node relays: nobody waits for a chunk in order to hand it on."""
 DEPTH = 3
-"""Buckets that an engine rank has memory for: one is loaded, one comes in, one for ranks that are not equally fast."""
+"""Count of buckets that an engine rank has memory for: one is loaded, one comes in, one for unequally fast ranks."""
 _RELAY_CUT = 8
 """Where nodes relay, buckets are this many times smaller and as many more of them are on their way, in the same memory:
 whole ones let a fast node wait for the slowest, which costs 15 % with four nodes."""
@@ -54,7 +54,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Bytes `low` to `high` of a parameter, laid out flat."""
+    """Name the bytes `low` to `high` of a parameter, laid out flat."""
 
     parameter: int  # its index in the plan
     low: int
@@ -73,7 +73,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one actor rank sends of a bucket."""
+    """Describe what one actor rank sends of a bucket."""
 
     owner: int  # rank in the group
     index: int  # among the parts of the bucket
@@ -94,21 +94,21 @@ class SyncPlan:
 
     @property
     def payload(self) -> int:
-        """Bytes of the parameters."""
+        """Return the bytes of the parameters."""
         return sum(parameter.nbytes for parameter in self.parameters)
 
     @property
     def described(self) -> list[list[Any]]:
-        """What the plan was made of: [[name, shape, dtype], ...]."""
+        """Return what the plan was made of: [[name, shape, dtype], ...]."""
         return [[p.name, list(p.shape), p.dtype] for p in self.parameters]
 
     def stream_to(self, rank: int) -> int:
-        """Index of the stream that reaches an engine rank."""
+        """Return the index of the stream that reaches an engine rank."""
         node = self.layout.node(rank)
         return next(index for index, stream in enumerate(self.streams) if node in stream.nodes)
 
     def parts(self, bucket: int, stream: int) -> tuple[Part, ...]:
-        """Who sends what of a bucket in a stream; without those who own nothing of it."""
+        """Return who sends what of a bucket in a stream, without those who own nothing of it."""
         key = (bucket, stream)
         if key not in self._parts:
             owners = self.streams[stream].owners
@@ -118,25 +118,26 @@ class SyncPlan:
         return self._parts[key]
 
     def nbytes(self, bucket: int, stream: int) -> int:
-        """Size of the bucket's buffer."""
+        """Return the size of the bucket's buffer."""
         last = self.parts(bucket, stream)[-1]
         return last.start + last.nbytes
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest bucket's buffer."""
+        """Return the bytes of the largest bucket's buffer."""
         return max(self.nbytes(b, s) for b in range(len(self.buckets)) for s in range(len(self.streams)))
 
     def fingerprint(self) -> str:
-        """Equal where two members would do the same."""
+        """Return a text that is equal where two members would do the same."""
         text = repr((self.described, self.buckets, self.layout, self.chunk_bytes, self.depth))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def make_plan(described: Sequence[Sequence[Any]], bucket_bytes: int, layout: Layout, chunk_bytes: int = 0) -> SyncPlan:
-    """The transfer of parameters [[name, shape, dtype], ...] over `layout`, in buckets of at most `bucket_bytes`.
+    """Plan the transfer of parameters [[name, shape, dtype], ...] over `layout`, in buckets up to `bucket_bytes`.
 
-    Three times `bucket_bytes` is what an engine rank needs of memory; buckets are smaller where the layout gains by it.
+    An engine rank has three times `bucket_bytes` for buckets, and room for a parameter that is put together; buckets
+    are smaller where the layout gains by it.
     `chunk_bytes` 0: as the layout wants it.
     Raises SyncError for a name given twice, a dtype that is not fp32, bf16 or fp16, and for no parameters at all.
     """
@@ -160,7 +161,7 @@ def make_plan(described: Sequence[Sequence[Any]], bucket_bytes: int, layout: Lay
 
 
 def dtype_name(dtype: Any) -> str:
-    """`fp32`, `float32` or `torch.float32` as `float32`. Raises SyncError for one that cannot be sent."""
+    """Write `fp32`, `float32` or `torch.float32` as `float32`. Raises SyncError for one that cannot be sent."""
     name = str(dtype).removeprefix("torch.")
     name = _ALIASES.get(name, name)
     if name not in ITEM_SIZE:
@@ -174,7 +175,7 @@ def _parameter(item: Sequence[Any]) -> Parameter:
 
 
 def _buckets(parameters: Sequence[Parameter], limit: int) -> list[tuple[Span, ...]]:
-    """Whole parameters as long as they fit; one larger than a bucket has buckets to itself."""
+    """Fill buckets with whole parameters; one larger than a bucket has buckets to itself."""
     buckets: list[tuple[Span, ...]] = []
     current: list[Span] = []
     size = 0
@@ -192,7 +193,7 @@ def _buckets(parameters: Sequence[Parameter], limit: int) -> list[tuple[Span, ..
 
 
 def _shards(spans: Sequence[Span], parameters: Sequence[Parameter], owners: int) -> list[list[Span]]:
-    """ZeRO-3: rank r owns elements r * s to (r + 1) * s of each flat parameter of n, s = ceil(n / ranks).
+    """Cut as ZeRO-3 does: rank r owns elements r * s to (r + 1) * s of each flat parameter of n, s = ceil(n / ranks).
 
     Source: DeepSpeed, `partition_parameters.py`, `_partition_param`.
     """
@@ -210,7 +211,7 @@ def _shards(spans: Sequence[Span], parameters: Sequence[Parameter], owners: int)
 
 
 def _even(spans: Sequence[Span], parameters: Sequence[Parameter], owners: int) -> list[list[Span]]:
-    """Every rank holds everything: as many bytes each, cut where ALIGN allows."""
+    """Cut where every rank holds everything: as many bytes each, as ALIGN allows."""
     total = sum(span.nbytes for span in spans)
     owned: list[list[Span]] = [[] for _ in range(owners)]
     start = 0
@@ -225,7 +226,7 @@ def _even(spans: Sequence[Span], parameters: Sequence[Parameter], owners: int) -
 
 
 def _place_empty(spans: Sequence[Span], owned: list[list[Span]]) -> None:
-    """A parameter without elements has bytes nowhere; it is announced by the first rank."""
+    """Give parameters without elements, which have bytes nowhere, to the first rank."""
     empty = [span for span in spans if span.nbytes == 0]
     owned[0] = sorted(owned[0] + empty, key=lambda span: (span.parameter, span.low))
 

@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 from concurrent.futures import Future
-from dataclasses import asdict
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
@@ -27,9 +26,8 @@ from slurm_rlhf.control.calls import (
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.messages import FAILURE, Request
 from slurm_rlhf.errors import CallTimeout, RunError
-from slurm_rlhf.rollout.meter import Meter
-from slurm_rlhf.rollout.request import GenerateRequest
-from slurm_rlhf.rollout.seeds import request_seed
+from slurm_rlhf.rollout.engine import Meter
+from slurm_rlhf.rollout.request import GenerateRequest, request_seed
 from slurm_rlhf.rollout.tp_group import engine_store
 from slurm_rlhf.workers.engine_follower import EngineFollower
 from slurm_rlhf.workers.engine_worker import EngineWorker, publish_address
@@ -98,7 +96,7 @@ class EngineLeader(EngineWorker, EngineCalls):
         """Join together with the followers: `request.rank` is the rank of the leader, theirs come after it."""
         if self.followers is None:
             return self.join_group(request)
-        self.followers.send([["sync_join", asdict(request)]])
+        self.followers.send([["sync_join", {"request": request}]])
         answer = self.join_group(request)
         self.followers.finish(self.config.timeout.sync)
         return answer

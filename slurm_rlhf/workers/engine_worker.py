@@ -16,8 +16,8 @@ from typing import Any
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import SyncConnection, SyncGroupRequest, SyncReport
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.rollout.engine_place import EnginePlace
-from slurm_rlhf.rollout.environment import prepare_environment
+from slurm_rlhf.rollout.tp_group import EnginePlace
+from slurm_rlhf.rollout.vllm_settings import prepare_environment
 from slurm_rlhf.weight_sync.receiver import EngineEnd
 from slurm_rlhf.workers.worker import RankInfo, Worker
 
@@ -26,7 +26,7 @@ LEADER_ADDRESS = "leader_address"
 
 
 class EngineWorker(Worker):
-    """A TP rank of an engine. `prepare_process` comes before it is made."""
+    """Works as a TP rank of an engine. `prepare_process` comes before it is made."""
 
     engine: Any
 

@@ -9,8 +9,8 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from slurm_rlhf.errors import CallTimeout, RunError
-from slurm_rlhf.rollout.engine_place import EnginePlace
 from slurm_rlhf.rollout.tp_engine import Command, diverged
+from slurm_rlhf.rollout.tp_group import EnginePlace
 from slurm_rlhf.workers.local_stream import LocalStream
 
 WITH_ANSWER = ("start", "check", "sync_join", "sync_receive", "sleep", "wake_up")

@@ -102,13 +102,13 @@ def import_libraries(config: Config, info: RankInfo) -> None:
     the rank would count as lost.
     """
     if ROLES[info.role].kind == "engine":
-        from slurm_rlhf.rollout.libraries import import_vllm
+        from slurm_rlhf.rollout._vllm import import_vllm
         from slurm_rlhf.workers.engine_worker import prepare_process
 
         prepare_process(config, info)
         import_vllm()
         return
-    from slurm_rlhf.training.libraries import import_trainers
+    from slurm_rlhf.training.deepspeed_engine import import_trainers
 
     spec = ROLES[info.role]
     stage = spec.settings(config).zero_stage if spec.kind == "frozen" else 3
@@ -168,7 +168,7 @@ def main() -> None:
 
     collect_rarely()
     die_with_parent(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the conductor's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the conductor answers Ctrl-C
     held = hold_termination()
     directory = RunDirectory(arguments.run_dir)
     info = rank_info(arguments.role, arguments.first_rank, arguments.world)
@@ -176,7 +176,7 @@ def main() -> None:
     config = load_config(directory.config, [])
     cache = take_caches(config, info)
     store = open_store()  # alive as long as this process
-    # Before there is a client: from its hello on, silence is a sign of death.
+    # Before there is a client: from its hello on, a silent rank counts as lost.
     import_libraries(config, info)
     make_worker = ROLES[info.role].load_worker()
     client = ControlClient(

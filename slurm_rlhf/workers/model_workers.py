@@ -29,11 +29,9 @@ from slurm_rlhf.control.calls import (
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.records import F32, ParameterSpec
 from slurm_rlhf.training.attention import attention_kernel
-from slurm_rlhf.training.frozen import FrozenPolicy
-from slurm_rlhf.training.offload import release_cache
-from slurm_rlhf.training.policy import PolicyTrainer
-from slurm_rlhf.training.reward_model import RewardModel
-from slurm_rlhf.training.value import ValueTrainer
+from slurm_rlhf.training.distributed import release_cache
+from slurm_rlhf.training.frozen_models import FrozenPolicy, RewardModel
+from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
 from slurm_rlhf.weight_sync.sender import ActorEnd
 from slurm_rlhf.workers.worker import RankInfo, Worker
 
@@ -106,7 +104,7 @@ class ActorWorker(TrainerWorker, ActorCalls):
         return SyncConnection(**self.sync.join(request.parameters, **request.described()))
 
     def sync_push(self, request: SyncUpdateRequest) -> SyncReport:
-        answer = self.sync.push(self.trainer.held(), request.version)
+        answer = self.sync.push(self.trainer.local_parameters(), request.version)
         if "broken" in answer:
             return SyncReport(broken=answer["broken"])
         return SyncReport(nbytes=answer["nbytes"], seconds=answer["seconds"], checksum_s=answer["checksum_s"])
@@ -141,7 +139,7 @@ class RewardWorker(ModelWorker, RewardCalls):
 
     def start(self, request: StartRequest) -> StartAnswer:
         self.model = RewardModel(self.config)
-        return StartAnswer(note=self.model.told)
+        return StartAnswer(note=self.model.description)
 
     def score(self, batch: ForwardBatch) -> F32:
         return self.model.score(batch.experience, batch.micro)

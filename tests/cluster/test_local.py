@@ -51,7 +51,7 @@ def test_with_gpus_the_real_number(tmp_path: Path) -> None:
 def test_fewer_gpus_than_needed(tmp_path: Path) -> None:
     config = Config()
     config.actor.num_gpus_per_node = 4
-    with pytest.raises(PlacementError, match=r"(?s)need 7 GPUs.*actor.num_gpus_per_node = 1.*CUDA_VISIBLE_DEVICES="):
+    with pytest.raises(PlacementError, match=r"(?s)need 7 GPUs.*actor.num_gpus_per_node = 4.*CUDA_VISIBLE_DEVICES="):
         local_topology(config, environ=nvidia_smi(tmp_path, 4))
     colocated = [frozenset(("actor", "reference"))]
     config.actor.num_gpus_per_node = 1

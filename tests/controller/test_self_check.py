@@ -61,9 +61,8 @@ class Bench:
 
     def __init__(self, model: Path, **train: Any) -> None:
         from slurm_rlhf.algorithms.kl import KLController
-        from slurm_rlhf.training.frozen import FrozenPolicy
-        from slurm_rlhf.training.policy import PolicyTrainer
-        from slurm_rlhf.training.value import ValueTrainer
+        from slurm_rlhf.training.frozen_models import FrozenPolicy
+        from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
 
         self.config = make_config(model)
         self.config.actor.max_norm, self.config.actor.learning_rate = 1.0, 1e-3

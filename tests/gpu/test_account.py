@@ -82,7 +82,7 @@ class Server:
         self.answers: dict[str, Any] = {}
         self.pending: dict[tuple[str, int, str], Future[Any]] = {}
 
-    def send(self, role: str, rank: int, method: str, argument: Any, *_: Any) -> Future[Any]:
+    def call(self, role: str, rank: int, method: str, argument: Any, *_: Any) -> Future[Any]:
         future: Future[Any] = Future()
         self.pending[role, rank, method] = future
         answer = self.answers.get(method)

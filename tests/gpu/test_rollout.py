@@ -33,8 +33,8 @@ from slurm_rlhf.controller.engine_pool import EnginePool
 from slurm_rlhf.controller.step import Step
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling, Trajectory
-from slurm_rlhf.rollout.environment import prepare_environment
 from slurm_rlhf.rollout.sleep import DeviceMemory
+from slurm_rlhf.rollout.vllm_settings import prepare_environment
 from slurm_rlhf.training import attention
 from slurm_rlhf.workers.engine_worker import own_devices
 from slurm_rlhf.workers.worker import RankInfo, Worker
@@ -58,22 +58,22 @@ def test_memory_goes_and_comes_back_part_by_part(cuda: FakeCuda) -> None:
     memory = DeviceMemory(llm, 0.6)
     before = torch.cuda.mem_get_info()[0]
     memory.require(WEIGHTS, KV_CACHE)
-    assert memory.give_up() == 60 * MIB
+    assert memory.release() == 60 * MIB
     assert llm._levels == [2]  # no weights are kept: those of the next policy come
     assert torch.cuda.mem_get_info()[0] == before + 60 * MIB
-    with pytest.raises(RunError, match="asleep: it has given up its weights and kv_cache"):
+    with pytest.raises(RunError, match="asleep: it has freed its weights and kv_cache"):
         memory.require(WEIGHTS, KV_CACHE)
-    memory.take_back(WEIGHTS)
+    memory.allocate(WEIGHTS)
     memory.require(WEIGHTS)
     with pytest.raises(RunError, match=r"has its weights already; parts that it lacks: \['kv_cache'\]"):
-        memory.take_back(WEIGHTS)
+        memory.allocate(WEIGHTS)
     trainers = torch.empty(50 * MIB, dtype=torch.uint8, device="cuda")
-    with pytest.raises(RunError, match=r"cannot take back its kv_cache: .*gpu_memory_utilization = 0.6.*lower it"):
-        memory.take_back(KV_CACHE)
-    with pytest.raises(RunError, match="given up its kv_cache"):
+    with pytest.raises(RunError, match=r"cannot allocate its kv_cache again: .*gpu_memory_utilization = 0.6.*lower it"):
+        memory.allocate(KV_CACHE)
+    with pytest.raises(RunError, match="freed its kv_cache"):
         memory.require(KV_CACHE)
     del trainers
-    memory.take_back(KV_CACHE)
+    memory.allocate(KV_CACHE)
     memory.require(WEIGHTS, KV_CACHE)
     assert torch.cuda.mem_get_info()[0] == before
 

@@ -47,18 +47,18 @@ def test_the_stand_in_takes_what_vllm_takes():
         assert list(real[name][0].parameters) == list(Stub(Path(__file__), "Engine").methods[name][0].parameters)
 
 
-def test_memory_is_given_up_and_taken_back(cuda: FakeCuda):
+def test_memory_is_freed_and_allocated_again(cuda: FakeCuda):
     memory = DeviceMemory(Engine(), 0.5)
     memory.require(WEIGHTS, KV_CACHE)
-    assert memory.give_up() == 1 << 19
-    with pytest.raises(RunError, match="has given up its weights and kv_cache"):
+    assert memory.release() == 1 << 19
+    with pytest.raises(RunError, match="has freed its weights and kv_cache"):
         memory.require(WEIGHTS, KV_CACHE)
-    memory.take_back(WEIGHTS)
+    memory.allocate(WEIGHTS)
     with pytest.raises(RunError, match="has its weights already"):
-        memory.take_back(WEIGHTS)
+        memory.allocate(WEIGHTS)
     others = torch.empty(3 << 18, dtype=torch.uint8, device="cuda")
-    with pytest.raises(RunError, match=r"cannot take back its kv_cache: CUDA out of memory.*0.5 of the GPU"):
-        memory.take_back(KV_CACHE)
+    with pytest.raises(RunError, match=r"cannot allocate its kv_cache again: CUDA out of memory.*0.5 of the GPU"):
+        memory.allocate(KV_CACHE)
     del others
-    memory.take_back(KV_CACHE)
+    memory.allocate(KV_CACHE)
     memory.require(WEIGHTS, KV_CACHE)

@@ -24,14 +24,12 @@ from training_ranks import make_config, make_experience
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.training import deepspeed_engine as zero
-from slurm_rlhf.training import distributed, engine, frozen, offload, policy, reward_model, value
-from slurm_rlhf.training.distributed import World
-from slurm_rlhf.training.forward import undisturbed
-from slurm_rlhf.training.frozen import FrozenPolicy
-from slurm_rlhf.training.policy import PolicyTrainer
-from slurm_rlhf.training.reward_model import RewardModel
-from slurm_rlhf.training.value import ValueTrainer
-from slurm_rlhf.training.zero3_init import zero3_config
+from slurm_rlhf.training import distributed, frozen_models, optimizer_state, train_engine, trainers
+from slurm_rlhf.training._torch import limit_collectives
+from slurm_rlhf.training.deepspeed_engine import zero3_config
+from slurm_rlhf.training.distributed import World, undisturbed
+from slurm_rlhf.training.frozen_models import FrozenPolicy, RewardModel
+from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
 from slurm_rlhf.workers.main import import_libraries
 from slurm_rlhf.workers.model_workers import ReferenceWorker
 from slurm_rlhf.workers.worker import RankInfo
@@ -88,10 +86,10 @@ def _load_before(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the models in memory already: transformers makes them on torch's meta device, which has no stand-in."""
     config = config_of(models)
     for module, loader, given in (
-        (policy, "load_policy", (models / "policy", config.ds, 7)),
-        (frozen, "load_policy", (models / "policy", config.ds, 7)),
-        (value, "load_critic", (models / "policy", config.ds, 0)),
-        (reward_model, "load_reward", (models / "reward", config.ds)),
+        (trainers, "load_policy", (models / "policy", config.ds, 7)),
+        (frozen_models, "load_policy", (models / "policy", config.ds, 7)),
+        (trainers, "load_critic", (models / "policy", config.ds, 0)),
+        (frozen_models, "load_reward", (models / "reward", config.ds)),
     ):
         real = getattr(module, loader)
         loaded = [real(*given)]
@@ -121,7 +119,7 @@ def cuda(models: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         return Engine(module, cfg.zero_stage, world.device)
 
     check_signature(zero.start_deepspeed, start)
-    monkeypatch.setattr(engine, "start_deepspeed", start)
+    monkeypatch.setattr(train_engine, "start_deepspeed", start)
     _load_before(models, monkeypatch)
     with fake_cuda(["GPU-a", "GPU-b"]) as fake:
         fake.asked = asked  # type: ignore[attr-defined]
@@ -159,7 +157,7 @@ def test_deepspeeds_stand_in_takes_what_deepspeed_takes() -> None:
             # DeepSpeed's own wrapper, for NVIDIA's profiler, hides the arguments.
             wrapped = inspect.getclosurevars(theirs).nonlocals.get("func", theirs)
             check_signature(wrapped, ours, name)
-    assert {state.value for state in offload._states()} == {
+    assert {state.value for state in optimizer_state.optimizer_states()} == {
         OffloadStateTypeEnum.optim_states.value,
         OffloadStateTypeEnum.hp_params.value,
     }
@@ -171,7 +169,7 @@ def test_a_rank_joins_nccl_on_the_gpu_of_its_local_rank(cuda: FakeCuda) -> None:
     assert cuda.asked == [("nccl", 1)]  # type: ignore[attr-defined]  the device comes before the group
     assert distributed.join_world(30.0) == world
     assert len(cuda.asked) == 1  # type: ignore[attr-defined]
-    distributed.limit_collectives(20.0)
+    limit_collectives(20.0)
     distributed.seed_rank(1, 0, full_determinism=True)
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert "pin_memory" in zero3_config("bf16", offload=True)["zero_optimization"]["offload_param"]
@@ -197,7 +195,7 @@ def test_the_host_waits_as_often_whatever_the_number_of_micro_batches(
 def test_transformers_still_asks_what_it_is_not_to_ask() -> None:
     from transformers import masking_utils
 
-    from slurm_rlhf.training.rows import _none_packed, rows_are_sequences
+    from slurm_rlhf.training._transformers import _none_packed, rows_are_sequences
 
     real = masking_utils.find_packed_sequence_indices
     check_signature(real, _none_packed)
@@ -254,7 +252,7 @@ def test_what_is_tried_out_leaves_the_random_state_of_the_gpu(cuda: FakeCuda) ->
 
 
 class Optimizer:
-    """What `park` moves of ZeRO-3's: this rank's part of two groups, AdamW's states, gradients and their bucket."""
+    """What `offload_optimizer` moves of ZeRO-3: masters of two groups, AdamW's states, gradients and their bucket."""
 
     def __init__(self) -> None:
         self.fp32_partitioned_groups_flat = [torch.ones(1000, device=GPU), torch.ones(500, device=GPU)]
@@ -272,7 +270,7 @@ def test_parked_states_lie_in_pinned_host_memory_and_gradients_nowhere(cuda: Fak
     optimizer = Optimizer()
     parked = SimpleNamespace(optimizer=optimizer)
     kept = [*optimizer.fp32_partitioned_groups_flat]
-    offload.park(parked, 3)
+    optimizer_state.offload_optimizer(parked, 3)
     for master in optimizer.fp32_partitioned_groups_flat:
         state = optimizer.optimizer.state[master]
         for tensor in (master.data, state["exp_avg"].data, state["exp_avg_sq"].data):
@@ -280,7 +278,7 @@ def test_parked_states_lie_in_pinned_host_memory_and_gradients_nowhere(cuda: Fak
             assert tensor.is_pinned()
     assert optimizer.grad_partitions_flat_buffer.untyped_storage().nbytes() == 0
     assert optimizer.ipg_buckets[torch.float32].buffer.untyped_storage().nbytes() == 0
-    offload.unpark(parked, 3, GPU)
+    optimizer_state.reload_optimizer(parked, 3, GPU)
     assert [master is before for master, before in zip(optimizer.fp32_partitioned_groups_flat, kept, strict=True)]
     for master in optimizer.fp32_partitioned_groups_flat:
         state = optimizer.optimizer.state[master]

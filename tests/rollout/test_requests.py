@@ -1,4 +1,4 @@
-"""Seeds, requests in flight, the environment, and the check of a weight update: without an engine."""
+"""Seeds, requests in active, the environment, and the check of a weight update: without an engine."""
 
 from __future__ import annotations
 
@@ -12,12 +12,9 @@ from hypothesis import strategies as st
 
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.records import Sampling, VersionSpan
-from slurm_rlhf.rollout.active_request import Flight
-from slurm_rlhf.rollout.environment import prepare_environment, vllm_environment
 from slurm_rlhf.rollout.parameters import checked
-from slurm_rlhf.rollout.request import GenerateRequest
-from slurm_rlhf.rollout.seeds import request_seed
-from slurm_rlhf.rollout.text import response_text
+from slurm_rlhf.rollout.request import ActiveRequest, GenerateRequest, request_seed, response_text
+from slurm_rlhf.rollout.vllm_settings import prepare_environment, vllm_environment
 
 int64 = st.integers(-(2**63), 2**63 - 1)
 
@@ -41,11 +38,11 @@ def request(prompt_ids: list[int]) -> GenerateRequest:
     return GenerateRequest("a", 5, 2, np.array(prompt_ids, dtype=np.int32), Sampling(), 1)
 
 
-def test_a_flight_splits_its_span_where_the_policy_changes() -> None:
-    flight = Flight(request([8, 9]))
+def test_an_active_request_splits_its_span_where_the_policy_changes() -> None:
+    active = ActiveRequest(request([8, 9]))
     for step, version in enumerate([3, 3, 4, 6, 6, 6]):
-        flight.extend([10 + step], [-0.5 * step], version)
-    done = flight.land("length", "text", engine=7)
+        active.extend([10 + step], [-0.5 * step], version)
+    done = active.finish("length", "text", engine=7)
     assert done.versions == [VersionSpan(0, 2, 3), VersionSpan(2, 3, 4), VersionSpan(3, 6, 6)]
     assert (done.prompt, done.sample, done.finish_reason, done.text, done.engine) == (5, 2, "length", "text", 7)
     assert done.prompt_ids.tolist() == [8, 9]

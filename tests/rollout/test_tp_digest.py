@@ -8,11 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from slurm_rlhf.control.codec import decode, encode
+from slurm_rlhf.control.record_reader import read
 from slurm_rlhf.records import Sampling
-from slurm_rlhf.rollout.engine_place import EnginePlace
 from slurm_rlhf.rollout.request import GenerateRequest
-from slurm_rlhf.rollout.tp_digest import Ledger
-from slurm_rlhf.rollout.tp_engine import request_from_wire, request_to_wire
+from slurm_rlhf.rollout.tp_engine import TpDigest
+from slurm_rlhf.rollout.tp_group import EnginePlace
 from slurm_rlhf.workers.engine_worker import own_devices
 
 
@@ -20,29 +21,29 @@ def request(key: str, seed: int = 1, ids: tuple[int, ...] = (5, 6)) -> GenerateR
     return GenerateRequest(key, 1, 2, np.array(ids, dtype=np.int32), Sampling(stop=["x"]), seed)
 
 
-STEPS: tuple[Callable[[Ledger], object], ...] = (
-    lambda ledger: ledger.added(request("a")),
-    lambda ledger: ledger.added(request("b")),
-    lambda ledger: ledger.planned({"a": 2, "b": 2}),
-    lambda ledger: ledger.sampled("a", [7]),
-    lambda ledger: ledger.sampled("b", [8]),
-    lambda ledger: ledger.loaded(3),
+STEPS: tuple[Callable[[TpDigest], object], ...] = (
+    lambda done: done.added(request("a")),
+    lambda done: done.added(request("b")),
+    lambda done: done.planned({"a": 2, "b": 2}),
+    lambda done: done.sampled("a", [7]),
+    lambda done: done.sampled("b", [8]),
+    lambda done: done.loaded(3),
 )
-OTHERWISE: tuple[Callable[[Ledger], object], ...] = (
-    lambda ledger: ledger.added(request("a", seed=2)),
-    lambda ledger: ledger.added(request("b", ids=(5, 7))),
-    lambda ledger: ledger.planned({"b": 2, "a": 2}),
-    lambda ledger: ledger.sampled("a", [7, 7]),
-    lambda ledger: ledger.sampled("c", [8]),
-    lambda ledger: ledger.loaded(4),
+OTHERWISE: tuple[Callable[[TpDigest], object], ...] = (
+    lambda done: done.added(request("a", seed=2)),
+    lambda done: done.added(request("b", ids=(5, 7))),
+    lambda done: done.planned({"b": 2, "a": 2}),
+    lambda done: done.sampled("a", [7, 7]),
+    lambda done: done.sampled("c", [8]),
+    lambda done: done.loaded(4),
 )
 
 
-def digest(*steps: Callable[[Ledger], object]) -> bytes:
-    ledger = Ledger()
+def digest(*steps: Callable[[TpDigest], object]) -> bytes:
+    done = TpDigest()
     for step in steps:
-        step(ledger)
-    return ledger.digest()
+        step(done)
+    return done.digest()
 
 
 def test_every_difference_shows() -> None:
@@ -58,7 +59,7 @@ def test_every_difference_shows() -> None:
 
 def test_a_request_travels_whole() -> None:
     sent = request("a", 9, (1, 2, 3))
-    got = request_from_wire(request_to_wire(sent))
+    got = read(GenerateRequest, decode(encode(sent)), "request")
     assert got.prompt_ids.tolist() == sent.prompt_ids.tolist()
     assert (got.key, got.prompt, got.sample, got.sampling, got.seed) == ("a", 1, 2, sent.sampling, 9)
 

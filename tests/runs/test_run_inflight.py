@@ -55,7 +55,7 @@ BATCH = 32  # responses
 def change(module):
     step, load = module.VllmEngine.step, module.VllmEngine.load_weights
     def slow_step(engine):
-        training = any(flight.request.sampling.temperature for flight in engine._flights.values())
+        training = any(active.request.sampling.temperature for active in engine._active.values())
         landed = step(engine)
         if training:
             engine.served += len(landed)
@@ -71,7 +71,7 @@ def change(module):
     def stand_still(engine, weights):
         for number, pair in enumerate(weights):
             if number == 5 and not STOPPED.exists():
-                STOPPED.write_text(str(len(engine._flights)))
+                STOPPED.write_text(str(len(engine._active)))
                 wake = f"sleep 6; kill -CONT {os.getpid()}"
                 subprocess.Popen(["sh", "-c", wake], start_new_session=True)
                 os.kill(os.getpid(), signal.SIGSTOP)

@@ -75,7 +75,7 @@ def test_the_plan_has_no_row_of_theirs(run: tuple[Path, str], capsys: pytest.Cap
     assert set(json.loads(capsys.readouterr().out)["world"]) == {"actor", "rollout"}
 
 
-def test_a_resume_with_another_plugin_is_noticed(run: tuple[Path, str]) -> None:
-    """The checkpoint has what was in the file."""
+def test_the_checkpoint_remembers_what_was_in_the_plugin(run: tuple[Path, str]) -> None:
+    """So that a resume with another file is noticed: see `changed_plugins`."""
     state = json.loads((run[0] / "runs" / "from_python" / "checkpoints" / "step_000002" / "state.json").read_text())
     assert [Path(name).name for name in state["plugins"]] == ["my_algorithm.py"]

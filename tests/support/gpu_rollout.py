@@ -105,9 +105,9 @@ def asynchronous() -> list[bool]:
     """Whether vLLM schedules ahead by itself with the executors of engines of one rank and of several."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-    from slurm_rlhf.rollout.tp_group import tp_executor
+    from slurm_rlhf.rollout._vllm import tp_executor
 
-    return [made.supports_async_scheduling() for made in (UniProcExecutor, tp_executor("x"))]
+    return [made.supports_async_scheduling() for made in (UniProcExecutor, tp_executor("x", int))]
 
 
 def broken_signature() -> str:
@@ -194,13 +194,13 @@ def unpacked_on_a_gpu() -> int:
     # While vLLM imports, its platform is the real one.
     import vllm.model_executor.layers.vocab_parallel_embedding  # noqa: F401
 
-    from slurm_rlhf.rollout import vllm_reload
+    from slurm_rlhf.rollout import _vllm
 
     looked = []
     model = SimpleNamespace(modules=lambda: looked.append(1) or [])
     with mock.patch("vllm.platforms.current_platform", Platform()):
-        vllm_reload._repack_tied_heads(model)
-        vllm_reload._unpack_experts(model)
+        _vllm._repack_tied_heads(model)
+        _vllm._unpack_experts(model)
     return len(looked)
 
 
@@ -208,7 +208,7 @@ def imports() -> list[str]:
     """What of vLLM is imported ahead on a GPU, and asked for where this build lacks it."""
     import builtins
 
-    from slurm_rlhf.rollout.libraries import import_vllm
+    from slurm_rlhf.rollout._vllm import import_vllm
 
     usual, asked = builtins.__import__, []
 

@@ -130,7 +130,7 @@ def _gaps(actor: Any, trajectories: list[Any]) -> tuple[float, float]:
     """(mean, largest) of |engine - actor| over all sampled tokens."""
     import torch
 
-    from slurm_rlhf.training.forward import per_action
+    from slurm_rlhf.training.batch import per_action
 
     exp = pack(trajectories, [0.0] * len(trajectories))
     micro = [list(range(start, min(start + 8, len(exp)))) for start in range(0, len(exp), 8)]

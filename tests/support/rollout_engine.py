@@ -10,9 +10,10 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import rollout_async
@@ -20,9 +21,8 @@ import rollout_async
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Sampling, Trajectory
 from slurm_rlhf.rollout.engine import Gauges
-from slurm_rlhf.rollout.environment import prepare_environment
-from slurm_rlhf.rollout.request import GenerateRequest
-from slurm_rlhf.rollout.seeds import request_seed
+from slurm_rlhf.rollout.request import GenerateRequest, request_seed
+from slurm_rlhf.rollout.vllm_settings import prepare_environment
 
 PROMPT_LENGTHS = (1, 5, 17, 33, 180, 260)  # two are longer than a block of the prefix cache (128 tokens on a CPU)
 
@@ -188,7 +188,7 @@ def isolation() -> dict[str, Any]:
         "rank": dist.get_rank(),
         "shared_memory": [name for name in os.listdir("/dev/shm") if identity in name],
         "multiprocessing": os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"],
-        "in_flight": engine._core.engine_core.batch_queue_size,
+        "in_flight": engine._core.client.engine_core.batch_queue_size,
         "async": engine._config.scheduler_config.async_scheduling,
         "policy": engine._config.scheduler_config.policy,
         "kv_bytes": engine._config.cache_config.kv_cache_memory_bytes,
@@ -199,7 +199,7 @@ def kv_cache() -> dict[str, Any]:
     """What vLLM has made of the bytes for the engine's KV cache."""
     from vllm.v1.core.kv_cache_utils import get_max_concurrency_for_kv_cache_config
 
-    made = engine._core.engine_core.scheduler.kv_cache_config
+    made = engine._core.client.engine_core.scheduler.kv_cache_config
     return {
         "bytes": engine._config.cache_config.kv_cache_memory_bytes,
         "block": engine._config.cache_config.block_size,
@@ -257,7 +257,7 @@ def add(request: GenerateRequest) -> None:
 
 def queue(key: str = "") -> list[bool]:
     """Of the batches in flight, the newest first: whether they hold a request of `key`, or any where it is empty."""
-    batches = [scheduled.num_scheduled_tokens for _, scheduled, _ in engine._core.engine_core.batch_queue]
+    batches = [scheduled.num_scheduled_tokens for _, scheduled, _ in engine._core.client.engine_core.batch_queue]
     return [any(name.startswith(f"{key}#" if key else "") for name in batch) for batch in batches]
 
 
@@ -266,21 +266,24 @@ def step() -> list[Trajectory]:
 
 
 def fail_once(where: str) -> str:
-    """What one step says in which the model does not run ("model"), or the text cannot be made ("text")."""
-    target, name = (engine._llm.model_executor, "execute_model") if where == "model" else (engine, "_land")
-    usual = getattr(target, name)
+    """Run steps until one fails, and return its error.
+
+    "model": the model does not run. "text": the text cannot be made. "abort": neither can vLLM end a request then.
+    """
+    target, name = (engine._core.llm.model_executor, "execute_model") if where == "model" else (engine, "_finish")
 
     def failing(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"no {where}")
 
-    setattr(target, name, failing)
-    try:
-        while engine.unfinished:
-            engine.step()
-    except RuntimeError as error:
-        return str(error)
-    finally:
-        setattr(target, name, usual)
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(target, name, failing))
+        if where == "abort":
+            stack.enter_context(mock.patch.object(engine._core.client, "abort_requests", failing))
+        try:
+            while engine.unfinished:
+                engine.step()
+        except RuntimeError as error:
+            return str(error)
     return "it did not fail"
 
 

@@ -1,7 +1,7 @@
 """A rank of the rollout role whose followers do what none may: reorder, draw other random numbers, forget a request.
 
 Run as the worker is. MISFIT in the environment says what the follower of engine 0, 1, 2, ... does, comma-separated.
-The engine's ledger is not told: these followers go wrong behind its back.
+The engine's digest is not told: these followers go wrong behind its back.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Misfit(follower.EngineFollower):
     def do_start(self) -> None:
         super().do_start()
         kind = os.environ["MISFIT"].split(",")[self.place.engine]
-        core = self.engine._core
+        core = self.engine._core.client
         if kind == "reversed":
             whole = core.get_output
 

@@ -42,19 +42,7 @@ def make_loop(
     state = RunState(**(checkpoints.load_state(checkpoint)["run"] if checkpoint else {"seed": 0}))
     keep = step.config.ckpt.max_num
     saves = RunCheckpoints(checkpoints, keep, step.roles, state, step, reporting.saved, time.monotonic(), gpus)
-    loop = TrainingLoop(
-        config=step.config,
-        step=step,
-        eval_prompts=eval_prompts,
-        state=state,
-        total_steps=step.total_steps,
-        checkpoints=saves,
-        reporting=reporting,
-        phases=step.phases,
-        stop=step.stop,
-        final=directory.final,
-        gpus=gpus,
-    )
+    loop = TrainingLoop(step, eval_prompts, state, saves, reporting, directory.final, gpus)
     reporting.begin(state, step.total_steps, checkpoint)
     if checkpoint:
         saves.load(checkpoint, reporting.note)

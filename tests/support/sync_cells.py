@@ -49,7 +49,7 @@ class Bench:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.zygote = Zygote("slurm_rlhf.training.policy")
+        self.zygote = Zygote("slurm_rlhf.training.trainers")
         self.actors = WarmRanks(self.zygote, root, "actor", ACTORS)
         self.engines = {tp: WarmRanks(self.zygote, root, "rollout", tp) for tp in (1, 2)}
 

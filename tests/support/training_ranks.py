@@ -82,7 +82,7 @@ def assert_held(trainer: Any, zero_stage: int) -> None:
     """What a rank says it has of each parameter is that part of the whole, and together the ranks have all of it."""
     from slurm_rlhf.training.parameters import full_parameters
 
-    world, held = trainer.world, trainer.held()
+    world, held = trainer.world, trainer.local_parameters()
     wholes = [(name, whole.reshape(-1).clone()) for name, whole in full_parameters(trainer.engine.module.model)]
     assert list(held) == [name for name, _ in wholes]
     for name, whole in wholes:
@@ -113,8 +113,7 @@ def assert_checked(trainer: Any, max_tokens: int, param_dtype: str) -> None:
 
 
 def run_case(case: dict[str, Any], model: Path, out: Path) -> None:
-    from slurm_rlhf.training.policy import PolicyTrainer
-    from slurm_rlhf.training.value import ValueTrainer
+    from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
 
     config = make_config(model, zero_stage=case["zero_stage"], param_dtype=case.get("param_dtype", "fp32"))
     config.actor.weight_decay = case.get("weight_decay", 0.0)
@@ -133,7 +132,7 @@ def run_case(case: dict[str, Any], model: Path, out: Path) -> None:
 
 def run_resume(model: Path, out: Path, zero_stage: int, param_dtype: str) -> None:
     """Six steps at once, and three, a save, a new trainer, a load and three more."""
-    from slurm_rlhf.training.policy import PolicyTrainer
+    from slurm_rlhf.training.trainers import PolicyTrainer
 
     config = make_config(model, zero_stage=zero_stage, param_dtype=param_dtype)
     whole = PolicyTrainer(config, 2 * STEPS)
@@ -148,7 +147,7 @@ def run_resume(model: Path, out: Path, zero_stage: int, param_dtype: str) -> Non
     assert train(resumed, range(STEPS), 40) == first, "the same steps in the same process differ from run to run"
     resumed.load(directory)
     if zero_stage >= 2:
-        park_and_unpark(resumed)
+        offload_and_reload(resumed)
     assert train(resumed, range(STEPS, 2 * STEPS), 40) == last
     assert torch.equal(torch.rand(3), draw)
     for name, value in parameters(resumed).items():
@@ -157,9 +156,9 @@ def run_resume(model: Path, out: Path, zero_stage: int, param_dtype: str) -> Non
         resumed.load(out)
 
 
-def park_and_unpark(trainer: Any) -> None:
+def offload_and_reload(trainer: Any) -> None:
     """As on a GPU, where parked states are other memory than before: what still looked at the old one reads NaN."""
-    from slurm_rlhf.training import offload
+    from slurm_rlhf.training import optimizer_state
 
     def elsewhere(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         copy = tensor.to(device, copy=True)
@@ -167,7 +166,7 @@ def park_and_unpark(trainer: Any) -> None:
         return copy
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(offload, "_at", elsewhere)
+        patch.setattr(optimizer_state, "_at", elsewhere)
         before = parameters(trainer)
         trainer.engine.sleep()
         if trainer.engine.cfg.zero_stage == 3:
@@ -177,7 +176,7 @@ def park_and_unpark(trainer: Any) -> None:
 
 
 def run_nan(model: Path, zero_stage: int) -> None:
-    from slurm_rlhf.training.policy import PolicyTrainer
+    from slurm_rlhf.training.trainers import PolicyTrainer
 
     trainer = PolicyTrainer(make_config(model, zero_stage=zero_stage), STEPS)
     before = parameters(trainer)
@@ -193,7 +192,7 @@ def run_stall(model: Path, out: Path) -> None:
     """Rank 1 never takes its part in the step. Rank 0 writes down how long it waited."""
     import time
 
-    from slurm_rlhf.training.policy import PolicyTrainer
+    from slurm_rlhf.training.trainers import PolicyTrainer
 
     config = make_config(model)
     config.timeout.collective = 2.0

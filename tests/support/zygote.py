@@ -144,15 +144,15 @@ def _child(arguments: list[str], environment: dict[str, str], script: str) -> No
 
 
 def _main() -> None:
-    from slurm_rlhf.rollout.environment import prepare_environment
+    from slurm_rlhf.rollout.vllm_settings import prepare_environment
 
     prepare_environment()
     import vllm.entrypoints.llm  # noqa: F401
 
     import slurm_rlhf.workers.engine_leader  # noqa: F401
-    from slurm_rlhf.rollout.tp_group import tp_executor
+    from slurm_rlhf.rollout._vllm import tp_executor
 
-    tp_executor("")
+    tp_executor("", int)
     for module in sys.argv[1:]:
         importlib.import_module(module)
     for line in sys.stdin:

@@ -19,11 +19,12 @@ from safetensors.torch import load_file
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.records import Experience
-from slurm_rlhf.rollout.saved_names import as_saved, skeleton
-from slurm_rlhf.training.collate import collate
+from slurm_rlhf.rollout._transformers import as_saved
+from slurm_rlhf.rollout.parameters import skeleton
+from slurm_rlhf.training.batch import collate
 from slurm_rlhf.training.dropout import RANDOM
 from slurm_rlhf.training.export import save_hf
-from slurm_rlhf.training.frozen import FrozenPolicy
+from slurm_rlhf.training.frozen_models import FrozenPolicy
 from slurm_rlhf.training.models import PolicyModule, load_critic, load_policy
 from slurm_rlhf.training.parameters import full_parameters
 
@@ -165,6 +166,6 @@ def test_head_math_that_a_model_is_not_known_for_is_refused(tmp_path: Path, arch
 def test_recurrent_gemma_has_its_soft_cap(tmp_path: Path) -> None:
     from transformers import RecurrentGemmaConfig
 
-    from slurm_rlhf.training.head_math import head_math
+    from slurm_rlhf.training.logprobs import head_math
 
     assert head_math(RecurrentGemmaConfig(logits_soft_cap=30.0), "x").cap == 30.0

@@ -121,7 +121,7 @@ class Trace:
 
 
 def make_trainer(config: Config) -> Any:
-    from slurm_rlhf.training.policy import PolicyTrainer
+    from slurm_rlhf.training.trainers import PolicyTrainer
 
     config.train.logprob_chunk_tokens = CHUNK
     return PolicyTrainer(config, 10)
@@ -160,7 +160,7 @@ def gradients_of(model: Path, zero_stage: int) -> dict[str, torch.Tensor]:
     """Log-probs, entropies and the gradient of a loss of both, summed over micro-batches and ranks."""
     from deepspeed.utils import safe_get_full_grad
 
-    from slurm_rlhf.training.collate import collate
+    from slurm_rlhf.training.batch import collate
 
     config = make_config(model, zero_stage=zero_stage)
     config.actor.entropy_coef = ENTROPY
@@ -275,7 +275,7 @@ def test_zero3_fetches_the_head_once_a_pass_and_keeps_its_order_of_modules(
 def test_chunks_inside_one_call_give_what_plain_logits_give(out: Path, tied: str, zero_stage: int) -> None:
     from transformers import AutoModelForCausalLM
 
-    from slurm_rlhf.training.collate import collate
+    from slurm_rlhf.training.batch import collate
 
     model = AutoModelForCausalLM.from_pretrained(out / tied, dtype=torch.float32).train()
     ours = [torch.load(out / f"{tied}.{zero_stage}.{rank}.pt") for rank in range(2)]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from slurm_rlhf.training import logprobs as logprobs_module
+from slurm_rlhf.training.deepspeed_engine import Schedule, learning_rate
 from slurm_rlhf.training.logprobs import chunked_logprobs
-from slurm_rlhf.training.schedule import Schedule, learning_rate
 
 TOKENS, HIDDEN, VOCAB, CHUNK = 50, 16, 97, 8
 

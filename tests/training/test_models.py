@@ -15,10 +15,9 @@ from tiny_models import make_tiny
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.records import Experience
-from slurm_rlhf.training.collate import collate
+from slurm_rlhf.training.batch import collate, per_action
 from slurm_rlhf.training.export import save_hf
-from slurm_rlhf.training.forward import per_action
-from slurm_rlhf.training.frozen import FrozenPolicy
+from slurm_rlhf.training.frozen_models import FrozenPolicy
 from slurm_rlhf.training.models import load_critic, load_policy
 from slurm_rlhf.training.parameters import describe, full_parameters
 

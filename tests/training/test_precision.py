@@ -32,7 +32,7 @@ CUT = ("phi3", "mixtral")  # frequencies that are fixed after loading; experts i
 
 def first_step(model: Path, world: Any) -> dict[str, torch.Tensor]:
     """Sums of ratio and clip fraction over this rank's actions in one update after one rollout, and their number."""
-    from slurm_rlhf.training.policy import PolicyTrainer
+    from slurm_rlhf.training.trainers import PolicyTrainer
 
     trainer = PolicyTrainer(make_config(model, zero_stage=2), 1)
     exp = make_experience(0)
@@ -45,8 +45,8 @@ def first_step(model: Path, world: Any) -> dict[str, torch.Tensor]:
 
 def value_head(model: Path, world: Any, stage: int, out: Path) -> dict[str, torch.Tensor]:
     """Values before and after two steps, by the trainer and by its body under an fp32 head of the master's numbers."""
-    from slurm_rlhf.training.collate import collate
-    from slurm_rlhf.training.value import ValueTrainer
+    from slurm_rlhf.training.batch import collate
+    from slurm_rlhf.training.trainers import ValueTrainer
 
     config = make_config(model, zero_stage=stage, param_dtype="bf16")
     config.critic.learning_rate = 1e-3
@@ -83,8 +83,8 @@ def value_head(model: Path, world: Any, stage: int, out: Path) -> dict[str, torc
 
 def actor_and_reference(model: Path, world: Any) -> dict[str, torch.Tensor]:
     """Log-probs of the actor and of whole and cut references, at ZeRO stage 0 in bf16."""
-    from slurm_rlhf.training.frozen import FrozenPolicy
-    from slurm_rlhf.training.policy import PolicyTrainer
+    from slurm_rlhf.training.frozen_models import FrozenPolicy
+    from slurm_rlhf.training.trainers import PolicyTrainer
 
     config = make_config(model, zero_stage=0, param_dtype="bf16")
     part, micro = share(make_experience(0), world.rank, world.size, 40)
@@ -97,7 +97,7 @@ def actor_and_reference(model: Path, world: Any) -> dict[str, torch.Tensor]:
 
 def cut_models(models: Path, world: Any) -> dict[str, torch.Tensor]:
     """Log-probs of references that are whole and cut over the ranks, of models with more than linear layers."""
-    from slurm_rlhf.training.frozen import FrozenPolicy
+    from slurm_rlhf.training.frozen_models import FrozenPolicy
 
     answers = {}
     part, micro = share(make_experience(0), world.rank, world.size, 40)
@@ -179,8 +179,8 @@ def test_values_of_a_bf16_critic_are_those_of_the_fp32_master_of_its_head(
 
 
 def test_scores_of_a_bf16_reward_model_are_computed_with_the_fp32_head_of_its_file(tmp_path: Path) -> None:
-    from slurm_rlhf.training.collate import collate
-    from slurm_rlhf.training.reward_model import RewardModel, last_token
+    from slurm_rlhf.training.batch import collate
+    from slurm_rlhf.training.frozen_models import RewardModel, last_token
 
     path = make_reward(tmp_path / "rm", "v_head.summary")
     config = make_config(path, param_dtype="bf16")

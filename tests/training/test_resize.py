@@ -50,8 +50,7 @@ def name(case: dict[str, Any]) -> str:
 
 
 def make(case: dict[str, Any], model: Path, zero_stage: int) -> Any:
-    from slurm_rlhf.training.policy import PolicyTrainer
-    from slurm_rlhf.training.value import ValueTrainer
+    from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
 
     config = make_config(model, zero_stage=zero_stage, param_dtype=case["param_dtype"])
     config.actor.weight_decay = case.get("weight_decay", 0.0)
@@ -60,7 +59,7 @@ def make(case: dict[str, Any], model: Path, zero_stage: int) -> Any:
 
 def masters(trainer: Any) -> dict[str, torch.Tensor]:
     """This rank's fp32 elements of every parameter, the others' zero."""
-    from slurm_rlhf.training.optimizer_fragments import local_fragments, sizes
+    from slurm_rlhf.training.optimizer_state import local_fragments, sizes
 
     engine = trainer.engine
     whole = {name: torch.zeros(size) for name, size in sizes(engine.module).items()}
@@ -208,7 +207,7 @@ def test_loading_is_exact_whatever_the_number_of_ranks(out: Path, case: dict[str
 
 @pytest.mark.timeout(400)
 def test_a_checkpoint_of_another_model_or_with_a_missing_file_is_refused(out: Path, tmp_path: Path) -> None:
-    from slurm_rlhf.training.optimizer_fragments import Fragment
+    from slurm_rlhf.training.optimizer_state import Fragment
     from slurm_rlhf.training.shard_files import ShardReader
 
     whole, torn = out / f"{name(CASES[1])}.from3", tmp_path / "torn"

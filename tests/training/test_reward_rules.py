@@ -14,9 +14,9 @@ from slurm_rlhf.config.check import check
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.records import Experience
-from slurm_rlhf.training.collate import collate
+from slurm_rlhf.training.batch import collate
+from slurm_rlhf.training.frozen_models import RewardModel, pooling
 from slurm_rlhf.training.models import load_critic, load_reward
-from slurm_rlhf.training.reward_model import RewardModel, pooling
 
 pytestmark = pytest.mark.timeout(60)
 EOS = 1
@@ -60,7 +60,7 @@ def config_of(models: Path, name: str, **reward: object) -> Config:
 
 def scores(config: Config) -> tuple[list[float], str]:
     model = RewardModel(config)
-    return model.score(experience(), [[0, 1], [2, 3]]).tolist(), model.told
+    return model.score(experience(), [[0, 1], [2, 3]]).tolist(), model.description
 
 
 def by_transformers(path: Path) -> tuple[list[float], list[float]]:

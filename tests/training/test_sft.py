@@ -131,7 +131,7 @@ def test_examples_in_process(job: Path) -> None:
     from slurm_rlhf.data.tokenizer import Tokenizer
     from slurm_rlhf.errors import ConfigError, DataError
     from slurm_rlhf.training import sft
-    from slurm_rlhf.training.examples import load_examples
+    from slurm_rlhf.training.sft import load_examples
 
     tokenizer = Tokenizer.load(job / "model")
     data = Data(max_len=32)

@@ -1,4 +1,4 @@
-"""Links that are cut in silence while weights are on their way: found by missing signs of life, not by long waits."""
+"""Links that are cut in silence while weights are on their way: found by missing heartbeats, not by long waits."""
 
 from __future__ import annotations
 

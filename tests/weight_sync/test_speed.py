@@ -117,5 +117,6 @@ def test_loopback_reaches_four_fifths_of_what_gloo_does_with_the_same_bytes(tmp_
         print(json.dumps(found))
         assert found["bytes"] > 400e6
         assert found["share_of_raw"] >= 0.8
-        assert found["peak_extra_bytes"] <= 3 * (64 << 20) * 1.01
+        # Three buckets, and the parameters that are copied out of them: a few at a time, of a few sizes.
+        assert found["peak_extra_bytes"] <= 3 * (64 << 20) * 1.01 + 3 * max(2 * math.prod(p[1]) for p in parameters)
     assert together["seconds_with_loading"] > together["seconds"]

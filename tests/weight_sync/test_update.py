@@ -126,7 +126,7 @@ def test_a_receiver_that_hangs_is_named_after_the_timeout(fleet):
 
 
 def test_an_engine_that_loads_for_long_is_not_suspected_and_one_that_hangs_is(fleet):
-    """By its signs of life, which come while it loads and stay out when its process stands still."""
+    """By its heartbeats, which come while it loads and stay out when its process stands still."""
     sender = fleet.sender(1, layers=2, silence_s=1.0)
     (peer,) = fleet.peers
     peer.tell("update", version=1, at=3, act="slow", seconds=2.5)
@@ -240,6 +240,10 @@ def test_a_bucket_arrives_while_the_one_before_is_loaded(fleet, nodes):
                 waits += 1
     assert waits > 5
     assert sender.answer()["buckets"] == last + 1
+    assert receiver.peak == receiver.backend.pool.peak + receiver.pool.peak
+    if nodes == "nn":  # parameters are copied out of the shared memory, and that counts as well
+        largest = max(parameter.nbytes for parameter in plan.parameters)
+        assert receiver.peak >= receiver.backend._memory.nbytes + largest
     receiver.group.close()
 
 

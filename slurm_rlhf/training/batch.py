@@ -1,7 +1,8 @@
-"""Packed experience -> right-padded tensors, and where in them the states of the actions are."""
+"""Packed experience as right-padded tensors, and forward passes over it without gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from slurm_rlhf.records import Experience
+from slurm_rlhf.records import F32, Experience
 
 
 @dataclass(slots=True)
@@ -27,7 +28,7 @@ class TokenBatch:
 
 
 def collate(exp: Experience, device: torch.device) -> TokenBatch:
-    """All sequences of `exp` as one batch. Raises ValueError for a response without a prompt before it."""
+    """Pad all sequences of `exp` into one batch. Raises ValueError for a response without a prompt before it."""
     if np.any((exp.prompt_lens == 0) & (exp.response_lens > 0)):
         index = int(np.flatnonzero((exp.prompt_lens == 0) & (exp.response_lens > 0))[0])
         raise ValueError(f"sequence {index} has a response but no prompt: nothing predicts its first token")
@@ -44,19 +45,41 @@ def collate(exp: Experience, device: torch.device) -> TokenBatch:
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
-    """A copy of `values`. It does not wait for what a GPU is doing: from pageable memory it would, every time."""
+    """Copy `values` to `device`, without waiting for a GPU's queued work, as a copy from pageable memory would."""
     if device.type == "cuda":
         return torch.from_numpy(values).pin_memory().to(device, non_blocking=True)
     return torch.tensor(values, device=device)
 
 
 def column(exp: Experience, name: str, device: torch.device) -> Tensor:
-    """One of the experience's columns, fp32 [A]. Raises KeyError naming those that are there."""
+    """Return a column of the experience, fp32 [A]. Raises KeyError naming those that are there."""
     if name not in exp.columns:
         raise KeyError(f"the experience has no column {name!r}; it has {', '.join(sorted(exp.columns)) or 'none'}")
     return to_device(exp.columns[name].astype(np.float32), device)
 
 
 def action_mask(exp: Experience, device: torch.device) -> Tensor:
-    """bool [A]."""
+    """Return the action mask of the experience, bool [A]."""
     return to_device(exp.action_mask, device)
+
+
+def per_action(
+    exp: Experience, micro: list[list[int]], device: torch.device, answer: Callable[[TokenBatch], Tensor]
+) -> F32:
+    """Call `answer` on every micro-batch and return its numbers, one for each action, in the order of `exp`, [A].
+
+    `micro`: rows of `exp`; every row must be in exactly one. Under ZeRO-3 each is a collective, so that every rank
+    needs as many.
+    """
+    offsets = exp.action_offsets
+    result = np.full(int(offsets[-1]), np.nan, dtype=np.float32)
+    with torch.no_grad():
+        answers = [answer(collate(exp.select(rows), device)) for rows in micro]
+        # Once, after the last: waiting for each micro-batch would give the next one to an idle device.
+        values = torch.cat(answers).cpu().numpy() if answers else result[:0]
+    start = 0
+    for row in (row for rows in micro for row in rows):
+        end = start + int(exp.response_lens[row])
+        result[offsets[row] : offsets[row + 1]] = values[start:end]
+        start = end
+    return result

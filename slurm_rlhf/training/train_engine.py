@@ -1,4 +1,4 @@
-"""DeepSpeed behind a small surface: token-exact accumulation over micro-batches and ranks, one optimizer step, resume.
+"""A model in training under DeepSpeed: accumulation over micro-batches and ranks, optimizer steps, save and load.
 
 A loss that is a sum over this rank's tokens divided by the token count of the whole optimizer step has, summed over
 micro-batches and ranks, the gradient of the mean over all tokens. DeepSpeed averages over ranks, so each loss is
@@ -9,7 +9,7 @@ micro-batches can differ from step to step.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,30 +17,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slurm_rlhf.algorithms.losses import Metrics
 from slurm_rlhf.errors import CheckpointError, RunError
-from slurm_rlhf.training.deepspeed_engine import EngineConfig, start_deepspeed
+from slurm_rlhf.records import Experience
+from slurm_rlhf.training.deepspeed_engine import EngineConfig, learning_rate, start_deepspeed
 from slurm_rlhf.training.distributed import World
-from slurm_rlhf.training.offload import park, unpark
-from slurm_rlhf.training.optimizer_fragments import (
+from slurm_rlhf.training.optimizer_state import (
     Fragment,
     fragments_to_fill,
     local_fragments,
     make_moments,
+    offload_optimizer,
     publish,
+    reload_optimizer,
     sizes,
 )
-from slurm_rlhf.training.schedule import learning_rate
 from slurm_rlhf.training.shard_files import ShardReader, write_shard
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
+    """What an optimizer step reports."""
+
     grad_norm: float  # before clipping
     lr: float
 
 
 class TrainEngine:
-    """`module` under DeepSpeed with AdamW, on the process group joined by `join_world`."""
+    """Trains `module` under DeepSpeed with AdamW, on the process group that `join_world` has joined."""
 
     def __init__(self, module: nn.Module, cfg: EngineConfig, world: World) -> None:
         self.cfg = cfg
@@ -50,16 +54,16 @@ class TrainEngine:
         self._engine = start_deepspeed(module, cfg, world)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward, through the engine (ZeRO-3 gathers parameters there)."""
+        """Run the module's forward through DeepSpeed's engine, where ZeRO-3 gathers parameters."""
         return self._engine(*args, **kwargs)
 
     def accumulate(self, loss: Tensor, is_last: bool) -> None:
-        """Backward. Collective: every rank calls it as often, and with `is_last` once per optimizer step, last."""
+        """Run the backward pass. Collective: every rank calls it as often; `is_last` marks a step's last call."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         self._engine.backward(loss * self.world.size)
 
     def step(self) -> StepStats:
-        """Clip and update. Raises RunError when the gradient is not finite; the parameters are then untouched."""
+        """Clip the gradient and update. Raises RunError, and changes no parameter, if the gradient is not finite."""
         lr = learning_rate(self.steps, self.cfg.schedule)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
@@ -72,19 +76,19 @@ class TrainEngine:
         return StepStats(norm, lr)
 
     def fragments(self, part: nn.Module) -> Iterator[Fragment]:
-        """This rank's fp32 masters of `part` of the module, named as in `part`; live memory. Not collective."""
+        """Yield this rank's fp32 masters of `part` of the module, named as in `part`; live memory. Not collective."""
         return local_fragments(part, self._engine.optimizer, self.world)
 
     def sleep(self) -> None:
-        """Keep the optimizer's states in host memory until `wake_up`. No other call may come in between but reads."""
-        park(self._engine, self.cfg.zero_stage)
+        """Move the optimizer's states to host memory until `wake_up`; only reads may come in between."""
+        offload_optimizer(self._engine, self.cfg.zero_stage)
 
     def wake_up(self) -> None:
-        """Bring the optimizer's states back to the device."""
-        unpark(self._engine, self.cfg.zero_stage, self.world.device)
+        """Move the optimizer's states back to the device."""
+        reload_optimizer(self._engine, self.cfg.zero_stage, self.world.device)
 
     def save(self, directory: Path) -> None:
-        """Write everything that shapes the next steps. Collective: every rank calls it with the same directory."""
+        """Write everything that the next steps depend on. Collective: every rank gives the same directory."""
         optimizer = self._engine.optimizer
         write_shard(directory, self.world.rank, local_fragments(self.module, optimizer, self.world))
         cuda = torch.cuda.get_rng_state() if self.world.device.type == "cuda" else None
@@ -96,8 +100,8 @@ class TrainEngine:
         """Continue where `save` was called, by as many ranks as now or by others, under any ZeRO stage. Collective.
 
         With as many ranks and the same stage the next steps are bit for bit those that would have followed; otherwise
-        they differ by the order in which ranks add up gradients. Ranks that were not there keep the random state that
-        `seed_rank` gave them. Raises CheckpointError for another model's checkpoint and a damaged one.
+        they differ by the order in which ranks add up gradients. New ranks keep the random state of `seed_rank`.
+        Raises CheckpointError for the checkpoint of another model and for a damaged one.
         """
         state = self._read_state(directory)
         optimizer = self._engine.optimizer
@@ -114,7 +118,7 @@ class TrainEngine:
                 torch.cuda.set_rng_state(state["cuda_rng"])
 
     def _read_state(self, directory: Path) -> dict[str, Any]:
-        """What the rank of this number has written beside its shard; rank 0's, and "own" False, if there was none."""
+        """Read the state that this rank has written; if there is none, rank 0's, with "own" False."""
         own = _rank_file(directory, self.world.rank)
         path = own if own.is_file() else _rank_file(directory, 0)
         if not path.is_file():
@@ -132,7 +136,7 @@ class TrainEngine:
         return {**state, "own": path == own}
 
     def _plain_norm(self) -> float | None:
-        """ZeRO-0 is plain AdamW inside DeepSpeed: it neither reports the norm nor stops at NaN."""
+        """Measure the gradient at ZeRO-0, where DeepSpeed neither reports the norm nor stops at NaN; else None."""
         if self.cfg.zero_stage > 0:
             return None
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
@@ -146,6 +150,31 @@ class TrainEngine:
             f"the gradient of optimizer step {self.steps} is not finite; the parameters were not changed. "
             "Usual causes: a learning rate that is too high, or rewards out of range (see reward.clip_range)."
         )
+
+
+def optimizer_step(
+    engine: TrainEngine,
+    exp: Experience,
+    micro: list[list[int]],
+    loss_of: Callable[[Experience], tuple[Tensor, Metrics]],
+) -> dict[str, float]:
+    """Accumulate the gradients of the micro-batches (rows of `exp`), then step. Collective.
+
+    Every rank needs as many micro-batches. Returns this rank's sums of the metrics, and `lr` and `grad_norm` of the
+    whole step. Raises RunError.
+    """
+    sums: Metrics = {}
+    for number, rows in enumerate(micro, start=1):
+        loss, metrics = loss_of(exp.select(rows))
+        engine.accumulate(loss, is_last=number == len(micro))
+        sums = {name: sums[name] + value if name in sums else value for name, value in metrics.items()}
+    stats = engine.step()
+    return _numbers(sums) | {"lr": stats.lr, "grad_norm": stats.grad_norm}
+
+
+def _numbers(sums: Metrics) -> dict[str, float]:
+    """Copy all of them from the device at once."""
+    return dict(zip(sums, torch.stack([value.double() for value in sums.values()]).tolist(), strict=True))
 
 
 def _rank_file(directory: Path, rank: int) -> Path:

@@ -1,0 +1,157 @@
+"""The private parts of DeepSpeed that the training room uses, written for deepspeed 0.19.8.
+
+ops/__init__.py _probe_compatible_ops()
+runtime/compiler.py compile
+runtime/compiler.py dummy_decorator(func)
+runtime/zero/offload_config.py OffloadStateTypeEnum
+runtime/zero/offload_config.py OffloadStateTypeEnum.optim_states
+runtime/zero/offload_config.py OffloadStateTypeEnum.hp_params
+runtime/zero/partition_parameters.py param.ds_id
+runtime/zero/partition_parameters.py param.ds_shape
+runtime/zero/partition_parameters.py param.ds_numel
+runtime/zero/partition_parameters.py param.ds_tensor
+runtime/zero/partition_parameters.py param.all_gather
+runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3.fp32_partitioned_groups_flat
+runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3.grad_position
+runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3.get_param_id(self, param)
+runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3._get_param_partition_rank(self, param)
+runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3._partition_all_parameters(self)
+runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3._reassign_or_swap_out_partitioned_parameters(self, sub_group_id)
+runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3.persistent_parameters
+runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3.grad_partitions_flat_buffer
+runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3.ipg_buckets
+runtime/zero/stage3.py IPGBucketZ3.buffer
+runtime/zero/stage_1_and_2.py DeepSpeedZeroOptimizer.single_partition_of_fp32_groups
+runtime/zero/stage_1_and_2.py DeepSpeedZeroOptimizer.update_lp_params(self)
+runtime/bf16_optimizer.py BF16_Optimizer.fp32_groups_flat_partition
+runtime/bf16_optimizer.py BF16_Optimizer.update_lp_params(self)
+utils/mixed_precision_linkage.py lp_param._hp_mapping
+utils/tensor_fragment.py tensor_fragment.lp_fragment_address
+utils/tensor_fragment.py tensor_fragment.hp_fragment_address
+utils/tensor_fragment.py tensor_fragment.param_group_index
+utils/tensor_fragment.py fragment_address.start
+utils/tensor_fragment.py fragment_address.numel
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def import_deepspeed(device: torch.device) -> Any:
+    """Import DeepSpeed for `device`, and return it."""
+    os.environ.setdefault("DS_ACCELERATOR", device.type)  # its own detection warns where there is no GPU
+    import deepspeed
+    import deepspeed.ops
+
+    # On CPUs DeepSpeed compiles this extension (half a minute of g++) where a compiler is found. It all-reduces
+    # through shared memory under names of its own, which runs on one host would share; gloo does without it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # made by _probe_compatible_ops
+    _import_muon()
+    return deepspeed
+
+
+def _import_muon() -> None:
+    """Import the optimizer that DeepSpeed compares every other one with, without compiling it.
+
+    DeepSpeed's own import of it imports torch's compiler, which is a fifth of the start of a rank that trains.
+    """
+    from deepspeed.runtime import compiler
+
+    compile_, compiler.compile = compiler.compile, lambda: compiler.dummy_decorator
+    try:
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    finally:
+        compiler.compile = compile_
+
+
+# --- parameters ------------------------------------------------------------------------------------------------------
+
+
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether ZeRO-3 has sharded the parameter."""
+    return hasattr(parameter, "ds_id")
+
+
+def full_shape(parameter: Any) -> torch.Size:
+    """Return the shape of the full parameter; the `shape` of a sharded one says that it is empty."""
+    shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
+    return shape
+
+
+def local_shard(parameter: Any, rank: int) -> tuple[int, Tensor]:
+    """Return (index of its first element in the flat parameter, elements [n]) of the shard that this `rank` has.
+
+    DeepSpeed pads the shards to the same size on every rank; the padding is left out.
+    """
+    shard = parameter.ds_tensor
+    first = rank * shard.ds_numel
+    count = max(0, min(shard.ds_numel, parameter.ds_numel - first))
+    return min(first, parameter.ds_numel), shard.detach().flatten()[:count]
+
+
+# --- optimizer -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class MasterRange:
+    """Elements of one parameter in one of `masters`."""
+
+    group: int  # index in `masters`
+    offset: int  # first element in that master
+    start: int  # first element in the flat parameter
+    length: int  # 0: this rank has none
+
+
+def masters(optimizer: Any) -> list[Tensor]:
+    """Return the fp32 tensors that AdamW updates: one for each group, or for each parameter without ZeRO."""
+    for name in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(optimizer, name):
+            return list(getattr(optimizer, name))
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def master_range(parameter: Any, optimizer: Any) -> MasterRange | None:
+    """Return where this rank's elements of `parameter` are; None where the optimizer updates the parameter itself."""
+    if is_sharded(parameter):
+        group, offset, length = optimizer.grad_position[optimizer.get_param_id(parameter)]
+        start = length * optimizer._get_param_partition_rank(parameter)
+        return MasterRange(group, offset, start, max(0, min(length, parameter.ds_numel - start)))  # without padding
+    if not hasattr(parameter, "_hp_mapping"):
+        return None
+    mapping = parameter._hp_mapping
+    if mapping is None:  # all of it is on other ranks
+        return MasterRange(0, 0, 0, 0)
+    # Not `mapping.optim_fragment`: DeepSpeed links it after the first group's first step, before others have state.
+    at = mapping.hp_fragment_address
+    return MasterRange(mapping.param_group_index, at.start, mapping.lp_fragment_address.start, at.numel)
+
+
+def copy_masters_to_parameters(optimizer: Any) -> None:
+    """Update the parameters that the model computes with from the fp32 masters. Collective."""
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        optimizer._partition_all_parameters()
+        for group in range(len(optimizer.fp32_partitioned_groups_flat)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        if optimizer.persistent_parameters:
+            optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    elif hasattr(optimizer, "update_lp_params"):
+        optimizer.update_lp_params()
+
+
+def gradient_buffers(optimizer: Any) -> list[Tensor]:
+    """Return what ZeRO-3 keeps of gradients: this rank's part of them, and the buckets that they are added up in."""
+    return [optimizer.grad_partitions_flat_buffer, *(bucket.buffer for bucket in optimizer.ipg_buckets.values())]
+
+
+def optimizer_states() -> list[Any]:
+    """Return DeepSpeed's names of AdamW's moments and the fp32 masters."""
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    return [OffloadStateTypeEnum.optim_states, OffloadStateTypeEnum.hp_params]

@@ -1,0 +1,205 @@
+"""The trained models on one rank: policy and value model, their losses and optimizer steps, save, load and export."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from slurm_rlhf.algorithms.losses import Metrics, PolicyInputs, entropy_bonus, value_loss
+from slurm_rlhf.algorithms.plugins import load_plugins
+from slurm_rlhf.algorithms.registry import policy_loss_of
+from slurm_rlhf.config.reward import reward_statistics
+from slurm_rlhf.config.roles import CRITIC, ROLES
+from slurm_rlhf.config.schema import Config, Ds
+from slurm_rlhf.records import F32, Experience
+from slurm_rlhf.training.batch import TokenBatch, action_mask, collate, column, per_action
+from slurm_rlhf.training.deepspeed_engine import EngineConfig, Schedule, loading
+from slurm_rlhf.training.distributed import join_world, seed_rank, undisturbed
+from slurm_rlhf.training.export import save_hf
+from slurm_rlhf.training.models import DTYPES, load_critic, load_policy
+from slurm_rlhf.training.parameters import LocalParameters, Rounded, describe, local_parameters
+from slurm_rlhf.training.train_engine import TrainEngine, optimizer_step
+
+
+class Trainer(ABC):
+    """Trains one model on one rank. Every method is collective unless it says otherwise."""
+
+    def __init__(self, config: Config, schedule: Schedule) -> None:
+        """Load the model. Raises ModelError, ConfigError."""
+        self.config = config
+        self.world = join_world(config.timeout.collective)
+        seed_rank(config.train.seed, self.world.rank, config.train.full_determinism)
+        with loading(config.ds, self.world) as ds:
+            module = self._load(ds)
+        self.engine = TrainEngine(module, EngineConfig.of(config, schedule), self.world)
+
+    @abstractmethod
+    def _load(self, ds: Ds) -> nn.Module:
+        """Load the module with the settings `ds`."""
+
+    @abstractmethod
+    def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
+        """Compute the loss of a micro-batch and the metrics of `algorithms.losses`."""
+
+    def train_step(self, exp: Experience, micro: list[list[int]], denominator: float) -> dict[str, float]:
+        """Take one optimizer step on this rank's part `exp`, with micro-batches as rows of it.
+
+        `denominator`: policy tokens in the whole step, over all ranks. Returns this rank's sums of the metrics over
+        its actions, and `lr` and `grad_norm` of the whole step. Raises RunError.
+        """
+        return optimizer_step(self.engine, exp, micro, lambda part: self._loss(part, denominator))
+
+    def save(self, directory: Path) -> None:
+        """Write the state for an exact resume into a directory that all ranks see."""
+        self.engine.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """Continue where `save` was called. Raises CheckpointError."""
+        self.engine.load(directory)
+
+
+class LanguageModelTrainer(Trainer):
+    """Trains the causal language model of the actor."""
+
+    def _load(self, ds: Ds) -> nn.Module:
+        return load_policy(
+            self.config.actor.model_name_or_path,
+            ds,
+            self.config.train.logprob_chunk_tokens,
+            self.config.actor.gradient_checkpointing_enable,
+            max_len=self.config.data.max_len,
+        )
+
+    def export_hf(self, directory: Path) -> None:
+        """Write the model and its tokenizer as a Hugging Face directory; an export already there is replaced."""
+        save_hf(self.engine.module.model, Path(self.config.actor.model_name_or_path), directory, self.world.rank)
+
+
+class PolicyTrainer(LanguageModelTrainer):
+    """One rank of the actor. `train_step` needs the columns `logprobs` (old) and `advantages`."""
+
+    def __init__(self, config: Config, total_steps: int) -> None:
+        """Load the model; `total_steps`: optimizer steps of the whole run. Raises ModelError, ConfigError."""
+        super().__init__(config, Schedule.of(config, config.actor.learning_rate, total_steps))
+        load_plugins(config.train.plugins)
+        self.policy_loss = policy_loss_of(config.algo.advantage.estimator)
+        actor = config.actor
+        self.clip_low, self.clip_high = actor.eps_clip_low_high or (actor.eps_clip, actor.eps_clip)
+
+    def logprobs(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
+        """Compute {"logprobs": fp32 [A]} at the rollout temperature; micro-batches as rows of `exp`."""
+        return {"logprobs": per_action(exp, micro, self.world.device, lambda batch: self._forward(batch)[0])}
+
+    def self_check(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
+        """Compute `logprobs` in ways that must not matter, fp32 [A] each; nothing is changed by it.
+
+        first, again: the same micro-batches twice. eval: in eval mode. alone: every row a micro-batch of its own; every
+        rank needs as many rows. No random number of the run is drawn.
+        """
+        module = self.engine.module
+        with undisturbed(module, self.world.device):
+            found = {name: self.logprobs(exp, micro)["logprobs"] for name in ("first", "again")}
+            found["alone"] = self.logprobs(exp, [[row] for row in range(len(exp))])["logprobs"]
+            module.eval()
+            found["eval"] = self.logprobs(exp, micro)["logprobs"]
+        return found
+
+    def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
+        device = self.world.device
+        mask = action_mask(part, device)
+        logprobs, entropy = self._forward(collate(part, device))
+        loss, metrics = self.policy_loss(
+            PolicyInputs(
+                logprobs,
+                column(part, "logprobs", device),
+                column(part, "advantages", device),
+                mask,
+                part.response_lens.tolist(),
+                column(part, "loss_weights", device) if "loss_weights" in part.columns else None,
+                denominator,
+                self.clip_low,
+                self.clip_high,
+            )
+        )
+        bonus, more = entropy_bonus(entropy, mask, denominator, self.config.actor.entropy_coef)
+        return loss + bonus, metrics | more
+
+    def _forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = self.engine(
+            batch.input_ids,
+            batch.action_index,
+            batch.targets,
+            self.config.rollout.temperature,
+            self.config.actor.entropy_coef != 0.0,
+        )
+        return result
+
+    def local_parameters(self) -> LocalParameters:
+        """Return what this rank has of the parameters in `describe`. Not collective."""
+        return Rounded(local_parameters(self.engine.module.model, self.world.rank), DTYPES[self.config.ds.param_dtype])
+
+    def describe(self) -> list[list[Any]]:
+        """List [name, shape, dtype] of the parameters, in layer order, tied ones once. Not collective."""
+        return describe(self.engine.module.model, DTYPES[self.config.ds.param_dtype])
+
+
+class ValueTrainer(Trainer):
+    """One rank of the critic. `train_step` needs the columns `values` (old) and `returns`."""
+
+    def __init__(self, config: Config, total_steps: int) -> None:
+        """Load the model; `total_steps`: optimizer steps of the whole run. Raises ModelError, ConfigError."""
+        self._path = ROLES[CRITIC].model(config)[1]
+        super().__init__(config, Schedule.of(config, config.critic.learning_rate, total_steps))
+        module = self.engine.module
+        self.origin = f"critic: starts from {self._path}, " + (
+            f"a reward model, and keeps its head ({module.head})" if module.head else "with a new head"
+        )
+        module.value_head.write_masters(self.engine.fragments(module.value_head))
+
+    def _load(self, ds: Ds) -> nn.Module:
+        config = self.config
+        return load_critic(
+            self._path,
+            ds,
+            config.train.seed,
+            config.actor.gradient_checkpointing_enable,
+            statistics=reward_statistics(self._path) if config.reward.normalize_enable else None,
+            max_len=config.data.max_len,
+        )
+
+    def values(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
+        """Compute {"values": fp32 [A]} of the state before each response token; micro-batches as rows of `exp`."""
+        return {"values": per_action(exp, micro, self.world.device, self._forward)}
+
+    def train_step(self, exp: Experience, micro: list[list[int]], denominator: float) -> dict[str, float]:
+        """Take one optimizer step, as `Trainer.train_step`, and compute values with the new masters of the head."""
+        metrics = super().train_step(exp, micro, denominator)
+        self._read_masters()
+        return metrics
+
+    def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
+        device = self.world.device
+        return value_loss(
+            self._forward(collate(part, device)),
+            column(part, "values", device),
+            column(part, "returns", device),
+            action_mask(part, device),
+            denominator,
+            self.config.critic.value_clip,
+        )
+
+    def _forward(self, batch: TokenBatch) -> Tensor:
+        values: Tensor = self.engine(batch.input_ids, batch.action_index)
+        return values
+
+    def load(self, directory: Path) -> None:
+        """Continue where `save` was called, with the saved masters of the head. Raises CheckpointError."""
+        super().load(directory)
+        self._read_masters()
+
+    def _read_masters(self) -> None:
+        head = self.engine.module.value_head
+        head.read_masters(self.engine.fragments(head))
