@@ -18,12 +18,12 @@ Bool = NDArray[np.bool_]
 
 WEIGHTS: Final = "weights"
 KV_CACHE: Final = "kv_cache"
-"""The parts of an engine's memory that it gives up in its sleep."""
+"""Parts of the memory of an engine, which it gives up in its sleep."""
 
 
 @dataclass(slots=True)
 class Prompt:
-    """One row of a prompt data set."""
+    """Holds a row of a prompt data set."""
 
     index: int  # position of the row in its file, the same in every run
     text: str
@@ -34,7 +34,7 @@ class Prompt:
 
 @dataclass(slots=True)
 class Sampling:
-    """How responses are sampled; the fields have vLLM's meaning."""
+    """Says how responses are sampled; the fields mean what they mean in vLLM."""
 
     n: int = 1
     temperature: float = 1.0
@@ -47,7 +47,7 @@ class Sampling:
 
 @dataclass(slots=True)
 class VersionSpan:
-    """Response tokens [start, end) were sampled by policy `version`."""
+    """Says that policy `version` sampled the response tokens [start, end)."""
 
     start: int
     end: int
@@ -56,7 +56,7 @@ class VersionSpan:
 
 @dataclass(slots=True)
 class Trajectory:
-    """One sampled response."""
+    """Holds a sampled response."""
 
     prompt: int  # Prompt.index
     sample: int  # 0 .. n-1
@@ -109,7 +109,7 @@ class EngineLoad:
 
 
 class ParameterSpec(NamedTuple):
-    """A parameter of a model, as weight transfers describe it."""
+    """Describes a parameter of a model to weight transfers."""
 
     name: str
     shape: list[int]
@@ -118,7 +118,7 @@ class ParameterSpec(NamedTuple):
 
 @dataclass(slots=True)
 class Experience:
-    """N sequences packed without padding, in (prompt, sample) order.
+    """Packs N sequences without padding, in (prompt, sample) order.
 
     `columns` holds one float per response token: `rollout_logprobs`, `logprobs` (the actor's, before the
     update), `ref_logprobs`, `values`, `advantages`, `returns`; whichever are known so far.
@@ -137,21 +137,21 @@ class Experience:
 
     @property
     def lengths(self) -> I32:
-        """Tokens per sequence, [N]."""
+        """Return the tokens of each sequence, [N]."""
         return self.prompt_lens + self.response_lens
 
     @property
     def token_offsets(self) -> NDArray[np.int64]:
-        """Where each sequence starts in `token_ids`, [N + 1]."""
+        """Return where each sequence starts in `token_ids`, [N + 1]."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
     @property
     def action_offsets(self) -> NDArray[np.int64]:
-        """Where each response starts in `action_mask` and the columns, [N + 1]."""
+        """Return where each response starts in `action_mask` and the columns, [N + 1]."""
         return np.concatenate([[0], np.cumsum(self.response_lens, dtype=np.int64)])
 
     def select(self, indices: list[int]) -> Experience:
-        """The sequences `indices`, in that order."""
+        """Select the sequences `indices`, in that order."""
         tokens, actions = self.token_offsets, self.action_offsets
         where = np.asarray(indices, dtype=np.int64)
 
@@ -171,7 +171,7 @@ class Experience:
 
 
 def pack(trajectories: list[Trajectory], rewards: list[float]) -> Experience:
-    """Trajectories and their rewards (same order) as one packed Experience."""
+    """Pack trajectories and their rewards, which have the same order, into one Experience."""
     empty = np.zeros(0)
     return Experience(
         np.array([len(t.prompt_ids) for t in trajectories], dtype=np.int32),

@@ -111,7 +111,7 @@ def wanted_nodes(options: dict[str, str]) -> tuple[list[str], int] | None:
     if not options:
         return None
     if "gpus_per_node" not in options or ("nodes" in options) == ("nodelist" in options):
-        raise ConfigError(f"--gpus_per_node goes with --nodes or with --nodelist: give one of these two\n{USAGE}")
+        raise ConfigError(f"--gpus_per_node goes with --nodes or --nodelist: give it and one of these\n{USAGE}")
     names = expand(options["nodelist"]) if "nodelist" in options else numbered_names(_count("nodes", options))
     return names, _count("gpus_per_node", options)
 

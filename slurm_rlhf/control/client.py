@@ -79,7 +79,7 @@ class ControlClient:
 
     @property
     def conductor_lost(self) -> str:
-        """Why the conductor counts as gone; empty while it is there. Once lost, it stays lost."""
+        """Reason for which the conductor counts as gone; empty while it is there. Once lost, it stays lost."""
         return self._lost
 
     def connect(self, timeout_s: float) -> None:
@@ -144,7 +144,7 @@ class ControlClient:
         self._wakeup.signal()
 
     def _run(self) -> None:
-        """The I/O thread; every method below runs on it."""
+        """Run the I/O thread; every method below runs on it."""
         poller = zmq.Poller()
         for source in (self._dealer, self._pulse, self._wakeup.fileno()):
             poller.register(source, zmq.POLLIN)

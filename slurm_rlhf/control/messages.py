@@ -39,7 +39,7 @@ _MAX_CHARACTERS = 100_000
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
-    """The first frame of every message: its kind, its number, and the call that it belongs to."""
+    """Starts every message: its kind, its number, and the call that it belongs to."""
 
     kind: str
     number: int
@@ -84,7 +84,7 @@ def _is_count(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception on its way from a rank to the conductor."""
+    """Carries an exception from a rank to the conductor."""
 
     type: str
     message: str
@@ -112,7 +112,7 @@ Send = Callable[[str, list[Buffer], int], None]
 
 @dataclass(slots=True)
 class Request:
-    """A call of the conductor; answer it once, from any thread, at any time."""
+    """Brings a call of the conductor to a rank; answer it once, from any thread, at any time."""
 
     method: str
     args: dict[str, Any]  # fields of the argument

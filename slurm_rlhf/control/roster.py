@@ -15,7 +15,7 @@ from slurm_rlhf.errors import WireError
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """A process of a role. A rank that comes back after it was lost is another Peer."""
+    """Stands for a process of a role. A rank that comes back after it was lost is another Peer."""
 
     role: str
     rank: int
@@ -23,9 +23,9 @@ class Peer:
     host: str
     pid: int
     phase: str = ""
-    """What it does, as of its last pulse."""
+    """Its phase, as of its last pulse."""
     lost: str = ""
-    """Why it counts as gone; empty as long as it does not."""
+    """Reason for which it counts as gone; empty while it does not."""
     route: bytes = field(default=b"", repr=False)
     heard: float = field(default=0.0, repr=False)
     """Time of its last message, on the server's clock."""
@@ -40,7 +40,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a rank says first, to introduce itself."""
+    """Introduces a rank, as its first message."""
 
     role: str
     rank: int
@@ -86,7 +86,7 @@ class Roster:
 
 @dataclass(slots=True)
 class Call:
-    """A call that waits for its reply."""
+    """Waits for the reply of a peer."""
 
     id: int
     peer: Peer

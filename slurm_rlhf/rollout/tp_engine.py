@@ -7,23 +7,21 @@ import struct
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any, Protocol
 
-import numpy as np
 from torch import Tensor
 from torch import distributed as dist
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.records import Sampling, Trajectory
+from slurm_rlhf.records import Trajectory
 from slurm_rlhf.rollout._vllm import tp_executor
 from slurm_rlhf.rollout.request import GenerateRequest
 from slurm_rlhf.rollout.tp_group import EnginePlace, engine_group, unlink_segments
 from slurm_rlhf.rollout.vllm_engine import VllmEngine
 
 Command = list[Any]
-"""[name, arguments]: what a follower does."""
+"""[name, arguments]: what a follower does. Records among the arguments travel as they do in calls."""
 
 
 class TpDigest:
@@ -149,7 +147,7 @@ class LeadingEngine(TpEngine):
 
     def add(self, request: GenerateRequest) -> None:
         super().add(request)
-        self._unsent.append(["add", request_to_wire(request)])
+        self._unsent.append(["add", {"request": request}])
 
     def drop(self) -> None:
         super().drop()
@@ -207,14 +205,3 @@ def diverged(place: EnginePlace, tp_rank: int, batch: int) -> str:
         "dropped. All ranks of an engine must run the same software on the same kind of device; if they do, this is a "
         "bug to report"
     )
-
-
-def request_to_wire(request: GenerateRequest) -> dict[str, Any]:
-    """Make the fields that the control plane's codec sends."""
-    wire = asdict(request)
-    return wire | {"prompt_ids": np.asarray(request.prompt_ids, dtype=np.int32)}
-
-
-def request_from_wire(wire: dict[str, Any]) -> GenerateRequest:
-    """Read what `request_to_wire` has made."""
-    return GenerateRequest(**(wire | {"sampling": Sampling(**wire["sampling"])}))

@@ -10,10 +10,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.call_spec import spec_of
-from slurm_rlhf.control.calls import EngineCalls, SyncConnection, SyncGroupRequest
+from slurm_rlhf.control.calls import SyncConnection, SyncGroupRequest
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.rollout.tp_engine import request_from_wire
+from slurm_rlhf.control.record_reader import read
+from slurm_rlhf.rollout.request import GenerateRequest
 from slurm_rlhf.rollout.tp_group import engine_store
 from slurm_rlhf.workers.engine_worker import EngineWorker, read_address
 from slurm_rlhf.workers.follower_links import WITH_ANSWER
@@ -76,8 +76,8 @@ class EngineFollower(EngineWorker):
 
         self.engine = TpEngine(self.config, self.place, self.store, self.identity, report)
 
-    def do_add(self, **request: Any) -> None:
-        self.engine.add(request_from_wire(request))
+    def do_add(self, request: dict[str, Any]) -> None:
+        self.engine.add(read(GenerateRequest, request, "a request of the leader"))
 
     def do_step(self) -> None:
         self.engine.step()
@@ -89,8 +89,8 @@ class EngineFollower(EngineWorker):
         digest: bytes = self.engine.tp_digest.digest()
         return digest
 
-    def do_sync_join(self, **fields: Any) -> SyncConnection:
-        leader: SyncGroupRequest = spec_of(EngineCalls.sync_join).read_argument(fields)
+    def do_sync_join(self, request: dict[str, Any]) -> SyncConnection:
+        leader: SyncGroupRequest = read(SyncGroupRequest, request, "the group of the leader")
         return self.join_group(replace(leader, rank=leader.rank + self.place.tp_rank))
 
     def do_sync_receive(self, version: int) -> dict[str, str]:

@@ -7,7 +7,6 @@ import os
 import sys
 import threading
 from concurrent.futures import Future
-from dataclasses import asdict
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
@@ -97,7 +96,7 @@ class EngineLeader(EngineWorker, EngineCalls):
         """Join together with the followers: `request.rank` is the rank of the leader, theirs come after it."""
         if self.followers is None:
             return self.join_group(request)
-        self.followers.send([["sync_join", asdict(request)]])
+        self.followers.send([["sync_join", {"request": request}]])
         answer = self.join_group(request)
         self.followers.finish(self.config.timeout.sync)
         return answer

@@ -26,7 +26,7 @@ LEADER_ADDRESS = "leader_address"
 
 
 class EngineWorker(Worker):
-    """A TP rank of an engine. `prepare_process` comes before it is made."""
+    """Works as a TP rank of an engine. `prepare_process` comes before it is made."""
 
     engine: Any
 

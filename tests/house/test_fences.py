@@ -13,6 +13,16 @@ def test_the_installed_library_has_what_the_fence_uses(fence: Path) -> None:
     assert fences.changes(fence) == []
 
 
+def test_private_names_of_others_are_used_in_fences_only() -> None:
+    """Nor a submodule of vLLM, DeepSpeed or transformers: only the packages themselves are public."""
+    outside = sorted(set(fences.ROOT.rglob("*.py")) - set(fences.fences()))
+    assert [
+        f"slurm_rlhf/{module.relative_to(fences.ROOT)}:{line}: {text} belongs into _<library>.py of its room"
+        for module in outside
+        for line, text in fences.private_uses(module.read_text(encoding="utf-8"))
+    ] == []
+
+
 LIBRARY = """
 class Scheduler:
     usage: float = 0.0

@@ -8,9 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from slurm_rlhf.control.codec import decode, encode
+from slurm_rlhf.control.record_reader import read
 from slurm_rlhf.records import Sampling
 from slurm_rlhf.rollout.request import GenerateRequest
-from slurm_rlhf.rollout.tp_engine import TpDigest, request_from_wire, request_to_wire
+from slurm_rlhf.rollout.tp_engine import TpDigest
 from slurm_rlhf.rollout.tp_group import EnginePlace
 from slurm_rlhf.workers.engine_worker import own_devices
 
@@ -57,7 +59,7 @@ def test_every_difference_shows() -> None:
 
 def test_a_request_travels_whole() -> None:
     sent = request("a", 9, (1, 2, 3))
-    got = request_from_wire(request_to_wire(sent))
+    got = read(GenerateRequest, decode(encode(sent)), "request")
     assert got.prompt_ids.tolist() == sent.prompt_ids.tolist()
     assert (got.key, got.prompt, got.sample, got.sampling, got.seed) == ("a", 1, 2, sent.sampling, 9)
 

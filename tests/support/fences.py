@@ -33,6 +33,9 @@ BINDING = re.compile(r"^\S+\.so ([\w.]+)", re.MULTILINE)
 ENTRY = re.compile(r"^(\S+\.pyi?) ([\w.]+)(?:\((.*)\))?$")
 VERSION = re.compile(r"\bwritten for (\w+) (\d+(?:\.\d+)*)")
 
+NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
+"""Public names of Python's named tuples, which begin so that no field can have the same name."""
+
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -61,7 +64,7 @@ def private_uses(source: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
+    return name.startswith("_") and not name.startswith("__") and name not in NAMED_TUPLE
 
 
 def _is_own(value: ast.expr) -> bool:
