@@ -13,7 +13,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import SyncConnection, SyncGroupRequest
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.record_reader import read
-from slurm_rlhf.rollout.request import GenerateRequest
+from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.tp_group import engine_store
 from slurm_rlhf.workers.engine_worker import EngineWorker, read_address
 from slurm_rlhf.workers.follower_links import WITH_ANSWER
