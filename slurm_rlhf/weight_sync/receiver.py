@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import SyncBroken, SyncError
-from slurm_rlhf.listing import shortened_lines
+from slurm_rlhf.errors import SyncBroken, SyncError, shortened_lines
 from slurm_rlhf.records import SyncConnection, SyncReport
 from slurm_rlhf.weight_sync.backends.backend import Incoming
 from slurm_rlhf.weight_sync.backends.table import make_backend

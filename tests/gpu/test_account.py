@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from steps import make_loop, make_step
 
-from slurm_rlhf.algorithms.kl import KLController
+from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import (
