@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_rlhf.algorithms.kl import KLController
+from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, ROLLOUT, algorithm_of

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 
 from slurm_rlhf.algorithms.advantages import estimate
-from slurm_rlhf.algorithms.aggregation import loss_weights
 from slurm_rlhf.algorithms.batching import Shard, assemble, mini_batches, shards
-from slurm_rlhf.algorithms.kl import KLController, approx_kl
+from slurm_rlhf.algorithms.losses import loss_weights
 from slurm_rlhf.algorithms.packed import response_sums
+from slurm_rlhf.algorithms.policy_distance import KLController, approx_kl
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale, clipped_share
 from slurm_rlhf.cluster.stop import Stop

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slurm_rlhf.algorithms.staleness import ages, staleness
+from slurm_rlhf.algorithms.policy_distance import ages, staleness
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.verdicts import constant_share
 from slurm_rlhf.records import Experience, Trajectory

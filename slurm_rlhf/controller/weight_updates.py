@@ -11,14 +11,12 @@ from slurm_rlhf.control.calls import (
     ActorCalls,
     EngineCalls,
     ListenRequest,
-    StoreAddress,
-    SyncConnection,
     SyncGroupRequest,
     SyncUpdateRequest,
 )
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.errors import RemoteError, SyncError
-from slurm_rlhf.records import ParameterSpec
+from slurm_rlhf.records import ParameterSpec, StoreAddress, SyncConnection
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slurm_rlhf.atomic_write import write_atomically
+from slurm_rlhf.run_directory import write_atomically
 
 # Metrics that depend on the clock; all others are equal bit for bit in two runs under full determinism.
 TIMED = ("time/", "perf/")

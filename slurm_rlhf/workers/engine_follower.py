@@ -10,9 +10,10 @@ from queue import SimpleQueue
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import SyncConnection, SyncGroupRequest
+from slurm_rlhf.control.calls import SyncGroupRequest
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.record_reader import read
+from slurm_rlhf.records import SyncConnection
 from slurm_rlhf.rollout.request import GenerateRequest
 from slurm_rlhf.rollout.tp_group import engine_store
 from slurm_rlhf.workers.engine_worker import EngineWorker, read_address

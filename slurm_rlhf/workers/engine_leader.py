@@ -17,15 +17,14 @@ from slurm_rlhf.control.calls import (
     Sampled,
     StartAnswer,
     StartRequest,
-    SyncConnection,
     SyncGroupRequest,
-    SyncReport,
     SyncUpdateRequest,
     WakeUpRequest,
 )
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.messages import FAILURE, Request
 from slurm_rlhf.errors import CallTimeout, RunError
+from slurm_rlhf.records import SyncConnection, SyncReport
 from slurm_rlhf.rollout.engine import Meter
 from slurm_rlhf.rollout.request import GenerateRequest, request_seed
 from slurm_rlhf.rollout.tp_group import engine_store

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from steps import make_loop, make_step
 
-from slurm_rlhf.algorithms.kl import KLController
+from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.algorithms.reward_scale import RunningScale
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import STOP_FILE, Stop, StopRequested

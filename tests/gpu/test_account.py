@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from steps import make_loop, make_step
 
-from slurm_rlhf.algorithms.kl import KLController
+from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import (
@@ -23,7 +23,6 @@ from slurm_rlhf.control.calls import (
     ForwardBatch,
     GenerateBatch,
     PackedPrompts,
-    SyncConnection,
 )
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.controller.batches import Batch, OnDemand
@@ -40,7 +39,7 @@ from slurm_rlhf.placement.flops import forward_flops
 from slurm_rlhf.placement.model_shape import read_shape
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.placement.topology import Topology
-from slurm_rlhf.records import Experience, Sampling
+from slurm_rlhf.records import Experience, Sampling, SyncConnection
 from slurm_rlhf.run_directory import RunDirectory
 
 pytestmark = pytest.mark.timeout(60)

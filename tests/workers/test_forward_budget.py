@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from steps import make_step
 
-from slurm_rlhf.algorithms.kl import KLController
+from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import RoleHandle
 from slurm_rlhf.controller.batches import Batch
