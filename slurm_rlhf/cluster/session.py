@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slurm_rlhf.atomic_write import write_atomically
 from slurm_rlhf.cluster.slurm_environment import read_slurm
+from slurm_rlhf.run_directory import write_atomically
 
 SESSION_FILE = "session.json"
 """Name of the file in the run directory."""

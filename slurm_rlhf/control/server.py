@@ -15,8 +15,7 @@ from slurm_rlhf.control.codec import encode
 from slurm_rlhf.control.io_loop import IoLoop
 from slurm_rlhf.control.io_thread import to_parts
 from slurm_rlhf.control.roster import Peer
-from slurm_rlhf.errors import CallTimeout, RoleDied, RunError
-from slurm_rlhf.listing import shortened
+from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, shortened
 
 log = logging.getLogger(__name__)
 

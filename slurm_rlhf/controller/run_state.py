@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.algorithms.plugins import changed_plugins, load_plugins
+from slurm_rlhf.algorithms.registry import changed_plugins, load_plugins
 from slurm_rlhf.algorithms.reward_scale import RunningScale
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.config.roles import ROLES

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from slurm_rlhf.algorithms.batching import assemble, shards
+from slurm_rlhf.algorithms.policy_distance import ages
 from slurm_rlhf.algorithms.reward_scale import clip_warning
-from slurm_rlhf.algorithms.staleness import ages
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import ActorCalls, ForwardBatch, SelfCheckAnswer
 from slurm_rlhf.control.handles import RoleHandle, gather

@@ -8,8 +8,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from slurm_rlhf.algorithms.losses import Metrics, PolicyInputs, entropy_bonus, value_loss
-from slurm_rlhf.algorithms.plugins import load_plugins
-from slurm_rlhf.algorithms.registry import policy_loss_of
+from slurm_rlhf.algorithms.registry import load_plugins, policy_loss_of
 from slurm_rlhf.config.reward import reward_statistics
 from slurm_rlhf.config.roles import CRITIC, ROLES
 from slurm_rlhf.config.schema import Config, Ds
