@@ -6,5 +6,5 @@ What lives here: `function` (load, register and call the user's function), `argu
 May import: base modules, algorithms, control. No torch.
 
 To add a source of rewards: a class that is called as `RewardFunction` is, its key in `config/schema.py`, its rule in
-`config/reward.py`, and its place in the conductor's inputs.
+`config/check.py`, and its place in the conductor's inputs.
 """

@@ -12,8 +12,7 @@ import pytest
 from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.placement.rank_map import NodeShare, RankMap, place
-from slurm_rlhf.placement.render import draw
+from slurm_rlhf.placement.rank_map import NodeShare, RankMap, draw, place
 from slurm_rlhf.placement.role_sizes import RoleSize, role_sizes
 from slurm_rlhf.placement.topology import Node, Topology, numbered_names
 
@@ -213,7 +212,7 @@ def test_drawing() -> None:
 
 def test_planning_needs_neither_torch_nor_numpy() -> None:
     program = (
-        "import sys; import slurm_rlhf.cluster.resources, slurm_rlhf.placement.render; "
+        "import sys; import slurm_rlhf.cluster.resources, slurm_rlhf.placement.rank_map; "
         "print([m for m in ('torch', 'numpy', 'zmq', 'transformers') if m in sys.modules])"
     )
     answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)

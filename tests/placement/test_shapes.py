@@ -13,8 +13,16 @@ from model_variants import VARIANTS, make_config
 from transformers import AutoModelForCausalLM
 
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.placement.flops import batch_flops, forward_flops, mfu, training_flops
-from slurm_rlhf.placement.model_shape import FAMILIES, ModelShape, read_shape, shape_of
+from slurm_rlhf.placement.model_shape import (
+    FAMILIES,
+    ModelShape,
+    batch_flops,
+    forward_flops,
+    mfu,
+    read_shape,
+    shape_of,
+    training_flops,
+)
 
 
 def shape_from(config: Any, directory: Path) -> ModelShape:

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from slurm_rlhf.config.roles import ROLLOUT, roles_by_slots, running_roles
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.placement.flops import forward_flops, training_flops
 from slurm_rlhf.placement.gpus import Gpu
+from slurm_rlhf.placement.model_shape import forward_flops, training_flops
 from slurm_rlhf.placement.rank_memory import Models
 
 # Rates that large dense models reach on H100 nodes. None was measured here.
