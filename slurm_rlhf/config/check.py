@@ -125,9 +125,8 @@ def reward_source(config: Config) -> Iterator[str]:
         )
     elif source.startswith(("http://", "https://")):
         yield f"reward.remote_url: reward servers are not supported yet ({source}): name a Python file with reward_func"
-    elif source and not Path(source).is_file():
-        what = "is a directory, not a file" if Path(source).is_dir() else "no such file"
-        yield f"reward.remote_url: {what}: {source}"
+    elif source:
+        yield from _file("reward.remote_url", source, "a Python file with reward_func")
 
 
 def reward_statistics(path: str) -> tuple[float, float] | None:
