@@ -30,8 +30,7 @@ from slurm_rlhf.rollout.request import GenerateRequest, request_seed
 from slurm_rlhf.rollout.tp_group import engine_store
 from slurm_rlhf.workers.engine_follower import EngineFollower
 from slurm_rlhf.workers.engine_worker import EngineWorker, publish_address
-from slurm_rlhf.workers.follower_links import FollowerLinks
-from slurm_rlhf.workers.local_stream import LocalListener, LocalStream, accept_all
+from slurm_rlhf.workers.follower_links import FollowerLinks, LocalListener, LocalStream, accept_all
 from slurm_rlhf.workers.pending_responses import PendingResponses
 from slurm_rlhf.workers.worker import RankInfo, Worker
 
