@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from slurm_rlhf.cluster.network import address_towards, interface_of
-from slurm_rlhf.cluster.parent_process import die_with_parent
+from slurm_rlhf.cluster.processes import die_with_parent
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.node_environment import INTERFACES, node_environment, take_cache, visible_gpus

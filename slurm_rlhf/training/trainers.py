@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slurm_rlhf.algorithms.losses import Metrics, PolicyInputs, entropy_bonus, value_loss
 from slurm_rlhf.algorithms.registry import load_plugins, policy_loss_of
-from slurm_rlhf.config.reward import reward_statistics
+from slurm_rlhf.config.check import reward_statistics
 from slurm_rlhf.config.roles import CRITIC, ROLES
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.records import F32, Experience, ParameterSpec

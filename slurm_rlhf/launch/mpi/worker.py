@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.network import address_towards
-from slurm_rlhf.cluster.parent_process import KEYS, STORE_FD
+from slurm_rlhf.cluster.processes import KEYS, STORE_FD
 from slurm_rlhf.launch.child_process import exit_text, start_child
 from slurm_rlhf.launch.mpi.environment import Assignment
 from slurm_rlhf.launch.node import IGNORED, interface_to_others
