@@ -28,8 +28,8 @@ from slurm_rlhf.config.values import dump_toml
 from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.launch.accelerators import judge_accelerators, seen_by_processes
 from slurm_rlhf.launch.mpi.communicator import Communicator
-from slurm_rlhf.launch.mpi.environment import Assignment, Launched, Placed, Process, place_processes, this_process
 from slurm_rlhf.launch.mpi.launcher import Channel, MpiLauncher
+from slurm_rlhf.launch.mpi.processes import Assignment, Launched, Placed, Process, place_processes, this_process
 from slurm_rlhf.launch.mpi.rank import follow, lead
 from slurm_rlhf.launch.preflight import canary_in, judge
 from slurm_rlhf.launch.probe import answer, versions
