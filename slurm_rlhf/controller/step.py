@@ -3,7 +3,7 @@
 `Step.run` has them in this order for every kind of run. Every tensor is computed by a role; here is what follows what.
 
 - drain: engines finish a batch before they get new weights.
-- inflight (vllm.sync_mode): a thread samples the next batches while the actor trains (`batches.Ahead`), and the sync
+- inflight (vllm.sync_mode): a thread samples the next batches while the actor trains (`dispatch.Ahead`), and the sync
   changes the weights under the responses in flight.
 - colocated (train.colocate_all): engines sleep while the trainers compute, and lose their weights by it. So the sync of
   an update is the first part of the next generation, and not the last of the step: between the two, a checkpoint or an
@@ -36,12 +36,11 @@ from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import CriticCalls, ForwardBatch, LogprobCalls, TrainBatch, TrainerCalls
 from slurm_rlhf.control.handles import RoleHandle, gather
-from slurm_rlhf.controller.batches import Ahead, Batch, Batches, OnDemand
 from slurm_rlhf.controller.colocation import Colocation
-from slurm_rlhf.controller.dispatch import Dispatcher
-from slurm_rlhf.controller.engine_pool import EngineMetrics, EnginePool
+from slurm_rlhf.controller.dispatch import Ahead, Batch, Batches, Dispatcher, OnDemand
+from slurm_rlhf.controller.engine_pool import EnginePool
 from slurm_rlhf.controller.self_check import SelfCheck
-from slurm_rlhf.controller.step_metrics import Trained, sample_metrics, update_metrics
+from slurm_rlhf.controller.step_metrics import EngineMetrics, Trained, sample_metrics, update_metrics
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.observe.timing import Phases

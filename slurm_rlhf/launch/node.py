@@ -18,7 +18,7 @@ from pathlib import Path
 
 from slurm_rlhf.cluster.kernel_cache import cache_variables
 from slurm_rlhf.cluster.network import address_towards, interface_of
-from slurm_rlhf.cluster.parent_process import die_with_parent
+from slurm_rlhf.cluster.processes import die_with_parent
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.step_spec import StepSpec, share_on, torchrun_command

@@ -11,7 +11,7 @@ import numpy as np
 
 from slurm_rlhf.algorithms.batching import shards
 from slurm_rlhf.algorithms.reward_scale import FixedScale, RewardScale, RunningScale
-from slurm_rlhf.config.reward import reward_statistics
+from slurm_rlhf.config.check import reward_statistics
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import ForwardBatch, RewardCalls
 from slurm_rlhf.control.handles import RoleHandle, gather

@@ -23,11 +23,11 @@ from types import FrameType
 from typing import IO, Any
 
 from slurm_rlhf.cluster.network import address_towards
-from slurm_rlhf.cluster.parent_process import KEYS, STORE_FD
+from slurm_rlhf.cluster.processes import KEYS, STORE_FD
 from slurm_rlhf.launch.child_process import bound_to_parent, exit_text, start_child
+from slurm_rlhf.launch.mpi.assignment import Assignment
 from slurm_rlhf.launch.mpi.communicator import Communicator
 from slurm_rlhf.launch.mpi.launcher import Channel
-from slurm_rlhf.launch.mpi.processes import Assignment
 from slurm_rlhf.launch.node import (
     IGNORED,
     interface_to_others,
