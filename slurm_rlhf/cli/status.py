@@ -9,7 +9,7 @@ from pathlib import Path
 
 from slurm_rlhf.cli.arguments import Command
 from slurm_rlhf.cli.run_lookup import Found, find
-from slurm_rlhf.cluster.session import attach_line
+from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.slurm_job import OVER, Job, reason_words, state_words
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.observe.log_tail import tail

@@ -6,5 +6,5 @@ it may answer), `model` (spread responses over the reward model's ranks; deadlin
 May import: base modules, algorithms, control. No torch.
 
 To add a source of rewards: a class that is called as `RewardFunction` is, its key in `config/schema.py`, its rule in
-`config/reward.py`, and its place in the conductor's inputs.
+`config/check.py`, and its place in the conductor's inputs.
 """

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from slurm_rlhf.algorithms.reward_scale import FixedScale, RewardScale, RunningScale
-from slurm_rlhf.config.reward import reward_statistics
+from slurm_rlhf.config.check import reward_statistics
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import ForwardBatch, RewardCalls
 from slurm_rlhf.control.server import RoleHandle, gather, send_shards

@@ -14,7 +14,7 @@ from slurm_rlhf.control.calls import SyncGroupRequest
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.declarations import read
 from slurm_rlhf.records import SyncConnection
-from slurm_rlhf.rollout.request import GenerateRequest
+from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.tp_group import engine_store
 from slurm_rlhf.workers.engine_worker import EngineWorker, read_address
 from slurm_rlhf.workers.follower_links import WITH_ANSWER, connect_local

@@ -25,8 +25,7 @@ from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.messages import FAILURE, Request
 from slurm_rlhf.errors import CallTimeout, RunError
 from slurm_rlhf.records import SyncConnection, SyncReport
-from slurm_rlhf.rollout.engine import Meter
-from slurm_rlhf.rollout.request import GenerateRequest, request_seed
+from slurm_rlhf.rollout.engine import GenerateRequest, Meter, request_seed
 from slurm_rlhf.rollout.tp_group import engine_store
 from slurm_rlhf.workers.engine_follower import EngineFollower
 from slurm_rlhf.workers.engine_worker import EngineWorker, publish_address

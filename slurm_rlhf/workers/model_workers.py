@@ -24,8 +24,8 @@ from slurm_rlhf.control.calls import (
     TrainerCalls,
 )
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.records import F32, ParameterSpec, StoreAddress, SyncConnection, SyncReport
-from slurm_rlhf.training.attention import attention_kernel
+from slurm_rlhf.records import F32, StoreAddress, SyncConnection, SyncReport
+from slurm_rlhf.training._torch import attention_kernel
 from slurm_rlhf.training.distributed import release_cache
 from slurm_rlhf.training.frozen_models import FrozenPolicy, RewardModel
 from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
@@ -83,7 +83,7 @@ class ActorWorker(TrainerWorker, ActorCalls):
 
     def start(self, request: StartRequest) -> StartAnswer:
         self.trainer = PolicyTrainer(self.config, request.total_steps)
-        return StartAnswer(parameters=[ParameterSpec(*described) for described in self.trainer.describe()])
+        return StartAnswer(parameters=self.trainer.describe())
 
     def logprobs(self, batch: ForwardBatch) -> F32:
         return self.trainer.logprobs(batch.experience, batch.micro)["logprobs"]

@@ -35,8 +35,7 @@ from slurm_rlhf.controller.step_metrics import EngineMetrics
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.timing import GpuTime
-from slurm_rlhf.placement.flops import forward_flops
-from slurm_rlhf.placement.model_shape import read_shape
+from slurm_rlhf.placement.model_shape import forward_flops, read_shape
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.records import Experience, Sampling, SyncConnection

@@ -10,8 +10,8 @@ from typing import Any
 
 from zygote import Rank, WarmRank, Zygote
 
+from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.values import dump_toml
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import EngineCalls, StartRequest
 from slurm_rlhf.control.messages import Peer
