@@ -1,4 +1,6 @@
-"""One exception tree. Every message says what happened, where, why, and how to fix it.
+"""List the exceptions of the package, and shorten lists in their messages.
+
+Every message says what happened, where, why, and how to fix it.
 
 SlurmRlhfError                  anything this package raises on purpose
 ├── UserError                   the user can fix it: printed without a traceback, exit code 2
@@ -19,6 +21,8 @@ SlurmRlhfError                  anything this package raises on purpose
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 
 class SlurmRlhfError(Exception):
@@ -98,3 +102,16 @@ class SyncError(RunError):
 
 class SyncBroken(SyncError):
     """A transfer was cut off by a connection or a member, not by what it carried: a new group may carry it."""
+
+
+def shortened(items: Iterable[str], most: int = 5, separator: str = ", ") -> str:
+    """Join the first `most` items and count the others: "a, b and 5 more"."""
+    listed = list(items)
+    rest = len(listed) - most
+    return separator.join(listed[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def shortened_lines(lines: Sequence[str], most: int) -> str:
+    """Put the first `most` items and the count of the others on indented lines of their own, below a message."""
+    rest = len(lines) - most
+    return "".join(f"\n  {line}" for line in [*lines[:most], *([f"and {rest} more"] if rest > 0 else [])])

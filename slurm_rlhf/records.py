@@ -116,6 +116,34 @@ class ParameterSpec(NamedTuple):
     dtype: str
 
 
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """Says where the members of all weight transfer groups find each other."""
+
+    host: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True)
+class SyncConnection:
+    """Describes how a member of a weight transfer group is connected."""
+
+    backend: str
+    interface: str
+    address: str
+    node: str
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """Says how a weight update ended at one member."""
+
+    broken: str = ""  # why it was cut off, so that a new group may help; empty: it succeeded
+    nbytes: int = 0  # of the parameters, all ranks together
+    seconds: float = 0.0
+    checksum_s: float = 0.0
+
+
 @dataclass(slots=True)
 class Experience:
     """Packs N sequences without padding, in (prompt, sample) order.

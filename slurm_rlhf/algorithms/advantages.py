@@ -67,7 +67,7 @@ def token_rewards(
 ) -> F32:
     """Compute the reward of each token: -kl_coef * kl_t, plus the clipped reward of the response at its last action.
 
-    Returns [A]. kl [A] (`kl.approx_kl`; None when there is no reference), rewards [N] of any number type, clip_range
+    Returns [A]. kl [A] (`approx_kl`; None when there is no reference), rewards [N] of any number type, clip_range
     (low, high). Only the reward is clipped, not the KL penalty. A response without a single action receives nothing:
     there is no token that could have earned its reward. Zero at masked positions.
     Raises ValueError where lengths disagree.

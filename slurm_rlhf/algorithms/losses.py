@@ -8,16 +8,24 @@ Every argument named `...mask` is bool [A]. What stands at masked positions, NaN
 gradient: it is replaced before anything is computed from it, since multiplying by zero would keep the NaN. A
 micro-batch without actions gives a loss of 0 that is still connected to its inputs, so that `backward` runs on it.
 Half precision inputs are computed in fp32.
+
+An aggregation weighs the losses of single tokens: it gives one weight per token and that denominator, both computed
+from the whole optimizer step, so a step does not depend on how it is cut into micro-batches.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from slurm_rlhf.algorithms.kl import MAX_LOG_RATIO
+import numpy as np
+from numpy.typing import NDArray
+
+from slurm_rlhf.algorithms.packed import I64, find_actions
+from slurm_rlhf.algorithms.policy_distance import MAX_LOG_RATIO
 from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.records import F32, Bool
 from slurm_rlhf.user_files import file_of, line_of, text_of
 
 if TYPE_CHECKING:  # losses call methods of tensors only, so that this room needs no torch
@@ -172,7 +180,7 @@ def k3(log_ratio: Tensor) -> Tensor:
     """Estimate KL(p || q) per element as exp(r) - 1 - r, which is never negative, for r = log(q / p) at samples of p.
 
     r is clamped at 20 before exp and not after: clamping the result leaves 0 * inf = NaN as its gradient.
-    Source: as `kl.approx_kl`.
+    Source: as `policy_distance.approx_kl`.
     """
     log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
     return log_ratio.expm1() - log_ratio
@@ -193,3 +201,48 @@ def _sum(x: Tensor, mask: Tensor) -> Tensor:
 def _mean(total: Tensor, denominator: float) -> Tensor:
     """Divide by a count: a step without any action has loss 0, not 0 / 0."""
     return total / max(denominator, 1.0)
+
+
+Weights = tuple[float, F32 | None]
+"""(denominator, weight of each token [A]; None: 1 for every action)."""
+
+
+def _token_mean(counts: I64, longest: int) -> tuple[float, NDArray[Any] | None]:
+    """Take the mean over all actions of the step. Source: Yu et al., DAPO (2025), arXiv 2503.14476."""
+    return float(counts.sum()), None
+
+
+def _seq_mean_token_mean(counts: I64, longest: int) -> tuple[float, NDArray[Any] | None]:
+    """Take the mean over responses of the mean over their actions. Source: Shao et al., DeepSeekMath (2024), eq. 3."""
+    return float((counts > 0).sum()), 1.0 / np.maximum(counts, 1)
+
+
+def _seq_mean_token_sum(counts: I64, longest: int) -> tuple[float, NDArray[Any] | None]:
+    """Take the mean over responses of the sum over their actions."""
+    return float((counts > 0).sum()), None
+
+
+def _seq_mean_token_sum_norm(counts: I64, longest: int) -> tuple[float, NDArray[Any] | None]:
+    """Divide that by the longest length a response may have. Source: Liu et al., Dr. GRPO (2025), arXiv 2503.20783."""
+    return float((counts > 0).sum()) * longest, None
+
+
+AGGREGATIONS: dict[str, Callable[[I64, int], tuple[float, NDArray[Any] | None]]] = {
+    "token-mean": _token_mean,
+    "seq-mean-token-mean": _seq_mean_token_mean,
+    "seq-mean-token-sum": _seq_mean_token_sum,
+    "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
+}
+"""Name -> (actions of each response [N], longest length) -> (denominator, weight of each response [N] or None)."""
+
+
+def loss_weights(mode: str, action_mask: Bool, offsets: NDArray[Any], longest: int) -> Weights:
+    """Find denominator and token weights of an optimizer step; a response without actions counts nowhere.
+
+    action_mask [A], offsets [N + 1] of the whole step over all ranks; longest: rollout.max_new_tokens.
+    """
+    counts = find_actions(action_mask, offsets).counts
+    denominator, weights = AGGREGATIONS[mode](counts, longest)
+    if weights is None:
+        return denominator, None
+    return denominator, np.repeat(weights, np.diff(offsets)).astype(np.float32)

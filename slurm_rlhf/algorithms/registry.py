@@ -1,17 +1,19 @@
-"""Describe algorithms as records, and find the one that `algo.advantage.estimator` names."""
+"""Describe algorithms as records, find the one that `algo.advantage.estimator` names, and run the files of users."""
 
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import pkgutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.user_files import file_of, same_place
+from slurm_rlhf.user_files import file_of, run_file, same_place
 
 if TYPE_CHECKING:  # the command line and the planner read records, and start without numpy
     import numpy as np
@@ -64,7 +66,7 @@ class Algorithm:
     policy_loss: PolicyLoss | None = None
     """The loss of the policy, computed in the actor's ranks; None: PPO's clipped ratio (`losses.ppo_loss`)."""
     aggregation: str = "token-mean"
-    """How the losses of tokens become one number: a name in `aggregation.AGGREGATIONS`."""
+    """How the losses of tokens become one number: a name in `losses.AGGREGATIONS`."""
 
 
 _REGISTERED: dict[str, Algorithm] = {}
@@ -76,7 +78,7 @@ def register_algorithm(algorithm: Algorithm, *, replace: bool = False) -> Algori
     Call it in a Python file that `train.plugins` names. Raises ConfigError for a name that is taken, unless `replace`
     is set; built-in algorithms cannot be replaced.
     """
-    from slurm_rlhf.algorithms.aggregation import AGGREGATIONS
+    from slurm_rlhf.algorithms.losses import AGGREGATIONS
 
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(
@@ -137,3 +139,43 @@ def policy_loss_of(name: str) -> PolicyLoss:
 
     known = built_in().get(name) or _REGISTERED.get(name)
     return checked_loss(name, known.policy_loss) if known and known.policy_loss else ppo_loss
+
+
+_LOADED: dict[str, str] = {}
+"""Path -> hash of the text that this process ran."""
+
+
+def load_plugins(files: Sequence[str]) -> dict[str, str]:
+    """Run each file once in this process; returns a hash of each by its path.
+
+    Raises ConfigError for a file that is not there, or that raises: with its line, and what to do.
+    """
+    for name in files:
+        if name not in _LOADED:
+            _LOADED[name] = _load(Path(name))
+    return {name: _LOADED[name] for name in files}
+
+
+def _load(file: Path) -> str:
+    if not file.is_file():
+        what = "is a directory, not a file" if file.is_dir() else "no such file"
+        raise ConfigError(
+            f"train.plugins: {what}: {file}: name a Python file that calls slurm_rlhf.register_algorithm(...)"
+        )
+    text = file.read_bytes()
+    run_file(file, "train.plugins", ConfigError, ". Correct the file, or take it out of train.plugins")
+    return hashlib.sha256(text).hexdigest()[:16]
+
+
+def changed_plugins(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Say which plugins differ from those that a checkpoint was written with; nothing if none does.
+
+    A plugin that was only moved is the same one: contents are compared.
+    """
+    lost, new = set(before.values()) - set(now.values()), set(now.values()) - set(before.values())
+    old_names = [Path(name).name for name, digest in before.items() if digest in lost]
+    new_names = [Path(name).name for name, digest in now.items() if digest in new]
+    changed = [name for name in old_names if name in new_names]
+    told = [f"{name} has changed" for name in changed]
+    told += [f"{name} is gone" for name in old_names if name not in changed]
+    return told + [f"{name} is new" for name in new_names if name not in changed]

@@ -17,12 +17,11 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import EngineCalls, StartRequest
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.handles import EngineHandle
-from slurm_rlhf.control.server import ControlServer
+from slurm_rlhf.control.server import ControlServer, EngineHandle
 from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.records import I32, Prompt, Sampling, Trajectory
-from slurm_rlhf.rollout.request import request_seed
+from slurm_rlhf.rollout.engine import request_seed
 from slurm_rlhf.rollout.vllm_settings import engine_config
 from slurm_rlhf.workers.engine_leader import EngineLeader
 from slurm_rlhf.workers.main import import_libraries, serve
@@ -171,7 +170,7 @@ def _prompts(number: int, count: int, tokens: int, vocab: int) -> list[Prompt]:
 
 
 def _vocab(config: Config) -> int:
-    from slurm_rlhf.rollout.parameters import parameter_shapes, skeleton
+    from slurm_rlhf.rollout.expected_weights import parameter_shapes, skeleton
 
     return max(
         shape[0] for shape in parameter_shapes(skeleton(config.actor.model_name_or_path)).values() if len(shape) == 2

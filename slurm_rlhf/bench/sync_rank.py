@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore
 
-from slurm_rlhf.atomic_write import write_atomically
 from slurm_rlhf.cluster.network import is_loopback
-from slurm_rlhf.cluster.parent_process import die_with_parent
+from slurm_rlhf.cluster.processes import die_with_parent
 from slurm_rlhf.polling import wait_until
+from slurm_rlhf.run_directory import write_atomically
 from slurm_rlhf.weight_sync._torch import gloo_group, largest, nccl_group
 from slurm_rlhf.weight_sync.group import SyncGroup, join
 from slurm_rlhf.weight_sync.layout import Layout

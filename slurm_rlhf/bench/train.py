@@ -18,9 +18,8 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import StartRequest, TrainBatch
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.placement.flops import batch_flops, mfu
 from slurm_rlhf.placement.gpus import find_gpu
-from slurm_rlhf.placement.model_shape import ModelShape, read_shape
+from slurm_rlhf.placement.model_shape import ModelShape, batch_flops, mfu, read_shape
 from slurm_rlhf.records import Experience
 from slurm_rlhf.training.deepspeed_engine import EngineConfig, Schedule, deepspeed_config
 from slurm_rlhf.training.distributed import join_world

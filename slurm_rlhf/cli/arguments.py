@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurm_rlhf.config.help import help_text
+from slurm_rlhf.config.key_text import help_text
 from slurm_rlhf.errors import ConfigError
 
 WIDEST = 120

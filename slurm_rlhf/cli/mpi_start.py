@@ -18,24 +18,23 @@ from slurm_rlhf.cli.arguments import Arguments
 from slurm_rlhf.cli.main import guarded
 from slurm_rlhf.cli.placement_report import check_memory, draw_memory, memory_on
 from slurm_rlhf.cluster.network import address_towards
+from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import node_name
-from slurm_rlhf.cluster.session import attach_line
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check
+from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.values import dump_toml
 from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.launch.accelerators import judge_accelerators, seen_by_processes
+from slurm_rlhf.launch.mpi.assignment import Assignment, Launched, Placed, Process, place_processes, this_process
 from slurm_rlhf.launch.mpi.communicator import Communicator
-from slurm_rlhf.launch.mpi.environment import Assignment, Launched, Placed, Process, place_processes, this_process
 from slurm_rlhf.launch.mpi.launcher import Channel, MpiLauncher
 from slurm_rlhf.launch.mpi.rank import follow, lead
 from slurm_rlhf.launch.preflight import canary_in, judge
 from slurm_rlhf.launch.probe import answer, versions
 from slurm_rlhf.launch.requeue import continuation_of
-from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.render import draw
+from slurm_rlhf.placement.rank_map import RankMap, draw
 from slurm_rlhf.placement.topology import GPU
 
 NO_RECOVERY = "no role can be restarted alone: if a rank fails the run ends, and the same command resumes it"

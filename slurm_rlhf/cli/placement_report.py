@@ -9,19 +9,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurm_rlhf.cluster.gpu_query import local_kinds
-from slurm_rlhf.cluster.granted_gpus import granted_types
 from slurm_rlhf.cluster.resources import current_topology, process_slots
 from slurm_rlhf.cluster.slurm_environment import read_slurm
+from slurm_rlhf.cluster.slurm_job import granted_types
 from slurm_rlhf.config.model_directory import check_tensor_parallel
 from slurm_rlhf.config.roles import ROLLOUT, colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, PlacementError
 from slurm_rlhf.placement.gpus import TELL, GpuSize, found_size, told_size
 from slurm_rlhf.placement.memory import Account, Row, account, gib
-from slurm_rlhf.placement.rank_map import RankMap, place
+from slurm_rlhf.placement.rank_map import RankMap, draw, place
 from slurm_rlhf.placement.rank_memory import Models, read_models
 from slurm_rlhf.placement.remedies import Remedy, changed, fits, remedies
-from slurm_rlhf.placement.render import draw
 from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names
 

@@ -24,8 +24,7 @@ from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, ModelError
-from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.render import draw
+from slurm_rlhf.placement.rank_map import RankMap, draw
 from slurm_rlhf.placement.topology import GPU, numbered_names
 from slurm_rlhf.weight_sync.layout import Layout
 from slurm_rlhf.weight_sync.plan import SyncPlan, make_plan

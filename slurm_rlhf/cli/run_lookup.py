@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_rlhf.cluster.session import SESSION_FILE, Session, read_session
+from slurm_rlhf.cluster.processes import SESSION_FILE, Session, read_session
 from slurm_rlhf.cluster.slurm_job import Job, ask_jobs
 from slurm_rlhf.errors import ConfigError, RunError
 

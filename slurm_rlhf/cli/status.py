@@ -9,12 +9,12 @@ from pathlib import Path
 
 from slurm_rlhf.cli.arguments import Command
 from slurm_rlhf.cli.run_lookup import Found, find
-from slurm_rlhf.cluster.session import attach_line
+from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.slurm_job import OVER, Job, reason_words, state_words
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.observe.log_tail import tail
+from slurm_rlhf.observe.progress import duration
 from slurm_rlhf.observe.run_status import RunStatus, read_run_status
-from slurm_rlhf.observe.table import duration
 
 USAGE = "usage: slurm-rlhf status RUN"
 WIDTH = 12

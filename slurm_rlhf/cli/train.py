@@ -18,15 +18,15 @@ from slurm_rlhf.cli.placement_report import (
     memory_on,
     require_fit,
 )
+from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import node_name
-from slurm_rlhf.cluster.session import attach_line
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_sft
+from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.values import dump_toml
 from slurm_rlhf.launch.launcher import Launcher
-from slurm_rlhf.launch.mpi.environment import launched
+from slurm_rlhf.launch.mpi.assignment import launched
 from slurm_rlhf.placement.rank_map import RankMap
 
 USAGE = "usage: slurm-rlhf train FILE.toml [--KEY=VALUE ...] [--dry_run]"
@@ -78,12 +78,12 @@ def _launcher(config: Config, ranks: RankMap) -> Launcher:
 
     slurm, run_dir, wanted = read_slurm(os.environ), Path(config.run_dir), Wanted.by(ranks, config)
     if slurm is None:
-        from slurm_rlhf.launch.local import LocalLauncher
+        from slurm_rlhf.launch.launcher import LocalLauncher
 
         _print_notes(check_here(wanted, os.environ))
         return LocalLauncher(run_dir, ranks)
-    from slurm_rlhf.launch.container import container_of
     from slurm_rlhf.launch.slurm import SlurmLauncher, used_nodes
+    from slurm_rlhf.launch.srun import container_of
 
     nodes = used_nodes(ranks)
     container = container_of(config)

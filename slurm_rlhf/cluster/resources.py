@@ -8,8 +8,8 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from slurm_rlhf.cluster.gpu_query import local_gpus
-from slurm_rlhf.cluster.granted_gpus import ask_scontrol
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
+from slurm_rlhf.cluster.slurm_job import ask_scontrol
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import make_blocks, place

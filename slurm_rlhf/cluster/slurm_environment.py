@@ -65,7 +65,7 @@ class SlurmEnvironment:
 
         They do not say it in the shell of `salloc --gres`, when a total (`--gpus`) does not divide evenly, and when
         this node has another number than was asked for: a job that is submitted from within another job inherits
-        variables of that job, such as SLURM_GPUS_PER_TASK. Then `granted_gpus.ask_scontrol` knows.
+        variables of that job, such as SLURM_GPUS_PER_TASK. Then `slurm_job.ask_scontrol` knows.
         """
         here = self.gpus_here
         asked = self._asked_gpus()

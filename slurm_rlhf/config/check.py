@@ -1,10 +1,13 @@
-"""Check a configuration before anything starts: its rules, files and model directories."""
+"""Check a configuration before anything starts: its rules, files, model directories and source of rewards."""
 
 from __future__ import annotations
 
+import json
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from slurm_rlhf.config.architectures import problem as attention_problem
 from slurm_rlhf.config.load import joined
@@ -13,13 +16,14 @@ from slurm_rlhf.config.model_directory import (
     check_length,
     check_model_directory,
     check_tensor_parallel,
+    read_config,
+    require_tokenizer,
 )
-from slurm_rlhf.config.reward import check_reward_model, reward_source
 from slurm_rlhf.config.roles import has_critic
 from slurm_rlhf.config.rules import key_problems, rule_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_cluster import minutes
-from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.errors import ConfigError, ModelError
 
 
 def check(config: Config) -> None:
@@ -101,3 +105,82 @@ def _slurm(config: Config) -> Iterator[str]:
         yield str(error)
     if config.slurm.container and not config.slurm.container_python:
         yield "slurm.container_python is empty: name the interpreter inside the container"
+
+
+MODEL = "reward.model_name_or_path"
+
+
+def reward_source(config: Config) -> Iterator[str]:
+    """Check the keys that name where rewards come from: exactly one of them is needed."""
+    source, model = config.reward.remote_url, config.reward.model_name_or_path
+    keys = {"reward.remote_url": source, "reward.function": config.reward.function, MODEL: model}
+    named = [key for key, value in keys.items() if value]
+    if len(named) > 1:
+        both = "both" if len(named) == 2 else "all"
+        yield f"{' and '.join(named)} are {both} set: rewards come from a function or a model, leave all out but one"
+    elif not named:
+        yield (
+            f"neither reward.remote_url (a Python file with reward_func) nor {MODEL} nor reward.function (one that a "
+            "plugin registers) is set: name one"
+        )
+    elif source.startswith(("http://", "https://")):
+        yield f"reward.remote_url: reward servers are not supported yet ({source}): name a Python file with reward_func"
+    elif source:
+        yield from _file("reward.remote_url", source, "a Python file with reward_func")
+
+
+def reward_statistics(path: str) -> tuple[float, float] | None:
+    """Read `mean` and `std` from config.json of a reward model, where OpenRLHF writes them; None without both.
+
+    Raises ModelError unless `std` is above 0.
+    """
+    config = read_config(MODEL, Path(path))
+    mean, std = config.get("mean"), config.get("std")
+    if mean is None or std is None:
+        return None
+    numbers = all(isinstance(value, int | float) and math.isfinite(value) for value in (mean, std))
+    if not numbers or std <= 0:
+        raise ModelError(
+            f"reward.normalize_enable: {path}/config.json has mean = {mean!r} and std = {std!r}; two numbers are "
+            "needed, std above 0: correct them, or remove both to normalise by running statistics"
+        )
+    return float(mean), float(std)
+
+
+def check_reward_model(config: Config) -> None:
+    """Check the directory of the reward model; its tokenizer must be that of the actor. Raises ModelError."""
+    path = config.reward.model_name_or_path
+    check_model_directory(MODEL, path, tokenizer=True)
+    check_length(MODEL, path, config.data.max_len)
+    if config.reward.normalize_enable:
+        reward_statistics(path)
+    difference = _difference(require_tokenizer(Path(path)), require_tokenizer(Path(config.actor.model_name_or_path)))
+    if difference:
+        raise ModelError(
+            f"{MODEL}: {path} has another tokenizer than actor.model_name_or_path ({difference}), and responses are "
+            "scored as the tokens that were sampled: use a reward model of the actor's family, or call this one from "
+            "a reward function (reward.remote_url), which gets the text"
+        )
+
+
+def _difference(file: Path, other: Path) -> str:
+    """Return the first token that two files tokenizer.json number differently; empty if there is none."""
+    if file.read_bytes() == other.read_bytes():
+        return ""
+    theirs, ours = _tokens(file), _tokens(other)
+    for token in sorted(theirs.keys() | ours.keys()):
+        if theirs.get(token) != ours.get(token):
+            return f"token {token!r} is {theirs.get(token, 'missing')} there and {ours.get(token, 'missing')} here"
+    return ""
+
+
+def _tokens(file: Path) -> dict[str, int]:
+    """Return the id of each token, including added tokens."""
+    try:
+        body: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        vocab = body["model"]["vocab"]
+        if isinstance(vocab, list):  # Unigram: [token, score], the id is the place
+            vocab = {entry[0]: index for index, entry in enumerate(vocab)}
+        return {**vocab, **{added["content"]: added["id"] for added in body.get("added_tokens", [])}}
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise ModelError(f"{file}: not a tokenizer that can be read: {error}") from None

@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slurm_rlhf.algorithms.plugins import load_plugins
-from slurm_rlhf.algorithms.registry import Algorithm, find_algorithm
+from slurm_rlhf.algorithms.registry import Algorithm, find_algorithm, load_plugins
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
 

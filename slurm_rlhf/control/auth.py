@@ -18,8 +18,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 from zmq.utils.z85 import decode as z85_decode
 
-from slurm_rlhf.atomic_write import write_atomically
 from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.run_directory import write_atomically
 
 _MAX_FILE_BYTES = 4096
 

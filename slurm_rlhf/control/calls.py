@@ -15,8 +15,19 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from slurm_rlhf.control.call_spec import call
-from slurm_rlhf.records import F32, I32, EngineLoad, Experience, ParameterSpec, Sampling, Trajectory
+from slurm_rlhf.control.declarations import call
+from slurm_rlhf.records import (
+    F32,
+    I32,
+    EngineLoad,
+    Experience,
+    ParameterSpec,
+    Sampling,
+    StoreAddress,
+    SyncConnection,
+    SyncReport,
+    Trajectory,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +90,6 @@ class ListenRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreAddress:
-    """Says where the members of all weight transfer groups find each other."""
-
-    host: str
-    port: int
-
-
-@dataclass(frozen=True, slots=True)
 class SyncGroupRequest:
     """Describes a weight transfer group to a rank that is to join it."""
 
@@ -107,28 +110,8 @@ class SyncGroupRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class SyncConnection:
-    """Describes how a member of a weight transfer group is connected."""
-
-    backend: str
-    interface: str
-    address: str
-    node: str
-
-
-@dataclass(frozen=True, slots=True)
 class SyncUpdateRequest:
     version: int  # of the policy that is transferred
-
-
-@dataclass(frozen=True, slots=True)
-class SyncReport:
-    """Says how a weight update ended at one member."""
-
-    broken: str = ""  # why it was cut off, so that a new group may help; empty: it succeeded
-    nbytes: int = 0  # of the parameters, all ranks together
-    seconds: float = 0.0
-    checksum_s: float = 0.0
 
 
 class PromptTokens(NamedTuple):

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
-from slurm_rlhf.cluster.session import Session
+from slurm_rlhf.cluster.processes import Session
 from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
+from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.values import dump_toml
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import UNEVALUATED, RunState
 from slurm_rlhf.controller.startup import Inputs, Startup

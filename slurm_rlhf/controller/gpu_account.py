@@ -11,16 +11,15 @@ from typing import Any
 
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import DeviceReport, RankCalls, SyncConnection
-from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
+from slurm_rlhf.control.calls import DeviceReport, RankCalls
+from slurm_rlhf.control.server import EngineHandle, RoleHandle, gather
 from slurm_rlhf.errors import ModelError, RunError
 from slurm_rlhf.observe.timing import GpuTime, Slot
-from slurm_rlhf.placement.flops import batch_flops, mfu
 from slurm_rlhf.placement.gpus import find_gpu
-from slurm_rlhf.placement.model_shape import ModelShape
+from slurm_rlhf.placement.model_shape import ModelShape, batch_flops, mfu
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.rank_memory import read_models
-from slurm_rlhf.records import Experience
+from slurm_rlhf.records import Experience, SyncConnection
 
 log = logging.getLogger(__name__)
 

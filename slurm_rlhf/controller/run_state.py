@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.algorithms.plugins import changed_plugins, load_plugins
+from slurm_rlhf.algorithms.registry import changed_plugins, load_plugins
 from slurm_rlhf.algorithms.reward_scale import RunningScale
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.control.calls import DirectoryRequest, TrainerCalls
-from slurm_rlhf.control.handles import RoleHandle, gather
+from slurm_rlhf.control.server import RoleHandle, gather
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.step import Step
 from slurm_rlhf.errors import CheckpointError

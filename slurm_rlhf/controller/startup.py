@@ -8,24 +8,24 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm_rlhf.algorithms.kl import KLController
+from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, ROLLOUT, algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import StartAnswer, StartCalls, StartRequest
-from slurm_rlhf.control.handles import EngineHandle, gather
+from slurm_rlhf.control.server import EngineHandle, gather
 from slurm_rlhf.controller.colocation import Colocation
 from slurm_rlhf.controller.dispatch import Dispatcher
-from slurm_rlhf.controller.engine_pool import EngineMetrics, EnginePool
+from slurm_rlhf.controller.engine_pool import EnginePool, WeightSync
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
 from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.controller.step import Step
+from slurm_rlhf.controller.step_metrics import EngineMetrics
 from slurm_rlhf.controller.supervisor import Supervisor
-from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer

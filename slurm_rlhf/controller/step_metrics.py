@@ -1,15 +1,17 @@
-"""Metrics of a step, from what was sampled and from what training answered: pure functions."""
+"""Metrics of a step: of what was sampled, of what training answered, and of what the engines did."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from slurm_rlhf.algorithms.staleness import ages, staleness
+from slurm_rlhf.algorithms.policy_distance import ages, staleness
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.verdicts import constant_share
-from slurm_rlhf.records import Experience, Trajectory
+from slurm_rlhf.observe.engine_load import STEPS, Stragglers
+from slurm_rlhf.records import EngineLoad, Experience, Trajectory
 from slurm_rlhf.rewards.values import Rewards
 
 PER_STEP = ("lr", "grad_norm")
@@ -74,3 +76,35 @@ def update_metrics(steps: list[Trained]) -> dict[str, float]:
 
 def _per_token(step: Trained, name: str) -> float:
     return sum(answer[name] for answer in step.answers) / max(step.tokens, 1.0)
+
+
+class EngineMetrics:
+    """Says what the engines did in a step: as metrics, and in words where one is far below its peers."""
+
+    def __init__(self, nodes: list[str], note: Callable[[str], None]) -> None:
+        """`nodes[engine]`: where an engine runs; `note` tells the user."""
+        self._nodes = nodes
+        self._note = note
+        self._stragglers = Stragglers()
+
+    def step(self, number: int, loads: dict[int, EngineLoad]) -> dict[str, float]:
+        """Answer metrics `perf/engine/<index>/<name>`; `loads` are of this step's rollout."""
+        rates = {engine: load.tokens_per_s for engine, load in loads.items()}
+        fresh, back = self._stragglers.step(rates)
+        for engine, peers in fresh.items():
+            node = self._nodes[engine]
+            self._note(
+                f"step {number}: engine {engine} on {node} is far below its peers for {STEPS} steps: "
+                f"{rates[engine]:.0f} tokens/s, the others' median is {peers:.0f} (perf/engine/{engine}/tokens_per_s). "
+                f"Look at what else runs on {node}, and at where the engine's GPUs are: slurm-rlhf plan"
+            )
+        for engine in back:
+            self._note(
+                f"step {number}: engine {engine} on {self._nodes[engine]} is back among its peers, "
+                f"{rates[engine]:.0f} tokens/s"
+            )
+        return {
+            f"perf/engine/{engine}/{name}": value
+            for engine, load in loads.items()
+            for name, value in load.metrics().items()
+        }

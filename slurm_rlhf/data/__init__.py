@@ -1,6 +1,6 @@
 """Read what users bring: prompts, examples and a model's tokenizer.
 
-What lives here: `jsonl` (rows of a file), `prompts` (a data set, tokenized once), `order` (which prompts come next),
+What lives here: `prompts` (rows of a file; a data set, tokenized once), `order` (which prompts come next),
 `tokenizer` (encoding, decoding, chat templates), `framing` (special tokens around a text, answers behind a prompt).
 
 May import: the base modules and `config`. No torch and no transformers: the conductor and login nodes import this.

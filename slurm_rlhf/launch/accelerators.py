@@ -10,8 +10,7 @@ from typing import Any
 from slurm_rlhf.cluster.gpu_query import GpuProcess, GpuState, is_busy
 from slurm_rlhf.config.architectures import missing
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError, PlacementError
-from slurm_rlhf.listing import shortened, shortened_lines
+from slurm_rlhf.errors import ConfigError, PlacementError, shortened, shortened_lines
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU
 

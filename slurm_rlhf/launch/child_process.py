@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from slurm_rlhf.cluster.parent_process import die_with_parent
+from slurm_rlhf.cluster.processes import die_with_parent
 
 
 def bound_to_parent(command: list[str], number: signal.Signals = signal.SIGKILL) -> list[str]:

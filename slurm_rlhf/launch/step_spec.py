@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slurm_rlhf.atomic_write import write_atomically
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
+from slurm_rlhf.run_directory import write_atomically
 
 WORKER_MODULE = "slurm_rlhf.workers.main"
 

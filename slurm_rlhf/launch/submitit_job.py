@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_cluster import minutes
-from slurm_rlhf.config.values import dump_toml
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError
 from slurm_rlhf.launch.child_process import bound_to_parent
 from slurm_rlhf.launch.requeue import PARENT_REQUEUES

@@ -1,8 +1,8 @@
 """Show what a run does and record it: metrics, events, progress, status, timings, log excerpts.
 
-What lives here: `metrics` (metrics.jsonl), `events` (TensorBoard), `run_status` (summary.json and where a run stands),
-`progress` (the base class; plain lines), `live` (a terminal), `table` (one row), `timing` (phases, idle GPUs),
-`engine_load` (rates of engines, slow engines), `log_tail` (why a process ended).
+What lives here: `metrics` (metrics.jsonl, TensorBoard), `run_status` (summary.json and where a run stands),
+`progress` (the base class, a table row, plain lines), `live` (a terminal), `timing` (phases, idle GPUs), `engine_load`
+(rates of engines, slow engines), `log_tail` (why a process ended).
 
 May import: the base modules and `config`. No torch. Nothing here may stop a run: what is missing is shown as a dash.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from statistics import median
 
 SHARE = 0.5
 """An engine below this share of the median of its peers counts as far below them."""
@@ -21,20 +22,10 @@ def far_below(rates: Mapping[int, float]) -> dict[int, float]:
         return {}
     found = {}
     for place, (rate, engine) in enumerate(ordered):
-        peers = _median_without([rate for rate, _ in ordered], place)
+        peers = median(other for other, _ in [*ordered[:place], *ordered[place + 1 :]])
         if rate < SHARE * peers:
             found[engine] = peers
     return found
-
-
-def _median_without(ordered: list[float], place: int) -> float:
-    """Return the median of `ordered` (ascending) without the element at `place`."""
-    left = len(ordered) - 1
-
-    def at(index: int) -> float:
-        return ordered[index if index < place else index + 1]
-
-    return (at((left - 1) // 2) + at(left // 2)) / 2
 
 
 class Stragglers:

@@ -10,8 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slurm_rlhf.observe.progress import Progress
-from slurm_rlhf.observe.table import EVERY, Cell, Clock, duration, header, row
+from slurm_rlhf.observe.progress import EVERY, Cell, Clock, Progress, duration, header, row
 
 _REFRESH_HZ = 2
 _BAR = 32  # columns

@@ -1,14 +1,23 @@
-"""Write and read metrics.jsonl: one JSON object per training step."""
+"""Record the numbers of every step: metrics.jsonl, one JSON object per step, and TensorBoard's events.
+
+TensorBoard's events are written without TensorFlow, without torch and without a thread: its writer imports TensorFlow
+if that is installed; its message classes do not. The file is a sequence of TFRecords: uint64 length, masked CRC-32C of
+the length, the message, masked CRC-32C of the message; little-endian (tensorflow/core/lib/io/record_writer.h).
+"""
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import socket
+import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from slurm_rlhf.atomic_write import write_atomically
+from slurm_rlhf.run_directory import write_atomically
 
 # Metrics that depend on the clock; all others are equal bit for bit in two runs under full determinism.
 TIMED = ("time/", "perf/")
@@ -31,10 +40,6 @@ class MetricsLog:
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield all whole lines; one that a kill cut short is skipped."""
-        return (row for _, row in self._lines())
-
     def truncate_after(self, step: int) -> int:
         """Drop the lines after `step`, which a resumed run writes again, and any half line; return how many steps.
 
@@ -42,14 +47,10 @@ class MetricsLog:
         """
         if not self._path.exists():
             return 0
-        lines = list(self._lines())
+        lines = list(whole_lines(self._path.read_text(encoding="utf-8", errors="replace")))
         kept = [line for line, row in lines if row["step"] <= step]
         write_atomically(self._path, "".join(line + "\n" for line in kept), durable=True)
         return len(lines) - len(kept)
-
-    def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        if self._path.exists():
-            yield from whole_lines(self._path.read_text(encoding="utf-8", errors="replace"))
 
 
 def whole_lines(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -69,3 +70,72 @@ def finite(value: float | None) -> float | int | None:
         return None
     plain = value if isinstance(value, int) else float(value)
     return plain if math.isfinite(plain) else None
+
+
+_POLYNOMIAL = 0x82F63B78  # Castagnoli, reflected
+_MASK = 0xA282EAD8
+
+
+class TensorBoardEvents:
+    """Write one scalar per metric and step. The first one creates the file; a resumed run adds another file."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._file: BinaryIO | None = None
+
+    def scalars(self, step: int, metrics: dict[str, float]) -> None:
+        """Write every metric of a step; TensorBoard can show it while the run goes on.
+
+        Metrics without a group appear under `train/`.
+        """
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        tags = {name if "/" in name else f"train/{name}": float(value) for name, value in sorted(metrics.items())}
+        file = self._file or self._open(step)
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
+        self._write(file, step=step, summary=Summary(value=values))
+        file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self, step: int) -> BinaryIO:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self._directory.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.3f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (self._directory / name).open("wb")
+        self._write(self._file, file_version="brain.Event:2")
+        # A resumed run says from which step on the entries of earlier files are void.
+        self._write(self._file, step=step, session_log=SessionLog(status=SessionLog.START))
+        return self._file
+
+    def _write(self, file: BinaryIO, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        data = Event(wall_time=time.time(), **fields).SerializeToString()
+        length = struct.pack("<Q", len(data))
+        file.write(length + _masked_crc(length) + data + _masked_crc(data))
+
+
+def _table() -> list[int]:
+    table = []
+    for byte in range(256):
+        crc = byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (_POLYNOMIAL if crc & 1 else 0)
+        table.append(crc)
+    return table
+
+
+_TABLE = _table()
+
+
+def _masked_crc(data: bytes) -> bytes:
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ _TABLE[(crc ^ byte) & 0xFF]
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF)

@@ -1,11 +1,17 @@
-"""Show progress to the user: rich on a terminal, one plain line per step elsewhere."""
+"""Show progress to the user: a table row per step, as plain lines here, with rich on a terminal.
+
+The display never stops a run: what is missing is shown as a dash.
+"""
 
 from __future__ import annotations
 
+import math
 import sys
+import time
+from collections import deque
+from dataclasses import dataclass
 
 from slurm_rlhf.config.schema import Logger
-from slurm_rlhf.observe.table import EVERY, Clock, duration, header, line, row
 
 
 class Progress:
@@ -64,3 +70,103 @@ class PlainProgress(Progress):
         if "eval" in metrics:
             print(f"{'':9} evaluation {metrics['eval']:.4f}")
         sys.stdout.flush()
+
+
+PHASES = ("rollout", "reward", "forward", "update", "sync")
+"""Phases with their own columns; the column `other` holds the rest of a step."""
+
+EVERY = 20
+"""Rows from one header to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    text: str  # padded to the column's width
+    style: str  # in rich's words
+
+
+def row(step: int, total: int, metrics: dict[str, float], remaining: str) -> list[Cell]:
+    """Format one step, at most 100 columns wide. A missing metric becomes a dash: the display never stops a run."""
+    seconds = metrics.get("time/step", math.nan)
+    phases = {name: metrics[f"time/{name}"] for name in PHASES if f"time/{name}" in metrics}
+    cells = [
+        Cell(f"{step}/{total}".rjust(9), "bold"),
+        Cell(_fixed(metrics.get("reward"), 7, 3), "bold green"),
+        Cell(_fixed(metrics.get("kl"), 7, 4), ""),
+        Cell(_fixed(metrics.get("accuracy"), 5, 3), "green"),
+        Cell(_count(metrics.get("perf/tokens_per_s"), 6), ""),
+        Cell(_fixed(seconds, 6, 2), "bold"),
+    ]
+    cells += [Cell(_fixed(phases.get(name), max(5, len(name)), 2), "dim") for name in PHASES]
+    cells.append(Cell(_fixed(max(seconds - sum(phases.values()), 0.0), 5, 2), "dim"))
+    cells.append(Cell(remaining.rjust(7), "cyan"))
+    return cells
+
+
+def header() -> str:
+    """Return the names over the columns of `row`."""
+    names = [("step", 9), ("reward", 7), ("kl", 7), ("acc", 5), ("tok/s", 6), ("sec", 6)]
+    names += [*((name, max(5, len(name))) for name in PHASES), ("other", 5), ("eta", 7)]
+    return " ".join(name.rjust(width) for name, width in names)
+
+
+def line(cells: list[Cell]) -> str:
+    """Join a row to plain text."""
+    return " ".join(cell.text for cell in cells)
+
+
+def duration(seconds: float) -> str:
+    """Format seconds as m:ss or h:mm:ss; a dash while nothing is known."""
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def _fixed(value: float | None, width: int, decimals: int) -> str:
+    """Format `value` with as many of `decimals` as fit into `width`."""
+    if value is None or math.isnan(value):
+        return "-".rjust(width)
+    texts = [f"{value:.{digits}f}" for digits in range(decimals, -1, -1)]
+    return next((text for text in texts if len(text) <= width), f"{value:.0e}").rjust(width)
+
+
+def _count(value: float | None, width: int) -> str:
+    """Format `value` as an integer, in thousands or millions if it is too wide."""
+    if value is None or not math.isfinite(value):
+        return "-".rjust(width)
+    for scale, unit in ((1, ""), (1e3, "k"), (1e6, "M")):
+        text = f"{value / scale:.0f}{unit}"
+        if len(text) <= width:
+            break
+    return text.rjust(width)
+
+
+_WINDOW = 20  # steps that the estimate looks back
+
+
+class Clock:
+    """Estimate the time that is left from the last steps: slow first ones soon drop out."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._ends: deque[float] = deque(maxlen=_WINDOW + 1)
+
+    def tick(self) -> None:
+        """Note that the steps begin, or that one more is done."""
+        self._ends.append(time.monotonic())
+
+    def remaining(self, steps: int) -> float:
+        """Estimate the seconds that `steps` more steps take; NaN while nothing is known."""
+        if len(self._ends) < 2:
+            return math.nan
+        return (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1) * steps
+
+    def since_tick(self) -> float:
+        """Return the seconds since the last step was done."""
+        return time.monotonic() - self._ends[-1] if self._ends else 0.0
+
+    def elapsed(self) -> float:
+        """Return the seconds since this clock was made."""
+        return time.monotonic() - self._start

@@ -1,8 +1,8 @@
-"""Read the shape of a language model from its config.json alone: tensors, heads, layers and experts."""
+"""Read the shape of a language model from its config.json alone, and count the FLOPs that it takes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,6 @@ class ModelShape:
     width: int  # inner width of a dense MLP
     vocab: int
     tied: bool  # the head is the embedding
-    activation: str
     qk_norm: str  # "": none, "head": each head for itself, "full": all heads as one
     post_norms: bool  # norms behind attention and MLP, too
     float_norms: bool  # norms multiply by their weight in fp32
@@ -165,7 +164,6 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         width=int(config["intermediate_size"]),
         vocab=int(config["vocab_size"]),
         tied=family.tied if tied is None else bool(tied),
-        activation=str(config.get("hidden_activation") or config.get("hidden_act") or "silu"),
         qk_norm=family.qk_norm,
         post_norms=family.norms == 4,
         float_norms=family.float_norms,
@@ -250,3 +248,46 @@ def _flag(config: Mapping[str, Any], value: bool | tuple[str, bool]) -> bool:
 def _number(config: Mapping[str, Any], field: str) -> int:
     value = config.get(field)
     return int(value) if isinstance(value, int | float) else 0
+
+
+def forward_flops(shape: ModelShape, length: float, head_share: float = 1.0) -> float:
+    """Count the FLOPs of the forward pass for one token, on average over a sequence of `length` tokens.
+
+    Two for each parameter that the token meets in a matrix product, and four for each element of a head's width and
+    each key that it attends to, itself included: (length + 1) / 2 of them on average under a causal mask. The lookup
+    in the embedding counts nothing. `head_share` is the share of the tokens whose logits are computed; 0 for a model
+    without a vocabulary head. Norms, rotations and softmax are left out.
+
+    Source: Chowdhery et al., PaLM (2022), appendix B, with half of its attention term, because the mask is causal
+    (as FlashAttention counts: Dao, FlashAttention-2, 2023, section 4.1).
+    """
+    matrices = shape.active - shape.of_kind("embedding", "head", "norm", "bias") + head_share * shape.head
+    attention = shape.heads * shape.head_dim * sum(_keys(length, window) for window in shape.windows)
+    return 2.0 * matrices + 4.0 * attention
+
+
+def batch_flops(shape: ModelShape, lengths: Iterable[int], backward: bool, head_tokens: int | None = None) -> float:
+    """Count the FLOPs of whole sequences; logits are computed for `head_tokens` of their tokens, None: for all.
+
+    A backward takes as many as two forwards. Source: Chowdhery et al., PaLM (2022), appendix B.
+    """
+    counts = list(lengths)
+    tokens = sum(counts)
+    share = 1.0 if head_tokens is None else head_tokens / max(tokens, 1)
+    body = sum(length * forward_flops(shape, length, 0.0) for length in counts)
+    total = body + 2.0 * share * tokens * shape.head
+    return total * (3.0 if backward else 1.0)
+
+
+def mfu(flops: float, seconds: float, gpus: int, peak_tflops: float) -> float:
+    """Return the model FLOPs utilisation, 0 to 1, of GPUs with this peak; 0 where no peak is known."""
+    peak = peak_tflops * 1e12 * gpus * seconds
+    return flops / peak if peak > 0 else 0.0
+
+
+def _keys(length: float, window: int) -> float:
+    """Return the mean number of keys that a token attends to."""
+    if window and length > window:
+        inside = window * (window + 1) / 2
+        return (inside + (length - window) * window) / length
+    return (length + 1) / 2

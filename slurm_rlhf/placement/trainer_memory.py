@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from slurm_rlhf.placement.model_shape import ModelShape
 
-BUCKET = 200_000_000  # elements of a reduce bucket, at most: `training/zero.py`
+BUCKET = 200_000_000  # elements of a reduce bucket, at most: `training/deepspeed_engine.py`
 ALL_REDUCE = 500_000_000  # elements that DeepSpeed reduces at once without ZeRO
 LIVE = 1_000_000_000  # elements that ZeRO-3 gathers ahead, at most: DeepSpeed's stage3_max_live_parameters
 

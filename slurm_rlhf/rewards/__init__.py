@@ -1,10 +1,10 @@
 """Rewards of a batch of responses: from a user's Python function, or from the reward model's ranks.
 
-What lives here: `function` (load, register and call the user's function), `arguments` (what it is passed), `values`
-(what it may answer), `model` (spread responses over the reward model's ranks; deadlines for both).
+What lives here: `function` (load, register and call the user's function, and what it is passed), `values` (what
+it may answer), `model` (spread responses over the reward model's ranks; deadlines for both).
 
 May import: base modules, algorithms, control. No torch.
 
 To add a source of rewards: a class that is called as `RewardFunction` is, its key in `config/schema.py`, its rule in
-`config/reward.py`, and its place in the conductor's inputs.
+`config/check.py`, and its place in the conductor's inputs.
 """

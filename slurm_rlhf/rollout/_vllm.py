@@ -340,7 +340,7 @@ def reload_weights(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     # It warns, at every update, of each layer that nothing was sent for, tied heads and rotary tables among them. What
-    # must be sent is checked where it is known, in `parameters`.
+    # must be sent is checked where it is known, in `expected_weights`.
     logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
     _unpack_experts(model)
     with set_current_vllm_config(config):

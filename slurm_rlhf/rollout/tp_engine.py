@@ -16,7 +16,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Trajectory
 from slurm_rlhf.rollout._vllm import tp_executor
-from slurm_rlhf.rollout.request import GenerateRequest
+from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.tp_group import EnginePlace, engine_group, unlink_segments
 from slurm_rlhf.rollout.vllm_engine import VllmEngine
 

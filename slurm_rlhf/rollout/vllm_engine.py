@@ -11,12 +11,11 @@ from torch import Tensor
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, RunError
-from slurm_rlhf.records import KV_CACHE, WEIGHTS, Trajectory
+from slurm_rlhf.records import KV_CACHE, WEIGHTS, ParameterSpec, Trajectory
 from slurm_rlhf.rollout._transformers import as_saved
 from slurm_rlhf.rollout._vllm import EngineCore, Sampled, refusals, reload_weights
-from slurm_rlhf.rollout.engine import Gauges
-from slurm_rlhf.rollout.parameters import check_loaded, checked, parameter_shapes, skeleton
-from slurm_rlhf.rollout.request import ActiveRequest, GenerateRequest, response_text
+from slurm_rlhf.rollout.engine import ActiveRequest, Gauges, GenerateRequest, response_text
+from slurm_rlhf.rollout.expected_weights import check_loaded, checked, parameter_shapes, skeleton
 from slurm_rlhf.rollout.sleep import DeviceMemory
 from slurm_rlhf.rollout.vllm_settings import engine_config
 
@@ -171,10 +170,10 @@ class VllmEngine:
         self.version = version
         self._unusable = ""
 
-    def describe(self) -> list[list[Any]]:
+    def describe(self) -> list[ParameterSpec]:
         """See `Engine.describe`."""
         dtype = str(self._config.model_config.dtype).removeprefix("torch.")
-        return [[name, list(shape), dtype] for name, shape in self._shapes.items()]
+        return [ParameterSpec(name, list(shape), dtype) for name, shape in self._shapes.items()]
 
     def sleep(self) -> int:
         """See `Sleeper.sleep`."""

@@ -14,9 +14,8 @@ from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.training._deepspeed import is_sharded
 from slurm_rlhf.training._transformers import restore_buffers, rows_are_sequences
-from slurm_rlhf.training.dropout import switch_off
+from slurm_rlhf.training.forward_fixes import fix_frequencies, switch_off
 from slurm_rlhf.training.logprobs import HeadMath, LogprobHead, head_math
-from slurm_rlhf.training.rotary import fix_frequencies
 from slurm_rlhf.training.value_head import ValueHead, head_name, load_head, take_head
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

@@ -1,21 +1,30 @@
-"""AdamW's state and its fp32 masters: the fragments of them that this rank owns, and moving them to host memory.
+"""AdamW's state and its fp32 masters: the fragments of them that this rank owns, in files, and in host memory.
 
 DeepSpeed cuts one flat buffer per parameter group (ZeRO-1 and -2) or every parameter by itself (ZeRO-3), each with
 padding at its end that depends on the number of ranks. A fragment says which elements of a named parameter they are,
-so that what one layout has written another can read.
+so that what one layout has written another can read. A file of a checkpoint has:
+
+rank_00003.002.safetensors    "<kind>|<start>|<parameter>" -> fp32 [n], elements [start, start + n) of the parameter;
+                              kinds as in `Fragment.tensors`
+
+A rank reads its own files first, so that a resume with the same layout opens no others. What they lack it reads from
+the files of other ranks: no more than the elements it owns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from slurm_rlhf.errors import CheckpointError
 from slurm_rlhf.training._deepspeed import (
-    copy_masters_to_parameters,
     full_shape,
     gradient_buffers,
     master_range,
@@ -26,6 +35,7 @@ from slurm_rlhf.training.distributed import World, release_cache
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's state for each element
 HOST = torch.device("cpu")
+FILE_BYTES = 1 << 30  # safetensors builds a file in memory, so a save needs this much more
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +82,6 @@ def make_moments(optimizer: Any, steps: int) -> None:
         adamw.state[master] = {**moments, "step": torch.tensor(float(steps))}
 
 
-def publish(optimizer: Any) -> None:
-    """Make the model compute with the masters that were filled. Collective."""
-    copy_masters_to_parameters(optimizer)
-
-
 def _whole(name: str, parameter: Tensor, optimizer: Any) -> Fragment:
     state = optimizer.state.get(parameter, {})
     if optimizer.state and not state:  # it never had a gradient
@@ -87,6 +92,89 @@ def _whole(name: str, parameter: Tensor, optimizer: Any) -> Fragment:
 def _tensors(master: Tensor, state: dict[str, Tensor], offset: int, length: int) -> dict[str, Tensor]:
     named = {"fp32": master, **{key: state[key] for key in MOMENTS if key in state}}
     return {key: tensor.detach().view(-1).narrow(0, offset, length) for key, tensor in named.items()}
+
+
+# --- in files --------------------------------------------------------------------------------------------------------
+
+
+def write_shard(directory: Path, rank: int, fragments: Iterable[Fragment]) -> None:
+    """Write this rank's fragments. Raises OSError."""
+    part: dict[str, Tensor] = {}
+    number = nbytes = 0
+    for fragment in fragments:
+        for kind, tensor in fragment.tensors.items():
+            if part and nbytes + tensor.nbytes > FILE_BYTES:
+                save_file(part, _file(directory, rank, number))
+                part, number, nbytes = {}, number + 1, 0
+            part[f"{kind}|{fragment.start}|{fragment.name}"] = tensor.contiguous()
+            nbytes += tensor.nbytes
+    save_file(part, _file(directory, rank, number))
+
+
+def _file(directory: Path, rank: int, number: int) -> Path:
+    return directory / f"rank_{rank:05d}.{number:03d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    file: Any  # safe_open's handle
+    key: str
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class ShardReader:
+    """Reads fragments from the files of all ranks of a checkpoint, those of rank `rank` first."""
+
+    directory: Path
+    rank: int
+    _pieces: dict[tuple[str, str], list[_Piece]] = field(default_factory=dict)
+    _all_open: bool = False
+
+    def __post_init__(self) -> None:
+        self._open(sorted(self.directory.glob(f"rank_{self.rank:05d}.*.safetensors")))
+
+    def fill(self, fragment: Fragment) -> None:
+        """Copy what was saved into the fragment's tensors. Raises CheckpointError when elements are missing."""
+        for kind, tensor in fragment.tensors.items():
+            copied = self._copy(fragment, kind, tensor)
+            if copied < tensor.numel() and not self._all_open:
+                self._open_all()
+                copied = self._copy(fragment, kind, tensor)
+            if copied < tensor.numel():
+                raise CheckpointError(
+                    f"{self.directory}: {tensor.numel() - copied} elements of {fragment.name} ({kind}) from element "
+                    f"{fragment.start} on are in none of its files. Use another checkpoint."
+                )
+
+    def _copy(self, fragment: Fragment, kind: str, tensor: Tensor) -> int:
+        """Copy what the known files have, and return how many elements. Pieces of one parameter do not overlap."""
+        begin, end, copied = fragment.start, fragment.start + tensor.numel(), 0
+        for piece in self._pieces.get((kind, fragment.name), []):
+            first, last = max(begin, piece.start), min(end, piece.stop)
+            if first < last:
+                saved = piece.file.get_slice(piece.key)[first - piece.start : last - piece.start]
+                tensor[first - begin : last - begin].copy_(saved)
+                copied += last - first
+        return copied
+
+    def _open_all(self) -> None:
+        self._pieces.clear()
+        self._open(sorted(self.directory.glob("rank_*.safetensors")))
+        self._all_open = True
+
+    def _open(self, files: list[Path]) -> None:
+        for path in files:
+            try:
+                file = safe_open(path, framework="pt")
+                keys = list(file.keys())
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{path} cannot be read: {error}. Use another checkpoint.") from error
+            for key in keys:
+                kind, start, name = key.split("|", 2)
+                length = file.get_slice(key).get_shape()[0]
+                self._pieces.setdefault((kind, name), []).append(_Piece(file, key, int(start), int(start) + length))
 
 
 # --- in host memory --------------------------------------------------------------------------------------------------

@@ -1,14 +1,34 @@
-"""A model's parameters: whole ones, gathered one at a time, and the elements that this rank has."""
+"""A model's parameters: whole ones, gathered one at a time and exported, and the elements that this rank has."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slurm_rlhf.records import ParameterSpec
 from slurm_rlhf.training._deepspeed import full_shape, is_sharded, local_shard
+from slurm_rlhf.training.forward_fixes import restore_config
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+)
 
 LocalParameters = Mapping[str, tuple[int, Tensor]]
 """name -> (index of the first element in the flat parameter, this rank's elements [n]); tied parameters once."""
@@ -30,10 +50,10 @@ def full_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, parameter.detach()
 
 
-def describe(model: nn.Module, dtype: torch.dtype) -> list[list[Any]]:
-    """List [name, shape, dtype] of `full_parameters` in precision `dtype`, written as in "float32"."""
+def describe(model: nn.Module, dtype: torch.dtype) -> list[ParameterSpec]:
+    """Describe `full_parameters` in precision `dtype`, written as in "float32"."""
     written = str(dtype).removeprefix("torch.")
-    return [[name, list(full_shape(p)), written] for name, p in model.named_parameters()]
+    return [ParameterSpec(name, list(full_shape(p)), written) for name, p in model.named_parameters()]
 
 
 def local_parameters(model: nn.Module, rank: int) -> LocalParameters:
@@ -70,3 +90,46 @@ class Rounded(LocalParameters):
 
     def __len__(self) -> int:
         return len(self._parameters)
+
+
+# --- as a Hugging Face directory -------------------------------------------------------------------------------------
+
+
+def save_hf(model: Any, source: Path, out: Path, rank: int) -> None:
+    """Write `model` with the tokenizer of directory `source` to `out`; an export already there is replaced.
+
+    The new directory is complete before it takes the name `out`. Collective under ZeRO-3; rank 0 writes.
+    """
+    keep = rank == 0
+    state = {name: full.cpu().clone() for name, full in full_parameters(model) if keep}
+    if keep:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
+            new, old = Path(scratch) / "new", Path(scratch) / "old"
+            _write(model, state, source, new)
+            if out.exists():
+                out.rename(old)
+            new.rename(out)
+
+
+def _write(model: Any, state: dict[str, Tensor], source: Path, out: Path) -> None:
+    from transformers import GenerationConfig
+
+    buffers = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    state |= {name: model.state_dict()[name].cpu() for name in sorted(buffers)}
+    # Some models come with generation settings that transformers refuses to save; the file is copied as it is.
+    model.generation_config = GenerationConfig()
+    model.save_pretrained(out, state_dict=state)
+    restore_config(out, source)
+    (out / "generation_config.json").unlink(missing_ok=True)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
+    _flush(out.iterdir())
+
+
+def _flush(files: Iterable[Path]) -> None:
+    """Write the files to the disk, before the rename makes them the export."""
+    for file in files:
+        with open(file, "rb") as opened:
+            os.fsync(opened.fileno())

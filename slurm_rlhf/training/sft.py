@@ -17,9 +17,8 @@ from slurm_rlhf.algorithms.batching import micro_batches, split_ranks
 from slurm_rlhf.algorithms.losses import Metrics
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.data.framing import continuations
-from slurm_rlhf.data.jsonl import read_jsonl
 from slurm_rlhf.data.order import PromptOrder
-from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.data.prompts import PromptSet, read_jsonl
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, DataError
 from slurm_rlhf.records import Experience

@@ -20,19 +20,20 @@ from torch import Tensor, nn
 from slurm_rlhf.algorithms.losses import Metrics
 from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.records import Experience
+from slurm_rlhf.training._deepspeed import copy_masters_to_parameters
 from slurm_rlhf.training.deepspeed_engine import EngineConfig, learning_rate, start_deepspeed
 from slurm_rlhf.training.distributed import World
 from slurm_rlhf.training.optimizer_state import (
     Fragment,
+    ShardReader,
     fragments_to_fill,
     local_fragments,
     make_moments,
     offload_optimizer,
-    publish,
     reload_optimizer,
     sizes,
+    write_shard,
 )
-from slurm_rlhf.training.shard_files import ShardReader, write_shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +111,7 @@ class TrainEngine:
         reader = ShardReader(directory, self.world.rank)
         for fragment in fragments_to_fill(self.module, optimizer):
             reader.fill(fragment)
-        publish(optimizer)
+        copy_masters_to_parameters(optimizer)
         self.steps = state["steps"]
         if state["own"]:
             torch.set_rng_state(state["rng"])

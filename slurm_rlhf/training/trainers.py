@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
 from slurm_rlhf.algorithms.losses import Metrics, PolicyInputs, entropy_bonus, value_loss
-from slurm_rlhf.algorithms.plugins import load_plugins
-from slurm_rlhf.algorithms.registry import policy_loss_of
-from slurm_rlhf.config.reward import reward_statistics
+from slurm_rlhf.algorithms.registry import load_plugins, policy_loss_of
+from slurm_rlhf.config.check import reward_statistics
 from slurm_rlhf.config.roles import CRITIC, ROLES
 from slurm_rlhf.config.schema import Config, Ds
-from slurm_rlhf.records import F32, Experience
+from slurm_rlhf.records import F32, Experience, ParameterSpec
 from slurm_rlhf.training.batch import TokenBatch, action_mask, collate, column, per_action
 from slurm_rlhf.training.deepspeed_engine import EngineConfig, Schedule, loading
 from slurm_rlhf.training.distributed import join_world, seed_rank, undisturbed
-from slurm_rlhf.training.export import save_hf
 from slurm_rlhf.training.models import DTYPES, load_critic, load_policy
-from slurm_rlhf.training.parameters import LocalParameters, Rounded, describe, local_parameters
+from slurm_rlhf.training.parameters import LocalParameters, Rounded, describe, local_parameters, save_hf
 from slurm_rlhf.training.train_engine import TrainEngine, optimizer_step
 
 
@@ -141,8 +138,8 @@ class PolicyTrainer(LanguageModelTrainer):
         """Return what this rank has of the parameters in `describe`. Not collective."""
         return Rounded(local_parameters(self.engine.module.model, self.world.rank), DTYPES[self.config.ds.param_dtype])
 
-    def describe(self) -> list[list[Any]]:
-        """List [name, shape, dtype] of the parameters, in layer order, tied ones once. Not collective."""
+    def describe(self) -> list[ParameterSpec]:
+        """Describe the parameters, in layer order, tied ones once. Not collective."""
         return describe(self.engine.module.model, DTYPES[self.config.ds.param_dtype])
 
 

@@ -11,8 +11,7 @@ from functools import cache
 
 import torch
 
-from slurm_rlhf.errors import SyncError
-from slurm_rlhf.listing import shortened
+from slurm_rlhf.errors import SyncError, shortened
 from slurm_rlhf.weight_sync.plan import FIXED_HEADER, Parameter, Part, Piece, Span, SyncPlan
 
 Source = Callable[[Span], torch.Tensor]

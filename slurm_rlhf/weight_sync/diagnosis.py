@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.distributed import Store
 
-from slurm_rlhf.listing import shortened
+from slurm_rlhf.errors import shortened
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync.rendezvous import read
 

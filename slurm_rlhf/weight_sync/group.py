@@ -20,6 +20,7 @@ from slurm_rlhf.cluster.network import address_of, address_towards, interface_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
 from slurm_rlhf.polling import wait_until
+from slurm_rlhf.records import SyncConnection
 from slurm_rlhf.weight_sync.backends.backend import Backend, TransportFailure
 from slurm_rlhf.weight_sync.backends.gloo import GlooTransport
 from slurm_rlhf.weight_sync.diagnosis import FailureBoard, Names
@@ -315,10 +316,9 @@ def join_run(config: Config, label: str, parameters: Described, group: dict[str,
     return joined, make_plan(parameters, nbytes, joined.layout(config.ds.zero_stage))
 
 
-def connection(group: SyncGroup) -> dict[str, Any]:
+def connection(group: SyncGroup) -> SyncConnection:
     """Return how this rank is connected."""
-    me = group.me
-    return {"backend": group.backend, "interface": me.interface, "address": me.address, "node": me.node}
+    return SyncConnection(group.backend, group.me.interface, group.me.address, group.me.node)
 
 
 def _known(backend: str) -> str:

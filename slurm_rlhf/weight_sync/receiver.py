@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import SyncBroken, SyncError
-from slurm_rlhf.listing import shortened_lines
+from slurm_rlhf.errors import SyncBroken, SyncError, shortened_lines
+from slurm_rlhf.records import SyncConnection, SyncReport
 from slurm_rlhf.weight_sync.backends.backend import Incoming
 from slurm_rlhf.weight_sync.backends.table import make_backend
 from slurm_rlhf.weight_sync.bucket import Assembly, Pool
@@ -114,7 +114,7 @@ class EngineEnd:
         self._label = label
         self._receiver: Receiver | None = None
 
-    def join(self, parameters: Described, expected: Described, **group: Any) -> dict[str, Any]:
+    def join(self, parameters: Described, expected: Described, **group: Any) -> SyncConnection:
         """Do as `ActorEnd.join`; the engine is able to load `expected`."""
         if self._receiver is not None:
             self._receiver.group.close()
@@ -122,15 +122,15 @@ class EngineEnd:
         self._receiver = Receiver(joined, plan, expected)
         return connection(joined)
 
-    def receive(self, version: int, load: Callable[[Iterator[tuple[str, torch.Tensor]], int], None]) -> dict[str, Any]:
+    def receive(self, version: int, load: Callable[[Iterator[tuple[str, torch.Tensor]], int], None]) -> SyncReport:
         """Hand policy `version` to `load(weights, version)`. Returns and raises as `ActorEnd.push` does."""
         assert self._receiver is not None
         try:
             with self._receiver.update(version) as weights:
                 load(weights, version)
         except SyncBroken as broken:
-            return {"broken": str(broken)}
-        return {"checksum_s": self._receiver.verify_s}
+            return SyncReport(broken=str(broken))
+        return SyncReport(checksum_s=self._receiver.verify_s)
 
 
 def check_match(sent: Sequence[Sequence[Any]], expected: Sequence[Sequence[Any]], sender: str, receiver: str) -> None:

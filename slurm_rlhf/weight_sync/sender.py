@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SyncBroken, SyncError
+from slurm_rlhf.records import StoreAddress, SyncConnection, SyncReport
 from slurm_rlhf.weight_sync.backends.backend import Pending
 from slurm_rlhf.weight_sync.backends.table import make_backend
 from slurm_rlhf.weight_sync.bucket import Pool, Source, fill
@@ -104,12 +105,12 @@ class ActorEnd:
         self._label = label
         self._sender: Sender | None = None
 
-    def listen(self, host: str) -> dict[str, Any]:
+    def listen(self, host: str) -> StoreAddress:
         """Open the store where the members of all groups meet. Raises SyncError."""
         self._store = SyncStore.listen(host, self._config.timeout.sync)
-        return {"host": self._store.host, "port": self._store.port}
+        return StoreAddress(self._store.host, self._store.port)
 
-    def join(self, parameters: Described, **group: Any) -> dict[str, Any]:
+    def join(self, parameters: Described, **group: Any) -> SyncConnection:
         """Leave the group there was and join the one that `group` describes, in `Membership`'s words.
 
         Returns how this rank is connected. Raises SyncError, ConfigError.
@@ -120,16 +121,17 @@ class ActorEnd:
         self._sender = Sender(joined, plan)
         return connection(joined)
 
-    def push(self, held: Held, version: int) -> dict[str, Any]:
-        """Send this rank's share as policy `version`: statistics, or {"broken": why} where a new group may help.
+    def push(self, held: Held, version: int) -> SyncReport:
+        """Send this rank's share as policy `version`; report where it broke off and a new group may help.
 
         Raises SyncError for everything else.
         """
         assert self._sender is not None
         try:
-            return asdict(self._sender.push(held, version))
+            stats = self._sender.push(held, version)
         except SyncBroken as broken:
-            return {"broken": str(broken)}
+            return SyncReport(broken=str(broken))
+        return SyncReport(nbytes=stats.nbytes, seconds=stats.seconds, checksum_s=stats.checksum_s)
 
 
 def span_source(plan: SyncPlan, held: Held) -> Source:

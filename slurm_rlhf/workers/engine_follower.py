@@ -10,14 +10,14 @@ from queue import SimpleQueue
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import SyncConnection, SyncGroupRequest
+from slurm_rlhf.control.calls import SyncGroupRequest
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.record_reader import read
-from slurm_rlhf.rollout.request import GenerateRequest
+from slurm_rlhf.control.declarations import read
+from slurm_rlhf.records import SyncConnection
+from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.tp_group import engine_store
 from slurm_rlhf.workers.engine_worker import EngineWorker, read_address
-from slurm_rlhf.workers.follower_links import WITH_ANSWER
-from slurm_rlhf.workers.local_stream import connect_local
+from slurm_rlhf.workers.follower_links import WITH_ANSWER, connect_local
 from slurm_rlhf.workers.worker import RankInfo
 
 _GRACE_S = 5.0  # for the leader to report why the engine does not start, before the end of this rank does

@@ -17,22 +17,19 @@ from slurm_rlhf.control.calls import (
     Sampled,
     StartAnswer,
     StartRequest,
-    SyncConnection,
     SyncGroupRequest,
-    SyncReport,
     SyncUpdateRequest,
     WakeUpRequest,
 )
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.messages import FAILURE, Request
 from slurm_rlhf.errors import CallTimeout, RunError
-from slurm_rlhf.rollout.engine import Meter
-from slurm_rlhf.rollout.request import GenerateRequest, request_seed
+from slurm_rlhf.records import SyncConnection, SyncReport
+from slurm_rlhf.rollout.engine import GenerateRequest, Meter, request_seed
 from slurm_rlhf.rollout.tp_group import engine_store
 from slurm_rlhf.workers.engine_follower import EngineFollower
 from slurm_rlhf.workers.engine_worker import EngineWorker, publish_address
-from slurm_rlhf.workers.follower_links import FollowerLinks
-from slurm_rlhf.workers.local_stream import LocalListener, LocalStream, accept_all
+from slurm_rlhf.workers.follower_links import FollowerLinks, LocalListener, LocalStream, accept_all
 from slurm_rlhf.workers.pending_responses import PendingResponses
 from slurm_rlhf.workers.worker import RankInfo, Worker
 

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import SyncConnection, SyncGroupRequest, SyncReport
+from slurm_rlhf.control.calls import SyncGroupRequest
 from slurm_rlhf.control.client import ControlClient
+from slurm_rlhf.records import SyncConnection, SyncReport
 from slurm_rlhf.rollout.tp_group import EnginePlace
 from slurm_rlhf.rollout.vllm_settings import prepare_environment
 from slurm_rlhf.weight_sync.receiver import EngineEnd
@@ -37,12 +38,11 @@ class EngineWorker(Worker):
 
     def join_group(self, request: SyncGroupRequest) -> SyncConnection:
         """Join a weight transfer group as the rank that `request` names."""
-        return SyncConnection(**self.sync.join(request.parameters, self.engine.describe(), **request.described()))
+        return self.sync.join(request.parameters, self.engine.describe(), **request.described())
 
     def receive_weights(self, version: int) -> SyncReport:
         """Take over policy `version`; requests in flight go on under it."""
-        answer = self.sync.receive(version, self.engine.load_weights)
-        return SyncReport(broken=answer.get("broken", ""), checksum_s=answer.get("checksum_s", 0.0))
+        return self.sync.receive(version, self.engine.load_weights)
 
     def close(self) -> None:
         if hasattr(self, "engine"):

@@ -18,17 +18,14 @@ from slurm_rlhf.control.calls import (
     SelfCheckAnswer,
     StartAnswer,
     StartRequest,
-    StoreAddress,
-    SyncConnection,
     SyncGroupRequest,
-    SyncReport,
     SyncUpdateRequest,
     TrainBatch,
     TrainerCalls,
 )
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.records import F32, ParameterSpec
-from slurm_rlhf.training.attention import attention_kernel
+from slurm_rlhf.records import F32, StoreAddress, SyncConnection, SyncReport
+from slurm_rlhf.training._torch import attention_kernel
 from slurm_rlhf.training.distributed import release_cache
 from slurm_rlhf.training.frozen_models import FrozenPolicy, RewardModel
 from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
@@ -86,7 +83,7 @@ class ActorWorker(TrainerWorker, ActorCalls):
 
     def start(self, request: StartRequest) -> StartAnswer:
         self.trainer = PolicyTrainer(self.config, request.total_steps)
-        return StartAnswer(parameters=[ParameterSpec(*described) for described in self.trainer.describe()])
+        return StartAnswer(parameters=self.trainer.describe())
 
     def logprobs(self, batch: ForwardBatch) -> F32:
         return self.trainer.logprobs(batch.experience, batch.micro)["logprobs"]
@@ -98,16 +95,13 @@ class ActorWorker(TrainerWorker, ActorCalls):
         self.trainer.export_hf(Path(request.path))
 
     def sync_listen(self, request: ListenRequest) -> StoreAddress:
-        return StoreAddress(**self.sync.listen(request.host))
+        return self.sync.listen(request.host)
 
     def sync_join(self, request: SyncGroupRequest) -> SyncConnection:
-        return SyncConnection(**self.sync.join(request.parameters, **request.described()))
+        return self.sync.join(request.parameters, **request.described())
 
     def sync_push(self, request: SyncUpdateRequest) -> SyncReport:
-        answer = self.sync.push(self.trainer.local_parameters(), request.version)
-        if "broken" in answer:
-            return SyncReport(broken=answer["broken"])
-        return SyncReport(nbytes=answer["nbytes"], seconds=answer["seconds"], checksum_s=answer["checksum_s"])
+        return self.sync.push(self.trainer.local_parameters(), request.version)
 
 
 class CriticWorker(TrainerWorker, CriticCalls):

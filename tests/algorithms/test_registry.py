@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slurm_rlhf.algorithms import plugins, registry
+from slurm_rlhf.algorithms import registry
 from slurm_rlhf.algorithms.advantages import estimate
 from slurm_rlhf.algorithms.losses import ppo_loss
-from slurm_rlhf.algorithms.plugins import changed_plugins, load_plugins
 from slurm_rlhf.algorithms.registry import (
     AdvantageInputs,
     Algorithm,
+    changed_plugins,
     find_algorithm,
+    load_plugins,
     policy_loss_of,
     register_algorithm,
 )
@@ -36,7 +37,7 @@ slurm_rlhf.register_algorithm(slurm_rlhf.Algorithm({name!r}, advantages))
 def registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is registered before the test, and nothing is left of it."""
     monkeypatch.setattr(registry, "_REGISTERED", {})
-    monkeypatch.setattr(plugins, "_LOADED", {})
+    monkeypatch.setattr(registry, "_LOADED", {})
 
 
 def plugin(folder: Path, text: str, name: str = "mine.py") -> str:

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from slurm_rlhf.bench.train import utilisation
-from slurm_rlhf.placement.flops import batch_flops
-from slurm_rlhf.placement.model_shape import shape_of
+from slurm_rlhf.placement.model_shape import batch_flops, shape_of
 from slurm_rlhf.records import Experience
 
 QWEN = {

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slurm_rlhf.cli.main import main
-from slurm_rlhf.cluster.session import Session, read_session
+from slurm_rlhf.cluster.processes import Session, read_session
 
 SHOWN = (
     "JobId=12 JobName=a JobState={state} Reason={reason} Restarts=1 ExitCode={code} EndTime={end} "

@@ -9,9 +9,9 @@ import pytest
 
 from slurm_rlhf.algorithms.registry import built_in
 from slurm_rlhf.config.check import check, check_sft
+from slurm_rlhf.config.key_text import from_text
 from slurm_rlhf.config.keys import all_keys, documentation, put
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.values import from_text
 from slurm_rlhf.errors import ConfigError, ModelError
 
 COLOCATED = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_rlhf.config.help import help_text
+from slurm_rlhf.config.key_text import help_text
 from slurm_rlhf.config.keys import all_keys, documentation
 
 

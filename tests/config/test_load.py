@@ -218,7 +218,7 @@ def test_dump_is_a_file_a_user_could_have_written(tmp_path: Path) -> None:
 
 
 def test_defaults_have_the_types_of_their_keys() -> None:
-    from slurm_rlhf.config.values import from_toml
+    from slurm_rlhf.config.key_text import from_toml
 
     for key in all_keys().values():
         assert from_toml(key, key.default) == key.default, key.name

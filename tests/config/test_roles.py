@@ -28,8 +28,7 @@ from slurm_rlhf.controller.startup import role_environment
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.placement.memory import account
 from slurm_rlhf.placement.model_shape import shape_of
-from slurm_rlhf.placement.rank_map import RankMap, place
-from slurm_rlhf.placement.render import draw
+from slurm_rlhf.placement.rank_map import RankMap, draw, place
 from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.workers import main as worker_main

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from slurm_rlhf.algorithms.staleness import ages, staleness
-from slurm_rlhf.controller.batches import Ahead, Batch
+from slurm_rlhf.algorithms.policy_distance import ages, staleness
+from slurm_rlhf.controller.dispatch import Ahead, Batch
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.records import Trajectory, VersionSpan
 

@@ -41,7 +41,7 @@ RESPONSES = 12
 
 
 class Here:
-    """A role of one rank in this process, in place of `control.handles.RoleHandle`: its calls are answered at once."""
+    """A role of one rank in this process, in place of `control.server.RoleHandle`: its calls are answered at once."""
 
     world = 1
 
@@ -60,7 +60,7 @@ class Bench:
     """An actor, a critic and a frozen policy in the engine's place, which samples nothing: its tokens are given."""
 
     def __init__(self, model: Path, **train: Any) -> None:
-        from slurm_rlhf.algorithms.kl import KLController
+        from slurm_rlhf.algorithms.policy_distance import KLController
         from slurm_rlhf.training.frozen_models import FrozenPolicy
         from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
 

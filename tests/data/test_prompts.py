@@ -10,8 +10,7 @@ import pytest
 from tiny_models import tiny_tokenizer
 
 from slurm_rlhf.config.schema import Data
-from slurm_rlhf.data.jsonl import read_jsonl
-from slurm_rlhf.data.prompts import CHUNK, PromptSet
+from slurm_rlhf.data.prompts import CHUNK, PromptSet, read_jsonl
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import DataError, ModelError
 

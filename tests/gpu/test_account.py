@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from steps import make_loop, make_step
 
-from slurm_rlhf.algorithms.kl import KLController
+from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import (
@@ -23,24 +23,22 @@ from slurm_rlhf.control.calls import (
     ForwardBatch,
     GenerateBatch,
     PackedPrompts,
-    SyncConnection,
 )
-from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
-from slurm_rlhf.controller.batches import Batch, OnDemand
-from slurm_rlhf.controller.engine_pool import EngineMetrics
+from slurm_rlhf.control.server import EngineHandle, RoleHandle, gather
+from slurm_rlhf.controller.dispatch import Batch, OnDemand
 from slurm_rlhf.controller.gpu_account import GpuAccount, StepFlops, slots_of
 from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.controller.step import Step
+from slurm_rlhf.controller.step_metrics import EngineMetrics
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.timing import GpuTime
-from slurm_rlhf.placement.flops import forward_flops
-from slurm_rlhf.placement.model_shape import read_shape
+from slurm_rlhf.placement.model_shape import forward_flops, read_shape
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.placement.topology import Topology
-from slurm_rlhf.records import Experience, Sampling
+from slurm_rlhf.records import Experience, Sampling, SyncConnection
 from slurm_rlhf.run_directory import RunDirectory
 
 pytestmark = pytest.mark.timeout(60)

@@ -35,7 +35,7 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling, Trajectory
 from slurm_rlhf.rollout.sleep import DeviceMemory
 from slurm_rlhf.rollout.vllm_settings import prepare_environment
-from slurm_rlhf.training import attention
+from slurm_rlhf.training import _torch
 from slurm_rlhf.workers.engine_worker import own_devices
 from slurm_rlhf.workers.worker import RankInfo, Worker
 
@@ -224,8 +224,8 @@ def test_without_a_gpu_a_rank_says_nothing() -> None:
 
 
 def test_the_attention_kernel_is_that_of_the_first_pass(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "_seen", [])
-    monkeypatch.setattr(attention, "_waiting", [])
+    monkeypatch.setattr(_torch, "_seen", [])
+    monkeypatch.setattr(_torch, "_waiting", [])
     monkeypatch.setattr(functional, "scaled_dot_product_attention", functional.scaled_dot_product_attention)
     usual = functional.scaled_dot_product_attention
     asked: list[tuple[Any, ...]] = []
@@ -238,13 +238,13 @@ def test_the_attention_kernel_is_that_of_the_first_pass(cuda: FakeCuda, monkeypa
     expected = usual(q, q, q, is_causal=True)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "_fused_sdp_choice", choice)
-        assert attention.attention_kernel() == ""
-        assert attention.attention_kernel() == ""
+        assert _torch.attention_kernel() == ""
+        assert _torch.attention_kernel() == ""
         found = functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     assert asked == [((None, 0.0, True), {"scale": None, "enable_gqa": False})]
     assert torch.equal(found.cpu(), expected.cpu())
     assert functional.scaled_dot_product_attention is usual
-    assert attention.attention_kernel() == "sdpa: FLASH_ATTENTION"
+    assert _torch.attention_kernel() == "sdpa: FLASH_ATTENTION"
 
 
 def test_pytorchs_dispatcher_takes_the_question() -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.atomic_write import write_atomically
-from slurm_rlhf.listing import shortened, shortened_lines
+from slurm_rlhf.errors import shortened, shortened_lines
 from slurm_rlhf.polling import wait_until
+from slurm_rlhf.run_directory import write_atomically
 
 
 def test_a_long_list_is_cut_and_counted() -> None:

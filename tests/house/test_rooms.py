@@ -16,21 +16,19 @@ import pytest
 import slurm_rlhf
 
 ROOT = Path(slurm_rlhf.__file__).parent
-BASE = {"records", "errors", "run_directory", "user_files", "listing", "atomic_write", "polling", "config"}
+BASE = {"records", "errors", "run_directory", "user_files", "polling", "config"}
 ALL = {path.stem if path.is_file() else path.name for path in ROOT.iterdir() if not path.name.startswith("_")}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "records": set(),
     "errors": set(),
     "run_directory": set(),
-    "listing": set(),
-    "atomic_write": set(),
     "polling": set(),
     "user_files": {"errors"},
     "config": {"errors", "algorithms"},
     "data": BASE,
     "algorithms": {"records", "errors", "user_files"},
-    "control": BASE,
+    "control": BASE | {"algorithms"},
     "rewards": BASE | {"algorithms", "control"},
     "placement": BASE,
     "cluster": BASE | {"placement"},

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from slurm_rlhf.observe.log_tail import tail
-from slurm_rlhf.observe.progress import PlainProgress
-from slurm_rlhf.observe.table import Clock, duration, header, line, row
+from slurm_rlhf.observe.progress import Clock, PlainProgress, duration, header, line, row
 
 ROOT = Path(__file__).parents[2]
 METRICS = {
@@ -60,7 +59,7 @@ def test_extreme_numbers_keep_their_columns_and_missing_ones_stop_nothing():
 
 def test_remaining_time(monkeypatch):
     now = 100.0
-    monkeypatch.setattr("slurm_rlhf.observe.table.time.monotonic", lambda: now)
+    monkeypatch.setattr("slurm_rlhf.observe.progress.time.monotonic", lambda: now)
     clock = Clock()
     assert duration(clock.remaining(5)) == "-"
     clock.tick()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurm_rlhf.cluster.gpu_query import local_kinds
-from slurm_rlhf.cluster.granted_gpus import gpu_types, granted_types, parse_types
+from slurm_rlhf.cluster.slurm_job import gpu_types, granted_types, parse_types
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.placement.gpus import found_size, told_size
 

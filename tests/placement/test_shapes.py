@@ -13,8 +13,15 @@ from model_variants import VARIANTS, make_config
 from transformers import AutoModelForCausalLM
 
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.placement.flops import batch_flops, forward_flops, mfu, training_flops
-from slurm_rlhf.placement.model_shape import FAMILIES, ModelShape, read_shape, shape_of
+from slurm_rlhf.placement.model_shape import (
+    FAMILIES,
+    ModelShape,
+    batch_flops,
+    forward_flops,
+    mfu,
+    read_shape,
+    shape_of,
+)
 
 
 def shape_from(config: Any, directory: Path) -> ModelShape:
@@ -68,7 +75,7 @@ def test_flops_are_those_of_the_matrix_products(variant: str, tmp_path: Path) ->
 
 def test_a_batch_is_the_sum_of_its_tokens(tmp_path: Path) -> None:
     shape = shape_from(make_config("qwen2"), tmp_path)
-    whole = 5 * training_flops(shape, 5) + 9 * training_flops(shape, 9)
+    whole = 3 * (5 * forward_flops(shape, 5) + 9 * forward_flops(shape, 9))
     assert batch_flops(shape, [5, 9], backward=True) == pytest.approx(whole)
     without = 5 * forward_flops(shape, 5, 0.0) + 9 * forward_flops(shape, 9, 0.0)
     assert batch_flops(shape, [5, 9], backward=False, head_tokens=0) == pytest.approx(without)
@@ -105,7 +112,7 @@ def test_published_counts(field: dict[str, int], expected: tuple[float, float]) 
     assert shape.parameters / 1e9 == pytest.approx(expected[0], abs=0.05)
     assert (shape.parameters - shape.of_kind("embedding", "head")) / 1e9 == pytest.approx(expected[1], abs=0.05)
     # 6 N is the rule of thumb for short sequences.
-    assert training_flops(shape, 1) == pytest.approx(6 * (shape.parameters - shape.of_kind("embedding")), rel=0.01)
+    assert 3 * forward_flops(shape, 1) == pytest.approx(6 * (shape.parameters - shape.of_kind("embedding")), rel=0.01)
 
 
 def test_experts_count_by_visit() -> None:

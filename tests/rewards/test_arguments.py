@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from slurm_rlhf.control.codec import decode, encode
-from slurm_rlhf.control.record_reader import read
+from slurm_rlhf.control.declarations import read
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.records import Experience, Prompt, Trajectory, pack
-from slurm_rlhf.rewards.arguments import ARGUMENTS
-from slurm_rlhf.rewards.function import RewardFunction
+from slurm_rlhf.rewards.function import ARGUMENTS, RewardFunction
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 ROWS: list[dict[str, Any]] = [

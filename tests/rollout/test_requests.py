@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.records import Sampling, VersionSpan
-from slurm_rlhf.rollout.parameters import checked
-from slurm_rlhf.rollout.request import ActiveRequest, GenerateRequest, request_seed, response_text
+from slurm_rlhf.rollout.engine import ActiveRequest, GenerateRequest, request_seed, response_text
+from slurm_rlhf.rollout.expected_weights import checked
 from slurm_rlhf.rollout.vllm_settings import prepare_environment, vllm_environment
 
 int64 = st.integers(-(2**63), 2**63 - 1)

@@ -321,7 +321,7 @@ def test_logprobs_follow_every_update(engine_process: EngineProcess, tmp_path: P
             assert engine_process.run(child.differences, done, [version - 1], SAMPLING.temperature)[0] > 0.1
     described = engine_process.run(child.describe)
     assert described[0] == 3
-    assert ["model.embed_tokens.weight", [69, 64], "float32"] in described[1]
+    assert ("model.embed_tokens.weight", [69, 64], "float32") in described[1]
     assert any(entry[0] == "lm_head.weight" for entry in described[1]) is not tied
 
 

@@ -20,8 +20,7 @@ import rollout_async
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Sampling, Trajectory
-from slurm_rlhf.rollout.engine import Gauges
-from slurm_rlhf.rollout.request import GenerateRequest, request_seed
+from slurm_rlhf.rollout.engine import Gauges, GenerateRequest, request_seed
 from slurm_rlhf.rollout.vllm_settings import prepare_environment
 
 PROMPT_LENGTHS = (1, 5, 17, 33, 180, 260)  # two are longer than a block of the prefix cache (128 tokens on a CPU)

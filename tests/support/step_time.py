@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from slurm_rlhf.config.roles import ROLLOUT, roles_by_slots, running_roles
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.placement.flops import forward_flops, training_flops
 from slurm_rlhf.placement.gpus import Gpu
+from slurm_rlhf.placement.model_shape import forward_flops
 from slurm_rlhf.placement.rank_memory import Models
 
 # Rates that large dense models reach on H100 nodes. None was measured here.
@@ -74,7 +74,7 @@ def _work(
             group, shape, head = role.settings(config), models[role.name], logits if role.head else 0.0
             gpus = group.num_nodes * group.num_gpus_per_node
             forward = tokens * forward_flops(shape, length, head) / (gpus * rate * FORWARD_MFU)
-            update = tokens * training_flops(shape, length, head) / (gpus * rate * TRAINING_MFU)
+            update = 3 * tokens * forward_flops(shape, length, head) / (gpus * rate * TRAINING_MFU)
             found[role.name] = (forward, update if role.kind == "trained" else 0.0)
     return found
 

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,6 @@ class _Engine:
 
     def push(self, version: int, seed: int, layers: int = 12, seconds: float = 0.0) -> dict[str, Any]:
         """Be an actor rank. With `seconds`: a pause before each piece."""
-        from dataclasses import asdict
 
         zero = self.sender.plan.layout.zero_stage == 3
         world = self.group.actors if zero else 1
@@ -261,7 +261,7 @@ class _Engine:
         self.refusals = 0
 
     def sync_listen(self, host: str) -> dict[str, Any]:
-        return dict(self.end.listen(host))
+        return asdict(self.end.listen(host))
 
     def sync_join(self, parameters: Any, **group: Any) -> dict[str, Any]:
         ends_with_actors = hasattr(self.end, "push")
@@ -270,10 +270,10 @@ class _Engine:
             group["interface"] = "none9"
         self.actors = group["actors"]
         arguments = (parameters,) if ends_with_actors else (parameters, parameters)
-        return dict(self.end.join(*arguments, **group))
+        return asdict(self.end.join(*arguments, **group))
 
     def sync_push(self, version: int) -> dict[str, Any]:
-        return dict(self.end.push(hold(make_weights(version), self.rank, self.actors), version))
+        return asdict(self.end.push(hold(make_weights(version), self.rank, self.actors), version))
 
     def sync_receive(self, version: int) -> dict[str, Any]:
         def load(weights: Any, version: int) -> None:
@@ -286,7 +286,7 @@ class _Engine:
                     os.kill(os.getpid(), signal.SIGSTOP)
                 self.loaded[name] = digest(tensor)
 
-        return dict(self.end.receive(version, load))
+        return asdict(self.end.receive(version, load))
 
     def will(self, act: str = "", refusals: int = 0) -> None:
         """What goes wrong next."""

@@ -20,13 +20,12 @@ from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.records import Experience
 from slurm_rlhf.rollout._transformers import as_saved
-from slurm_rlhf.rollout.parameters import skeleton
+from slurm_rlhf.rollout.expected_weights import skeleton
 from slurm_rlhf.training.batch import collate
-from slurm_rlhf.training.dropout import RANDOM
-from slurm_rlhf.training.export import save_hf
+from slurm_rlhf.training.forward_fixes import RANDOM
 from slurm_rlhf.training.frozen_models import FrozenPolicy
 from slurm_rlhf.training.models import PolicyModule, load_critic, load_policy
-from slurm_rlhf.training.parameters import full_parameters
+from slurm_rlhf.training.parameters import full_parameters, save_hf
 
 FP32 = Ds(param_dtype="fp32")
 MAX_LEN = 64

@@ -16,10 +16,9 @@ from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.records import Experience
 from slurm_rlhf.training.batch import collate, per_action
-from slurm_rlhf.training.export import save_hf
 from slurm_rlhf.training.frozen_models import FrozenPolicy
 from slurm_rlhf.training.models import load_critic, load_policy
-from slurm_rlhf.training.parameters import describe, full_parameters
+from slurm_rlhf.training.parameters import describe, full_parameters, save_hf
 
 FP32 = Ds(param_dtype="fp32")
 CPU = torch.device("cpu")
@@ -135,7 +134,7 @@ def test_export_loads_with_transformers_and_keeps_tied_embeddings_tied(models: P
 
 def test_parameters_for_sync_are_described_in_their_order_and_tied_ones_once(models: Path) -> None:
     model = load_policy(models / "qwen2", Ds(param_dtype="bf16"), 100).model
-    told = [[name, list(tensor.shape), "bfloat16"] for name, tensor in full_parameters(model)]
+    told = [(name, list(tensor.shape), "bfloat16") for name, tensor in full_parameters(model)]
     assert describe(model, torch.bfloat16) == told
     assert {name for name, _, _ in told} == set(load_file(models / "qwen2" / "model.safetensors"))
 

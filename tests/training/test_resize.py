@@ -207,8 +207,7 @@ def test_loading_is_exact_whatever_the_number_of_ranks(out: Path, case: dict[str
 
 @pytest.mark.timeout(400)
 def test_a_checkpoint_of_another_model_or_with_a_missing_file_is_refused(out: Path, tmp_path: Path) -> None:
-    from slurm_rlhf.training.optimizer_state import Fragment
-    from slurm_rlhf.training.shard_files import ShardReader
+    from slurm_rlhf.training.optimizer_state import Fragment, ShardReader
 
     whole, torn = out / f"{name(CASES[1])}.from3", tmp_path / "torn"
     shutil.copytree(whole, torn)

@@ -139,7 +139,7 @@ def test_which_directory_the_critic_starts_from(models: Path) -> None:
 
 
 def test_statistics_of_a_reward_model(models: Path, tmp_path: Path) -> None:
-    from slurm_rlhf.config.reward import reward_statistics
+    from slurm_rlhf.config.check import reward_statistics
     from slurm_rlhf.rewards.model import reward_scale
 
     assert reward_statistics(str(models / "openrlhf")) == (0.5, 2.0)

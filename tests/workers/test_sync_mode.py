@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import GenerateBatch, PackedPrompts, PromptTokens, SyncReport, SyncUpdateRequest
+from slurm_rlhf.control.calls import GenerateBatch, PackedPrompts, PromptTokens, SyncUpdateRequest
 from slurm_rlhf.control.codec import decode, encode
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.records import Sampling, Trajectory, VersionSpan
+from slurm_rlhf.records import Sampling, SyncReport, Trajectory, VersionSpan
 from slurm_rlhf.rollout.engine import Gauges
 from slurm_rlhf.workers.engine_leader import EngineLeader
 from slurm_rlhf.workers.worker import RankInfo
@@ -71,12 +71,12 @@ class Arrived:
     def __init__(self, broken: int = 0) -> None:
         self.broken = broken
 
-    def receive(self, version: int, load: Any) -> dict[str, Any]:
+    def receive(self, version: int, load: Any) -> SyncReport:
         self.broken -= 1
         if self.broken >= 0:
-            return {"broken": "somebody died"}
+            return SyncReport(broken="somebody died")
         load(iter([]), version)
-        return {"checksum_s": 0.0}
+        return SyncReport()
 
 
 def _trajectory(key: tuple[int, int], versions: list[int]) -> Trajectory:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from slurm_rlhf.errors import SyncError
-from slurm_rlhf.listing import shortened
+from slurm_rlhf.errors import SyncError, shortened
 
 if TYPE_CHECKING:
     from torch import Tensor

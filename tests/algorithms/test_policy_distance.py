@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from slurm_rlhf.algorithms.kl import KLController, approx_kl
+from slurm_rlhf.algorithms.policy_distance import KLController, approx_kl
 from slurm_rlhf.errors import CheckpointError, ConfigError, RunError
 
 

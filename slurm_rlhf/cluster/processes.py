@@ -1,17 +1,19 @@
-"""Record which process works on a run directory: a small file for commands that look for its job."""
+"""Know the processes of a run: the conductor that works on a run directory, and what ties a process to its parent."""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import signal
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slurm_rlhf.atomic_write import write_atomically
 from slurm_rlhf.cluster.slurm_environment import read_slurm
+from slurm_rlhf.run_directory import write_atomically
 
 SESSION_FILE = "session.json"
 """Name of the file in the run directory."""
@@ -54,3 +56,24 @@ def read_session(run_dir: Path) -> Session | None:
 def attach_line(job_id: str, node: str) -> str:
     """Return the command that opens a shell on `node`, beside the steps of the job."""
     return f"srun --jobid={job_id} --overlap --pty --nodes=1 --nodelist={node} bash"
+
+
+STORE_FD = "SLURM_RLHF_STORE_FD"
+"""Variable with the number of the socket on which the first rank of a role opens the store of the role."""
+
+KEYS = "SLURM_RLHF_RUN_KEYS"
+"""Variable with the keys of the run, where they are not read from the run directory."""
+
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send this process signal `number` when the thread that started it ends.
+
+    If the parent has ended already, this process exits at once. `parent` is the process id of the parent at the time
+    when this process was started. The setting survives exec.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        os._exit(1)
