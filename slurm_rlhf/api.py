@@ -40,7 +40,7 @@ def train(
     Raises SlurmRlhfError: UserError for what the message says how to mend, RunError when the run broke.
     """
     from slurm_rlhf.cli.train import train_here
-    from slurm_rlhf.launch.mpi.environment import launched
+    from slurm_rlhf.launch.mpi.assignment import launched
 
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("slurm_rlhf.train listens for signals: call it in the main thread of its process")

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from slurm_rlhf.control.call_spec import call
+from slurm_rlhf.control.declarations import call
 from slurm_rlhf.records import (
     F32,
     I32,

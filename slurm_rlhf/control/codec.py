@@ -2,7 +2,7 @@
 
 What travels: None, bool, int, float, str, bytes, list, tuple (arrives as a list), dict with str or int keys, numpy
 arrays of any dtype but object and structured ones, numpy numbers (arrive as Python numbers) and dataclasses (arrive as
-the dict of their fields; `record_reader` makes records of them). Nothing that is decoded is ever executed, and whatever
+the dict of their fields; `declarations` makes records of them). Nothing that is decoded is ever executed, and whatever
 does not decode raises WireError.
 """
 

@@ -13,10 +13,22 @@ import zmq
 
 from slurm_rlhf.control.auth import Authenticator, RunKeys
 from slurm_rlhf.control.codec import Buffer, decode
+from slurm_rlhf.control.declarations import read
 from slurm_rlhf.control.io_thread import Heartbeat, ListeningClock, Part, Wakeup, make_socket
-from slurm_rlhf.control.messages import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, Failure, body, unpack
-from slurm_rlhf.control.record_reader import read
-from slurm_rlhf.control.roster import Call, Hello, Peer, PendingCalls, Roster
+from slurm_rlhf.control.messages import (
+    MAIN_LANE,
+    NUMBERED,
+    PULSE_LANE,
+    Call,
+    Envelope,
+    Failure,
+    Hello,
+    Peer,
+    PendingCalls,
+    Roster,
+    body,
+    unpack,
+)
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol
 
 from slurm_rlhf.control.calls import EngineCalls, GenerateAnswer, GenerateBatch, PackedPrompts, PromptTokens
-from slurm_rlhf.control.handles import EngineHandle
+from slurm_rlhf.control.server import EngineHandle
 from slurm_rlhf.controller.engine_pool import EnginePool
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 

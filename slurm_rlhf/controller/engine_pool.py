@@ -20,7 +20,7 @@ from slurm_rlhf.control.calls import (
     SyncGroupRequest,
     SyncUpdateRequest,
 )
-from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
+from slurm_rlhf.control.server import EngineHandle, RoleHandle, gather
 from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.errors import CallTimeout, RemoteError, SyncError
 from slurm_rlhf.records import ParameterSpec, StoreAddress, SyncConnection

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from slurm_rlhf.algorithms.batching import assemble, shards
+from slurm_rlhf.algorithms.batching import assemble
 from slurm_rlhf.algorithms.policy_distance import ages
 from slurm_rlhf.algorithms.reward_scale import clip_warning
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import ActorCalls, ForwardBatch, SelfCheckAnswer
-from slurm_rlhf.control.handles import RoleHandle, gather
+from slurm_rlhf.control.server import RoleHandle, gather, send_shards
 from slurm_rlhf.controller.verdicts import (
     PROMPT_SHARES,
     REWARD_SHARES,
@@ -160,9 +160,9 @@ class SelfCheck:
     def _repeated(self, exp: Experience) -> list[Verdict]:
         """Have the actor compute some sequences of the batch twice, in eval mode, and alone."""
         chosen = few(exp, self.actor.world)
-        parts = shards(chosen, self.actor.world, self.config.train.max_tokens_per_gpu)
-        batches = [ForwardBatch(part.experience, part.micro) for part in parts]
-        answers = gather(self.actor.start_each(ActorCalls.self_check, batches))
+        budget = self.config.train.max_tokens_per_gpu
+        parts, calls = send_shards(self.actor, ActorCalls.self_check, ForwardBatch, chosen, budget)
+        answers = gather(calls)
         found: dict[str, F32] = {
             field.name: assemble(chosen, parts, [getattr(answer, field.name) for answer in answers])
             for field in fields(SelfCheckAnswer)

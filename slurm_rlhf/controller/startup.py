@@ -14,7 +14,7 @@ from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, ROLLOUT, algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import StartAnswer, StartCalls, StartRequest
-from slurm_rlhf.control.handles import EngineHandle, gather
+from slurm_rlhf.control.server import EngineHandle, gather
 from slurm_rlhf.controller.colocation import Colocation
 from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.controller.engine_pool import EnginePool, WeightSync

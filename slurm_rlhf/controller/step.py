@@ -16,16 +16,17 @@ Optimization (2017); Ouyang et al., Training language models to follow instructi
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from slurm_rlhf.algorithms.advantages import estimate
-from slurm_rlhf.algorithms.batching import Shard, assemble, mini_batches, shards
+from slurm_rlhf.algorithms.batching import Shard, assemble, mini_batches
 from slurm_rlhf.algorithms.losses import loss_weights
 from slurm_rlhf.algorithms.packed import response_sums
 from slurm_rlhf.algorithms.policy_distance import KLController, approx_kl
@@ -35,7 +36,7 @@ from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import CriticCalls, ForwardBatch, LogprobCalls, TrainBatch, TrainerCalls
-from slurm_rlhf.control.handles import RoleHandle, gather
+from slurm_rlhf.control.server import RoleHandle, gather, send_shards
 from slurm_rlhf.controller.colocation import Colocation
 from slurm_rlhf.controller.dispatch import Ahead, Batch, Batches, Dispatcher, OnDemand
 from slurm_rlhf.controller.engine_pool import EnginePool
@@ -50,7 +51,7 @@ from slurm_rlhf.rewards.values import Rewards
 
 Metrics = dict[str, float]
 
-COLUMNS: tuple[tuple[str, Any, str], ...] = (
+COLUMNS: tuple[tuple[str, Callable[[Any, ForwardBatch], F32], str], ...] = (
     (ACTOR, LogprobCalls.logprobs, "logprobs"),
     (REFERENCE, LogprobCalls.logprobs, "ref_logprobs"),
     (CRITIC, CriticCalls.values, "values"),
@@ -166,9 +167,8 @@ class Step:
         running: list[tuple[str, list[Shard], list[Future[F32]]]] = []
         for role, method, column in COLUMNS:
             if role in self.roles:
-                handle = self.roles[role]
-                parts = shards(experience, handle.world, self.config.train.forward_tokens)
-                calls = handle.start_each(method, [ForwardBatch(part.experience, part.micro) for part in parts])
+                budget = self.config.train.forward_tokens
+                parts, calls = send_shards(self.roles[role], method, ForwardBatch, experience, budget)
                 self._one_at_a_time(calls)
                 running.append((column, parts, calls))
         for column, parts, calls in running:
@@ -232,11 +232,9 @@ class Step:
                 if weights is not None:
                     batch.columns["loss_weights"] = weights
                 for role in trained:
-                    handle = self.roles[role]
-                    parts = shards(batch, handle.world, train.max_tokens_per_gpu)
-                    denominator = weighed if role == ACTOR else tokens
-                    batches = [TrainBatch(part.experience, part.micro, denominator) for part in parts]
-                    calls = handle.start_each(TrainerCalls.train_step, batches)
+                    request = partial(TrainBatch, denominator=weighed if role == ACTOR else tokens)
+                    handle, budget = self.roles[role], train.max_tokens_per_gpu
+                    _, calls = send_shards(handle, TrainerCalls.train_step, request, batch, budget)
                     self._one_at_a_time(calls)
                     pending.append((role, tokens, calls))
         return [Trained(role, tokens, gather(calls)) for role, tokens, calls in pending]

@@ -15,10 +15,8 @@ from typing import Any
 from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
-from slurm_rlhf.control.handles import EngineHandle, RoleHandle
-from slurm_rlhf.control.messages import FAILURE, TERMINATION
-from slurm_rlhf.control.roster import Peer
-from slurm_rlhf.control.server import ControlServer
+from slurm_rlhf.control.messages import FAILURE, TERMINATION, Peer
+from slurm_rlhf.control.server import ControlServer, EngineHandle, RoleHandle
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError
 from slurm_rlhf.launch.launcher import Ended, Launcher
 from slurm_rlhf.observe.log_tail import first_failure, tail

@@ -1,8 +1,8 @@
 """Start the processes of a run, on one machine, under Slurm or under MPI, and submit runs as jobs.
 
-What lives here: `launcher` (the protocol), `local`, `slurm` with `srun` and `node`, `mpi/` (all of MPI); `step_spec`
-and `node_environment` (what a role's processes are started with), `child_process`; `preflight`, `probe` and
-`accelerators` (checks before a start); `requeue` and `successor` (the next job of a run); `submitit_job`; `container`.
+What lives here: `launcher` (the protocol, and one machine), `slurm` with `srun` and `node`, `mpi/` (all of MPI);
+`step_spec` (what a role's processes are started with), `child_process`; `preflight`, `probe` and `accelerators` (checks
+before a start); `requeue` (the next job of a run); `submitit_job`.
 
 May import: the base modules, `config`, `placement` and `cluster`. mpi4py only in `mpi/communicator`, submitit only in
 `submitit_job`, both inside functions.

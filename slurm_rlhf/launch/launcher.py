@@ -1,11 +1,24 @@
-"""Define what a launcher does: the seam between the conductor and local processes, srun steps or MPI ranks."""
+"""Define what a launcher does, the seam between the conductor and the roles' processes, and start roles on one machine.
+
+The other launchers: `launch.slurm` (srun steps) and `launch.mpi.launcher` (MPI ranks).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
+
+from slurm_rlhf.launch.child_process import exit_text, start_child
+from slurm_rlhf.launch.node import visible_gpus, without_gpu_choice
+from slurm_rlhf.launch.step_spec import StepSpec, torchrun_command
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.polling import wait_until
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,3 +52,62 @@ class Launcher(Protocol):
 
         done: the ranks said that they have closed what they hold, and are leaving.
         """
+
+
+@dataclass(slots=True)
+class _Started:
+    role: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    reported: bool = False
+
+
+class LocalLauncher:
+    """Start torchruns as children of this process; implements `launch.launcher.Launcher`."""
+
+    def __init__(self, run_dir: Path, ranks: RankMap) -> None:
+        self._run_dir = run_dir
+        self._ranks = ranks
+        self._node = ranks.topology.nodes[0].name
+        self._started: list[_Started] = []
+
+    @property
+    def address(self) -> str:
+        return "127.0.0.1"
+
+    def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
+        log = self._run_dir / "logs" / f"{role}.{self._node}.torchrun.log"
+        spec = StepSpec(role, str(self._run_dir), f"{self._run_dir.name}.{os.getpid()}", arguments, environment)
+        command = torchrun_command(spec, self._ranks, self._node, str(self._run_dir / ".control" / "torchrun"))
+        # The devices in the rank map are those that CUDA_VISIBLE_DEVICES gave this process; there is no step to ask.
+        gpus = visible_gpus(self._ranks.topology, self._node, self._ranks.roles[role][0].gpus, {})
+        variables = {**without_gpu_choice(os.environ), **environment[self._node], **gpus}
+        self._started.append(_Started(role, start_child(command, log, variables), log))
+
+    def ended(self) -> list[Ended]:
+        news = []
+        for item in self._started:
+            code = item.process.poll()
+            if code is not None and not item.reported:
+                item.reported = True
+                news.append(Ended(item.role, self._node, exit_text(code), item.log))
+        return news
+
+    def stop(self, done: bool, grace_s: float) -> None:
+        if not done:
+            self._signal(signal.SIGTERM)
+            self._wait_gone(grace_s)
+        # If all ranks are done, ending torchrun gently would only cost seconds. Its workers are sessions of their own,
+        # but the kernel ends them with their parent.
+        self._signal(signal.SIGKILL)
+        for item in self._started:
+            item.process.wait()
+
+    def _wait_gone(self, seconds: float) -> None:
+        wait_until(lambda: not any(item.process.poll() is None for item in self._started), seconds, 0.02, 0.02)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for item in self._started:
+            if item.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(item.process.pid, number)

@@ -15,9 +15,8 @@ from typing import Any
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError, shortened, shortened_lines
 from slurm_rlhf.launch.accelerators import Wanted, judge_accelerators
-from slurm_rlhf.launch.container import HOST, Container
 from slurm_rlhf.launch.probe import equipment, versions
-from slurm_rlhf.launch.srun import Step, step_command, step_environment
+from slurm_rlhf.launch.srun import HOST, Container, Step, step_command, step_environment
 
 _TIMEOUT_S = 60.0
 NOTHING = Wanted({})

@@ -13,10 +13,9 @@ from pathlib import Path
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
 from slurm_rlhf.config.roles import ROLES, role_order
-from slurm_rlhf.launch.container import HOST, Container
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node import RANK_MAP
-from slurm_rlhf.launch.srun import RunningStep, Step
+from slurm_rlhf.launch.srun import HOST, Container, RunningStep, Step
 from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU

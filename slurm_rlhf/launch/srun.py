@@ -1,4 +1,4 @@
-"""Run one step of the job: its `srun` command line, and the child process that runs it."""
+"""Run one step of the job: its `srun` command line, the container its ranks are in, and the child process of it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurm_rlhf.config.keys import all_keys, get
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.launch.child_process import exit_text, start_child
 
 _OPTION_NAMES = """
@@ -155,3 +158,44 @@ class RunningStep:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
+
+
+PYXIS = "pyxis"
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """Say where Python runs on the nodes: by default outside any container, with the conductor's own interpreter."""
+
+    image: str = ""
+    runtime: str = ""  # apptainer, singularity, pyxis
+    mounts: tuple[str, ...] = ()  # host path, or host path:path inside
+    python: str = sys.executable
+
+    def command(self, module: str, *arguments: str, gpus: bool) -> list[str]:
+        """Return the command that runs `module` on a node; `gpus`: make them visible in the container."""
+        inner = [self.python, "-m", module, *arguments]
+        if self.runtime in ("", PYXIS):
+            return inner
+        binds = [f"--bind={mount}" for mount in self.mounts]
+        return [self.runtime, "exec", *(["--nv"] if gpus else []), *binds, self.image, *inner]
+
+    def step_options(self) -> tuple[str, ...]:
+        """Return the options of srun itself: pyxis is a plugin of it, which makes GPUs visible by itself."""
+        if self.runtime != PYXIS:
+            return ()
+        mounts = ",".join(mount if ":" in mount else f"{mount}:{mount}" for mount in self.mounts)
+        return (f"--container-image={self.image}", f"--container-mounts={mounts}")
+
+
+HOST = Container()
+
+
+def container_of(config: Config) -> Container:
+    """Read the keys `slurm.container...`. Mounts the run directory, the models and what the user adds."""
+    slurm = config.slurm
+    if not slurm.container:
+        return HOST
+    own = [config.run_dir, *(get(config, name) for name in all_keys() if name.endswith(".model_name_or_path"))]
+    mounts = tuple(dict.fromkeys([*filter(None, own), *slurm.container_mounts]))
+    return Container(slurm.container, slurm.container_runtime, mounts, slurm.container_python)

@@ -9,12 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from slurm_rlhf.algorithms.batching import shards
 from slurm_rlhf.algorithms.reward_scale import FixedScale, RewardScale, RunningScale
 from slurm_rlhf.config.check import reward_statistics
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import ForwardBatch, RewardCalls
-from slurm_rlhf.control.handles import RoleHandle, gather
+from slurm_rlhf.control.server import RoleHandle, gather, send_shards
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.records import Prompt, Trajectory, pack
 from slurm_rlhf.rewards.function import RewardFunction
@@ -36,10 +35,10 @@ class ModelRewards:
         """
         experience = pack(trajectories, [0.0] * len(trajectories))
         # An evaluation may have any number of responses, and ranks need equally many: the last fills up.
-        count, ranks = len(experience), self._role.world
-        filled = [*range(count), *[count - 1] * (-count % ranks)]
-        parts = shards(experience.select(filled), ranks, self._max_tokens)
-        calls = self._role.start_each(RewardCalls.score, [ForwardBatch(part.experience, part.micro) for part in parts])
+        count = len(experience)
+        filled = [*range(count), *[count - 1] * (-count % self._role.world)]
+        whole = experience.select(filled)
+        parts, calls = send_shards(self._role, RewardCalls.score, ForwardBatch, whole, self._max_tokens)
         scores = np.full(len(filled), np.nan, dtype=np.float32)
         for part, answer in zip(parts, gather(calls), strict=True):
             scores[part.indices] = answer

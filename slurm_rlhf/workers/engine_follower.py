@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import SyncGroupRequest
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.record_reader import read
+from slurm_rlhf.control.declarations import read
 from slurm_rlhf.records import SyncConnection
 from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.tp_group import engine_store

@@ -9,9 +9,9 @@ from functools import partial
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.call_spec import calls_of
 from slurm_rlhf.control.calls import DeviceReport, RankCalls
 from slurm_rlhf.control.client import ControlClient
+from slurm_rlhf.control.declarations import calls_of
 from slurm_rlhf.control.messages import Request
 from slurm_rlhf.errors import RunError
 

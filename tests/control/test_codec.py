@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 
 from slurm_rlhf.control import codec
 from slurm_rlhf.control.codec import INLINE_BYTES, decode, encode
-from slurm_rlhf.control.record_reader import read
+from slurm_rlhf.control.declarations import read
 from slurm_rlhf.errors import WireError
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
 

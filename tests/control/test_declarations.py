@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 import slurm_rlhf
 from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control import calls
-from slurm_rlhf.control.call_spec import call, calls_of, spec_of
 from slurm_rlhf.control.calls import RankCalls
 from slurm_rlhf.control.codec import decode, encode
-from slurm_rlhf.control.record_reader import read, reader
+from slurm_rlhf.control.declarations import call, calls_of, read, reader, spec_of
 from slurm_rlhf.errors import RunError, WireError
 from slurm_rlhf.records import Experience, ParameterSpec, Sampling, Trajectory, VersionSpan, pack
 
@@ -166,7 +165,7 @@ def test_records_of_the_run_arrive_as_they_were() -> None:
 
 PROGRAM = """
 from slurm_rlhf.control.calls import ActorCalls, CriticCalls, ForwardBatch, TrainBatch
-from slurm_rlhf.control.handles import RoleHandle
+from slurm_rlhf.control.server import RoleHandle
 from slurm_rlhf.records import F32
 
 def step(actor: RoleHandle[ActorCalls], forward: ForwardBatch, train: TrainBatch) -> None:

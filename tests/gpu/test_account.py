@@ -24,7 +24,7 @@ from slurm_rlhf.control.calls import (
     GenerateBatch,
     PackedPrompts,
 )
-from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
+from slurm_rlhf.control.server import EngineHandle, RoleHandle, gather
 from slurm_rlhf.controller.dispatch import Batch, OnDemand
 from slurm_rlhf.controller.gpu_account import GpuAccount, StepFlops, slots_of
 from slurm_rlhf.controller.loop import TrainingLoop

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors", "algorithms"},
     "data": BASE,
     "algorithms": {"records", "errors", "user_files"},
-    "control": BASE,
+    "control": BASE | {"algorithms"},
     "rewards": BASE | {"algorithms", "control"},
     "placement": BASE,
     "cluster": BASE | {"placement"},

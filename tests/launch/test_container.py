@@ -9,10 +9,9 @@ from golden_files import LOGS, assert_golden, lines, ranks
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.launch.container import HOST, container_of
 from slurm_rlhf.launch.preflight import judge
 from slurm_rlhf.launch.slurm import role_step
-from slurm_rlhf.launch.srun import step_command
+from slurm_rlhf.launch.srun import HOST, container_of, step_command
 
 
 def config(runtime: str) -> Config:

@@ -9,7 +9,7 @@ import pytest
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
-from slurm_rlhf.launch.mpi.environment import Launched, Process, check_world, launched, place_processes
+from slurm_rlhf.launch.mpi.assignment import Launched, Process, check_world, launched, place_processes
 
 STEP = {
     "SLURM_JOB_ID": "7",

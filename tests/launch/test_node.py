@@ -12,7 +12,7 @@ import pytest
 
 from slurm_rlhf.cluster.network import address_towards, interface_of
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.launch.node_environment import node_environment, take_cache, visible_gpus
+from slurm_rlhf.launch.node import node_environment, take_cache, visible_gpus
 from slurm_rlhf.launch.slurm import ATTEMPTS, ephemeral_start, rendezvous_port
 from slurm_rlhf.placement.topology import CPU, Node, Topology
 
@@ -86,7 +86,7 @@ def test_fewer_devices_in_the_step_than_the_map_uses() -> None:
 HOLD = """
 import sys
 from pathlib import Path
-from slurm_rlhf.launch.node_environment import take_cache
+from slurm_rlhf.launch.node import take_cache
 print(take_cache("other", Path(sys.argv[1])), flush=True)
 import os
 os.execvp("sleep", ["sleep", "60"])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from slurm_rlhf.cluster.stop import immune, termination
-from slurm_rlhf.launch.successor import split_command, successor, successor_environment
+from slurm_rlhf.launch.requeue import split_command, successor, successor_environment
 
 SHOWN = """JobId=41 JobName=my job
    UserId=root(0) GroupId=root(0) MCS_label=N/A

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from slurm_rlhf.control.codec import decode, encode
-from slurm_rlhf.control.record_reader import read
+from slurm_rlhf.control.declarations import read
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.records import Experience, Prompt, Trajectory, pack
 from slurm_rlhf.rewards.function import ARGUMENTS, RewardFunction

@@ -33,7 +33,7 @@ from slurm_rlhf.control.calls import (
     StartRequest,
     WakeUpRequest,
 )
-from slurm_rlhf.control.handles import EngineHandle
+from slurm_rlhf.control.server import EngineHandle
 from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.errors import RemoteError, RunError
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Prompt, Sampling, Trajectory

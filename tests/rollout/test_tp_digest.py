@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from slurm_rlhf.control.codec import decode, encode
-from slurm_rlhf.control.record_reader import read
+from slurm_rlhf.control.declarations import read
 from slurm_rlhf.records import Sampling
 from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.tp_engine import TpDigest

@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.call_spec import call
 from slurm_rlhf.control.calls import RankCalls
 from slurm_rlhf.control.codec import decode
+from slurm_rlhf.control.declarations import call
 from slurm_rlhf.control.messages import Request
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.workers.worker import RankInfo, Worker

@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from slurm_rlhf.errors import CallTimeout, ConfigError
-from slurm_rlhf.launch.mpi.environment import Launched, check_world
+from slurm_rlhf.launch.mpi.assignment import Launched, check_world
 from slurm_rlhf.polling import wait_until
 
 _POLL_S = 0.01

@@ -1,21 +1,95 @@
-"""Make the records, lists and arrays that a call declares of what the codec has decoded.
+"""Declares calls, and makes the records, lists and arrays that they declare of what the codec has decoded.
 
-A dataclass travels as the map of its fields, a named tuple as the list of its values. Everything but the declared
-type is refused with a WireError that names the record and the field. Nothing is converted silently, except an
-int where a float is declared.
+A call is a method with the decorator `call`, whose argument is a record. A dataclass travels as the map of its fields,
+a named tuple as the list of its values. Everything but the declared type is refused with a WireError that names the
+record and the field. Nothing is converted silently, except an int where a float is declared.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import types
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from slurm_rlhf.errors import WireError
+from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.errors import RunError, WireError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_DEADLINE = "__deadline__"
+
+
+@dataclass(frozen=True, slots=True)
+class CallSpec:
+    """Holds the declaration of a call."""
+
+    name: str
+    deadline: str  # a field of config.schema_cluster.Timeout
+    argument: Any  # its record; None: it takes no argument
+    result: Any
+
+    def seconds(self, timeout: Timeout) -> float:
+        """Return how long the call may take."""
+        limit: float = getattr(timeout, self.deadline)
+        return limit
+
+    def read_argument(self, fields: dict[str, Any]) -> Any:
+        """Make the argument from the map of its fields. Raises WireError."""
+        return read(self.argument, fields, f"the argument of {self.name}")
+
+    def read_result(self, value: Any) -> Any:
+        """Make the result from what has arrived. Raises WireError."""
+        return read(self.result, value, f"the result of {self.name}")
+
+
+def call(*, deadline: str) -> Callable[[F], F]:
+    """Declare a method as a call that may take `deadline`, a field of `config.schema_cluster.Timeout`."""
+    known = [field.name for field in fields(Timeout)]
+    if deadline not in known:
+        raise TypeError(f"{deadline!r} is no deadline; the fields of Timeout: {', '.join(known)}")
+
+    def declare(method: F) -> F:
+        setattr(method, _DEADLINE, deadline)
+        method.__isabstractmethod__ = True  # type: ignore[attr-defined]
+        return method
+
+    return declare
+
+
+@cache
+def spec_of(method: Callable[..., Any]) -> CallSpec:
+    """Return the declaration of a method. Raises RunError for a function that `call` has not declared."""
+    deadline = getattr(method, _DEADLINE, None)
+    if deadline is None:
+        raise RunError(f"{getattr(method, '__qualname__', method)} is not declared as a call; see control/calls.py")
+    hints = get_type_hints(method)
+    result = hints["return"]
+    if get_origin(result) is Future:
+        (result,) = get_args(result)
+    parameters = list(inspect.signature(method).parameters)[1:]
+    if len(parameters) > 1:
+        raise RunError(f"{method.__qualname__} has {len(parameters)} arguments; a call has one at most, a record")
+    argument = hints[parameters[0]] if parameters else None
+    return CallSpec(method.__name__, deadline, argument, result)
+
+
+@cache
+def calls_of(role: type[Any]) -> dict[str, CallSpec]:
+    """Map the names of all calls of a class and of its bases to their declarations."""
+    declared: dict[str, Any] = {}
+    for base in role.__mro__:
+        for name, member in vars(base).items():
+            if hasattr(member, _DEADLINE):
+                declared.setdefault(name, member)
+    return {name: spec_of(member) for name, member in declared.items()}
+
 
 Reader = Callable[[Any], Any]
 
