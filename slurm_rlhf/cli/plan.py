@@ -157,8 +157,8 @@ def transfer_json(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> 
         "seconds": _seconds(found, network_gbits, inside_gbits),
         "network_gbits": network_gbits,
         "inside_gbits": inside_gbits,
-        "actor_sent": {str(rank): sent for rank, sent in enumerate(sent[:actors])},
-        "engine_sent": {str(rank): sent for rank, sent in enumerate(sent[actors:])},
+        "actor_sent": {str(rank): count for rank, count in enumerate(sent[:actors])},
+        "engine_sent": {str(rank): count for rank, count in enumerate(sent[actors:])},
         "engine_received": {str(rank - actors): round(found.received[rank]) for rank in engines},
         "links": {
             node: {"out": round(found.out.get(node, 0)), "into": round(found.into.get(node, 0))}
