@@ -63,12 +63,12 @@ import logging
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from slurm_rlhf.records import Sampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def import_vllm() -> None:
@@ -328,7 +328,6 @@ def tp_executor(identity: str, started: Callable[[], object]) -> Any:
 # --- new weights -----------------------------------------------------------------------------------------------------
 
 
-@torch.no_grad()
 def reload_weights(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]]) -> set[str] | None:
     """Load `weights`, named as in a saved model, into `model` in place; errors of `weights` go through.
 
@@ -336,6 +335,7 @@ def reload_weights(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]
     copied into the tensors they had, which CUDA graphs and kernels keep. It holds a layer's incoming tensors until the
     layer is complete. Returns the names that the model's loader says it has loaded; None: it keeps no account.
     """
+    import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -343,7 +343,7 @@ def reload_weights(model: Any, config: Any, weights: Iterable[tuple[str, Tensor]
     # must be sent is checked where it is known, in `expected_weights`.
     logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
     _unpack_experts(model)
-    with set_current_vllm_config(config):
+    with torch.no_grad(), set_current_vllm_config(config):
         initialize_layerwise_reload(model)
         try:
             loaded: set[str] | None = model.load_weights(weights)
