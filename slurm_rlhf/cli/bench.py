@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import importlib
 import json
 import os
@@ -11,6 +10,7 @@ import sys
 from typing import Any, Protocol
 
 from slurm_rlhf.bench.options import BENCHES, Given, read
+from slurm_rlhf.cli.main import unknown
 from slurm_rlhf.errors import ConfigError
 
 USAGE = "usage: slurm-rlhf bench NAME [FILE.toml] [--KEY=VALUE ...] [--OPTION=VALUE ...] [--json]"
@@ -39,9 +39,7 @@ class Bench:
         """Run the bench that the first word names. Raises ConfigError, and what the bench raises."""
         if not words or words[0] not in BENCHES:
             name = words[0] if words else ""
-            near = difflib.get_close_matches(name, BENCHES, n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"bench: unknown bench {name!r}{meant} (benches: {', '.join(BENCHES)})\n{USAGE}")
+            raise ConfigError(f"bench: unknown bench {unknown(name, BENCHES)} (benches: {', '.join(BENCHES)})\n{USAGE}")
         bench = BENCHES[words[0]]
         if "-h" in words or "--help" in words:
             print(bench.help_page(), end="")

@@ -6,8 +6,8 @@ import os
 import signal
 import socket
 
-from slurm_rlhf.cli.arguments import Command
-from slurm_rlhf.cli.run_lookup import Found, find
+from slurm_rlhf.cli.main import Command
+from slurm_rlhf.cli.status import Found, find
 from slurm_rlhf.cluster.slurm_job import OVER, command
 from slurm_rlhf.cluster.stop import STOP_FILE
 from slurm_rlhf.errors import ConfigError, RunError

@@ -9,20 +9,17 @@ import json
 import os
 import socket
 import sys
-import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cli.arguments import Arguments
-from slurm_rlhf.cli.main import guarded
-from slurm_rlhf.cli.placement_report import check_memory, draw_memory, memory_on
+from slurm_rlhf.cli.main import Arguments, guarded
+from slurm_rlhf.cli.placement_report import check_memory, memory_on, print_resolved
+from slurm_rlhf.cli.train import conduct
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.processes import attach_line
-from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SlurmRlhfError
@@ -33,7 +30,6 @@ from slurm_rlhf.launch.mpi.launcher import Channel, MpiLauncher
 from slurm_rlhf.launch.mpi.rank import follow, lead
 from slurm_rlhf.launch.preflight import canary_in, judge
 from slurm_rlhf.launch.probe import answer, versions
-from slurm_rlhf.launch.requeue import continuation_of
 from slurm_rlhf.placement.rank_map import RankMap, draw
 from slurm_rlhf.placement.topology import GPU
 
@@ -70,9 +66,7 @@ def _first(world: Communicator, arguments: Arguments, start: Launched) -> int:
         return error.exit_code
     if "dry_run" in arguments.flags:
         world.broadcast(None)
-        print(dump_toml(config))
-        memory = draw_memory(config, memory_on(config, placed.ranks))
-        print(textwrap.indent(f"{draw(placed.ranks)}\n\n{memory}", "# ", lambda line: True))
+        print_resolved(config, draw(placed.ranks), memory_on(config, placed.ranks))
         return 0
     return _run(world, config, placed, arguments)
 
@@ -124,20 +118,17 @@ def _process(fields: dict[str, Any]) -> Process:
     return Process(fields["node"], tuple(fields["cpus"]), tuple(fields["gpus"]))
 
 
-def conduct(start: str, channel: int) -> int:
+def run_conductor(start: str, channel: int) -> int:
     """Run the conductor in the child of rank 0; `channel` is the socket that leads to rank 0.
 
     `start`: what rank 0 has found out, as JSON: file and overrides, rank map, address. Raises as `conductor.run`.
     """
-    from slurm_rlhf.controller import conductor
-
     file, overrides, rank_map, address = json.loads(start)
     config = load_config(Path(file), overrides)
     ranks = RankMap.from_json(rank_map)
     launcher = MpiLauncher(Channel(socket.socket(fileno=channel)), ranks, address)
-    continuation = continuation_of(config.slurm, Path(config.run_dir), os.environ)
-    return conductor.run(config, ranks, launcher, node_name(), continuation)
+    return conduct(config, ranks, launcher)
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(lambda: conduct(sys.argv[1], int(sys.argv[2]))))
+    sys.exit(guarded(lambda: run_conductor(sys.argv[1], int(sys.argv[2]))))

@@ -12,6 +12,7 @@ from slurm_rlhf.cluster.gpu_query import local_kinds
 from slurm_rlhf.cluster.resources import current_topology, process_slots
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.cluster.slurm_job import granted_types
+from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.model_directory import check_tensor_parallel
 from slurm_rlhf.config.roles import ROLLOUT, colocations
 from slurm_rlhf.config.schema import Config
@@ -113,6 +114,12 @@ def check_memory(config: Config, ranks: RankMap) -> None:
 def gpus_here(environ: Mapping[str, str] = os.environ) -> GpuSize:
     """Find the GPUs of this machine and of the allocation it is in. Blocks for up to a minute if nothing answers."""
     return found_size(local_kinds(environ), granted_types(environ))
+
+
+def print_resolved(config: Config, layout: str, memory: Memory) -> None:
+    """Print what --dry_run shows: the configuration, then the drawn `layout` and the memory as comments."""
+    print(dump_toml(config))
+    print(textwrap.indent(f"{layout}\n\n{draw_memory(config, memory)}", "# ", lambda line: True), flush=True)
 
 
 def draw_memory(config: Config, memory: Memory) -> str:

@@ -7,7 +7,7 @@ import math
 import sys
 from typing import Any
 
-from slurm_rlhf.cli.arguments import Command, parse
+from slurm_rlhf.cli.main import Command, parse
 from slurm_rlhf.cli.placement_report import (
     draw_layout,
     draw_memory,

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from dataclasses import fields
 from pathlib import Path
 
-from slurm_rlhf.cli.arguments import Command, parse
+from slurm_rlhf.cli.main import Command, parse
 from slurm_rlhf.cli.placement_report import (
     check_memory,
     draw_layout,
-    draw_memory,
     layout_here,
     layout_somewhere,
     memory_of,
     memory_on,
+    print_resolved,
     require_fit,
 )
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_sft
-from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.launch.launcher import Launcher
@@ -50,8 +48,7 @@ def train(words: list[str]) -> int:
         check(config)
         layout = draw_layout(config)
         memory = memory_on(config, layout_somewhere(config))
-        print(dump_toml(config))
-        print(textwrap.indent(f"{layout}\n\n{draw_memory(config, memory)}", "# ", lambda line: True), flush=True)
+        print_resolved(config, layout, memory)
         require_fit(config, memory)
         return 0
     return train_here(config)
@@ -62,13 +59,16 @@ def train_here(config: Config) -> int:
     check(config)
     ranks = layout_here(config)
     check_memory(config, ranks)
+    return conduct(config, ranks, _launcher(config, ranks))
+
+
+def conduct(config: Config, ranks: RankMap, launcher: Launcher) -> int:
+    """Run the conductor in this process; return the exit code. Raises as `conductor.run`."""
     from slurm_rlhf.controller import conductor
     from slurm_rlhf.launch.requeue import continuation_of
 
-    launcher = _launcher(config, ranks)
-    return conductor.run(
-        config, ranks, launcher, node_name(), continuation_of(config.slurm, Path(config.run_dir), os.environ)
-    )
+    continuation = continuation_of(config.slurm, Path(config.run_dir), os.environ)
+    return conductor.run(config, ranks, launcher, node_name(), continuation)
 
 
 def _launcher(config: Config, ranks: RankMap) -> Launcher:

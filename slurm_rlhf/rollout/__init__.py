@@ -3,6 +3,6 @@
 `engine.Engine` is what a rollout rank calls; `vllm_engine` implements it on one rank and `tp_engine` on several.
 Imported by `workers` and `bench`; may import torch and, of the package, `config`, `records`, `errors`, `run_directory`,
 `observe` and `placement`. Private names and submodules of vLLM and transformers are used in `_vllm` and `_transformers`
-only, whose docstrings list them for tests/house/test_fences.py. To add an engine: a class with the methods of `Engine`
-(and of `Sleeper`, to share its accelerator), a fence `_<library>.py`, and a choice in `workers`.
+only, whose docstrings list them for tests/house/test_fences.py. To add an engine: a class with the methods of `Engine`,
+a fence `_<library>.py`, and a choice in `workers`.
 """

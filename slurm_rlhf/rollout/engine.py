@@ -120,10 +120,18 @@ class Engine(Protocol):
 
     version: int
     """The version of the policy whose weights are loaded."""
-    unfinished: int
-    """How many requests were added that no `step` has returned; `step` does nothing when it is 0."""
-    gauges: Gauges
-    """The figures after the last step."""
+
+    @property
+    def unfinished(self) -> int:
+        """Count the requests that were added and that no `step` has returned; `step` does nothing when it is 0."""
+
+    @property
+    def gauges(self) -> Gauges:
+        """Return the figures after the last step."""
+
+    @property
+    def attention(self) -> str:
+        """Name the attention kernels of the layers."""
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request: first come, first served. Returns at once.
@@ -154,23 +162,18 @@ class Engine(Protocol):
     def describe(self) -> list[ParameterSpec]:
         """Describe the parameters in Hugging Face's names and order. Returns at once."""
 
-    def close(self) -> None:
-        """Free the device and the process groups; requests in flight are dropped. Further calls are errors."""
-
-
-class Sleeper(Protocol):
-    """An engine that shares its accelerator; called between two steps by the thread that owns it. Both calls block."""
-
     def sleep(self) -> int:
         """Drop all requests and free weights and KV cache; return by how much the device's free bytes grew.
 
-        It refuses to step until `wake_up` has allocated all parts again and `load_weights` has loaded weights.
+        Called between two steps, where other roles share the accelerator (train.colocate_all). Blocks. It refuses to
+        step until `wake_up` has allocated all parts again and `load_weights` has loaded weights.
         """
-        ...
 
     def wake_up(self, part: str) -> None:
         """Allocate "weights", before `load_weights`, or "kv_cache" again. Raises RunError if the memory is not free."""
-        ...
+
+    def close(self) -> None:
+        """Free the device and the process groups; requests in flight are dropped. Further calls are errors."""
 
 
 class Meter:

@@ -32,14 +32,14 @@ class DeviceMemory:
         self.missing: set[str] = set()
 
     def release(self) -> int:
-        """See `Sleeper.sleep`."""
+        """See `Engine.sleep`."""
         before = _free_bytes()
         self.missing = set(PARTS)
         self._llm.sleep(level=_DISCARD)
         return max(0, _free_bytes() - before)
 
     def allocate(self, part: str) -> None:
-        """See `Sleeper.wake_up`."""
+        """See `Engine.wake_up`."""
         if part not in self.missing:
             raise RunError(f"the engine has its {part} already; parts that it lacks: {sorted(self.missing)}")
         try:

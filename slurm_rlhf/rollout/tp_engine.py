@@ -118,9 +118,6 @@ class TpEngine(VllmEngine):
         super().load_weights(weights, version)
         self.tp_digest.loaded(version)
 
-    def _executor_class(self) -> Any:
-        return self._executor
-
     def _sampled(self, key: str, tokens: list[int]) -> None:
         self.tp_digest.sampled(key, tokens)
 

@@ -84,9 +84,8 @@ def engine_group(place: EnginePlace, store: dist.Store, timeout_s: float) -> Ite
         )
         yield
     finally:
-        if outer is None:
-            del os.environ["GLOO_SOCKET_IFNAME"]
-        else:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+        if outer is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = outer
 
 

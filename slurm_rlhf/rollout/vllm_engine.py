@@ -21,7 +21,7 @@ from slurm_rlhf.rollout.vllm_settings import engine_config
 
 
 class VllmEngine:
-    """Implements `engine.Engine` and `engine.Sleeper` on vLLM's engine; `prepare_environment` comes first.
+    """Implements `engine.Engine` on vLLM's engine; `prepare_environment` comes first.
 
     `response_ids` are the tokens as sampled. The end-of-sequence token is among them if it was sampled, and so are the
     tokens of a stop string, the last of them whole even where the stop string ends inside it: the policy is trained on
@@ -38,6 +38,9 @@ class VllmEngine:
     The engine has a default process group of its own: here of one rank, made through a file of its own, in `tp_engine`
     of its TP ranks. torchrun's RANK and WORLD_SIZE have no effect, and engines start, fail and restart alone.
     """
+
+    _executor: Any = None
+    """Another class of executor than vLLM's choice."""
 
     def __init__(self, config: Config, engine: int = 0, version: int = 0) -> None:
         """Load the actor's model directory as policy `version`; trajectories are marked with the number `engine`.
@@ -56,7 +59,7 @@ class VllmEngine:
         # The engine collects garbage five times while it starts; the imports left none, and looking takes 0.3 s a time.
         gc.freeze()
         try:
-            self._core = EngineCore(self._config, self._executor_class())
+            self._core = EngineCore(self._config, self._executor)
         except refusals() as error:
             raise ModelError(f"vLLM cannot start on the model in {self._path}: {error}") from error
         self._active: dict[str, ActiveRequest] = {}  # by vLLM's request id
@@ -106,7 +109,9 @@ class VllmEngine:
     def step(self) -> list[Trajectory]:
         """See `Engine.step`."""
         try:
-            self._check_usable()
+            self._memory.require(WEIGHTS, KV_CACHE)
+            if self._unusable:
+                raise RunError(f"engine {self._index} has no usable weights: {self._unusable}")
             return self._step()
         except Exception:
             self.drop()
@@ -176,28 +181,19 @@ class VllmEngine:
         return [ParameterSpec(name, list(shape), dtype) for name, shape in self._shapes.items()]
 
     def sleep(self) -> int:
-        """See `Sleeper.sleep`."""
+        """See `Engine.sleep`."""
         self._forget()
         self._unusable = "it has slept, and no update came since"
         return self._memory.release()
 
     def wake_up(self, part: str) -> None:
-        """See `Sleeper.wake_up`."""
+        """See `Engine.wake_up`."""
         self._memory.allocate(part)
 
     def close(self) -> None:
         """See `Engine.close`."""
         self._active.clear()
         self._core.close()
-
-    def _executor_class(self) -> Any:
-        """Return another executor than vLLM's choice, or None."""
-        return None
-
-    def _check_usable(self) -> None:
-        self._memory.require(WEIGHTS, KV_CACHE)
-        if self._unusable:
-            raise RunError(f"engine {self._index} has no usable weights: {self._unusable}")
 
     def _sampled(self, key: str, tokens: list[int]) -> None:
         """Note the next tokens of a request."""

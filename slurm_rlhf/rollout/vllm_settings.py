@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.model_directory import check_model_directory, check_tensor_parallel
+from slurm_rlhf.config.model_directory import check_model_directory, check_tensor_parallel, read_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, ModelError
 from slurm_rlhf.rollout._vllm import can_sleep, import_model_class, platform, refusals, useful_kv_bytes, vllm_config
@@ -65,7 +64,7 @@ def engine_config(config: Config) -> Any:
             f"train.colocate_all needs vLLM's sleep mode, which it does not have on {platform().device_name}: "
             "give the engines accelerators of their own"
         )
-    for architecture in _architectures(path):
+    for architecture in read_config("actor.model_name_or_path", Path(path)).get("architectures") or []:
         import_model_class(architecture)
     args = EngineArgs(
         model=path,
@@ -102,11 +101,6 @@ def engine_config(config: Config) -> Any:
         cache = made.cache_config
         cache.kv_cache_memory_bytes = min(cache.kv_cache_memory_bytes, useful_kv_bytes(made))
     return made
-
-
-def _architectures(path: str) -> list[str]:
-    """Return the model classes that config.json names."""
-    return json.loads((Path(path) / "config.json").read_text(encoding="utf-8")).get("architectures") or []
 
 
 def asynchronous(config: Config, on_cpu: bool) -> bool | None:

@@ -58,11 +58,6 @@ def column(exp: Experience, name: str, device: torch.device) -> Tensor:
     return to_device(exp.columns[name].astype(np.float32), device)
 
 
-def action_mask(exp: Experience, device: torch.device) -> Tensor:
-    """Return the action mask of the experience, bool [A]."""
-    return to_device(exp.action_mask, device)
-
-
 def per_action(
     exp: Experience, micro: list[list[int]], device: torch.device, answer: Callable[[TokenBatch], Tensor]
 ) -> F32:

@@ -31,6 +31,9 @@ class HeadMath:
         return self.cap * (logits / self.cap).tanh() if self.cap else logits
 
 
+PLAIN_HEAD = HeadMath()
+
+
 def head_math(config: Any, where: str) -> HeadMath:
     """Read the head math of a causal language model from its Hugging Face config.
 
@@ -64,7 +67,7 @@ class LogprobHead(nn.Module):
     pass, and every rank calls the same modules in the same order, on which its prefetching relies.
     """
 
-    def __init__(self, head: nn.Module, chunk_tokens: int, head_math: HeadMath | None = None) -> None:
+    def __init__(self, head: nn.Module, chunk_tokens: int, head_math: HeadMath = PLAIN_HEAD) -> None:
         super().__init__()
         for name, parameter in head.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
@@ -95,7 +98,7 @@ def chunked_logprobs(
     chunk_tokens: int,
     *,
     entropy_grad: bool = False,
-    head_math: HeadMath | None = None,
+    head_math: HeadMath = PLAIN_HEAD,
 ) -> tuple[Tensor, Tensor]:
     """Compute log-probs of `targets` and entropies in nats, fp32 [A] each, of softmax(lm_head(hidden) / temperature).
 
@@ -119,26 +122,18 @@ def chunked_logprobs(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
+@dataclass(slots=True, eq=False)
 class _Chunk:
     """Computes log-probs and entropy of some rows; in the backward pass's second call only what has a gradient."""
 
-    def __init__(
-        self,
-        lm_head: Callable[[Tensor], Tensor],
-        temperature: float,
-        entropy_grad: bool,
-        head_math: HeadMath | None,
-    ) -> None:
-        self.lm_head = lm_head
-        self.temperature = temperature
-        self.entropy_grad = entropy_grad
-        self.head_math = head_math
-        self.entropy: Tensor | None = None  # without a gradient, once it is known
+    lm_head: Callable[[Tensor], Tensor]
+    temperature: float
+    entropy_grad: bool
+    head_math: HeadMath
+    entropy: Tensor | None = None  # without a gradient, once it is known
 
     def __call__(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.lm_head(hidden).float()
-        if self.head_math is not None:
-            logits = self.head_math(logits)
+        logits = self.head_math(self.lm_head(hidden).float())
         log_p = torch.log_softmax(logits / self.temperature, dim=-1)
         chosen = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
         if self.entropy_grad:

@@ -15,7 +15,7 @@ from slurm_rlhf.errors import ModelError
 from slurm_rlhf.training._deepspeed import is_sharded
 from slurm_rlhf.training._transformers import restore_buffers, rows_are_sequences
 from slurm_rlhf.training.forward_fixes import fix_frequencies, switch_off
-from slurm_rlhf.training.logprobs import HeadMath, LogprobHead, head_math
+from slurm_rlhf.training.logprobs import PLAIN_HEAD, HeadMath, LogprobHead, head_math
 from slurm_rlhf.training.value_head import ValueHead, head_name, load_head, take_head
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 class PolicyModule(nn.Module):
     """A causal language model that returns log-probs and entropies of response tokens, never its logits."""
 
-    def __init__(self, model: Any, chunk_tokens: int, head_math: HeadMath | None = None) -> None:
+    def __init__(self, model: Any, chunk_tokens: int, head_math: HeadMath = PLAIN_HEAD) -> None:
         super().__init__()
         self.model = model
         self.head = LogprobHead(model.get_output_embeddings(), chunk_tokens, head_math)

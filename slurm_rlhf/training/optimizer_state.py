@@ -69,11 +69,6 @@ def local_fragments(module: nn.Module, optimizer: Any, world: World) -> Iterator
             yield Fragment(name, at.start, _tensors(master, state, at.offset, at.length))
 
 
-def fragments_to_fill(module: nn.Module, optimizer: Any) -> Iterator[Fragment]:
-    """Yield all that this rank has to fill when it loads: under ZeRO-0 every parameter, else its own part."""
-    yield from local_fragments(module, optimizer, World(0, 1, HOST))
-
-
 def make_moments(optimizer: Any, steps: int) -> None:
     """Give AdamW zero moments as after `steps` steps, which it would make in its first."""
     adamw = getattr(optimizer, "optimizer", optimizer)

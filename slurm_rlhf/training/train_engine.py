@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from slurm_rlhf.training.distributed import World
 from slurm_rlhf.training.optimizer_state import (
     Fragment,
     ShardReader,
-    fragments_to_fill,
     local_fragments,
     make_moments,
     offload_optimizer,
@@ -34,14 +32,6 @@ from slurm_rlhf.training.optimizer_state import (
     sizes,
     write_shard,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class StepStats:
-    """What an optimizer step reports."""
-
-    grad_norm: float  # before clipping
-    lr: float
 
 
 class TrainEngine:
@@ -63,8 +53,11 @@ class TrainEngine:
         self._engine.set_gradient_accumulation_boundary(is_last)
         self._engine.backward(loss * self.world.size)
 
-    def step(self) -> StepStats:
-        """Clip the gradient and update. Raises RunError, and changes no parameter, if the gradient is not finite."""
+    def step(self) -> dict[str, float]:
+        """Clip the gradient and update; return `lr`, and `grad_norm` before clipping.
+
+        Raises RunError, and changes no parameter, if the gradient is not finite.
+        """
         lr = learning_rate(self.steps, self.cfg.schedule)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
@@ -74,7 +67,7 @@ class TrainEngine:
         if not math.isfinite(norm):
             self._raise_not_finite()
         self.steps += 1
-        return StepStats(norm, lr)
+        return {"lr": lr, "grad_norm": norm}
 
     def fragments(self, part: nn.Module) -> Iterator[Fragment]:
         """Yield this rank's fp32 masters of `part` of the module, named as in `part`; live memory. Not collective."""
@@ -109,7 +102,8 @@ class TrainEngine:
         if state["steps"]:
             make_moments(optimizer, state["steps"])
         reader = ShardReader(directory, self.world.rank)
-        for fragment in fragments_to_fill(self.module, optimizer):
+        alone = World(0, 1, self.world.device)  # under ZeRO-0 a rank fills every parameter, else its own part
+        for fragment in local_fragments(self.module, optimizer, alone):
             reader.fill(fragment)
         copy_masters_to_parameters(optimizer)
         self.steps = state["steps"]
@@ -170,12 +164,8 @@ def optimizer_step(
         engine.accumulate(loss, is_last=number == len(micro))
         sums = {name: sums[name] + value if name in sums else value for name, value in metrics.items()}
     stats = engine.step()
-    return _numbers(sums) | {"lr": stats.lr, "grad_norm": stats.grad_norm}
-
-
-def _numbers(sums: Metrics) -> dict[str, float]:
-    """Copy all of them from the device at once."""
-    return dict(zip(sums, torch.stack([value.double() for value in sums.values()]).tolist(), strict=True))
+    values = torch.stack([value.double() for value in sums.values()]).tolist()  # one copy from the device for all
+    return dict(zip(sums, values, strict=True)) | stats
 
 
 def _rank_file(directory: Path, rank: int) -> Path:

@@ -13,7 +13,7 @@ from slurm_rlhf.config.check import reward_statistics
 from slurm_rlhf.config.roles import CRITIC, ROLES
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.records import F32, Experience, ParameterSpec
-from slurm_rlhf.training.batch import TokenBatch, action_mask, collate, column, per_action
+from slurm_rlhf.training.batch import TokenBatch, collate, column, per_action, to_device
 from slurm_rlhf.training.deepspeed_engine import EngineConfig, Schedule, loading
 from slurm_rlhf.training.distributed import join_world, seed_rank, undisturbed
 from slurm_rlhf.training.models import DTYPES, load_critic, load_policy
@@ -106,7 +106,7 @@ class PolicyTrainer(LanguageModelTrainer):
 
     def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
         device = self.world.device
-        mask = action_mask(part, device)
+        mask = to_device(part.action_mask, device)
         logprobs, entropy = self._forward(collate(part, device))
         loss, metrics = self.policy_loss(
             PolicyInputs(
@@ -183,7 +183,7 @@ class ValueTrainer(Trainer):
             self._forward(collate(part, device)),
             column(part, "values", device),
             column(part, "returns", device),
-            action_mask(part, device),
+            to_device(part.action_mask, device),
             denominator,
             self.config.critic.value_clip,
         )

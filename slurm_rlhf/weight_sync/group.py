@@ -81,6 +81,7 @@ class SyncGroup:
         self.quiet: tuple[int, ...] = ()  # whose heartbeats stayed out during an update
         self.heartbeat: Heartbeat
         self._silence_s = joining.silence_s
+        self.dropped = threading.Event()  # its connections were closed because it failed
         self._ended = ""
         self._holds: list[GlooTransport | Backend] = []
         wanted = [name.strip() for name in joining.interface.split(",") if name.strip()]
@@ -219,6 +220,7 @@ class SyncGroup:
         """Close the connections of a group that failed, before it is known why."""
         for held in reversed(self._holds):
             held.abort()
+        self.dropped.set()
 
     def close(self) -> None:
         """Leave in peace. The members do this at the same time, after their last update."""

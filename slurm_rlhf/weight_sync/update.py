@@ -23,6 +23,7 @@ REPORT_TAG = (1 << 30) + 1
 DONE_TAG = (1 << 30) + 2
 """Tag of rank 0's message that all members have."""
 _SETTLE_S = 0.3
+_LOOK_S = 0.1
 
 log = logging.getLogger(__name__)
 
@@ -124,9 +125,9 @@ class _Reports:
     def join(self) -> None:
         """Wait for all reports. Raises TransportFailure."""
         for thread in self._threads:
-            thread.join()
-        if self._failure is not None:
-            raise self._failure
+            _join(thread, self._group)
+        if self._failure is not None or self._group.dropped.is_set():
+            raise self._failure or _given_up()
 
     def miss(self, quiet: tuple[int, ...]) -> None:
         """Say that members are not heard any more, and let go of all connections."""
@@ -169,9 +170,9 @@ class _Lead:
 
     def join(self) -> None:
         """Wait for the message. Raises TransportFailure."""
-        self._thread.join()
-        if self._failure is not None:
-            raise self._failure
+        _join(self._thread, self._group)
+        if self._failure is not None or self._group.dropped.is_set():
+            raise self._failure or _given_up()
 
     def _wait(self) -> None:
         try:
@@ -180,6 +181,16 @@ class _Lead:
         except TransportFailure as error:
             self._failure = error
             self._group.drop()
+
+
+def _join(thread: threading.Thread, group: SyncGroup) -> None:
+    """Wait for a thread that receives, or until the group has dropped its connections, which need not wake it."""
+    while thread.is_alive() and not group.dropped.is_set():
+        thread.join(_LOOK_S)
+
+
+def _given_up() -> TransportFailure:
+    return TransportFailure("the connections were given up", peer_left=False)
 
 
 def _message() -> torch.Tensor:

@@ -7,7 +7,7 @@ import sys
 import time
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import SyncGroupRequest
@@ -20,11 +20,16 @@ from slurm_rlhf.workers.engine_worker import EngineWorker, read_address
 from slurm_rlhf.workers.follower_links import WITH_ANSWER, connect_local
 from slurm_rlhf.workers.worker import RankInfo
 
+if TYPE_CHECKING:
+    from slurm_rlhf.rollout.tp_engine import TpEngine
+
 _GRACE_S = 5.0  # for the leader to report why the engine does not start, before the end of this rank does
 
 
 class EngineFollower(EngineWorker):
     """Obeys the leader. The conductor hears its heartbeats, and calls nothing but `shutdown`."""
+
+    engine: TpEngine
 
     def __init__(self, config: Config, info: RankInfo, client: ControlClient) -> None:
         super().__init__(config, info, client)
@@ -86,8 +91,7 @@ class EngineFollower(EngineWorker):
         self.engine.drop()
 
     def do_check(self) -> bytes:
-        digest: bytes = self.engine.tp_digest.digest()
-        return digest
+        return self.engine.tp_digest.digest()
 
     def do_sync_join(self, request: dict[str, Any]) -> SyncConnection:
         leader: SyncGroupRequest = read(SyncGroupRequest, request, "the group of the leader")

@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -56,6 +57,7 @@ class EngineLeader(EngineWorker, EngineCalls):
         self._after_drain: list[Request] = []
         self._halted = False  # an update broke off under responses in flight: they wait for the next update
         self.followers: FollowerLinks | None = None
+        self._settle: Callable[[], list[dict[str, Any]]] = list  # of `LeadingEngine`, where there are followers
         if self.place.tp > 1:
             self._store = engine_store(self.place, config.timeout.connect)
             self._listener = LocalListener(self.place.tp)
@@ -70,7 +72,8 @@ class EngineLeader(EngineWorker, EngineCalls):
             return StartAnswer()
         self.followers = FollowerLinks(self.place, self._accept_followers(), self._broken)
         self.followers.send([["start", {}]])
-        self.engine = LeadingEngine(self.config, self.place, self._store, self._identity, self.followers)
+        engine = LeadingEngine(self.config, self.place, self._store, self._identity, self.followers)
+        self.engine, self._settle = engine, engine.settle
         return StartAnswer()
 
     def _accept_followers(self) -> dict[int, LocalStream]:
@@ -101,9 +104,8 @@ class EngineLeader(EngineWorker, EngineCalls):
     def sync_receive(self, request: SyncUpdateRequest) -> SyncReport:
         """Take over the weights; where a follower's part broke off, that is the answer."""
         report = self.receive_weights(request.version)
-        if self.followers is not None and not report.broken:
-            theirs: list[dict[str, Any]] = self.engine.settle()
-            report = next((SyncReport(broken=word["broken"]) for word in theirs if "broken" in word), report)
+        if not report.broken:
+            report = next((SyncReport(broken=word["broken"]) for word in self._settle() if "broken" in word), report)
         self._halted = bool(self._open) and bool(report.broken)
         return report
 
@@ -113,8 +115,7 @@ class EngineLeader(EngineWorker, EngineCalls):
     def sleep(self) -> int:
         """Give up the accelerator, and drop what is in flight: its run is being stopped."""
         self._drop(RunError(f"{self.place} was told to sleep"))
-        freed: int = self.engine.sleep()
-        return freed
+        return self.engine.sleep()
 
     def wake_up(self, request: WakeUpRequest) -> None:
         self.engine.wake_up(request.part)

@@ -17,6 +17,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import SyncGroupRequest
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.records import SyncConnection, SyncReport
+from slurm_rlhf.rollout.engine import Engine
 from slurm_rlhf.rollout.tp_group import EnginePlace
 from slurm_rlhf.rollout.vllm_settings import prepare_environment
 from slurm_rlhf.weight_sync.receiver import EngineEnd
@@ -29,7 +30,7 @@ LEADER_ADDRESS = "leader_address"
 class EngineWorker(Worker):
     """Works as a TP rank of an engine. `prepare_process` comes before it is made."""
 
-    engine: Any
+    engine: Engine
 
     def __init__(self, config: Config, info: RankInfo, client: ControlClient) -> None:
         super().__init__(config, info, client)

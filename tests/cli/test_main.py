@@ -17,7 +17,7 @@ import pytest
 from slurm_rlhf import __version__
 from slurm_rlhf.cli import main as cli
 from slurm_rlhf.cli import plan
-from slurm_rlhf.cli.arguments import Command
+from slurm_rlhf.cli.main import Command
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.errors import RemoteError, RewardError, RoleDied
 

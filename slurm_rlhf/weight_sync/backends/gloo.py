@@ -28,7 +28,7 @@ _LEFT = ("closed by peer", "reset by peer", "broken pipe", "connection refused")
 
 
 class GlooPending:
-    """Wait for one send or receive of a `GlooTransport`."""
+    """Wait for one operation of gloo, which nothing but its time-out ends when its bytes have gone or come in half."""
 
     def __init__(self, work: Work, buffer: torch.Tensor) -> None:
         self._work = work
@@ -55,10 +55,15 @@ class GlooTransport:
         """Connect all ranks; the others connect to `address` of this node. Raises TransportFailure."""
         self._peers = [peer for peer in range(world) if peer != rank]
         self._group = _raising(lambda: gloo_group(PrefixStore("gloo", store), rank, world, address, timeout_s))
+        self.stop = _Stop()
+        self._sends = _worker("sync-sends")
 
-    def send(self, buffer: torch.Tensor, to: int, tag: int) -> GlooPending:
-        """Start to send to one rank. Any thread; does not block; the group's time-out counts from `wait`."""
-        return GlooPending(_raising(lambda: self._group.send([buffer], to, tag)), buffer)
+    def send(self, buffer: torch.Tensor, to: int, tag: int) -> _Counted:
+        """Start to send to one rank. Any thread; does not block; an abort wakes who waits, however much has gone."""
+        pending = GlooPending(_raising(lambda: self._group.send([buffer], to, tag)), buffer)
+        counted = _Counted(1, self.stop)
+        self._sends.put(_Sent(pending, counted))
+        return counted
 
     def receive(self, buffer: torch.Tensor, source: int, tag: int) -> GlooPending:
         """Start to receive from one rank. Any thread; does not block; the group's time-out counts from `wait`."""
@@ -67,11 +72,14 @@ class GlooTransport:
     def abort(self) -> None:
         """Fail whatever is pending, here and, because connections close, at the peers. Any thread, at any time."""
         # ProcessGroupGloo.abort() does nothing (torch 2.13). A receive that times out, however, closes every
-        # connection of its group, and with them ends whatever is pending on them, here and at the peers.
+        # connection of its group, and with them ends what is pending on them, here and at the peers; but for what is
+        # half sent or half received, which `stop` is for.
         nothing = torch.zeros(1, dtype=torch.uint8)
         for peer in self._peers:
             with suppress(RuntimeError):
                 self._group.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+        self.stop.set()
+        self._sends.put(None)
 
     def close(self) -> None:
         """Give the connections back after the last operation. Does not wait for the peers."""
@@ -98,7 +106,7 @@ class _All:
 
 
 class _Stop:
-    """End all waiting of a `Gloo`: gloo leaves a half done receive alone when its connection is closed."""
+    """End all waiting of a transport: gloo leaves what is half done alone when its connection is closed."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -111,7 +119,7 @@ class _Stop:
 
 
 class _Counted:
-    """Wait for chunks that are still to come; threads count them down, and keep what they handed on."""
+    """Wait for chunks on their way; threads count them down, and keep what they handed on."""
 
     def __init__(self, chunks: int, stop: _Stop) -> None:
         self._left = chunks
@@ -158,7 +166,7 @@ class Gloo:
         self._node = plan.layout.node(rank)
         self._transport = transport
         self._memory = memory
-        self._stop = _Stop()
+        self._stop = transport.stop
         self._threads: dict[int, SimpleQueue[_Task | None]] = {}
         self._arrivals: deque[_Counted] = deque()
         self._number = 0  # of the first bucket of this update in the shared memory
@@ -226,7 +234,6 @@ class Gloo:
         if self._memory is not None:
             self._memory.abort()
         self._transport.abort()
-        self._stop.set()
 
     def close(self) -> None:
         for queue in self._threads.values():
@@ -247,10 +254,20 @@ class Gloo:
 
     def _thread(self, giver: int) -> SimpleQueue[_Task | None]:
         if giver not in self._threads:
-            queue: SimpleQueue[_Task | None] = SimpleQueue()
-            self._threads[giver] = queue
-            threading.Thread(target=_work, args=(queue,), name=f"sync-from-{giver}", daemon=True).start()
+            self._threads[giver] = _worker(f"sync-from-{giver}")
         return self._threads[giver]
+
+
+@dataclass(slots=True)
+class _Sent:
+    """Wait until a chunk has gone to another rank."""
+
+    pending: GlooPending
+    counted: _Counted
+
+    def run(self) -> None:
+        self.pending.wait()
+        self.counted.came([])
 
 
 @dataclass(slots=True)
@@ -294,7 +311,14 @@ def _when_complete(counted: _Counted, kept: deque[torch.Tensor]) -> torch.Tensor
     return kept.pop()
 
 
-_Task = _Chunk | _Copy
+_Task = _Sent | _Chunk | _Copy
+
+
+def _worker(name: str) -> SimpleQueue[_Task | None]:
+    """Start a thread that does what is put into the queue, until None is."""
+    queue: SimpleQueue[_Task | None] = SimpleQueue()
+    threading.Thread(target=_work, args=(queue,), name=name, daemon=True).start()
+    return queue
 
 
 def _work(queue: SimpleQueue[_Task | None]) -> None:
