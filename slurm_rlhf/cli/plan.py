@@ -148,19 +148,17 @@ def transfer_json(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> 
     """Return the bytes per rank and link of one update, and the predicted seconds, ready for JSON."""
     found = cost_of(plan)
     actors = len(plan.layout.actors)
+    engines = range(actors, plan.layout.world)
+    sent = [round(found.sent.get(rank, 0)) for rank in range(plan.layout.world)]
     return {
         "bytes": found.payload,
         "buckets": len(plan.buckets),
         "seconds": _seconds(found, network_gbits, inside_gbits),
         "network_gbits": network_gbits,
         "inside_gbits": inside_gbits,
-        "actor_sent": {str(rank): round(found.sent.get(rank, 0)) for rank in range(actors)},
-        "engine_sent": {
-            str(rank - actors): round(found.sent.get(rank, 0)) for rank in range(actors, plan.layout.world)
-        },
-        "engine_received": {
-            str(rank - actors): round(found.received[rank]) for rank in range(actors, plan.layout.world)
-        },
+        "actor_sent": {str(rank): count for rank, count in enumerate(sent[:actors])},
+        "engine_sent": {str(rank): count for rank, count in enumerate(sent[actors:])},
+        "engine_received": {str(rank - actors): round(found.received[rank]) for rank in engines},
         "links": {
             node: {"out": round(found.out.get(node, 0)), "into": round(found.into.get(node, 0))}
             for node in _nodes(plan)
