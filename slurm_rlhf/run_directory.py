@@ -3,55 +3,25 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 
-@dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The paths below `run_dir`; see the README for what each holds."""
+    """Name the paths below `run_dir`; see the README for what each holds."""
 
-    root: Path
-
-    @property
-    def config(self) -> Path:
-        return self.root / "config.toml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.root / "tensorboard"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def final(self) -> Path:
-        return self.root / "final"
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.json"
-
-    @property
-    def keys(self) -> Path:
-        return self.root / ".control" / "keys.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.root / ".control" / "lock"
-
-    @property
-    def restart_guard(self) -> Path:
-        return self.root / ".control" / "restart_guard"
+    def __init__(self, root: Path) -> None:
+        self.root: Final = root
+        self.config: Final = root / "config.toml"
+        self.metrics: Final = root / "metrics.jsonl"
+        self.tensorboard: Final = root / "tensorboard"
+        self.logs: Final = root / "logs"
+        self.checkpoints: Final = root / "checkpoints"
+        self.final: Final = root / "final"
+        self.summary: Final = root / "summary.json"
+        self.keys: Final = root / ".control" / "keys.json"
+        self.lock: Final = root / ".control" / "lock"
+        self.restart_guard: Final = root / ".control" / "restart_guard"
 
     def role_log(self, role: str, node: str, rank: int | str) -> Path:
         return self.logs / f"{role}.{node}.{rank}.log"

@@ -53,20 +53,6 @@ PolicyLoss = Callable[[PolicyInputs], tuple["Tensor", Metrics]]
 """Inputs -> (loss, a scalar with gradient; detached sums over the actions by name)."""
 
 
-def ppo_loss(inputs: PolicyInputs) -> tuple[Tensor, Metrics]:
-    """Call `policy_loss`: the loss of an algorithm that brings none of its own."""
-    return policy_loss(
-        inputs.logprobs,
-        inputs.old_logprobs,
-        inputs.advantages,
-        inputs.action_mask,
-        inputs.denominator,
-        inputs.clip_low,
-        inputs.clip_high,
-        inputs.weights,
-    )
-
-
 def checked_loss(name: str, function: PolicyLoss) -> PolicyLoss:
     """Guard the policy loss of algorithm `name`: what is wrong with it is told with its file, line and what to do.
 
@@ -95,33 +81,24 @@ def checked_loss(name: str, function: PolicyLoss) -> PolicyLoss:
     return call
 
 
-def policy_loss(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    action_mask: Tensor,
-    denominator: float,
-    clip_low: float,
-    clip_high: float,
-    weights: Tensor | None = None,
-) -> tuple[Tensor, Metrics]:
-    """Compute PPO's clipped surrogate, a scalar.
+def ppo_loss(inputs: PolicyInputs) -> tuple[Tensor, Metrics]:
+    """Compute PPO's clipped surrogate, a scalar: the loss of an algorithm that brings none of its own.
 
         ratio = exp(logprobs - old_logprobs)
         sum over actions of  -w min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)  / denominator
 
-    logprobs [A] (with gradient), old_logprobs [A], advantages [A], weights [A] (None: w = 1). The log-ratio is
-    clamped to +-20, so that exp does not overflow; beyond it a token gives no gradient.
+    The log-ratio is clamped to +-20, so that exp does not overflow; beyond it a token gives no gradient.
     Metrics: policy_loss, ratio, clip_fraction (actions where the clipped term is the smaller one), approx_kl (k3 of
     old against new policy).
     Source: Schulman et al., Proximal Policy Optimization (2017), eq. 7; two ranges: Yu et al., DAPO (2025), eq. 10.
     """
-    new, old = _actions_only(logprobs, action_mask), _actions_only(old_logprobs, action_mask)
-    advantage = _actions_only(advantages, action_mask)
+    action_mask = inputs.action_mask
+    new, old = _actions_only(inputs.logprobs, action_mask), _actions_only(inputs.old_logprobs, action_mask)
+    advantage = _actions_only(inputs.advantages, action_mask)
     log_ratio = (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = log_ratio.exp()
     plain = ratio * advantage
-    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantage
+    clipped = ratio.clamp(1.0 - inputs.clip_low, 1.0 + inputs.clip_high) * advantage
     losses = -plain.minimum(clipped)
     total = _sum(losses, action_mask)
     metrics = {
@@ -130,9 +107,9 @@ def policy_loss(
         "clip_fraction": _sum((clipped < plain).to(ratio.dtype), action_mask),
         "approx_kl": _sum(k3(log_ratio.detach()), action_mask),
     }
-    if weights is not None:
-        total = _sum(losses * weights, action_mask)
-    return _mean(total, denominator), metrics
+    if inputs.weights is not None:
+        total = _sum(losses * inputs.weights, action_mask)
+    return _mean(total, inputs.denominator), metrics
 
 
 def value_loss(

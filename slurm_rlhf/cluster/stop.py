@@ -14,35 +14,24 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 
-class Continuation(Protocol):
-    """Let a scheduler run a job again that is not done: the interface between the conductor and the scheduler."""
+class Continuation:
+    """Let a scheduler run a job again that is not done. This one leaves it to the user; launch/ has those of Slurm."""
 
     def end_time(self) -> float | None:
         """Return when the allocation ends, in seconds since the epoch; None if unknown. Asks the scheduler once."""
+        return None
 
     def go_on(self) -> str:
         """Arrange that the same job runs again; return what was arranged, or why that is not possible.
 
         The scheduler may end this process before it returns, so everything must be on disk already.
         """
-
-    def finished(self) -> str:
-        """Cancel what was arranged to continue a run that is done; return what it was, empty if there was nothing."""
-
-
-class NoContinuation:
-    """Leave it to the user to run the job again."""
-
-    def end_time(self) -> float | None:
-        return None
-
-    def go_on(self) -> str:
         return "the same command goes on from here"
 
     def finished(self) -> str:
+        """Cancel what was arranged to continue a run that is done; return what it was, empty if there was nothing."""
         return ""
 
 

@@ -92,9 +92,8 @@ def _output(key: str, value: str, what: str) -> Iterator[str]:
 
 
 def _file(key: str, value: str, what: str) -> Iterator[str]:
-    if not value:
-        yield f"{key} is not set: name {what}"
-    elif not Path(value).is_file():
+    yield from _needed(key, value, what)
+    if value and not Path(value).is_file():
         yield f"{key}: {'is a directory, not a file' if Path(value).is_dir() else 'no such file'}: {value}"
 
 

@@ -9,12 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.key_text import BadValue, dump_toml, from_text, from_toml, help_text, split_overrides
+from slurm_rlhf.config.key_text import BadValue, from_text, from_toml, split_overrides
 from slurm_rlhf.config.keys import Key, all_keys, get, groups, nearest, put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
-
-__all__ = ["dump_toml", "help_text", "joined", "load_config"]
 
 COMMAND_LINE = "the command line"
 NOT_PATHS = {

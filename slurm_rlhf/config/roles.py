@@ -68,6 +68,13 @@ class RoleSpec:
         """Return the group of the role in `config`."""
         return get(config, self.group)
 
+    def ranks(self, config: Config) -> int:
+        """Count the ranks of the role in `config`."""
+        group = self.settings(config)
+        if self.kind == "engine":
+            return int(group.num_engines * group.tensor_parallel_size)
+        return int(group.num_nodes * group.num_gpus_per_node)
+
     def model(self, config: Config) -> tuple[str, str]:
         """Return the key that names the model the role starts from, and its directory; empty where none is set."""
         return next(((key, path) for key in self.model_keys if (path := get(config, key))), (self.model_keys[0], ""))

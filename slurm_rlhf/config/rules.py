@@ -79,7 +79,7 @@ def _batches(config: Config) -> Iterator[str]:
         group, name = role.settings(config), role.group
         if role.kind == "engine":
             continue
-        ranks = group.num_nodes * group.num_gpus_per_node
+        ranks = role.ranks(config)
         sizes = f"{name}.num_nodes * {name}.num_gpus_per_node = {group.num_nodes} * {group.num_gpus_per_node} = {ranks}"
         if role.kind == "trained" and batch % ranks:
             yield f"train.batch_size = {batch} does not divide over {sizes} ranks: use a multiple of {ranks}"

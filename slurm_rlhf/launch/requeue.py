@@ -17,7 +17,7 @@ from pathlib import Path
 
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.cluster.slurm_job import command
-from slurm_rlhf.cluster.stop import Continuation, NoContinuation, immune, termination
+from slurm_rlhf.cluster.stop import Continuation, immune, termination
 from slurm_rlhf.config.schema import Slurm
 from slurm_rlhf.launch.node import GPU_VARIABLES
 
@@ -29,8 +29,8 @@ PARENT_REQUEUES = "SLURM_RLHF_PARENT_REQUEUES"
 """Variable that such a parent sets: the signal that makes the parent of this process requeue the job."""
 
 
-class SlurmContinuation:
-    """Requeue the job of this process, or submit its successor; implements `cluster.stop.Continuation`."""
+class SlurmContinuation(Continuation):
+    """Requeue the job of this process, or submit its successor."""
 
     def __init__(
         self, slurm: SlurmEnvironment, environ: Mapping[str, str], argv: Sequence[str], directory: Path
@@ -99,8 +99,8 @@ class SlurmContinuation:
         return str(copy)
 
 
-class ChainContinuation:
-    """Leave the rest to the next job of a chain; implements `cluster.stop.Continuation`."""
+class ChainContinuation(Continuation):
+    """Leave the rest to the next job of a chain."""
 
     def __init__(self, inner: Continuation, slurm: SlurmEnvironment) -> None:
         self._inner = inner
@@ -123,22 +123,16 @@ class ChainContinuation:
         return "the jobs that waited to go on with this run are cancelled"
 
 
-class ParentContinuation:
-    """Let the parent of this process requeue the job; implements `cluster.stop.Continuation`."""
+class ParentContinuation(Continuation):
+    """Let the parent of this process, which knows the time, requeue the job."""
 
     def __init__(self, number: int, parent: int) -> None:
         self._number = signal.Signals(number)
         self._parent = parent
 
-    def end_time(self) -> None:
-        """Return None: the parent says when the time has come."""
-
     def go_on(self) -> str:
         os.kill(self._parent, self._number)
         return "the job is requeued by the process that submitit started"
-
-    def finished(self) -> str:
-        return ""
 
 
 def continuation_of(settings: Slurm, run_dir: Path, environ: Mapping[str, str]) -> Continuation:
@@ -147,7 +141,7 @@ def continuation_of(settings: Slurm, run_dir: Path, environ: Mapping[str, str]) 
         return ParentContinuation(int(environ[PARENT_REQUEUES]), os.getppid())
     slurm = read_slurm(environ)
     if slurm is None:
-        return NoContinuation()
+        return Continuation()
     here = SlurmContinuation(slurm, environ, sys.argv[1:], run_dir / ".control")
     return ChainContinuation(here, slurm) if settings.chain else here
 

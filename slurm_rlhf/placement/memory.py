@@ -65,7 +65,7 @@ def account(config: Config, models: Models, gpu: int) -> Account:
     for group in roles_by_slots(config, list(held)):
         shared = len(group) > 1
         for role in group:
-            rows.append(_row(role, held[role].worst(), 0 if shared else gpu, role, _ranks(config, role)))
+            rows.append(_row(role, held[role].worst(), 0 if shared else gpu, role, ROLES[role].ranks(config)))
         if shared:
             rows += _together(config, [held[role] for role in group], gpu)
     rank = the_engine(config, models[ROLLOUT], gpu)
@@ -111,13 +111,6 @@ def _named(holding: RankMemory, phase: str) -> dict[str, int]:
 def _row(name: str, terms: dict[str, int], there: int, role: str, ranks: int = 0) -> Row:
     largest = sorted(((what, size) for what, size in terms.items() if size), key=lambda item: -item[1])
     return Row(name, ranks, tuple(largest), there, role)
-
-
-def _ranks(config: Config, role: str) -> int:
-    group = ROLES[role].settings(config)
-    if ROLES[role].kind == "engine":
-        return int(group.num_engines * group.tensor_parallel_size)
-    return int(group.num_nodes * group.num_gpus_per_node)
 
 
 def gib(size: float) -> str:

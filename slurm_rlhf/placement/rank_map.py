@@ -5,7 +5,7 @@ Pure: from a topology, sizes of roles and colocations follows the same map on ev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from slurm_rlhf.config.roles import ROLES, role_order
@@ -63,14 +63,11 @@ class RankMap:
         groups = []
         for role, shares in self.roles.items():
             for share in shares:
-                start = 0
-                while start < len(share.engines):
-                    engine = share.engines[start][0]
-                    end = start
-                    while end < len(share.engines) and share.engines[end][0] == engine:
-                        end += 1
-                    groups.append(TpGroup(role, engine, share.node, share.gpus[start:end], share.ranks[start:end]))
-                    start = end
+                engines = [engine for engine, _ in share.engines]
+                for engine in dict.fromkeys(engines):
+                    first = engines.index(engine)
+                    own = slice(first, first + engines.count(engine))
+                    groups.append(TpGroup(role, engine, share.node, share.gpus[own], share.ranks[own]))
         return groups
 
     def to_json(self) -> dict[str, Any]:
@@ -167,12 +164,7 @@ def _merged(sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -> li
 
 def _same_slots(first: RoleSize, other: RoleSize) -> bool:
     if first.engines or not other.engines:
-        return (first.num_nodes, first.num_gpus_per_node, first.tp, first.engines) == (
-            other.num_nodes,
-            other.num_gpus_per_node,
-            other.tp,
-            other.engines,
-        )
+        return astuple(first)[1:] == astuple(other)[1:]  # all but the name
     same_nodes = other.num_nodes in (0, first.num_nodes)
     return same_nodes and first.slots == other.slots and first.num_gpus_per_node % other.tp == 0
 

@@ -101,11 +101,9 @@ def _pass(config: Config, budget: int, training: bool) -> Pass:
 def trainer_states(config: Config, shape: ModelShape, role: str) -> tm.States:
     """Estimate parameters, gradients and optimizer states of a rank of a trained role."""
     row = ROLES[role]
-    group = row.settings(config)
     elements, sizes = _tensors(shape, row.head)
     small = tm.persistent(sizes, elements) if config.ds.zero_stage == 3 else 0
-    ranks = group.num_nodes * group.num_gpus_per_node
-    return tm.states(elements, ranks, config.ds.zero_stage, config.ds.param_dtype == "bf16", small)
+    return tm.states(elements, row.ranks(config), config.ds.zero_stage, config.ds.param_dtype == "bf16", small)
 
 
 def _tensors(shape: ModelShape, head: bool) -> tuple[int, list[tuple[int, int]]]:
@@ -118,8 +116,7 @@ def _tensors(shape: ModelShape, head: bool) -> tuple[int, list[tuple[int, int]]]
 
 def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
     ds = config.ds
-    group = role.settings(config)
-    ranks = group.num_nodes * group.num_gpus_per_node
+    ranks = role.ranks(config)
     elements, sizes = _tensors(shape, role.head)
     largest = max(size for size, _ in sizes)
     held = trainer_states(config, shape, role.name)
@@ -184,7 +181,7 @@ def _step_work(elements: int, ranks: int, stage: int, largest: int) -> int:
 
 def _frozen(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
     group = role.settings(config)
-    ranks, cut = group.num_nodes * group.num_gpus_per_node, group.zero_stage == 3
+    ranks, cut = role.ranks(config), group.zero_stage == 3
     width = 2 if config.ds.param_dtype == "bf16" else 4
     elements, sizes = _tensors(shape, role.head)
     largest = max(size for size, _ in sizes)

@@ -141,7 +141,7 @@ def _trainer(config: Config, models: Models, role: RoleSpec) -> Iterator[list[Ch
 
 def _frozen(config: Config, models: Models, role: RoleSpec) -> Iterator[list[Change]]:
     group, key = role.settings(config), role.group
-    if group.zero_stage == 0 and group.num_nodes * group.num_gpus_per_node > 1:
+    if group.zero_stage == 0 and role.ranks(config) > 1:
         yield [{f"{key}.zero_stage": 3}, {f"{key}.zero_stage": 3, f"{key}.offload": True}]
     elif not group.offload:
         yield [{f"{key}.zero_stage": 3, f"{key}.offload": True}]

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from policy_loss import policy_loss
 
-from slurm_rlhf.algorithms.losses import PolicyInputs, checked_loss, entropy_bonus, k3, policy_loss, value_loss
+from slurm_rlhf.algorithms.losses import PolicyInputs, checked_loss, entropy_bonus, k3, value_loss
 from slurm_rlhf.algorithms.policy_distance import approx_kl
 from slurm_rlhf.errors import ConfigError
 

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.keys import Key, all_keys, get, put
-from slurm_rlhf.config.load import dump_toml, load_config
+from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 

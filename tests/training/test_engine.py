@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from policy_loss import policy_loss
 from safetensors.torch import load_file
 from tiny_models import make_tiny
 from training_ranks import LEARNING_RATE, TEMPERATURE, WARMUP, make_config, make_experience, torchrun
 
-from slurm_rlhf.algorithms.losses import policy_loss, value_loss
+from slurm_rlhf.algorithms.losses import value_loss
 from slurm_rlhf.records import Experience
 
 pytestmark = pytest.mark.slow
