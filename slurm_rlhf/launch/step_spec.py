@@ -12,7 +12,7 @@ from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.run_directory import write_atomically
 
-WORKER_MODULE = "slurm_rlhf.workers.main"
+WORKER_MODULE = "slurm_rlhf.workers.rank_process"
 
 
 @dataclass(frozen=True, slots=True)
