@@ -1,6 +1,7 @@
 """Define what a launcher does, and start the roles on one machine.
 
-A launcher is the seam between the conductor and the processes of the roles. The other launchers: `launch.slurm` (srun steps) and `launch.mpi.launcher` (MPI ranks).
+A launcher is the seam between the conductor and the processes of the roles. The other launchers: `launch.slurm` (srun
+steps) and `launch.mpi.launcher` (MPI ranks).
 """
 
 from __future__ import annotations
