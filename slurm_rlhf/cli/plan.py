@@ -26,9 +26,8 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, ModelError
 from slurm_rlhf.placement.rank_map import RankMap, draw
 from slurm_rlhf.placement.topology import GPU, numbered_names
-from slurm_rlhf.weight_sync.layout import Layout
-from slurm_rlhf.weight_sync.plan import SyncPlan, make_plan
 from slurm_rlhf.weight_sync.routes import Cost, cost_of
+from slurm_rlhf.weight_sync.transfer_plan import Layout, SyncPlan, make_plan
 
 GIGABIT = 125_000_000  # bytes
 NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0
@@ -149,19 +148,17 @@ def transfer_json(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> 
     """Return the bytes per rank and link of one update, and the predicted seconds, ready for JSON."""
     found = cost_of(plan)
     actors = len(plan.layout.actors)
+    engines = range(actors, plan.layout.world)
+    sent = [round(found.sent.get(rank, 0)) for rank in range(plan.layout.world)]
     return {
         "bytes": found.payload,
         "buckets": len(plan.buckets),
         "seconds": _seconds(found, network_gbits, inside_gbits),
         "network_gbits": network_gbits,
         "inside_gbits": inside_gbits,
-        "actor_sent": {str(rank): round(found.sent.get(rank, 0)) for rank in range(actors)},
-        "engine_sent": {
-            str(rank - actors): round(found.sent.get(rank, 0)) for rank in range(actors, plan.layout.world)
-        },
-        "engine_received": {
-            str(rank - actors): round(found.received[rank]) for rank in range(actors, plan.layout.world)
-        },
+        "actor_sent": {str(rank): count for rank, count in enumerate(sent[:actors])},
+        "engine_sent": {str(rank): count for rank, count in enumerate(sent[actors:])},
+        "engine_received": {str(rank - actors): round(found.received[rank]) for rank in engines},
         "links": {
             node: {"out": round(found.out.get(node, 0)), "into": round(found.into.get(node, 0))}
             for node in _nodes(plan)

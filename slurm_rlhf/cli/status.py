@@ -182,11 +182,11 @@ def failure_lines(found: Found, run_status: RunStatus | None) -> list[str]:
     if found.job and found.job.output and Path(found.job.output).exists():
         logs.append(Path(found.job.output))
     newest = sorted(logs, key=lambda path: path.stat().st_mtime)[-2:]
-    return [line for log in newest for line in ("", f"the last lines of {log}:", *_indented(log))]
-
-
-def _indented(log: Path) -> list[str]:
-    return [f"    {line}" for line in tail(log, LINES)]
+    return [
+        line
+        for log in newest
+        for line in ("", f"the last lines of {log}:", *(f"    {text}" for text in tail(log, LINES)))
+    ]
 
 
 def _state(found: Found, run_status: RunStatus) -> str:

@@ -23,7 +23,7 @@ from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_sft
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.launch.launcher import Launcher
+from slurm_rlhf.launch.launcher import Launcher, LocalLauncher
 from slurm_rlhf.launch.mpi.assignment import launched
 from slurm_rlhf.placement.rank_map import RankMap
 
@@ -78,8 +78,6 @@ def _launcher(config: Config, ranks: RankMap) -> Launcher:
 
     slurm, run_dir, wanted = read_slurm(os.environ), Path(config.run_dir), Wanted.by(ranks, config)
     if slurm is None:
-        from slurm_rlhf.launch.launcher import LocalLauncher
-
         _print_notes(check_here(wanted, os.environ))
         return LocalLauncher(run_dir, ranks)
     from slurm_rlhf.launch.slurm import SlurmLauncher, used_nodes

@@ -80,10 +80,4 @@ class PromptOrder:
         self.taken = int(state["taken"])
 
     def _identity(self) -> dict[str, Any]:
-        return {
-            "prompts": self.prompts,
-            "batch_size": self.batch_size,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "fingerprint": self.fingerprint,
-        }
+        return {name: getattr(self, name) for name in ("prompts", "batch_size", "seed", "shuffle", "fingerprint")}

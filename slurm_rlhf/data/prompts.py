@@ -55,8 +55,13 @@ class PromptSet:
                     dropped += 1
                 else:
                     kept.append(Prompt(index, text, np.asarray(ids, dtype=np.int32), row.get(data.label_key), row))
+        if dropped and not kept:
+            raise DataError(
+                f"{path}: all {dropped} prompts are longer than {max_prompt_tokens} tokens (data.max_len - "
+                "rollout.max_new_tokens): raise data.max_len or lower rollout.max_new_tokens"
+            )
         if not kept:
-            raise DataError(_nothing_left(path, dropped, max_prompt_tokens))
+            raise DataError(f"{path}: the file holds no prompts")
         return cls(path, kept, dropped)
 
     def __len__(self) -> int:
@@ -101,15 +106,6 @@ def _is_chat(value: Any) -> bool:
         and bool(value)
         and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
     )
-
-
-def _nothing_left(path: Path, dropped: int, limit: int) -> str:
-    if dropped:
-        return (
-            f"{path}: all {dropped} prompts are longer than {limit} tokens (data.max_len - rollout.max_new_tokens): "
-            "raise data.max_len or lower rollout.max_new_tokens"
-        )
-    return f"{path}: the file holds no prompts"
 
 
 def read_jsonl(path: Path | str, max_rows: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -49,7 +49,8 @@ class ChatTemplate:
                 **self.special,
             )
         except jinja2.TemplateError as error:
-            raise ModelError(f"{where}: the chat template failed on {_roles(messages)}: {error}") from None
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise ModelError(f"{where}: the chat template failed on messages with roles {roles}: {error}") from None
         return text
 
 
@@ -189,7 +190,3 @@ def _environment() -> Any:
     environment.globals["raise_exception"] = refuse
     environment.globals["strftime_now"] = lambda style: datetime.now().strftime(style)
     return environment
-
-
-def _roles(messages: Sequence[dict[str, Any]]) -> str:
-    return "messages with roles " + ", ".join(str(message.get("role")) for message in messages)

@@ -96,15 +96,12 @@ class LocalLauncher:
     def stop(self, done: bool, grace_s: float) -> None:
         if not done:
             self._signal(signal.SIGTERM)
-            self._wait_gone(grace_s)
+            wait_until(lambda: not any(item.process.poll() is None for item in self._started), grace_s, 0.02, 0.02)
         # If all ranks are done, ending torchrun gently would only cost seconds. Its workers are sessions of their own,
         # but the kernel ends them with their parent.
         self._signal(signal.SIGKILL)
         for item in self._started:
             item.process.wait()
-
-    def _wait_gone(self, seconds: float) -> None:
-        wait_until(lambda: not any(item.process.poll() is None for item in self._started), seconds, 0.02, 0.02)
 
     def _signal(self, number: signal.Signals) -> None:
         for item in self._started:

@@ -191,7 +191,7 @@ def prepare(file: Path, environ: Mapping[str, str]) -> tuple[list[str], dict[str
     environment = node_environment(
         environ, spec.role, run_dir / "logs", cache, {**spec.environment[node], **gpus}, interface
     )
-    print(f"{node}: ranks {share.ranks[0]} to {share.ranks[-1]} of {spec.role}, slots {_numbers(share.gpus)}")
+    print(f"{node}: ranks {share.ranks[0]} to {share.ranks[-1]} of {spec.role}, slots {','.join(map(str, share.gpus))}")
     chosen = ", ".join(f"{name}={environment.get(name, '')}" for name in INTERFACES)
     print(f"{node}: {chosen} (interface to the other nodes: {interface or 'unknown'}; export these to choose others)")
     command = torchrun_command(spec, ranks, node, str(cache / "torchrun"))
@@ -206,10 +206,6 @@ def interface_to_others(ranks: RankMap, node: str) -> str:
     others = (share.node for shares in ranks.roles.values() for share in shares if share.node != node)
     other = next(others, None)
     return interface_of(address_towards(other)) if other else "lo"
-
-
-def _numbers(numbers: tuple[int, ...]) -> str:
-    return ",".join(map(str, numbers))
 
 
 if __name__ == "__main__":

@@ -224,8 +224,7 @@ class TrainJob:
             self._child.send_signal(number)
 
     def __getstate__(self) -> dict[str, Any]:
-        fields = {"config": self.config, "run_dir": self.run_dir, "environment": self.environment}
-        return {**fields, "_child": None, "_watch": None}
+        return {**vars(self), "_child": None, "_watch": None}
 
 
 def end_text(status: int) -> str:

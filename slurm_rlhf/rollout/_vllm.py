@@ -89,7 +89,7 @@ def platform() -> Any:
 
 
 def can_sleep() -> bool:
-    """Whether engines on this machine take `sleep`; on a CPU they take it and keep their memory."""
+    """Return whether engines on this machine take `sleep`; on a CPU they take it and keep their memory."""
     return bool(platform().is_cpu() or platform().is_sleep_mode_available())
 
 
@@ -154,7 +154,7 @@ def _mend_bloom() -> None:
 
 @dataclass(slots=True)
 class Sampled:
-    """What one batch has sampled for one request."""
+    """Holds what one batch has sampled for one request."""
 
     name: str
     tokens: list[int]
@@ -171,12 +171,12 @@ class StopWatcher:
         self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, core_request)
 
     def stops(self, sampled: Sampled) -> bool:
-        """Take the next tokens; whether a stop string has appeared."""
+        """Take the next tokens; return whether a stop string has appeared."""
         return bool(self._detokenizer.update(sampled.tokens, sampled.finish_reason == "stop"))
 
     @property
     def text(self) -> str:
-        """The text so far, up to the end of a stop string."""
+        """Return the text so far, up to the end of a stop string."""
         return str(self._detokenizer.output_text)
 
 
@@ -369,7 +369,7 @@ def _repack_tied_heads(model: Any) -> None:
 
 
 def _unpack_experts(model: Any) -> None:
-    """Drop the kernels of experts on a CPU, so that new weights are repacked, as they are for a new kernel only.
+    """Drop the kernels of experts on a CPU: weights are repacked for a new kernel only.
 
     Otherwise the old kernel would take the new policy's plain weights for repacked ones.
     """

@@ -24,7 +24,7 @@ CONTEXT_TOKENS = 5
 
 @dataclass(slots=True)
 class GenerateRequest:
-    """One response to be sampled: n samples of a prompt are n requests, each with a seed of its own."""
+    """Asks for one response: n samples of a prompt are n requests, each with a seed of its own."""
 
     key: str  # unique among the requests that an engine has at one time
     prompt: int  # Prompt.index
@@ -36,7 +36,7 @@ class GenerateRequest:
 
 @dataclass(slots=True)
 class ActiveRequest:
-    """A request that an engine has taken, and what it has sampled for it so far."""
+    """Holds a request that an engine has taken, and what it has sampled for it so far."""
 
     request: GenerateRequest
     stops: StopWatcher | None = None  # where the request has stop strings
@@ -104,7 +104,7 @@ def response_text(tokenizer: Any, prompt_ids: list[int], response_ids: list[int]
 
 @dataclass(frozen=True, slots=True)
 class Gauges:
-    """An engine's figures between two steps."""
+    """Holds the figures of an engine between two steps."""
 
     sampled: int  # tokens, since it was started
     waiting: int  # requests without a place in the batch
@@ -112,7 +112,7 @@ class Gauges:
 
 
 class Engine(Protocol):
-    """A sampler, owned by one thread: only the step loop of the rollout role calls it.
+    """Samples responses, and is owned by one thread: only the step loop of the rollout role calls it.
 
     The weights between two steps are those of one policy, `version`. None of the calls has a time-out of its own: the
     controller watches them with the deadlines of `config.schema.Timeout`.

@@ -15,7 +15,7 @@ _DISCARD = 2
 
 
 class SleepMode(Protocol):
-    """The part of vLLM's `LLMEngine` that is used here."""
+    """Declares the part of vLLM's `LLMEngine` that is used here."""
 
     def sleep(self, level: int = ...) -> object: ...
 

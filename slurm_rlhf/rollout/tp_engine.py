@@ -25,7 +25,7 @@ Command = list[Any]
 
 
 class TpDigest:
-    """A hash of what a TP rank has done so far, so that two ranks can compare it in 16 bytes.
+    """Hashes what a TP rank has done so far, so that two ranks can compare it in 16 bytes.
 
     Equal digests: same requests in the same order, same batches, same tokens.
     """
@@ -70,7 +70,7 @@ class TpDigest:
 
 
 class Followers(Protocol):
-    """The leader's connection to the other TP ranks of its engine; when one of them has failed, it raises RunError."""
+    """Connects the leader to the other TP ranks of its engine; raises RunError when one of them has failed."""
 
     def send(self, commands: list[Command]) -> None:
         """Send `commands`, which are done in this order and after all earlier ones. Does not wait for it."""
@@ -86,7 +86,7 @@ class Followers(Protocol):
 
 
 class TpEngine(VllmEngine):
-    """One TP rank. All ranks of an engine start at the same time and call the same methods in the same order.
+    """Runs one TP rank. All ranks of an engine start at the same time and call the same methods in the same order.
 
     Asynchronous scheduling keeps them in step: how many batches are in flight, and which one a step reads, depends on
     the calls alone and never on what the device has finished. A rank flushes inside calls that all ranks get.
@@ -126,7 +126,7 @@ class TpEngine(VllmEngine):
 
 
 class LeadingEngine(TpEngine):
-    """TP rank 0: an `engine.Engine` that passes every call on to the other ranks.
+    """Runs TP rank 0: an `engine.Engine` that passes every call on to the other ranks.
 
     It returns no response before all ranks have confirmed its tokens.
     """

@@ -19,7 +19,7 @@ LOOPBACK = "lo"
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """Which part of which engine a rollout rank is.
+    """Says which part of which engine a rollout rank is.
 
     Engine e of size `tp` consists of the rollout ranks e * tp .. e * tp + tp - 1, all of them on one node.
     """

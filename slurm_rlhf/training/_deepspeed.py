@@ -75,7 +75,7 @@ def _import_muon() -> None:
 
 
 def is_sharded(parameter: Tensor) -> bool:
-    """Whether ZeRO-3 has sharded the parameter."""
+    """Return whether ZeRO-3 has sharded the parameter."""
     return hasattr(parameter, "ds_id")
 
 
@@ -101,7 +101,7 @@ def local_shard(parameter: Any, rank: int) -> tuple[int, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class MasterRange:
-    """Elements of one parameter in one of `masters`."""
+    """Locates elements of one parameter in one of `masters`."""
 
     group: int  # index in `masters`
     offset: int  # first element in that master

@@ -46,7 +46,7 @@ def _none_packed(position_ids: Tensor) -> None:
 
 
 class _DeepSpeedConfig:
-    """What transformers asks for before it builds a model; its own class for it needs accelerate."""
+    """Answers what transformers asks before it builds a model; its own class for it needs accelerate."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self.config = config

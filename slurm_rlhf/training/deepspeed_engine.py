@@ -29,7 +29,7 @@ def import_trainers(deepspeed: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """The learning rate as a function of the optimizer step: a checkpoint has to hold the step only."""
+    """Defines the learning rate as a function of the optimizer step: a checkpoint has to hold the step only."""
 
     kind: str  # constant, linear or cosine
     peak: float
@@ -73,7 +73,7 @@ def learning_rate(step: int, schedule: Schedule) -> float:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the optimizer steps of a model depend on, beside the model and the data."""
+    """Holds what the optimizer steps of a model depend on, beside the model and the data."""
 
     zero_stage: int
     param_dtype: str  # "fp32", or "bf16" with fp32 master weights and fp32 gradient accumulation

@@ -15,7 +15,7 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """A rank's place in the process group of its role."""
+    """Says which rank of the process group of its role this process is."""
 
     rank: int
     size: int

@@ -24,7 +24,7 @@ from slurm_rlhf.training.value_head import head_name
 
 
 class Frozen:
-    """A module without gradients: full on every rank, or sharded over the role's ranks by DeepSpeed ZeRO-3.
+    """Runs a module without gradients: full on every rank, or sharded over the ranks by DeepSpeed ZeRO-3.
 
     Under ZeRO-3 every forward is collective: each rank calls it equally often.
     """
@@ -65,10 +65,10 @@ class Autocast(nn.Module):
 
 
 class FrozenPolicy:
-    """The policy that the actor starts from, in the actor's precisions: before the first step the two are equal."""
+    """Computes with the policy that the actor starts from, in its precisions: equal to it before the first step."""
 
     def __init__(self, config: Config) -> None:
-        """Raises ModelError."""
+        """Load the model. Raises ModelError."""
         ds = stored_as(config.ds)
 
         def load() -> nn.Module:
@@ -93,10 +93,10 @@ class FrozenPolicy:
 
 
 class RewardModel:
-    """One rank of the reward role: one score for each sequence, at the token where the model was trained to score."""
+    """Scores sequences on one rank of the reward role, at the token where the model was trained to score."""
 
     def __init__(self, config: Config) -> None:
-        """Raises ModelError."""
+        """Load the model. Raises ModelError."""
         path = Path(config.reward.model_name_or_path)
         self.pad: int | None = None
 

@@ -16,7 +16,7 @@ from slurm_rlhf.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class HeadMath:
-    """What some models do with the logits of their head: a factor and a soft cap.
+    """Applies what some models do with the logits of their head: a factor and a soft cap.
 
     z' = factor * z, and with a cap z'' = cap * tanh(z' / cap). Source: the forwards of the models in transformers.
     """
@@ -60,7 +60,7 @@ def head_math(config: Any, where: str) -> HeadMath:
 
 
 class LogprobHead(nn.Module):
-    """A language model's head that takes all chunks of a batch in one call.
+    """Calls the head of a language model once for all chunks of a batch.
 
     It shares the head's parameters and its formula, not its hooks. ZeRO-3 gathers a module's parameters when it is
     called, so however many chunks there are, the weight is fetched once for the forward and once for the backward

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 
 class PolicyModule(nn.Module):
-    """A causal language model that returns log-probs and entropies of response tokens, never its logits."""
+    """Returns log-probs and entropies of response tokens from a causal language model, never its logits."""
 
     def __init__(self, model: Any, chunk_tokens: int, head_math: HeadMath = PLAIN_HEAD) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class PolicyModule(nn.Module):
 
 
 class ValueModule(nn.Module):
-    """A language model's body with a linear head: the value of the state before each response token."""
+    """Computes the value of the state before each response token: the body of a language model, a linear head."""
 
     def __init__(self, model: Any, seed: int) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class ValueModule(nn.Module):
 
 
 class RewardModule(nn.Module):
-    """A language model's body with the head of a reward model."""
+    """Scores texts with the body of a language model and the head of a reward model."""
 
     def __init__(self, model: Any, head: ValueHead) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def load_critic(
     statistics: tuple[float, float] | None = None,
     max_len: int = 0,
 ) -> ValueModule:
-    """Load the body of the language model in `path`, with its head if it is a reward model, else with a new one.
+    """Load the body of the language model in `path`, with a reward model's own head or else a new one.
 
     `statistics`: mean and std by which rewards, and so the scores of a reward model's head, are normalised.
     `max_len` and errors as in `load_policy`.

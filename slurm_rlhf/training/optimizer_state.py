@@ -40,7 +40,7 @@ FILE_BYTES = 1 << 30  # safetensors builds a file in memory, so a save needs thi
 
 @dataclass(frozen=True, slots=True)
 class Fragment:
-    """Elements [start, start + n) of parameter `name`, in row-major order."""
+    """Holds elements [start, start + n) of parameter `name`, in row-major order."""
 
     name: str
     start: int

@@ -119,13 +119,13 @@ def _order(config: Config, examples: int, world: World) -> PromptOrder:
 
 
 class SftTrainer(LanguageModelTrainer):
-    """One rank of supervised fine-tuning."""
+    """Trains the answers of examples on one rank."""
 
     def __init__(self, config: Config, total_steps: int) -> None:
         super().__init__(config, Schedule.of(config, config.sft.learning_rate, total_steps, kind="cosine"))
 
     def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
-        """Cross-entropy of the answers, a sum over this micro-batch divided by the answer tokens of the whole step."""
+        """Sum the cross-entropy of this micro-batch's answers, divided by the answer tokens of the whole step."""
         batch = collate(part, self.world.device)
         logprobs, _ = self.engine(batch.input_ids, batch.action_index, batch.targets)
         total = -logprobs.sum()

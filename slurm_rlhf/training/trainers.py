@@ -76,7 +76,7 @@ class LanguageModelTrainer(Trainer):
 
 
 class PolicyTrainer(LanguageModelTrainer):
-    """One rank of the actor. `train_step` needs the columns `logprobs` (old) and `advantages`."""
+    """Trains the policy on one rank of the actor. `train_step` needs the columns `logprobs` (old) and `advantages`."""
 
     def __init__(self, config: Config, total_steps: int) -> None:
         """Load the model; `total_steps`: optimizer steps of the whole run. Raises ModelError, ConfigError."""
@@ -144,7 +144,7 @@ class PolicyTrainer(LanguageModelTrainer):
 
 
 class ValueTrainer(Trainer):
-    """One rank of the critic. `train_step` needs the columns `values` (old) and `returns`."""
+    """Trains the value model on one rank of the critic. `train_step` needs the columns `values` (old) and `returns`."""
 
     def __init__(self, config: Config, total_steps: int) -> None:
         """Load the model; `total_steps`: optimizer steps of the whole run. Raises ModelError, ConfigError."""

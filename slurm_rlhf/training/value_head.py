@@ -24,7 +24,7 @@ Each is a linear layer with one output, `<head>.weight` [1, H] and perhaps `<hea
 
 
 class ValueHead(nn.Linear):
-    """A linear layer with one output, computed in fp32 from fp32 weights whatever the body's precision is.
+    """Computes one output in fp32 from fp32 weights, whatever the precision of the body is.
 
     In bf16 a value near 9 could only be a multiple of 0.06. DeepSpeed wants all parameters in one precision, and has
     fp32 masters for those it trains: the head computes with its masters' numbers, and its parameters get the gradient.

@@ -60,12 +60,7 @@ def follow(world: Communicator, ranks: RankMap, assignment: Assignment, start_s:
 
 
 def lead(
-    world: Communicator,
-    ranks: RankMap,
-    assignment: Assignment,
-    start_s: float,
-    conductor: list[str],
-    run_dir: Path,
+    world: Communicator, ranks: RankMap, assignment: Assignment, start_s: float, conductor: list[str], run_dir: Path
 ) -> int:
     """Run the worker of rank 0 and the command `conductor`, which gets a socket's number; return its exit code."""
     ours, theirs = socket.socketpair()
@@ -187,12 +182,7 @@ class MpiWorker:
     """Run the worker of one rank as a child of this process."""
 
     def __init__(
-        self,
-        spec: WorkerSpec,
-        ranks: RankMap,
-        own: Assignment,
-        address: Mapping[str, Any],
-        store: socket.socket | None,
+        self, spec: WorkerSpec, ranks: RankMap, own: Assignment, address: Mapping[str, Any], store: socket.socket | None
     ) -> None:
         """Start it. `address` is that of the role's store; `store` its socket, in the first rank of the role."""
         share = share_on(ranks, own.role, own.node)
