@@ -101,7 +101,7 @@ class SyncError(RunError):
 
 
 class SyncBroken(SyncError):
-    """Report a transfer that was cut off by a connection or a member, not by what it carried: a new group may carry it."""
+    """Report a transfer that a connection or a member cut off, not what it carried: a new group may carry it."""
 
 
 def shortened(items: Iterable[str], most: int = 5, separator: str = ", ") -> str:
