@@ -1,4 +1,4 @@
-"""Describe the step of one role: as a file that each of its nodes reads, and as a torchrun command line."""
+"""Describe the step of a role, as a file that its nodes read and as a torchrun command line."""
 
 from __future__ import annotations
 

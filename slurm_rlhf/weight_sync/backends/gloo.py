@@ -267,6 +267,7 @@ class _Sent:
 
     def run(self) -> None:
         self.pending.wait()
+        del self.pending  # and the buffer with it, before it is taken again
         self.counted.came([])
 
 
