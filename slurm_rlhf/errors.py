@@ -26,59 +26,59 @@ from collections.abc import Iterable, Sequence
 
 
 class SlurmRlhfError(Exception):
-    """Root of the tree."""
+    """Stand at the root of the tree."""
 
     exit_code = 1
 
 
 class UserError(SlurmRlhfError):
-    """Something the user can fix; the message alone must be enough to do so."""
+    """Report what the user can fix; the message alone must be enough to do so."""
 
     exit_code = 2
 
 
 class ConfigError(UserError):
-    """A configuration that cannot be run."""
+    """Report a configuration that cannot be run."""
 
 
 class DataError(UserError):
-    """A data file that cannot be read; names the file and the line."""
+    """Report a data file that cannot be read; names the file and the line."""
 
 
 class ModelError(UserError):
-    """A model directory that cannot be used; names what is missing in it."""
+    """Report a model directory that cannot be used; names what is missing in it."""
 
 
 class RewardError(UserError):
-    """The user's reward function failed or answered something that is not a reward."""
+    """Report that the user's reward function failed or answered something that is not a reward."""
 
 
 class SelfCheckError(UserError):
-    """The self-check found that the run would train something else than it was asked to."""
+    """Report that the run would train something else than it was asked to."""
 
 
 class PlacementError(UserError):
-    """The roles do not fit the nodes; says what would fit."""
+    """Report roles that do not fit the nodes; says what would fit."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint that cannot be used; names the one that can, if there is one."""
+    """Report a checkpoint that cannot be used; names the one that can, if there is one."""
 
 
 class RunError(SlurmRlhfError):
-    """The run broke while it was running."""
+    """Report that the run broke while it was running."""
 
 
 class RoleDied(RunError):
-    """A process of a role ended, or was not heard from within its deadline."""
+    """Report that a process of a role ended, or was not heard from within its deadline."""
 
 
 class CallTimeout(RunError):
-    """A call to a role did not return within the deadline of the table."""
+    """Report that a call to a role did not return within the deadline of the table."""
 
 
 class RemoteError(RunError):
-    """A role's handler raised.
+    """Report that the handler of a role raised.
 
     `user_error` is True when the remote exception was a `UserError`, so that the conductor reports it as one.
     `remote_traceback` belongs into the log, never on the user's terminal.
@@ -93,15 +93,15 @@ class RemoteError(RunError):
 
 
 class WireError(RunError):
-    """A message that does not decode, or that came from nobody we know."""
+    """Report a message that does not decode, or that came from nobody we know."""
 
 
 class SyncError(RunError):
-    """Weights did not arrive, or arrived different from what was sent."""
+    """Report weights that did not arrive, or arrived different from what was sent."""
 
 
 class SyncBroken(SyncError):
-    """A transfer was cut off by a connection or a member, not by what it carried: a new group may carry it."""
+    """Report a transfer that a connection or a member cut off, not what it carried: a new group may carry it."""
 
 
 def shortened(items: Iterable[str], most: int = 5, separator: str = ", ") -> str:

@@ -24,7 +24,7 @@ from slurm_rlhf.records import I32, Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.engine import request_seed
 from slurm_rlhf.rollout.vllm_settings import engine_config
 from slurm_rlhf.workers.engine_leader import EngineLeader
-from slurm_rlhf.workers.main import import_libraries, serve
+from slurm_rlhf.workers.rank_process import import_libraries, serve
 from slurm_rlhf.workers.worker import RankInfo
 
 

@@ -25,12 +25,11 @@ from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import write_atomically
 from slurm_rlhf.weight_sync._torch import gloo_group, largest, nccl_group
 from slurm_rlhf.weight_sync.group import SyncGroup, join
-from slurm_rlhf.weight_sync.layout import Layout
 from slurm_rlhf.weight_sync.member import Membership
-from slurm_rlhf.weight_sync.plan import Parameter, SyncPlan, make_plan
 from slurm_rlhf.weight_sync.receiver import Receiver
 from slurm_rlhf.weight_sync.rendezvous import SyncStore
 from slurm_rlhf.weight_sync.sender import Held, Sender
+from slurm_rlhf.weight_sync.transfer_plan import Layout, Parameter, SyncPlan, make_plan
 
 RAW_PIECE = 64 << 20
 ON_GPUS = ("nccl", "ipc")

@@ -91,7 +91,7 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 class CommandPage(Protocol):
-    """Run a command and explain it: implemented by `arguments.Command`, and by a module for each bench."""
+    """Run a command and explain it: implemented by `Command`, and by a module for each bench."""
 
     def help_page(self) -> str:
         """Return all of `slurm-rlhf <name> --help`."""

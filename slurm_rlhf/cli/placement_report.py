@@ -31,7 +31,7 @@ _LARGEST = 3
 
 
 def layout_here(config: Config, environ: Mapping[str, str] = os.environ) -> RankMap:
-    """Place the ranks of a run that starts now: on this machine, or on the nodes of its Slurm allocation.
+    """Place the ranks of a run that starts now, on this machine or in its Slurm allocation.
 
     Raises PlacementError when the roles do not fit.
     """
@@ -97,8 +97,12 @@ def memory_of(config: Config, found: GpuSize | None) -> Memory:
 
 
 def memory_on(config: Config, ranks: RankMap) -> Memory:
-    """Estimate as `memory_of`, on the GPUs of this machine or its allocation, if the ranks use any."""
-    return memory_of(config, gpus_here() if ranks.topology.accelerator == GPU else None)
+    """Estimate as `memory_of`, on the GPUs of this machine or its allocation, if the ranks use any.
+
+    Blocks for up to a minute if nothing answers.
+    """
+    on_gpus = ranks.topology.accelerator == GPU
+    return memory_of(config, found_size(local_kinds(os.environ), granted_types(os.environ)) if on_gpus else None)
 
 
 def check_memory(config: Config, ranks: RankMap) -> None:
@@ -109,11 +113,6 @@ def check_memory(config: Config, ranks: RankMap) -> None:
     require_fit(config, memory)
     if memory.account is None:
         print(f"memory cannot be estimated: {memory.unknown}", flush=True)
-
-
-def gpus_here(environ: Mapping[str, str] = os.environ) -> GpuSize:
-    """Find the GPUs of this machine and of the allocation it is in. Blocks for up to a minute if nothing answers."""
-    return found_size(local_kinds(environ), granted_types(environ))
 
 
 def print_resolved(config: Config, layout: str, memory: Memory) -> None:

@@ -1,4 +1,4 @@
-"""Run `slurm-rlhf status RUN`: find the run, show its job, how far it is, and the last lines of what failed.
+"""Run `slurm-rlhf status RUN`: find a run, show its job, progress and last lines of what failed.
 
 RUN is a run directory or the number of a job, here and in `cancel`.
 """
@@ -164,7 +164,8 @@ def run_lines(found: Found, run_status: RunStatus | None, now: float) -> list[st
     if run_status.step_s is not None and run_status.age_s is not None:
         pace = f"{run_status.step_s:.3g} s" if run_status.step_s < 60 else duration(run_status.step_s)
         lines.append(_row("pace", f"{pace} a step, the last one {duration(run_status.age_s)} ago"))
-    if _is_running(found, run_status) and run_status.left_s is not None:
+    running = run_status.status == "running" and not _cut_off(found, run_status)
+    if running and run_status.left_s is not None:
         end = datetime.fromtimestamp(now + run_status.left_s)
         lines.append(_row("left", f"{duration(run_status.left_s)}, until {end:%a %H:%M}{_too_late(found.job, end)}"))
     return lines
@@ -193,10 +194,6 @@ def _state(found: Found, run_status: RunStatus) -> str:
     if _cut_off(found, run_status):
         return "it was cut off in the middle and could not say why; checkpoints are intact"
     return run_status.status
-
-
-def _is_running(found: Found, run_status: RunStatus) -> bool:
-    return run_status.status == "running" and not _cut_off(found, run_status)
 
 
 def _cut_off(found: Found, run_status: RunStatus) -> bool:

@@ -1,4 +1,4 @@
-"""Slurm's environment variables, read into one typed object.
+"""Read the environment variables of Slurm into one typed object.
 
 Inside a step (`srun`) some variables describe the step and others still the whole job. Variables that nothing here
 needs are not read, so that a malformed one cannot stop a run.
@@ -33,7 +33,7 @@ def _variable(*names: str, parse: Callable[[str], Any], default: Any = None) -> 
 
 @dataclass(frozen=True, slots=True)
 class SlurmEnvironment:
-    """What Slurm tells a process about its job. Absent variables are None, 0, "" or ()."""
+    """Hold what Slurm tells a process about its job. Absent variables are None, 0, "" or ()."""
 
     job_id: int = _variable("SLURM_JOB_ID", "SLURM_JOBID", parse=int)
     job_name: str = _variable("SLURM_JOB_NAME", parse=str, default="")

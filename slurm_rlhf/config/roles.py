@@ -49,7 +49,7 @@ class RoleSpec:
     name: str
     group: str  # of the configuration: holds num_nodes, and num_gpus_per_node unless the role is made of engines
     letter: str  # in the grid of `plan`
-    worker: str  # "module:name" of what `workers.main` calls with (config, rank info, client)
+    worker: str  # "module:name" of what `workers.rank_process` calls with (config, rank info, client)
     kind: Kind
     model_keys: tuple[str, ...]  # name the directory of its model; the first that is set counts
     head: bool = False  # its model keeps the head over the vocabulary; otherwise one score for each token

@@ -35,7 +35,7 @@ class RunKeys:
 
     @classmethod
     def create(cls, path: Path | str) -> RunKeys:
-        """Make new keys and write them to `path` with mode 0600, atomically in place of those of an earlier run."""
+        """Write new keys to `path` with mode 0600, atomically in place of those of an earlier run."""
         path = Path(path)
         server_public, server_secret = zmq.curve_keypair()
         client_public, client_secret = zmq.curve_keypair()

@@ -66,7 +66,8 @@ class ControlClient:
         self._sent = self._received = 0
         self._welcomed = threading.Event()
         self._obstacle = "nobody answered there, or the run's key is another one"
-        self._lost = ""
+        self.conductor_lost = ""
+        """Reason for which the conductor counts as gone; empty while it is there. Once lost, it stays lost."""
         self._closing = False
         self._context: zmq.Context[Any] = zmq.Context()
         token = os.urandom(16)
@@ -75,11 +76,6 @@ class ControlClient:
         self._wakeup = Wakeup()
         self._thread = threading.Thread(target=self._run, name="control-client", daemon=True)
         self._thread.start()
-
-    @property
-    def conductor_lost(self) -> str:
-        """Reason for which the conductor counts as gone; empty while it is there. Once lost, it stays lost."""
-        return self._lost
 
     def connect(self, timeout_s: float) -> None:
         """Wait until the conductor has welcomed this rank. Raises CallTimeout, or RoleDied when it is lost."""
@@ -135,8 +131,8 @@ class ControlClient:
         return dealer
 
     def _raise_if_lost(self) -> None:
-        if self._lost:
-            raise RoleDied(f"{self._me}: the conductor at {self.endpoint} is lost: {self._lost}")
+        if self.conductor_lost:
+            raise RoleDied(f"{self._me}: the conductor at {self.endpoint} is lost: {self.conductor_lost}")
 
     def _post(self, kind: str, frames: list[Buffer], call: int) -> None:
         self._outbox.put((kind, to_parts(frames), call))
@@ -148,7 +144,7 @@ class ControlClient:
         for source in (self._dealer, self._pulse, self._wakeup.fileno()):
             poller.register(source, zmq.POLLIN)
         try:
-            while not self._closing and not self._lost:
+            while not self._closing and not self.conductor_lost:
                 poller.poll(self._heartbeat.wait_ms(self._clock.now()))
                 self._now = self._clock.tick()
                 self._wakeup.clear()
@@ -165,11 +161,11 @@ class ControlClient:
 
     def _finish(self) -> None:
         self._send_queued()
-        if self._welcomed.is_set() and not self._lost:
+        if self._welcomed.is_set() and not self.conductor_lost:
             self._send("bye")
         self._inbox.put(None)
         self._pulse.close(linger=0)
-        self._dealer.close(linger=0 if self._lost else _LINGER_MS)
+        self._dealer.close(linger=0 if self.conductor_lost else _LINGER_MS)
         self._wakeup.close()
         self._context.term()
 
@@ -249,9 +245,9 @@ class ControlClient:
             self._send("hello", self._hello)
 
     def _lose(self, reason: str) -> None:
-        if self._lost:
+        if self.conductor_lost:
             return
-        self._lost = reason
+        self.conductor_lost = reason
         self._welcomed.set()
         self._inbox.put(None)
         if self._on_conductor_lost is not None:

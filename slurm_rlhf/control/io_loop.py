@@ -54,7 +54,9 @@ class IoLoop:
     ) -> None:
         self.roster = Roster()
         self.pending = PendingCalls()
-        self.garbage = self.replayed = self.late = 0
+        self.garbage = 0  # dropped messages from holders of the key, which did not decode or came from no known rank
+        self.replayed = 0  # dropped messages that had come before, and hellos of a rank that is already here
+        self.late = 0  # dropped replies, to calls that had been given up
         self.closed = False
         self._heartbeat = Heartbeat(interval, limit)
         self._clock = ListeningClock(self._heartbeat.longest_round)
@@ -81,11 +83,12 @@ class IoLoop:
 
     @property
     def refused(self) -> int:
+        """Count the connections that were refused because the peer lacks the run's key."""
         return self._auth.refused
 
     @property
     def now(self) -> float:
-        """Time at which the I/O thread last listened, on its clock."""
+        """Return when the I/O thread last listened, on its clock."""
         return self._now
 
     def start(self) -> None:

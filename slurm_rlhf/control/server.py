@@ -64,7 +64,7 @@ class ControlServer:
         self._failed: dict[str, Exception] = {}
         self._on_lost = on_lost
         self._on_event = on_event
-        self._loop = IoLoop(
+        self.loop = IoLoop(
             keys,
             host,
             interval=heartbeat_interval,
@@ -73,51 +73,32 @@ class ControlServer:
             on_lost=self._tell_lost,
             on_event=self._tell_event,
         )
-        self._loop.start()
+        self.loop.start()
 
     def endpoint(self, host: str | None = None) -> str:
         """Return `tcp://host:port` for the ranks; `host` is their name for this node, None: what it listens on."""
         if host is None:
             host = socket.gethostname() if self._host in ("0.0.0.0", "*") else self._host
-        return f"tcp://{host}:{self._loop.port}"
-
-    @property
-    def refused(self) -> int:
-        """Number of connections refused because the peer lacks the run's key."""
-        return self._loop.refused
-
-    @property
-    def garbage(self) -> int:
-        """Number of dropped messages from holders of the key, which did not decode or came from no known rank."""
-        return self._loop.garbage
-
-    @property
-    def replayed(self) -> int:
-        """Number of dropped messages that had come before, and of hellos of a rank that is already here."""
-        return self._loop.replayed
-
-    @property
-    def late(self) -> int:
-        """Number of dropped replies, to calls that had been given up."""
-        return self._loop.late
+        return f"tcp://{host}:{self.loop.port}"
 
     def counts(self) -> str:
         """Describe for the log what came that should not have."""
+        io = self.loop
         return (
-            f"{self.refused} connections refused, {self.garbage} messages of no use, {self.replayed} replayed, "
-            f"{self.late} replies too late"
+            f"{io.refused} connections refused, {io.garbage} messages of no use, {io.replayed} replayed, "
+            f"{io.late} replies too late"
         )
 
     def peers(self, role: str) -> list[Peer]:
         """Return the ranks of `role` that said hello, in rank order, lost ones included (`peer.lost`)."""
         with self._lock:
-            return self._loop.roster.of_role(role)
+            return self.loop.roster.of_role(role)
 
     def silent(self, seconds: float) -> list[Peer]:
         """Return the ranks that are present and were not heard from for `seconds`, the most silent first."""
-        now = self._loop.now
+        now = self.loop.now
         with self._lock:
-            found = [peer for peer in self._loop.roster.present() if now - peer.heard > seconds]
+            found = [peer for peer in self.loop.roster.present() if now - peer.heard > seconds]
         return sorted(found, key=lambda peer: peer.heard)
 
     def wait_for(self, role: str, n: int, timeout_s: float) -> list[Peer]:
@@ -131,7 +112,7 @@ class ControlServer:
                 self._raise_if_closed(role)
                 if role in self._failed:
                     raise self._failed[role]
-                here = [peer for peer in self._loop.roster.of_role(role) if peer.rank < n]
+                here = [peer for peer in self.loop.roster.of_role(role) if peer.rank < n]
                 if lost := [peer for peer in here if peer.lost]:
                     raise RoleDied(f"{lost[0]} is lost: {lost[0].lost}")
                 if len(here) == n:
@@ -156,10 +137,10 @@ class ControlServer:
         parts = to_parts(encode({"method": method, "args": argument}))
         with self._lock:
             self._raise_if_closed(role)
-            peer = self._loop.roster.find(role, rank)
+            peer = self.loop.roster.find(role, rank)
             failure = self._failed.get(role) or self._absence(role, rank, peer)
             if failure is None and peer is not None:
-                return self._loop.call(peer, method, timeout_s, parts, read)
+                return self.loop.call(peer, method, timeout_s, parts, read)
         future: Future[Any] = Future()
         future.set_exception(failure)
         return future
@@ -168,14 +149,14 @@ class ControlServer:
         """Break a role: its pending calls, all later ones and `wait_for` raise `error` (the first one given)."""
         with self._changed:
             error = self._failed.setdefault(role, error)
-            calls = self._loop.pending.take(lambda call: call.peer.role == role)
+            calls = self.loop.pending.take(lambda call: call.peer.role == role)
             self._changed.notify_all()
         for call in calls:
             call.future.set_exception(error)
 
     def close(self) -> None:
         """Say goodbye to all ranks (their `receive` raises) and fail what is pending. May be called twice."""
-        self._loop.close()
+        self.loop.close()
 
     def __enter__(self) -> ControlServer:
         return self
@@ -184,13 +165,13 @@ class ControlServer:
         self.close()
 
     def _raise_if_closed(self, role: str) -> None:
-        if self._loop.closed:
+        if self.loop.closed:
             raise RunError(f"the control server is closed; {role} cannot be reached")
 
     def _absence(self, role: str, rank: int, peer: Peer | None) -> Exception | None:
         """Say why a rank cannot be called; None: it can."""
         if peer is None:
-            ranks = shortened([str(other.rank) for other in self._loop.roster.of_role(role)], 8)
+            ranks = shortened([str(other.rank) for other in self.loop.roster.of_role(role)], 8)
             return RoleDied(f"{role} rank {rank} is not connected; connected ranks of {role}: {ranks or 'none'}")
         return RoleDied(f"{peer} is lost: {peer.lost}") if peer.lost else None
 

@@ -29,7 +29,7 @@ POLL_S = 0.2
 
 @dataclass(slots=True)
 class Batch:
-    """What one step trains on."""
+    """Holds what one step trains on."""
 
     step: int
     prompts: list[Prompt]

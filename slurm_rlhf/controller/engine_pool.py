@@ -153,7 +153,7 @@ class EnginePool:
 
 @dataclass(slots=True)
 class WeightSync:
-    """All actor ranks and the ranks of the engines form a group of their own, outside the groups of their roles."""
+    """Leads weight updates: actor and engine ranks form a group of their own, outside those of their roles."""
 
     config: Config
     actor: RoleHandle[ActorCalls]

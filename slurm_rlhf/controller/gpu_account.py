@@ -143,7 +143,8 @@ class GpuAccount:
         notes = []
         if self._steps == 0:
             self._ask()  # which attention it is shows when it is first used
-            notes += [self._kernels(), self._way()]
+            notes.append("attention: " + ", ".join(f"{role} {name}" for role, name in self.attention().items()))
+            notes.append("weight transfer: " + " over ".join(self.transfer().values()))
         if self._steps % EVERY == 0:
             notes.append(self.line(metrics))
         self._steps += 1
@@ -161,12 +162,6 @@ class GpuAccount:
         """Name the backend and the interface of the weight transfer, as its leader has them."""
         way = self._transfer()
         return {name: value for name in ("backend", "interface") if (value := getattr(way, name, ""))}
-
-    def _kernels(self) -> str:
-        return "attention: " + ", ".join(f"{role} {name}" for role, name in self.attention().items())
-
-    def _way(self) -> str:
-        return "weight transfer: " + " over ".join(self.transfer().values())
 
     def hours(self) -> float:
         """Count the GPU-hours of the run so far."""

@@ -26,7 +26,7 @@ REWARD_SCALE, UNEVALUATED, GPUS, PLUGINS = "reward_scale", "unevaluated", "gpus"
 
 @dataclass(slots=True)
 class RunState:
-    """Where the run stands after `step` steps."""
+    """Says where the run stands after `step` steps."""
 
     seed: int
     step: int = 0

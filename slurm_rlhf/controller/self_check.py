@@ -46,7 +46,7 @@ PER_RANK = 4
 
 @dataclass(frozen=True, slots=True)
 class PromptFindings:
-    """What is known of the training prompts before anything is sampled."""
+    """Says what is known of the training prompts before anything is sampled."""
 
     shares: dict[str, float]  # of all prompts, by the names of verdicts.PROMPT_SHARES
     template: str = ""  # what is wrong with how the chat template ends an answer
@@ -144,7 +144,7 @@ class SelfCheck:
             raise SelfCheckError(verdict.error())
 
     def _watch(self, step: int, verdict: Verdict) -> None:
-        """Warn of a figure beyond its bound, again when it has doubled, and end the run at a multiple of the bound."""
+        """Warn of a figure beyond its bound, again when it has doubled; end the run at a multiple of it."""
         if verdict.passed:
             return
         stop = self.config.train.self_check_stop

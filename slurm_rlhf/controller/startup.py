@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What the run reads from the user's files."""
+    """Holds what the run reads from the user's files."""
 
     prompts: PromptSet
     evaluation: PromptSet | None

@@ -20,7 +20,7 @@ PER_STEP = ("lr", "grad_norm")
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """One optimizer step of a role."""
+    """Holds what one optimizer step of a role answered."""
 
     role: str
     tokens: float  # of all ranks

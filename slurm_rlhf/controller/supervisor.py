@@ -57,7 +57,8 @@ class Supervisor:
         self._gone = threading.Event()
         self._terminated = False
         self._ends: list[Ended] = []
-        self._failed: Exception | None = None
+        self.failure: Exception | None = None
+        """What broke the run; None: nothing has."""
         self._failure_lock = threading.Lock()
         # What earlier starts of the run have written into the logs: it is not what this one died of.
         self._marks = {path: path.stat().st_size for path in directory.logs.glob("*.log")}
@@ -92,17 +93,12 @@ class Supervisor:
         """List the ranks of `role` that have said hello."""
         return {peer.rank for peer in self.server.peers(role)}
 
-    @property
-    def failure(self) -> Exception | None:
-        """Answer what broke the run; None: nothing has."""
-        return self._failed
-
     def fail(self, error: Exception) -> None:
         """Break the run by an error that no call of the loop sees: every pending and every later call raises it."""
         with self._failure_lock:
-            self._failed = self._failed or error
+            self.failure = self.failure or error
         for name in self._ranks.roles:
-            self.server.fail_role(name, self._failed)
+            self.server.fail_role(name, self.failure)
 
     @property
     def sync_host(self) -> str:
@@ -119,7 +115,7 @@ class Supervisor:
         """
         own = isinstance(error, RemoteError) and error.user_error
         begin = time.monotonic()
-        while not own and self._failed is None:
+        while not own and self.failure is None:
             waited = time.monotonic() - begin
             if not self._ends:
                 silent = self._silent()
@@ -129,8 +125,8 @@ class Supervisor:
             if waited > self._config.timeout.heartbeat + self._patience_s:
                 break
             time.sleep(0.05)
-        if self._failed is not None and self._failed is not error:
-            raise self._failed from error
+        if self.failure is not None and self.failure is not error:
+            raise self.failure from error
 
     def stop(self) -> None:
         """End every process: ask, then end by force what is left, within `timeout.shutdown` seconds each."""
@@ -143,7 +139,7 @@ class Supervisor:
 
     def _all_ended(self) -> bool:
         """Ask every rank to end; True when all of them have released what they hold."""
-        if self._failed is not None:
+        if self.failure is not None:
             return False
         calls = [handle.shut_down(rank) for role, handle in self.roles.items() for rank in self.here(role)]
         done, late = wait(calls, self._config.timeout.shutdown / 2)
@@ -156,7 +152,7 @@ class Supervisor:
             news = self._launcher.ended()
             first = first if self._ends else time.monotonic()
             self._ends += news
-            if self._ends and self._failed is None and not self._leaving.is_set():
+            if self._ends and self.failure is None and not self._leaving.is_set():
                 self._judge(time.monotonic() - first)
 
     def _judge(self, waited_s: float) -> None:
@@ -183,7 +179,7 @@ class Supervisor:
 
     @property
     def _patience_s(self) -> float:
-        """How long it takes to see that a rank is silent."""
+        """Return how long it takes to see that a rank is silent."""
         return max(VERDICT_S, (SILENT_BEATS + 1) * self._config.timeout.heartbeat_interval)
 
     def _silent(self) -> list[Peer]:
@@ -244,18 +240,18 @@ class Supervisor:
     def _fail(self, role: str, what: str, logs: list[Path]) -> None:
         """Break the run: quote the newest of `logs`, without what earlier starts in this directory have written."""
         with self._failure_lock:
-            if self._failed is not None:
+            if self.failure is not None:
                 return
             written = [path for path in logs if path.exists() and path.stat().st_size > self._marks.get(path, 0)]
             newest = max(written, key=lambda path: path.stat().st_mtime, default=logs[-1])
             words = "\n".join(f"    {line}" for line in tail(newest, 12, self._marks.get(newest, 0)))
-            self._failed = RoleDied(
+            self.failure = RoleDied(
                 f"role {role} died: {what}.\nThe last lines of {newest}:\n{words}\n"
                 f"Earlier checkpoints are intact; the same command goes on from the newest."
             )
-        log.error("%s", self._failed)
+        log.error("%s", self.failure)
         for name in self._ranks.roles:
-            self.server.fail_role(name, self._failed)
+            self.server.fail_role(name, self.failure)
 
 
 def _names(nodes: str) -> list[str]:

@@ -20,7 +20,7 @@ Statistic = Literal["largest", "mean"]
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """How far two log-probs of the same token may be apart, in nats."""
+    """Limits how far two log-probs of the same token may be apart, in nats."""
 
     limit: float
     statistic: Statistic
@@ -109,7 +109,7 @@ ALL_THE_SAME = "train.self_check = false leaves the self-check out"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One figure of a check."""
+    """Holds one figure of a check beside its bound."""
 
     check: str  # a key of WORDS
     figure: float
@@ -186,7 +186,7 @@ def drift(mean: float, param_dtype: str) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """A share of a batch that is worth a warning above `limit`."""
+    """Describes a share of a batch that is worth a warning above `limit`."""
 
     limit: float
     words: str  # for a share in percent
@@ -264,23 +264,23 @@ def not_finite(rewards: F32) -> str:
 
 
 def agreement_line(title: str, verdicts: Sequence[Verdict], names: dict[str, str]) -> str:
-    """`self-check, TITLE: NAME 3e-07, NAME 0 nats (largest; at most 0.0001)`."""
+    """Write `self-check, TITLE: NAME 3e-07, NAME 0 nats (largest; at most 0.0001)`."""
     figures = ", ".join(f"{names[verdict.check]} {verdict.figure:.2g}" for verdict in verdicts)
     bound = verdicts[0].bound
     return f"self-check, {title}: {figures} nats ({bound.statistic}; at most {bound.limit:g})"
 
 
 def ratio_line(verdict: Verdict) -> str:
-    """`self-check, first update: mean ratio 1, ...; at most 0.0001 off`."""
+    """Write `self-check, first update: mean ratio 1, ...; at most 0.0001 off`."""
     return f"self-check, first update: {verdict.detail}; at most {verdict.bound.limit:g} off"
 
 
 def shares_line(title: str, shares: dict[str, float], names: Sequence[str]) -> str:
-    """`self-check, rewards: 0 % clipped, 12 % of the groups constant, 3 % truncated`."""
+    """Write `self-check, rewards: 0 % clipped, 12 % of the groups constant, 3 % truncated`."""
     words = ", ".join(f"{_percent(shares[name])} {SHARES[name].words}" for name in names if name in shares)
     return f"self-check, {title}: {words}"
 
 
 def _percent(share: float) -> str:
-    """Rounded so that a little is not nothing."""
+    """Round a share so that a little is not nothing."""
     return f"{share:.0%}".replace("%", " %") if share >= 0.01 or share == 0 else "under 1 %"

@@ -1,4 +1,4 @@
-"""Put the right tokens around a text: the beginning-of-sequence token, the end of an answer, an answer behind a prompt.
+"""Put the right tokens around a text: at its beginning, at the end of an answer, between prompt and answer.
 
 A generating model gets the tokens of the prompt alone, and its answer is what it puts behind them. So an answer to
 train on is a list of tokens that, behind those of the prompt, decode to the text of prompt and answer:

@@ -109,7 +109,7 @@ def _is_chat(value: Any) -> bool:
 
 
 def read_jsonl(path: Path | str, max_rows: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number from 1, object) for each line that is not blank, at most `max_rows` of them (0: all).
+    """Yield (line number from 1, object) for each line that is not blank, at most `max_rows` (0: all).
 
     Raises DataError with file and line for a line that is not UTF-8, not JSON, or not an object.
     """

@@ -1,6 +1,7 @@
-"""Define what a launcher does, the seam between the conductor and the roles' processes, and start roles on one machine.
+"""Define what a launcher does, and start the roles on one machine.
 
-The other launchers: `launch.slurm` (srun steps) and `launch.mpi.launcher` (MPI ranks).
+A launcher is the seam between the conductor and the processes of the roles. The other launchers: `launch.slurm` (srun
+steps) and `launch.mpi.launcher` (MPI ranks).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Launcher(Protocol):
 
     @property
     def address(self) -> str:
-        """Return the address of this process for the nodes of the run; loopback if all of them are this machine."""
+        """Return the address of this process for the run's nodes; loopback if all are this machine."""
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         """Start `role` on all its nodes, with the variables of `environment[node]`.

@@ -43,7 +43,7 @@ GPU_VARIABLES = (*VISIBLE, *OTHER_CHOICES)
 
 
 def diagnosis_variables(role: str, logs: Path) -> dict[str, str]:
-    """Return variables that make NCCL write into `logs` why it hangs: a node's own /tmp is lost with the job."""
+    """Return variables that make NCCL write into `logs` why it hangs. A node's own /tmp is lost with the job."""
     trace = str(logs / f"nccl_trace.{role}.")
     return {
         # Both names: torch reads the new one and falls back to the old one, libraries read either.

@@ -1,4 +1,4 @@
-"""Continue a run in another allocation: requeue this job, submit its successor, or leave it to a chain or submit.
+"""Continue a run in another allocation: requeue this job, submit its successor, or leave it to a chain.
 
 The successor is the same script with the same arguments and options. The options on the command line of sbatch are in
 no script: they are read from what Slurm shows of the job.
@@ -114,7 +114,7 @@ class ChainContinuation(Continuation):
         return "the next job of the chain goes on"
 
     def finished(self) -> str:
-        """Cancel the tasks of this array, or the jobs of this name, that still wait, with one call of `scancel`."""
+        """Cancel the waiting tasks of this array, or jobs of this name, with one call of `scancel`."""
         array = self._slurm.array_job_id
         which = [str(array)] if array is not None else [f"--name={self._slurm.job_name}", f"--user={os.getuid()}"]
         done = command(["scancel", "--state=PENDING", *which])

@@ -1,4 +1,4 @@
-"""Run one step of the job: its `srun` command line, the container its ranks are in, and the child process of it."""
+"""Run one step of the job: the `srun` command line, the container around the ranks, the child process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describe the step of one role: as a file that each of its nodes reads, and as a torchrun command line."""
+"""Describe the step of a role, as a file that its nodes read and as a torchrun command line."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.run_directory import write_atomically
 
-WORKER_MODULE = "slurm_rlhf.workers.main"
+WORKER_MODULE = "slurm_rlhf.workers.rank_process"
 
 
 @dataclass(frozen=True, slots=True)

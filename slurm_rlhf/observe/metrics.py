@@ -54,7 +54,7 @@ class MetricsLog:
 
 
 def whole_lines(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (line, row) for each whole line of metrics.jsonl; lines that a kill or a cut has shortened are skipped."""
+    """Yield (line, row) for each whole line of metrics.jsonl. Lines that a kill or a cut has shortened are skipped."""
     for line in text.splitlines():
         try:
             row = json.loads(line)

@@ -1,6 +1,7 @@
 """Make and draw the rank map: which rank of which role runs on which slot of which node.
 
-Pure: from a topology, sizes of roles and colocations follows the same map on every node."""
+Pure: from a topology, sizes of roles and colocations follows the same map on every node.
+"""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from slurm_rlhf.errors import SyncError, shortened
-from slurm_rlhf.weight_sync.plan import FIXED_HEADER, Parameter, Part, Piece, Span, SyncPlan
+from slurm_rlhf.weight_sync.transfer_plan import FIXED_HEADER, Parameter, Part, Piece, Span, SyncPlan
 
 Source = Callable[[Span], torch.Tensor]
 """A span of a parameter -> its bytes, uint8 [span.nbytes], on any device."""

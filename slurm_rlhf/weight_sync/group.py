@@ -24,7 +24,6 @@ from slurm_rlhf.records import SyncConnection
 from slurm_rlhf.weight_sync.backends.backend import Backend, TransportFailure
 from slurm_rlhf.weight_sync.backends.gloo import GlooTransport
 from slurm_rlhf.weight_sync.diagnosis import FailureBoard, Names
-from slurm_rlhf.weight_sync.layout import Layout
 from slurm_rlhf.weight_sync.liveness import Heartbeat
 from slurm_rlhf.weight_sync.member import (
     Member,
@@ -34,7 +33,6 @@ from slurm_rlhf.weight_sync.member import (
     interface_near,
     nccl_available,
 )
-from slurm_rlhf.weight_sync.plan import SyncPlan, make_plan
 from slurm_rlhf.weight_sync.rendezvous import (
     BACKENDS,
     call_roll,
@@ -44,6 +42,7 @@ from slurm_rlhf.weight_sync.rendezvous import (
     read,
     unreachable,
 )
+from slurm_rlhf.weight_sync.transfer_plan import Layout, SyncPlan, make_plan
 
 log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from slurm_rlhf.weight_sync.backends.backend import Incoming
 from slurm_rlhf.weight_sync.backends.table import make_backend
 from slurm_rlhf.weight_sync.bucket import Assembly, Pool
 from slurm_rlhf.weight_sync.group import Described, SyncGroup, connection, join_run
-from slurm_rlhf.weight_sync.plan import SyncPlan, dtype_name
+from slurm_rlhf.weight_sync.transfer_plan import SyncPlan, dtype_name
 from slurm_rlhf.weight_sync.update import following
 
 _SHOWN = 8  # differences that a message names

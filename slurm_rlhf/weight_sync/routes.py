@@ -12,8 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slurm_rlhf.weight_sync.layout import Stream, distinct
-from slurm_rlhf.weight_sync.plan import ITEM_SIZE, SyncPlan
+from slurm_rlhf.weight_sync.transfer_plan import ITEM_SIZE, Stream, SyncPlan, distinct
 
 _TAG_BUCKETS = 32  # more than are on their way at a time
 _TAGS_OF_BUCKET = 1 << 24

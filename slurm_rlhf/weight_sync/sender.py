@@ -17,8 +17,8 @@ from slurm_rlhf.weight_sync.backends.backend import Pending
 from slurm_rlhf.weight_sync.backends.table import make_backend
 from slurm_rlhf.weight_sync.bucket import Pool, Source, fill
 from slurm_rlhf.weight_sync.group import Described, SyncGroup, connection, join_run
-from slurm_rlhf.weight_sync.plan import ITEM_SIZE, Part, Span, SyncPlan, dtype_name
 from slurm_rlhf.weight_sync.rendezvous import SyncStore
+from slurm_rlhf.weight_sync.transfer_plan import ITEM_SIZE, Part, Span, SyncPlan, dtype_name
 from slurm_rlhf.weight_sync.update import following, leading
 
 Held = Mapping[str, tuple[int, torch.Tensor]]

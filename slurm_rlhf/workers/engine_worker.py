@@ -1,4 +1,4 @@
-"""The base class of the ranks of an engine, and what its leader and its followers do at their start."""
+"""The base class of an engine's ranks, and what its leader and its followers do at their start."""
 
 from __future__ import annotations
 

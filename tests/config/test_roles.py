@@ -31,7 +31,7 @@ from slurm_rlhf.placement.model_shape import shape_of
 from slurm_rlhf.placement.rank_map import RankMap, draw, place
 from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.topology import Topology
-from slurm_rlhf.workers import main as worker_main
+from slurm_rlhf.workers import rank_process as worker_main
 
 JUDGE = "judge"
 

@@ -20,7 +20,7 @@ from slurm_rlhf.controller.dispatch import Dispatcher, answer_sizes
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.engine import Gauges
 from slurm_rlhf.workers.engine_leader import EngineLeader
-from slurm_rlhf.workers.main import serve
+from slurm_rlhf.workers.rank_process import serve
 from slurm_rlhf.workers.worker import RankInfo
 
 TOKENS, SAMPLES, PROMPTS = 1000, 8, 512

@@ -30,8 +30,8 @@ from slurm_rlhf.training.deepspeed_engine import zero3_config
 from slurm_rlhf.training.distributed import World, undisturbed
 from slurm_rlhf.training.frozen_models import FrozenPolicy, RewardModel
 from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
-from slurm_rlhf.workers.main import import_libraries
 from slurm_rlhf.workers.model_workers import ReferenceWorker
+from slurm_rlhf.workers.rank_process import import_libraries
 from slurm_rlhf.workers.worker import RankInfo
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_environment")]

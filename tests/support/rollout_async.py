@@ -60,7 +60,7 @@ def switch_on() -> Callable[[], None]:
 
 
 if __name__ == "__main__":
-    from slurm_rlhf.workers import main as worker
+    from slurm_rlhf.workers import rank_process as worker
 
     switch_on()
     worker.main()

@@ -11,7 +11,7 @@ from typing import Any
 
 from slurm_rlhf.workers import engine_follower as follower
 from slurm_rlhf.workers import engine_leader as rollout
-from slurm_rlhf.workers import main as worker
+from slurm_rlhf.workers import rank_process as worker
 
 
 class Misfit(follower.EngineFollower):

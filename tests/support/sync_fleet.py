@@ -18,9 +18,9 @@ from slurm_rlhf.controller.engine_pool import WeightSync
 from slurm_rlhf.errors import RemoteError
 from slurm_rlhf.weight_sync.group import SyncGroup, join
 from slurm_rlhf.weight_sync.member import Membership
-from slurm_rlhf.weight_sync.plan import make_plan
 from slurm_rlhf.weight_sync.rendezvous import SyncStore
 from slurm_rlhf.weight_sync.sender import Sender
+from slurm_rlhf.weight_sync.transfer_plan import make_plan
 
 BUCKET = 1 << 20
 

@@ -147,16 +147,16 @@ class _Engine:
         return [str(member) for member in self.group.members]
 
     def receiver_of(self, parameters: Any, bucket: int, zero: int = 0, expected: Any = None) -> int:
-        from slurm_rlhf.weight_sync.plan import make_plan
         from slurm_rlhf.weight_sync.receiver import Receiver
+        from slurm_rlhf.weight_sync.transfer_plan import make_plan
 
         plan = make_plan(parameters, bucket, self.group.layout(zero))
         self.receiver = Receiver(self.group, plan, expected)
         return len(self.receiver.plan.buckets)
 
     def sender_of(self, parameters: Any, bucket: int, zero: int = 0) -> int:
-        from slurm_rlhf.weight_sync.plan import make_plan
         from slurm_rlhf.weight_sync.sender import Sender
+        from slurm_rlhf.weight_sync.transfer_plan import make_plan
 
         self.sender = Sender(self.group, make_plan(parameters, bucket, self.group.layout(zero)))
         return len(self.sender.plan.buckets)

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[2]
 REGISTRY = "SLURM_RLHF_TEST_COMMANDS"
 """In the environment of forked processes: a directory with a file for each, named by process id, with its command."""
 TORCHRUN = "torch.distributed.run"
-MODULES = (TORCHRUN, "slurm_rlhf.workers.main")
+MODULES = (TORCHRUN, "slurm_rlhf.workers.rank_process")
 """What is forked in place of a new Python."""
 
 

@@ -109,7 +109,7 @@ def _over(code: int) -> None:
 
 
 def _live_again_and_again(pipe: str) -> None:
-    from slurm_rlhf.workers import main as worker
+    from slurm_rlhf.workers import rank_process as worker
 
     leave: Any = os._exit
     for line in open(pipe, encoding="utf-8"):  # noqa: SIM115
@@ -128,7 +128,7 @@ def _live_again_and_again(pipe: str) -> None:
 
 def _child(arguments: list[str], environment: dict[str, str], script: str) -> None:
     from slurm_rlhf.workers import engine_worker as engine_rank
-    from slurm_rlhf.workers import main as worker
+    from slurm_rlhf.workers import rank_process as worker
 
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)

@@ -7,9 +7,8 @@ from sync_peer import describe, hold
 
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.weight_sync.bucket import Assembly, Pool, checksum, fill, verify
-from slurm_rlhf.weight_sync.layout import Layout
-from slurm_rlhf.weight_sync.plan import make_plan
 from slurm_rlhf.weight_sync.sender import span_source
+from slurm_rlhf.weight_sync.transfer_plan import Layout, make_plan
 
 
 def _random_bytes(n: int) -> torch.Tensor:

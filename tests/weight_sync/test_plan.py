@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_rlhf.errors import SyncError
-from slurm_rlhf.weight_sync.layout import Layout
-from slurm_rlhf.weight_sync.plan import ALIGN, ITEM_SIZE, SyncPlan, make_plan
 from slurm_rlhf.weight_sync.receiver import check_match
 from slurm_rlhf.weight_sync.routes import cost_of, routes
+from slurm_rlhf.weight_sync.transfer_plan import ALIGN, ITEM_SIZE, Layout, SyncPlan, make_plan
 
 PARAMETERS = [
     ["a", [4, 8], "float32"],

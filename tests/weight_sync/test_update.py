@@ -21,10 +21,10 @@ from slurm_rlhf.weight_sync.backends.backend import TransportFailure
 from slurm_rlhf.weight_sync.backends.gloo import GlooTransport
 from slurm_rlhf.weight_sync.group import SyncGroup, join
 from slurm_rlhf.weight_sync.member import Membership
-from slurm_rlhf.weight_sync.plan import DEPTH, make_plan
 from slurm_rlhf.weight_sync.receiver import Receiver
 from slurm_rlhf.weight_sync.routes import routes
 from slurm_rlhf.weight_sync.sender import Sender
+from slurm_rlhf.weight_sync.transfer_plan import DEPTH, make_plan
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 PARAMETERS = describe(make_weights(0))

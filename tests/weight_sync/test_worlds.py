@@ -20,7 +20,7 @@ import torch, torch.distributed as dist
 from sync_peer import describe, hold
 from slurm_rlhf.weight_sync.group import join
 from slurm_rlhf.weight_sync.member import Membership
-from slurm_rlhf.weight_sync.plan import make_plan
+from slurm_rlhf.weight_sync.transfer_plan import make_plan
 from slurm_rlhf.weight_sync.sender import Sender
 from slurm_rlhf.weight_sync.receiver import Receiver
 from slurm_rlhf.weight_sync.rendezvous import SyncStore

@@ -63,7 +63,7 @@ def start(role: str, directory: RunDirectory, endpoint: str) -> subprocess.Popen
         "SLOW_LOG": str(slow / role),
         "LOCAL_RANK": "0",
     }
-    command = [sys.executable, "-m", "slurm_rlhf.workers.main", f"--role={role}", f"--run_dir={directory.root}"]
+    command = [sys.executable, "-m", "slurm_rlhf.workers.rank_process", f"--role={role}", f"--run_dir={directory.root}"]
     return subprocess.Popen(
         [*command, f"--endpoint={endpoint}", "--first_rank=0", "--world=1"], env=environment, start_new_session=True
     )

@@ -161,7 +161,7 @@ def _topology(processes: Sequence[Process]) -> tuple[Topology, list[tuple[str, i
 
 
 def _devices(node: str, processes: Sequence[Process]) -> tuple[str, ...]:
-    """Return the GPU of each process: the i-th that all see, or the one that the launcher bound it to."""
+    """Return the GPU of each process: the i-th that all see, or the one it was bound to."""
     first = processes[0].gpus
     if all(process.gpus == first for process in processes) and len(first) >= len(processes):
         return first[: len(processes)]

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from slurm_rlhf.weight_sync.bucket import Pool
-from slurm_rlhf.weight_sync.plan import Part
+from slurm_rlhf.weight_sync.transfer_plan import Part
 
 
 class TransportFailure(Exception):

@@ -24,7 +24,7 @@ from slurm_rlhf.weight_sync.backends.nccl import Communicator, in_time
 from slurm_rlhf.weight_sync.backends.shared_memory import SharedMemory
 from slurm_rlhf.weight_sync.bucket import Pool
 from slurm_rlhf.weight_sync.member import device_name, device_names
-from slurm_rlhf.weight_sync.plan import Part, SyncPlan
+from slurm_rlhf.weight_sync.transfer_plan import Part, SyncPlan
 
 _POLL_S = 0.0005
 

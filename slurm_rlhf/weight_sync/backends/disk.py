@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync.backends.backend import Done, Incoming, Pending, TransportFailure
 from slurm_rlhf.weight_sync.bucket import Pool
-from slurm_rlhf.weight_sync.plan import Part, SyncPlan
+from slurm_rlhf.weight_sync.transfer_plan import Part, SyncPlan
 
 _KEY = "part"
 

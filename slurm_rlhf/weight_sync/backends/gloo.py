@@ -19,8 +19,8 @@ from slurm_rlhf.weight_sync._torch import gloo_group
 from slurm_rlhf.weight_sync.backends.backend import Incoming, Pending, TransportFailure
 from slurm_rlhf.weight_sync.backends.shared_memory import SharedMemory
 from slurm_rlhf.weight_sync.bucket import Pool
-from slurm_rlhf.weight_sync.plan import Part, SyncPlan
 from slurm_rlhf.weight_sync.routes import Route, routes
+from slurm_rlhf.weight_sync.transfer_plan import Part, SyncPlan
 
 T = TypeVar("T")
 _NEVER_SENT = 0x7FFFFFFF  # a tag
@@ -267,6 +267,7 @@ class _Sent:
 
     def run(self) -> None:
         self.pending.wait()
+        del self.pending  # and the buffer with it, before it is taken again
         self.counted.came([])
 
 

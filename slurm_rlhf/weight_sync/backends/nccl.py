@@ -16,7 +16,7 @@ from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync._torch import all_gather, coalesced, nccl_group
 from slurm_rlhf.weight_sync.backends.backend import Incoming, Pending, TransportFailure
 from slurm_rlhf.weight_sync.bucket import Pool
-from slurm_rlhf.weight_sync.plan import ALIGN, Part, SyncPlan
+from slurm_rlhf.weight_sync.transfer_plan import ALIGN, Part, SyncPlan
 
 _POLL_S = 0.0005
 

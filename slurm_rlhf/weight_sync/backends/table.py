@@ -17,9 +17,9 @@ from slurm_rlhf.weight_sync.backends.gloo import Gloo
 from slurm_rlhf.weight_sync.backends.nccl import Communicator, Nccl, name_interface
 from slurm_rlhf.weight_sync.backends.shared_memory import SharedMemory, SharedMemorySizes, reserve
 from slurm_rlhf.weight_sync.group import SyncGroup
-from slurm_rlhf.weight_sync.plan import SyncPlan
 from slurm_rlhf.weight_sync.rendezvous import read
 from slurm_rlhf.weight_sync.routes import routes
+from slurm_rlhf.weight_sync.transfer_plan import SyncPlan
 
 log = logging.getLogger(__name__)
 

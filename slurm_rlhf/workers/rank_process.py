@@ -1,4 +1,4 @@
-"""The main program of every rank of every role: `python -m slurm_rlhf.workers.main`, under torchrun."""
+"""The main program of every rank of every role: `python -m slurm_rlhf.workers.rank_process`, under torchrun."""
 
 from __future__ import annotations
 
