@@ -99,7 +99,7 @@ def check_architecture(key: str, path: str, max_len: int) -> None:
         if value not in (None, 1, 1.0) and field not in known.fields:
             raise ModelError(
                 f"{key}: {path}/config.json has {field} = {value}, by which models change their logits behind the "
-                f"head, and how a {outer} does is not known here: use a model without {field}"
+                f"head, and how a {outer} does it is not known here: use a model without {field}"
             )
     if names and not any(name in COMPARED for name in names):
         log.warning(

@@ -178,7 +178,8 @@ def test_one_micro_batch_on_one_rank_is_many_on_many(mode: str, masks: list[str]
     }
     expected = means[mode]() if acted else losses.sum() * 0
     expected.backward()
-    assert whole.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-9)
+    # The weights are fp32, and terms of both signs may cancel each other.
+    assert whole.item() == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
     assert logprobs.grad is not None
     assert again.grad is not None
     assert_allclose(logprobs.grad.numpy(), again.grad.numpy(), rtol=1e-6, atol=1e-9)

@@ -45,7 +45,7 @@ def test_an_architecture_that_was_not_compared_is_told(tmp_path: Path, caplog: p
     [
         ({"architectures": ["PhiMoEForCausalLM"]}, "PhiMoEForCausalLM, which cannot be trained here: transformers"),
         ({"architectures": ["Cohere2ForCausalLM"], "sliding_window": 63}, "lower data.max_len = 64 to 63"),
-        ({"model_type": "llama", "logit_scale": 0.5}, "logit_scale = 0.5.*how a llama does is not known"),
+        ({"model_type": "llama", "logit_scale": 0.5}, "logit_scale = 0.5.*how a llama does it is not known"),
         ({"model_type": "x", "text_config": {"model_type": "qwen2", "final_logit_softcapping": 30.0}}, "how a x does"),
         (
             {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", "final_logit_softcapping": 30.0}},

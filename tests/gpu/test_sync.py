@@ -255,7 +255,7 @@ def test_the_conductor_goes_over_to_the_fallback(fleet: Fleet):
     weights = conducted(fleet, **{"sync.fallback": "gloo"})
     weights.rollout.tell(0, "break_link", times=9)
     weights.update(1)
-    assert weights._backend["backend"] == "gloo"
+    assert weights.connection.backend == "gloo"
     assert arrived(weights) == sent(1)
 
 

@@ -46,7 +46,10 @@ class Forker:
             data = json.dumps(request).encode() + b"\n"
             sent = socket.send_fds(self._connection, [data], files)
             self._connection.sendall(data[sent:])
-            return json.loads(_line(self._connection)[0])
+            answer, _ = _line(self._connection)
+            if not answer:
+                raise ConnectionError("the process that forks is gone")
+            return json.loads(answer)
 
 
 class Forked:
@@ -61,13 +64,18 @@ class Forked:
         self.args = list(command)
         self.returncode: int | None = None
         self._forker = forker
+        self._polling = threading.Lock()  # its end is told once, to whoever asks first
         request = {"command": self.args, "environment": environment, "directory": os.getcwd(), "bound": bound}
         self.pid: int = forker.ask(request, files)
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._forker.ask({"poll": self.pid})
-        return self.returncode
+        with self._polling:
+            if self.returncode is None:
+                try:
+                    self.returncode = self._forker.ask({"poll": self.pid})
+                except OSError:  # what forked it was killed, and it is bound to that
+                    self.returncode = -signal.SIGKILL
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         end = time.monotonic() + (timeout if timeout is not None else float("inf"))
@@ -150,12 +158,12 @@ def commands() -> dict[int, str]:
 
 
 def _line(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """A line, and the files that came with it. Nothing more follows before it is answered."""
+    """A line, and the files that came with it; nothing where the other end is gone. No more follows unanswered."""
     data, files = b"", []
     while not data.endswith(b"\n"):
         part, more, _, _ = socket.recv_fds(connection, 1 << 16, 3)
         if not part:
-            os._exit(0)  # the owner is gone
+            return b"", files
         data += part
         files += more
     return data, files
@@ -165,6 +173,8 @@ def _serve(connection: socket.socket) -> None:
     """Fork, and wait for what was forked, as the owner asks."""
     while True:
         data, files = _line(connection)
+        if not data:
+            os._exit(0)  # the owner is gone
         request = json.loads(data)
         if "poll" in request:
             pid, status = os.waitpid(request["poll"], os.WNOHANG)

@@ -108,7 +108,7 @@ def test_a_soft_cap_that_the_model_around_ignores_is_refused(tmp_path: Path) -> 
     vision = {**SMALL, "image_size": 16, "patch_size": 8}
     config = Gemma3Config(text_config=TEXT, vision_config=vision, mm_tokens_per_image=4)
     Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path / "model")
-    with pytest.raises(ModelError, match=r"final_logit_softcapping = 3\.0.*how a gemma3 does is not known"):
+    with pytest.raises(ModelError, match=r"final_logit_softcapping = 3\.0.*how a gemma3 does it is not known"):
         load_policy(tmp_path / "model", FP32, 7)
 
 
