@@ -15,7 +15,6 @@ from typing import Any
 
 from slurm_rlhf.cli.main import Arguments, guarded
 from slurm_rlhf.cli.placement_report import check_memory, memory_on, print_resolved
-from slurm_rlhf.cli.train import conduct
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.slurm_environment import read_slurm
@@ -127,7 +126,9 @@ def run_conductor(start: str, channel: int) -> int:
     config = load_config(Path(file), overrides)
     ranks = RankMap.from_json(rank_map)
     launcher = MpiLauncher(Channel(socket.socket(fileno=channel)), ranks, address)
-    return conduct(config, ranks, launcher)
+    from slurm_rlhf.controller import conductor
+
+    return conductor.run_here(config, ranks, launcher)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from slurm_rlhf.cli.placement_report import (
     require_fit,
 )
 from slurm_rlhf.cluster.processes import attach_line
-from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_sft
 from slurm_rlhf.config.load import load_config
@@ -59,16 +58,9 @@ def train_here(config: Config) -> int:
     check(config)
     ranks = layout_here(config)
     check_memory(config, ranks)
-    return conduct(config, ranks, _launcher(config, ranks))
-
-
-def conduct(config: Config, ranks: RankMap, launcher: Launcher) -> int:
-    """Run the conductor in this process; return the exit code. Raises as `conductor.run`."""
     from slurm_rlhf.controller import conductor
-    from slurm_rlhf.launch.requeue import continuation_of
 
-    continuation = continuation_of(config.slurm, Path(config.run_dir), os.environ)
-    return conductor.run(config, ranks, launcher, node_name(), continuation)
+    return conductor.run_here(config, ranks, _launcher(config, ranks))
 
 
 def _launcher(config: Config, ranks: RankMap) -> Launcher:

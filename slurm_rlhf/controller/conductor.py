@@ -14,6 +14,7 @@ from pathlib import Path
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.processes import Session
+from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import running_roles
@@ -24,6 +25,7 @@ from slurm_rlhf.controller.startup import Inputs, Startup
 from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.errors import ConfigError, RemoteError, RunError
 from slurm_rlhf.launch.launcher import Launcher
+from slurm_rlhf.launch.requeue import continuation_of
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory
 
@@ -31,6 +33,11 @@ log = logging.getLogger(__name__)
 
 MOST_RESTARTS = 5
 """Allocations in a row that may end before a single step: the job would otherwise requeue itself for ever."""
+
+
+def run_here(config: Config, ranks: RankMap, launcher: Launcher) -> int:
+    """Run the conductor on this machine, with the scheduler's way to go on later; return and raise as `run`."""
+    return run(config, ranks, launcher, node_name(), continuation_of(config.slurm, Path(config.run_dir), os.environ))
 
 
 def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuation: Continuation) -> int:

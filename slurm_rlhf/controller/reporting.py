@@ -8,8 +8,8 @@ from pathlib import Path
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.run_state import RunState
+from slurm_rlhf.observe.live import make_progress
 from slurm_rlhf.observe.metrics import MetricsLog, TensorBoardEvents
-from slurm_rlhf.observe.progress import make_progress
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.run_directory import RunDirectory
 

@@ -6,5 +6,5 @@ What lives here: `metrics` (metrics.jsonl, TensorBoard), `run_status` (summary.j
 
 May import: the base modules and `config`. No torch. Nothing here may stop a run: what is missing is shown as a dash.
 
-To add a progress display: a subclass of `progress.Progress`, and a line in `make_progress`.
+To add a progress display: a subclass of `progress.Progress`, and a line in `live.make_progress`.
 """

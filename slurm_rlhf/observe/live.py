@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 
 from rich.console import Console, RenderableType
@@ -10,7 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from slurm_rlhf.observe.progress import EVERY, Cell, Clock, Progress, duration, header, row
+from slurm_rlhf.config.schema import Logger
+from slurm_rlhf.observe.progress import EVERY, Cell, Clock, PlainProgress, Progress, duration, header, row
 
 _REFRESH_HZ = 2
 _BAR = 32  # columns
@@ -86,3 +88,13 @@ class LiveProgress(Progress):
 
 def _styled(cells: list[Cell]) -> Text:
     return Text(" ").join(Text(cell.text, style=cell.style) for cell in cells)
+
+
+def make_progress(settings: Logger) -> Progress:
+    """Make the kind that `logger.progress` names; auto: rich if standard output is a terminal."""
+    kind = settings.progress
+    if kind == "auto":
+        kind = "rich" if sys.stdout.isatty() else "plain"
+    if kind == "rich":
+        return LiveProgress()
+    return PlainProgress() if kind == "plain" else Progress()

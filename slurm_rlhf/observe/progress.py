@@ -11,8 +11,6 @@ import time
 from collections import deque
 from dataclasses import dataclass
 
-from slurm_rlhf.config.schema import Logger
-
 
 class Progress:
     """Show nothing; subclasses show how a run goes on.
@@ -34,18 +32,6 @@ class Progress:
 
     def end(self) -> None:
         """Stop: there are no more steps."""
-
-
-def make_progress(settings: Logger) -> Progress:
-    """Make the kind that `logger.progress` names; auto: rich if standard output is a terminal."""
-    kind = settings.progress
-    if kind == "auto":
-        kind = "rich" if sys.stdout.isatty() else "plain"
-    if kind == "rich":
-        from slurm_rlhf.observe.live import LiveProgress
-
-        return LiveProgress()
-    return PlainProgress() if kind == "plain" else Progress()
 
 
 class PlainProgress(Progress):

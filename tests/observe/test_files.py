@@ -105,12 +105,12 @@ def test_the_conductor_gets_by_without_torch_and_tensorflow(tmp_path):
 import sys
 from pathlib import Path
 from slurm_rlhf.config.schema import Logger
-from slurm_rlhf.observe import metrics, progress, run_status, timing
+from slurm_rlhf.observe import live, metrics, run_status, timing
 from slurm_rlhf.observe import log_tail as tail
 writer = metrics.TensorBoardEvents(Path(sys.argv[1]))
 writer.scalars(1, {"reward": 1.0})
 for kind in ("rich", "plain", "none"):
-    shown = progress.make_progress(Logger(progress=kind))
+    shown = live.make_progress(Logger(progress=kind))
     shown.begin(0, 1)
     shown.step(1, 1, {})
     shown.end()

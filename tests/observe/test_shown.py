@@ -93,7 +93,7 @@ def test_plain_lines_are_a_table_with_a_header_now_and_then(capsys):
 PROGRAM = """
 import sys, time
 from slurm_rlhf.config.schema import Logger
-from slurm_rlhf.observe.progress import make_progress
+from slurm_rlhf.observe.live import make_progress
 progress = make_progress(Logger())
 progress.note("run directory runs/x [not/markup], 30 steps")
 progress.begin(0, 30)
