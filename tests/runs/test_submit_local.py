@@ -18,7 +18,12 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.launch import submit
 from slurm_rlhf.launch.submitit_job import SIGNAL
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.timeout(300),
+    pytest.mark.usefixtures("own_environment"),
+]
 
 STEPS = 16
 SMALL = ("--algo.kl.init_coef=0", "--eval.dataset=", "--slurm.time=30", "--slurm.signal_lead_s=60")
