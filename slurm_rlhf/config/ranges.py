@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,3 +33,6 @@ POSITIVE = Range(0, above=True)
 SHARE = Range(0, 1)
 TEMPERATURE = Range(0, 2, above=True)
 """vLLM refuses requests above 2."""
+
+FilePath = Annotated[str, "path"]
+"""A file or directory: made absolute when it is read. Empty stays empty."""

@@ -5,19 +5,16 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator
 
+from slurm_rlhf.config.algorithm_rules import ahead_problems, algorithm_problems, sampling_problems
 from slurm_rlhf.config.keys import all_keys, get
-from slurm_rlhf.config.roles import ROLES, algorithm_of, running_roles
+from slurm_rlhf.config.roles import ROLES, running_roles
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError
-
-COLDEST = 0.01
-"""vLLM samples at this temperature where a lower one is asked for (`vllm.sampling_params._MAX_TEMP`)."""
 
 
 def rule_problems(config: Config) -> Iterator[str]:
     """Find the broken rules of a training run; rules over several numbers wait until each is in its range."""
     alone = list(key_problems(config))
-    algorithm = list(_algorithm(config))
+    algorithm = list(algorithm_problems(config))
     yield from alone
     yield from _frozen(config)
     yield from algorithm
@@ -28,7 +25,7 @@ def rule_problems(config: Config) -> Iterator[str]:
     yield from _relations(config)
     if not algorithm:
         yield from _colocated(config)
-    yield from _sampling(config)
+    yield from sampling_problems(config)
 
 
 def key_problems(config: Config) -> Iterator[str]:
@@ -45,26 +42,6 @@ def out_of_range(config: Config) -> Iterator[str]:
         for number in value if isinstance(value, list) else [value]:
             if key.allowed is not None and number not in key.allowed:
                 yield f"{name} must be {key.allowed}, got {number}"
-
-
-def _algorithm(config: Config) -> Iterator[str]:
-    """Check what the algorithm needs."""
-    try:
-        algorithm = algorithm_of(config)
-    except ConfigError as error:
-        yield str(error)
-        return
-    samples, least = config.rollout.n_samples_per_prompt, algorithm.min_samples_per_prompt
-    if samples < least:
-        yield (
-            f"algo.advantage.estimator = {algorithm.name} compares the responses to one prompt: it needs "
-            f"rollout.n_samples_per_prompt of at least {least}, got {samples}"
-        )
-    if config.critic.freezing_steps and not algorithm.needs_critic:
-        yield (
-            f"critic.freezing_steps = {config.critic.freezing_steps} trains the critic alone at first, and "
-            f"algo.advantage.estimator = {algorithm.name} has none: leave the key out"
-        )
 
 
 def _batches(config: Config) -> Iterator[str]:
@@ -122,26 +99,12 @@ def _relations(config: Config) -> Iterator[str]:
             f"{4 * config.timeout.heartbeat_interval:g} for timeout.heartbeat_interval = "
             f"{config.timeout.heartbeat_interval:g}"
         )
-    yield from _ahead(config)
+    yield from ahead_problems(config)
     holds = {"fp32": ("auto", "fp32"), "bf16": ("auto", "bf16", "fp32")}[config.ds.param_dtype]
     if config.vllm.dtype not in holds:
         yield (
             f"vllm.dtype = {config.vllm.dtype} would round the weights that the actor trains in ds.param_dtype = "
             f"{config.ds.param_dtype}, at every update: use {' or '.join(holds)}"
-        )
-
-
-def _ahead(config: Config) -> Iterator[str]:
-    """Check the keys that exclude sampling while the actor trains, or have no effect without it."""
-    if config.vllm.sync_mode == "inflight" and config.train.full_determinism:
-        yield (
-            "train.full_determinism = true excludes vllm.sync_mode = inflight: between which two tokens the weights "
-            "change depends on time. Use vllm.sync_mode = drain, or leave full_determinism out"
-        )
-    if config.vllm.sync_mode == "drain" and config.train.async_queue_size > 1:
-        yield (
-            f"train.async_queue_size = {config.train.async_queue_size} has no effect with vllm.sync_mode = drain, "
-            "which samples nothing ahead: set vllm.sync_mode = inflight, or leave the key out"
         )
 
 
@@ -229,26 +192,4 @@ def _colocated_engines(config: Config) -> Iterator[str]:
         yield (
             f"train.colocate_all puts engines on the actor's {actor.num_nodes} nodes, and vllm.num_nodes is "
             f"{vllm.num_nodes}: set it to 0 or {actor.num_nodes}"
-        )
-
-
-def _sampling(config: Config) -> Iterator[str]:
-    """Check that the trainer can take the log-probs of the distribution that engines sample from.
-
-    They are over the whole vocabulary at `rollout.temperature`. With top_p or top_k the engine samples from a
-    distribution that is cut off and scaled up, and the log-ratio of every token is wrong by log Z. Evaluation may
-    sample in any way: nothing is trained on it.
-    """
-    rollout = config.rollout
-    for name, value, whole in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, -1)):
-        if value != whole:
-            yield (
-                f"rollout.{name} = {value} would make the engine sample from a part of the vocabulary, while the "
-                "trainer's log-probs, the ratio and the KL are over all of it, and the policy would learn from wrong "
-                f"ratios: leave rollout.{name} at {whole}, and lower rollout.temperature, which both sides apply"
-            )
-    if rollout.temperature < COLDEST:
-        yield (
-            f"rollout.temperature = {rollout.temperature:g} is below what the engine samples at: vLLM takes {COLDEST} "
-            f"instead, and the trainer's log-probs would be of another distribution: use {COLDEST} or more"
         )

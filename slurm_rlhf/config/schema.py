@@ -1,8 +1,9 @@
 """The configuration: dotted keys in OpenRLHF's words, one dataclass per group, a docstring under each field.
 
-`load.py` reads TOML and dotted overrides into these classes, `rules.py` has the rules that span several keys. The
-docstrings are the help, and the range of each number stands in its type. `schema_cluster.py` has the groups slurm and
-timeout.
+`load.py` reads TOML and dotted overrides into these classes, `rules.py` and `algorithm_rules.py` have the rules that
+span several keys. The docstrings are the help, and the range of each number stands in its type. Groups of their own
+files: actor, critic, ref, reward and ds in `schema_models.py`, algo in `schema_algorithm.py`, slurm and timeout in
+`schema_cluster.py`.
 """
 
 from __future__ import annotations
@@ -10,11 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from slurm_rlhf.config.ranges import ANY, COUNT, NOT_NEGATIVE, POSITIVE, SHARE, TEMPERATURE, Range
+from slurm_rlhf.config.ranges import COUNT, NOT_NEGATIVE, POSITIVE, TEMPERATURE, FilePath, Range
+from slurm_rlhf.config.schema_algorithm import Algo
 from slurm_rlhf.config.schema_cluster import Slurm, Timeout
-
-FilePath = Annotated[str, "path"]
-"""A file or directory: made absolute when it is read. Empty stays empty."""
+from slurm_rlhf.config.schema_models import Actor, Critic, Ds, Ref, Reward
 
 FORWARD_SHARE = 4
 """Tokens of a pass without gradients for one of a pass with them, unless the user says so: it keeps the states of one
@@ -42,100 +42,6 @@ class Data:
     """Use only the first rows of the file; 0: all."""
     shuffle: bool = True
     """Visit prompts in an order drawn anew in each episode from train.seed."""
-
-
-@dataclass(slots=True)
-class Actor:
-    model_name_or_path: FilePath = ""
-    """Directory of a Hugging Face model with its tokenizer: the policy to train."""
-    num_nodes: Annotated[int, COUNT] = 1
-    """Nodes of this role."""
-    num_gpus_per_node: Annotated[int, COUNT] = 1
-    """Accelerator slots of this role on each of its nodes; without GPUs a slot is a process."""
-    learning_rate: Annotated[float, NOT_NEGATIVE] = 1e-6
-    """Peak learning rate of AdamW."""
-    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
-    """constant, linear or cosine (both after warm-up, down to lr_min_ratio). Constant, where OpenRLHF has cosine: the
-    others are laid over the length of the run, so a run that is resumed with more steps would bend its past."""
-    lr_warmup_ratio: Annotated[float, SHARE] = 0.0
-    """Share of all optimizer steps over which the learning rate rises from zero. 0, where OpenRLHF has 0.03: for the
-    same reason, and because AdamW's first updates are no larger than later ones."""
-    lr_min_ratio: Annotated[float, SHARE] = 0.1
-    """Where linear and cosine schedules end, as a share of the peak."""
-    adam_betas: Annotated[list[float], Range(0, 1, below=True)] = field(default_factory=lambda: [0.9, 0.95])
-    """AdamW's betas."""
-    weight_decay: Annotated[float, NOT_NEGATIVE] = 0.0
-    """AdamW's decoupled weight decay."""
-    max_norm: Annotated[float, NOT_NEGATIVE] = 1.0
-    """Gradients are clipped to this global L2 norm; 0: not clipped."""
-    eps_clip: Annotated[float, POSITIVE] = 0.2
-    """PPO's clip range of the probability ratio."""
-    eps_clip_low_high: Annotated[list[float], POSITIVE] = field(default_factory=list)
-    """Two values: separate clip ranges below and above one (clip-higher). Empty: eps_clip for both."""
-    entropy_coef: Annotated[float, ANY] = 0.0
-    """Weight of the entropy bonus."""
-    gradient_checkpointing_enable: bool = False
-    """Recompute activations in the backward pass."""
-
-
-@dataclass(slots=True)
-class Critic:
-    model_name_or_path: FilePath = ""
-    """Directory the value model starts from; empty: the reward model's, or the actor's where a function rewards. A
-    reward model's head is kept, any other directory gets a new one. The log says which."""
-    num_nodes: Annotated[int, COUNT] = 1
-    """Nodes of this role."""
-    num_gpus_per_node: Annotated[int, COUNT] = 1
-    """Accelerator slots of this role on each of its nodes."""
-    learning_rate: Annotated[float, NOT_NEGATIVE] = 9e-6
-    """Peak learning rate of AdamW; schedule, betas and clipping as the actor's."""
-    value_clip: Annotated[float, NOT_NEGATIVE] = 0.5
-    """Clip range of the value update; 0: not clipped."""
-    freezing_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """The actor is not trained during the first steps, the critic is. They do not count in the actor's schedule."""
-
-
-@dataclass(slots=True)
-class Ref:
-    num_nodes: Annotated[int, COUNT] = 1
-    """Nodes of this role. The reference starts only when algo.kl.init_coef is not zero, or the algorithm needs it."""
-    num_gpus_per_node: Annotated[int, COUNT] = 1
-    """Accelerator slots of this role on each of its nodes."""
-    zero_stage: Annotated[int, Range(0, 3)] = 0
-    """0: the whole model on every rank; 3: cut over the role's ranks by DeepSpeed ZeRO-3."""
-    offload: bool = False
-    """Keep the parameters in host memory and fetch layer by layer; needs zero_stage 3."""
-
-
-@dataclass(slots=True)
-class Reward:
-    remote_url: FilePath = ""
-    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF. README.md says what it can
-    take."""
-    function: str = ""
-    """Name of a function that a file in train.plugins registers (slurm_rlhf.register_reward), instead of a file."""
-    model_name_or_path: FilePath = ""
-    """Directory of a reward model, instead of a function: sequence classification with one label, or a value head."""
-    num_nodes: Annotated[int, COUNT] = 1
-    """Nodes of the reward model."""
-    num_gpus_per_node: Annotated[int, COUNT] = 1
-    """Accelerator slots of the reward model on each of its nodes."""
-    zero_stage: Annotated[int, Range(0, 3)] = 0
-    """0: the whole model on every rank; 3: cut over the role's ranks by DeepSpeed ZeRO-3."""
-    offload: bool = False
-    """Keep the parameters in host memory and fetch layer by layer; needs zero_stage 3."""
-    pooling: Literal["auto", "last", "last_not_pad"] = "auto"
-    """Token whose score counts: last (the end-of-sequence token included; OpenRLHF, TRL's value head) or last_not_pad
-    (transformers' sequence classification). They differ where pad and end-of-sequence token are one. auto: by whoever
-    saved the model."""
-    normalize_enable: bool = False
-    """Bring rewards to mean 0 and standard deviation 1: by `mean` and `std` in the reward model's config.json, and
-    without them by all rewards of the run so far (kept in checkpoints). `reward` in the metrics stays as it was."""
-    clip_range: Annotated[list[float], ANY] = field(default_factory=lambda: [-10.0, 10.0])
-    """Rewards are clipped to these two values, after normalisation, before they reach the advantages; `reward_clipped`
-    in the metrics is the share of those that it changes."""
-    shuffle: bool = False
-    """Control experiment: permute the rewards over the batch, so that there is nothing to learn."""
 
 
 @dataclass(slots=True)
@@ -180,54 +86,6 @@ class Vllm:
     """No CUDA graphs. Always on where there is no GPU."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """The engine's precision: auto (= ds.param_dtype), fp32, bf16 or fp16."""
-
-
-@dataclass(slots=True)
-class Ds:
-    zero_stage: Annotated[int, Range(0, 3)] = 2
-    """DeepSpeed ZeRO stage of actor and critic. 1 keeps all gradients on every rank, 4 bytes a parameter, and adds them
-    up once per optimizer step; 2 keeps a rank's part and adds up in each micro-batch, behind the backward pass; 3 cuts
-    the parameters, too. On a slow network 1 is the faster, where it fits."""
-    grad_comm_dtype: Literal["fp32", "bf16"] = "fp32"
-    """In which ranks add up their gradients: bf16 halves the bytes and rounds the sums to 8 bits."""
-    param_dtype: Literal["bf16", "fp32"] = "bf16"
-    """bf16 (with fp32 master weights; at stage 0 fp32 weights under autocast, the reference's too) or fp32."""
-    enable_sleep: bool = False
-    """With train.colocate_all: actor and critic keep their optimizer states in host memory while the engines work."""
-    attn_implementation: str = "sdpa"
-    """Of Hugging Face. sdpa: eager for models that have no sdpa, or cap their attention scores, which it ignores."""
-
-
-@dataclass(slots=True)
-class Advantage:
-    estimator: str = "gae"
-    """How advantages are estimated, and so which algorithm trains: {algorithms}, or one that a file in train.plugins
-    registers. gae is PPO. An algorithm without values starts no critic."""
-    gamma: Annotated[float, SHARE] = 1.0
-    """Discount per token."""
-    lambd: Annotated[float, SHARE] = 1.0
-    """GAE's lambda. 1, as in OpenRLHF: the reward reaches every token. At 0.95 a hundredth of it is left 90 tokens from
-    the end, and before that the critic's guess decides; less noise, so good for short responses."""
-    no_whitening: bool = False
-    """Leave advantages as they are instead of giving the batch mean 0 and standard deviation 1."""
-
-
-@dataclass(slots=True)
-class Kl:
-    init_coef: Annotated[float, NOT_NEGATIVE] = 0.01
-    """Weight of the KL penalty in the reward; 0: no reference model is started, unless the algorithm needs it."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    """k1, k2 or k3 (Schulman, Approximating KL Divergence, 2020)."""
-    target: Annotated[float, NOT_NEGATIVE] = 0.0
-    """KL per response that the adaptive controller aims at; 0: the coefficient stays fixed."""
-    horizon: Annotated[int, COUNT] = 10000
-    """Samples over which the adaptive controller corrects the coefficient."""
-
-
-@dataclass(slots=True)
-class Algo:
-    advantage: Advantage = field(default_factory=Advantage)
-    kl: Kl = field(default_factory=Kl)
 
 
 @dataclass(slots=True)

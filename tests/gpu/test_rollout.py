@@ -24,7 +24,7 @@ from tiny_models import make_tiny
 from torch.nn import functional
 
 from slurm_rlhf.cluster.stop import TERM, StopRequested
-from slurm_rlhf.config.rules import COLDEST
+from slurm_rlhf.config.algorithm_rules import COLDEST
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import EngineCalls
 from slurm_rlhf.controller.colocation import Colocation

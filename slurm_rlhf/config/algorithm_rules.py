@@ -1,0 +1,68 @@
+"""Rules over the keys of the algorithm, of sampling and of what the two ask of each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from slurm_rlhf.config.roles import algorithm_of
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError
+
+COLDEST = 0.01
+"""vLLM samples at this temperature where a lower one is asked for (`vllm.sampling_params._MAX_TEMP`)."""
+
+
+def algorithm_problems(config: Config) -> Iterator[str]:
+    """Check what the algorithm needs."""
+    try:
+        algorithm = algorithm_of(config)
+    except ConfigError as error:
+        yield str(error)
+        return
+    samples, least = config.rollout.n_samples_per_prompt, algorithm.min_samples_per_prompt
+    if samples < least:
+        yield (
+            f"algo.advantage.estimator = {algorithm.name} compares the responses to one prompt: it needs "
+            f"rollout.n_samples_per_prompt of at least {least}, got {samples}"
+        )
+    if config.critic.freezing_steps and not algorithm.needs_critic:
+        yield (
+            f"critic.freezing_steps = {config.critic.freezing_steps} trains the critic alone at first, and "
+            f"algo.advantage.estimator = {algorithm.name} has none: leave the key out"
+        )
+
+
+def ahead_problems(config: Config) -> Iterator[str]:
+    """Check the keys that exclude sampling while the actor trains, or have no effect without it."""
+    if config.vllm.sync_mode == "inflight" and config.train.full_determinism:
+        yield (
+            "train.full_determinism = true excludes vllm.sync_mode = inflight: between which two tokens the weights "
+            "change depends on time. Use vllm.sync_mode = drain, or leave full_determinism out"
+        )
+    if config.vllm.sync_mode == "drain" and config.train.async_queue_size > 1:
+        yield (
+            f"train.async_queue_size = {config.train.async_queue_size} has no effect with vllm.sync_mode = drain, "
+            "which samples nothing ahead: set vllm.sync_mode = inflight, or leave the key out"
+        )
+
+
+def sampling_problems(config: Config) -> Iterator[str]:
+    """Check that the trainer can take the log-probs of the distribution that engines sample from.
+
+    They are over the whole vocabulary at `rollout.temperature`. With top_p or top_k the engine samples from a
+    distribution that is cut off and scaled up, and the log-ratio of every token is wrong by log Z. Evaluation may
+    sample in any way: nothing is trained on it.
+    """
+    rollout = config.rollout
+    for name, value, whole in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, -1)):
+        if value != whole:
+            yield (
+                f"rollout.{name} = {value} would make the engine sample from a part of the vocabulary, while the "
+                "trainer's log-probs, the ratio and the KL are over all of it, and the policy would learn from wrong "
+                f"ratios: leave rollout.{name} at {whole}, and lower rollout.temperature, which both sides apply"
+            )
+    if rollout.temperature < COLDEST:
+        yield (
+            f"rollout.temperature = {rollout.temperature:g} is below what the engine samples at: vLLM takes {COLDEST} "
+            f"instead, and the trainer's log-probs would be of another distribution: use {COLDEST} or more"
+        )

@@ -1,0 +1,40 @@
+"""Define the group algo: advantages and KL. See `schema.py`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from slurm_rlhf.config.ranges import COUNT, NOT_NEGATIVE, SHARE
+
+
+@dataclass(slots=True)
+class Advantage:
+    estimator: str = "gae"
+    """How advantages are estimated, and so which algorithm trains: {algorithms}, or one that a file in train.plugins
+    registers. gae is PPO. An algorithm without values starts no critic."""
+    gamma: Annotated[float, SHARE] = 1.0
+    """Discount per token."""
+    lambd: Annotated[float, SHARE] = 1.0
+    """GAE's lambda. 1, as in OpenRLHF: the reward reaches every token. At 0.95 a hundredth of it is left 90 tokens from
+    the end, and before that the critic's guess decides; less noise, so good for short responses."""
+    no_whitening: bool = False
+    """Leave advantages as they are instead of giving the batch mean 0 and standard deviation 1."""
+
+
+@dataclass(slots=True)
+class Kl:
+    init_coef: Annotated[float, NOT_NEGATIVE] = 0.01
+    """Weight of the KL penalty in the reward; 0: no reference model is started, unless the algorithm needs it."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """k1, k2 or k3 (Schulman, Approximating KL Divergence, 2020)."""
+    target: Annotated[float, NOT_NEGATIVE] = 0.0
+    """KL per response that the adaptive controller aims at; 0: the coefficient stays fixed."""
+    horizon: Annotated[int, COUNT] = 10000
+    """Samples over which the adaptive controller corrects the coefficient."""
+
+
+@dataclass(slots=True)
+class Algo:
+    advantage: Advantage = field(default_factory=Advantage)
+    kl: Kl = field(default_factory=Kl)
