@@ -1,6 +1,6 @@
 """One training step: prompts, rollout, rewards, log-probs and values, advantages, update, sync.
 
-`Step.run` has them in this order for every kind of run. Roles compute the tensors (`experience`); here is what follows what.
+`Step.run` has them in this order for every kind of run. Roles compute the tensors; here is what follows what.
 
 - drain: engines finish a batch before they get new weights.
 - inflight (vllm.sync_mode): a thread samples the next batches while the actor trains (`dispatch.Ahead`), and the sync
