@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from slurm_rlhf.algorithms.batching import mini_batches
 from slurm_rlhf.algorithms.losses import loss_weights
 from slurm_rlhf.algorithms.policy_distance import KLController
@@ -38,7 +36,7 @@ from slurm_rlhf.control.server import RoleHandle, gather, send_shards
 from slurm_rlhf.controller.colocation import Colocation
 from slurm_rlhf.controller.dispatch import Ahead, Batch, Batches, Dispatcher, OnDemand
 from slurm_rlhf.controller.engine_pool import EnginePool
-from slurm_rlhf.controller.experience import fill_advantages, fill_passes, one_at_a_time
+from slurm_rlhf.controller.experience import counting, fill_advantages, fill_passes, one_at_a_time
 from slurm_rlhf.controller.self_check import SelfCheck
 from slurm_rlhf.controller.step_metrics import EngineMetrics, Trained, sample_metrics, update_metrics
 from slurm_rlhf.data.order import PromptOrder
@@ -133,8 +131,10 @@ class Step:
         optimization (2022), there with the weight of the proximal to the behaviour policy, which is 1 here.
         """
         rewards, experience = self._score(batch)
+        judged = counting(self.config, rewards, batch.step)
+        experience.rewards = judged.rewards
         with self.phases("advantages"):
-            metrics = fill_advantages(self.config, self.algorithm, experience, self.kl.coef, self.scale)
+            metrics = fill_advantages(self.config, self.algorithm, experience, judged, self.kl.coef, self.scale)
         return experience, metrics | sample_metrics(self.config, batch.trajectories, rewards, experience, version)
 
     def _score(self, batch: Batch) -> tuple[Rewards, Experience]:
@@ -148,10 +148,6 @@ class Step:
             fill_passes(self.config, self.roles, experience)
         with self.phases("reward"):
             rewards = self.reward.wait(scored, len(batch.trajectories))
-        values = np.asarray(rewards.rewards, dtype=np.float32)
-        if self.config.reward.shuffle:
-            values = np.random.default_rng([self.config.train.seed, batch.step]).permutation(values)
-        experience.rewards = values
         return rewards, experience
 
     def update(self, number: int, experience: Experience, metrics: Metrics) -> Metrics:
