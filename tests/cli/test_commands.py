@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import NO_WEIGHTS
 
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.load import load_config
@@ -29,7 +30,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     (project / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
-    for name in ("model/model.safetensors", "model/tokenizer.json", "prompts.jsonl", "reward.py"):
+    (project / "model" / "model.safetensors").write_bytes(NO_WEIGHTS)
+    for name in ("model/tokenizer.json", "prompts.jsonl", "reward.py"):
         (project / name).touch()
     toml = project / "small.toml"
     toml.write_text(
