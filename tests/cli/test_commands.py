@@ -55,9 +55,20 @@ def test_dry_run(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert re.search(r"^# R reference: 1 rank ", out, re.MULTILINE)
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
+    assert "warning" not in out
+
     again = tmp_path / "again.toml"
     again.write_text(out)
     assert load_config(again, []) == load_config(file, [word for word in words[2:] if word != "--dry_run"])
+
+
+def test_dry_run_warns_of_a_model_that_was_never_compared(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file.parent / "model" / "config.json").write_text(json.dumps({"architectures": ["OtherForCausalLM"]}))
+    assert main(["train", str(file), "--dry_run"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "\n# warning: actor.model_name_or_path: " in out
+    tomllib.loads(out)
 
 
 def test_dry_run_without_reference_and_elsewhere(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
