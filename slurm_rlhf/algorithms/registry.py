@@ -42,6 +42,8 @@ class AdvantageInputs:
     clip_range: Sequence[float]
     gamma: float
     lambd: float
+    lambd_critic: float | None = None  # of the returns that the critic learns; None: as lambd
+    no_std_norm: bool = False  # do not divide by a standard deviation
 
 
 AdvantageFunction = Callable[[AdvantageInputs], "tuple[F32, F32 | None]"]
@@ -63,6 +65,8 @@ class Algorithm:
     """The smallest rollout.n_samples_per_prompt with which the advantages mean something."""
     whiten: bool = False
     """Give the advantages of a batch mean 0 and standard deviation 1, unless algo.advantage.no_whitening is set."""
+    divides_by_spread: bool = False
+    """The function divides by a standard deviation, unless `AdvantageInputs.no_std_norm` is set."""
     policy_loss: PolicyLoss | None = None
     """The loss of the policy, computed in the actor's ranks; None: PPO's clipped ratio (`losses.ppo_loss`)."""
     aggregation: str = "token-mean"
