@@ -24,7 +24,6 @@ from functools import partial
 from typing import Any
 
 from slurm_rlhf.algorithms.batching import mini_batches
-from slurm_rlhf.algorithms.losses import loss_weights
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale
@@ -37,6 +36,7 @@ from slurm_rlhf.controller.colocation import Colocation
 from slurm_rlhf.controller.dispatch import Ahead, Batch, Batches, Dispatcher, OnDemand
 from slurm_rlhf.controller.engine_pool import EnginePool
 from slurm_rlhf.controller.experience import counting, fill_advantages, fill_passes, one_at_a_time
+from slurm_rlhf.controller.loss_weights import fill_loss_weights
 from slurm_rlhf.controller.self_check import SelfCheck
 from slurm_rlhf.controller.step_metrics import EngineMetrics, Trained, sample_metrics, update_metrics
 from slurm_rlhf.data.order import PromptOrder
@@ -161,7 +161,7 @@ class Step:
 
     def _train(self, number: int, experience: Experience) -> list[Trained]:
         """Pass mini-batches through actor and critic `train.max_epochs` times; the two train side by side."""
-        train, longest = self.config.train, self.config.rollout.max_new_tokens
+        train = self.config.train
         frozen = (ACTOR,) if number <= self.config.critic.freezing_steps else ()
         trained = [role for role in (ACTOR, CRITIC) if role in self.roles and role not in frozen]
         pending: list[tuple[str, float, list[Future[Any]]]] = []
@@ -170,10 +170,7 @@ class Step:
                 batch = experience.select(rows)
                 # Every micro-batch on every rank divides by numbers of the whole optimizer step: an exact mean.
                 tokens = float(batch.action_mask.sum())
-                mode = self.algorithm.aggregation
-                weighed, weights = loss_weights(mode, batch.action_mask, batch.action_offsets, longest)
-                if weights is not None:
-                    batch.columns["loss_weights"] = weights
+                weighed = fill_loss_weights(self.config, self.algorithm, batch)
                 for role in trained:
                     request = partial(TrainBatch, denominator=weighed if role == ACTOR else tokens)
                     handle, budget = self.roles[role], train.max_tokens_per_gpu
