@@ -1,6 +1,6 @@
 """One training step: prompts, rollout, rewards, log-probs and values, advantages, update, sync.
 
-`Step.run` has them in this order for every kind of run. Every tensor is computed by a role; here is what follows what.
+`Step.run` has them in this order for every kind of run. Roles compute the tensors; here is what follows what.
 
 - drain: engines finish a batch before they get new weights.
 - inflight (vllm.sync_mode): a thread samples the next batches while the actor trains (`dispatch.Ahead`), and the sync
@@ -16,47 +16,37 @@ Optimization (2017); Ouyang et al., Training language models to follow instructi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from slurm_rlhf.algorithms.advantages import estimate
-from slurm_rlhf.algorithms.batching import Shard, assemble, mini_batches
-from slurm_rlhf.algorithms.losses import loss_weights
-from slurm_rlhf.algorithms.packed import response_sums
-from slurm_rlhf.algorithms.policy_distance import KLController, approx_kl
-from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
-from slurm_rlhf.algorithms.reward_scale import RewardScale, clipped_share
+from slurm_rlhf.algorithms.batching import mini_batches
+from slurm_rlhf.algorithms.policy_distance import KLController
+from slurm_rlhf.algorithms.registry import Algorithm
+from slurm_rlhf.algorithms.reward_scale import RewardScale
 from slurm_rlhf.cluster.stop import Stop
-from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import CriticCalls, ForwardBatch, LogprobCalls, TrainBatch, TrainerCalls
+from slurm_rlhf.control.calls import TrainBatch, TrainerCalls
 from slurm_rlhf.control.server import RoleHandle, gather, send_shards
 from slurm_rlhf.controller.colocation import Colocation
 from slurm_rlhf.controller.dispatch import Ahead, Batch, Batches, Dispatcher, OnDemand
 from slurm_rlhf.controller.engine_pool import EnginePool
+from slurm_rlhf.controller.experience import counting, fill_advantages, fill_passes, one_at_a_time
+from slurm_rlhf.controller.loss_weights import fill_loss_weights
 from slurm_rlhf.controller.self_check import SelfCheck
 from slurm_rlhf.controller.step_metrics import EngineMetrics, Trained, sample_metrics, update_metrics
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.observe.timing import Phases
-from slurm_rlhf.records import F32, Experience, Prompt, Sampling, Trajectory, pack
+from slurm_rlhf.records import Experience, Prompt, Sampling, Trajectory, pack
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.values import Rewards
 
 Metrics = dict[str, float]
-
-COLUMNS: tuple[tuple[str, Callable[[Any, ForwardBatch], F32], str], ...] = (
-    (ACTOR, LogprobCalls.logprobs, "logprobs"),
-    (REFERENCE, LogprobCalls.logprobs, "ref_logprobs"),
-    (CRITIC, CriticCalls.values, "values"),
-)
-"""Role, call and column of each pass without gradients; a role that the run lacks has no column."""
 
 
 @dataclass(slots=True)
@@ -141,8 +131,10 @@ class Step:
         optimization (2022), there with the weight of the proximal to the behaviour policy, which is 1 here.
         """
         rewards, experience = self._score(batch)
+        judged = counting(self.config, rewards, batch.step)
+        experience.rewards = judged.rewards
         with self.phases("advantages"):
-            metrics = self._advantages(experience)
+            metrics = fill_advantages(self.config, self.algorithm, experience, judged, self.kl.coef, self.scale)
         return experience, metrics | sample_metrics(self.config, batch.trajectories, rewards, experience, version)
 
     def _score(self, batch: Batch) -> tuple[Rewards, Experience]:
@@ -152,60 +144,11 @@ class Step:
         with self.phases("forward"):
             scored = self.reward.begin(owners, batch.trajectories, batch.step)
             if REWARD in self.roles:
-                self._one_at_a_time([scored])
-            self._forward(experience)
+                one_at_a_time(self.config, [scored])
+            fill_passes(self.config, self.roles, experience)
         with self.phases("reward"):
             rewards = self.reward.wait(scored, len(batch.trajectories))
-        values = np.asarray(rewards.rewards, dtype=np.float32)
-        if self.config.reward.shuffle:
-            values = np.random.default_rng([self.config.train.seed, batch.step]).permutation(values)
-        experience.rewards = values
         return rewards, experience
-
-    def _forward(self, experience: Experience) -> None:
-        """Fill the columns of log-probs and values, all roles at once."""
-        running: list[tuple[str, list[Shard], list[Future[F32]]]] = []
-        for role, method, column in COLUMNS:
-            if role in self.roles:
-                budget = self.config.train.forward_tokens
-                parts, calls = send_shards(self.roles[role], method, ForwardBatch, experience, budget)
-                self._one_at_a_time(calls)
-                running.append((column, parts, calls))
-        for column, parts, calls in running:
-            experience.columns[column] = assemble(experience, parts, gather(calls))
-
-    def _advantages(self, experience: Experience) -> Metrics:
-        """Fill the columns of advantages and returns."""
-        config, columns, offsets = self.config.algo, experience.columns, experience.action_offsets
-        mask, kl, mean_kl = experience.action_mask, None, 0.0
-        if "ref_logprobs" in columns:
-            kl = approx_kl(columns["logprobs"], columns["ref_logprobs"], config.kl.estimator)
-            mean_kl = float(response_sums(kl, mask, offsets).mean())
-        rewards = experience.rewards
-        if self.scale is not None:
-            rewards = self.scale.with_batch(rewards).normalize(rewards)
-        inputs = AdvantageInputs(
-            rewards=rewards,
-            kl=kl,
-            values=columns.get("values"),
-            action_mask=mask,
-            offsets=offsets,
-            groups=np.arange(len(experience)) // self.config.rollout.n_samples_per_prompt,
-            kl_coef=self.kl.coef,
-            clip_range=self.config.reward.clip_range,
-            gamma=config.advantage.gamma,
-            lambd=config.advantage.lambd,
-        )
-        columns |= estimate(self.algorithm, inputs, no_whitening=config.advantage.no_whitening)
-        metrics = {
-            "kl": mean_kl,
-            "kl_coef": self.kl.coef,
-            "reward_clipped": clipped_share(rewards, self.config.reward.clip_range),
-        }
-        for name, column in (("value", "values"), ("return", "returns")):
-            if column in columns:
-                metrics[name] = float(columns[column][mask].mean()) if mask.any() else 0.0
-        return metrics
 
     def update(self, number: int, experience: Experience, metrics: Metrics) -> Metrics:
         """Train actor and critic on what `collect` answered; add the metrics of the training."""
@@ -218,7 +161,7 @@ class Step:
 
     def _train(self, number: int, experience: Experience) -> list[Trained]:
         """Pass mini-batches through actor and critic `train.max_epochs` times; the two train side by side."""
-        train, longest = self.config.train, self.config.rollout.max_new_tokens
+        train = self.config.train
         frozen = (ACTOR,) if number <= self.config.critic.freezing_steps else ()
         trained = [role for role in (ACTOR, CRITIC) if role in self.roles and role not in frozen]
         pending: list[tuple[str, float, list[Future[Any]]]] = []
@@ -227,19 +170,11 @@ class Step:
                 batch = experience.select(rows)
                 # Every micro-batch on every rank divides by numbers of the whole optimizer step: an exact mean.
                 tokens = float(batch.action_mask.sum())
-                mode = self.algorithm.aggregation
-                weighed, weights = loss_weights(mode, batch.action_mask, batch.action_offsets, longest)
-                if weights is not None:
-                    batch.columns["loss_weights"] = weights
+                weighed = fill_loss_weights(self.config, self.algorithm, batch)
                 for role in trained:
                     request = partial(TrainBatch, denominator=weighed if role == ACTOR else tokens)
                     handle, budget = self.roles[role], train.max_tokens_per_gpu
                     _, calls = send_shards(handle, TrainerCalls.train_step, request, batch, budget)
-                    self._one_at_a_time(calls)
+                    one_at_a_time(self.config, calls)
                     pending.append((role, tokens, calls))
         return [Trained(role, tokens, gather(calls)) for role, tokens, calls in pending]
-
-    def _one_at_a_time(self, calls: list[Future[Any]]) -> None:
-        """Wait for `calls` where all roles share their accelerators: their peaks of memory must not add up."""
-        if self.config.train.colocate_all:
-            gather(calls)

@@ -25,6 +25,7 @@ from training_ranks import make_config
 
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.control.calls import SelfCheckAnswer
+from slurm_rlhf.controller.experience import fill_passes
 from slurm_rlhf.controller.self_check import PER_RANK, PromptFindings, SelfCheck, few
 from slurm_rlhf.controller.step_metrics import update_metrics
 from slurm_rlhf.data.prompts import PromptSet
@@ -99,7 +100,7 @@ class Bench:
         """Do what `Step.run` does; answer the metrics of the update. Raises SelfCheckError."""
         found = self.trajectories(number - 1)
         exp = pack(found, [float(t.prompt % 3) for t in found])
-        self.step._forward(exp)
+        fill_passes(self.config, self.step.roles, exp)
         drift = float(np.abs(exp.columns["rollout_logprobs"] - exp.columns["logprobs"]).mean())
         shares = {"reward_clipped": 0.0, "reward_constant": 0.0, "truncated": 0.0}
         self.check.before_update(number, found, exp, {"rollout_logprob_diff": drift, **shares}, number - 1)
