@@ -26,10 +26,10 @@ from slurm_rlhf.launch.launcher import Launcher, LocalLauncher
 from slurm_rlhf.launch.mpi.assignment import launched
 from slurm_rlhf.placement.rank_map import RankMap
 
-USAGE = "usage: slurm-rlhf train FILE.toml [--KEY=VALUE ...] [--dry_run]"
+USAGE = "usage: slurm-rlhf train FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--dry_run]"
 FLAGS = {"dry_run": "print the resolved configuration, the rank map and the memory (as TOML comments); start nothing"}
-SFT_USAGE = "usage: slurm-rlhf sft FILE.toml [--KEY=VALUE ...]"
-SUBMIT_USAGE = "usage: slurm-rlhf submit FILE.toml [--KEY=VALUE ...] [--local]"
+SFT_USAGE = "usage: slurm-rlhf sft FILE.toml [FILE.toml ...] [--KEY=VALUE ...]"
+SUBMIT_USAGE = "usage: slurm-rlhf submit FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--local]"
 SUBMIT_FLAGS = {"local": "run it on this machine instead, as a process that goes on after this command has ended"}
 GROUPS = [field.name for field in fields(Config)]
 
@@ -42,7 +42,7 @@ def train(words: list[str]) -> int:
         from slurm_rlhf.cli import mpi_start
 
         return mpi_start.train(arguments, start)
-    config = load_config(arguments.file, arguments.overrides)
+    config = load_config(arguments.files, arguments.overrides)
     if "dry_run" in arguments.flags:
         check(config)
         layout = draw_layout(config)
@@ -92,7 +92,7 @@ def _print_notes(notes: list[str]) -> None:
 def sft(words: list[str]) -> int:
     """Train on examples and write the model. Raises SlurmRlhfError."""
     arguments = parse(words, SFT_USAGE)
-    config = load_config(arguments.file, arguments.overrides)
+    config = load_config(arguments.files, arguments.overrides)
     check_sft(config)
     _print_notes([f"warning: {told}" for told in warnings(config)])
     from slurm_rlhf.training.sft import run as train_on_examples
@@ -104,7 +104,7 @@ def sft(words: list[str]) -> int:
 def submit(words: list[str]) -> int:
     """Submit a job that trains. Raises SlurmRlhfError."""
     arguments = parse(words, SUBMIT_USAGE, SUBMIT_FLAGS)
-    config = load_config(arguments.file, arguments.overrides)
+    config = load_config(arguments.files, arguments.overrides)
     require_fit(config, memory_of(config, None))  # if train.gpu names the GPUs: an error now, not after the queue
     from slurm_rlhf.launch import submit as submit_job
 
