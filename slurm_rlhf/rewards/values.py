@@ -5,6 +5,7 @@ Knows lists, tuples, numpy arrays and tensors of any library by their `tolist`; 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,28 @@ class Rewards:
     rewards: F32
     scores: F32 | None = None  # how good the response is by the task's own measure, e.g. 1 if it is correct
     extra_logs: dict[str, F32] = field(default_factory=dict)  # name -> values to average and log, [N] or [1]
+
+    def part(self, start: int, end: int) -> Rewards:
+        """Return the entries of the responses [start, end); a value for all of them is that of each."""
+        logs = {
+            name: values[start:end] if len(values) == len(self.rewards) else values
+            for name, values in self.extra_logs.items()
+        }
+        return Rewards(self.rewards[start:end], None if self.scores is None else self.scores[start:end], logs)
+
+
+def joined(parts: Sequence[Rewards]) -> Rewards:
+    """Join the rewards of several calls of one function; a value for all responses of a call becomes one for each."""
+    scores = [part.scores for part in parts if part.scores is not None]
+    logs: dict[str, list[F32]] = {}
+    for part in parts:
+        for name, values in part.extra_logs.items():
+            logs.setdefault(name, []).append(np.broadcast_to(values, (len(part.rewards),)))
+    return Rewards(
+        np.concatenate([part.rewards for part in parts]),
+        np.concatenate(scores) if len(scores) == len(parts) else None,
+        {name: np.concatenate(values) for name, values in logs.items()},
+    )
 
 
 def parse_answer(answer: Any, count: int, where: str) -> Rewards:
