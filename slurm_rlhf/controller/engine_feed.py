@@ -57,9 +57,9 @@ class EngineFeed:
         self.loads.setdefault(engine, EngineLoad()).add(answer.load)
 
     def take_loads(self) -> dict[int, EngineLoad]:
-        """Return what the engines did since the last call."""
+        """Return what engines did since the last call; one that answered nothing meanwhile is not among them."""
         taken, self.loads = self.loads, {}
-        return {engine: taken.get(engine, EngineLoad()) for engine in self.rollout.ready}
+        return taken
 
     def forget(self) -> None:
         """Owe nothing: what is in flight is not wanted any more."""

@@ -99,10 +99,12 @@ class GroupStream:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
+        if self._thread is None:
+            yield
+            return
         self._inbox.put(partial(self._pause, True))
         try:
-            if self._thread is not None:
-                self._quiet.get()
+            self._quiet.get()
             yield
         finally:
             self._inbox.put(partial(self._pause, False))
