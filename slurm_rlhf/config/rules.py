@@ -12,6 +12,7 @@ from slurm_rlhf.config.algorithm_rules import (
     sampling_problems,
 )
 from slurm_rlhf.config.keys import all_keys, get
+from slurm_rlhf.config.loss_rules import loss_problems
 from slurm_rlhf.config.roles import ROLES, running_roles
 from slurm_rlhf.config.schema import Config
 
@@ -27,6 +28,7 @@ def rule_problems(config: Config) -> Iterator[str]:
         return
     if not algorithm:
         yield from _batches(config)
+        yield from loss_problems(config)
     yield from _relations(config)
     if not algorithm:
         yield from _colocated(config)
