@@ -21,8 +21,8 @@ _LOGIT = 60.0
 REWARD = '''"""Rewards that differ within a group, so that nothing is skipped for want of spread."""
 
 
-def reward_func(trajectories):
-    return [float(trajectory.sample % 2) for trajectory in trajectories]
+def reward_func(responses):
+    return [float(index % 2) for index in range(len(responses))]
 '''
 
 
