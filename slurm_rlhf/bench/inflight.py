@@ -15,9 +15,6 @@ from slurm_rlhf.bench.long_tail import LongTail, write_workload
 from slurm_rlhf.bench.options import Given
 from slurm_rlhf.errors import RunError
 
-WARM_UP = 2
-"""Steps of a run that do not count: kernels are compiled, and nothing was sampled ahead of the first."""
-
 _TRAIN = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())", "train"]
 
 
@@ -28,7 +25,7 @@ def run(given: Given) -> dict[str, Any]:
     runs: dict[str, list[dict[str, float]]] = {"drain": [], "inflight": []}
     with tempfile.TemporaryDirectory(prefix="slurm-rlhf-bench-") as scratch:
         path = Path(scratch)
-        prompts = options["prompts"] * (options["steps"] + WARM_UP)
+        prompts = options["prompts"] * options["steps"]
         lengths = write_workload(path, tail, prompts, options["hidden"], options["layers"])
         (path / "run.toml").write_text(_config(options), encoding="utf-8")
         for number in range(options["repeats"]):
@@ -70,7 +67,6 @@ def show(result: dict[str, Any]) -> str:
 
 def _config(options: dict[str, Any]) -> str:
     """Write the configuration of both modes: REINFORCE with a baseline, so that actor and engines are all there is."""
-    steps = options["steps"] + WARM_UP
     return f"""
 [data]
 prompt_dataset = "prompts.jsonl"
@@ -96,7 +92,7 @@ num_engines = {options["engines"]}
 max_num_seqs = {options["width"]}
 [train]
 batch_size = {options["prompts"] * options["samples"]}
-max_steps = {steps}
+max_steps = {options["steps"]}
 max_tokens_per_gpu = {max(options["longest"] + 4, 4096)}
 threads_per_rank = {options["threads"]}
 [logger]
@@ -106,7 +102,7 @@ progress = "none"
 
 
 def _measure(path: Path, mode: str, number: int, options: dict[str, Any]) -> dict[str, float]:
-    """Do one run; answer tokens trained per second over the steps that count."""
+    """Do one run; answer tokens trained per second over all of its steps: the same tokens in each mode."""
     run_dir = path / f"{mode}_{number}"
     words = [f"--run_dir={run_dir}", f"--vllm.sync_mode={mode}"]
     if mode == "inflight":
@@ -117,7 +113,7 @@ def _measure(path: Path, mode: str, number: int, options: dict[str, Any]) -> dic
     if done.returncode:
         raise RunError(f"bench inflight: the run with vllm.sync_mode = {mode} failed:\n{done.stdout}{done.stderr}")
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    rows = [json.loads(line) for line in lines][WARM_UP:]
+    rows = [json.loads(line) for line in lines]
     seconds, tokens = (sum(row[name] for row in rows) for name in ("time/step", "response_tokens"))
     return {
         "tokens_per_s": tokens / seconds,

@@ -142,12 +142,12 @@ _INFLIGHT = Bench(
     "sampling while the actor trains (vllm.sync_mode = inflight), compared with drain",
     "Trains a small model with both modes, in turns and on the same prompts, and prints tokens trained per second.\n"
     "The model counts down from a number in its prompt, so the lengths of its responses are known: log-normal, with a\n"
-    "long tail. Real engines, a real actor and its updates (with a learning rate of 0), no critic. The first two\n"
-    "steps of a run do not count, and with them what both modes need to start.",
+    "long tail. Real engines, a real actor and its updates (with a learning rate of 0), no critic. All steps count,\n"
+    "and both modes train on the same tokens; what a run needs to start does not count.",
     {
         "prompts": Option(32, "prompts of a step"),
         "samples": Option(2, "responses to each"),
-        "steps": Option(8, "steps that count"),
+        "steps": Option(12, "steps of a run"),
         "median": Option(32, "median length of a response in tokens"),
         "sigma_percent": Option(100, "standard deviation of the logarithm of the length, in percent"),
         "longest": Option(512, "where longer ones are cut"),

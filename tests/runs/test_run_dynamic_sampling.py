@@ -17,7 +17,7 @@ def reward_func(responses, step):
     constant = Path(__file__).with_name("constant").exists() and step > 2
     return [0.0 if constant else float(len(response) % 2) for response in responses]
 """
-"""Half of the groups of two have spread; in another directory none from the third step on."""
+"""Some of the groups of two have spread; in another directory none from the third step on."""
 
 FILTERED = (
     "--algo.dynamic_filtering_enable=true",
@@ -41,7 +41,7 @@ def test_interrupted_and_resumed_it_writes_the_same_metrics(tmp_path: Path) -> N
     for row in rows:
         assert row["reward_constant"] == 0  # every group has spread
         assert row["dynamic_filtering/prompts"] > BATCH
-        assert 0.2 < row["dynamic_filtering/pass_rate"] < 0.8
+        assert row["dynamic_filtering/pass_rate"] * row["dynamic_filtering/prompts"] >= BATCH - 1e-6
     with started(config, tmp_path / "cut", *world, warm=True) as run:
         run.wait_for_step(1, 150)
         run.process.kill()
