@@ -160,8 +160,9 @@ class GroupStream:
             self._deliver(chosen)
         if self._wanted and self.admit is not None:
             self.admit(self._version)
-        while not self._paused and self._room() > 0 and self._begin():
-            pass
+        while not self._paused and (engine := self.feed.free(self.sampling.n)) is not None:
+            if self._room() <= 0 or not self._begin(engine):
+                break
         if self._wanted and not self._busy():
             raise self._end()
 
@@ -178,10 +179,9 @@ class GroupStream:
             return 0
         return room(len(self._groups) - dropped, self._version, self._step, rule.size, rule.batch, rule.last)
 
-    def _begin(self) -> bool:
-        """Begin one group; False: no engine has room, or no prompt is left that is not in flight already."""
-        engine = self.feed.free(self.sampling.n)
-        if engine is None or (found := self._next_prompt()) is None:
+    def _begin(self, engine: int) -> bool:
+        """Begin one group on an engine; False: no prompt is left that is not in flight already."""
+        if (found := self._next_prompt()) is None:
             return False
         place, prompt = found
         self._groups.append(group := Group(place, prompt, Standing(self._version)))

@@ -46,6 +46,7 @@ class TrainingLoop:
         except EpisodesOver as over:
             self._end_early(over)
         except (StopRequested, FilteredAway):
+            self.step.batches.close()
             self.checkpoints.save_once()
             raise
         finally:
