@@ -62,6 +62,8 @@ class EngineFeed:
         return taken
 
     def forget(self) -> None:
-        """Owe nothing: what is in flight is not wanted any more."""
+        """Let the engines drop what they still owe: nobody wants it any more."""
+        for engine in (engine for engine, owed in self._owed.items() if owed):
+            self.rollout.call(engine, EngineCalls.drop)
         self.stream -= 1
         self._owed = {}

@@ -12,12 +12,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from slurm_rlhf.control.calls import GenerateAnswer, GenerateBatch, Sampled
+from slurm_rlhf.control.calls import EngineCalls, GenerateAnswer, GenerateBatch, Sampled
 from slurm_rlhf.controller.batches import Batch, Tally
 from slurm_rlhf.controller.engine_feed import EngineFeed
 from slurm_rlhf.controller.group_stream import GroupStream, Rule
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.errors import RemoteError
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory, VersionSpan
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.values import Rewards
@@ -37,8 +38,12 @@ class Engines:
         self._calls: dict[int, list[Future[GenerateAnswer]]] = {index: [] for index in range(count)}
         self._lock = threading.Lock()
 
-    def call(self, engine: int, method: Any, batch: GenerateBatch) -> Future[GenerateAnswer]:
+    def call(self, engine: int, method: Any, batch: GenerateBatch | None = None) -> Future[GenerateAnswer]:
         future: Future[GenerateAnswer] = Future()
+        if batch is None:
+            assert method is EngineCalls.drop
+            self._drop(engine)
+            return future
         with self._lock:
             self._calls[engine].append(future)
             for place, prompt, _ in batch.prompts:
@@ -61,6 +66,13 @@ class Engines:
         for call, (engine, place, prompt, sample, version) in calls:
             trajectory = answer(prompt, sample, version, engine)
             call.set_result(GenerateAnswer([Sampled(place, trajectory)], EngineLoad(tokens=1, responses=1)))
+
+    def _drop(self, engine: int) -> None:
+        with self._lock:
+            self.open = [row for row in self.open if row[0] != engine]
+            calls, self._calls[engine] = self._calls[engine], []
+        for call in calls:
+            call.set_exception(RemoteError("told to drop its requests"))
 
     def fail(self, error: Exception) -> None:
         """Let the oldest call of the first engine fail."""
