@@ -10,7 +10,6 @@ import importlib.util
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 import time
@@ -89,8 +88,8 @@ def prepare(config: Config, steps: int, every: int) -> None:
     group = config.rollout.n_samples_per_prompt
     if group < 2 or config.train.batch_size % group:
         raise ConfigError(
-            f"bench learn: TRL's GRPO needs groups: rollout.n_samples_per_prompt = {group} must be at least 2 and divide "
-            f"train.batch_size = {config.train.batch_size}"
+            f"bench learn: TRL's GRPO needs groups: rollout.n_samples_per_prompt = {group} must be at least 2 and "
+            f"divide train.batch_size = {config.train.batch_size}"
         )
     config.rollout.batch_size = config.train.batch_size // group
     config.train.max_steps, config.train.max_epochs = steps, 1
@@ -112,14 +111,12 @@ def _ours(config: Config, directory: Path, seed: int) -> Learned:
         if not first and re.match(r"\s+1/\d+ ", line):
             first.append(time.monotonic())
 
-    began, cpu = time.monotonic(), _cpu()
+    began = time.monotonic()
     _process([sys.executable, "-m", "slurm_rlhf.cli", "train", str(file)], directory / f"ours_{seed}.log", read)
     run_dir = Path(mine.run_dir)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     before = float(json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["eval_before"])
-    return Learned(
-        seed, points_of(rows, before, mine.train.batch_size), first[0] - began - rows[0]["time/step"], _cpu() - cpu
-    )
+    return Learned(seed, points_of(rows, before, mine.train.batch_size), first[0] - began - rows[0]["time/step"])
 
 
 def points_of(rows: Sequence[dict[str, Any]], before: float, per_step: int) -> list[Point]:
@@ -138,11 +135,10 @@ def _peer(config: Config, directory: Path, seed: int, steps: int, every: int) ->
     file.write_text(dump_toml(config), encoding="utf-8")
     threads = len(os.sched_getaffinity(0))
     PeerRun(str(file), str(output), seed, steps, every, threads, time.monotonic()).write(spec)
-    cpu = _cpu()
     _process([sys.executable, "-m", "slurm_rlhf.bench.learn_peer", str(spec)], directory / f"peer_{seed}.log")
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     points = [Point(row["step"] * config.train.batch_size, row["seconds"], row["eval"]) for row in rows]
-    return Learned(seed, points, rows[0]["start_up_s"], _cpu() - cpu)
+    return Learned(seed, points, rows[0]["start_up_s"])
 
 
 def _process(command: list[str], log: Path, read: Callable[[str], None] = lambda line: None) -> None:
@@ -165,9 +161,3 @@ def _process(command: list[str], log: Path, read: Callable[[str], None] = lambda
     if code:
         tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-5:])
         raise RunError(f"bench learn: {' '.join(command[1:4])} ended with {code}; all of its output: {log}\n{tail}")
-
-
-def _cpu() -> float:
-    """Return the CPU seconds of all processes that were started here and have ended, with those that they started."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime

@@ -21,12 +21,11 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Learned:
-    """Holds what one run has learned, and what it took."""
+    """Holds what one run has learned, and when."""
 
     seed: int
     points: list[Point]  # by samples; the first before training
     start_up_s: float  # from the start of its process to its first step, with the evaluation before
-    cpu_s: float  # of all its processes, from start to end
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +67,7 @@ class Side:
 
 
 def table(ours: Side, peer: Side | None) -> str:
-    """Write accuracy by samples, seconds by accuracy, start-up and CPU time for a reader."""
+    """Write accuracy by samples, seconds by accuracy, and start-up for a reader."""
     sides = [ours, *([peer] if peer else [])]
     lines = [f"{'accuracy after':>24}" + "".join(f"{side.name:>16}" for side in sides)]
     last = ours.mean()[-1].samples
@@ -81,7 +80,6 @@ def table(ours: Side, peer: Side | None) -> str:
     rows = {
         "seconds of training": [side.mean()[-1].seconds for side in sides],
         "start-up, seconds": [side.start_up_s for side in sides],
-        "CPU seconds, whole run": [mean(run.cpu_s for run in side.runs) for side in sides],
     }
     lines += [f"{name:>24}" + "".join(f"{value:16.1f}" for value in values) for name, values in rows.items()]
     seeds = ", ".join(str(run.seed) for run in ours.runs)

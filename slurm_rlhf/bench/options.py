@@ -142,7 +142,7 @@ _LEARN = Bench(
     "what a run learns in how long, compared with TRL's GRPO",
     "Trains on the task of the configuration, once for each seed, and in turns with that TRL's GRPOTrainer (1.16, on\n"
     "this machine alone): the same model, data, reward, responses per optimizer step, learning rate. Prints accuracy\n"
-    "on eval.dataset by samples, seconds by accuracy and CPU time, and draws both (learn.svg). TRL comes with\n"
+    "on eval.dataset by samples and seconds by accuracy, and draws both (learn.svg). TRL comes with\n"
     "pip install '.[peer]'. rollout.batch_size is set so that a batch is one optimizer step. For example:\n"
     "  slurm-rlhf bench learn sbatch/recipes/grpo.toml sbatch/quickstart.toml --rollout.n_samples_per_prompt=8",
     {

@@ -21,7 +21,7 @@ SBATCH = Path(__file__).parents[2] / "sbatch"
 
 def learned(seed: int, seconds_per_step: float, accuracies: list[float]) -> Learned:
     points = [Point(100 * step, step * seconds_per_step, value) for step, value in enumerate(accuracies)]
-    return Learned(seed, points, start_up_s=10.0 * seed, cpu_s=50.0)
+    return Learned(seed, points, start_up_s=10.0 * seed)
 
 
 OURS = Side("ours", [learned(1, 2.0, [0.5, 0.7, 0.8, 0.9, 0.9]), learned(2, 4.0, [0.5, 0.9, 0.8, 0.9, 1.0])])
@@ -33,7 +33,7 @@ def test_a_side_is_the_mean_of_its_seeds() -> None:
     assert OURS.accuracy_at(50) == pytest.approx(0.65)
     assert OURS.accuracy_at(999) == pytest.approx(0.95)
     assert OURS.start_up_s == 15
-    uneven = Side("ours", [OURS.runs[0], Learned(3, [Point(7, 1.0, 0.5)] * 5, 1.0, 1.0)])
+    uneven = Side("ours", [OURS.runs[0], Learned(3, [Point(7, 1.0, 0.5)] * 5, 1.0)])
     with pytest.raises(ValueError, match="not evaluated after the same samples"):
         uneven.mean()
 
