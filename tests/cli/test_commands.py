@@ -178,6 +178,26 @@ def test_plan_for_nodes_that_somebody_thinks_of(tmp_path: Path, capsys: pytest.C
     assert "fit" in capsys.readouterr().err
 
 
+def test_plan_for_unlike_nodes_is_that_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text(
+        "[actor]\nnum_nodes = 2\nnum_gpus_per_node = 6\n[critic]\nnum_gpus_per_node = 4\n"
+        "[vllm]\nnum_engines = 2\ntensor_parallel_size = 4\n[algo.kl]\ninit_coef = 0.0\n"
+    )
+    for gpus in ("6,6,4,4,4", "fat-[1-2]:6,r01c[01-03]:4"):
+        words = ["plan", str(file), "--nodelist=r01c[01-03],fat-[1-2]", f"--gpus_per_node={gpus}", "--json"]
+        assert main(words) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert [(node["name"], node["gpus"]) for node in plan["nodes"]] == [
+            *(("fat-1", 6), ("fat-2", 6)),  # Slurm sorts them
+            *((f"r01c0{number}", 4) for number in (1, 2, 3)),
+        ]
+        assert [share["node"] for share in plan["roles"]["actor"]] == ["fat-1", "fat-2"]
+    for gpus, told in (("6,4", "2 counts for 5 nodes"), ("0", "a node without GPUs"), ("x", "got 'x' for fat-1")):
+        assert main(["plan", str(file), "--nodelist=r01c[01-03],fat-[1-2]", f"--gpus_per_node={gpus}"]) == 2
+        assert told in capsys.readouterr().err
+
+
 def _store_model(directory: Path, shapes: dict[str, list[int]]) -> None:
     """The header of a safetensors file is all that `plan` may read."""
     header = json.dumps(
