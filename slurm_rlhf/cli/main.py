@@ -127,10 +127,43 @@ def guarded(work: Callable[[], int]) -> int:
         # A full disk or a missing permission; the logs of the run say what it stopped.
         print(f"slurm-rlhf: error: {error}", file=sys.stderr)
         return 1
-    except Exception:
+    except Exception as error:
+        if told := foreign_module(error, os.environ.get("PYTHONPATH", "")):
+            print(f"slurm-rlhf: error: {told}", file=sys.stderr)
+            return ConfigError.exit_code
         traceback.print_exc()
         print("slurm-rlhf: this is a bug in slurm_rlhf, not in your input", file=sys.stderr)
         return 1
+
+
+def foreign_module(error: Exception, python_path: str) -> str:
+    """Name the file on PYTHONPATH that could not be imported, or lacks what was wanted of it; "" if there is none."""
+    package = Path(__file__).resolve().parents[1]
+    for file in _suspects(error):
+        for entry in filter(None, python_path.split(os.pathsep)):
+            parents = file.resolve().parents
+            if Path(entry).resolve() in parents and package not in parents:
+                return (
+                    f"{file} is imported because PYTHONPATH has {entry}, and it does not work here: "
+                    f"{type(error).__name__}: {error}. Take {entry} out of PYTHONPATH (unset PYTHONPATH), or mend or "
+                    "rename the file"
+                )
+    return ""
+
+
+def _suspects(error: Exception) -> list[Path]:
+    """List the files whose import may have failed, the nearest to the failure first."""
+    named: list[object] = []
+    if isinstance(error, SyntaxError):
+        named.append(error.filename)
+    if isinstance(error, ImportError):
+        module = sys.modules.get((error.name or "").partition(".")[0])
+        named += [error.path, getattr(module, "__file__", None)]
+    if isinstance(error, AttributeError):
+        named.append(getattr(error.obj, "__file__", None))  # of a module
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    named += [frame.filename for frame in frames if frame.name == "<module>"]
+    return [Path(name) for name in named if isinstance(name, str)]
 
 
 def unknown(name: str, known: Collection[str]) -> str:
