@@ -128,12 +128,16 @@ def guarded(work: Callable[[], int]) -> int:
         print(f"slurm-rlhf: error: {error}", file=sys.stderr)
         return 1
     except Exception as error:
-        if told := foreign_module(error, os.environ.get("PYTHONPATH", "")):
-            print(f"slurm-rlhf: error: {told}", file=sys.stderr)
-            return ConfigError.exit_code
-        traceback.print_exc()
-        print("slurm-rlhf: this is a bug in slurm_rlhf, not in your input", file=sys.stderr)
-        return 1
+        return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> int:
+    if told := foreign_module(error, os.environ.get("PYTHONPATH", "")):
+        print(f"slurm-rlhf: error: {told}", file=sys.stderr)
+        return ConfigError.exit_code
+    traceback.print_exception(error)
+    print("slurm-rlhf: this is a bug in slurm_rlhf, not in your input", file=sys.stderr)
+    return 1
 
 
 def foreign_module(error: Exception, python_path: str) -> str:
