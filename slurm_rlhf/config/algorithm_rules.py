@@ -58,6 +58,37 @@ def _advantage_problems(config: Config, algorithm: Algorithm) -> Iterator[str]:
                 "algo.advantage.no_std_norm = true keeps the mean of the whitening that algo.advantage.no_whitening = "
                 "true leaves out whole: set one of them"
             )
+    yield from _component_problems(config, algorithm)
+
+
+def _component_problems(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """Check the keys of a reward that has several components."""
+    keys, weights = config.algo.advantage.gdpo_reward_keys, config.algo.advantage.gdpo_reward_weights
+    chosen = f"algo.advantage.estimator = {algorithm.name}"
+    if not algorithm.needs_components:
+        for name, value in (("gdpo_reward_keys", keys), ("gdpo_reward_weights", weights)):
+            if value:
+                yield f"algo.advantage.{name} = {value} has no effect with {chosen}: use gdpo, or leave the key out"
+        return
+    if len(set(keys)) < len(keys):
+        yield f"algo.advantage.gdpo_reward_keys = {keys} names a component twice: leave one out"
+    if weights and len(weights) != len(keys):
+        yield (
+            f"algo.advantage.gdpo_reward_weights has {len(weights)} weights for {len(keys)} "
+            "algo.advantage.gdpo_reward_keys: name each component that has a weight, in the same order"
+        )
+    if weights and not any(weights):
+        yield "algo.advantage.gdpo_reward_weights are all 0, so that there is nothing to learn: weigh one component"
+    if config.reward.model_name_or_path:
+        yield (
+            f"{chosen} takes several rewards for each response, and reward.model_name_or_path gives one: use a reward "
+            "function that answers components"
+        )
+    if config.reward.normalize_enable:
+        yield (
+            f"reward.normalize_enable = true normalises the reward, and {chosen} learns from its components, each "
+            "normalised in its group: leave the key out"
+        )
 
 
 def ahead_problems(config: Config) -> Iterator[str]:

@@ -23,10 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from slurm_rlhf.algorithms.batching import mini_batches
-from slurm_rlhf.algorithms.losses import loss_weights
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale
@@ -38,7 +35,8 @@ from slurm_rlhf.control.server import RoleHandle, gather, send_shards
 from slurm_rlhf.controller.colocation import Colocation
 from slurm_rlhf.controller.dispatch import Ahead, Batch, Batches, Dispatcher, OnDemand
 from slurm_rlhf.controller.engine_pool import EnginePool
-from slurm_rlhf.controller.experience import fill_advantages, fill_passes, one_at_a_time
+from slurm_rlhf.controller.experience import counting, fill_advantages, fill_passes, one_at_a_time
+from slurm_rlhf.controller.loss_weights import fill_loss_weights
 from slurm_rlhf.controller.self_check import SelfCheck
 from slurm_rlhf.controller.step_metrics import EngineMetrics, Trained, sample_metrics, update_metrics
 from slurm_rlhf.data.order import PromptOrder
@@ -133,8 +131,10 @@ class Step:
         optimization (2022), there with the weight of the proximal to the behaviour policy, which is 1 here.
         """
         rewards, experience = self._score(batch)
+        judged = counting(self.config, rewards, batch.step)
+        experience.rewards = judged.rewards
         with self.phases("advantages"):
-            metrics = fill_advantages(self.config, self.algorithm, experience, self.kl.coef, self.scale)
+            metrics = fill_advantages(self.config, self.algorithm, experience, judged, self.kl.coef, self.scale)
         return experience, metrics | sample_metrics(self.config, batch.trajectories, rewards, experience, version)
 
     def _score(self, batch: Batch) -> tuple[Rewards, Experience]:
@@ -148,10 +148,6 @@ class Step:
             fill_passes(self.config, self.roles, experience)
         with self.phases("reward"):
             rewards = self.reward.wait(scored, len(batch.trajectories))
-        values = np.asarray(rewards.rewards, dtype=np.float32)
-        if self.config.reward.shuffle:
-            values = np.random.default_rng([self.config.train.seed, batch.step]).permutation(values)
-        experience.rewards = values
         return rewards, experience
 
     def update(self, number: int, experience: Experience, metrics: Metrics) -> Metrics:
@@ -165,7 +161,7 @@ class Step:
 
     def _train(self, number: int, experience: Experience) -> list[Trained]:
         """Pass mini-batches through actor and critic `train.max_epochs` times; the two train side by side."""
-        train, longest = self.config.train, self.config.rollout.max_new_tokens
+        train = self.config.train
         frozen = (ACTOR,) if number <= self.config.critic.freezing_steps else ()
         trained = [role for role in (ACTOR, CRITIC) if role in self.roles and role not in frozen]
         pending: list[tuple[str, float, list[Future[Any]]]] = []
@@ -174,10 +170,7 @@ class Step:
                 batch = experience.select(rows)
                 # Every micro-batch on every rank divides by numbers of the whole optimizer step: an exact mean.
                 tokens = float(batch.action_mask.sum())
-                mode = self.algorithm.aggregation
-                weighed, weights = loss_weights(mode, batch.action_mask, batch.action_offsets, longest)
-                if weights is not None:
-                    batch.columns["loss_weights"] = weights
+                weighed = fill_loss_weights(self.config, self.algorithm, batch)
                 for role in trained:
                     request = partial(TrainBatch, denominator=weighed if role == ACTOR else tokens)
                     handle, budget = self.roles[role], train.max_tokens_per_gpu

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.records import F32
 
 LARGEST = float(np.finfo(np.float32).max)
-KEYS = ("rewards", "scores", "extra_logs")
+KEYS = ("rewards", "scores", "components", "extra_logs")
 
 
 @dataclass(slots=True)
@@ -24,10 +25,17 @@ class Rewards:
     rewards: F32
     scores: F32 | None = None  # how good the response is by the task's own measure, e.g. 1 if it is correct
     extra_logs: dict[str, F32] = field(default_factory=dict)  # name -> values to average and log, [N] or [1]
+    components: dict[str, F32] = field(default_factory=dict)  # name -> [N], the parts of the reward
+
+    def permuted(self, order: NDArray[np.int64]) -> Rewards:
+        """Give response i what response order[i] has, but for what is only logged."""
+        scores = None if self.scores is None else self.scores[order]
+        components = {name: values[order] for name, values in self.components.items()}
+        return Rewards(self.rewards[order], scores, self.extra_logs, components)
 
 
 def parse_answer(answer: Any, count: int, where: str) -> Rewards:
-    """Read the answer of a reward function for `count` responses: numbers, or {"rewards", "scores"?, "extra_logs"?}.
+    """Read the answer of a reward function for `count` responses: numbers, or a dict of them with `KEYS`.
 
     Raises RewardError, its message starting with `where`, for another number of values, for values that are no finite
     number, and for keys that have no meaning.
@@ -41,17 +49,30 @@ def parse_answer(answer: Any, count: int, where: str) -> Rewards:
         held = ", ".join(map(repr, answer)) or "nothing"
         raise RewardError(f"{where} returned a dict without 'rewards'; it holds {held}")
     scores = answer.get("scores")
-    logs = answer.get("extra_logs") or {}
-    if not isinstance(logs, dict):
-        raise RewardError(f"{where} returned 'extra_logs' as {type(logs).__name__}; expected a dict of name -> numbers")
+    logs, components = (_named(answer.get(key) or {}, key, where) for key in ("extra_logs", "components"))
+    if twice := [name for name in components if name in logs]:
+        raise RewardError(
+            f"{where} returned {twice[0]!r} in 'components' and in 'extra_logs': components are logged, too; leave it "
+            "out of 'extra_logs'"
+        )
     return Rewards(
         _numbers(answer["rewards"], count, f"{where} returned in 'rewards'", "rewards"),
         None if scores is None else _numbers(scores, count, f"{where} returned in 'scores'", "scores"),
         {
-            str(name): _log_values(values, count, f"{where} returned in extra_logs[{name!r}]")
+            name: _log_values(values, count, f"{where} returned in extra_logs[{name!r}]")
             for name, values in logs.items()
         },
+        {
+            name: _numbers(values, count, f"{where} returned in components[{name!r}]", "values")
+            for name, values in components.items()
+        },
     )
+
+
+def _named(values: Any, key: str, where: str) -> dict[str, Any]:
+    if not isinstance(values, dict):
+        raise RewardError(f"{where} returned {key!r} as {type(values).__name__}; expected a dict of name -> numbers")
+    return {str(name): found for name, found in values.items()}
 
 
 def _log_values(values: Any, count: int, told: str) -> F32:
