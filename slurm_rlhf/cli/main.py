@@ -19,6 +19,7 @@ from typing import Protocol
 
 from slurm_rlhf import __version__
 from slurm_rlhf.config.key_text import help_text
+from slurm_rlhf.disk import refusal
 from slurm_rlhf.errors import ConfigError, SlurmRlhfError
 
 WIDEST = 120
@@ -125,7 +126,9 @@ def guarded(work: Callable[[], int]) -> int:
         return 1
     except OSError as error:
         # A full disk or a missing permission; the logs of the run say what it stopped.
-        print(f"slurm-rlhf: error: {error}", file=sys.stderr)
+        place = Path(str(error.filename or "."))
+        told = refusal(error, place)
+        print(f"slurm-rlhf: error: {f'{place}: {told}' if told else error}", file=sys.stderr)
         return 1
     except Exception as error:
         return _unexpected(error)

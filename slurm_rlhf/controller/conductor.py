@@ -23,6 +23,7 @@ from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import UNEVALUATED, RunState
 from slurm_rlhf.controller.startup import Inputs, Startup
 from slurm_rlhf.controller.supervisor import Supervisor
+from slurm_rlhf.disk import run_directory_kept
 from slurm_rlhf.errors import ConfigError, RemoteError, RunError
 from slurm_rlhf.launch.launcher import Launcher
 from slurm_rlhf.launch.requeue import continuation_of
@@ -48,14 +49,16 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
     Whatever happens, no process of the run is left when this returns.
     """
     directory = RunDirectory(Path(config.run_dir))
-    directory.make()
+    with run_directory_kept(directory.root):
+        directory.make()
     with _exclusive(directory), _logging(directory.role_log("conductor", node, 0)):
         Session.here(os.environ).write(directory.root)
         reporting = Reporting(config, directory, ranks.worlds)
         try:
             with Stop(directory.root, continuation.end_time(), config.slurm.signal_lead_s) as stop:
                 try:
-                    Conductor(config, directory, ranks, launcher, reporting, stop).run()
+                    with run_directory_kept(directory.root):
+                        Conductor(config, directory, ranks, launcher, reporting, stop).run()
                 except StopRequested as stopped:
                     reporting.stopped(stopped.reason.what)
                     if stopped.reason.requeue:
@@ -65,7 +68,8 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
                     return stopped.reason.exit_code
         except BaseException as error:
             _log(error)
-            reporting.failed(error)
+            with contextlib.suppress(OSError):  # of a disk that cannot take the summary: `error` says so already
+                reporting.failed(error)
             raise
         if called_off := continuation.finished():
             reporting.note(called_off)
@@ -155,10 +159,17 @@ def _exclusive(directory: RunDirectory) -> Iterator[None]:
         yield
 
 
+class _LogFile(logging.FileHandler):
+    """Writes what the disk takes: when it is full, the run says so itself."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Drop the record, without the traceback that the library would print."""
+
+
 @contextlib.contextmanager
 def _logging(path: Path) -> Iterator[None]:
     """Write the package's log messages into the conductor's own file."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("slurm_rlhf")
     logger.addHandler(handler)
@@ -168,7 +179,8 @@ def _logging(path: Path) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-        handler.close()
+        with contextlib.suppress(OSError):
+            handler.close()
 
 
 def _log(error: BaseException) -> None:
