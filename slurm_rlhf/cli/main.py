@@ -72,6 +72,11 @@ def parse(words: list[str], usage: str, flags: Collection[str] = ()) -> Argument
     """
     spelled = {spelling: flag for flag in flags for spelling in (f"--{flag}", f"--{flag.replace('_', '-')}")}
     rest = [word for word in words if word not in spelled]
+    for word in rest:
+        plain = word.partition("=")[0].lstrip("-").replace("-", "").replace("_", "")
+        for flag in flags if word.startswith("-") else ():
+            if plain == flag.replace("_", ""):
+                raise ConfigError(f"unknown option {word}; did you mean --{flag}?")
     if not rest or rest[0].startswith("-"):
         raise ConfigError(f"the TOML file comes first\n{usage}")
     return Arguments(Path(rest[0]), rest[1:], frozenset(spelled[word] for word in words if word in spelled))
@@ -184,7 +189,9 @@ def _dispatch(words: list[str]) -> int:
         print(_overview(), file=sys.stderr)
         return ConfigError.exit_code
     name, rest = words[0], words[1:]
-    if name in ("-h", "--help"):
+    if name == "help" and rest:
+        return _dispatch([*rest, "--help"])
+    if name in ("-h", "--help", "help"):
         print(_overview())
         return 0
     if name == "--version":

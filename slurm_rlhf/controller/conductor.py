@@ -23,6 +23,7 @@ from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import UNEVALUATED, RunState
 from slurm_rlhf.controller.startup import Inputs, Startup
 from slurm_rlhf.controller.supervisor import Supervisor
+from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.disk import run_directory_kept
 from slurm_rlhf.errors import ConfigError, RemoteError, RunError
 from slurm_rlhf.launch.launcher import Launcher
@@ -91,7 +92,7 @@ class Conductor:
     def run(self) -> None:
         """Train to the end. All that a user can have wrong is looked at before the first process starts."""
         inputs = Inputs.read(self.config, self.reporting)
-        state, checkpoint, complete = self._resume()
+        state, checkpoint, complete = self._resume(inputs.order)
         if checkpoint and complete and state.step >= inputs.total_steps:
             self.reporting.note(f"already finished: {state.step} steps are done (raise train.max_steps to go on)")
             return
@@ -113,7 +114,7 @@ class Conductor:
             supervisor.stop()
         self.reporting.finished()
 
-    def _resume(self) -> tuple[RunState, Path | None, bool]:
+    def _resume(self, order: PromptOrder) -> tuple[RunState, Path | None, bool]:
         """Answer where the run stands, the checkpoint it goes on from, and whether that step's evaluation is done."""
         if self.config.resume == "never" and self.directory.metrics.exists():
             raise ConfigError(
@@ -126,6 +127,7 @@ class Conductor:
             return RunState(seed=self.config.train.seed), None, True
         saving = [role.name for role in running_roles(self.config) if role.saves]
         state = checkpoints.load_state(checkpoint, saving)
+        order.check(state["order"])
         return RunState.from_json(state["run"]), checkpoint, UNEVALUATED not in state
 
 

@@ -65,15 +65,17 @@ class Inputs:
         for name, found in (("data.prompt_dataset", prompts), ("eval.dataset", evaluation)):
             if found and found.dropped:
                 reporting.note(f"{name}: {found.dropped} prompts longer than {longest} tokens were dropped")
+        per_episode = max(len(prompts) // config.rollout.batch_size, 1)
         order = PromptOrder(
             len(prompts),
             config.rollout.batch_size,
-            config.train.num_episodes,
+            # As many as train.max_steps needs, which goes beyond the episodes. Source: TRL, `TrainingArguments`.
+            max(config.train.num_episodes, -(-config.train.max_steps // per_episode)),
             config.train.seed,
             config.data.shuffle,
             prompts.fingerprint(),
         )
-        total = min(order.total, config.train.max_steps or order.total)
+        total = config.train.max_steps or order.total
         reward = None if config.reward.model_name_or_path else RewardFunction.of(config.reward)
         findings = PromptFindings.of(prompts, tokenizer, config.data.apply_chat_template)
         return cls(prompts, evaluation, order, reward, total, findings)
