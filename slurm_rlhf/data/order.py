@@ -84,8 +84,8 @@ class PromptOrder:
             if before == now:
                 continue
             what = (
-                "the rows of data.prompt_dataset, or their tokens (data.input_key, data.input_template, tokenizer), are "
-                "others than"
+                "the rows of data.prompt_dataset, or their tokens (data.input_key, data.input_template, tokenizer), "
+                "are others than"
                 if name == "fingerprint"
                 else f"{KEYS[name]} is {now!r} and was {before!r}"
             )

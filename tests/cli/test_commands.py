@@ -62,6 +62,45 @@ def test_dry_run(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert load_config(again, []) == load_config(file, [word for word in words[2:] if word != "--dry_run"])
 
 
+def test_keys_of_sft_and_keys_given_twice_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(file), "--sft.dataset=x", "--dry_run"]) == 2
+    assert "--sft.dataset is a key of `slurm-rlhf sft`" in capsys.readouterr().err
+    assert main(["train", str(file), "--train.seed=1", "--train.seed", "2", "--actor.num_nodes=4"]) == 2
+    out, _ = capsys.readouterr()
+    assert "note: --train.seed is given 2 times; the last one counts: 2\n" in out
+    assert "actor.num_nodes" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train", "FILE", "--lr=1"], "did you mean --actor.learning_rate or --critic.learning_rate?"),
+        (["train", "FILE", "--critic.lr=1"], "did you mean --critic.learning_rate or --actor.learning_rate?"),
+        (["train", "FILE", "--dryrun"], "unknown option --dryrun; did you mean --dry_run?"),
+        (["train", "FILE", "--tp=2"], "did you mean --vllm.tensor_parallel_size?"),
+    ],
+)
+def test_what_people_write_is_understood(
+    file: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    assert main([str(file) if word == "FILE" else word for word in words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_file_with_a_byte_order_mark_is_read(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert main(["train", str(file), "--dry_run"]) == 0
+
+
+def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == 0
+    overview = capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out == overview
+    assert main(["help", "status"]) == 0
+    assert capsys.readouterr().out.startswith("usage: slurm-rlhf status RUN")
+
+
 def test_dry_run_warns_of_a_model_that_was_never_compared(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (file.parent / "model" / "config.json").write_text(json.dumps({"architectures": ["OtherForCausalLM"]}))
     assert main(["train", str(file), "--dry_run"]) == 0

@@ -65,6 +65,11 @@ def test_a_reward_function_that_raises_keeps_the_checkpoints_and_ctrl_c_ends_wha
     assert code == 130, output
     assert "step_000002" in output  # where it went on
     assert "Traceback" not in output
+    assert "press it again to end it at once" in output
+    saved = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert saved["status"] == "stopped"
+    assert f"stopped by Ctrl-C; saved at step {saved['steps']}/" in output
+    assert (tmp_path / "run" / "checkpoints" / f"step_{saved['steps']:06d}").is_dir()
 
 
 def test_a_killed_rank_ends_the_run_within_30_s_and_is_named(config: Path) -> None:
