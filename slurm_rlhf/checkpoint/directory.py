@@ -125,8 +125,8 @@ class CheckpointDir:
             what = "checkpoints could not be pruned" if step is None else f"checkpoint {step} could not be written"
             rest = f"The newest whole checkpoint is {usable}" if usable else "There is no earlier checkpoint"
             raise CheckpointError(
-                f"{what} in {self.root}: {told or error}. {rest}. Free space there, keep fewer than {len(sizes) + 1} "
-                "(ckpt.max_num), or set run_dir to another disk, then resume"
+                f"{what} in {self.root}: {told or error}. {rest}. Free space there, keep fewer (ckpt.max_num; "
+                f"{len(sizes)} are there), or set run_dir to another disk, then resume"
             ) from error
 
     def _temporary(self, step: int) -> Path:

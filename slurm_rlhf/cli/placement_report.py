@@ -116,10 +116,10 @@ def check_memory(config: Config, ranks: RankMap) -> None:
         print(f"memory cannot be estimated: {memory.unknown}", flush=True)
 
 
-def print_resolved(config: Config, layout: str, memory: Memory, warnings: Sequence[str] = ()) -> None:
-    """Print what --dry_run shows: the configuration, then as comments the drawn `layout`, the memory, `warnings`."""
+def print_resolved(config: Config, layout: str, memory: Memory, more: Sequence[str] = ()) -> None:
+    """Print what --dry_run shows: the configuration, then as comments the drawn `layout`, the memory, and `more`."""
     print(dump_toml(config))
-    told = "".join(f"\n\nwarning: {warning}" for warning in warnings)
+    told = "".join(f"\n{line}" for line in ("", *more))
     print(textwrap.indent(f"{layout}\n\n{draw_memory(config, memory)}{told}", "# ", lambda line: True), flush=True)
 
 

@@ -48,10 +48,12 @@ def train(words: list[str]) -> int:
     config = load_config(arguments.file, arguments.overrides)
     _print_notes(given_twice(arguments.overrides) if "dry_run" not in arguments.flags else [])
     if "dry_run" in arguments.flags:
+        from slurm_rlhf.cli.check import look, read
+
         check(config)
         layout = draw_layout(config)
         memory = memory_on(config, layout_somewhere(config))
-        print_resolved(config, layout, memory, warnings(config))
+        print_resolved(config, layout, memory, look(config, read(config)))
         require_fit(config, memory)
         return 0
     return train_here(config)

@@ -91,7 +91,7 @@ class Conductor:
 
     def run(self) -> None:
         """Train to the end. All that a user can have wrong is looked at before the first process starts."""
-        inputs = Inputs.read(self.config, self.reporting)
+        inputs = Inputs.read(self.config, self.reporting.note)
         state, checkpoint, complete = self._resume(inputs.order)
         if checkpoint and complete and state.step >= inputs.total_steps:
             self.reporting.note(f"already finished: {state.step} steps are done (raise train.max_steps to go on)")

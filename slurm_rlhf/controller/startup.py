@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +53,10 @@ class Inputs:
     findings: PromptFindings  # for the self-check
 
     @classmethod
-    def read(cls, config: Config, reporting: Reporting) -> Inputs:
-        """Read everything that a user can have wrong. Raises UserError."""
+    def read(cls, config: Config, note: Callable[[str], None]) -> Inputs:
+        """Read everything that a user can have wrong; `note` tells the user. Raises UserError."""
         for told in warnings(config):
-            reporting.note(f"warning: {told}")
+            note(f"warning: {told}")
         tokenizer = Tokenizer.load(config.actor.model_name_or_path)
         longest = config.data.max_len - config.rollout.max_new_tokens
         prompts = PromptSet.load(config.data.prompt_dataset, tokenizer, config.data, longest, config.data.max_samples)
@@ -64,7 +65,7 @@ class Inputs:
             evaluation = PromptSet.load(config.eval.dataset, tokenizer, config.data, longest, config.eval.max_samples)
         for name, found in (("data.prompt_dataset", prompts), ("eval.dataset", evaluation)):
             if found and found.dropped:
-                reporting.note(f"{name}: {found.dropped} prompts longer than {longest} tokens were dropped")
+                note(f"{name}: {found.dropped} prompts longer than {longest} tokens were dropped")
         per_episode = max(len(prompts) // config.rollout.batch_size, 1)
         order = PromptOrder(
             len(prompts),

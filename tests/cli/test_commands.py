@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lookalikes import llama_like
 from model_configs import NO_WEIGHTS
 
 from slurm_rlhf.cli.main import main
@@ -26,13 +27,15 @@ def outside_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A TOML file in a directory of its own, beside the files it names; the working directory is another."""
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
-    (project / "model").mkdir(parents=True)
+    llama_like(project / "model")
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     (project / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
     (project / "model" / "model.safetensors").write_bytes(NO_WEIGHTS)
-    for name in ("model/tokenizer.json", "prompts.jsonl", "reward.py"):
-        (project / name).touch()
+    (project / "prompts.jsonl").write_text("".join(f'{{"input": "{n}+1=", "label": "{n + 1}"}}\n' for n in range(130)))
+    (project / "reward.py").write_text(
+        "def reward_func(responses, labels):\n    return [float(text) for text in responses]\n"
+    )
     toml = project / "small.toml"
     toml.write_text(
         'data.prompt_dataset = "prompts.jsonl"\nactor.model_name_or_path = "model"\nreward.remote_url = "reward.py"\n'
@@ -60,6 +63,50 @@ def test_dry_run(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     again = tmp_path / "again.toml"
     again.write_text(out)
     assert load_config(again, []) == load_config(file, [word for word in words[2:] if word != "--dry_run"])
+
+
+def test_check_shows_what_a_run_reads(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", str(file), "--data.max_len=1034", "--train.max_steps=3", "--rollout.batch_size=64"]
+    words.append("--train.batch_size=64")
+    long = {"input": "1" * 50, "label": "1"}
+    with (file.parent / "prompts.jsonl").open("a") as opened:
+        opened.write(json.dumps(long) + "\n")
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = out.splitlines()
+    assert lines[0].endswith("prompts.jsonl, 1 dropped (longer than 10 tokens)")
+    assert lines[1].startswith(
+        "steps: 3, of 64 prompts with 1 responses each; the prompts are good for 2 in an episode"
+    )
+    assert lines[2] == "the first prompt, 5 tokens: '0+1='"
+    assert lines[3] == "its label: '1'"
+    assert lines[4].endswith("as if they were responses: 1, 2, 3, 4")
+    assert main([*words[:2], "--dry_run=true"]) == 2
+
+
+@pytest.mark.parametrize("command", [["check"], ["train", "--dry_run"]])
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("prompts.jsonl", '{"input": \n', "prompts.jsonl:1: not valid JSON"),
+        ("prompts.jsonl", '{"input": "a"}\n', "fewer than rollout.batch_size"),
+        ("reward.py", "def (", "reward.py"),
+        ("reward.py", "def reward_func(completions): return []", "TRL's completions are `responses` here"),
+    ],
+)
+def test_files_that_a_run_could_not_use_are_told(
+    file: Path, capsys: pytest.CaptureFixture[str], command: list[str], name: str, text: str, told: str
+) -> None:
+    (file.parent / name).write_text(text)
+    assert main([command[0], str(file), *command[1:]]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_check_calls_the_reward_function(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file.parent / "reward.py").write_text("def reward_func(responses):\n    return [1 / 0]\n")
+    assert main(["check", str(file)]) == 2
+    assert "reward.py:2: reward_func raised ZeroDivisionError" in capsys.readouterr().err
 
 
 def test_keys_of_sft_and_keys_given_twice_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

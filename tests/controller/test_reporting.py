@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from lookalikes import llama_like
@@ -102,7 +101,7 @@ def inputs_of(tmp_path: Path, rows: int) -> Config:
 def test_max_steps_counts_beyond_the_episodes(tmp_path: Path, episodes: int, most: int, steps: int) -> None:
     config = inputs_of(tmp_path, 3)
     config.train.num_episodes, config.train.max_steps = episodes, most
-    inputs = Inputs.read(config, SimpleNamespace(note=print))  # type: ignore[arg-type]
+    inputs = Inputs.read(config, print)
     assert inputs.total_steps == steps
     assert len([inputs.order.next() for _ in range(steps)]) == steps
     assert None not in [PromptOrder(3, 1, inputs.order.episodes, 0).next() for _ in range(steps)]
@@ -112,6 +111,6 @@ def test_max_steps_counts_beyond_the_episodes(tmp_path: Path, episodes: int, mos
 def test_a_model_that_was_never_compared_is_noted_before_anything_starts(tmp_path: Path) -> None:
     config = inputs_of(tmp_path, 1)
     notes: list[str] = []
-    Inputs.read(config, SimpleNamespace(note=notes.append))  # type: ignore[arg-type]
+    Inputs.read(config, notes.append)
     assert [note for note in notes if "is a OtherForCausalLM, which was never compared" in note] == notes[:1]
     assert notes[0].startswith("warning: actor.model_name_or_path: ")
