@@ -16,6 +16,7 @@ class RunDirectory:
         self.metrics: Final = root / "metrics.jsonl"
         self.tensorboard: Final = root / "tensorboard"
         self.logs: Final = root / "logs"
+        self.reward_log: Final = self.logs / "reward.log"
         self.checkpoints: Final = root / "checkpoints"
         self.final: Final = root / "final"
         self.summary: Final = root / "summary.json"
