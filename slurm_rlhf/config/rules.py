@@ -6,6 +6,7 @@ import string
 from collections.abc import Iterator
 
 from slurm_rlhf.config.algorithm_rules import ahead_problems, algorithm_problems, sampling_problems
+from slurm_rlhf.config.correction import correction_problems
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.loss_rules import loss_problems
 from slurm_rlhf.config.roles import ROLES, running_roles
@@ -28,6 +29,7 @@ def rule_problems(config: Config) -> Iterator[str]:
     if not algorithm:
         yield from _colocated(config)
     yield from sampling_problems(config)
+    yield from correction_problems(config)
 
 
 def key_problems(config: Config) -> Iterator[str]:
