@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 RANKS = 2
 CASES = [[stage, dtype, kind] for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16") for kind in ("policy", "value")]
-SLICE = [case for case in CASES if case[2] == "policy"]
+SLICE = [case for case in CASES if case[2] == "policy"] + [[stage, "fp16", "policy"] for stage in (1, 2, 3)]
 
 
 # --- what each rank does ---------------------------------------------------------------------------------------------
