@@ -115,10 +115,11 @@ def check_memory(config: Config, ranks: RankMap) -> None:
         print(f"memory cannot be estimated: {memory.unknown}", flush=True)
 
 
-def print_resolved(config: Config, layout: str, memory: Memory) -> None:
-    """Print what --dry_run shows: the configuration, then the drawn `layout` and the memory as comments."""
+def print_resolved(config: Config, layout: str, memory: Memory, warnings: Sequence[str] = ()) -> None:
+    """Print what --dry_run shows: the configuration, then as comments the drawn `layout`, the memory, `warnings`."""
     print(dump_toml(config))
-    print(textwrap.indent(f"{layout}\n\n{draw_memory(config, memory)}", "# ", lambda line: True), flush=True)
+    told = "".join(f"\n\nwarning: {warning}" for warning in warnings)
+    print(textwrap.indent(f"{layout}\n\n{draw_memory(config, memory)}{told}", "# ", lambda line: True), flush=True)
 
 
 def draw_memory(config: Config, memory: Memory) -> str:

@@ -19,7 +19,7 @@ from slurm_rlhf.cli.placement_report import (
 )
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.slurm_environment import read_slurm
-from slurm_rlhf.config.check import check, check_sft
+from slurm_rlhf.config.check import check, check_sft, warnings
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.launch.launcher import Launcher, LocalLauncher
@@ -47,7 +47,7 @@ def train(words: list[str]) -> int:
         check(config)
         layout = draw_layout(config)
         memory = memory_on(config, layout_somewhere(config))
-        print_resolved(config, layout, memory)
+        print_resolved(config, layout, memory, warnings(config))
         require_fit(config, memory)
         return 0
     return train_here(config)
@@ -94,6 +94,7 @@ def sft(words: list[str]) -> int:
     arguments = parse(words, SFT_USAGE)
     config = load_config(arguments.file, arguments.overrides)
     check_sft(config)
+    _print_notes([f"warning: {told}" for told in warnings(config)])
     from slurm_rlhf.training.sft import run as train_on_examples
 
     train_on_examples(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
@@ -30,6 +31,33 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"critic.freezing_steps = {config.critic.freezing_steps} trains the critic alone at first, and "
             f"algo.advantage.estimator = {algorithm.name} has none: leave the key out"
         )
+    yield from _advantage_problems(config, algorithm)
+
+
+def _advantage_problems(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """Check the keys of advantages that have no meaning for the algorithm."""
+    advantage, chosen = config.algo.advantage, f"algo.advantage.estimator = {algorithm.name}"
+    if -1 < advantage.lambd_critic < 0:
+        yield (
+            f"algo.advantage.lambd_critic = {advantage.lambd_critic:g} is no lambda: use -1 for that of "
+            "algo.advantage.lambd, or a number from 0 to 1"
+        )
+    if advantage.lambd_critic != -1 and not algorithm.needs_critic:
+        yield (
+            f"algo.advantage.lambd_critic = {advantage.lambd_critic:g} is for the returns that a critic learns, and "
+            f"{chosen} has none: leave the key out"
+        )
+    if advantage.no_std_norm and not algorithm.divides_by_spread:
+        if not algorithm.whiten:
+            yield (
+                f"algo.advantage.no_std_norm = true leaves out a division by a standard deviation, and {chosen} has "
+                "none: leave the key out"
+            )
+        elif advantage.no_whitening:
+            yield (
+                "algo.advantage.no_std_norm = true keeps the mean of the whitening that algo.advantage.no_whitening = "
+                "true leaves out whole: set one of them"
+            )
 
 
 def ahead_problems(config: Config) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +18,21 @@ from slurm_rlhf.config.model_directory import (
     check_tensor_parallel,
     read_config,
     require_tokenizer,
+    uncompared,
 )
-from slurm_rlhf.config.roles import has_critic
+from slurm_rlhf.config.roles import ACTOR, ROLES, running_roles
 from slurm_rlhf.config.rules import key_problems, rule_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_cluster import minutes
-from slurm_rlhf.errors import ConfigError, ModelError
+from slurm_rlhf.errors import ConfigError, ModelError, UserError
 
 
 def check(config: Config) -> None:
     """Check everything that `slurm-rlhf train` can know beforehand.
 
-    Raises ConfigError with every broken rule, or ModelError for the first model directory that cannot be used.
+    Raises one ConfigError with all that is wrong; ModelError where it is in model directories alone.
     """
-    _raise(_training_problems(config))
-    actor = config.actor.model_name_or_path
-    check_model_directory("actor.model_name_or_path", actor, tokenizer=True)
-    check_length("actor.model_name_or_path", actor, config.data.max_len)
-    check_architecture("actor.model_name_or_path", actor, config.data.max_len)
-    check_tensor_parallel("actor.model_name_or_path", actor, config.vllm.tensor_parallel_size)
-    if config.critic.model_name_or_path and has_critic(config):
-        check_model_directory("critic.model_name_or_path", config.critic.model_name_or_path, tokenizer=False)
-    if config.reward.model_name_or_path:
-        check_reward_model(config)
+    _raise(_training_problems(config), _model_problems(config))
 
 
 def check_sft(config: Config) -> None:
@@ -49,15 +41,54 @@ def check_sft(config: Config) -> None:
     problems += _output("sft.output_dir", config.sft.output_dir, "where to write the trained model")
     problems += _file("sft.dataset", config.sft.dataset, "a JSONL file of examples")
     problems += _needed("actor.model_name_or_path", config.actor.model_name_or_path, "the directory of the model")
-    _raise(problems)
-    check_model_directory("actor.model_name_or_path", config.actor.model_name_or_path, tokenizer=True)
-    check_length("actor.model_name_or_path", config.actor.model_name_or_path, config.data.max_len)
+    key, actor = "actor.model_name_or_path", config.actor.model_name_or_path
+    _raise(problems, _told(_check_model, key, actor, config.data.max_len, head=True, sampled=False) if actor else ())
 
 
-def _raise(problems: Iterator[str] | list[str]) -> None:
-    found = list(problems)
-    if found:
-        raise ConfigError(joined(found))
+def warnings(config: Config) -> list[str]:
+    """Return what a checked configuration is told although it can be run."""
+    key, actor = ROLES[ACTOR].model(config)
+    return list(filter(None, [uncompared(key, actor)]))
+
+
+def _model_problems(config: Config) -> Iterator[UserError]:
+    """Check each directory that a role of the run starts from, and what the engines ask of the actor's."""
+    directories: dict[str, tuple[str, bool]] = {}
+    for role in running_roles(config):
+        key, path = role.model(config)
+        directories[key] = (path, role.head or directories.get(key, ("", False))[1])
+    sound = True
+    for key, (path, head) in directories.items():
+        if path:
+            told = list(_told(_check_model, key, path, config.data.max_len, head=head, sampled=head))
+            yield from told
+            sound = sound and not told
+    actor_key, actor = ROLES[ACTOR].model(config)
+    if actor and sound:
+        yield from _told(check_tensor_parallel, actor_key, actor, config.vllm.tensor_parallel_size)
+        if config.reward.model_name_or_path:
+            yield from _told(check_reward_model, config)
+
+
+def _told(rule: Callable[..., None], *arguments: Any, **named: Any) -> Iterator[UserError]:
+    """Yield what `rule` raises for these arguments."""
+    try:
+        rule(*arguments, **named)
+    except (ConfigError, ModelError) as error:
+        yield error
+
+
+def _check_model(key: str, path: str, max_len: int, *, head: bool, sampled: bool) -> None:
+    check_model_directory(key, path, tokenizer=head or key == MODEL)
+    check_length(key, path, max_len)
+    check_architecture(key, path, head=head, sampled_len=max_len if sampled else 0)
+
+
+def _raise(problems: Iterable[str], of_models: Iterable[UserError]) -> None:
+    found, models = list(problems), list(of_models)
+    if found or models:
+        directories_alone = not found and all(isinstance(error, ModelError) for error in models)
+        raise (ModelError if directories_alone else ConfigError)(joined([*found, *map(str, models)]))
 
 
 def _training_problems(config: Config) -> Iterator[str]:
@@ -147,10 +178,8 @@ def reward_statistics(path: str) -> tuple[float, float] | None:
 
 
 def check_reward_model(config: Config) -> None:
-    """Check the directory of the reward model; its tokenizer must be that of the actor. Raises ModelError."""
+    """Check what a reward model has beyond others; its tokenizer must be that of the actor. Raises ModelError."""
     path = config.reward.model_name_or_path
-    check_model_directory(MODEL, path, tokenizer=True)
-    check_length(MODEL, path, config.data.max_len)
     if config.reward.normalize_enable:
         reward_statistics(path)
     difference = _difference(require_tokenizer(Path(path)), require_tokenizer(Path(config.actor.model_name_or_path)))

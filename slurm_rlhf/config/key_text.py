@@ -214,7 +214,8 @@ def _entry(key: Key, width: int) -> list[str]:
 
 def _metavar(key: Key) -> str:
     if key.choices:
-        return "|".join(key.choices)
+        choices = "|".join(choice or '""' for choice in key.choices)
+        return choices if len(choices) <= LEFT else "NAME"  # the text says which
     names = {"str": "TEXT", "path": "PATH", "int": "INT", "float": "NUMBER", "bool": "BOOL"}
     if key.kind.startswith("list["):
         return f"{names[key.kind[len('list[') : -1]]} ..."

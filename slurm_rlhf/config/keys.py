@@ -36,7 +36,7 @@ class Key:
     def expected(self) -> str:
         """Describe the kind, for error messages."""
         if self.choices:
-            return "one of " + ", ".join(self.choices)
+            return "one of " + ", ".join(choice or '""' for choice in self.choices)
         return {
             "str": "a string",
             "path": "a path (a string)",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from slurm_rlhf.config.algorithm_rules import ahead_problems, algorithm_problems, sampling_problems
 from slurm_rlhf.config.keys import all_keys, get
+from slurm_rlhf.config.loss_rules import loss_problems
 from slurm_rlhf.config.roles import ROLES, running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_models import Ds
@@ -23,6 +24,7 @@ def rule_problems(config: Config) -> Iterator[str]:
         return
     if not algorithm:
         yield from _batches(config)
+        yield from loss_problems(config)
     yield from _relations(config)
     if not algorithm:
         yield from _colocated(config)

@@ -33,9 +33,30 @@ class Actor:
     max_norm: Annotated[float, NOT_NEGATIVE] = 1.0
     """Gradients are clipped to this global L2 norm; 0: not clipped."""
     eps_clip: Annotated[float, POSITIVE] = 0.2
-    """PPO's clip range of the probability ratio."""
+    """PPO's clip range of the probability ratio, below and above 1."""
     eps_clip_low_high: Annotated[list[float], POSITIVE] = field(default_factory=list)
-    """Two values: separate clip ranges below and above one (clip-higher). Empty: eps_clip for both."""
+    """Two values: separate clip ranges below and above (clip-higher), as distances from a ratio of 1; cispo's weights
+    are clipped so, too: 4 above is a cap of 5 (TRL's epsilon_high of 5), 1 below is no bound. dppo_tv: how far a
+    token's probability may fall and rise. Empty: eps_clip for both with ppo, else what the loss is used with: gspo
+    0.0003 0.0004, cispo 1 4, dppo_tv 0.2 0.2."""
+    policy_loss_type: Literal["ppo", "gspo", "cispo", "sapo", "dppo_tv"] = "ppo"
+    """The loss of the policy: ppo (clipped ratio of each token), gspo (clipped ratio of whole responses), cispo
+    (clipped importance weight, every token learns), sapo (a soft gate in place of the range), dppo_tv (tokens whose
+    probability moved too far are left out). slurm_rlhf/algorithms/policy_losses has formulas and sources."""
+    loss_agg_mode: Literal["", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        ""
+    )
+    """How losses of tokens become one number, always over the whole optimizer step: token-mean (all tokens alike),
+    seq-mean-token-mean (all responses alike), seq-mean-token-sum, seq-mean-token-sum-norm (that divided by
+    rollout.max_new_tokens: Dr. GRPO). Empty: seq-mean-token-mean with gspo and sapo, else what the algorithm says:
+    seq-mean-token-sum-norm for dr_grpo, token-mean for the others."""
+    dual_clip: Annotated[float, NOT_NEGATIVE] = 0.0
+    """With ppo and gspo: bounds the loss of a token with a negative advantage at this ratio, above 1, usually 3; 0:
+    off."""
+    sapo_temperature_pos: Annotated[float, POSITIVE] = 1.0
+    """With sapo: how fast the gradient of a token with a positive advantage fades as its ratio leaves 1."""
+    sapo_temperature_neg: Annotated[float, POSITIVE] = 1.05
+    """The same for the other tokens."""
     entropy_coef: Annotated[float, ANY] = 0.0
     """Weight of the entropy bonus."""
     gradient_checkpointing_enable: bool = False

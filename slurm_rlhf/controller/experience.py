@@ -75,6 +75,8 @@ def fill_advantages(
         clip_range=config.reward.clip_range,
         gamma=advantage.gamma,
         lambd=advantage.lambd,
+        lambd_critic=advantage.lambd if advantage.lambd_critic < 0 else advantage.lambd_critic,
+        no_std_norm=advantage.no_std_norm,
     )
     columns |= estimate(algorithm, inputs, no_whitening=advantage.no_whitening)
     metrics = {

@@ -11,6 +11,7 @@ from pathlib import Path
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import Stop
+from slurm_rlhf.config.check import warnings
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, ROLLOUT, algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import StartAnswer, StartCalls, StartRequest
@@ -53,6 +54,8 @@ class Inputs:
     @classmethod
     def read(cls, config: Config, reporting: Reporting) -> Inputs:
         """Read everything that a user can have wrong. Raises UserError."""
+        for told in warnings(config):
+            reporting.note(f"warning: {told}")
         tokenizer = Tokenizer.load(config.actor.model_name_or_path)
         longest = config.data.max_len - config.rollout.max_new_tokens
         prompts = PromptSet.load(config.data.prompt_dataset, tokenizer, config.data, longest, config.data.max_samples)

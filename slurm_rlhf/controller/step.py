@@ -1,6 +1,6 @@
 """One training step: prompts, rollout, rewards, log-probs and values, advantages, update, sync.
 
-`Step.run` has them in this order for every kind of run. Roles compute the tensors (`experience`); here is what follows what.
+`Step.run` has them in this order for every kind of run. Roles compute the tensors; here is what follows what.
 
 - drain: engines finish a batch before they get new weights.
 - inflight (vllm.sync_mode): a thread samples the next batches while the actor trains (`dispatch.Ahead`), and the sync
@@ -26,7 +26,6 @@ from typing import Any
 import numpy as np
 
 from slurm_rlhf.algorithms.batching import mini_batches
-from slurm_rlhf.algorithms.losses import loss_weights
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale
@@ -39,6 +38,7 @@ from slurm_rlhf.controller.colocation import Colocation
 from slurm_rlhf.controller.dispatch import Ahead, Batch, Batches, Dispatcher, OnDemand
 from slurm_rlhf.controller.engine_pool import EnginePool
 from slurm_rlhf.controller.experience import fill_advantages, fill_passes, one_at_a_time
+from slurm_rlhf.controller.loss_weights import fill_loss_weights
 from slurm_rlhf.controller.self_check import SelfCheck
 from slurm_rlhf.controller.step_metrics import EngineMetrics, Trained, sample_metrics, update_metrics
 from slurm_rlhf.data.order import PromptOrder
@@ -165,7 +165,7 @@ class Step:
 
     def _train(self, number: int, experience: Experience) -> list[Trained]:
         """Pass mini-batches through actor and critic `train.max_epochs` times; the two train side by side."""
-        train, longest = self.config.train, self.config.rollout.max_new_tokens
+        train = self.config.train
         frozen = (ACTOR,) if number <= self.config.critic.freezing_steps else ()
         trained = [role for role in (ACTOR, CRITIC) if role in self.roles and role not in frozen]
         pending: list[tuple[str, float, list[Future[Any]]]] = []
@@ -174,10 +174,7 @@ class Step:
                 batch = experience.select(rows)
                 # Every micro-batch on every rank divides by numbers of the whole optimizer step: an exact mean.
                 tokens = float(batch.action_mask.sum())
-                mode = self.algorithm.aggregation
-                weighed, weights = loss_weights(mode, batch.action_mask, batch.action_offsets, longest)
-                if weights is not None:
-                    batch.columns["loss_weights"] = weights
+                weighed = fill_loss_weights(self.config, self.algorithm, batch)
                 for role in trained:
                     request = partial(TrainBatch, denominator=weighed if role == ACTOR else tokens)
                     handle, budget = self.roles[role], train.max_tokens_per_gpu

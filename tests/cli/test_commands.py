@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_configs import NO_WEIGHTS
 
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.load import load_config
@@ -29,7 +30,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     (project / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
-    for name in ("model/model.safetensors", "model/tokenizer.json", "prompts.jsonl", "reward.py"):
+    (project / "model" / "model.safetensors").write_bytes(NO_WEIGHTS)
+    for name in ("model/tokenizer.json", "prompts.jsonl", "reward.py"):
         (project / name).touch()
     toml = project / "small.toml"
     toml.write_text(
@@ -53,9 +55,20 @@ def test_dry_run(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert re.search(r"^# R reference: 1 rank ", out, re.MULTILINE)
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
+    assert "warning" not in out
+
     again = tmp_path / "again.toml"
     again.write_text(out)
     assert load_config(again, []) == load_config(file, [word for word in words[2:] if word != "--dry_run"])
+
+
+def test_dry_run_warns_of_a_model_that_was_never_compared(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file.parent / "model" / "config.json").write_text(json.dumps({"architectures": ["OtherForCausalLM"]}))
+    assert main(["train", str(file), "--dry_run"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert "\n# warning: actor.model_name_or_path: " in out
+    tomllib.loads(out)
 
 
 def test_dry_run_without_reference_and_elsewhere(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
