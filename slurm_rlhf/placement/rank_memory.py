@@ -108,7 +108,7 @@ def trainer_states(config: Config, shape: ModelShape, role: str) -> tm.States:
     row = ROLES[role]
     elements, sizes = _tensors(shape, row.head)
     small = tm.persistent(sizes, elements) if config.ds.zero_stage == 3 else 0
-    return tm.states(elements, row.ranks(config), config.ds.zero_stage, _half(config), small)
+    return tm.states(elements, row.ranks(config), config.ds.zero_stage, config.ds.param_dtype, small)
 
 
 def _tensors(shape: ModelShape, head: bool) -> tuple[int, list[tuple[int, int]]]:

@@ -27,14 +27,14 @@ class States:
     parked: int  # of all: what ds.enable_sleep moves to host memory, or gives back between two steps
 
 
-def states(elements: int, ranks: int, stage: int, half: bool, small: int = 0) -> States:
+def states(elements: int, ranks: int, stage: int, param_dtype: str, small: int = 0) -> States:
     """Estimate the states of a model of `elements` parameters under ZeRO `stage` over `ranks`.
 
     `small` counts the elements of tensors that ZeRO-3 does not cut. At stage 0 parameters are fp32, under autocast.
-    `half`: parameters are in 16 bits. Stage 1 keeps whole gradients: with `half` the new ones and their fp32 sum.
+    Stage 1 keeps whole gradients: in bf16 DeepSpeed holds the new ones and their fp32 sum, in fp16 the sum.
     Source: Rajbhandari et al., ZeRO (2020), section 3, with DeepSpeed's choices of precision.
     """
-    width = 2 if half and stage else 4
+    width = 2 if param_dtype != "fp32" and stage else 4
     part = -(-elements // ranks)
     if stage == 0:
         return States(4 * elements, 4 * elements, 8 * elements, 0, 0)
@@ -43,8 +43,8 @@ def states(elements: int, ranks: int, stage: int, half: bool, small: int = 0) ->
     gradients = 4 * part
     resting = 0
     if stage == 1:
-        gradients = 6 * elements if half else 4 * elements
-        resting = 4 * elements if half else 0
+        gradients = 6 * elements if param_dtype == "bf16" else 4 * elements
+        resting = 4 * elements if param_dtype == "bf16" else 0
     return States(width * elements, gradients, 12 * part, resting, 12 * part if stage == 2 else 0)
 
 

@@ -159,7 +159,8 @@ class TrainEngine:
             return None
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         if self._scale:
-            torch._foreach_mul_(grads, 1.0 / self._scale.scale)
+            for grad in grads:
+                grad.mul_(1.0 / self._scale.scale)
         return float(nn.utils.get_total_norm(grads))
 
     def _use_scale(self) -> None:

@@ -88,6 +88,7 @@ def measure(stage: int, param_dtype: str, kind: str, model: Path) -> dict[str, i
         own = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if stage == 3:
             return [optimizer.grad_partitions_flat_buffer]
+        own += [sums for parameter in parameters if (sums := getattr(parameter, "grad_accum", None)) is not None]
         kept = reachable(getattr(optimizer, "averaged_gradients", None))
         return [*own, *kept, *(getattr(optimizer, "fp32_groups_gradients_flat", None) or [])]
 
