@@ -5,7 +5,12 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator
 
-from slurm_rlhf.config.algorithm_rules import ahead_problems, algorithm_problems, sampling_problems
+from slurm_rlhf.config.algorithm_rules import (
+    ahead_problems,
+    algorithm_problems,
+    filter_problems,
+    sampling_problems,
+)
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.loss_rules import loss_problems
 from slurm_rlhf.config.roles import ROLES, running_roles
@@ -104,6 +109,7 @@ def _relations(config: Config) -> Iterator[str]:
             f"{config.timeout.heartbeat_interval:g}"
         )
     yield from ahead_problems(config)
+    yield from filter_problems(config)
     ds = config.ds
     holds = ("auto", "fp32") if ds.param_dtype == "fp32" else ("auto", ds.param_dtype, "fp32")
     if config.vllm.dtype not in holds:
