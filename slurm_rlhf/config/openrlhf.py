@@ -36,6 +36,10 @@ _MUON = "AdamW is the only optimizer"
 _LORA = "all parameters are trained"
 _PICTURES = "models see text only"
 _JSONL = "data sets are JSONL files: write the rows that you want into one"
+_CORRECTION = (
+    "algo.correction.preset chooses icepop or seq_mask (OpenRLHF's seq-mask-tis); its tis is algo.correction.level = token "
+    "with algo.correction.mode = clip and algo.correction.thresholds = [0.5, 5]"
+)
 _ASYNC = "set vllm.sync_mode = inflight, and train.async_queue_size"
 
 FLAGS: tuple[Flag, ...] = (
@@ -103,6 +107,9 @@ FLAGS: tuple[Flag, ...] = (
     _as("algo.advantage.gamma", "gamma"),
     _as("algo.advantage.lambd", "lambd"),
     _as("algo.advantage.no_std_norm", "no_advantage_std_norm"),
+    _no("algo.advantage.is_correction_enable", "enable_vllm_is_correction", _CORRECTION),
+    _no("algo.advantage.is_correction_type", "vllm_is_correction_type", _CORRECTION),
+    _as("algo.correction.thresholds", "vllm_is_truncated_threshold", "algo.advantage.is_correction_threshold"),
     _as("algo.kl.init_coef", "init_kl_coef"),
     _as("algo.kl.estimator", "kl_estimator"),
     _as("algo.kl.target", "kl_target"),

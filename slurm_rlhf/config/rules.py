@@ -11,6 +11,7 @@ from slurm_rlhf.config.algorithm_rules import (
     filter_problems,
     sampling_problems,
 )
+from slurm_rlhf.config.correction import correction_problems
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.loss_rules import loss_problems
 from slurm_rlhf.config.roles import ROLES, running_roles
@@ -34,6 +35,7 @@ def rule_problems(config: Config) -> Iterator[str]:
     if not algorithm:
         yield from _colocated(config)
     yield from sampling_problems(config)
+    yield from correction_problems(config)
 
 
 def key_problems(config: Config) -> Iterator[str]:
@@ -41,6 +43,8 @@ def key_problems(config: Config) -> Iterator[str]:
     yield from out_of_range(config)
     yield from _lists(config)
     yield from _loss_scale(config)
+    if not config.data.input_key:
+        yield "data.input_key is empty: name the column that holds the prompts (default: input)"
     yield from _template(config)
 
 
@@ -94,6 +98,11 @@ def _relations(config: Config) -> Iterator[str]:
         yield (
             f"data.max_len = {config.data.max_len} leaves no room for a prompt beside "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: raise the one or lower the other"
+        )
+    if config.eval.steps and not config.eval.dataset:
+        yield (
+            f"eval.steps = {config.eval.steps} evaluates nothing without eval.dataset: name a JSONL file of prompts "
+            "there, or leave eval.steps out"
         )
     if 0 < config.train.self_check_stop < 1:
         yield (

@@ -10,6 +10,7 @@ import torch
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.controller.step_metrics import Trained, update_metrics
 from slurm_rlhf.errors import ConfigError, RunError
+from slurm_rlhf.training._deepspeed import import_deepspeed
 from slurm_rlhf.training.deepspeed_engine import EngineConfig, Schedule, start_deepspeed
 from slurm_rlhf.training.distributed import World
 from slurm_rlhf.training.loss_scale import LossScale
@@ -67,10 +68,11 @@ def test_skipped_steps_are_counted_and_have_no_gradient_norm() -> None:
     assert "actor_grad_norm" not in update_metrics(steps[:2])
 
 
+@pytest.mark.slow
 def test_a_device_without_fp16_is_told_before_a_model_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    from deepspeed.accelerator import get_accelerator
-
-    monkeypatch.setattr(type(get_accelerator()), "is_fp16_supported", lambda _: False)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    accelerator = import_deepspeed(torch.device("cpu")).accelerator.get_accelerator()
+    monkeypatch.setattr(type(accelerator), "is_fp16_supported", lambda _: False)
     config = Config()
     config.ds.param_dtype = "fp16"
     engine = EngineConfig.of(config, Schedule.of(config, 1e-3, 1))
