@@ -37,8 +37,8 @@ _LORA = "all parameters are trained"
 _PICTURES = "models see text only"
 _JSONL = "data sets are JSONL files: write the rows that you want into one"
 _CORRECTION = (
-    "algo.correction.preset chooses icepop or seq_mask (OpenRLHF's seq-mask-tis); its tis is algo.correction.level = token "
-    "with algo.correction.mode = clip and algo.correction.thresholds = [0.5, 5]"
+    "algo.correction.preset chooses icepop or seq_mask (OpenRLHF's seq-mask-tis); its tis is algo.correction.level = "
+    "token with algo.correction.mode = clip and algo.correction.thresholds = [0.5, 5]"
 )
 _ASYNC = "set vllm.sync_mode = inflight, and train.async_queue_size"
 

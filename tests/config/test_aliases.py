@@ -68,7 +68,7 @@ def test_a_flag_with_the_name_of_a_key_is_that_key() -> None:
 def test_keys_that_the_explanations_name_are_keys() -> None:
     texts = " ".join(flag.instead for flag in ELSEWHERE)
     named = set(
-        re.findall(r"\b(?:actor|critic|ref|reward|rollout|vllm|ds|algo|train|eval|ckpt|sync|logger)\.\w+", texts)
+        re.findall(r"\b(?:actor|critic|ref|reward|rollout|vllm|ds|algo|train|eval|ckpt|sync|logger)(?:\.\w+)+", texts)
     )
     assert len(named) > 10
     assert named - all_keys().keys() == set()
