@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,6 +44,8 @@ class AdvantageInputs:
     lambd: float
     lambd_critic: float | None = None  # of the returns that the critic learns; None: as lambd
     no_std_norm: bool = False  # do not divide by a standard deviation
+    components: Mapping[str, F32] = field(default_factory=dict)  # name -> [N], the parts of the reward, as answered
+    component_weights: Mapping[str, float] = field(default_factory=dict)  # of those to use; empty: all of them, with 1
 
 
 AdvantageFunction = Callable[[AdvantageInputs], "tuple[F32, F32 | None]"]
@@ -67,6 +69,8 @@ class Algorithm:
     """Give the advantages of a batch mean 0 and standard deviation 1, unless algo.advantage.no_whitening is set."""
     divides_by_spread: bool = False
     """The function divides by a standard deviation, unless `AdvantageInputs.no_std_norm` is set."""
+    needs_components: bool = False
+    """The function takes `AdvantageInputs.components` in place of the reward."""
     policy_loss: PolicyLoss | None = None
     """The loss of the policy, computed in the actor's ranks; None: what `actor.policy_loss_type` chooses."""
     aggregation: str = "token-mean"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from slurm_rlhf.config.ranges import COUNT, NOT_NEGATIVE, SHARE, Range
+from slurm_rlhf.config.ranges import ANY, COUNT, NOT_NEGATIVE, SHARE, Range
 
 
 @dataclass(slots=True)
@@ -24,7 +24,12 @@ class Advantage:
     no_whitening: bool = False
     """Leave advantages as they are instead of giving the batch mean 0 and standard deviation 1."""
     no_std_norm: bool = False
-    """Subtract the mean but divide by no standard deviation: neither in whitening nor in the groups of group_norm."""
+    """Subtract the mean but divide by no standard deviation: neither in whitening nor in the groups of group_norm and
+    gdpo."""
+    gdpo_reward_keys: list[str] = field(default_factory=list)
+    """Components of the reward function's answer that gdpo uses; empty: all, each with weight 1."""
+    gdpo_reward_weights: Annotated[list[float], ANY] = field(default_factory=list)
+    """A weight for each of algo.advantage.gdpo_reward_keys; empty: 1."""
 
 
 @dataclass(slots=True)
@@ -46,3 +51,11 @@ class Kl:
 class Algo:
     advantage: Advantage = field(default_factory=Advantage)
     kl: Kl = field(default_factory=Kl)
+    dynamic_filtering_enable: bool = False
+    """Drop prompts whose responses all have the same score (DAPO's dynamic sampling), and sample others for them."""
+    dynamic_filtering_range: Annotated[list[float], ANY] = field(default_factory=list)
+    """Two numbers: drop groups whose mean score is not between them, too; empty: any. Scores are those that the reward
+    function answers beside its rewards, or the rewards."""
+    dynamic_filtering_max_tries: Annotated[int, COUNT] = 10
+    """Times rollout.vllm_generate_batch_size prompts that are sampled for a step at most; then the run ends and says
+    what share passed."""

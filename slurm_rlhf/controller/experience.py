@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from slurm_rlhf.algorithms.advantages import estimate
 from slurm_rlhf.algorithms.batching import Shard, assemble
@@ -22,6 +23,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import CriticCalls, ForwardBatch, LogprobCalls
 from slurm_rlhf.control.server import RoleHandle, gather, send_shards
 from slurm_rlhf.records import F32, Experience
+from slurm_rlhf.rewards.values import Rewards
 
 COLUMNS: tuple[tuple[str, Callable[[Any, ForwardBatch], F32], str], ...] = (
     (ACTOR, LogprobCalls.logprobs, "logprobs"),
@@ -49,19 +51,32 @@ def one_at_a_time(config: Config, calls: list[Future[Any]]) -> None:
         gather(calls)
 
 
+def counting(config: Config, rewards: Rewards, step: int) -> Rewards:
+    """Return the rewards that count: with reward.shuffle in an order drawn for the step, otherwise as they are."""
+    if not config.reward.shuffle:
+        return rewards
+    return rewards.permuted(np.random.default_rng([config.train.seed, step]).permutation(len(rewards.rewards)))
+
+
 def fill_advantages(
-    config: Config, algorithm: Algorithm, experience: Experience, kl_coef: float, scale: RewardScale | None
+    config: Config,
+    algorithm: Algorithm,
+    experience: Experience,
+    judged: Rewards,
+    kl_coef: float,
+    scale: RewardScale | None,
 ) -> dict[str, float]:
     """Fill the columns of advantages and, for a critic, returns; answer their metrics.
 
-    `scale` normalises the rewards of this batch, which it then counts as its own; it stays as it is.
+    `judged`: the rewards that count, which `experience.rewards` holds, too. `scale` normalises the rewards of this
+    batch, which it then counts as its own; it stays as it is.
     """
     columns, offsets, mask = experience.columns, experience.action_offsets, experience.action_mask
     advantage, kl, mean_kl = config.algo.advantage, None, 0.0
     if "ref_logprobs" in columns:
         kl = approx_kl(columns["logprobs"], columns["ref_logprobs"], config.algo.kl.estimator)
         mean_kl = float(response_sums(kl, mask, offsets).mean())
-    rewards = experience.rewards
+    rewards = judged.rewards
     if scale is not None:
         rewards = scale.with_batch(rewards).normalize(rewards)
     inputs = AdvantageInputs(
@@ -77,14 +92,29 @@ def fill_advantages(
         lambd=advantage.lambd,
         lambd_critic=advantage.lambd if advantage.lambd_critic < 0 else advantage.lambd_critic,
         no_std_norm=advantage.no_std_norm,
+        components=judged.components,
+        component_weights=component_weights(config),
     )
     columns |= estimate(algorithm, inputs, no_whitening=advantage.no_whitening)
     metrics = {
         "kl": mean_kl,
         "kl_coef": kl_coef,
-        "reward_clipped": clipped_share(rewards, config.reward.clip_range),
+        "reward_clipped": clipped_share(_compared(algorithm, inputs), config.reward.clip_range),
     }
     for name, column in (("value", "values"), ("return", "returns")):
         if column in columns:
             metrics[name] = float(columns[column][mask].mean()) if mask.any() else 0.0
     return metrics
+
+
+def component_weights(config: Config) -> dict[str, float]:
+    """Return the weight of each component of the reward that is to be used; empty: all of them, with weight 1."""
+    keys, weights = config.algo.advantage.gdpo_reward_keys, config.algo.advantage.gdpo_reward_weights
+    return dict(zip(keys, weights or [1.0] * len(keys), strict=True))
+
+
+def _compared(algorithm: Algorithm, inputs: AdvantageInputs) -> ArrayLike:
+    """Return the numbers that the algorithm clips and compares: rewards [N], or all components of them."""
+    if not algorithm.needs_components:
+        return inputs.rewards
+    return np.concatenate([inputs.components[name] for name in inputs.component_weights or inputs.components])

@@ -54,7 +54,8 @@ def sample_metrics(
         metrics |= staleness(trajectories, age, mask, drift)
     if rewards.scores is not None:
         metrics["accuracy"] = float(np.mean(rewards.scores))
-    return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in rewards.extra_logs.items()}
+    named = rewards.components | rewards.extra_logs
+    return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in named.items()}
 
 
 def update_metrics(steps: list[Trained]) -> dict[str, float]:

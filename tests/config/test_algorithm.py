@@ -145,6 +145,10 @@ def test_every_estimator_starts_the_roles_that_it_computes_with(config: Config, 
         ("rloo", "lambd_critic", 1.0, "learns, and algo.advantage.estimator = rloo has none: leave the key out"),
         ("rloo", "no_std_norm", True, "deviation, and algo.advantage.estimator = rloo has none: leave the key out"),
         ("max_rl", "no_std_norm", True, "deviation, and algo.advantage.estimator = max_rl has none"),
+        ("rloo", "gdpo_reward_keys", ["a"], "gdpo_reward_keys = ['a'] has no effect with algo.advantage.estimator = r"),
+        ("rloo", "gdpo_reward_weights", [1.0], "gdpo_reward_weights = [1.0] has no effect with algo.advantage.estim"),
+        ("gdpo", "gdpo_reward_weights", [1.0], "gdpo_reward_weights has 1 weights for 0 algo.advantage.gdpo_reward_k"),
+        ("gdpo", "gdpo_reward_keys", ["a", "a"], "gdpo_reward_keys = ['a', 'a'] names a component twice"),
     ],
 )
 def test_keys_without_a_meaning_for_the_algorithm(
@@ -162,3 +166,13 @@ def test_no_std_norm_beside_no_whitening(config: Config) -> None:
     for estimator, wrong in (("gae", True), ("reinforce_baseline", True), ("group_norm", False)):
         config.algo.advantage.estimator = estimator
         assert (told in problems(config)) is wrong
+
+
+def test_gdpo_needs_components(config: Config) -> None:
+    config.algo.advantage.estimator = "gdpo"
+    config.algo.advantage.gdpo_reward_keys, config.algo.advantage.gdpo_reward_weights = ["a", "b"], [0.0, 0.0]
+    config.reward.model_name_or_path, config.reward.normalize_enable = "/models/reward", True
+    told = problems(config)
+    assert "algo.advantage.gdpo_reward_weights are all 0, so that there is nothing to learn" in told
+    assert "gdpo takes several rewards for each response, and reward.model_name_or_path gives one" in told
+    assert "reward.normalize_enable = true normalises the reward, and algo.advantage.estimator = gdpo learns" in told

@@ -10,23 +10,21 @@ from __future__ import annotations
 import numpy as np
 
 from slurm_rlhf.algorithms.advantages import gae, token_rewards
+from slurm_rlhf.algorithms.groups import centred, clipped, counted, from_first, normed, summed
 from slurm_rlhf.algorithms.packed import F64, find_actions
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.records import F32
 
-EPSILON = 1e-6
-"""Added to the standard deviation of a group, as in verl."""
-
 
 def reinforce(inputs: AdvantageInputs) -> tuple[F32, None]:
     """Return the reward itself: A = R. Source: Hu et al., REINFORCE++ (2025), arXiv 2501.03262, with whitening."""
-    return _returns(inputs, _clipped(inputs))
+    return returns_to_go(inputs, _rewards(inputs))
 
 
 def reinforce_baseline(inputs: AdvantageInputs) -> tuple[F32, None]:
     """Compare with the mean of the group: A = R - mean. Source: as `reinforce`, its variant with a baseline."""
-    return _returns(inputs, _centred(inputs))
+    return returns_to_go(inputs, centred(_rewards(inputs), inputs.groups))
 
 
 def rloo(inputs: AdvantageInputs) -> tuple[F32, None]:
@@ -35,8 +33,8 @@ def rloo(inputs: AdvantageInputs) -> tuple[F32, None]:
     Source: Ahmadian et al., Back to Basics: Revisiting REINFORCE Style Optimization (2024), arXiv 2402.14740. OpenRLHF
     whitens the result, the paper does not, nor does this.
     """
-    counts = _counts(inputs)
-    return _returns(inputs, _centred(inputs) * counts / np.maximum(counts - 1, 1))
+    counts = counted(inputs.groups)
+    return returns_to_go(inputs, centred(_rewards(inputs), inputs.groups) * counts / np.maximum(counts - 1, 1))
 
 
 def group_norm(inputs: AdvantageInputs) -> tuple[F32, None]:
@@ -45,11 +43,7 @@ def group_norm(inputs: AdvantageInputs) -> tuple[F32, None]:
     std is the unbiased one (n - 1), as in OpenRLHF and verl. Source: Shao et al., DeepSeekMath (2024), arXiv
     2402.03300, section 4.1.2, there called GRPO.
     """
-    centred, counts = _centred(inputs), _counts(inputs)
-    if inputs.no_std_norm:
-        return _returns(inputs, centred)
-    squares = np.bincount(inputs.groups, centred**2)[inputs.groups]
-    return _returns(inputs, centred / (np.sqrt(squares / np.maximum(counts - 1, 1)) + EPSILON))
+    return returns_to_go(inputs, normed(_rewards(inputs), inputs.groups, inputs.no_std_norm))
 
 
 def opo(inputs: AdvantageInputs) -> tuple[F32, None]:
@@ -59,9 +53,9 @@ def opo(inputs: AdvantageInputs) -> tuple[F32, None]:
     without spread or actions. Source: Hao et al., On-Policy RL with Optimal Reward Baseline (2025), arXiv 2505.23585.
     """
     actions = find_actions(inputs.action_mask, inputs.offsets).counts.astype(np.float64)
-    offset = _from_first(inputs)
-    weighed, total = (np.bincount(inputs.groups, values)[inputs.groups] for values in (actions * offset, actions))
-    return _returns(inputs, offset - weighed / np.maximum(total, 1))
+    offset = from_first(_rewards(inputs), inputs.groups)
+    baseline = summed(actions * offset, inputs.groups) / np.maximum(summed(actions, inputs.groups), 1)
+    return returns_to_go(inputs, offset - baseline)
 
 
 def max_rl(inputs: AdvantageInputs) -> tuple[F32, None]:
@@ -69,46 +63,24 @@ def max_rl(inputs: AdvantageInputs) -> tuple[F32, None]:
 
     So the gradient is that of the log of the pass rate, to the order of the group size. Source: Tajwar et al., Maximum
     Likelihood Reinforcement Learning (2026), arXiv 2602.02710. Its rewards are 0 and 1; any from 0 up are taken, which
-    keeps A between -1 and the group size less 1. Raises ConfigError for rewards below 0: a mean near 0
-    would blow A up, and a negative one turn better into worse.
+    keeps A between -1 and the group size less 1. Raises ConfigError for rewards below 0: a mean near 0 would blow A up,
+    and a negative one turn better into worse.
     """
-    rewards = _clipped(inputs)
+    rewards = _rewards(inputs)
     if (rewards < 0).any():
         raise ConfigError(
             f"algo.advantage.estimator = max_rl divides by a group's mean reward, its share of successes, and the "
             f"lowest of these rewards is {rewards.min():g}: answer rewards of 0 or more, or use group_norm"
         )
-    mean = np.bincount(inputs.groups, rewards)[inputs.groups] / _counts(inputs)
-    return _returns(inputs, _centred(inputs) / np.where(mean > 0, mean, 1.0))
+    mean = summed(rewards, inputs.groups) / counted(inputs.groups)
+    return returns_to_go(inputs, centred(rewards, inputs.groups) / np.where(mean > 0, mean, 1.0))
 
 
-def _clipped(inputs: AdvantageInputs) -> F64:
-    return np.clip(np.asarray(inputs.rewards, dtype=np.float64), inputs.clip_range[0], inputs.clip_range[1])
+def _rewards(inputs: AdvantageInputs) -> F64:
+    return clipped(inputs.rewards, inputs.clip_range)
 
 
-def _counts(inputs: AdvantageInputs) -> F64:
-    """Count the responses in the group of each response, [N]."""
-    return np.bincount(inputs.groups).astype(np.float64)[inputs.groups]
-
-
-def _centred(inputs: AdvantageInputs) -> F64:
-    """Subtract the mean of the group, [N]; exactly 0 where all rewards of a group are equal."""
-    offset = _from_first(inputs)
-    return offset - (np.bincount(inputs.groups, offset)[inputs.groups] / _counts(inputs))
-
-
-def _from_first(inputs: AdvantageInputs) -> F64:
-    """Subtract the first reward of the group, [N].
-
-    Means are taken of these, so that equal rewards differ from their mean by nothing and not by rounding.
-    """
-    rewards = _clipped(inputs)
-    _, first, group = np.unique(inputs.groups, return_index=True, return_inverse=True)
-    offset: F64 = rewards - rewards[first][group]
-    return offset
-
-
-def _returns(inputs: AdvantageInputs, rewards: F64) -> tuple[F32, None]:
+def returns_to_go(inputs: AdvantageInputs, rewards: F64) -> tuple[F32, None]:
     """Give every token the discounted sum of the KL penalties and the reward that follow it, [A]."""
     unbounded = (-np.inf, np.inf)
     per_token = token_rewards(inputs.kl, inputs.kl_coef, rewards, inputs.action_mask, inputs.offsets, unbounded)
