@@ -13,6 +13,7 @@ from slurm_rlhf.controller.experience import fill_advantages
 from slurm_rlhf.controller.loss_weights import fill_loss_weights
 from slurm_rlhf.controller.step_metrics import Trained, update_metrics
 from slurm_rlhf.records import Experience
+from slurm_rlhf.rewards.values import Rewards
 
 
 def batch() -> Experience:
@@ -66,7 +67,7 @@ def test_the_kl_is_in_the_loss_or_in_the_reward_and_measured_in_both(estimator: 
         made.columns |= {name: np.zeros(4, dtype=np.float32) for name in ("logprobs", "values")}
         made.columns["ref_logprobs"] = np.array([0, math.nan, -1, -2], dtype=np.float32)
         config.algo.kl.use_loss = use_loss
-        metrics = fill_advantages(config, GAE, made, 0.25, None)
+        metrics = fill_advantages(config, GAE, made, Rewards(made.rewards), 0.25, None)
         assert metrics["kl_coef"] == 0.25
         found[use_loss] = made.columns["advantages"].tolist(), metrics["kl"]
     of_token = {"k2": [0.5, 2.0]}.get(estimator, [math.exp(-1), 1 + math.exp(-2)])
