@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 
+from slurm_rlhf.algorithms.correction import COLUMN
 from slurm_rlhf.algorithms.methods.ppo import GAE
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.experience import fill_advantages
@@ -81,3 +82,15 @@ def test_metrics_of_terms_are_means() -> None:
     answers = [{"kl_loss": 3.0, "nll_loss": 0.5}, {"kl_loss": 1.0, "nll_loss": 0.25}]
     metrics = update_metrics([Trained("actor", 8.0, answers), Trained("actor", 4.0, answers)])
     assert metrics == {"kl_loss": 0.75, "nll_loss": 0.75}
+
+
+def test_a_correction_is_of_the_policy_loss_alone() -> None:
+    config, made = Config(), batch()
+    config.algo.kl.use_loss, config.actor.nll_coef, config.actor.entropy_coef = True, 0.1, 0.1
+    config.actor.policy_loss_type = "gspo"
+    made.columns[COLUMN] = np.array([2.0, 0.0, 0.0, 1.0], dtype=np.float32)
+    fill_loss_weights(config, GAE, made, 0.25)
+    assert made.columns["loss_weights"].tolist() == [1.0, 0.0, 0.0, 1.0]
+    assert made.columns["entropy_weights"].tolist() == [0.5, 0.5, 0.5, 1.0]
+    assert made.columns["kl_weights"].tolist() == [0.125, 0.125, 0.125, 0.25]
+    assert made.columns["nll_weights"].tolist() == [0.5, 0, 0.5, 0]
