@@ -21,9 +21,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 # Running statistics of the rewards are one more thing that a resumed run must have kept.
 NORMALIZED = "--reward.normalize_enable=true"
-# Terms of the loss for which the conductor sends columns of its own.
-TERMS = ("--algo.kl.use_loss=true", "--algo.kl.estimator=k3+", "--actor.nll_coef=0.1")
-WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", NORMALIZED, *TERMS)
+WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", NORMALIZED)
 SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2", NORMALIZED)
 STEPS = 4
 
@@ -48,8 +46,6 @@ def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
         assert {"reward", "kl", "accuracy", "time/rollout", "time/update", "time/sync", "perf/tokens_per_s"} <= set(row)
-        assert row["kl_loss"] >= 0 < row["nll_loss"]
-    assert rows[-1]["kl_loss"] > 1e-6 < rows[-1]["kl"]
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["steps"] == STEPS
