@@ -13,11 +13,11 @@ BATCH, SAMPLES = 8, 2
 REWARD = """
 from pathlib import Path
 
-def reward_func(responses, step):
+def reward_func(response_ids, step):
     constant = Path(__file__).with_name("constant").exists() and step > 2
-    return [0.0 if constant else float(len(response) % 2) for response in responses]
+    return [0.0 if constant else float(sum(tokens) % 2) for tokens in response_ids]
 """
-"""Some of the groups of two have spread; in another directory none from the third step on."""
+"""About half of the groups of two have spread; in another directory none from the third step on."""
 
 FILTERED = (
     "--algo.dynamic_filtering_enable=true",
