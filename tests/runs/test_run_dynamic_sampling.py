@@ -43,7 +43,7 @@ def test_interrupted_and_resumed_it_writes_the_same_metrics(tmp_path: Path) -> N
         assert row["dynamic_filtering/prompts"] > BATCH
         assert row["dynamic_filtering/pass_rate"] * row["dynamic_filtering/prompts"] >= BATCH - 1e-6
     with started(config, tmp_path / "cut", *world, warm=True) as run:
-        run.wait_for_step(1, 150)
+        run.wait_for_file("checkpoints/step_000001", 150)
         run.process.kill()
         run.process.communicate()
         run.assert_gone(15)
