@@ -67,8 +67,9 @@ def test_the_quickstart_over_a_recipe_keeps_its_algorithm_and_nothing_of_its_clu
     assert (both.algo.kl, both.actor.policy_loss_type) == (recipe.algo.kl, recipe.actor.policy_loss_type)
     assert both.vllm.sync_mode == recipe.vllm.sync_mode
     quickstart = load_config(QUICKSTART)
-    for group in ("data", "ds", "ref", "eval"):
+    for group in ("data", "ref", "eval"):
         assert getattr(both, group) == getattr(quickstart, group)
+    assert (both.ds.param_dtype, both.ds.enable_sleep) == ("fp32", False)
     assert [role.ranks(both) for role in running_roles(both)] == [1] * len(running_roles(both))
 
 
