@@ -68,7 +68,7 @@ def joined(problems: list[str]) -> str:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))  # some editors put a byte order mark first
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file (a TOML file with the run's keys is needed)") from None
     except OSError as error:

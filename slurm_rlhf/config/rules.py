@@ -41,6 +41,8 @@ def key_problems(config: Config) -> Iterator[str]:
     """Find keys whose value is wrong by itself, for training and for `slurm-rlhf sft`."""
     yield from out_of_range(config)
     yield from _lists(config)
+    if not config.data.input_key:
+        yield "data.input_key is empty: name the column that holds the prompts (default: input)"
     yield from _template(config)
 
 
@@ -94,6 +96,11 @@ def _relations(config: Config) -> Iterator[str]:
         yield (
             f"data.max_len = {config.data.max_len} leaves no room for a prompt beside "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: raise the one or lower the other"
+        )
+    if config.eval.steps and not config.eval.dataset:
+        yield (
+            f"eval.steps = {config.eval.steps} evaluates nothing without eval.dataset: name a JSONL file of prompts "
+            "there, or leave eval.steps out"
         )
     if 0 < config.train.self_check_stop < 1:
         yield (

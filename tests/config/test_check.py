@@ -142,6 +142,8 @@ FILTERED = ("algo.dynamic_filtering_enable=true", "rollout.n_samples_per_prompt=
         (["actor.model_name_or_path="], ["actor.model_name_or_path is not set"]),
         (["resume=/no/where"], ["resume takes auto, never or a checkpoint directory", "/no/where"]),
         (["run_dir="], ["run_dir is not set"]),
+        (["eval.steps=2"], ["eval.steps = 2 evaluates nothing without eval.dataset"]),
+        (["data.input_key="], ["data.input_key is empty: name the column"]),
         (["run_dir=/dev/null/run"], ["run_dir: /dev/null is a file, not a directory", "/dev/null/run"]),
         (["train.colocate_all=true", "actor.num_gpus_per_node=8"], ["3 problems", *COLOCATED]),
         (
@@ -322,6 +324,14 @@ def test_a_reward_model_has_the_actors_tokens(config: Config, tmp_path: Path) ->
         ModelError, match=r"another tokenizer .*\(token '<eos>' is 3 there and 2 here\).*reward function"
     ):
         check(config)
+
+
+def test_sft_writes_into_a_new_directory(config: Config) -> None:
+    Path(config.sft.output_dir).mkdir()
+    check_sft(config)
+    (Path(config.sft.output_dir) / "config.json").touch()
+    with pytest.raises(ConfigError, match=r"sft\.output_dir: .* is there already and is not empty: remove it or name"):
+        check_sft(config)
 
 
 def test_sft_needs_its_own_keys_only(config: Config) -> None:
