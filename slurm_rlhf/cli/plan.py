@@ -184,10 +184,11 @@ def draw_transfer(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> 
     found = cost_of(plan)
     actors = range(len(plan.layout.actors))
     engines = range(len(actors), plan.layout.world)
+    buckets = "1 bucket" if len(plan.buckets) == 1 else f"{len(plan.buckets)} buckets"
+    seconds = max(_seconds(found, network_gbits, inside_gbits), 0.001)
     lines = [
-        f"weight transfer: {_size(found.payload)} in {len(plan.buckets)} buckets, about "
-        f"{_seconds(found, network_gbits, inside_gbits):.3g} s at {network_gbits:g} Gbit/s between nodes and "
-        f"{inside_gbits:g} Gbit/s inside",
+        f"weight transfer: {_size(found.payload)} in {buckets}, about {seconds:.3g} s at {network_gbits:g} Gbit/s "
+        f"between nodes and {inside_gbits:g} Gbit/s inside",
         f"  an actor rank sends {_range([found.sent.get(rank, 0) for rank in actors])}",
         f"  an engine rank receives {_range([found.received[rank] for rank in engines])} "
         f"and hands on {_range([found.sent.get(rank, 0) for rank in engines])}",
