@@ -35,9 +35,12 @@ class Advantage:
 @dataclass(slots=True)
 class Kl:
     init_coef: Annotated[float, NOT_NEGATIVE] = 0.01
-    """Weight of the KL penalty in the reward; 0: no reference model is started, unless the algorithm needs it."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    """k1, k2 or k3 (Schulman, Approximating KL Divergence, 2020)."""
+    """Weight of the KL penalty; 0: no reference model is started, unless the algorithm needs it."""
+    estimator: Literal["k1", "k2", "k3", "k3+"] = "k1"
+    """k1, k2 or k3 (Schulman, Approximating KL Divergence, 2020). With use_loss: k2, k3, or k3+ (the value of k3 with
+    the gradient of k2, which is the right one); in the reward k3+ is k3."""
+    use_loss: bool = False
+    """The KL penalty is a term of the actor's loss, added up as the policy loss is, and no part of the reward."""
     target: Annotated[float, NOT_NEGATIVE] = 0.0
     """KL per response that the adaptive controller aims at; 0: the coefficient stays fixed."""
     horizon: Annotated[int, COUNT] = 10000

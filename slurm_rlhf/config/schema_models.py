@@ -58,7 +58,10 @@ class Actor:
     sapo_temperature_neg: Annotated[float, POSITIVE] = 1.05
     """The same for the other tokens."""
     entropy_coef: Annotated[float, ANY] = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus, which is added up as the policy loss is."""
+    nll_coef: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Weight of the negative log-likelihood of the responses with a positive reward, a mean over their tokens in the
+    optimizer step: imitates what went well (VAPO: 0.1). The reward is the one before normalisation and clipping."""
     gradient_checkpointing_enable: bool = False
     """Recompute activations in the backward pass."""
 

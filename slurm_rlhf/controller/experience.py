@@ -96,7 +96,7 @@ def fill_advantages(
         action_mask=mask,
         offsets=offsets,
         groups=np.arange(len(experience)) // config.rollout.n_samples_per_prompt,
-        kl_coef=kl_coef,
+        kl_coef=0.0 if config.algo.kl.use_loss else kl_coef,
         clip_range=config.reward.clip_range,
         gamma=advantage.gamma,
         lambd=advantage.lambd,

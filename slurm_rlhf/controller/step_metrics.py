@@ -18,6 +18,9 @@ from slurm_rlhf.rewards.values import Rewards
 PER_STEP = ("lr", "grad_norm", "loss_scale", "skipped_steps")
 """Answers that are one number for the whole optimizer step on every rank, and not a sum over a rank's tokens."""
 
+ADDED = ("nll_loss",)
+"""Answers whose sum over the ranks is the number of the whole optimizer step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Trained:
@@ -73,6 +76,8 @@ def update_metrics(steps: list[Trained]) -> dict[str, float]:
                 continue
             if name in PER_STEP:
                 found.setdefault(f"{step.role}_{name}", []).append(step.answers[0][name])
+            elif name in ADDED:
+                found.setdefault(name, []).append(sum(answer[name] for answer in step.answers))
             else:
                 found.setdefault(name, []).append(_per_token(step, name))
     first = next((step for step in steps if step.role == "actor"), None)

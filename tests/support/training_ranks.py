@@ -24,6 +24,7 @@ STEPS = 3
 LEARNING_RATE = 1e-4  # AdamW turns the rounding of a gradient near zero into a share of this
 WARMUP = [LEARNING_RATE * share for share in (1 / 3, 2 / 3, 1)]
 TEMPERATURE = 0.7
+KL_COEF, TERM_COEF = 0.3, 0.2
 
 
 def make_config(model: Path, **ds: Any) -> Config:
@@ -39,6 +40,15 @@ def make_config(model: Path, **ds: Any) -> Config:
     config.ds.param_dtype = "fp32"
     for name, value in ds.items():
         setattr(config.ds, name, value)
+    return config
+
+
+def all_terms(config: Config) -> Config:
+    """A loss of whole responses with every term beside it, all of them means of means."""
+    actor, kl = config.actor, config.algo.kl
+    actor.policy_loss_type, actor.eps_clip_low_high, actor.dual_clip = "gspo", [0.05, 0.1], 1.5
+    actor.entropy_coef = actor.nll_coef = TERM_COEF
+    kl.use_loss, kl.estimator = True, "k3+"
     return config
 
 
@@ -67,9 +77,22 @@ def train(trainer: Any, steps: range, max_tokens: int) -> list[dict[str, float]]
     metrics = []
     for step in steps:
         exp = make_experience(step)
+        denominator = weigh(trainer.config, exp)
         part, micro = share(exp, trainer.world.rank, trainer.world.size, max_tokens)
-        metrics.append(trainer.train_step(part, micro, float(exp.action_mask.sum())))
+        metrics.append(trainer.train_step(part, micro, denominator))
     return metrics
+
+
+def weigh(config: Config, exp: Experience) -> float:
+    """Fill the columns that a step of the conductor sends with the loss of `config`; answer the denominator."""
+    from slurm_rlhf.algorithms.methods.reinforce import GROUP_NORM
+    from slurm_rlhf.controller.loss_weights import fill_loss_weights
+
+    if config.algo.kl.use_loss:
+        rng = np.random.default_rng(len(exp.token_ids))
+        exp.columns["ref_logprobs"] = rng.normal(-4.0, 0.5, size=len(exp.action_mask)).astype(np.float32)
+        exp.rewards[:] = rng.choice([-1.0, 1.0], len(exp))
+    return fill_loss_weights(config, GROUP_NORM, exp, KL_COEF)
 
 
 def parameters(trainer: Any) -> dict[str, torch.Tensor]:
@@ -118,6 +141,8 @@ def run_case(case: dict[str, Any], model: Path, out: Path) -> None:
     scale = {"initial_scale_power": 10}  # of fp16: no step of these overflows
     config = make_config(model, zero_stage=case["zero_stage"], param_dtype=case.get("param_dtype", "fp32"), **scale)
     config.actor.weight_decay = case.get("weight_decay", 0.0)
+    if case.get("terms"):
+        all_terms(config)
     config.actor.gradient_checkpointing_enable = case.get("gradient_checkpointing", False)
     trainer = {"policy": PolicyTrainer, "value": ValueTrainer}[case["kind"]](config, 2 * STEPS)
     if case["kind"] == "policy":
