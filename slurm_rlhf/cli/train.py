@@ -94,6 +94,10 @@ def sft(words: list[str]) -> int:
     arguments = parse(words, SFT_USAGE)
     config = load_config(arguments.file, arguments.overrides)
     check_sft(config)
+    from slurm_rlhf.controller.startup import WAITING_THREADS
+
+    for name, value in WAITING_THREADS.items():
+        os.environ.setdefault(name, value)  # before torch is imported, which starts the threads
     from slurm_rlhf.training.sft import run as train_on_examples
 
     train_on_examples(config)

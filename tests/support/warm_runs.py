@@ -1,8 +1,8 @@
-"""Whole runs whose processes are forked from one that has imported torch, transformers, DeepSpeed and vLLM.
+"""Whole runs, and torchruns of a test's own ranks, forked from a process that has imported their libraries.
 
-Most of a run's start is these imports, once for each rank and each torchrun. All else is as a user starts it:
-conductor, torchruns and ranks are processes with sessions, signals, environments and output of their own, and die with
-their parents. Run as a program, this file is the process that they are forked from.
+Most of a start is the imports of torch, transformers, DeepSpeed and vLLM, once for each rank and each torchrun. All
+else is as a user starts it: conductor, torchruns and ranks are processes with sessions, signals, environments and
+output of their own, and die with their parents. Run as a program, this file is the process that they are forked from.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Forked:
 
 
 class WarmRun(Forked):
-    """The conductor of a run: a forked process whose output can be read."""
+    """The conductor of a run, or a torchrun: a forked process whose output can be read."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -257,10 +257,10 @@ def _take_popen(forker: Forker) -> None:
     def popen(args: Any, **options: Any) -> Any:
         command = list(args) if isinstance(args, (list, tuple)) else []
         module = next((word for word in command if word in MODULES), None)
-        if module is None or options.get("pass_fds"):
+        if not (module or _is_ranks_program(command)) or options.get("pass_fds"):
             return usual(args, **options)
-        bound = module == TORCHRUN  # what stands before it binds it to its parent
-        if bound:
+        bound = module != MODULES[1]  # what stands before torchrun binds it to its parent
+        if module == TORCHRUN:
             command = [sys.executable, "-m", *command[command.index(module) :]]
         out = _number(options.get("stdout"), 1)
         err = out if options.get("stderr") == subprocess.STDOUT else _number(options.get("stderr"), 2)
@@ -271,18 +271,27 @@ def _take_popen(forker: Forker) -> None:
     subprocess_handler.Popen = popen  # type: ignore[assignment]
 
 
+def _is_ranks_program(command: list[str]) -> bool:
+    """Whether torchrun starts a rank by it, from a file of the tests."""
+    return command[:2] == [sys.executable, "-u"] and Path(command[2]).is_relative_to(ROOT / "tests")
+
+
 def _number(file: Any, otherwise: int) -> int:
     return otherwise if file is None else int(file.fileno())
 
 
 def _run(command: list[str]) -> None:
-    """What Python does with its arguments: `-c` is the command line `slurm-rlhf`, `-m` a module."""
+    """What Python does with its arguments: `-c` is the command line `slurm-rlhf`, `-m` a module, `-u` a file."""
     sys.orig_argv[:] = command
     for directory in reversed(os.environ.get("PYTHONPATH", "").split(":")):
         if directory and directory not in sys.path:
             sys.path.insert(0, directory)
             if (Path(directory) / "sitecustomize.py").exists():
                 runpy.run_path(str(Path(directory) / "sitecustomize.py"), run_name="sitecustomize")
+    if command[1] == "-u" and "-m" not in command[:3]:
+        sys.argv = command[2:]
+        runpy.run_path(command[2], run_name="__main__")
+        return
     if "-m" not in command[:3]:
         from slurm_rlhf.cli.main import main
 
