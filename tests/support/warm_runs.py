@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).parents[2]
 REGISTRY = "SLURM_RLHF_TEST_COMMANDS"
@@ -55,7 +55,8 @@ class Forker:
 class Forked:
     """A forked process, as `subprocess.Popen`."""
 
-    stdin = stdout = stderr = None
+    stdin: TextIO | None = None
+    stdout: TextIO | None = None
 
     def __init__(
         self, forker: Forker, command: Sequence[str], environment: dict[str, str], files: Sequence[int], bound: bool
@@ -110,6 +111,24 @@ class WarmRun(Forked):
         self.wait(timeout)
         self._output.seek(0)
         return self._output.read(), None
+
+
+class WarmProgram(Forked):
+    """A file of the tests, run as a program that reads lines and answers them; what it says else is dropped."""
+
+    stdin: TextIO
+    stdout: TextIO
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        """`command`: Python, -u, the file and its arguments."""
+        asked, ask = os.pipe()
+        answer, answers = os.pipe()
+        with open(os.devnull, "w") as nothing:
+            files = (asked, answers, nothing.fileno())
+            super().__init__(_zygote().forker, command, {**environment, REGISTRY: _zygote().registry}, files, True)
+        os.close(asked)
+        os.close(answers)
+        self.stdin, self.stdout = open(ask, "w"), open(answer)  # noqa: SIM115
 
 
 class _Zygote:
@@ -288,11 +307,7 @@ def _run(command: list[str]) -> None:
             sys.path.insert(0, directory)
             if (Path(directory) / "sitecustomize.py").exists():
                 runpy.run_path(str(Path(directory) / "sitecustomize.py"), run_name="sitecustomize")
-    if command[1] == "-u" and "-m" not in command[:3]:
-        sys.argv = command[2:]
-        runpy.run_path(command[2], run_name="__main__")
-        return
-    if "-m" not in command[:3]:
+    if command[1] == "-c":
         from slurm_rlhf.cli.main import main
 
         sys.argv = ["slurm-rlhf", *command[3:]]
@@ -301,6 +316,10 @@ def _run(command: list[str]) -> None:
 
     # vLLM is imported already, with these variables.
     vllm_settings.prepare_environment = lambda: os.environ.update(vllm_settings.vllm_environment(False))
+    if "-m" not in command[:3]:
+        sys.argv = command[2:]
+        runpy.run_path(command[2], run_name="__main__")
+        return
     at = command.index("-m")
     sys.argv = [command[at + 1], *command[at + 2 :]]
     runpy.run_module(command[at + 1], run_name="__main__")
