@@ -10,11 +10,13 @@ SlurmRlhfError                  anything this package raises on purpose
 │   ├── RewardError             the user's reward function
 │   ├── SelfCheckError          what is about to be trained is not what was asked for
 │   ├── PlacementError          roles that do not fit the nodes, an allocation that is too small
+│   ├── DiskError               a disk that is full, a run directory that has vanished
 │   └── CheckpointError         a checkpoint that is missing, partial or of another run
 └── RunError                    the run broke: printed with the role that broke it, exit code 1
     ├── RoleDied                a role's process ended or fell silent
     ├── CallTimeout             a call passed its deadline
     ├── RemoteError             a role's handler raised; carries the remote traceback for the log
+    ├── FilteredAway            dynamic sampling dropped nearly every group
     ├── WireError               a frame that does not decode, a peer that is not ours
     └── SyncError               weights that did not arrive, or arrived different
         └── SyncBroken          connections of a transfer that broke or fell silent: a new group may help
@@ -61,6 +63,10 @@ class PlacementError(UserError):
     """Report roles that do not fit the nodes; says what would fit."""
 
 
+class DiskError(UserError):
+    """Report a disk that refuses to be written; says what is free on it."""
+
+
 class CheckpointError(UserError):
     """Report a checkpoint that cannot be used; names the one that can, if there is one."""
 
@@ -90,6 +96,10 @@ class RemoteError(RunError):
         self.user_error = user_error
         if user_error:
             self.exit_code = UserError.exit_code
+
+
+class FilteredAway(RunError):
+    """Report that dynamic sampling did not fill a batch; says what share of the groups passed."""
 
 
 class WireError(RunError):

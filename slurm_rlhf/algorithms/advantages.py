@@ -31,6 +31,8 @@ def estimate(algorithm: Algorithm, inputs: AdvantageInputs, no_whitening: bool =
     try:
         answer = algorithm.advantages(inputs)
         advantages, returns = answer
+    except ConfigError:  # it knows better which key is at fault
+        raise
     except Exception as error:
         raise ConfigError(
             f"{line_of(source, error)}: {what} raised {text_of(error)} (it answers two arrays: advantages, and "
@@ -53,7 +55,7 @@ def estimate(algorithm: Algorithm, inputs: AdvantageInputs, no_whitening: bool =
             )
         columns[name] = column.astype(np.float32, copy=False)
     if algorithm.whiten and not no_whitening:
-        columns["advantages"] = whiten(columns["advantages"], mask)
+        columns["advantages"] = whiten(columns["advantages"], mask, inputs.no_std_norm)
     return columns
 
 
@@ -127,12 +129,13 @@ def gae(
     return advantages, returns
 
 
-def whiten(x: ArrayLike, action_mask: Bool) -> F32:
+def whiten(x: ArrayLike, action_mask: Bool, no_std_norm: bool = False) -> F32:
     """Give x [A] mean 0 and standard deviation 1 over the actions of the whole batch; zero at masked positions.
 
         (x - mean) / sqrt(max(variance, 1e-8)),  population variance
 
-    Without actions, or where all of them are equal, the result is zero. Source: OpenRLHF, `experience_maker`.
+    With no_std_norm only the mean is subtracted. Without actions, or where all of them are equal, the result is zero.
+    Source: OpenRLHF, `experience_maker`.
     """
     if np.shape(x) != action_mask.shape:
         raise ValueError(f"x has shape {np.shape(x)}, action_mask has {action_mask.shape}")
@@ -140,5 +143,6 @@ def whiten(x: ArrayLike, action_mask: Bool) -> F32:
     chosen = np.asarray(x, dtype=np.float64)[action_mask]
     if chosen.size:
         centred = chosen - chosen.mean()
-        result[action_mask] = centred / np.sqrt(max(np.mean(centred**2), MIN_VARIANCE))
+        spread = 1.0 if no_std_norm else np.sqrt(max(np.mean(centred**2), MIN_VARIANCE))
+        result[action_mask] = centred / spread
     return result

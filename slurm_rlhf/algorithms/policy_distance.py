@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike
 from slurm_rlhf.errors import CheckpointError, ConfigError, RunError
 from slurm_rlhf.records import F32, I32, Bool, Trajectory
 
-ESTIMATORS = ("k1", "k2", "k3")
+ESTIMATORS = ("k1", "k2", "k3", "k3+")
 MAX_LOG_RATIO = 20.0  # exp(20) = 4.9e8 is still a number in every precision and as a square
 MAX_ERROR = 0.2
 
@@ -20,7 +20,8 @@ def approx_kl(logprobs: ArrayLike, ref_logprobs: ArrayLike, estimator: str) -> F
     """Estimate KL(policy || reference) per token, [A], from tokens that the policy sampled.
 
     With r = ref_logprobs - logprobs:  k1 = -r,  k2 = r^2 / 2,  k3 = exp(r) - 1 - r  (r at most 20 in k3, so that one
-    token that the reference finds e^100 times likelier does not make the reward infinite).
+    token that the reference finds e^100 times likelier does not make the reward infinite). "k3+" is k3: the two have
+    different gradients, as a term of the loss (`losses.kl_loss`), and one value.
     logprobs [A], ref_logprobs [A]. Raises ConfigError on another estimator, ValueError where lengths disagree.
     Source: Schulman, Approximating KL Divergence (2020), http://joschu.net/blog/kl-approx.html
     """
@@ -97,14 +98,14 @@ def ages(trajectories: list[Trajectory], version: int) -> I32:
     return np.concatenate(parts)
 
 
-def staleness(trajectories: list[Trajectory], age: I32, mask: Bool, drift: F32) -> dict[str, float]:
+def staleness(trajectories: list[Trajectory], age: I32, mask: Bool, drift: F32 | None) -> dict[str, float]:
     """Compute the metrics of a batch that several policies may have sampled.
 
     stale_tokens: share of the tokens that an older policy than the actor's sampled; staleness_max: the age of the
     oldest; mixed_responses: share of the responses with tokens of several policies; stale_logprob_diff: mean distance
     of the sampling policy's log-prob from the actor's over the stale tokens, which is how far the policy has moved.
 
-    age, mask, drift [A]; `drift` is the absolute difference of the two log-probs.
+    age, mask, drift [A]; `drift` is the absolute difference of the two log-probs, None where the actor has none.
     """
     stale = mask & (age > 0)
     several = [len({span.version for span in trajectory.versions}) > 1 for trajectory in trajectories]
@@ -113,6 +114,6 @@ def staleness(trajectories: list[Trajectory], age: I32, mask: Bool, drift: F32) 
         "staleness_max": float(age[mask].max(initial=0)),
         "mixed_responses": float(np.mean(several)) if several else 0.0,
     }
-    if stale.any():
+    if drift is not None and stale.any():
         metrics["stale_logprob_diff"] = float(drift[stale].mean())
     return metrics

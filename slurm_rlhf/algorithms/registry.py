@@ -7,7 +7,7 @@ import hashlib
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the command line and the planner read records, and start wi
     import numpy as np
     from numpy.typing import NDArray
 
-    from slurm_rlhf.algorithms.losses import PolicyLoss
+    from slurm_rlhf.algorithms.policy_losses.inputs import PolicyLoss
     from slurm_rlhf.records import F32, Bool
 
 KEY = "algo.advantage.estimator"
@@ -42,6 +42,10 @@ class AdvantageInputs:
     clip_range: Sequence[float]
     gamma: float
     lambd: float
+    lambd_critic: float | None = None  # of the returns that the critic learns; None: as lambd
+    no_std_norm: bool = False  # do not divide by a standard deviation
+    components: Mapping[str, F32] = field(default_factory=dict)  # name -> [N], the parts of the reward, as answered
+    component_weights: Mapping[str, float] = field(default_factory=dict)  # of those to use; empty: all of them, with 1
 
 
 AdvantageFunction = Callable[[AdvantageInputs], "tuple[F32, F32 | None]"]
@@ -63,10 +67,15 @@ class Algorithm:
     """The smallest rollout.n_samples_per_prompt with which the advantages mean something."""
     whiten: bool = False
     """Give the advantages of a batch mean 0 and standard deviation 1, unless algo.advantage.no_whitening is set."""
+    divides_by_spread: bool = False
+    """The function divides by a standard deviation, unless `AdvantageInputs.no_std_norm` is set."""
+    needs_components: bool = False
+    """The function takes `AdvantageInputs.components` in place of the reward."""
     policy_loss: PolicyLoss | None = None
-    """The loss of the policy, computed in the actor's ranks; None: PPO's clipped ratio (`losses.ppo_loss`)."""
+    """The loss of the policy, computed in the actor's ranks; None: what `actor.policy_loss_type` chooses."""
     aggregation: str = "token-mean"
-    """How the losses of tokens become one number: a name in `losses.AGGREGATIONS`."""
+    """How the losses of tokens become one number, unless `actor.loss_agg_mode` or the loss says it: a name in
+    `aggregation.AGGREGATIONS`."""
 
 
 _REGISTERED: dict[str, Algorithm] = {}
@@ -78,7 +87,7 @@ def register_algorithm(algorithm: Algorithm, *, replace: bool = False) -> Algori
     Call it in a Python file that `train.plugins` names. Raises ConfigError for a name that is taken, unless `replace`
     is set; built-in algorithms cannot be replaced.
     """
-    from slurm_rlhf.algorithms.losses import AGGREGATIONS
+    from slurm_rlhf.algorithms.aggregation import AGGREGATIONS
 
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(
@@ -129,16 +138,17 @@ def find_algorithm(name: str) -> Algorithm:
     return found
 
 
-def policy_loss_of(name: str) -> PolicyLoss:
-    """Find the policy loss of an algorithm, in a rank of the actor.
+def policy_loss_of(name: str, loss_type: str) -> PolicyLoss:
+    """Find the policy loss of an algorithm, in a rank of the actor: its own, else that of `actor.policy_loss_type`.
 
     An algorithm that a rank does not know was given to `slurm_rlhf.train` as an object, which is refused if it has a
-    loss of its own: so it has PPO's.
+    loss of its own.
     """
-    from slurm_rlhf.algorithms.losses import checked_loss, ppo_loss
+    from slurm_rlhf.algorithms.policy_losses.inputs import checked_loss
+    from slurm_rlhf.algorithms.policy_losses.table import POLICY_LOSSES
 
     known = built_in().get(name) or _REGISTERED.get(name)
-    return checked_loss(name, known.policy_loss) if known and known.policy_loss else ppo_loss
+    return checked_loss(name, known.policy_loss) if known and known.policy_loss else POLICY_LOSSES[loss_type].function
 
 
 _LOADED: dict[str, str] = {}

@@ -65,7 +65,9 @@ def _first(world: Communicator, arguments: Arguments, start: Launched) -> int:
         return error.exit_code
     if "dry_run" in arguments.flags:
         world.broadcast(None)
-        print_resolved(config, draw(placed.ranks), memory_on(config, placed.ranks))
+        from slurm_rlhf.cli.check import look, read
+
+        print_resolved(config, draw(placed.ranks), memory_on(config, placed.ranks), look(config, read(config)))
         return 0
     return _run(world, config, placed, arguments)
 

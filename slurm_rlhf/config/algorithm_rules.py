@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from slurm_rlhf.algorithms.registry import Algorithm
+from slurm_rlhf.config.correction import corrects
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
@@ -30,6 +32,64 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"critic.freezing_steps = {config.critic.freezing_steps} trains the critic alone at first, and "
             f"algo.advantage.estimator = {algorithm.name} has none: leave the key out"
         )
+    yield from _advantage_problems(config, algorithm)
+
+
+def _advantage_problems(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """Check the keys of advantages that have no meaning for the algorithm."""
+    advantage, chosen = config.algo.advantage, f"algo.advantage.estimator = {algorithm.name}"
+    if -1 < advantage.lambd_critic < 0:
+        yield (
+            f"algo.advantage.lambd_critic = {advantage.lambd_critic:g} is no lambda: use -1 for that of "
+            "algo.advantage.lambd, or a number from 0 to 1"
+        )
+    if advantage.lambd_critic != -1 and not algorithm.needs_critic:
+        yield (
+            f"algo.advantage.lambd_critic = {advantage.lambd_critic:g} is for the returns that a critic learns, and "
+            f"{chosen} has none: leave the key out"
+        )
+    if advantage.no_std_norm and not algorithm.divides_by_spread:
+        if not algorithm.whiten:
+            yield (
+                f"algo.advantage.no_std_norm = true leaves out a division by a standard deviation, and {chosen} has "
+                "none: leave the key out"
+            )
+        elif advantage.no_whitening:
+            yield (
+                "algo.advantage.no_std_norm = true keeps the mean of the whitening that algo.advantage.no_whitening = "
+                "true leaves out whole: set one of them"
+            )
+    yield from _component_problems(config, algorithm)
+
+
+def _component_problems(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """Check the keys of a reward that has several components."""
+    keys, weights = config.algo.advantage.gdpo_reward_keys, config.algo.advantage.gdpo_reward_weights
+    chosen = f"algo.advantage.estimator = {algorithm.name}"
+    if not algorithm.needs_components:
+        for name, value in (("gdpo_reward_keys", keys), ("gdpo_reward_weights", weights)):
+            if value:
+                yield f"algo.advantage.{name} = {value} has no effect with {chosen}: use gdpo, or leave the key out"
+        return
+    if len(set(keys)) < len(keys):
+        yield f"algo.advantage.gdpo_reward_keys = {keys} names a component twice: leave one out"
+    if weights and len(weights) != len(keys):
+        yield (
+            f"algo.advantage.gdpo_reward_weights has {len(weights)} weights for {len(keys)} "
+            "algo.advantage.gdpo_reward_keys: name each component that has a weight, in the same order"
+        )
+    if weights and not any(weights):
+        yield "algo.advantage.gdpo_reward_weights are all 0, so that there is nothing to learn: weigh one component"
+    if config.reward.model_name_or_path:
+        yield (
+            f"{chosen} takes several rewards for each response, and reward.model_name_or_path gives one: use a reward "
+            "function that answers components"
+        )
+    if config.reward.normalize_enable:
+        yield (
+            f"reward.normalize_enable = true normalises the reward, and {chosen} learns from its components, each "
+            "normalised in its group: leave the key out"
+        )
 
 
 def ahead_problems(config: Config) -> Iterator[str]:
@@ -46,6 +106,42 @@ def ahead_problems(config: Config) -> Iterator[str]:
         )
 
 
+def filter_problems(config: Config) -> Iterator[str]:
+    """Check the keys of dynamic sampling against each other."""
+    algo, rollout = config.algo, config.rollout
+    at_once, bounds = rollout.vllm_generate_batch_size, algo.dynamic_filtering_range
+    if len(bounds) not in (0, 2) or (bounds and not bounds[0] < bounds[1]):
+        yield f"algo.dynamic_filtering_range takes nothing or two numbers, the lower first, got {bounds}"
+    if not algo.dynamic_filtering_enable:
+        if at_once:
+            yield (
+                f"rollout.vllm_generate_batch_size = {at_once} has no effect while algo.dynamic_filtering_enable is "
+                "false, because nothing is sampled that is not trained on: switch that on, or leave the key out"
+            )
+        return
+    if rollout.n_samples_per_prompt == 1:
+        yield (
+            "algo.dynamic_filtering_enable compares the responses to one prompt, and with "
+            "rollout.n_samples_per_prompt = 1 it would drop every prompt: use 2 or more, or switch it off"
+        )
+    if 0 < at_once < rollout.batch_size:
+        yield (
+            f"rollout.vllm_generate_batch_size = {at_once} is less than rollout.batch_size = {rollout.batch_size}, so "
+            "not even a batch of which nothing is dropped would become full: use at least as many, or 0"
+        )
+    if at_once and config.vllm.sync_mode == "inflight":
+        yield (
+            f"rollout.vllm_generate_batch_size = {at_once} has no effect with vllm.sync_mode = inflight, which samples "
+            "ahead as far as train.async_queue_size allows: leave the key out"
+        )
+    if config.reward.model_name_or_path:
+        yield (
+            "algo.dynamic_filtering_enable judges each prompt while others are sampled, and "
+            "reward.model_name_or_path scores whole batches and hardly ever gives two equal rewards: use a reward "
+            "function (reward.remote_url), or switch it off"
+        )
+
+
 def sampling_problems(config: Config) -> Iterator[str]:
     """Check that the trainer can take the log-probs of the distribution that engines sample from.
 
@@ -53,13 +149,16 @@ def sampling_problems(config: Config) -> Iterator[str]:
     distribution that is cut off and scaled up, and the log-ratio of every token is wrong by log Z. Evaluation may
     sample in any way: nothing is trained on it.
     """
-    rollout = config.rollout
+    rollout, unmended = config.rollout, ""
+    if corrects(config):
+        unmended = " (algo.correction.* does not mend that: its ratios would be the wrong ones)"
     for name, value, whole in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, -1)):
         if value != whole:
             yield (
                 f"rollout.{name} = {value} would make the engine sample from a part of the vocabulary, while the "
                 "trainer's log-probs, the ratio and the KL are over all of it, and the policy would learn from wrong "
-                f"ratios: leave rollout.{name} at {whole}, and lower rollout.temperature, which both sides apply"
+                f"ratios{unmended}: leave rollout.{name} at {whole}, and lower rollout.temperature, which both sides "
+                "apply"
             )
     if rollout.temperature < COLDEST:
         yield (

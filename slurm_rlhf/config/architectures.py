@@ -147,6 +147,16 @@ REFUSED: dict[str, str] = {
 """Class in config.json -> why it cannot be trained here."""
 
 
+CAUSAL = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
+"""Ends of the names of classes that predict the next token."""
+
+ENCODERS = frozenset(
+    {"albert", "bert", "big_bird", "camembert", "deberta", "deberta-v2", "distilbert", "electra", "ernie", "eurobert"}
+    | {"longformer", "modernbert", "mpnet", "nomic_bert", "roberta", "xlm-roberta", "xlm-roberta-xl"}
+)
+"""model_type of models whose tokens see those that follow, unless the class in config.json ends as in CAUSAL."""
+
+
 BUILT_IN = ("sdpa", "eager", "flex_attention")
 MODULES = {
     "flash_attention_2": "flash_attn",

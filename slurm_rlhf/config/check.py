@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.architectures import problem as attention_problem
+from slurm_rlhf.config.correction import bypass_note
 from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import (
     check_architecture,
@@ -18,46 +19,78 @@ from slurm_rlhf.config.model_directory import (
     check_tensor_parallel,
     read_config,
     require_tokenizer,
+    uncompared,
 )
-from slurm_rlhf.config.roles import has_critic
+from slurm_rlhf.config.roles import ACTOR, ROLES, running_roles
 from slurm_rlhf.config.rules import key_problems, rule_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_cluster import minutes
-from slurm_rlhf.errors import ConfigError, ModelError
+from slurm_rlhf.errors import ConfigError, ModelError, UserError
 
 
 def check(config: Config) -> None:
     """Check everything that `slurm-rlhf train` can know beforehand.
 
-    Raises ConfigError with every broken rule, or ModelError for the first model directory that cannot be used.
+    Raises one ConfigError with all that is wrong; ModelError where it is in model directories alone.
     """
-    _raise(_training_problems(config))
-    actor = config.actor.model_name_or_path
-    check_model_directory("actor.model_name_or_path", actor, tokenizer=True)
-    check_length("actor.model_name_or_path", actor, config.data.max_len)
-    check_architecture("actor.model_name_or_path", actor, config.data.max_len)
-    check_tensor_parallel("actor.model_name_or_path", actor, config.vllm.tensor_parallel_size)
-    if config.critic.model_name_or_path and has_critic(config):
-        check_model_directory("critic.model_name_or_path", config.critic.model_name_or_path, tokenizer=False)
-    if config.reward.model_name_or_path:
-        check_reward_model(config)
+    _raise(_training_problems(config), _model_problems(config))
 
 
 def check_sft(config: Config) -> None:
     """Check everything that `slurm-rlhf sft` can know beforehand; raises as `check` does."""
     problems = list(key_problems(config))
     problems += _output("sft.output_dir", config.sft.output_dir, "where to write the trained model")
+    problems += _new("sft.output_dir", config.sft.output_dir)
     problems += _file("sft.dataset", config.sft.dataset, "a JSONL file of examples")
     problems += _needed("actor.model_name_or_path", config.actor.model_name_or_path, "the directory of the model")
-    _raise(problems)
-    check_model_directory("actor.model_name_or_path", config.actor.model_name_or_path, tokenizer=True)
-    check_length("actor.model_name_or_path", config.actor.model_name_or_path, config.data.max_len)
+    key, actor = "actor.model_name_or_path", config.actor.model_name_or_path
+    _raise(problems, _told(_check_model, key, actor, config.data.max_len, head=True, sampled=False) if actor else ())
 
 
-def _raise(problems: Iterator[str] | list[str]) -> None:
-    found = list(problems)
-    if found:
-        raise ConfigError(joined(found))
+def warnings(config: Config) -> list[str]:
+    """Return what a checked configuration is told although it can be run."""
+    key, actor = ROLES[ACTOR].model(config)
+    return list(filter(None, [uncompared(key, actor), bypass_note(config)]))
+
+
+def _model_problems(config: Config) -> Iterator[UserError]:
+    """Check each directory that a role of the run starts from, and what the engines ask of the actor's."""
+    directories: dict[str, tuple[str, bool]] = {}
+    for role in running_roles(config):
+        key, path = role.model(config)
+        directories[key] = (path, role.head or directories.get(key, ("", False))[1])
+    sound = True
+    for key, (path, head) in directories.items():
+        if path:
+            told = list(_told(_check_model, key, path, config.data.max_len, head=head, sampled=head))
+            yield from told
+            sound = sound and not told
+    actor_key, actor = ROLES[ACTOR].model(config)
+    if actor and sound:
+        yield from _told(check_tensor_parallel, actor_key, actor, config.vllm.tensor_parallel_size)
+        if config.reward.model_name_or_path:
+            yield from _told(check_reward_model, config)
+
+
+def _told(rule: Callable[..., None], *arguments: Any, **named: Any) -> Iterator[UserError]:
+    """Yield what `rule` raises for these arguments."""
+    try:
+        rule(*arguments, **named)
+    except (ConfigError, ModelError) as error:
+        yield error
+
+
+def _check_model(key: str, path: str, max_len: int, *, head: bool, sampled: bool) -> None:
+    check_model_directory(key, path, tokenizer=head or key == MODEL)
+    check_length(key, path, max_len)
+    check_architecture(key, path, head=head, sampled_len=max_len if sampled else 0)
+
+
+def _raise(problems: Iterable[str], of_models: Iterable[UserError]) -> None:
+    found, models = list(problems), list(of_models)
+    if found or models:
+        directories_alone = not found and all(isinstance(error, ModelError) for error in models)
+        raise (ModelError if directories_alone else ConfigError)(joined([*found, *map(str, models)]))
 
 
 def _training_problems(config: Config) -> Iterator[str]:
@@ -89,6 +122,11 @@ def _output(key: str, value: str, what: str) -> Iterator[str]:
             yield f"{key}: {there} is a file, not a directory: name another place than {value}"
         elif not os.access(there, os.W_OK | os.X_OK):
             yield f"{key}: you may not write to {there}: name another place than {value}"
+
+
+def _new(key: str, value: str) -> Iterator[str]:
+    if value and Path(value).is_dir() and any(Path(value).iterdir()):
+        yield f"{key}: {value} is there already and is not empty: remove it or name another directory"
 
 
 def _file(key: str, value: str, what: str) -> Iterator[str]:
@@ -147,10 +185,8 @@ def reward_statistics(path: str) -> tuple[float, float] | None:
 
 
 def check_reward_model(config: Config) -> None:
-    """Check the directory of the reward model; its tokenizer must be that of the actor. Raises ModelError."""
+    """Check what a reward model has beyond others; its tokenizer must be that of the actor. Raises ModelError."""
     path = config.reward.model_name_or_path
-    check_model_directory(MODEL, path, tokenizer=True)
-    check_length(MODEL, path, config.data.max_len)
     if config.reward.normalize_enable:
         reward_statistics(path)
     difference = _difference(require_tokenizer(Path(path)), require_tokenizer(Path(config.actor.model_name_or_path)))

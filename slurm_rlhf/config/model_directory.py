@@ -1,25 +1,22 @@
-"""Check the model directories of Hugging Face before anything starts, and read the shapes of their weights."""
+"""Check the model directories of Hugging Face before anything starts, without torch and without transformers."""
 
 from __future__ import annotations
 
 import json
-import logging
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.config.architectures import COMPARED, HEAD_FIELDS, REFUSED, head_fields
+from slurm_rlhf.config.architectures import CAUSAL, COMPARED, ENCODERS, HEAD_FIELDS, REFUSED, head_fields
+from slurm_rlhf.config.model_weights import check_weights
 from slurm_rlhf.errors import ConfigError, ModelError
-
-log = logging.getLogger(__name__)
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
-    """Check that `path` holds config.json, weights and, if wanted, tokenizer.json. Raises ModelError."""
+    """Check that `path` holds config.json, whole weights and, if wanted, tokenizer.json. Raises ModelError."""
     directory = Path(path)
     if not directory.is_dir():
         raise ModelError(
@@ -29,6 +26,7 @@ def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
     check_not_quantised(key, path, read_config(key, directory))
     if not any((directory / name).is_file() for name in WEIGHTS):
         raise ModelError(f"{key}: {path} holds no weights (none of {', '.join(WEIGHTS)})")
+    check_weights(key, directory)
     if tokenizer:
         require_tokenizer(directory, f"{key}: ")
 
@@ -40,7 +38,7 @@ def check_not_quantised(key: str, path: str | Path, config: Mapping[str, Any]) -
         method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
         raise ModelError(
             f"{key}: {path} holds quantised weights (quantization_config, {method or 'no method named'}), which cannot "
-            "be trained here: use the model it was made from, in bf16 or fp32"
+            "be trained here: use the model it was made from, in bf16, fp16 or fp32"
         )
 
 
@@ -75,10 +73,11 @@ def check_length(key: str, path: str, max_len: int) -> None:
         )
 
 
-def check_architecture(key: str, path: str, max_len: int) -> None:
-    """Check that the model can be trained, and warn of one that was not compared. Raises ModelError.
+def check_architecture(key: str, path: str, *, head: bool = True, sampled_len: int = 0) -> None:
+    """Check that the model can be trained. Raises ModelError, which names its architecture.
 
-    `architectures` has what is known; engines sample texts of up to `max_len` tokens.
+    `architectures` has what is known. `head`: its own head gives log-probs; without, its body alone gives values or
+    scores. `sampled_len`: engines sample texts of up to so many tokens from it; 0: no engine does.
     """
     config = read_config(key, Path(path))
     text = _text_config(config)
@@ -87,26 +86,50 @@ def check_architecture(key: str, path: str, max_len: int) -> None:
         if name in REFUSED:
             raise ModelError(f"{key}: {path} is a {name}, which cannot be trained here: {REFUSED[name]}")
         window = text.get("sliding_window")
-        if name in COMPARED and COMPARED[name].window_differs and isinstance(window, int) and max_len > window:
+        if name in COMPARED and COMPARED[name].window_differs and isinstance(window, int) and sampled_len > window:
             raise ModelError(
                 f"{key}: {path} is a {name} with a sliding window of {window} tokens. Beyond it transformers, which "
-                f"trains, and vLLM, which samples, disagree by a token: lower data.max_len = {max_len} to {window}"
+                f"trains, and vLLM, which samples, disagree by a token: lower data.max_len = {sampled_len} to {window}"
             )
+    _check_causal(key, path, config, head)
     outer = str(config.get("model_type"))
     known = head_fields(outer, str(text.get("model_type")))
-    for field in HEAD_FIELDS:
+    for field in HEAD_FIELDS if head else ():
         value = text.get(field)
         if value not in (None, 1, 1.0) and field not in known.fields:
             raise ModelError(
                 f"{key}: {path}/config.json has {field} = {value}, by which models change their logits behind the "
                 f"head, and how a {outer} does it is not known here: use a model without {field}"
             )
-    if names and not any(name in COMPARED for name in names):
-        log.warning(
-            "%s: %s is a %s, which was never compared with transformers and vLLM: train.self_check compares "
-            "them before the first step. Compared were %s",
-            *(key, path, names[0], ", ".join(sorted(COMPARED))),
+
+
+def _check_causal(key: str, path: str, config: Mapping[str, Any], head: bool) -> None:
+    """Check that a token's state depends on the tokens before it alone, and that log-probs have a head."""
+    names, kind = config.get("architectures") or [], str(config.get("model_type"))
+    what = f"{key}: {path} is a {names[0] if names else kind}"
+    if config.get("is_encoder_decoder"):
+        raise ModelError(f"{what}, which has an encoder beside its decoder: a decoder-only model is needed")
+    if kind in ENCODERS and not any(name.endswith(CAUSAL) for name in names):
+        raise ModelError(
+            f"{what}, an encoder whose tokens see those that follow: a causal language model is needed, with a class "
+            "such as Qwen2ForCausalLM in its config.json"
         )
+    if head and names and not any(name.endswith(CAUSAL) for name in names):
+        raise ModelError(
+            f"{what}, which is no causal language model and cannot sample a response: use a directory whose "
+            "config.json names a class such as Qwen2ForCausalLM (a reward model belongs to reward.model_name_or_path)"
+        )
+
+
+def uncompared(key: str, path: str) -> str:
+    """Say that the architecture of a model that engines sample from was never compared; empty if it was."""
+    names = read_config(key, Path(path)).get("architectures") or []
+    if not names or any(name in COMPARED for name in names):
+        return ""
+    return (
+        f"{key}: {path} is a {names[0]}, which was never compared with transformers and vLLM: train.self_check "
+        f"compares them before the first step. Compared were {', '.join(sorted(COMPARED))}"
+    )
 
 
 def check_tensor_parallel(key: str, path: str, size: int) -> None:
@@ -151,46 +174,3 @@ def _text_config(config: dict[str, Any]) -> dict[str, Any]:
     """Return the config of the text part, for a model that reads more than text."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
-
-
-_LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
-
-
-def stored_parameters(path: str) -> list[tuple[str, list[int]]]:
-    """List name and shape of the tensors in the safetensors files of `path`, in the order of their layers.
-
-    Raises ModelError when there are none, or one cannot be read.
-    """
-    directory = Path(path)
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        files = ["model.safetensors"]
-    found: list[tuple[str, list[int]]] = []
-    for name in files:
-        found += _header(directory / name)
-    return sorted(found, key=lambda item: _layer_order(item[0]))
-
-
-def _header(file: Path) -> list[tuple[str, list[int]]]:
-    """Read the header of a file. Source of the format: huggingface/safetensors, README, "Format"."""
-    try:
-        with file.open("rb") as opened:
-            (length,) = struct.unpack("<Q", opened.read(8))
-            if length > _LONGEST_HEADER:
-                raise ValueError(f"a header of {length} bytes")
-            header = json.loads(opened.read(length))
-        return [(name, list(entry["shape"])) for name, entry in header.items() if name != "__metadata__"]
-    except FileNotFoundError:
-        raise ModelError(f"{file.parent} holds no {file.name}: only safetensors can be planned with") from None
-    except (OSError, ValueError, KeyError, struct.error) as error:
-        raise ModelError(f"{file} is not a safetensors file: {error}") from None
-
-
-def _layer_order(name: str) -> tuple[object, ...]:
-    """Sort parameters: embedding first, layers by number, then the rest."""
-    words = name.split(".")
-    number = next((int(word) for word in words if word.isdecimal()), None)
-    place = 1 if number is not None else 0 if "embed" in name else 2
-    return (place, number or 0, name)

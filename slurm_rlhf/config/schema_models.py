@@ -33,11 +33,35 @@ class Actor:
     max_norm: Annotated[float, NOT_NEGATIVE] = 1.0
     """Gradients are clipped to this global L2 norm; 0: not clipped."""
     eps_clip: Annotated[float, POSITIVE] = 0.2
-    """PPO's clip range of the probability ratio."""
+    """PPO's clip range of the probability ratio, below and above 1."""
     eps_clip_low_high: Annotated[list[float], POSITIVE] = field(default_factory=list)
-    """Two values: separate clip ranges below and above one (clip-higher). Empty: eps_clip for both."""
+    """Two values: separate clip ranges below and above (clip-higher), as distances from a ratio of 1; cispo's weights
+    are clipped so, too: 4 above is a cap of 5 (TRL's epsilon_high of 5), 1 below is no bound. dppo_tv: how far a
+    token's probability may fall and rise. Empty: eps_clip for both with ppo, else what the loss is used with: gspo
+    0.0003 0.0004, cispo 1 4, dppo_tv 0.2 0.2."""
+    policy_loss_type: Literal["ppo", "gspo", "cispo", "sapo", "dppo_tv"] = "ppo"
+    """The loss of the policy: ppo (clipped ratio of each token), gspo (clipped ratio of whole responses), cispo
+    (clipped importance weight, every token learns), sapo (a soft gate in place of the range), dppo_tv (tokens whose
+    probability moved too far are left out). slurm_rlhf/algorithms/policy_losses has formulas and sources."""
+    loss_agg_mode: Literal["", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
+        ""
+    )
+    """How losses of tokens become one number, always over the whole optimizer step: token-mean (all tokens alike),
+    seq-mean-token-mean (all responses alike), seq-mean-token-sum, seq-mean-token-sum-norm (that divided by
+    rollout.max_new_tokens: Dr. GRPO). Empty: seq-mean-token-mean with gspo and sapo, else what the algorithm says:
+    seq-mean-token-sum-norm for dr_grpo, token-mean for the others."""
+    dual_clip: Annotated[float, NOT_NEGATIVE] = 0.0
+    """With ppo and gspo: bounds the loss of a token with a negative advantage at this ratio, above 1, usually 3; 0:
+    off."""
+    sapo_temperature_pos: Annotated[float, POSITIVE] = 1.0
+    """With sapo: how fast the gradient of a token with a positive advantage fades as its ratio leaves 1."""
+    sapo_temperature_neg: Annotated[float, POSITIVE] = 1.05
+    """The same for the other tokens."""
     entropy_coef: Annotated[float, ANY] = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus, which is added up as the policy loss is."""
+    nll_coef: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Weight of the negative log-likelihood of the responses with a positive reward, a mean over their tokens in the
+    optimizer step: imitates what went well (VAPO: 0.1). The reward is the one before normalisation and clipping."""
     gradient_checkpointing_enable: bool = False
     """Recompute activations in the backward pass."""
 
@@ -110,8 +134,19 @@ class Ds:
     the parameters, too. On a slow network 1 is the faster, where it fits."""
     grad_comm_dtype: Literal["fp32", "bf16"] = "fp32"
     """In which ranks add up their gradients: bf16 halves the bytes and rounds the sums to 8 bits."""
-    param_dtype: Literal["bf16", "fp32"] = "bf16"
-    """bf16 (with fp32 master weights; at stage 0 fp32 weights under autocast, the reference's too) or fp32."""
+    param_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """bf16 (with fp32 master weights; at stage 0 fp32 weights under autocast, the reference's too), fp16 (the same, and
+    a loss scale: it rounds 8 times less than bf16, so log-probs of trainer and engine agree better) or fp32."""
+    initial_scale_power: Annotated[int, Range(0, 32)] = 16
+    """fp16: gradients are multiplied by 2 to this power at first, so that small ones do not vanish. An optimizer step
+    that overflows is skipped, counted (actor_skipped_steps, critic_skipped_steps) and halves the scale."""
+    loss_scale_window: Annotated[int, COUNT] = 1000
+    """fp16: optimizer steps without an overflow after which the scale doubles."""
+    min_loss_scale: Annotated[float, POSITIVE] = 1.0
+    """fp16: a step that overflows at this scale ends the run."""
+    fp32_lm_head: bool = False
+    """Take the product of hidden states and LM head in fp32, in actor, reference and engines, where a 16-bit one rounds
+    every logit. In the trainer it costs an fp32 copy of the head and of its gradient while a micro-batch is in work."""
     enable_sleep: bool = False
     """With train.colocate_all: actor and critic keep their optimizer states in host memory while the engines work."""
     attn_implementation: str = "sdpa"

@@ -1,10 +1,10 @@
 """One training step: prompts, rollout, rewards, log-probs and values, advantages, update, sync.
 
-`Step.run` has them in this order for every kind of run. Every tensor is computed by a role; here is what follows what.
+`Step.run` has them in this order for every kind of run. Roles compute the tensors; here is what follows what.
 
 - drain: engines finish a batch before they get new weights.
-- inflight (vllm.sync_mode): a thread samples the next batches while the actor trains (`dispatch.Ahead`), and the sync
-  changes the weights under the responses in flight.
+- inflight (vllm.sync_mode): a stream of groups is sampled while the actor trains (`group_stream`), batches are made of
+  those that are finished, and the sync changes the weights under the responses in flight.
 - colocated (train.colocate_all): engines sleep while the trainers compute, and lose their weights by it. So the sync of
   an update is the first part of the next generation, and not the last of the step: between the two, a checkpoint or an
   evaluation's reward model may need the accelerators, and engines that had the weights by then would lose them again.
@@ -16,47 +16,41 @@ Optimization (2017); Ouyang et al., Training language models to follow instructi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
-
-from slurm_rlhf.algorithms.advantages import estimate
-from slurm_rlhf.algorithms.batching import Shard, assemble, mini_batches
-from slurm_rlhf.algorithms.losses import loss_weights
-from slurm_rlhf.algorithms.packed import response_sums
-from slurm_rlhf.algorithms.policy_distance import KLController, approx_kl
-from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
-from slurm_rlhf.algorithms.reward_scale import RewardScale, clipped_share
+from slurm_rlhf.algorithms.batching import mini_batches
+from slurm_rlhf.algorithms.correction import mask_not_finite
+from slurm_rlhf.algorithms.policy_distance import KLController, ages
+from slurm_rlhf.algorithms.registry import Algorithm
+from slurm_rlhf.algorithms.reward_scale import RewardScale
 from slurm_rlhf.cluster.stop import Stop
-from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import CriticCalls, ForwardBatch, LogprobCalls, TrainBatch, TrainerCalls
+from slurm_rlhf.control.calls import TrainBatch, TrainerCalls
 from slurm_rlhf.control.server import RoleHandle, gather, send_shards
+from slurm_rlhf.controller.batch_sources import Parts, make_batches
+from slurm_rlhf.controller.batches import Batch, Batches, EpisodesOver, sampling_of
 from slurm_rlhf.controller.colocation import Colocation
-from slurm_rlhf.controller.dispatch import Ahead, Batch, Batches, Dispatcher, OnDemand
+from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.controller.engine_pool import EnginePool
+from slurm_rlhf.controller.experience import counting, fill_advantages, fill_correction, fill_passes, one_at_a_time
+from slurm_rlhf.controller.loss_weights import fill_loss_weights
 from slurm_rlhf.controller.self_check import SelfCheck
 from slurm_rlhf.controller.step_metrics import EngineMetrics, Trained, sample_metrics, update_metrics
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.errors import FilteredAway
 from slurm_rlhf.observe.timing import Phases
-from slurm_rlhf.records import F32, Experience, Prompt, Sampling, Trajectory, pack
+from slurm_rlhf.records import Experience, Prompt, Sampling, Trajectory, pack
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.values import Rewards
 
 Metrics = dict[str, float]
-
-COLUMNS: tuple[tuple[str, Callable[[Any, ForwardBatch], F32], str], ...] = (
-    (ACTOR, LogprobCalls.logprobs, "logprobs"),
-    (REFERENCE, LogprobCalls.logprobs, "ref_logprobs"),
-    (CRITIC, CriticCalls.values, "values"),
-)
-"""Role, call and column of each pass without gradients; a role that the run lacks has no column."""
 
 
 @dataclass(slots=True)
@@ -83,9 +77,9 @@ class Step:
     _synced: Metrics = field(default_factory=dict, init=False)  # of the last sync
 
     def __post_init__(self) -> None:
-        ahead = self.config.vllm.sync_mode == "inflight"
-        size = self.config.train.async_queue_size
-        self.batches = Ahead(self.sample, size, self.total_steps) if ahead else OnDemand(self.sample)
+        last, awake = self.total_steps, self.awake
+        parts = Parts(self.config, self.prompts, self.order, last, self.dispatcher, self.reward, awake)
+        self.batches = make_batches(parts, self.sample)
 
     def run(self, number: int, version: int) -> tuple[Batch, Experience, Metrics]:
         """Do step `number`: train the actor's policy `version`, which becomes `version + 1`.
@@ -102,30 +96,42 @@ class Step:
         metrics = self.update(number, experience, metrics)
         self.self_check.after_update(number, metrics)
         self.sync(version + 1)
-        return batch, experience, metrics | self._synced
+        return batch, experience, metrics | batch.metrics | self._synced
 
     def sample(self, number: int) -> Batch:
         """Sample the responses to the next prompts of the order; step `number` seeds them, whenever that is."""
         prompts = [self.prompts[position] for position in self.order.next() or []]
-        after, began, r = self.order.state_dict(), time.monotonic(), self.config.rollout
-        how = Sampling(r.n_samples_per_prompt, r.temperature, r.top_p, r.top_k, r.max_new_tokens, list(r.stop))
-        trajectories = self.generate(prompts, how, number - 1)
+        after, began = self.order.state_dict(), time.monotonic()
+        trajectories = self.generate(prompts, sampling_of(self.config), number - 1)
         return Batch(number, prompts, trajectories, self.dispatcher.loads, time.monotonic() - began, after)
 
     def generate(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
         """Sample `sampling.n` responses to each prompt, to train on or to evaluate; the actor has policy `version`."""
-        if self.colocation is None:
+        with self.awake(version):
             return self.dispatcher.run(prompts, sampling, version)
+
+    @contextmanager
+    def awake(self, version: int) -> Iterator[None]:
+        """Let the engines sample with policy `version`; those that share their accelerators are awake meanwhile."""
+        if self.colocation is None:
+            yield
+            return
+        ended: Exception | None = None
         with self.colocation.turn() as spent:
             self._transfer(version)
-            found = self.dispatcher.run(prompts, sampling, version)
+            try:
+                yield
+            except (EpisodesOver, FilteredAway) as error:
+                ended = error  # the run still saves and exports: the trainers get the accelerators back first
         self._synced |= spent
-        return found
+        if ended is not None:
+            raise ended
 
     def sync(self, version: int) -> None:
         """Give the engines the actor's weights, as policy `version`; engines that sleep get them when they wake up."""
         if self.colocation is None:
             self._transfer(version)
+        self.batches.updated(version)
 
     def _transfer(self, version: int) -> None:
         """Update the engines' weights; wake them up around it where they sleep."""
@@ -136,76 +142,40 @@ class Step:
         """Compute what the update of a batch needs, with the actor at policy `version`; it can be done again.
 
         The ratio of the update is taken to the actor's own log-probs at `version`, whichever policies sampled the
-        tokens; that these may be older ones (vllm.sync_mode = inflight) is bounded, and not corrected for. So what is
-        clipped is the distance from the newest policy. Source: Hilton et al., Batch size-invariance for policy
-        optimization (2022), there with the weight of the proximal to the behaviour policy, which is 1 here.
+        tokens: what is clipped is the distance from the newest policy. The distance of that to the policy which sampled
+        a token is corrected by a weight, which `algo.correction` chooses (`algorithms.correction`); its `bypass` takes
+        the ratio to the policy that sampled instead.
         """
-        rewards, experience = self._score(batch)
+        experience = pack(batch.trajectories, [0.0] * len(batch.trajectories))
+        lost = mask_not_finite(experience)
+        rewards = self._score(batch, experience)
+        judged = counting(self.config, rewards, batch.step)
+        experience.rewards = judged.rewards
         with self.phases("advantages"):
-            metrics = self._advantages(experience)
+            metrics = fill_advantages(self.config, self.algorithm, experience, judged, self.kl.coef, self.scale)
+            metrics |= fill_correction(self.config, experience, ages(batch.trajectories, version))
+            metrics["correction/not_finite"] = float(lost)
         return experience, metrics | sample_metrics(self.config, batch.trajectories, rewards, experience, version)
 
-    def _score(self, batch: Batch) -> tuple[Rewards, Experience]:
+    def _score(self, batch: Batch, experience: Experience) -> Rewards:
         """Get the rewards of the user's function or of a model, while the others compute log-probs and values."""
-        experience = pack(batch.trajectories, [0.0] * len(batch.trajectories))
         owners = [prompt for prompt in batch.prompts for _ in range(self.config.rollout.n_samples_per_prompt)]
         with self.phases("forward"):
-            scored = self.reward.begin(owners, batch.trajectories, batch.step)
+            scored = self._begin_rewards(owners, batch)
             if REWARD in self.roles:
-                self._one_at_a_time([scored])
-            self._forward(experience)
+                one_at_a_time(self.config, [scored])
+            fill_passes(self.config, self.roles, experience)
         with self.phases("reward"):
             rewards = self.reward.wait(scored, len(batch.trajectories))
-        values = np.asarray(rewards.rewards, dtype=np.float32)
-        if self.config.reward.shuffle:
-            values = np.random.default_rng([self.config.train.seed, batch.step]).permutation(values)
-        experience.rewards = values
-        return rewards, experience
+        return rewards
 
-    def _forward(self, experience: Experience) -> None:
-        """Fill the columns of log-probs and values, all roles at once."""
-        running: list[tuple[str, list[Shard], list[Future[F32]]]] = []
-        for role, method, column in COLUMNS:
-            if role in self.roles:
-                budget = self.config.train.forward_tokens
-                parts, calls = send_shards(self.roles[role], method, ForwardBatch, experience, budget)
-                self._one_at_a_time(calls)
-                running.append((column, parts, calls))
-        for column, parts, calls in running:
-            experience.columns[column] = assemble(experience, parts, gather(calls))
-
-    def _advantages(self, experience: Experience) -> Metrics:
-        """Fill the columns of advantages and returns."""
-        config, columns, offsets = self.config.algo, experience.columns, experience.action_offsets
-        mask, kl, mean_kl = experience.action_mask, None, 0.0
-        if "ref_logprobs" in columns:
-            kl = approx_kl(columns["logprobs"], columns["ref_logprobs"], config.kl.estimator)
-            mean_kl = float(response_sums(kl, mask, offsets).mean())
-        rewards = experience.rewards
-        if self.scale is not None:
-            rewards = self.scale.with_batch(rewards).normalize(rewards)
-        inputs = AdvantageInputs(
-            rewards=rewards,
-            kl=kl,
-            values=columns.get("values"),
-            action_mask=mask,
-            offsets=offsets,
-            groups=np.arange(len(experience)) // self.config.rollout.n_samples_per_prompt,
-            kl_coef=self.kl.coef,
-            clip_range=self.config.reward.clip_range,
-            gamma=config.advantage.gamma,
-            lambd=config.advantage.lambd,
-        )
-        columns |= estimate(self.algorithm, inputs, no_whitening=config.advantage.no_whitening)
-        metrics = {
-            "kl": mean_kl,
-            "kl_coef": self.kl.coef,
-            "reward_clipped": clipped_share(rewards, self.config.reward.clip_range),
-        }
-        for name, column in (("value", "values"), ("return", "returns")):
-            if column in columns:
-                metrics[name] = float(columns[column][mask].mean()) if mask.any() else 0.0
-        return metrics
+    def _begin_rewards(self, owners: list[Prompt], batch: Batch) -> Future[Rewards]:
+        """Start computing the rewards of a batch, unless dynamic sampling has asked for them."""
+        if batch.rewards is None:
+            return self.reward.begin(owners, batch.trajectories, batch.step)
+        known: Future[Rewards] = Future()
+        known.set_result(batch.rewards)
+        return known
 
     def update(self, number: int, experience: Experience, metrics: Metrics) -> Metrics:
         """Train actor and critic on what `collect` answered; add the metrics of the training."""
@@ -218,7 +188,7 @@ class Step:
 
     def _train(self, number: int, experience: Experience) -> list[Trained]:
         """Pass mini-batches through actor and critic `train.max_epochs` times; the two train side by side."""
-        train, longest = self.config.train, self.config.rollout.max_new_tokens
+        train = self.config.train
         frozen = (ACTOR,) if number <= self.config.critic.freezing_steps else ()
         trained = [role for role in (ACTOR, CRITIC) if role in self.roles and role not in frozen]
         pending: list[tuple[str, float, list[Future[Any]]]] = []
@@ -227,19 +197,11 @@ class Step:
                 batch = experience.select(rows)
                 # Every micro-batch on every rank divides by numbers of the whole optimizer step: an exact mean.
                 tokens = float(batch.action_mask.sum())
-                mode = self.algorithm.aggregation
-                weighed, weights = loss_weights(mode, batch.action_mask, batch.action_offsets, longest)
-                if weights is not None:
-                    batch.columns["loss_weights"] = weights
+                weighed = fill_loss_weights(self.config, self.algorithm, batch, self.kl.coef)
                 for role in trained:
                     request = partial(TrainBatch, denominator=weighed if role == ACTOR else tokens)
                     handle, budget = self.roles[role], train.max_tokens_per_gpu
                     _, calls = send_shards(handle, TrainerCalls.train_step, request, batch, budget)
-                    self._one_at_a_time(calls)
+                    one_at_a_time(self.config, calls)
                     pending.append((role, tokens, calls))
         return [Trained(role, tokens, gather(calls)) for role, tokens, calls in pending]
-
-    def _one_at_a_time(self, calls: list[Future[Any]]) -> None:
-        """Wait for `calls` where all roles share their accelerators: their peaks of memory must not add up."""
-        if self.config.train.colocate_all:
-            gather(calls)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from slurm_rlhf.algorithms.correction import RATIO_SUMS, metrics_of_means
 from slurm_rlhf.algorithms.policy_distance import ages, staleness
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.verdicts import constant_share
@@ -14,8 +15,11 @@ from slurm_rlhf.observe.engine_load import STEPS, Stragglers
 from slurm_rlhf.records import EngineLoad, Experience, Trajectory
 from slurm_rlhf.rewards.values import Rewards
 
-PER_STEP = ("lr", "grad_norm")
+PER_STEP = ("lr", "grad_norm", "loss_scale", "skipped_steps")
 """Answers that are one number for the whole optimizer step on every rank, and not a sum over a rank's tokens."""
+
+ADDED = ("nll_loss",)
+"""Answers whose sum over the ranks is the number of the whole optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,9 +34,13 @@ class Trained:
 def sample_metrics(
     config: Config, trajectories: list[Trajectory], rewards: Rewards, experience: Experience, version: int
 ) -> dict[str, float]:
-    """Describe a batch; the actor's log-probs in `experience` are those of policy `version`."""
+    """Describe a batch; the actor's log-probs in `experience` are those of policy `version`.
+
+    With algo.correction.bypass there are none, and the metrics that compare them with the engine's are left out.
+    """
     mask, columns = experience.action_mask, experience.columns
-    drift = np.abs(columns["rollout_logprobs"] - columns["logprobs"])
+    bypass = config.algo.correction.bypass
+    drift = None if bypass else np.abs(columns["rollout_logprobs"] - columns["logprobs"])
     metrics = {
         "reward": float(np.mean(rewards.rewards)),
         "response_length": float(np.mean(experience.response_lens)),
@@ -41,9 +49,8 @@ def sample_metrics(
         "reward_constant": constant_share(experience.rewards, config.rollout.n_samples_per_prompt),
     }
     age = ages(trajectories, version)
-    fresh = drift[mask & (age == 0)]
     ahead = config.vllm.sync_mode == "inflight"
-    if fresh.size or not ahead:
+    if drift is not None and ((fresh := drift[mask & (age == 0)]).size or not ahead):
         # Engine against actor on the same tokens under the same policy: damaged weights would show here first.
         metrics["rollout_logprob_diff"] = float(fresh.mean()) if fresh.size else 0.0
         metrics["rollout_logprob_diff_max"] = float(fresh.max(initial=0.0))
@@ -51,26 +58,38 @@ def sample_metrics(
         metrics |= staleness(trajectories, age, mask, drift)
     if rewards.scores is not None:
         metrics["accuracy"] = float(np.mean(rewards.scores))
-    return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in rewards.extra_logs.items()}
+    named = rewards.components | rewards.extra_logs
+    return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in named.items()}
 
 
 def update_metrics(steps: list[Trained]) -> dict[str, float]:
     """Average over optimizer steps and their tokens; `first_ratio` and `first_approx_kl` are of the actor's first step.
 
-    In that step the actor still has the weights of the old log-probs.
+    In that step the actor still has the weights of the old log-probs; with algo.correction.bypass its sums of ratios
+    are those of actor to engine.
+    Steps that were skipped (fp16) are counted; they have no `grad_norm`.
     """
     found: dict[str, list[float]] = {}
     for step in steps:
         for name in step.answers[0]:
+            if name in RATIO_SUMS:
+                continue
             if name in PER_STEP:
                 found.setdefault(f"{step.role}_{name}", []).append(step.answers[0][name])
+            elif name in ADDED:
+                found.setdefault(name, []).append(sum(answer[name] for answer in step.answers))
             else:
                 found.setdefault(name, []).append(_per_token(step, name))
     first = next((step for step in steps if step.role == "actor"), None)
-    metrics = {name: float(np.mean(values)) for name, values in found.items()}
+    metrics = {
+        name: float(np.sum(values) if name.endswith("_skipped_steps") else np.mean(values))
+        for name, values in found.items()
+    }
     for name in ("ratio", "approx_kl"):
         if first and name in first.answers[0]:  # a loss of the user's may have other metrics
             metrics[f"first_{name}"] = _per_token(first, name)
+    if first and first.answers[0].keys() >= set(RATIO_SUMS):
+        metrics |= metrics_of_means({name: _per_token(first, name) for name in RATIO_SUMS})
     return metrics
 
 

@@ -58,6 +58,11 @@ def column(exp: Experience, name: str, device: torch.device) -> Tensor:
     return to_device(exp.columns[name].astype(np.float32), device)
 
 
+def optional_column(exp: Experience, name: str, device: torch.device) -> Tensor | None:
+    """Return a column of the experience, fp32 [A]; None where it has no such column."""
+    return column(exp, name, device) if name in exp.columns else None
+
+
 def per_action(
     exp: Experience, micro: list[list[int]], device: torch.device, answer: Callable[[TokenBatch], Tensor]
 ) -> F32:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurm_rlhf.algorithms.batching import micro_batches, split_ranks
-from slurm_rlhf.algorithms.losses import Metrics
+from slurm_rlhf.algorithms.policy_losses.inputs import Metrics
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.data.framing import continuations
 from slurm_rlhf.data.order import PromptOrder
@@ -145,7 +145,8 @@ def _train(trainer: SftTrainer, examples: Experience, order: PromptOrder, steps:
             loss = _sum_over_ranks(metrics["loss"], world) / tokens
             _say(
                 world,
-                f"step {step}/{steps} loss {loss:.4f} lr {metrics['lr']:.2e} grad_norm {metrics['grad_norm']:.3f} "
+                f"step {step}/{steps} loss {loss:.4f} lr {metrics['lr']:.2e} "
+                f"grad_norm {metrics.get('grad_norm', math.inf):.3f} "
                 f"{time.monotonic() - start:.1f} s",
             )
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor, nn
 
-from slurm_rlhf.algorithms.losses import Metrics, PolicyInputs, entropy_bonus, value_loss
+from slurm_rlhf.algorithms.correction import ratio_sums
+from slurm_rlhf.algorithms.losses import entropy_bonus, kl_loss, nll_loss, value_loss
+from slurm_rlhf.algorithms.policy_losses.inputs import Metrics, PolicyInputs
+from slurm_rlhf.algorithms.policy_losses.table import clip_range
 from slurm_rlhf.algorithms.registry import load_plugins, policy_loss_of
 from slurm_rlhf.config.check import reward_statistics
 from slurm_rlhf.config.roles import CRITIC, ROLES
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.records import F32, Experience, ParameterSpec
-from slurm_rlhf.training.batch import TokenBatch, collate, column, per_action, to_device
+from slurm_rlhf.training.batch import TokenBatch, collate, column, optional_column, per_action, to_device
 from slurm_rlhf.training.deepspeed_engine import EngineConfig, Schedule, loading
 from slurm_rlhf.training.distributed import join_world, seed_rank, undisturbed
 from slurm_rlhf.training.models import DTYPES, load_critic, load_policy
@@ -82,9 +86,9 @@ class PolicyTrainer(LanguageModelTrainer):
         """Load the model; `total_steps`: optimizer steps of the whole run. Raises ModelError, ConfigError."""
         super().__init__(config, Schedule.of(config, config.actor.learning_rate, total_steps))
         load_plugins(config.train.plugins)
-        self.policy_loss = policy_loss_of(config.algo.advantage.estimator)
         actor = config.actor
-        self.clip_low, self.clip_high = actor.eps_clip_low_high or (actor.eps_clip, actor.eps_clip)
+        self.policy_loss = policy_loss_of(config.algo.advantage.estimator, actor.policy_loss_type)
+        self.clip_low, self.clip_high = clip_range(actor.policy_loss_type, actor.eps_clip_low_high, actor.eps_clip)
 
     def logprobs(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
         """Compute {"logprobs": fp32 [A]} at the rollout temperature; micro-batches as rows of `exp`."""
@@ -105,7 +109,7 @@ class PolicyTrainer(LanguageModelTrainer):
         return found
 
     def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
-        device = self.world.device
+        actor, device = self.config.actor, self.world.device
         mask = to_device(part.action_mask, device)
         logprobs, entropy = self._forward(collate(part, device))
         loss, metrics = self.policy_loss(
@@ -115,14 +119,33 @@ class PolicyTrainer(LanguageModelTrainer):
                 column(part, "advantages", device),
                 mask,
                 part.response_lens.tolist(),
-                column(part, "loss_weights", device) if "loss_weights" in part.columns else None,
+                optional_column(part, "loss_weights", device),
                 denominator,
                 self.clip_low,
                 self.clip_high,
+                actor.dual_clip,
+                (actor.sapo_temperature_pos, actor.sapo_temperature_neg),
             )
         )
-        bonus, more = entropy_bonus(entropy, mask, denominator, self.config.actor.entropy_coef)
-        return loss + bonus, metrics | more
+        if self.config.algo.correction.bypass:  # the old log-probs are the engine's
+            metrics = metrics | ratio_sums(logprobs, column(part, "logprobs", device), mask)
+        weights = optional_column(part, "entropy_weights", device)
+        bonus, more = entropy_bonus(entropy, mask, denominator, actor.entropy_coef, weights)
+        loss, metrics = loss + bonus, metrics | more
+        for term, more in self._terms(part, logprobs, mask, denominator):
+            loss, metrics = loss + term, metrics | more
+        return loss, metrics
+
+    def _terms(
+        self, part: Experience, logprobs: Tensor, mask: Tensor, denominator: float
+    ) -> Iterator[tuple[Tensor, Metrics]]:
+        """Compute the terms beside the policy loss that `part` has a column of weights for."""
+        config, device = self.config, self.world.device
+        if (weights := optional_column(part, "kl_weights", device)) is not None:
+            reference = column(part, "ref_logprobs", device)
+            yield kl_loss(logprobs, reference, mask, denominator, weights, config.algo.kl.estimator)
+        if (weights := optional_column(part, "nll_weights", device)) is not None:
+            yield nll_loss(logprobs, mask, weights, config.actor.nll_coef)
 
     def _forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = self.engine(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -202,6 +203,24 @@ def test_registry_knows_gae_and_names_what_is_valid() -> None:
     assert_array_equal(estimate(find_algorithm("gae"), inputs)["advantages"], whiten(advantages, mask))
     with pytest.raises(ConfigError, match=r"estimator = 'gea' is unknown; did you mean gae\? \(valid: dr_grpo, gae,"):
         find_algorithm("gea")
+
+
+def test_the_critic_may_learn_with_a_lambda_of_its_own() -> None:
+    """The policy's advantages stay; the returns are those of lambda 1: the reward, wherever the critic stands."""
+    mask, offsets = mask_of("111", "01")
+    values = np.float32([2, 3, 4, 9, 0.5])
+    groups = np.zeros(2, dtype=np.int64)
+    one = AdvantageInputs(np.array([2.0, 7.0]), None, values, mask, offsets, groups, 0.0, CLIP, 1.0, 0.5)
+    alone = find_algorithm("gae").advantages(one)
+    same = find_algorithm("gae").advantages(replace(one, lambd_critic=0.5))
+    two = find_algorithm("gae").advantages(replace(one, lambd_critic=1.0))
+    assert_array_equal(alone[0], two[0])
+    assert_array_equal(two[1], [2, 2, 2, 0, 7])
+    # A3 = 2 - 4, A2 = 4 - 3 + A3 / 2, A1 = 3 - 2 + A2 / 2; returns A + V.
+    assert_array_equal(alone[0], [1, 0, -2, 0, 6.5])
+    for found, wanted in zip(same, alone, strict=True):
+        assert_array_equal(found, wanted)
+    assert_array_equal(alone[1], [3, 3, 2, 0, 7])
 
 
 def test_what_the_conductor_imports_is_free_of_torch() -> None:

@@ -14,10 +14,11 @@ from numpy.testing import assert_allclose, assert_array_equal
 from policy_loss import policy_loss
 
 from slurm_rlhf.algorithms.advantages import estimate, whiten
-from slurm_rlhf.algorithms.losses import AGGREGATIONS, loss_weights
+from slurm_rlhf.algorithms.aggregation import AGGREGATIONS, loss_weights
 from slurm_rlhf.algorithms.registry import AdvantageInputs, built_in, find_algorithm
+from slurm_rlhf.errors import ConfigError
 
-GROUPS = ["reinforce_baseline", "rloo", "group_norm", "dr_grpo"]
+GROUPS = ["reinforce_baseline", "rloo", "group_norm", "dr_grpo", "opo", "max_rl"]
 
 
 def batch(rewards: list[float], groups: list[int], masks: list[str], **changes: object) -> AdvantageInputs:
@@ -42,6 +43,8 @@ def advantages(name: str, inputs: AdvantageInputs) -> np.ndarray:
         ("reinforce_baseline", [1, -1, -1.5, 1.5]),
         ("dr_grpo", [1, -1, -1.5, 1.5]),
         ("rloo", [2, -2, -3, 3]),
+        ("opo", [2 / 3, -4 / 3, -1, 2]),  # 3 - (2*3 + 1)/3, 1 - (2*1 + 4)/3
+        ("max_rl", [1 / 2, -1 / 2, -3 / 5, 3 / 5]),
         ("group_norm", [1 / math.sqrt(2), -1 / math.sqrt(2), -1 / math.sqrt(2), 1 / math.sqrt(2)]),
     ],
 )
@@ -64,8 +67,35 @@ def test_groups_without_spread_or_of_one_get_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_the_clip_is_the_rewards_and_not_the_comparisons(name: str) -> None:
-    outside = advantages(name, batch([100.0, 0.0], [0, 0], ["1", "1"], clip_range=(-1.0, 1.0)))
+    outside = advantages(name, batch([100.0, 0.0], [0, 0], ["1", "1"], clip_range=(0.0, 1.0)))
     assert_array_equal(outside, advantages(name, batch([1.0, 0.0], [0, 0], ["1", "1"])))
+
+
+def test_opo_of_a_group_whose_responses_have_no_actions() -> None:
+    assert_array_equal(advantages("opo", batch([1.0, 2.0, 5.0, 1.0], [0, 0, 1, 1], ["0", "", "1", "000"])), np.zeros(5))
+
+
+def test_max_rl_without_success_and_below_zero() -> None:
+    """All failed: nothing to divide by. Of 8 with one success the success weighs 7, as many as the failures."""
+    assert_array_equal(advantages("max_rl", batch([0, 0, 1, 0], [0, 0, 1, 1], ["1"] * 4)), [0, 0, 1, -1])
+    assert_array_equal(advantages("max_rl", batch([1] + [0] * 7, [0] * 8, ["1"] * 8)), [7] + [-1] * 7)
+    tiny = advantages("max_rl", batch([1e-38, 0.0], [0, 0], ["1", "1"]))
+    assert_allclose(tiny, [1, -1])
+    with pytest.raises(ConfigError, match=r"^algo.advantage.estimator = max_rl divides .* lowest .* is -0\.5: answer"):
+        advantages("max_rl", batch([1.0, -0.5], [0, 0], ["1", "1"]))
+
+
+def test_no_std_norm_keeps_the_mean_and_divides_by_nothing() -> None:
+    rewards = ([3, 1, 1, 4], [0, 0, 1, 1], ["11", "1", "101", "1"])
+    plain, without = batch(*rewards), batch(*rewards, no_std_norm=True)
+    assert_array_equal(advantages("group_norm", without), advantages("reinforce_baseline", plain))
+    for name in ("reinforce", "reinforce_baseline"):
+        x = advantages(name, plain)
+        mean = x[plain.action_mask].mean(dtype=np.float64)
+        wanted = np.where(plain.action_mask, x - mean, 0)
+        assert_allclose(estimate(find_algorithm(name), without)["advantages"], wanted, rtol=1e-6)
+    for name in ("rloo", "dr_grpo", "opo", "max_rl"):
+        assert_array_equal(advantages(name, without), advantages(name, plain))
 
 
 def test_the_kl_penalty_is_carried_over_gaps() -> None:
@@ -78,7 +108,7 @@ def test_the_kl_penalty_is_carried_over_gaps() -> None:
 def test_what_is_whitened() -> None:
     inputs = batch([3, 1, 1, 4], [0, 0, 1, 1], ["11", "1", "101", "1"])
     for name, record in built_in().items():
-        if record.needs_critic:
+        if record.needs_critic or record.needs_components:
             continue
         plain, found = advantages(name, inputs), estimate(record, inputs)["advantages"]
         assert record.whiten == name.startswith("reinforce"), name
@@ -94,12 +124,16 @@ responses = st.lists(
 @given(responses)
 def test_written_out(drawn: list[tuple[float, int, str]]) -> None:
     """Ragged groups in any order, masks with gaps, empty responses, in float64 and response by response."""
-    rewards, groups, masks = ([row[i] for row in drawn] for i in range(3))
-    inputs = batch(rewards, groups, masks)  # type: ignore[arg-type]
     for name in ("reinforce", *GROUPS):
+        if name == "max_rl":
+            drawn = [(abs(reward), group, mask) for reward, group, mask in drawn]
+        rewards, groups, masks = ([row[i] for row in drawn] for i in range(3))
+        inputs = batch(rewards, groups, masks)  # type: ignore[arg-type]
         wanted = []
         for reward, group, mask in drawn:
             mates = [other[0] for other in drawn if other[1] == group]
+            tokens = [other[2].count("1") for other in drawn if other[1] == group]
+            by_token = math.fsum(t * mate for t, mate in zip(tokens, mates, strict=True)) / max(sum(tokens), 1)
             n, mean = len(mates), math.fsum(mates) / len(mates)
             std = math.sqrt(math.fsum((mate - mean) ** 2 for mate in mates) / max(n - 1, 1))
             others = (math.fsum(mates) - reward) / max(n - 1, 1)
@@ -109,6 +143,8 @@ def test_written_out(drawn: list[tuple[float, int, str]]) -> None:
                 "dr_grpo": reward - mean,
                 "rloo": reward - others if n > 1 else 0.0,
                 "group_norm": (reward - mean) / (std + 1e-6),
+                "opo": reward - by_token,
+                "max_rl": (reward - mean) / mean if mean > 0 else 0.0,
             }[name]
             wanted += [of_response if mark == "1" else 0.0 for mark in mask]
         assert_allclose(advantages(name, inputs), wanted, rtol=1e-5, atol=1e-5)

@@ -11,7 +11,7 @@ import pytest
 
 from slurm_rlhf.algorithms import registry
 from slurm_rlhf.algorithms.advantages import estimate
-from slurm_rlhf.algorithms.losses import ppo_loss
+from slurm_rlhf.algorithms.policy_losses.clipped import gspo_loss, ppo_loss
 from slurm_rlhf.algorithms.registry import (
     AdvantageInputs,
     Algorithm,
@@ -65,7 +65,8 @@ def test_a_plugin_is_run_once_and_its_content_is_told(tmp_path: Path) -> None:
     assert load_plugins([file]) == first
     assert re.fullmatch("[0-9a-f]{16}", first[file])
     assert find_algorithm("mine").needs_critic is False
-    assert policy_loss_of("mine") is policy_loss_of("gae") is policy_loss_of("passed as an object") is ppo_loss
+    assert {policy_loss_of(name, "ppo") for name in ("mine", "gae", "passed as an object")} == {ppo_loss}
+    assert policy_loss_of("mine", "gspo") is gspo_loss
 
 
 @pytest.mark.parametrize(

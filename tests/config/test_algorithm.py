@@ -119,3 +119,60 @@ def test_the_rules_of_an_algorithm(config: Config) -> None:
     told = problems(config)
     assert "train.plugins: no such file: /no/such/file.py: name a Python file" in told
     assert "is unknown" not in told
+
+
+@pytest.mark.parametrize("estimator", sorted(registry.built_in()))
+@pytest.mark.parametrize("coef", [0.0, 0.01])
+def test_every_estimator_starts_the_roles_that_it_computes_with(config: Config, estimator: str, coef: float) -> None:
+    """Only gae has values, none needs a reference; whoever reads roles, GPUs or memory agrees with the record."""
+    config.algo.advantage.estimator, config.algo.kl.init_coef = estimator, coef
+    wanted = [ACTOR, *([CRITIC] if estimator == "gae" else []), *([REFERENCE] if coef else []), ROLLOUT]
+    assert names(config) == wanted
+    ranks = placed(config)
+    assert list(ranks.worlds) == wanted
+    assert list(role_environment(config, ranks, cpus=8)) == wanted
+    shape = shape_of(SHAPES["7B"])
+    assert [row.role for row in account(config, dict.fromkeys(wanted, shape), 80 << 30).rows] == wanted
+    config.train.colocate_all = True
+    assert placed(config, gpus=1).worlds == dict.fromkeys(wanted, 1)
+    assert [role.name for role in running_roles(config) if role.saves] == wanted[: 1 + (estimator == "gae")]
+
+
+@pytest.mark.parametrize(
+    ("estimator", "key", "value", "told"),
+    [
+        ("gae", "lambd_critic", -0.5, "lambd_critic = -0.5 is no lambda: use -1 for that of algo.advantage.lambd"),
+        ("rloo", "lambd_critic", 1.0, "learns, and algo.advantage.estimator = rloo has none: leave the key out"),
+        ("rloo", "no_std_norm", True, "deviation, and algo.advantage.estimator = rloo has none: leave the key out"),
+        ("max_rl", "no_std_norm", True, "deviation, and algo.advantage.estimator = max_rl has none"),
+        ("rloo", "gdpo_reward_keys", ["a"], "gdpo_reward_keys = ['a'] has no effect with algo.advantage.estimator = r"),
+        ("rloo", "gdpo_reward_weights", [1.0], "gdpo_reward_weights = [1.0] has no effect with algo.advantage.estim"),
+        ("gdpo", "gdpo_reward_weights", [1.0], "gdpo_reward_weights has 1 weights for 0 algo.advantage.gdpo_reward_k"),
+        ("gdpo", "gdpo_reward_keys", ["a", "a"], "gdpo_reward_keys = ['a', 'a'] names a component twice"),
+    ],
+)
+def test_keys_without_a_meaning_for_the_algorithm(
+    config: Config, estimator: str, key: str, value: Any, told: str
+) -> None:
+    config.algo.advantage.estimator = estimator
+    assert told not in problems(config)
+    setattr(config.algo.advantage, key, value)
+    assert told in problems(config)
+
+
+def test_no_std_norm_beside_no_whitening(config: Config) -> None:
+    told = "algo.advantage.no_std_norm = true keeps the mean of the whitening that algo.advantage.no_whitening = true"
+    config.algo.advantage.no_std_norm = config.algo.advantage.no_whitening = True
+    for estimator, wrong in (("gae", True), ("reinforce_baseline", True), ("group_norm", False)):
+        config.algo.advantage.estimator = estimator
+        assert (told in problems(config)) is wrong
+
+
+def test_gdpo_needs_components(config: Config) -> None:
+    config.algo.advantage.estimator = "gdpo"
+    config.algo.advantage.gdpo_reward_keys, config.algo.advantage.gdpo_reward_weights = ["a", "b"], [0.0, 0.0]
+    config.reward.model_name_or_path, config.reward.normalize_enable = "/models/reward", True
+    told = problems(config)
+    assert "algo.advantage.gdpo_reward_weights are all 0, so that there is nothing to learn" in told
+    assert "gdpo takes several rewards for each response, and reward.model_name_or_path gives one" in told
+    assert "reward.normalize_enable = true normalises the reward, and algo.advantage.estimator = gdpo learns" in told

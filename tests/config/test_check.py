@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from model_configs import NO_WEIGHTS
 
 from slurm_rlhf.algorithms.registry import built_in
-from slurm_rlhf.config.check import check, check_sft
+from slurm_rlhf.config.check import check, check_sft, warnings
 from slurm_rlhf.config.key_text import from_text
 from slurm_rlhf.config.keys import all_keys, documentation, put
 from slurm_rlhf.config.schema import Config
@@ -27,8 +28,8 @@ def config(tmp_path: Path) -> Config:
     model.mkdir()
     shape = {"num_attention_heads": 12, "num_key_value_heads": 2, "intermediate_size": 48}
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 2048} | shape))
-    for name in ("model.safetensors", "tokenizer.json"):
-        (model / name).touch()
+    (model / "model.safetensors").write_bytes(NO_WEIGHTS)
+    (model / "tokenizer.json").touch()
     for name in ("prompts.jsonl", "reward.py"):
         (tmp_path / name).touch()
     config = Config(run_dir=str(tmp_path / "run"))
@@ -49,6 +50,9 @@ def change(config: Config, *words: str) -> Config:
 def test_a_good_one(config: Config) -> None:
     check(config)
     check_sft(config)
+
+
+FILTERED = ("algo.dynamic_filtering_enable=true", "rollout.n_samples_per_prompt=8")
 
 
 @pytest.mark.parametrize(
@@ -89,12 +93,49 @@ def test_a_good_one(config: Config) -> None:
             ["train.full_determinism = true excludes vllm.sync_mode = inflight"],
         ),
         (["train.async_queue_size=2"], ["train.async_queue_size = 2 has no effect with vllm.sync_mode = drain"]),
+        (["train.async_queue_size=9"], ["train.async_queue_size must be at least 1 and at most 8, got 9"]),
+        (
+            ["rollout.vllm_generate_batch_size=256"],
+            ["rollout.vllm_generate_batch_size = 256 has no effect while algo.dynamic_filtering_enable is false"],
+        ),
+        (
+            [*FILTERED, "rollout.vllm_generate_batch_size=100"],
+            ["vllm_generate_batch_size = 100 is less than rollout.batch_size = 128"],
+        ),
+        (
+            [*FILTERED, "rollout.vllm_generate_batch_size=256", "vllm.sync_mode=inflight"],
+            ["rollout.vllm_generate_batch_size = 256 has no effect with vllm.sync_mode = inflight"],
+        ),
+        ([*FILTERED, "rollout.n_samples_per_prompt=1"], ["rollout.n_samples_per_prompt = 1 it would drop every"]),
+        ([*FILTERED, "algo.dynamic_filtering_range=0.8,0.2"], ["the lower first, got [0.8, 0.2]"]),
+        (["algo.dynamic_filtering_range=0.8"], ["takes nothing or two numbers"]),
+        (
+            [*FILTERED, "reward.remote_url=", "reward.model_name_or_path=/rm"],
+            ["algo.dynamic_filtering_enable judges", "reward.model_name_or_path scores whole batches"],
+        ),
         (["vllm.tensor_parallel_size=3"], ["12 attention heads, 2 key-value heads", "Valid sizes: 1, 2, 4"]),
         (
             ["ds.param_dtype=fp32", "vllm.dtype=bf16"],
             ["would round the weights", "ds.param_dtype = fp32", "auto or fp32"],
         ),
         (["vllm.dtype=fp16"], ["would round the weights", "use auto or bf16 or fp32"]),
+        (["ds.param_dtype=fp16", "vllm.dtype=bf16"], ["would round the weights", "use auto or fp16 or fp32"]),
+        (
+            ["ds.param_dtype=fp16", "ds.grad_comm_dtype=bf16"],
+            ["ds.grad_comm_dtype = bf16 would round to 8 bits", "ds.param_dtype = fp16", "bf16 for both"],
+        ),
+        (
+            ["ds.loss_scale_window=10"],
+            ["ds.loss_scale_window is of the loss scale of fp16, which ds.param_dtype = bf16 does not need"],
+        ),
+        (
+            ["ds.param_dtype=fp16", "ds.min_loss_scale=64", "ds.initial_scale_power=5"],
+            ["ds.min_loss_scale = 64 is above", "ds.initial_scale_power = 5"],
+        ),
+        (
+            ["ds.initial_scale_power=33", "ds.param_dtype=fp16"],
+            ["ds.initial_scale_power must be at least 0 and at most"],
+        ),
         (["data.input_template=Q:"], ["data.input_template needs exactly one {}", "'Q:'"]),
         (["data.input_template={} {}"], ["exactly one {}"]),
         (["data.input_template={x}"], ["exactly one {}"]),
@@ -118,6 +159,8 @@ def test_a_good_one(config: Config) -> None:
         (["actor.model_name_or_path="], ["actor.model_name_or_path is not set"]),
         (["resume=/no/where"], ["resume takes auto, never or a checkpoint directory", "/no/where"]),
         (["run_dir="], ["run_dir is not set"]),
+        (["eval.steps=2"], ["eval.steps = 2 evaluates nothing without eval.dataset"]),
+        (["data.input_key="], ["data.input_key is empty: name the column"]),
         (["run_dir=/dev/null/run"], ["run_dir: /dev/null is a file, not a directory", "/dev/null/run"]),
         (["train.colocate_all=true", "actor.num_gpus_per_node=8"], ["3 problems", *COLOCATED]),
         (
@@ -187,7 +230,7 @@ def test_other_bad_models(config: Config, tmp_path: Path) -> None:
         check(change(config, f"critic.model_name_or_path={critic}"))
     critic.mkdir()
     (critic / "config.json").write_text("{}")
-    (critic / "model.safetensors.index.json").touch()
+    (critic / "model.safetensors").write_bytes(NO_WEIGHTS)
     check(config)  # a critic brings no tokenizer
     (critic / "config.json").write_text("{")
     with pytest.raises(ModelError, match=r"config\.json cannot be read"):
@@ -198,11 +241,87 @@ def test_other_bad_models(config: Config, tmp_path: Path) -> None:
         check(config)
 
 
+def test_every_directory_of_the_run_is_checked_by_its_architecture(config: Config, tmp_path: Path) -> None:
+    critic = tmp_path / "critic"
+    critic.mkdir()
+    (critic / "model.safetensors").write_bytes(NO_WEIGHTS)
+    change(config, f"critic.model_name_or_path={critic}")
+    for told, body in {
+        "is a PhiMoEForCausalLM, which cannot be trained here": {"architectures": ["PhiMoEForCausalLM"]},
+        "is a bert, an encoder": {"model_type": "bert"},
+        "longer than the 8 positions": {"max_position_embeddings": 8},
+    }.items():
+        (critic / "config.json").write_text(json.dumps(body))
+        with pytest.raises(ModelError, match=f"critic.model_name_or_path.*{told}|{told}.*critic.model_name_or_path"):
+            check(config)
+        change(config, "algo.advantage.estimator=reinforce", "train.num_episodes=2")
+        check(config)  # no critic runs
+        change(config, "algo.advantage.estimator=gae")
+    actor = Path(config.actor.model_name_or_path) / "config.json"
+    actor.write_text(json.dumps({"architectures": ["BertForMaskedLM"]}))
+    with pytest.raises(ModelError, match="is a BertForMaskedLM, which is no causal language model"):
+        check_sft(config)
+
+
+def test_a_model_that_was_never_compared_is_a_warning_for_whoever_tells_the_user(config: Config) -> None:
+    assert warnings(config) == []
+    (Path(config.actor.model_name_or_path) / "config.json").write_text('{"architectures": ["OtherForCausalLM"]}')
+    check(config)
+    (told,) = warnings(config)
+    assert told.startswith("actor.model_name_or_path: ")
+    assert "is a OtherForCausalLM, which was never compared" in told
+
+
+def test_keys_files_and_models_are_told_in_one_round(config: Config) -> None:
+    change(config, "data.prompt_dataset=/no/where", "reward.remote_url=/no.py", "train.seed=-1")
+    change(config, "actor.model_name_or_path=/no/model", "critic.model_name_or_path=/no/critic")
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    text = str(caught.value)
+    assert text.startswith("5 problems in the configuration:")
+    for part in ("train.seed", "/no/where", "/no.py", "no such directory: /no/model", "no such directory: /no/critic"):
+        assert part in text
+
+
+WHOLE = b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("model.safetensors", b"", "is not a safetensors file: it is empty, or ends within its header"),
+        ("model.safetensors", b"<html>404 Not Found", "is not a safetensors file: a header of"),
+        ("model.safetensors", len(WHOLE).to_bytes(8, "little") + WHOLE + b"1234", "has 73 bytes, and by its header 77"),
+        ("model.safetensors", b"version https://git-lfs.github.com/spec/v1\n", "is a pointer of Git LFS"),
+        ("pytorch_model.bin", b"version https://git-lfs.github.com/spec/v1\n", "`git lfs pull` fetches them"),
+        (
+            "model.safetensors.index.json",
+            b'{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}',
+            "names 2 of 2 files that are not there (one.safetensors, two.safetensors)",
+        ),
+        ("model.safetensors.index.json", b"{}", "cannot be read: KeyError"),
+    ],
+)
+def test_weights_that_are_not_whole_are_told_before_anything_starts(
+    config: Config, name: str, content: bytes, told: str
+) -> None:
+    directory = Path(config.actor.model_name_or_path)
+    (directory / "model.safetensors").write_bytes(len(WHOLE).to_bytes(8, "little") + WHOLE + bytes(8))
+    check(config)
+    (directory / "model.safetensors").unlink()
+    (directory / name).write_bytes(content)
+    for rules in (check, check_sft):
+        with pytest.raises(ModelError) as caught:
+            rules(config)
+        assert str(caught.value).startswith(f"actor.model_name_or_path: {directory / name} ")
+        assert told in str(caught.value)
+
+
 def test_a_reward_model_has_the_actors_tokens(config: Config, tmp_path: Path) -> None:
     directory = tmp_path / "rm"
     directory.mkdir()
     (directory / "config.json").write_text('{"max_position_embeddings": 1024}')
-    (directory / "model.safetensors").touch()
+    (directory / "model.safetensors").write_bytes(NO_WEIGHTS)
     change(config, "reward.remote_url=", f"reward.model_name_or_path={directory}")
     ours, theirs = Path(config.actor.model_name_or_path) / "tokenizer.json", directory / "tokenizer.json"
     with pytest.raises(ModelError, match=r"reward\.model_name_or_path: .* holds no tokenizer"):
@@ -222,6 +341,14 @@ def test_a_reward_model_has_the_actors_tokens(config: Config, tmp_path: Path) ->
         ModelError, match=r"another tokenizer .*\(token '<eos>' is 3 there and 2 here\).*reward function"
     ):
         check(config)
+
+
+def test_sft_writes_into_a_new_directory(config: Config) -> None:
+    Path(config.sft.output_dir).mkdir()
+    check_sft(config)
+    (Path(config.sft.output_dir) / "config.json").touch()
+    with pytest.raises(ConfigError, match=r"sft\.output_dir: .* is there already and is not empty: remove it or name"):
+        check_sft(config)
 
 
 def test_sft_needs_its_own_keys_only(config: Config) -> None:

@@ -8,6 +8,7 @@ import pytest
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
+from slurm_rlhf.controller.step_metrics import sample_metrics
 from slurm_rlhf.controller.verdicts import (
     BOUNDS,
     PROMPT_SHARES,
@@ -25,6 +26,8 @@ from slurm_rlhf.controller.verdicts import (
     warnings,
 )
 from slurm_rlhf.errors import SelfCheckError
+from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
+from slurm_rlhf.rewards.values import Rewards
 
 ALL = np.ones(8, dtype=np.bool_)
 LOGPROBS = np.linspace(-4, -1, 8, dtype=np.float32)
@@ -39,7 +42,8 @@ def off_by(*nats: float) -> np.ndarray:
 def test_the_table_has_the_issues_figures_and_words_for_every_check() -> None:
     assert (BOUNDS["fp32"]["engine"].limit, BOUNDS["fp32"]["engine"].statistic) == (1e-4, "largest")
     assert (BOUNDS["bf16"]["engine"].limit, BOUNDS["bf16"]["engine"].statistic) == (2e-2, "mean")
-    assert bounds("fp16") is BOUNDS["bf16"]
+    for check, bound in bounds("fp16").items():
+        assert (bound.limit, bound.statistic) == (BOUNDS["bf16"][check].limit / 4, "mean")
     for row in BOUNDS.values():
         assert row.keys() == WORDS.keys() | {"log_ratio"}
     assert set(SHARES) == {*REWARD_SHARES, *PROMPT_SHARES}
@@ -95,7 +99,7 @@ def test_an_error_says_check_figure_meaning_and_key() -> None:
         "self-check failed (reference): the log-probs of actor and reference, which are the same model before the "
         "first step, are 0.25 nats apart (largest of 8 tokens); at most 0.0001 can be rounding. Usually: one of the "
         "two was loaded in another precision, or computes with other kernels. What to change: look at ds.param_dtype, "
-        "ds.zero_stage (0 with bf16 computes under autocast), ref.zero_stage and ds.attn_implementation. "
+        "ds.zero_stage (0 computes 16 bits under autocast), ref.zero_stage and ds.attn_implementation. "
         "train.self_check = false leaves the self-check out."
     )
 
@@ -142,6 +146,40 @@ def test_rewards_that_are_no_numbers_are_an_error() -> None:
     error = not_finite(np.array([0.0, np.nan, np.inf], np.float32))
     assert "2 of 3 rewards are not finite, the first is nan for response 1" in error
     assert "reward.remote_url" in error
+
+
+def a_batch(rewards: list[float]) -> tuple[list[Trajectory], Experience]:
+    """Two responses of one token to each prompt; every second one was cut off."""
+    ids, span = np.array([3], np.int32), [VersionSpan(0, 1, 0)]
+    found = [
+        Trajectory(
+            *(row // 2, row % 2, ids, ids, np.zeros(1, np.float32), np.ones(1, np.bool_)),
+            *(["stop", "length"][row % 2], "", span),
+        )
+        for row in range(len(rewards))
+    ]
+    exp = pack(found, rewards)
+    exp.columns["logprobs"] = exp.columns["rollout_logprobs"]
+    return found, exp
+
+
+def test_shares_of_a_batch_are_metrics_of_every_step() -> None:
+    config = Config()
+    config.rollout.n_samples_per_prompt = 2
+    found, exp = a_batch([1.0, 1.0, 0.0, 1.0, 5.0, 5.0, 0.0, 0.0])
+    metrics = sample_metrics(config, found, Rewards(exp.rewards, None, {}), exp, 0)
+    assert (metrics["reward_constant"], metrics["truncated"]) == (0.75, 0.5)
+    assert metrics["rollout_logprob_diff"] == 0.0
+
+
+def test_a_first_batch_with_a_reward_that_is_no_number_ends_the_run_behind_its_warnings() -> None:
+    config, notes = Config(), []
+    nobody: object = None
+    check = SelfCheck(config, nobody, notes.append, PromptFindings({}), {})  # type: ignore[arg-type]
+    found, exp = a_batch([0.0, float("nan")])
+    with pytest.raises(SelfCheckError, match="1 of 2 rewards are not finite, the first is nan for response 1"):
+        check.before_update(1, found, exp, {"reward_constant": 0.9, "truncated": 0.9}, 0)
+    assert [note.partition(" ")[0] for note in notes] == ["self-check,", "self-check,", "warning:", "warning:"]
 
 
 def test_shares_above_their_limit_are_warned_of_and_others_told() -> None:

@@ -94,11 +94,18 @@ def test_dict_with_scores_and_logs(tmp_path: Path) -> None:
         ("0.5", "0.5 (float); expected a list"),
         ("(value for value in [1, 2])", "generator"),
         ("{'scores': [1, 2]}", "a dict without 'rewards'"),
-        ("{'rewards': [1, 2], 'score': [1, 2]}", "unknown key 'score'; valid: rewards, scores, extra_logs"),
+        ("{'rewards': [1, 2], 'score': [1, 2]}", "unknown key 'score'; valid: rewards, scores, components"),
         ("{'rewards': [1, 2], 'scores': [1]}", "in 'scores' 1 scores for 2 responses"),
         ("{'rewards': [1, 2], 'extra_logs': [1, 2]}", "'extra_logs' as list"),
         ("{'rewards': [1, 2], 'extra_logs': {'a': 'x'}}", "in extra_logs['a'] 'x' (str)"),
         ("{'rewards': [1, 2], 'extra_logs': {'a': [1]}}", "in extra_logs['a'] 1 values for 2 responses"),
+        ("{'rewards': [1, 2], 'components': [1, 2]}", "'components' as list; expected a dict of name"),
+        ("{'rewards': [1, 2], 'components': {'a': 1.0}}", "in components['a'] 1.0 (float); expected a list"),
+        ("{'rewards': [1, 2], 'components': {'a': [1, None]}}", "in components['a'] None (NoneType) at index 1"),
+        (
+            "{'rewards': [1, 2], 'components': {'a': [1, 2]}, 'extra_logs': {'a': 3}}",
+            "'a' in 'components' and in 'extra_logs': components are logged, too",
+        ),
     ],
 )
 def test_answers_that_are_no_rewards(tmp_path: Path, expression: str, told: str) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+NO_WEIGHTS = (2).to_bytes(8, "little") + b"{}"
+"""A whole safetensors file that holds no tensor."""
+
 _QWEN = {"model_type": "qwen2", "vocab_size": 152064, "tie_word_embeddings": False, "max_position_embeddings": 32768}
 SHAPES = {
     "7B": _QWEN

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from slurm_rlhf.algorithms.losses import Metrics, PolicyInputs, ppo_loss
+from slurm_rlhf.algorithms.policy_losses.clipped import ppo_loss
+from slurm_rlhf.algorithms.policy_losses.inputs import Metrics, PolicyInputs
 
 
 def policy_loss(

@@ -12,12 +12,21 @@ from slurm_rlhf.records import F32
 
 
 def gae_advantages(inputs: AdvantageInputs) -> tuple[F32, F32]:
-    """Estimate advantages from the KL penalty and the clipped reward per token, by `advantages.gae`."""
+    """Estimate advantages from the KL penalty and the clipped reward per token, by `advantages.gae`.
+
+    The returns for the critic may have a lambda of their own: with 1 it learns the reward without the bias of its own
+    guesses, while a smaller one keeps the noise of the policy's advantages low. Source: Yuan et al., What's Behind
+    PPO's Collapse in Long-CoT? (2025), arXiv 2503.01491, and VAPO (2025), arXiv 2504.05118: decoupled GAE.
+    """
     assert inputs.values is not None
     rewards = token_rewards(
         inputs.kl, inputs.kl_coef, inputs.rewards, inputs.action_mask, inputs.offsets, inputs.clip_range
     )
-    return gae(rewards, inputs.values, inputs.action_mask, inputs.offsets, inputs.gamma, inputs.lambd)
+    layout = (rewards, inputs.values, inputs.action_mask, inputs.offsets, inputs.gamma)
+    advantages, returns = gae(*layout, inputs.lambd)
+    if inputs.lambd_critic not in (None, inputs.lambd):
+        returns = gae(*layout, inputs.lambd_critic)[1]
+    return advantages, returns
 
 
 GAE = Algorithm("gae", gae_advantages, needs_critic=True, whiten=True)

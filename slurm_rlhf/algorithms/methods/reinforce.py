@@ -2,7 +2,7 @@
 
 In all of them the reward is clipped first, then compared within its group; the KL penalty of each token is added last,
 and a token's advantage is its return: the discounted sum of what follows it. Without KL and with gamma 1 that is the
-compared reward, for every token of the response.
+compared reward, for every token of the response. With algo.advantage.no_std_norm nothing is divided by a spread.
 """
 
 from __future__ import annotations
@@ -10,22 +10,21 @@ from __future__ import annotations
 import numpy as np
 
 from slurm_rlhf.algorithms.advantages import gae, token_rewards
-from slurm_rlhf.algorithms.packed import F64
+from slurm_rlhf.algorithms.groups import centred, clipped, counted, from_first, normed, summed
+from slurm_rlhf.algorithms.packed import F64, find_actions
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
+from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.records import F32
-
-EPSILON = 1e-6
-"""Added to the standard deviation of a group, as in verl."""
 
 
 def reinforce(inputs: AdvantageInputs) -> tuple[F32, None]:
     """Return the reward itself: A = R. Source: Hu et al., REINFORCE++ (2025), arXiv 2501.03262, with whitening."""
-    return _returns(inputs, _clipped(inputs))
+    return returns_to_go(inputs, _rewards(inputs))
 
 
 def reinforce_baseline(inputs: AdvantageInputs) -> tuple[F32, None]:
     """Compare with the mean of the group: A = R - mean. Source: as `reinforce`, its variant with a baseline."""
-    return _returns(inputs, _centred(inputs))
+    return returns_to_go(inputs, centred(_rewards(inputs), inputs.groups))
 
 
 def rloo(inputs: AdvantageInputs) -> tuple[F32, None]:
@@ -34,8 +33,8 @@ def rloo(inputs: AdvantageInputs) -> tuple[F32, None]:
     Source: Ahmadian et al., Back to Basics: Revisiting REINFORCE Style Optimization (2024), arXiv 2402.14740. OpenRLHF
     whitens the result, the paper does not, nor does this.
     """
-    counts = _counts(inputs)
-    return _returns(inputs, _centred(inputs) * counts / np.maximum(counts - 1, 1))
+    counts = counted(inputs.groups)
+    return returns_to_go(inputs, centred(_rewards(inputs), inputs.groups) * counts / np.maximum(counts - 1, 1))
 
 
 def group_norm(inputs: AdvantageInputs) -> tuple[F32, None]:
@@ -44,30 +43,44 @@ def group_norm(inputs: AdvantageInputs) -> tuple[F32, None]:
     std is the unbiased one (n - 1), as in OpenRLHF and verl. Source: Shao et al., DeepSeekMath (2024), arXiv
     2402.03300, section 4.1.2, there called GRPO.
     """
-    centred, counts = _centred(inputs), _counts(inputs)
-    squares = np.bincount(inputs.groups, centred**2)[inputs.groups]
-    return _returns(inputs, centred / (np.sqrt(squares / np.maximum(counts - 1, 1)) + EPSILON))
+    return returns_to_go(inputs, normed(_rewards(inputs), inputs.groups, inputs.no_std_norm))
 
 
-def _clipped(inputs: AdvantageInputs) -> F64:
-    return np.clip(np.asarray(inputs.rewards, dtype=np.float64), inputs.clip_range[0], inputs.clip_range[1])
+def opo(inputs: AdvantageInputs) -> tuple[F32, None]:
+    """Compare with the mean over the tokens of the group: A = R - sum(n_j R_j) / sum(n_j), n_j actions in response j.
+
+    This baseline has the least variance if the squared gradient of a response grows with its length. 0 in a group
+    without spread or actions. Source: Hao et al., On-Policy RL with Optimal Reward Baseline (2025), arXiv 2505.23585.
+    """
+    actions = find_actions(inputs.action_mask, inputs.offsets).counts.astype(np.float64)
+    offset = from_first(_rewards(inputs), inputs.groups)
+    baseline = summed(actions * offset, inputs.groups) / np.maximum(summed(actions, inputs.groups), 1)
+    return returns_to_go(inputs, offset - baseline)
 
 
-def _counts(inputs: AdvantageInputs) -> F64:
-    """Count the responses in the group of each response, [N]."""
-    return np.bincount(inputs.groups).astype(np.float64)[inputs.groups]
+def max_rl(inputs: AdvantageInputs) -> tuple[F32, None]:
+    """Divide by the mean of the group, its share of successes: A = (R - mean) / mean; 0 in a group without success.
+
+    So the gradient is that of the log of the pass rate, to the order of the group size. Source: Tajwar et al., Maximum
+    Likelihood Reinforcement Learning (2026), arXiv 2602.02710. Its rewards are 0 and 1; any from 0 up are taken, which
+    keeps A between -1 and the group size less 1. Raises ConfigError for rewards below 0: a mean near 0 would blow A up,
+    and a negative one turn better into worse.
+    """
+    rewards = _rewards(inputs)
+    if (rewards < 0).any():
+        raise ConfigError(
+            f"algo.advantage.estimator = max_rl divides by a group's mean reward, its share of successes, and the "
+            f"lowest of these rewards is {rewards.min():g}: answer rewards of 0 or more, or use group_norm"
+        )
+    mean = summed(rewards, inputs.groups) / counted(inputs.groups)
+    return returns_to_go(inputs, centred(rewards, inputs.groups) / np.where(mean > 0, mean, 1.0))
 
 
-def _centred(inputs: AdvantageInputs) -> F64:
-    """Subtract the mean of the group, [N]; exactly 0 where all rewards of a group are equal."""
-    rewards = _clipped(inputs)
-    # From the group's first reward on, so that equal rewards differ from their mean by nothing and not by rounding.
-    first = rewards[np.unique(inputs.groups, return_index=True)[1]][np.unique(inputs.groups, return_inverse=True)[1]]
-    offset = rewards - first
-    return offset - (np.bincount(inputs.groups, offset)[inputs.groups] / _counts(inputs))
+def _rewards(inputs: AdvantageInputs) -> F64:
+    return clipped(inputs.rewards, inputs.clip_range)
 
 
-def _returns(inputs: AdvantageInputs, rewards: F64) -> tuple[F32, None]:
+def returns_to_go(inputs: AdvantageInputs, rewards: F64) -> tuple[F32, None]:
     """Give every token the discounted sum of the KL penalties and the reward that follow it, [A]."""
     unbounded = (-np.inf, np.inf)
     per_token = token_rewards(inputs.kl, inputs.kl_coef, rewards, inputs.action_mask, inputs.offsets, unbounded)
@@ -78,6 +91,8 @@ def _returns(inputs: AdvantageInputs, rewards: F64) -> tuple[F32, None]:
 REINFORCE = Algorithm("reinforce", reinforce, whiten=True)
 REINFORCE_BASELINE = Algorithm("reinforce_baseline", reinforce_baseline, min_samples_per_prompt=2, whiten=True)
 RLOO = Algorithm("rloo", rloo, min_samples_per_prompt=2)
-GROUP_NORM = Algorithm("group_norm", group_norm, min_samples_per_prompt=2)
+GROUP_NORM = Algorithm("group_norm", group_norm, min_samples_per_prompt=2, divides_by_spread=True)
+OPO = Algorithm("opo", opo, min_samples_per_prompt=2)
+MAX_RL = Algorithm("max_rl", max_rl, min_samples_per_prompt=2)
 # Liu et al., Understanding R1-Zero-Like Training (2025), arXiv 2503.20783: neither the spread nor the length divides.
 DR_GRPO = Algorithm("dr_grpo", reinforce_baseline, min_samples_per_prompt=2, aggregation="seq-mean-token-sum-norm")

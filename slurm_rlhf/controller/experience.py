@@ -1,0 +1,155 @@
+"""Fill the columns that an update needs: log-probs and values by the roles, advantages and weights here.
+
+`Step.collect` calls these in turn. `fill_advantages` and `fill_correction` are pure functions of the experience and the
+configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from slurm_rlhf.algorithms.advantages import estimate
+from slurm_rlhf.algorithms.batching import Shard, assemble
+from slurm_rlhf.algorithms.correction import COLUMN, CorrectionInputs, correct
+from slurm_rlhf.algorithms.packed import response_sums
+from slurm_rlhf.algorithms.policy_distance import approx_kl
+from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
+from slurm_rlhf.algorithms.reward_scale import RewardScale, clipped_share
+from slurm_rlhf.config.correction import correction_of
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import CriticCalls, ForwardBatch, LogprobCalls
+from slurm_rlhf.control.server import RoleHandle, gather, send_shards
+from slurm_rlhf.records import F32, I32, Experience
+from slurm_rlhf.rewards.values import Rewards
+
+COLUMNS: tuple[tuple[str, Callable[[Any, ForwardBatch], F32], str], ...] = (
+    (ACTOR, LogprobCalls.logprobs, "logprobs"),
+    (REFERENCE, LogprobCalls.logprobs, "ref_logprobs"),
+    (CRITIC, CriticCalls.values, "values"),
+)
+"""Role, call and column of each pass without gradients; a role that the run lacks has no column."""
+
+
+def fill_passes(config: Config, roles: Mapping[str, RoleHandle[Any]], experience: Experience) -> None:
+    """Fill the columns of log-probs and values, all roles at once.
+
+    With algo.correction.bypass the engine's log-probs are the old ones, and the actor computes none.
+    """
+    bypass = config.algo.correction.bypass
+    if bypass:
+        engine = experience.columns["rollout_logprobs"]
+        experience.columns["logprobs"] = np.where(experience.action_mask, engine, np.float32(0.0))
+    running: list[tuple[str, list[Shard], list[Future[F32]]]] = []
+    for role, method, column in COLUMNS:
+        if role in roles and not (bypass and role == ACTOR):
+            parts, calls = send_shards(roles[role], method, ForwardBatch, experience, config.train.forward_tokens)
+            one_at_a_time(config, calls)
+            running.append((column, parts, calls))
+    for column, parts, calls in running:
+        experience.columns[column] = assemble(experience, parts, gather(calls))
+
+
+def one_at_a_time(config: Config, calls: list[Future[Any]]) -> None:
+    """Wait for `calls` where all roles share their accelerators: their peaks of memory must not add up."""
+    if config.train.colocate_all:
+        gather(calls)
+
+
+def counting(config: Config, rewards: Rewards, step: int) -> Rewards:
+    """Return the rewards that count: with reward.shuffle in an order drawn for the step, otherwise as they are."""
+    if not config.reward.shuffle:
+        return rewards
+    return rewards.permuted(np.random.default_rng([config.train.seed, step]).permutation(len(rewards.rewards)))
+
+
+def fill_advantages(
+    config: Config,
+    algorithm: Algorithm,
+    experience: Experience,
+    judged: Rewards,
+    kl_coef: float,
+    scale: RewardScale | None,
+) -> dict[str, float]:
+    """Fill the columns of advantages and, for a critic, returns; answer their metrics.
+
+    `judged`: the rewards that count, which `experience.rewards` holds, too. `scale` normalises the rewards of this
+    batch, which it then counts as its own; it stays as it is.
+    """
+    columns, offsets, mask = experience.columns, experience.action_offsets, experience.action_mask
+    advantage, kl, mean_kl = config.algo.advantage, None, 0.0
+    if "ref_logprobs" in columns:
+        kl = approx_kl(columns["logprobs"], columns["ref_logprobs"], config.algo.kl.estimator)
+        mean_kl = float(response_sums(kl, mask, offsets).mean())
+    rewards = judged.rewards
+    if scale is not None:
+        rewards = scale.with_batch(rewards).normalize(rewards)
+    inputs = AdvantageInputs(
+        rewards=rewards,
+        kl=kl,
+        values=columns.get("values"),
+        action_mask=mask,
+        offsets=offsets,
+        groups=np.arange(len(experience)) // config.rollout.n_samples_per_prompt,
+        kl_coef=0.0 if config.algo.kl.use_loss else kl_coef,
+        clip_range=config.reward.clip_range,
+        gamma=advantage.gamma,
+        lambd=advantage.lambd,
+        lambd_critic=advantage.lambd if advantage.lambd_critic < 0 else advantage.lambd_critic,
+        no_std_norm=advantage.no_std_norm,
+        components=judged.components,
+        component_weights=component_weights(config),
+    )
+    columns |= estimate(algorithm, inputs, no_whitening=advantage.no_whitening)
+    metrics = {
+        "kl": mean_kl,
+        "kl_coef": kl_coef,
+        "reward_clipped": clipped_share(_compared(algorithm, inputs), config.reward.clip_range),
+    }
+    for name, column in (("value", "values"), ("return", "returns")):
+        if column in columns:
+            metrics[name] = float(columns[column][mask].mean()) if mask.any() else 0.0
+    return metrics
+
+
+def component_weights(config: Config) -> dict[str, float]:
+    """Return the weight of each component of the reward that is to be used; empty: all of them, with weight 1."""
+    keys, weights = config.algo.advantage.gdpo_reward_keys, config.algo.advantage.gdpo_reward_weights
+    return dict(zip(keys, weights or [1.0] * len(keys), strict=True))
+
+
+def _compared(algorithm: Algorithm, inputs: AdvantageInputs) -> ArrayLike:
+    """Return the numbers that the algorithm clips and compares: rewards [N], or all components of them."""
+    if not algorithm.needs_components:
+        return inputs.rewards
+    return np.concatenate([inputs.components[name] for name in inputs.component_weights or inputs.components])
+
+
+def fill_correction(config: Config, experience: Experience, age: I32) -> dict[str, float]:
+    """Fill the column of weights, if there is a correction; answer how far engine and actor are apart.
+
+    `age` [A]: updates between the policy that sampled a token and the actor's. Nothing with algo.correction.bypass:
+    there the update measures it (`correction.ratio_sums`). The weights are of the policy's loss alone, as in OpenRLHF
+    and verl: the critic learns the value of states that were visited, whichever policy came there, and dropping them
+    would leave it without the values that later advantages need.
+    """
+    settings, columns = config.algo.correction, experience.columns
+    if settings.bypass:
+        return {}
+    inputs = CorrectionInputs(
+        logprobs=columns["logprobs"],
+        rollout_logprobs=columns["rollout_logprobs"],
+        advantages=columns["advantages"],
+        age=age,
+        action_mask=experience.action_mask,
+        offsets=experience.action_offsets,
+    )
+    weights, metrics = correct(correction_of(config), settings.off_policy_delta, inputs)
+    if weights is not None:
+        columns[COLUMN] = weights
+    return metrics
