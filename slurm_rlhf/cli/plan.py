@@ -32,7 +32,7 @@ from slurm_rlhf.weight_sync.transfer_plan import Layout, SyncPlan, make_plan
 GIGABIT = 125_000_000  # bytes
 NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0
 USAGE = (
-    "usage: slurm-rlhf plan FILE.toml [--KEY=VALUE ...] [--json]\n"
+    "usage: slurm-rlhf plan FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--json]\n"
     "                       [--gpus_per_node=GPUS (--nodes=N | --nodelist=LIST)]\n"
     "                       [--gpu=NAME | --gpu_memory_gb=GB] [--network_gbits=RATE] [--inside_gbits=RATE]"
 )
@@ -72,7 +72,7 @@ def run(words: list[str]) -> int:
     options, rest = take_options(words)
     rest += [f"--train.{name}={options.pop(name)}" for name in GPU_OPTIONS if name in options]
     arguments = parse(rest, USAGE, FLAGS)
-    config = load_config(arguments.file, arguments.overrides)
+    config = load_config(arguments.files, arguments.overrides)
     rates = [_rate(name, options.pop(name, default)) for name, default in zip(RATES, DEFAULTS, strict=True)]
     wanted = wanted_nodes(options)
     ranks = layout_on(config, *wanted) if wanted else layout_somewhere(config)
@@ -184,10 +184,11 @@ def draw_transfer(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> 
     found = cost_of(plan)
     actors = range(len(plan.layout.actors))
     engines = range(len(actors), plan.layout.world)
+    buckets = "1 bucket" if len(plan.buckets) == 1 else f"{len(plan.buckets)} buckets"
+    seconds = max(_seconds(found, network_gbits, inside_gbits), 0.001)
     lines = [
-        f"weight transfer: {_size(found.payload)} in {len(plan.buckets)} buckets, about "
-        f"{_seconds(found, network_gbits, inside_gbits):.3g} s at {network_gbits:g} Gbit/s between nodes and "
-        f"{inside_gbits:g} Gbit/s inside",
+        f"weight transfer: {_size(found.payload)} in {buckets}, about {seconds:.3g} s at {network_gbits:g} Gbit/s "
+        f"between nodes and {inside_gbits:g} Gbit/s inside",
         f"  an actor rank sends {_range([found.sent.get(rank, 0) for rank in actors])}",
         f"  an engine rank receives {_range([found.received[rank] for rank in engines])} "
         f"and hands on {_range([found.sent.get(rank, 0) for rank in engines])}",

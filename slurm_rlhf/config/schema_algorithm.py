@@ -68,7 +68,8 @@ class Correction:
     above this; 0: never. DeepSeek-V3.2's off-policy sequence mask."""
     bypass: bool = False
     """Take the engine's log-probs for the old ones: the actor's pass without gradients is left out. The clipped ratio
-    is then that to the policy which sampled the token, and corrects by itself."""
+    is then that to the policy which sampled the token, and corrects by itself; with vllm.sync_mode = inflight it also
+    clips what the updates since have moved."""
 
 
 @dataclass(slots=True)

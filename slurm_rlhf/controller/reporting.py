@@ -97,7 +97,9 @@ class Reporting:
         state = self._state
         assert state is not None
         if state.eval_before is not None and state.eval_after is not None:
-            self.note(f"evaluation: {state.eval_before:.4f} before, {state.eval_after:.4f} after")
+            self.note(
+                f"evaluation, mean score of eval.dataset: {state.eval_before:.4f} before, {state.eval_after:.4f} after"
+            )
         if told := self._gpu_words():
             self.note(told)
         self.note(f"finished {state.step} steps in {state.wall_s:.0f} s; the model is in {self._directory.final}")

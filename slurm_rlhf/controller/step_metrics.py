@@ -15,7 +15,7 @@ from slurm_rlhf.observe.engine_load import STEPS, Stragglers
 from slurm_rlhf.records import EngineLoad, Experience, Trajectory
 from slurm_rlhf.rewards.values import Rewards
 
-PER_STEP = ("lr", "grad_norm")
+PER_STEP = ("lr", "grad_norm", "loss_scale", "skipped_steps")
 """Answers that are one number for the whole optimizer step on every rank, and not a sum over a rank's tokens."""
 
 ADDED = ("nll_loss",)
@@ -67,6 +67,7 @@ def update_metrics(steps: list[Trained]) -> dict[str, float]:
 
     In that step the actor still has the weights of the old log-probs; with algo.correction.bypass its sums of ratios
     are those of actor to engine.
+    Steps that were skipped (fp16) are counted; they have no `grad_norm`.
     """
     found: dict[str, list[float]] = {}
     for step in steps:
@@ -80,7 +81,10 @@ def update_metrics(steps: list[Trained]) -> dict[str, float]:
             else:
                 found.setdefault(name, []).append(_per_token(step, name))
     first = next((step for step in steps if step.role == "actor"), None)
-    metrics = {name: float(np.mean(values)) for name, values in found.items()}
+    metrics = {
+        name: float(np.sum(values) if name.endswith("_skipped_steps") else np.mean(values))
+        for name, values in found.items()
+    }
     for name in ("ratio", "approx_kl"):
         if first and name in first.answers[0]:  # a loss of the user's may have other metrics
             metrics[f"first_{name}"] = _per_token(first, name)

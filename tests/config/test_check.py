@@ -119,6 +119,23 @@ FILTERED = ("algo.dynamic_filtering_enable=true", "rollout.n_samples_per_prompt=
             ["would round the weights", "ds.param_dtype = fp32", "auto or fp32"],
         ),
         (["vllm.dtype=fp16"], ["would round the weights", "use auto or bf16 or fp32"]),
+        (["ds.param_dtype=fp16", "vllm.dtype=bf16"], ["would round the weights", "use auto or fp16 or fp32"]),
+        (
+            ["ds.param_dtype=fp16", "ds.grad_comm_dtype=bf16"],
+            ["ds.grad_comm_dtype = bf16 would round to 8 bits", "ds.param_dtype = fp16", "bf16 for both"],
+        ),
+        (
+            ["ds.loss_scale_window=10"],
+            ["ds.loss_scale_window is of the loss scale of fp16, which ds.param_dtype = bf16 does not need"],
+        ),
+        (
+            ["ds.param_dtype=fp16", "ds.min_loss_scale=64", "ds.initial_scale_power=5"],
+            ["ds.min_loss_scale = 64 is above", "ds.initial_scale_power = 5"],
+        ),
+        (
+            ["ds.initial_scale_power=33", "ds.param_dtype=fp16"],
+            ["ds.initial_scale_power must be at least 0 and at most"],
+        ),
         (["data.input_template=Q:"], ["data.input_template needs exactly one {}", "'Q:'"]),
         (["data.input_template={} {}"], ["exactly one {}"]),
         (["data.input_template={x}"], ["exactly one {}"]),
