@@ -141,7 +141,15 @@ def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
     outs = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2)}
     torchrun(1, model=str(model), out=str(outs[1]), cases=CASES, resume=[[2, "bf16"]], nan=[0, 2])
     torchrun(
-        2, model=str(model), out=str(outs[2]), cases=CASES, resume=RESUMES, nan=[0, 2], overflow=OVERFLOWS, stall=True
+        2,
+        220.0,
+        model=str(model),
+        out=str(outs[2]),
+        cases=CASES,
+        resume=RESUMES,
+        nan=[0, 2],
+        overflow=OVERFLOWS,
+        stall=True,
     )
     return outs
 
