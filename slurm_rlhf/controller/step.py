@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -38,6 +38,7 @@ from slurm_rlhf.controller.engine_pool import EnginePool
 from slurm_rlhf.controller.experience import counting, fill_advantages, fill_passes, one_at_a_time
 from slurm_rlhf.controller.loss_weights import fill_loss_weights
 from slurm_rlhf.controller.self_check import SelfCheck
+from slurm_rlhf.controller.shaping import loss_mask
 from slurm_rlhf.controller.step_metrics import EngineMetrics, Trained, sample_metrics, update_metrics
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
@@ -98,7 +99,17 @@ class Step:
         """Sample the responses to the next prompts of the order; step `number` seeds them, whenever that is."""
         prompts = [self.prompts[position] for position in self.order.next() or []]
         after, began, r = self.order.state_dict(), time.monotonic(), self.config.rollout
-        how = Sampling(r.n_samples_per_prompt, r.temperature, r.top_p, r.top_k, r.max_new_tokens, list(r.stop))
+        how = Sampling(
+            n=r.n_samples_per_prompt,
+            temperature=r.temperature,
+            top_p=r.top_p,
+            top_k=r.top_k,
+            max_new_tokens=r.max_new_tokens,
+            stop=list(r.stop),
+            max_pattern_size=r.repetition_detection_max_pattern_size,
+            min_pattern_size=r.repetition_detection_min_pattern_size,
+            min_count=r.repetition_detection_min_count,
+        )
         trajectories = self.generate(prompts, how, number - 1)
         return Batch(number, prompts, trajectories, self.dispatcher.loads, time.monotonic() - began, after)
 
@@ -153,7 +164,8 @@ class Step:
     def update(self, number: int, experience: Experience, metrics: Metrics) -> Metrics:
         """Train actor and critic on what `collect` answered; add the metrics of the training."""
         with self.phases("update"):
-            trained = update_metrics(self._train(number, experience))
+            in_loss = replace(experience, action_mask=loss_mask(self.config, experience))
+            trained = update_metrics(self._train(number, in_loss))
         self.kl.update(metrics["kl"], len(experience))
         if self.scale is not None:
             self.scale = self.scale.with_batch(experience.rewards)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from slurm_rlhf.algorithms.policy_distance import ages, staleness
+from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.verdicts import constant_share
 from slurm_rlhf.observe.engine_load import STEPS, Stragglers
-from slurm_rlhf.records import EngineLoad, Experience, Trajectory
+from slurm_rlhf.records import REPETITION, STOP, EngineLoad, Experience, Trajectory
 from slurm_rlhf.rewards.values import Rewards
 
 PER_STEP = ("lr", "grad_norm")
@@ -33,13 +34,18 @@ def sample_metrics(
     """Describe a batch; the actor's log-probs in `experience` are those of policy `version`."""
     mask, columns = experience.action_mask, experience.columns
     drift = np.abs(columns["rollout_logprobs"] - columns["logprobs"])
+    compared = experience.rewards
+    if rewards.components and algorithm_of(config).needs_components:
+        compared = np.stack(list(rewards.components.values()), axis=1)
     metrics = {
         "reward": float(np.mean(rewards.rewards)),
         "response_length": float(np.mean(experience.response_lens)),
         "response_tokens": float(np.sum(experience.response_lens)),
-        "truncated": float(np.mean([t.finish_reason == "length" for t in trajectories])),
-        "reward_constant": constant_share(experience.rewards, config.rollout.n_samples_per_prompt),
+        "truncated": float(np.mean([t.finish_reason != STOP for t in trajectories])),
+        "reward_constant": constant_share(compared, config.rollout.n_samples_per_prompt),
     }
+    if config.rollout.repetition_detection_max_pattern_size:
+        metrics["repetition"] = float(np.mean([t.finish_reason == REPETITION for t in trajectories]))
     age = ages(trajectories, version)
     fresh = drift[mask & (age == 0)]
     ahead = config.vllm.sync_mode == "inflight"
