@@ -15,6 +15,7 @@ SlurmRlhfError                  anything this package raises on purpose
     ├── RoleDied                a role's process ended or fell silent
     ├── CallTimeout             a call passed its deadline
     ├── RemoteError             a role's handler raised; carries the remote traceback for the log
+    ├── FilteredAway            dynamic sampling dropped nearly every group
     ├── WireError               a frame that does not decode, a peer that is not ours
     └── SyncError               weights that did not arrive, or arrived different
         └── SyncBroken          connections of a transfer that broke or fell silent: a new group may help
@@ -90,6 +91,10 @@ class RemoteError(RunError):
         self.user_error = user_error
         if user_error:
             self.exit_code = UserError.exit_code
+
+
+class FilteredAway(RunError):
+    """Report that dynamic sampling did not fill a batch; says what share of the groups passed."""
 
 
 class WireError(RunError):

@@ -137,7 +137,30 @@ _SYNC = Bench(
         "naive": Option(True, "leave the naive way out"),
     },
 )
-BENCHES = {bench.name: bench for bench in (_ROLLOUT, _TRAIN, _SYNC)}
+_INFLIGHT = Bench(
+    "inflight",
+    "sampling while the actor trains (vllm.sync_mode = inflight), compared with drain",
+    "Trains a small model with both modes, in turns and on the same prompts, and prints tokens trained per second.\n"
+    "The model counts down from a number in its prompt, so the lengths of its responses are known: log-normal, with a\n"
+    "long tail. Real engines, a real actor and its updates (with a learning rate of 0), no critic. All steps count,\n"
+    "and both modes train on the same tokens; what a run needs to start does not count.",
+    {
+        "prompts": Option(32, "prompts of a step"),
+        "samples": Option(2, "responses to each"),
+        "steps": Option(12, "steps of a run"),
+        "median": Option(32, "median length of a response in tokens"),
+        "sigma_percent": Option(100, "standard deviation of the logarithm of the length, in percent"),
+        "longest": Option(512, "where longer ones are cut"),
+        "queue": Option(2, "train.async_queue_size"),
+        "engines": Option(2, "vllm.num_engines"),
+        "width": Option(64, "vllm.max_num_seqs"),
+        "repeats": Option(3, "runs of each mode"),
+        "threads": Option(1, "CPU threads of each process"),
+        "hidden": Option(128, "hidden size of the model, a multiple of 64", step=64),
+        "layers": Option(2, "its layers"),
+    },
+)
+BENCHES = {bench.name: bench for bench in (_ROLLOUT, _TRAIN, _SYNC, _INFLIGHT)}
 
 
 def read(bench: Bench, words: list[str]) -> Given:

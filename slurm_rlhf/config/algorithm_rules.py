@@ -107,6 +107,42 @@ def ahead_problems(config: Config) -> Iterator[str]:
         )
 
 
+def filter_problems(config: Config) -> Iterator[str]:
+    """Check the keys of dynamic sampling against each other."""
+    algo, rollout = config.algo, config.rollout
+    at_once, bounds = rollout.vllm_generate_batch_size, algo.dynamic_filtering_range
+    if len(bounds) not in (0, 2) or (bounds and not bounds[0] < bounds[1]):
+        yield f"algo.dynamic_filtering_range takes nothing or two numbers, the lower first, got {bounds}"
+    if not algo.dynamic_filtering_enable:
+        if at_once:
+            yield (
+                f"rollout.vllm_generate_batch_size = {at_once} has no effect while algo.dynamic_filtering_enable is "
+                "false, because nothing is sampled that is not trained on: switch that on, or leave the key out"
+            )
+        return
+    if rollout.n_samples_per_prompt == 1:
+        yield (
+            "algo.dynamic_filtering_enable compares the responses to one prompt, and with "
+            "rollout.n_samples_per_prompt = 1 it would drop every prompt: use 2 or more, or switch it off"
+        )
+    if 0 < at_once < rollout.batch_size:
+        yield (
+            f"rollout.vllm_generate_batch_size = {at_once} is less than rollout.batch_size = {rollout.batch_size}, so "
+            "not even a batch of which nothing is dropped would become full: use at least as many, or 0"
+        )
+    if at_once and config.vllm.sync_mode == "inflight":
+        yield (
+            f"rollout.vllm_generate_batch_size = {at_once} has no effect with vllm.sync_mode = inflight, which samples "
+            "ahead as far as train.async_queue_size allows: leave the key out"
+        )
+    if config.reward.model_name_or_path:
+        yield (
+            "algo.dynamic_filtering_enable judges each prompt while others are sampled, and "
+            "reward.model_name_or_path scores whole batches and hardly ever gives two equal rewards: use a reward "
+            "function (reward.remote_url), or switch it off"
+        )
+
+
 def sampling_problems(config: Config) -> Iterator[str]:
     """Check that the trainer can take the log-probs of the distribution that engines sample from.
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator
 
-from slurm_rlhf.config.algorithm_rules import ahead_problems, algorithm_problems, sampling_problems
+from slurm_rlhf.config.algorithm_rules import (
+    ahead_problems,
+    algorithm_problems,
+    filter_problems,
+    sampling_problems,
+)
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.loss_rules import loss_problems
 from slurm_rlhf.config.roles import ROLES, running_roles
@@ -102,6 +107,7 @@ def _relations(config: Config) -> Iterator[str]:
             f"{config.timeout.heartbeat_interval:g}"
         )
     yield from ahead_problems(config)
+    yield from filter_problems(config)
     holds = {"fp32": ("auto", "fp32"), "bf16": ("auto", "bf16", "fp32")}[config.ds.param_dtype]
     if config.vllm.dtype not in holds:
         yield (

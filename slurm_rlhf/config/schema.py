@@ -48,6 +48,9 @@ class Data:
 class Rollout:
     batch_size: Annotated[int, COUNT] = 128
     """Prompts per training step."""
+    vllm_generate_batch_size: Annotated[int, NOT_NEGATIVE] = 0
+    """Prompts sampled at a time where algo.dynamic_filtering_enable may drop some, at least rollout.batch_size; 0: as
+    many. More keep the engines busy and cost responses that are not trained on."""
     n_samples_per_prompt: Annotated[int, COUNT] = 1
     """Responses per prompt."""
     max_new_tokens: Annotated[int, COUNT] = 1024
@@ -89,8 +92,8 @@ class Vllm:
     enable_prefix_caching: bool = True
     """Share the KV cache of common prompt prefixes. The cache is dropped at every weight update."""
     sync_mode: Literal["drain", "inflight"] = "drain"
-    """drain: sample, then train (exactly on-policy); inflight: sample the next batch while the actor trains, up to
-    train.async_queue_size ahead. New weights then come between two tokens of the responses in flight."""
+    """drain: sample, then train (exactly on-policy); inflight: sample while the actor trains, within the bound of
+    train.async_queue_size. New weights then come between two tokens of the responses in flight."""
     enforce_eager: bool = False
     """No CUDA graphs. Always on where there is no GPU."""
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
@@ -128,8 +131,9 @@ class Train:
     plugins: list[FilePath] = field(default_factory=list)
     """Python files of yours that register algorithms or rewards (slurm_rlhf.register_algorithm, register_reward).
     Conductor and actor ranks run them, so every node must see them. Relative paths as data.prompt_dataset."""
-    async_queue_size: Annotated[int, COUNT] = 1
-    """Batches sampled ahead with vllm.sync_mode = inflight: no token is older than so many updates when trained on."""
+    async_queue_size: Annotated[int, Range(1, 8)] = 1
+    """With vllm.sync_mode = inflight no token is older than so many updates when trained on, 1 to 8. A batch is made of
+    whichever groups are finished; one whose response is long may come this many batches later."""
     full_determinism: bool = False
     """Bitwise equal metrics from run to run and over a resume: fixed prompt-to-engine assignment and order."""
     gpu: str = ""

@@ -48,3 +48,11 @@ class Kl:
 class Algo:
     advantage: Advantage = field(default_factory=Advantage)
     kl: Kl = field(default_factory=Kl)
+    dynamic_filtering_enable: bool = False
+    """Drop prompts whose responses all have the same score (DAPO's dynamic sampling), and sample others for them."""
+    dynamic_filtering_range: Annotated[list[float], ANY] = field(default_factory=list)
+    """Two numbers: drop groups whose mean score is not between them, too; empty: any. Scores are those that the reward
+    function answers beside its rewards, or the rewards."""
+    dynamic_filtering_max_tries: Annotated[int, COUNT] = 10
+    """Times rollout.vllm_generate_batch_size prompts that are sampled for a step at most; then the run ends and says
+    what share passed."""

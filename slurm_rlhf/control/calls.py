@@ -285,6 +285,10 @@ class EngineCalls(StartCalls, SyncCalls, Protocol):
         """Sample responses; answered when as many are finished as `batch.answer` says."""
 
     @call(deadline="sync")
+    def drop(self) -> None:
+        """Drop all requests: nobody waits for their responses any more, and their calls fail."""
+
+    @call(deadline="sync")
     def sync_receive(self, request: SyncUpdateRequest) -> SyncReport:
         """Receive the weights of policy `version`."""
 

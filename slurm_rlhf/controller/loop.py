@@ -12,11 +12,13 @@ import numpy as np
 from slurm_rlhf.cluster.stop import StopRequested
 from slurm_rlhf.config.roles import ACTOR
 from slurm_rlhf.control.calls import ActorCalls, DirectoryRequest
+from slurm_rlhf.controller.batches import EpisodesOver
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
 from slurm_rlhf.controller.step import Metrics, Step
 from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.errors import FilteredAway
 from slurm_rlhf.records import Experience, Sampling
 
 
@@ -41,7 +43,10 @@ class TrainingLoop:
             while self.state.step < self.step.total_steps:
                 self._do_step()
                 self._between_steps()
-        except StopRequested:
+        except EpisodesOver as over:
+            self._end_early(over)
+        except (StopRequested, FilteredAway):
+            self.step.batches.close()
             self.checkpoints.save_once()
             raise
         finally:
@@ -68,7 +73,7 @@ class TrainingLoop:
         started, number, version = time.monotonic(), self.state.step + 1, self.state.policy_version
         batch, experience, metrics = self.step.run(number, version)
         tokens = int(metrics["response_tokens"])
-        self._count(number, version + 1, tokens, metrics)
+        self._count(number, version + 1, batch.judged or len(batch.prompts), tokens, metrics)
         self.checkpoints.order = batch.order
 
         def timed() -> dict[str, Any]:
@@ -96,14 +101,26 @@ class TrainingLoop:
         if not last:
             self.step.stop.check()
 
+    def _end_early(self, over: EpisodesOver) -> None:
+        """Do what the last step of a run does after it: dynamic sampling has used up the prompts before."""
+        self.reporting.note(str(over))
+        every = self.step.config.eval.steps
+        evaluated = self.state.step > 0 and every > 0 and self.state.step % every == 0
+        try:
+            if not evaluated:
+                self._evaluate_step({})
+        except StopRequested:
+            self.checkpoints.save_once()
+            raise
+
     def _due(self, every: int) -> bool:
         """Tell whether something is due after this step that is due every so many (0: never), and after the last."""
         return self.state.step == self.step.total_steps or (every > 0 and self.state.step % every == 0)
 
-    def _count(self, number: int, version: int, tokens: int, metrics: Metrics) -> None:
+    def _count(self, number: int, version: int, sampled: int, tokens: int, metrics: Metrics) -> None:
         state = self.state
         state.step, state.policy_version = number, version
-        state.responses += self.step.config.rollout.batch_size * self.step.config.rollout.n_samples_per_prompt
+        state.responses += sampled * self.step.config.rollout.n_samples_per_prompt
         state.response_tokens += tokens
         state.reward_last = metrics["reward"]
         if state.reward_first is None:

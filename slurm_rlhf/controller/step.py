@@ -3,8 +3,8 @@
 `Step.run` has them in this order for every kind of run. Roles compute the tensors; here is what follows what.
 
 - drain: engines finish a batch before they get new weights.
-- inflight (vllm.sync_mode): a thread samples the next batches while the actor trains (`dispatch.Ahead`), and the sync
-  changes the weights under the responses in flight.
+- inflight (vllm.sync_mode): a stream of groups is sampled while the actor trains (`group_stream`), batches are made of
+  those that are finished, and the sync changes the weights under the responses in flight.
 - colocated (train.colocate_all): engines sleep while the trainers compute, and lose their weights by it. So the sync of
   an update is the first part of the next generation, and not the last of the step: between the two, a checkpoint or an
   evaluation's reward model may need the accelerators, and engines that had the weights by then would lose them again.
@@ -16,9 +16,9 @@ Optimization (2017); Ouyang et al., Training language models to follow instructi
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -32,8 +32,10 @@ from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import TrainBatch, TrainerCalls
 from slurm_rlhf.control.server import RoleHandle, gather, send_shards
+from slurm_rlhf.controller.batch_sources import Parts, make_batches
+from slurm_rlhf.controller.batches import Batch, Batches, EpisodesOver, sampling_of
 from slurm_rlhf.controller.colocation import Colocation
-from slurm_rlhf.controller.dispatch import Ahead, Batch, Batches, Dispatcher, OnDemand
+from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.controller.engine_pool import EnginePool
 from slurm_rlhf.controller.experience import counting, fill_advantages, fill_passes, one_at_a_time
 from slurm_rlhf.controller.loss_weights import fill_loss_weights
@@ -42,6 +44,7 @@ from slurm_rlhf.controller.shaping import loss_mask
 from slurm_rlhf.controller.step_metrics import EngineMetrics, Trained, sample_metrics, update_metrics
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.errors import FilteredAway
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.records import Experience, Prompt, Sampling, Trajectory, pack
 from slurm_rlhf.rewards.model import Scoring
@@ -74,9 +77,9 @@ class Step:
     _synced: Metrics = field(default_factory=dict, init=False)  # of the last sync
 
     def __post_init__(self) -> None:
-        ahead = self.config.vllm.sync_mode == "inflight"
-        size = self.config.train.async_queue_size
-        self.batches = Ahead(self.sample, size, self.total_steps) if ahead else OnDemand(self.sample)
+        last, awake = self.total_steps, self.awake
+        parts = Parts(self.config, self.prompts, self.order, last, self.dispatcher, self.reward, awake)
+        self.batches = make_batches(parts, self.sample)
 
     def run(self, number: int, version: int) -> tuple[Batch, Experience, Metrics]:
         """Do step `number`: train the actor's policy `version`, which becomes `version + 1`.
@@ -93,40 +96,42 @@ class Step:
         metrics = self.update(number, experience, metrics)
         self.self_check.after_update(number, metrics)
         self.sync(version + 1)
-        return batch, experience, metrics | self._synced
+        return batch, experience, metrics | batch.metrics | self._synced
 
     def sample(self, number: int) -> Batch:
         """Sample the responses to the next prompts of the order; step `number` seeds them, whenever that is."""
         prompts = [self.prompts[position] for position in self.order.next() or []]
-        after, began, r = self.order.state_dict(), time.monotonic(), self.config.rollout
-        how = Sampling(
-            n=r.n_samples_per_prompt,
-            temperature=r.temperature,
-            top_p=r.top_p,
-            top_k=r.top_k,
-            max_new_tokens=r.max_new_tokens,
-            stop=list(r.stop),
-            max_pattern_size=r.repetition_detection_max_pattern_size,
-            min_pattern_size=r.repetition_detection_min_pattern_size,
-            min_count=r.repetition_detection_min_count,
-        )
-        trajectories = self.generate(prompts, how, number - 1)
+        after, began = self.order.state_dict(), time.monotonic()
+        trajectories = self.generate(prompts, sampling_of(self.config), number - 1)
         return Batch(number, prompts, trajectories, self.dispatcher.loads, time.monotonic() - began, after)
 
     def generate(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
         """Sample `sampling.n` responses to each prompt, to train on or to evaluate; the actor has policy `version`."""
-        if self.colocation is None:
+        with self.awake(version):
             return self.dispatcher.run(prompts, sampling, version)
+
+    @contextmanager
+    def awake(self, version: int) -> Iterator[None]:
+        """Let the engines sample with policy `version`; those that share their accelerators are awake meanwhile."""
+        if self.colocation is None:
+            yield
+            return
+        ended: Exception | None = None
         with self.colocation.turn() as spent:
             self._transfer(version)
-            found = self.dispatcher.run(prompts, sampling, version)
+            try:
+                yield
+            except (EpisodesOver, FilteredAway) as error:
+                ended = error  # the run still saves and exports: the trainers get the accelerators back first
         self._synced |= spent
-        return found
+        if ended is not None:
+            raise ended
 
     def sync(self, version: int) -> None:
         """Give the engines the actor's weights, as policy `version`; engines that sleep get them when they wake up."""
         if self.colocation is None:
             self._transfer(version)
+        self.batches.updated(version)
 
     def _transfer(self, version: int) -> None:
         """Update the engines' weights; wake them up around it where they sleep."""
@@ -153,13 +158,21 @@ class Step:
         experience = pack(batch.trajectories, [0.0] * len(batch.trajectories))
         owners = [prompt for prompt in batch.prompts for _ in range(self.config.rollout.n_samples_per_prompt)]
         with self.phases("forward"):
-            scored = self.reward.begin(owners, batch.trajectories, batch.step)
+            scored = self._begin_rewards(owners, batch)
             if REWARD in self.roles:
                 one_at_a_time(self.config, [scored])
             fill_passes(self.config, self.roles, experience)
         with self.phases("reward"):
             rewards = self.reward.wait(scored, len(batch.trajectories))
         return rewards, experience
+
+    def _begin_rewards(self, owners: list[Prompt], batch: Batch) -> Future[Rewards]:
+        """Start computing the rewards of a batch, unless dynamic sampling has asked for them."""
+        if batch.rewards is None:
+            return self.reward.begin(owners, batch.trajectories, batch.step)
+        known: Future[Rewards] = Future()
+        known.set_result(batch.rewards)
+        return known
 
     def update(self, number: int, experience: Experience, metrics: Metrics) -> Metrics:
         """Train actor and critic on what `collect` answered; add the metrics of the training."""

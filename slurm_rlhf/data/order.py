@@ -1,7 +1,12 @@
-"""Decide in which order prompts are visited: a function of the seed, with a position that checkpoints store."""
+"""Decide in which order prompts are visited: a function of the seed, with a position that checkpoints store.
+
+A *place* counts the prompts of all episodes, from 0, in the order in which they are visited. Which prompt is at a place
+is a function of the seed, so a checkpoint stores places only.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,11 +17,11 @@ from slurm_rlhf.errors import CheckpointError, DataError
 
 @dataclass(slots=True)
 class PromptOrder:
-    """Hand out batches of positions in a PromptSet.
+    """Hand out positions in a PromptSet, a batch or a place at a time.
 
     Each episode visits the prompts in another permutation, cut into whole batches. The prompts left over at its end
-    are skipped in that episode (another permutation skips others): a batch never holds a prompt twice.
-    Raises DataError when the prompts do not fill one batch.
+    are skipped in that episode (another permutation skips others): a batch that begins with an episode's batch never
+    holds a prompt twice. Raises DataError when the prompts do not fill one batch.
     """
 
     prompts: int
@@ -25,7 +30,11 @@ class PromptOrder:
     seed: int
     shuffle: bool = True
     fingerprint: str = ""  # of the PromptSet, so that a run is not resumed on other data
-    taken: int = field(default=0, init=False)  # batches handed out
+    place: int = field(default=0, init=False)  # the next one that was never handed out
+    again: list[int] = field(default_factory=list, init=False)  # handed out, given back; they come first, in order
+    _drawn: tuple[int, np.ndarray[Any, np.dtype[np.int64]]] | None = field(
+        default=None, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         if self.prompts < self.batch_size:
@@ -45,26 +54,61 @@ class PromptOrder:
 
     @property
     def episode(self) -> int:
-        """Number the episode of the next batch, from 0."""
-        return self.taken // self.batches_per_episode
+        """Number the episode of the next place, from 0."""
+        return self.episode_of(self.again[0] if self.again else self.place)
+
+    @property
+    def left(self) -> int:
+        """Count the places that are left to hand out."""
+        return len(self.again) + max(0, self.total * self.batch_size - self.place)
+
+    def episode_of(self, place: int) -> int:
+        """Number the episode of a place, from 0."""
+        return place // (self.batches_per_episode * self.batch_size)
 
     def next(self) -> list[int] | None:
-        """Return the positions of the next batch; None after the last episode."""
-        if self.taken >= self.total:
+        """Return the positions of the next batch; None after the last episode, and when less than a batch is left."""
+        if self.left < self.batch_size:
             return None
-        start = self.taken % self.batches_per_episode * self.batch_size
-        order = self._permutation(self.episode)
-        self.taken += 1
-        return [int(position) for position in order[start : start + self.batch_size]]
+        return [self.position(place) for place in self.take(self.batch_size)]
+
+    def take(self, count: int) -> list[int]:
+        """Hand out the next `count` places, fewer if fewer are left."""
+        places, self.again = self.again[:count], self.again[count:]
+        fresh = min(count - len(places), self.left) if not self.again else 0
+        self.place += fresh
+        return [*places, *range(self.place - fresh, self.place)]
+
+    def give_back(self, places: Iterable[int]) -> None:
+        """Take places back that nothing came of: they are handed out again, before all others."""
+        self.again = sorted({*self.again, *places})
+        while self.again and self.again[-1] == self.place - 1:
+            self.place = self.again.pop()
+
+    def position(self, place: int) -> int:
+        """Return the position in the PromptSet of the prompt at a place."""
+        episode = self.episode_of(place)
+        if self._drawn is None or self._drawn[0] != episode:
+            self._drawn = (episode, self._permutation(episode))
+        return int(self._drawn[1][place % (self.batches_per_episode * self.batch_size)])
 
     def _permutation(self, episode: int) -> np.ndarray[Any, np.dtype[np.int64]]:
         if not self.shuffle:
             return np.arange(self.prompts)
         return np.random.default_rng([self.seed, episode]).permutation(self.prompts)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position and the data it belongs to, ready for JSON."""
-        return {"taken": self.taken, **self._identity()}
+    def state_dict(self, owed: Iterable[int] = ()) -> dict[str, Any]:
+        """Return where the order stands and the data it belongs to, ready for JSON.
+
+        `owed`: places that were handed out and that a resumed run must hand out again. `taken` counts the batches
+        that are done with; where that does not say it all, `place` and `again` do.
+        """
+        copy = PromptOrder(self.prompts, self.batch_size, self.episodes, self.seed)
+        copy.place, copy.again = self.place, list(self.again)
+        copy.give_back(owed)
+        taken = (copy.place - len(copy.again)) // self.batch_size
+        exact = {} if copy.place == taken * self.batch_size else {"place": copy.place, "again": copy.again}
+        return {"taken": taken, **exact, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was saved. The number of episodes may differ.
@@ -77,7 +121,8 @@ class PromptOrder:
                     f"the checkpoint was made with other training data: {name} was {state.get(name)!r} and is now "
                     f"{now!r}: restore it, or start a new run with --resume=never in another --run_dir"
                 )
-        self.taken = int(state["taken"])
+        self.place = int(state.get("place", int(state["taken"]) * self.batch_size))
+        self.again = [int(place) for place in state.get("again", [])]
 
     def _identity(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("prompts", "batch_size", "seed", "shuffle", "fingerprint")}

@@ -5,6 +5,7 @@ Knows lists, tuples, numpy arrays and tensors of any library by their `tolist`; 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,40 @@ class Rewards:
         scores = None if self.scores is None else self.scores[order]
         components = {name: values[order] for name, values in self.components.items()}
         return Rewards(self.rewards[order], scores, self.extra_logs, components)
+
+    def part(self, start: int, end: int) -> Rewards:
+        """Return the entries of the responses [start, end); a value for all of them is that of each."""
+        logs = {
+            name: values[start:end] if len(values) == len(self.rewards) else values
+            for name, values in self.extra_logs.items()
+        }
+        scores = None if self.scores is None else self.scores[start:end]
+        components = {name: values[start:end] for name, values in self.components.items()}
+        return Rewards(self.rewards[start:end], scores, logs, components)
+
+
+def joined(parts: Sequence[Rewards]) -> Rewards:
+    """Join the rewards of several calls of one function; a value for all responses of a call becomes one for each.
+
+    Raises RewardError where the calls answered different components, or scores in some of them only.
+    """
+    kinds = {(part.scores is not None, tuple(sorted(part.components))) for part in parts}
+    if len(kinds) > 1:
+        told = " and ".join(
+            f"{'scores' if scored else 'no scores'}, components {list(names)}" for scored, names in kinds
+        )
+        raise RewardError(f"calls of the reward function answered {told}: answer the same keys in each call")
+    scores = [part.scores for part in parts if part.scores is not None]
+    logs: dict[str, list[F32]] = {}
+    for part in parts:
+        for name, values in part.extra_logs.items():
+            logs.setdefault(name, []).append(np.broadcast_to(values, (len(part.rewards),)))
+    return Rewards(
+        np.concatenate([part.rewards for part in parts]),
+        np.concatenate(scores) if scores else None,
+        {name: np.concatenate(values) for name, values in logs.items()},
+        {name: np.concatenate([part.components[name] for part in parts]) for name in parts[0].components},
+    )
 
 
 def parse_answer(answer: Any, count: int, where: str) -> Rewards:

@@ -112,6 +112,10 @@ class EngineLeader(EngineWorker, EngineCalls):
     def attention(self) -> str:
         return self.engine.attention if hasattr(self, "engine") else ""
 
+    def drop(self) -> None:
+        """Drop what is in flight between two steps."""
+        self._drop(RunError(f"{self.place} was told to drop its requests"))
+
     def sleep(self) -> int:
         """Give up the accelerator, and drop what is in flight: its run is being stopped."""
         self._drop(RunError(f"{self.place} was told to sleep"))

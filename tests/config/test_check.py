@@ -52,6 +52,9 @@ def test_a_good_one(config: Config) -> None:
     check_sft(config)
 
 
+FILTERED = ("algo.dynamic_filtering_enable=true", "rollout.n_samples_per_prompt=8")
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -90,6 +93,26 @@ def test_a_good_one(config: Config) -> None:
             ["train.full_determinism = true excludes vllm.sync_mode = inflight"],
         ),
         (["train.async_queue_size=2"], ["train.async_queue_size = 2 has no effect with vllm.sync_mode = drain"]),
+        (["train.async_queue_size=9"], ["train.async_queue_size must be at least 1 and at most 8, got 9"]),
+        (
+            ["rollout.vllm_generate_batch_size=256"],
+            ["rollout.vllm_generate_batch_size = 256 has no effect while algo.dynamic_filtering_enable is false"],
+        ),
+        (
+            [*FILTERED, "rollout.vllm_generate_batch_size=100"],
+            ["vllm_generate_batch_size = 100 is less than rollout.batch_size = 128"],
+        ),
+        (
+            [*FILTERED, "rollout.vllm_generate_batch_size=256", "vllm.sync_mode=inflight"],
+            ["rollout.vllm_generate_batch_size = 256 has no effect with vllm.sync_mode = inflight"],
+        ),
+        ([*FILTERED, "rollout.n_samples_per_prompt=1"], ["rollout.n_samples_per_prompt = 1 it would drop every"]),
+        ([*FILTERED, "algo.dynamic_filtering_range=0.8,0.2"], ["the lower first, got [0.8, 0.2]"]),
+        (["algo.dynamic_filtering_range=0.8"], ["takes nothing or two numbers"]),
+        (
+            [*FILTERED, "reward.remote_url=", "reward.model_name_or_path=/rm"],
+            ["algo.dynamic_filtering_enable judges", "reward.model_name_or_path scores whole batches"],
+        ),
         (["vllm.tensor_parallel_size=3"], ["12 attention heads, 2 key-value heads", "Valid sizes: 1, 2, 4"]),
         (
             ["ds.param_dtype=fp32", "vllm.dtype=bf16"],

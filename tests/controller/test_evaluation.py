@@ -21,7 +21,8 @@ from slurm_rlhf.algorithms.reward_scale import RunningScale
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import STOP_FILE, Stop, StopRequested
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.dispatch import Batch, OnDemand
+from slurm_rlhf.controller.batch_sources import OnDemand
+from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck

@@ -81,3 +81,43 @@ def test_more_episodes_may_be_asked_for_on_resume() -> None:
 def test_prompts_must_fill_a_batch() -> None:
     with pytest.raises(DataError, match=r"holds 4 usable prompts, fewer than rollout\.batch_size = 5: lower it"):
         PromptOrder(4, 5, 1, seed=1)
+
+
+@given(SIZES, st.data())
+def test_places_that_are_given_back_come_first_and_none_is_lost(sizes: tuple[int, int], data: st.DataObject) -> None:
+    prompts, batch_size = sizes
+    order = PromptOrder(prompts, batch_size, 2, 7)
+    end, used = order.total * batch_size, []
+    while order.left:
+        taken = order.take(data.draw(st.integers(1, 2 * batch_size)))
+        kept = data.draw(st.integers(1, len(taken)))
+        back = data.draw(st.permutations(taken))[kept:]
+        resumed = replace(order)
+        resumed.load_state_dict(json.loads(json.dumps(order.state_dict(back))))
+        order.give_back(back)
+        assert (resumed.place, resumed.again) == (order.place, order.again)
+        used += [place for place in taken if place not in back]
+        assert order.left == end - len(used)
+    assert sorted(used) == list(range(end))
+    assert order.take(1) == []
+    assert order.next() is None
+
+
+def test_a_place_is_the_prompt_that_whole_batches_have_there() -> None:
+    order = PromptOrder(11, 3, 2, 5)
+    whole = rest(replace(order))
+    assert [[order.position(3 * batch + at) for at in range(3)] for batch in range(order.total)] == whole
+    assert [order.episode_of(place) for place in (0, 8, 9, 17)] == [0, 0, 1, 1]
+
+
+def test_states_say_no_more_than_those_of_whole_batches_where_that_is_all() -> None:
+    order = PromptOrder(10, 2, 1, 1)
+    assert order.take(4) == [0, 1, 2, 3]
+    plain = order.state_dict()
+    assert (plain["taken"], "place" in plain, "again" in plain) == (2, False, False)
+    assert order.state_dict([2, 3]) == plain | {"taken": 1}  # nothing between them and the next: they are the next
+    assert order.state_dict([1, 2]) == plain | {"taken": 1, "place": 4, "again": [1, 2]}
+    order.load_state_dict(order.state_dict([1, 2]))
+    assert order.take(3) == [1, 2, 4]
+    order.load_state_dict(plain)  # as an earlier version wrote it
+    assert order.take(1) == [4]

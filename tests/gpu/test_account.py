@@ -25,7 +25,8 @@ from slurm_rlhf.control.calls import (
     PackedPrompts,
 )
 from slurm_rlhf.control.server import EngineHandle, RoleHandle, gather
-from slurm_rlhf.controller.dispatch import Batch, OnDemand
+from slurm_rlhf.controller.batch_sources import OnDemand
+from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.controller.gpu_account import GpuAccount, StepFlops, slots_of
 from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.reporting import Reporting

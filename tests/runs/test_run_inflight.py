@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from itertools import groupby
 from pathlib import Path
 from socket import gethostname
 from typing import Any
@@ -107,11 +106,12 @@ class Whole:
         self.state = json.loads(max((self.run_dir / "checkpoints").glob("*/state.json")).read_text())
         self.code, self.second = train(config, self.run_dir, *WORLD, warm=True)
 
-    def asked(self) -> list[tuple[str, ...]]:
-        """Prompts of the batches that were scored, each once and in order; of a batch done again only the last time."""
+    def asked(self) -> list[list[str]]:
+        """Prompts of the batches that were scored, in order; of a batch done again only the last time."""
         lines = [json.loads(line) for line in (self.path / "asked.jsonl").read_text().splitlines()]
-        batches = [tuple(dict.fromkeys(line)) for line in lines if len(line) == PROMPTS * SAMPLES]
-        return [batch for batch, _ in groupby(batches)]
+        batches = [list(dict.fromkeys(line)) for line in lines if len(line) == PROMPTS * SAMPLES]
+        done = self.saved["steps"]
+        return batches[:done] + batches[len(batches) - (STEPS - done) :]
 
 
 @pytest.fixture(scope="module")
@@ -126,8 +126,8 @@ def test_updates_meet_responses_in_flight_and_none_is_dropped(whole: Whole) -> N
     rows = whole.rows
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
+        assert row["perf/engine/0/responses"] > 0
         print({name: row.get(name) for name in ("mixed_responses", "stale_tokens", "time/rollout", "time/update")})
-        assert row["perf/engine/0/responses"] == PROMPTS * SAMPLES
     # Not the first ones after a start, which nothing was sampled ahead of.
     assert sum(row["mixed_responses"] > 0 for row in rows) >= 2
     assert rows[-1]["policy_version"] == STEPS
@@ -163,10 +163,12 @@ def test_engine_and_actor_are_compared_under_the_same_policy_only(whole: Whole) 
 
 
 def test_every_prompt_is_trained_on_once(whole: Whole) -> None:
+    """Not batch by batch: a batch has what is finished. What was in flight at the stop is sampled again."""
     rows = [json.loads(line)["input"] for line in (whole.path / "prompts.jsonl").read_text().splitlines()]
     order = PromptOrder(len(rows), PROMPTS, 1, 42)
-    expected = [tuple(rows[position] for position in order.next() or []) for _ in range(STEPS)]
-    assert whole.asked() == expected
+    expected = [rows[position] for _ in range(STEPS) for position in order.next() or []]
+    assert all(len(batch) == PROMPTS for batch in whole.asked())
+    assert sorted(prompt for batch in whole.asked() for prompt in batch) == sorted(expected)
 
 
 def test_a_checkpoint_stands_behind_the_last_batch_that_was_trained_on(whole: Whole) -> None:

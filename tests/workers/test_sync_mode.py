@@ -169,3 +169,18 @@ def test_a_step_that_fails_leaves_no_request_in_the_engine() -> None:
     while role.busy():
         role.advance()
     assert versions_of(again) == [[0, 0, 0], [0, 0, 0]]
+
+
+def test_what_nobody_wants_any_more_is_dropped_and_holds_no_update() -> None:
+    role = make_role("drain")
+    unwanted = ask(role)
+    weights, dropped = Call("sync_receive", SyncUpdateRequest(1)), Call("drop", None)
+    role.handle(weights)
+    assert weights.answer is None
+    role.handle(dropped)
+    assert "was told to drop its requests" in str(unwanted.answer)
+    assert weights.answer == SyncReport()
+    again = ask(role)
+    while role.busy():
+        role.advance()
+    assert versions_of(again) == [[1, 1, 1], [1, 1, 1]]

@@ -1,0 +1,125 @@
+"""`slurm-rlhf bench inflight`: sampling while the actor trains, and sampling first; responses have a long tail."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.bench.long_tail import LongTail, write_workload
+from slurm_rlhf.bench.options import Given
+from slurm_rlhf.errors import RunError
+
+_TRAIN = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())", "train"]
+
+
+def run(given: Given) -> dict[str, Any]:
+    """Train with both modes, in turns, on the same prompts. Raises RunError where a run fails."""
+    options = given.options
+    tail = LongTail(options["median"], options["sigma_percent"] / 100, options["longest"])
+    runs: dict[str, list[dict[str, float]]] = {"drain": [], "inflight": []}
+    with tempfile.TemporaryDirectory(prefix="slurm-rlhf-bench-") as scratch:
+        path = Path(scratch)
+        prompts = options["prompts"] * options["steps"]
+        lengths = write_workload(path, tail, prompts, options["hidden"], options["layers"])
+        (path / "run.toml").write_text(_config(options), encoding="utf-8")
+        for number in range(options["repeats"]):
+            modes = list(runs) if number % 2 == 0 else list(reversed(runs))
+            for mode in modes:
+                runs[mode].append(_measure(path, mode, number, options))
+    rates = {mode: [row["tokens_per_s"] for row in rows] for mode, rows in runs.items()}
+    ratios = [new / old for new, old in zip(rates["inflight"], rates["drain"], strict=True)]
+    return {
+        "bench": "inflight",
+        **{mode: statistics.median(found) for mode, found in rates.items()},
+        "ratio": statistics.median(ratios),
+        "runs": runs,
+        "longest": max(lengths),
+        "median_length": statistics.median(lengths),
+        "mean_length": statistics.fmean(lengths),
+        **{name: options[name] for name in ("prompts", "samples", "engines", "steps", "queue")},
+        "load": os.getloadavg()[0],
+    }
+
+
+def show(result: dict[str, Any]) -> str:
+    """Write the results for a reader."""
+    rows = [("tokens trained/s", "drain", "inflight", "ratio")]
+    pairs = zip(result["runs"]["drain"], result["runs"]["inflight"], strict=True)
+    for number, (old, new) in enumerate(pairs, start=1):
+        ratio = new["tokens_per_s"] / old["tokens_per_s"]
+        rows.append((f"run {number}", f"{old['tokens_per_s']:.0f}", f"{new['tokens_per_s']:.0f}", f"{ratio:.2f}"))
+    rows.append(("median", f"{result['drain']:.0f}", f"{result['inflight']:.0f}", f"{result['ratio']:.2f}"))
+    listed = "\n".join(f"{a:<18}{b:>8}{c:>10}{d:>8}" for a, b, c, d in rows)
+    oldest = max(row["staleness_max"] for row in result["runs"]["inflight"])
+    return (
+        f"{listed}\n{result['engines']} engines, {result['prompts']} prompts x {result['samples']} responses a step, "
+        f"{result['steps']} steps; lengths: median {result['median_length']:.0f}, mean {result['mean_length']:.0f}, "
+        f"longest {result['longest']}; oldest token {oldest:.0f} updates (train.async_queue_size = {result['queue']}); "
+        f"load {result['load']:.1f}"
+    )
+
+
+def _config(options: dict[str, Any]) -> str:
+    """Write the configuration of both modes: REINFORCE with a baseline, so that actor and engines are all there is."""
+    return f"""
+[data]
+prompt_dataset = "prompts.jsonl"
+max_len = {options["longest"] + 4}
+shuffle = false
+[actor]
+model_name_or_path = "model"
+learning_rate = 0.0
+[reward]
+remote_url = "reward.py"
+[rollout]
+batch_size = {options["prompts"]}
+n_samples_per_prompt = {options["samples"]}
+max_new_tokens = {options["longest"]}
+[algo.advantage]
+estimator = "rloo"
+[algo.kl]
+init_coef = 0.0
+[ds]
+param_dtype = "fp32"
+[vllm]
+num_engines = {options["engines"]}
+max_num_seqs = {options["width"]}
+[train]
+batch_size = {options["prompts"] * options["samples"]}
+max_steps = {options["steps"]}
+max_tokens_per_gpu = {max(options["longest"] + 4, 4096)}
+threads_per_rank = {options["threads"]}
+[logger]
+tensorboard = false
+progress = "none"
+"""
+
+
+def _measure(path: Path, mode: str, number: int, options: dict[str, Any]) -> dict[str, float]:
+    """Do one run; answer tokens trained per second over all of its steps: the same tokens in each mode."""
+    run_dir = path / f"{mode}_{number}"
+    words = [f"--run_dir={run_dir}", f"--vllm.sync_mode={mode}"]
+    if mode == "inflight":
+        words.append(f"--train.async_queue_size={options['queue']}")
+    done = subprocess.run(
+        [*_TRAIN, str(path / "run.toml"), *words], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+    )
+    if done.returncode:
+        raise RunError(f"bench inflight: the run with vllm.sync_mode = {mode} failed:\n{done.stdout}{done.stderr}")
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    seconds, tokens = (sum(row[name] for row in rows) for name in ("time/step", "response_tokens"))
+    return {
+        "tokens_per_s": tokens / seconds,
+        "seconds": seconds,
+        "tokens": tokens,
+        "rollout_s": sum(row["time/rollout"] for row in rows),
+        "update_s": sum(row["time/update"] for row in rows),
+        "staleness_max": max(row.get("staleness_max", 0.0) for row in rows),
+    }

@@ -1,0 +1,169 @@
+"""Where the batches of a run come from: one when its step asks, rounds with a filter, or a stream of groups."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+from slurm_rlhf.algorithms.dynamic_filter import refill
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.batches import (
+    Batch,
+    Batches,
+    Group,
+    Tally,
+    assemble_batch,
+    episodes_over,
+    prompts_at_once,
+    sampling_of,
+)
+from slurm_rlhf.controller.dispatch import Dispatcher
+from slurm_rlhf.controller.engine_feed import EngineFeed
+from slurm_rlhf.controller.group_rules import Standing, first_passing
+from slurm_rlhf.controller.group_stream import GroupStream, Rule
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.records import EngineLoad
+from slurm_rlhf.rewards.model import Scoring
+
+Awake = Callable[[int], AbstractContextManager[None]]
+"""Lets engines sample with a policy version: colocated ones are awake meanwhile."""
+
+
+class OnDemand:
+    """Implements `Batches`: samples each batch when its step asks, with the weights that the step trains."""
+
+    def __init__(self, sample: Callable[[int], Batch]) -> None:
+        self._sample = sample
+
+    def take(self, step: int) -> Batch:
+        return self._sample(step)
+
+    def updated(self, version: int) -> None:
+        pass
+
+    def alone(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(slots=True)
+class Awakened:
+    """Implements `Batches`: a stream of fresh groups, with engines that may sleep between two batches."""
+
+    stream: GroupStream
+    awake: Awake
+
+    def take(self, step: int) -> Batch:
+        with self.awake(step - 1):
+            return self.stream.take(step)
+
+    def updated(self, version: int) -> None:
+        self.stream.updated(version)
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        with self.stream.alone():
+            yield
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Samples filtered batches in rounds, for `OnDemand`: train.full_determinism.
+
+    The size of a round depends on what passed in those before it and never on time, and so does which engine gets what,
+    so the metrics are equal bit for bit. The price: engines wait for the last response of a round.
+    """
+
+    config: Config
+    prompts: PromptSet
+    order: PromptOrder
+    dispatcher: Dispatcher
+    reward: Scoring
+    awake: Awake
+
+    def sample(self, step: int) -> Batch:
+        """Sample until `rollout.batch_size` groups pass; the first of them in the order of the prompts are the batch.
+
+        What passed beyond them would be stale in the next step: its prompts come first there.
+        """
+        algo, batch, most = self.config.algo, self.config.rollout.batch_size, prompts_at_once(self.config)
+        tally, groups, loads = Tally(algo.dynamic_filtering_range), list[Group](), dict[int, EngineLoad]()
+        with self.awake(step - 1):
+            while (chosen := first_passing([group.verdict for group in groups], batch)) is None:
+                if tally.judged >= algo.dynamic_filtering_max_tries * most:
+                    raise tally.filtered_away(step, tally.passed, batch, algo.dynamic_filtering_max_tries)
+                left = algo.dynamic_filtering_max_tries * most - tally.judged
+                count = refill(batch - tally.passed, tally.passed, tally.judged, most) if groups else most
+                found = self._round(step, min(count, left), tally, loads)
+                if not found:
+                    raise episodes_over(step, tally.passed, batch)
+                groups += found
+        self.order.give_back([group.place for group in groups[chosen[-1] + 1 :]])
+        return assemble_batch(step, [groups[index] for index in chosen], loads, self.order.state_dict(), tally)
+
+    def _round(self, step: int, count: int, tally: Tally, loads: dict[int, EngineLoad]) -> list[Group]:
+        """Sample and judge the groups of the next `count` places; fewer at an episode's end: no prompt comes twice."""
+        places = self.order.take(count)
+        behind = [place for place in places if self.order.episode_of(place) != self.order.episode_of(places[0])]
+        if behind:
+            self.order.give_back(behind)
+            places = places[: -len(behind)]
+        if not places:
+            return []
+        how = sampling_of(self.config)
+        groups = [Group(place, self.prompts[self.order.position(place)], Standing(step - 1)) for place in places]
+        # The seeds are those of the batch that the first place is in: a prompt that comes again has others.
+        responses = self.dispatcher.run([group.prompt for group in groups], how, places[0] // self.order.batch_size)
+        for index, group in enumerate(groups):
+            group.trajectories = responses[index * how.n : (index + 1) * how.n]
+            group.ended = time.monotonic()
+        for engine, load in self.dispatcher.loads.items():
+            loads.setdefault(engine, EngineLoad()).add(load)
+        owners = [group.prompt for group in groups for _ in range(how.n)]
+        tally.judge(groups, self.reward(owners, responses, step), how.n)
+        return groups
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Holds what batches are made with."""
+
+    config: Config
+    prompts: PromptSet
+    order: PromptOrder
+    last: int  # step of the run
+    dispatcher: Dispatcher
+    reward: Scoring
+    awake: Awake
+
+
+def make_batches(parts: Parts, sample: Callable[[int], Batch]) -> Batches:
+    """Choose by vllm.sync_mode, algo.dynamic_filtering_enable and train.full_determinism; `sample`: without any."""
+    config, ahead = parts.config, parts.config.vllm.sync_mode == "inflight"
+    filtered = config.algo.dynamic_filtering_enable
+    if not ahead and not filtered:
+        return OnDemand(sample)
+    dispatcher, batch = parts.dispatcher, config.rollout.batch_size
+    if not ahead and config.train.full_determinism:
+        rounds = Rounds(config, parts.prompts, parts.order, dispatcher, parts.reward, parts.awake)
+        return OnDemand(rounds.sample)
+    size = config.train.async_queue_size if ahead else None
+    stream = GroupStream(
+        Rule(batch, parts.last, size, prompts_at_once(config), config.algo.dynamic_filtering_max_tries),
+        parts.prompts,
+        parts.order,
+        sampling_of(config),
+        EngineFeed(dispatcher.rollout, dispatcher.run_seed, dispatcher.max_num_seqs),
+        parts.reward if filtered else None,
+        Tally(config.algo.dynamic_filtering_range) if filtered else None,
+        None if ahead or dispatcher.pool is None else dispatcher.pool.admit,
+    )
+    return stream if ahead else Awakened(stream, parts.awake)

@@ -1,0 +1,99 @@
+"""Decide which groups may be begun and which make up a batch: pure functions of where the groups stand.
+
+A group is one prompt with its n responses. It is begun when its prompt goes to an engine, while the engines have some
+policy version, and it is finished when all of its responses are there (and, with dynamic sampling, judged). Step t
+trains the actor from version t - 1 to t.
+
+The bound: no token is older than `size` updates when it is trained on. A token of a group begun under version v has
+version v or a later one, and step t trains version t - 1. So the group may be trained on in step v + size + 1 at the
+latest: its deadline. Two rules keep every group within it, for any order in which groups finish.
+
+Admission (`room`). Let step be the next one to train. A group may be begun if, with it, no more groups are waiting to
+be trained on than steps `step` to `deadline` have places for: (v + size + 1 - step + 1) * batch. Before the batch of
+step v + 1 is taken that is (size + 1) * batch, afterwards size * batch.
+
+Choice (`choose`). A batch takes the earliest begun of the finished groups, if for every deadline d it leaves at most
+(d - step) * batch groups of deadline d or earlier: what the steps after it, up to d, have places for. Else it waits.
+
+Proof. Claim: at any time, for every d >= step, at most (d - step + 1) * batch groups that were not trained on have
+deadline d or earlier; so none has a deadline before `step`. It holds at first. A new group has the latest deadline of
+all, because versions only grow, so it counts for its own d and later ones alone, and `room` is the claim for those. A
+batch is taken only if it leaves (d - step) * batch, which is the claim for step + 1. A group that is dropped makes the
+counts smaller. No deadlock: where all groups are finished, the first `batch` of them by begin hold either all groups
+of deadline d or `batch` of at most (d - step + 1) * batch, so the choice succeeds. No starvation: nobody misses a
+deadline. The choice waits only if it must: the earliest begun have the earliest deadlines, so no other choice among
+the finished groups would leave fewer for any d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Standing:
+    """Says where a group stands; lists of them are in the order in which they were begun."""
+
+    version: int  # of the policy in the engines when it was begun
+    finished: bool = False
+
+
+def deadline(version: int, size: int) -> int:
+    """Return the last step that may train on a group begun under policy `version`."""
+    return version + size + 1
+
+
+def room(groups: int, version: int, step: int, size: int, batch: int, last: int) -> int:
+    """Count the groups that may be begun under policy `version`; negative or 0: none.
+
+    groups: begun and neither trained on nor dropped. step: the next to be trained, last: the run's last, behind which
+    nothing is begun for. size: the bound in updates; batch: groups of a step.
+    """
+    return (min(deadline(version, size), last) - step + 1) * batch - groups
+
+
+def choose(groups: Sequence[Standing], step: int, size: int, batch: int) -> list[int] | None:
+    """Return the indices of the groups that step `step` trains on; None: some must be waited for."""
+    chosen = [index for index, group in enumerate(groups) if group.finished][:batch]
+    if len(chosen) < batch:
+        return None
+    taken = set(chosen)
+    left: dict[int, int] = {}
+    for index, group in enumerate(groups):
+        if index not in taken:
+            last = deadline(group.version, size)
+            left[last] = left.get(last, 0) + 1
+    together = 0
+    for last in sorted(left):
+        together += left[last]
+        if together > max(0, last - step) * batch:
+            return None
+    return chosen
+
+
+def on_policy_room(passed: int, unfinished: int, begun: int, batch: int, at_once: int, most: int) -> int:
+    """Count the groups that may be begun for a batch that is sampled and filtered under one policy.
+
+    Each group that is dropped makes room for another at once, so engines do not wait for the last response before a
+    refill begins. at_once: groups that may be on their way or kept at a time, at least `batch`; most: groups that may
+    be begun for one batch.
+    """
+    return 0 if passed >= batch else min(at_once - passed - unfinished, most - begun)
+
+
+def first_passing(verdicts: Sequence[bool | None], batch: int) -> list[int] | None:
+    """Return the indices of the first `batch` groups that pass, in the order of their prompts.
+
+    verdicts: of each group in that order; None: not judged yet. Answers None while a group before the last of them is
+    not judged: the batch waits, because whoever is finished first has short responses.
+    """
+    chosen: list[int] = []
+    for index, verdict in enumerate(verdicts):
+        if len(chosen) == batch:
+            break
+        if verdict is None:
+            return None
+        if verdict:
+            chosen.append(index)
+    return chosen if len(chosen) == batch else None
