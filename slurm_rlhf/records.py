@@ -158,7 +158,7 @@ class Experience:
     """Packs N sequences without padding, in (prompt, sample) order.
 
     `columns` holds one float per response token: `rollout_logprobs`, `logprobs` (the actor's, before the
-    update), `ref_logprobs`, `values`, `advantages`, `returns`; whichever are known so far.
+    update), `ref_logprobs`, `values`, `advantages`, `returns`, `correction`; whichever are known so far.
     """
 
     prompt_lens: I32  # [N]

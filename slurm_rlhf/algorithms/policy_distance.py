@@ -97,14 +97,14 @@ def ages(trajectories: list[Trajectory], version: int) -> I32:
     return np.concatenate(parts)
 
 
-def staleness(trajectories: list[Trajectory], age: I32, mask: Bool, drift: F32) -> dict[str, float]:
+def staleness(trajectories: list[Trajectory], age: I32, mask: Bool, drift: F32 | None) -> dict[str, float]:
     """Compute the metrics of a batch that several policies may have sampled.
 
     stale_tokens: share of the tokens that an older policy than the actor's sampled; staleness_max: the age of the
     oldest; mixed_responses: share of the responses with tokens of several policies; stale_logprob_diff: mean distance
     of the sampling policy's log-prob from the actor's over the stale tokens, which is how far the policy has moved.
 
-    age, mask, drift [A]; `drift` is the absolute difference of the two log-probs.
+    age, mask, drift [A]; `drift` is the absolute difference of the two log-probs, None where the actor has none.
     """
     stale = mask & (age > 0)
     several = [len({span.version for span in trajectory.versions}) > 1 for trajectory in trajectories]
@@ -113,6 +113,6 @@ def staleness(trajectories: list[Trajectory], age: I32, mask: Bool, drift: F32) 
         "staleness_max": float(age[mask].max(initial=0)),
         "mixed_responses": float(np.mean(several)) if several else 0.0,
     }
-    if stale.any():
+    if drift is not None and stale.any():
         metrics["stale_logprob_diff"] = float(drift[stale].mean())
     return metrics

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from slurm_rlhf.algorithms.registry import Algorithm
+from slurm_rlhf.config.correction import corrects
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.shaping_rules import shaping_problems
@@ -150,13 +151,16 @@ def sampling_problems(config: Config) -> Iterator[str]:
     distribution that is cut off and scaled up, and the log-ratio of every token is wrong by log Z. Evaluation may
     sample in any way: nothing is trained on it.
     """
-    rollout = config.rollout
+    rollout, unmended = config.rollout, ""
+    if corrects(config):
+        unmended = " (algo.correction.* does not mend that: its ratios would be the wrong ones)"
     for name, value, whole in (("top_p", rollout.top_p, 1), ("top_k", rollout.top_k, -1)):
         if value != whole:
             yield (
                 f"rollout.{name} = {value} would make the engine sample from a part of the vocabulary, while the "
                 "trainer's log-probs, the ratio and the KL are over all of it, and the policy would learn from wrong "
-                f"ratios: leave rollout.{name} at {whole}, and lower rollout.temperature, which both sides apply"
+                f"ratios{unmended}: leave rollout.{name} at {whole}, and lower rollout.temperature, which both sides "
+                "apply"
             )
     if rollout.temperature < COLDEST:
         yield (

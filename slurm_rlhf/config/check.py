@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.architectures import problem as attention_problem
+from slurm_rlhf.config.correction import bypass_note
 from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import (
     check_architecture,
@@ -48,7 +49,7 @@ def check_sft(config: Config) -> None:
 def warnings(config: Config) -> list[str]:
     """Return what a checked configuration is told although it can be run."""
     key, actor = ROLES[ACTOR].model(config)
-    return list(filter(None, [uncompared(key, actor)]))
+    return list(filter(None, [uncompared(key, actor), bypass_note(config)]))
 
 
 def _model_problems(config: Config) -> Iterator[UserError]:

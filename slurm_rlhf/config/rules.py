@@ -11,6 +11,7 @@ from slurm_rlhf.config.algorithm_rules import (
     filter_problems,
     sampling_problems,
 )
+from slurm_rlhf.config.correction import correction_problems
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.loss_rules import loss_problems
 from slurm_rlhf.config.roles import ROLES, running_roles
@@ -33,6 +34,7 @@ def rule_problems(config: Config) -> Iterator[str]:
     if not algorithm:
         yield from _colocated(config)
     yield from sampling_problems(config)
+    yield from correction_problems(config)
 
 
 def key_problems(config: Config) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Define the group algo: advantages and KL. See `schema.py`."""
+"""Define the group algo: advantages, KL, correction between engine and trainer. See `schema.py`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Advantage:
     """GAE's lambda. 1, as in OpenRLHF: the reward reaches every token. At 0.95 a hundredth of it is left 90 tokens from
     the end, and before that the critic's guess decides; less noise, so good for short responses."""
     lambd_critic: Annotated[float, Range(-1, 1)] = -1.0
-    """Lambda of the returns that the critic learns; -1: as algo.advantage.lambd. VAPO takes 1, beside 0.95 for the
-    policy."""
+    """Lambda of the returns that the critic learns; -1: as algo.advantage.lambd. VAPO takes 1, beside a smaller one
+    for the policy."""
     no_whitening: bool = False
     """Leave advantages as they are instead of giving the batch mean 0 and standard deviation 1."""
     no_std_norm: bool = False
@@ -45,9 +45,34 @@ class Kl:
 
 
 @dataclass(slots=True)
+class Correction:
+    preset: Literal["auto", "none", "tis", "icepop", "seq_mask"] = "auto"
+    """How the loss of a token is weighed by rho = its probability under the actor over that under the policy which
+    sampled it. tis: rho, at most 2. icepop: rho inside [0.5, 5], else 0. seq_mask: rho where the geometric mean over
+    the response is inside [0.99, 1.01], else 0. auto: tis with vllm.sync_mode = inflight, else none. Measured in any
+    case: correction/... in the metrics."""
+    level: Literal["", "token", "sequence", "geometric"] = ""
+    """In place of a preset, with mode and thresholds: the ratio is the token's, the product over its response, or the
+    geometric mean over its response."""
+    mode: Literal["", "truncate", "mask", "clip"] = ""
+    """In place of a preset: truncate (the ratio, at most the high threshold), clip (into the thresholds), or mask (0
+    outside of the thresholds, inside the token's own ratio). OpenRLHF's tis is token and clip with [0.5, 5]."""
+    thresholds: Annotated[list[float], NOT_NEGATIVE] = field(default_factory=list)
+    """Two values, low below 1 and high above 1, or at 1: of level and mode, or in place of the preset's. The low one is
+    0 for truncate. Empty: the preset's."""
+    off_policy_delta: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Tokens with a negative advantage are dropped where log(pi_engine / pi_actor), averaged over the response, is
+    above this; 0: never. DeepSeek-V3.2's off-policy sequence mask."""
+    bypass: bool = False
+    """Take the engine's log-probs for the old ones: the actor's pass without gradients is left out. The clipped ratio
+    is then that to the policy which sampled the token, and corrects by itself."""
+
+
+@dataclass(slots=True)
 class Algo:
     advantage: Advantage = field(default_factory=Advantage)
     kl: Kl = field(default_factory=Kl)
+    correction: Correction = field(default_factory=Correction)
     dynamic_filtering_enable: bool = False
     """Drop prompts whose responses all have the same score (DAPO's dynamic sampling), and sample others for them."""
     dynamic_filtering_range: Annotated[list[float], ANY] = field(default_factory=list)

@@ -1,6 +1,7 @@
-"""Fill the columns that an update needs: log-probs and values by the roles, advantages and returns here.
+"""Fill the columns that an update needs: log-probs and values by the roles, advantages and weights here.
 
-`Step.collect` calls these in turn. `fill_advantages` is a pure function of the experience and the configuration.
+`Step.collect` calls these in turn. `fill_advantages` and `fill_correction` are pure functions of the experience and the
+configuration.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from numpy.typing import ArrayLike
 
 from slurm_rlhf.algorithms.advantages import estimate
 from slurm_rlhf.algorithms.batching import Shard, assemble
+from slurm_rlhf.algorithms.correction import COLUMN, CorrectionInputs, correct
 from slurm_rlhf.algorithms.packed import find_actions, response_sums
 from slurm_rlhf.algorithms.policy_distance import approx_kl
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale, clipped_share
+from slurm_rlhf.config.correction import correction_of
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import CriticCalls, ForwardBatch, LogprobCalls
 from slurm_rlhf.control.server import RoleHandle, gather, send_shards
 from slurm_rlhf.controller.shaping import groups_of, loss_mask, shaped_rewards
-from slurm_rlhf.records import F32, Experience
+from slurm_rlhf.records import F32, I32, Experience
 from slurm_rlhf.rewards.values import Rewards
 
 COLUMNS: tuple[tuple[str, Callable[[Any, ForwardBatch], F32], str], ...] = (
@@ -35,10 +38,17 @@ COLUMNS: tuple[tuple[str, Callable[[Any, ForwardBatch], F32], str], ...] = (
 
 
 def fill_passes(config: Config, roles: Mapping[str, RoleHandle[Any]], experience: Experience) -> None:
-    """Fill the columns of log-probs and values, all roles at once."""
+    """Fill the columns of log-probs and values, all roles at once.
+
+    With algo.correction.bypass the engine's log-probs are the old ones, and the actor computes none.
+    """
+    bypass = config.algo.correction.bypass
+    if bypass:
+        engine = experience.columns["rollout_logprobs"]
+        experience.columns["logprobs"] = np.where(experience.action_mask, engine, np.float32(0.0))
     running: list[tuple[str, list[Shard], list[Future[F32]]]] = []
     for role, method, column in COLUMNS:
-        if role in roles:
+        if role in roles and not (bypass and role == ACTOR):
             parts, calls = send_shards(roles[role], method, ForwardBatch, experience, config.train.forward_tokens)
             one_at_a_time(config, calls)
             running.append((column, parts, calls))
@@ -124,3 +134,28 @@ def _compared(algorithm: Algorithm, inputs: AdvantageInputs) -> ArrayLike:
     if not algorithm.needs_components:
         return inputs.rewards
     return np.concatenate([inputs.components[name] for name in inputs.component_weights or inputs.components])
+
+
+def fill_correction(config: Config, experience: Experience, age: I32) -> dict[str, float]:
+    """Fill the column of weights, if there is a correction; answer how far engine and actor are apart.
+
+    `age` [A]: updates between the policy that sampled a token and the actor's. Nothing with algo.correction.bypass:
+    there the update measures it (`correction.ratio_sums`). The weights are of the policy's loss alone, as in OpenRLHF
+    and verl: the critic learns the value of states that were visited, whichever policy came there, and dropping them
+    would leave it without the values that later advantages need.
+    """
+    settings, columns = config.algo.correction, experience.columns
+    if settings.bypass:
+        return {}
+    inputs = CorrectionInputs(
+        logprobs=columns["logprobs"],
+        rollout_logprobs=columns["rollout_logprobs"],
+        advantages=columns["advantages"],
+        age=age,
+        action_mask=experience.action_mask,
+        offsets=experience.action_offsets,
+    )
+    weights, metrics = correct(correction_of(config), settings.off_policy_delta, inputs)
+    if weights is not None:
+        columns[COLUMN] = weights
+    return metrics

@@ -42,6 +42,7 @@ class StepFlops:
     reference: bool
     epochs: int
     samples: int  # responses per prompt
+    scored: bool = True  # by the actor, without gradients, before the update
 
     @classmethod
     def of(cls, config: Config) -> StepFlops | None:
@@ -51,7 +52,8 @@ class StepFlops:
         except ModelError:
             return None
         epochs, samples = config.train.max_epochs, config.rollout.n_samples_per_prompt
-        return cls(models[ACTOR], models.get(CRITIC), models.get(REWARD), REFERENCE in models, epochs, samples)
+        scored = not config.algo.correction.bypass
+        return cls(models[ACTOR], models.get(CRITIC), models.get(REWARD), REFERENCE in models, epochs, samples, scored)
 
     def update(self, experience: Experience, actor_trains: bool) -> float:
         """Count the training passes of actor and critic."""
@@ -69,7 +71,7 @@ class StepFlops:
         again = batch_flops(self.policy, prompts, False, 0) - batch_flops(
             self.policy, prompts[:: self.samples], False, 0
         )
-        total = (2 + self.reference) * policy - again  # sampled, and scored by actor and reference
+        total = (1 + self.scored + self.reference) * policy - again  # sampled, and scored by actor and reference
         total += batch_flops(self.critic, lengths, False, 0) if self.critic else 0.0
         return total + (batch_flops(self.reward, lengths, False, 0) if self.reward else 0.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slurm_rlhf.algorithms.aggregation import loss_weights
+from slurm_rlhf.algorithms.correction import COLUMN
 from slurm_rlhf.algorithms.policy_losses.table import aggregation_of
 from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.config.schema import Config
@@ -12,15 +13,21 @@ from slurm_rlhf.records import Experience
 def fill_loss_weights(config: Config, algorithm: Algorithm, batch: Experience) -> float:
     """Fill the columns of weights of a mini-batch, the whole of one optimizer step; answers its denominator.
 
-    loss_weights: of the policy loss, by its aggregation; without the column every weight is 1. entropy_weights: the
-    same for the entropy bonus. The two are columns of their own because what corrects the policy loss for the age of
-    its samples does not belong to a term of the policy as it is now.
+    loss_weights: of the policy loss, by its aggregation times the correction; without the column every weight is 1. The
+    denominator counts all actions, whatever weight the correction gives them (`algorithms.correction`).
+    entropy_weights: those of the entropy bonus, by the aggregation alone. The two are columns of their own because what
+    corrects the policy loss for the age of its samples does not belong to a term of the policy as it is now.
     """
     mode = aggregation_of(config.actor.loss_agg_mode, config.actor.policy_loss_type, algorithm)
     longest = config.rollout.max_new_tokens
     denominator, weights = loss_weights(mode, batch.action_mask, batch.action_offsets, longest)
+    correction = batch.columns.pop(COLUMN, None)
+    if weights is not None and config.actor.entropy_coef != 0.0:
+        batch.columns["entropy_weights"] = weights
+    if weights is not None and correction is not None:
+        weights = weights * correction
+    elif correction is not None:
+        weights = correction
     if weights is not None:
         batch.columns["loss_weights"] = weights
-        if config.actor.entropy_coef != 0.0:
-            batch.columns["entropy_weights"] = weights
     return denominator

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
@@ -20,12 +20,15 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import ActorCalls, ForwardBatch, SelfCheckAnswer
 from slurm_rlhf.control.server import RoleHandle, gather, send_shards
 from slurm_rlhf.controller.verdicts import (
+    ALL_THE_SAME,
+    FEW_NOT_FINITE,
     PROMPT_SHARES,
     REWARD_SHARES,
     Verdict,
     agreement_line,
     compare,
     drift,
+    engine_not_finite,
     first_ratio,
     not_finite,
     ratio_line,
@@ -91,6 +94,7 @@ class SelfCheck:
         self._warn_of_clipping(step, metrics)
         if not self.config.train.self_check:
             return
+        self._engine_finite(step, metrics.get("correction/not_finite", 0.0), exp)
         if self._begun:
             if (mean := metrics.get("rollout_logprob_diff")) is not None:
                 self._watch(step, drift(mean, self.config.ds.param_dtype))
@@ -102,6 +106,8 @@ class SelfCheck:
         self._shares("rewards", metrics, REWARD_SHARES)
         if wrong := not_finite(exp.rewards):
             raise SelfCheckError(wrong)
+        if self.config.algo.correction.bypass:
+            exp = self._with_pass(exp)
         repeated = self._repeated(exp)
         self._line("actor's forward", repeated, {"again": "twice", "eval": "in eval mode", "alone": "alone"})
         agreement = self._agreement(trajectories, exp, version)
@@ -112,6 +118,11 @@ class SelfCheck:
     def after_update(self, step: int, metrics: dict[str, float]) -> None:
         """Check the metrics of `Step.update`."""
         if not self.config.train.self_check or "first_ratio" not in metrics:  # critic.freezing_steps
+            return
+        if self.config.algo.correction.bypass:
+            # Its first ratio is that of actor to engine; of an older policy's tokens it may be anything.
+            if self.config.vllm.sync_mode == "drain":
+                self._watch(step, drift(metrics["correction/log_rho_mean"], self.config.ds.param_dtype))
             return
         verdict = first_ratio(metrics["first_ratio"], metrics["first_approx_kl"], self.config.ds.param_dtype)
         if self._updated:
@@ -128,6 +139,24 @@ class SelfCheck:
         if warning := clip_warning(share, self._clipped, self.config.reward.clip_range):
             self._clipped = share
             self.note(f"step {step}: {warning}")
+
+    def _engine_finite(self, step: int, lost: float, exp: Experience) -> None:
+        """Warn of tokens whose log-prob of the engine is not a number, and end the run where they are many."""
+        tokens = int(lost) + int(exp.action_mask.sum())
+        if not lost:
+            return
+        told = engine_not_finite(lost, tokens)
+        stop = 1.0 if not self._begun else self.config.train.self_check_stop
+        if stop and lost > stop * FEW_NOT_FINITE * tokens:
+            raise SelfCheckError(f"self-check failed (engine): step {step}: {told}. {ALL_THE_SAME}.")
+        if not lost / tokens < 2 * self._warned.get("not_finite", 0.0):
+            self._warned["not_finite"] = lost / tokens
+            self.note(f"warning: step {step}: {told}")
+
+    def _with_pass(self, exp: Experience) -> Experience:
+        """Compute the log-probs that algo.correction.bypass leaves out; the step goes on with `exp` as it is."""
+        parts, calls = send_shards(self.actor, ActorCalls.logprobs, ForwardBatch, exp, self.config.train.forward_tokens)
+        return replace(exp, columns=exp.columns | {"logprobs": assemble(exp, parts, gather(calls))})
 
     def _shares(self, title: str, shares: dict[str, float], names: tuple[str, ...]) -> None:
         self.figures |= {name: shares[name] for name in names if name in shares}

@@ -24,7 +24,8 @@ from functools import partial
 from typing import Any
 
 from slurm_rlhf.algorithms.batching import mini_batches
-from slurm_rlhf.algorithms.policy_distance import KLController
+from slurm_rlhf.algorithms.correction import mask_not_finite
+from slurm_rlhf.algorithms.policy_distance import KLController, ages
 from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale
 from slurm_rlhf.cluster.stop import Stop
@@ -37,7 +38,7 @@ from slurm_rlhf.controller.batches import Batch, Batches, EpisodesOver, sampling
 from slurm_rlhf.controller.colocation import Colocation
 from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.controller.engine_pool import EnginePool
-from slurm_rlhf.controller.experience import counting, fill_advantages, fill_passes, one_at_a_time
+from slurm_rlhf.controller.experience import counting, fill_advantages, fill_correction, fill_passes, one_at_a_time
 from slurm_rlhf.controller.loss_weights import fill_loss_weights
 from slurm_rlhf.controller.self_check import SelfCheck
 from slurm_rlhf.controller.shaping import loss_mask
@@ -142,20 +143,23 @@ class Step:
         """Compute what the update of a batch needs, with the actor at policy `version`; it can be done again.
 
         The ratio of the update is taken to the actor's own log-probs at `version`, whichever policies sampled the
-        tokens; that these may be older ones (vllm.sync_mode = inflight) is bounded, and not corrected for. So what is
-        clipped is the distance from the newest policy. Source: Hilton et al., Batch size-invariance for policy
-        optimization (2022), there with the weight of the proximal to the behaviour policy, which is 1 here.
+        tokens: what is clipped is the distance from the newest policy. The distance of that to the policy which sampled
+        a token is corrected by a weight, which `algo.correction` chooses (`algorithms.correction`); its `bypass` takes
+        the ratio to the policy that sampled instead.
         """
-        rewards, experience = self._score(batch)
+        experience = pack(batch.trajectories, [0.0] * len(batch.trajectories))
+        lost = mask_not_finite(experience)
+        rewards = self._score(batch, experience)
         judged = counting(self.config, rewards, batch.step)
         experience.rewards = judged.rewards
         with self.phases("advantages"):
             metrics = fill_advantages(self.config, self.algorithm, experience, judged, self.kl.coef, self.scale)
+            metrics |= fill_correction(self.config, experience, ages(batch.trajectories, version))
+            metrics["correction/not_finite"] = float(lost)
         return experience, metrics | sample_metrics(self.config, batch.trajectories, rewards, experience, version)
 
-    def _score(self, batch: Batch) -> tuple[Rewards, Experience]:
+    def _score(self, batch: Batch, experience: Experience) -> Rewards:
         """Get the rewards of the user's function or of a model, while the others compute log-probs and values."""
-        experience = pack(batch.trajectories, [0.0] * len(batch.trajectories))
         owners = [prompt for prompt in batch.prompts for _ in range(self.config.rollout.n_samples_per_prompt)]
         with self.phases("forward"):
             scored = self._begin_rewards(owners, batch)
@@ -164,7 +168,7 @@ class Step:
             fill_passes(self.config, self.roles, experience)
         with self.phases("reward"):
             rewards = self.reward.wait(scored, len(batch.trajectories))
-        return rewards, experience
+        return rewards
 
     def _begin_rewards(self, owners: list[Prompt], batch: Batch) -> Future[Rewards]:
         """Start computing the rewards of a batch, unless dynamic sampling has asked for them."""

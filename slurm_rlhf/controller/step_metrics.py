@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from slurm_rlhf.algorithms.correction import RATIO_SUMS, metrics_of_means
 from slurm_rlhf.algorithms.policy_distance import ages, staleness
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
@@ -31,9 +32,13 @@ class Trained:
 def sample_metrics(
     config: Config, trajectories: list[Trajectory], rewards: Rewards, experience: Experience, version: int
 ) -> dict[str, float]:
-    """Describe a batch; the actor's log-probs in `experience` are those of policy `version`."""
+    """Describe a batch; the actor's log-probs in `experience` are those of policy `version`.
+
+    With algo.correction.bypass there are none, and the metrics that compare them with the engine's are left out.
+    """
     mask, columns = experience.action_mask, experience.columns
-    drift = np.abs(columns["rollout_logprobs"] - columns["logprobs"])
+    bypass = config.algo.correction.bypass
+    drift = None if bypass else np.abs(columns["rollout_logprobs"] - columns["logprobs"])
     compared = experience.rewards
     if rewards.components and algorithm_of(config).needs_components:
         compared = np.stack(list(rewards.components.values()), axis=1)
@@ -47,9 +52,8 @@ def sample_metrics(
     if config.rollout.repetition_detection_max_pattern_size:
         metrics["repetition"] = float(np.mean([t.finish_reason == REPETITION for t in trajectories]))
     age = ages(trajectories, version)
-    fresh = drift[mask & (age == 0)]
     ahead = config.vllm.sync_mode == "inflight"
-    if fresh.size or not ahead:
+    if drift is not None and ((fresh := drift[mask & (age == 0)]).size or not ahead):
         # Engine against actor on the same tokens under the same policy: damaged weights would show here first.
         metrics["rollout_logprob_diff"] = float(fresh.mean()) if fresh.size else 0.0
         metrics["rollout_logprob_diff_max"] = float(fresh.max(initial=0.0))
@@ -64,11 +68,14 @@ def sample_metrics(
 def update_metrics(steps: list[Trained]) -> dict[str, float]:
     """Average over optimizer steps and their tokens; `first_ratio` and `first_approx_kl` are of the actor's first step.
 
-    In that step the actor still has the weights of the old log-probs.
+    In that step the actor still has the weights of the old log-probs; with algo.correction.bypass its sums of ratios
+    are those of actor to engine.
     """
     found: dict[str, list[float]] = {}
     for step in steps:
         for name in step.answers[0]:
+            if name in RATIO_SUMS:
+                continue
             if name in PER_STEP:
                 found.setdefault(f"{step.role}_{name}", []).append(step.answers[0][name])
             else:
@@ -78,6 +85,8 @@ def update_metrics(steps: list[Trained]) -> dict[str, float]:
     for name in ("ratio", "approx_kl"):
         if first and name in first.answers[0]:  # a loss of the user's may have other metrics
             metrics[f"first_{name}"] = _per_token(first, name)
+    if first and first.answers[0].keys() >= set(RATIO_SUMS):
+        metrics |= metrics_of_means({name: _per_token(first, name) for name in RATIO_SUMS})
     return metrics
 
 

@@ -181,6 +181,20 @@ def drift(mean: float, param_dtype: str) -> Verdict:
     return Verdict("engine", mean, Bound(bounds(param_dtype)["engine"].limit, "mean"), "mean of the step's tokens")
 
 
+FEW_NOT_FINITE = 0.01
+"""Share of a batch's tokens whose log-prob of the engine may be NaN or infinite: they are left out of training."""
+
+
+def engine_not_finite(lost: float, tokens: int) -> str:
+    """Describe log-probs of the engine that are NaN or infinite: `lost` of `tokens`, both over the batch."""
+    return (
+        f"{lost:.0f} of {tokens} log-probs of the engine are NaN or infinite, and those tokens are left out of "
+        f"training (correction/not_finite in the metrics); beyond {_percent(FEW_NOT_FINITE)} the engine is broken. "
+        "Usually: its weights hold a NaN after an update, or its kernels overflow in half precision. What to change: "
+        "look at the updates of the weights in the log, lower actor.learning_rate, or set vllm.dtype = fp32"
+    )
+
+
 # --- what a batch of rewards and the prompts show ---------------------------------------------------------------------
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from slurm_rlhf.algorithms.correction import ratio_sums
 from slurm_rlhf.algorithms.losses import entropy_bonus, value_loss
 from slurm_rlhf.algorithms.policy_losses.inputs import Metrics, PolicyInputs
 from slurm_rlhf.algorithms.policy_losses.table import clip_range
@@ -125,6 +126,8 @@ class PolicyTrainer(LanguageModelTrainer):
                 (actor.sapo_temperature_pos, actor.sapo_temperature_neg),
             )
         )
+        if self.config.algo.correction.bypass:  # the old log-probs are the engine's
+            metrics = metrics | ratio_sums(logprobs, column(part, "logprobs", device), mask)
         weights = optional_column(part, "entropy_weights", device)
         bonus, more = entropy_bonus(entropy, mask, denominator, actor.entropy_coef, weights)
         return loss + bonus, metrics | more

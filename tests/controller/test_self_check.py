@@ -23,6 +23,7 @@ from steps import make_step
 from tiny_models import make_tiny
 from training_ranks import make_config
 
+from slurm_rlhf.algorithms.correction import mask_not_finite
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.control.calls import SelfCheckAnswer
 from slurm_rlhf.controller.experience import fill_passes
@@ -35,6 +36,10 @@ from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 CASES = ("sound", "dropout", "batch mates", "old log-probs", "stale engine", "off")
+BYPASS = ("bypass", "bypass, colder engine", "bypass, stale engine")
+NOT_FINITE = {"a NaN": 1, "NaNs": 5, "later NaNs": 5, "a later NaN": 1}
+"""Case -> how many of the engine's log-probs, of some 160, are NaN or infinite."""
+WEIGHTS = {"weights of 1": 1.0, "weights of 0": 0.0}
 RESPONSES = 12
 
 
@@ -77,6 +82,8 @@ class Bench:
         roles: dict[str, Any] = {"actor": Here(self.actor), "critic": Here(ValueTrainer(self.config, 10))}
         self.step = make_step(self.config, roles, kl=KLController(0.0, 0.0, 1))
         self.notes: list[str] = []
+        self.spoilt: dict[int, int] = {}  # step -> log-probs of the engine that are no numbers
+        self.weight: float | None = None  # of every token, by a correction
         findings = PromptFindings({"prompts_dropped": 0.25}, "the chat template ends an answer by nothing")
         self.check = SelfCheck(self.config, roles["actor"], self.notes.append, findings, {})
 
@@ -100,10 +107,17 @@ class Bench:
         """Do what `Step.run` does; answer the metrics of the update. Raises SelfCheckError."""
         found = self.trajectories(number - 1)
         exp = pack(found, [float(t.prompt % 3) for t in found])
+        at = np.flatnonzero(exp.action_mask)[:: len(exp.action_mask) // 6][: self.spoilt.get(number, 0)]
+        exp.columns["rollout_logprobs"][at] = np.resize([np.nan, np.inf, -np.inf], len(at))
+        given = {"reward_clipped": 0.0, "reward_constant": 0.0, "truncated": 0.0}
+        given["correction/not_finite"] = float(mask_not_finite(exp))
         fill_passes(self.config, self.step.roles, exp)
-        drift = float(np.abs(exp.columns["rollout_logprobs"] - exp.columns["logprobs"]).mean())
-        shares = {"reward_clipped": 0.0, "reward_constant": 0.0, "truncated": 0.0}
-        self.check.before_update(number, found, exp, {"rollout_logprob_diff": drift, **shares}, number - 1)
+        if not self.config.algo.correction.bypass:
+            drift = np.abs(exp.columns["rollout_logprobs"] - exp.columns["logprobs"])
+            given["rollout_logprob_diff"] = float(drift[exp.action_mask].mean())
+        self.check.before_update(number, found, exp, given, number - 1)
+        if self.weight is not None:
+            exp.columns["correction"] = np.full_like(exp.columns["values"], self.weight)
         exp.columns["advantages"] = exp.columns["returns"] = np.ones_like(exp.columns["values"])
         metrics = update_metrics(self.step._train(number, exp))
         self.check.after_update(number, metrics)
@@ -144,6 +158,11 @@ def another_temperature(bench: Bench) -> None:
     bench.check.config.train.self_check_stop = 0.0
 
 
+def colder_engine(bench: Bench) -> None:
+    """The engine's log-probs are taken at another temperature."""
+    bench.engine.temperature *= 0.95
+
+
 def run_case(case: str, models: Path) -> dict[str, Any]:
     import torch
 
@@ -153,15 +172,21 @@ def run_case(case: str, models: Path) -> dict[str, Any]:
         "dropout": functional_dropout,
         "batch mates": dynamic_frequencies,
         "old log-probs": another_temperature,
+        "bypass, colder engine": colder_engine,
     }
     bench = Bench(models / ("opt" if case == "dropout" else "qwen2"), self_check=case != "off")
+    bench.config.algo.correction.bypass = case in BYPASS
+    bench.weight = WEIGHTS.get(case)
+    bench.spoilt = {1: NOT_FINITE.get(case, 0)}
+    bench.check._begun = "later" in case
     if case in faults:
         faults[case](bench)
+    twice = ("stale engine", "off", "bypass, stale engine")
     torch.manual_seed(3)
     error, metrics = "", []
     try:
         # The frozen policy never gets an update: in the second step it is an engine with old weights.
-        for number in range(1, 3 if case in ("stale engine", "off") else 2):
+        for number in range(1, 3 if case in twice else 2):
             metrics.append(bench.train(number))
     except SelfCheckError as found:
         error = str(found)
@@ -177,7 +202,7 @@ def run_case(case: str, models: Path) -> dict[str, Any]:
 
 def main() -> None:
     models, out = Path(sys.argv[1]), Path(sys.argv[2])
-    out.write_text(json.dumps({case: run_case(case, models) for case in CASES}))
+    out.write_text(json.dumps({case: run_case(case, models) for case in (*CASES, *BYPASS, *NOT_FINITE, *WEIGHTS)}))
 
 
 # --- the tests -------------------------------------------------------------------------------------------------------
@@ -263,6 +288,42 @@ def test_an_engine_that_missed_an_update_ends_the_run_in_the_step_that_shows_it(
     assert "beyond 10 times the bound (train.self_check_stop); its checkpoints are kept" in stale["error"]
     assert len(stale["metrics"]) == 1
     assert stale["figures"]["engine"] < 1e-5  # in the first step it had the weights
+
+
+def test_with_bypass_the_engine_is_still_compared(found: dict[str, Any]) -> None:
+    """In the first step by a pass for the self-check alone, later by the ratio of the first update."""
+    sound = found["bypass"]
+    assert sound["error"] == ""
+    assert 0 < sound["figures"]["engine"] < 1e-5
+    assert 0 < sound["figures"]["alone"] < 1e-5
+    assert "ratio" not in sound["figures"]
+    assert sound["metrics"][0]["correction/log_rho_mean"] == pytest.approx(0, abs=1e-5)
+    assert 0 < sound["metrics"][0]["approx_kl"] < 1e-9
+    assert found["bypass, colder engine"]["error"].startswith("self-check failed (engine): ")
+    stale = found["bypass, stale engine"]
+    assert len(stale["metrics"]) == 1
+    assert stale["error"].startswith("step 2: the log-probs of engine and actor of the tokens that the engine sampled")
+
+
+def test_a_few_log_probs_that_are_no_numbers_are_left_out_and_more_end_the_run(found: dict[str, Any]) -> None:
+    one = found["a NaN"]
+    assert one["error"] == ""
+    assert any(note.startswith("warning: step 1: 1 of ") and "NaN or infinite" in note for note in one["notes"])
+    assert all(np.isfinite(value) for value in one["metrics"][0].values())
+    assert found["NaNs"]["error"].startswith("self-check failed (engine): step 1: 5 of ")
+    assert "vllm.dtype = fp32" in found["NaNs"]["error"]
+    # In a later step a few more are a warning: train.self_check_stop times as many end the run.
+    for case in ("a later NaN", "later NaNs"):
+        assert found[case]["error"] == ""
+        assert found[case]["notes"][0].startswith(f"warning: step 1: {NOT_FINITE[case]} of ")
+
+
+def test_the_weights_of_a_correction_reach_the_policy_and_not_the_critic(found: dict[str, Any]) -> None:
+    without, ones, zeros = (found[case]["metrics"][0] for case in ("sound", "weights of 1", "weights of 0"))
+    assert ones == without
+    assert zeros["actor_grad_norm"] == 0 < without["actor_grad_norm"]
+    assert zeros["critic_grad_norm"] == without["critic_grad_norm"] > 0
+    assert zeros["ratio"] == without["ratio"]
 
 
 def test_a_few_sequences_of_unlike_lengths_are_chosen_and_every_other_one_is_cut() -> None:

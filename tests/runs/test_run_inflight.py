@@ -162,6 +162,24 @@ def test_engine_and_actor_are_compared_under_the_same_policy_only(whole: Whole) 
     assert max(moved) > 100 * max(compared)
 
 
+def test_tokens_of_an_older_policy_are_corrected_by_their_ratio_to_it(whole: Whole) -> None:
+    """By tis, without being asked for."""
+    names = ("k1", "k3", "chi2", "ess", "log_rho_max", "truncated", "dropped")
+    for row in whole.rows:
+        assert {f"correction/{name}" for name in names} <= set(row)
+        assert row["correction/not_finite"] == 0
+        assert ("correction/age_1/k3" in row) == (row["stale_tokens"] > 0)
+        if row["stale_tokens"] > 0:
+            assert row["correction/age_1/log_rho_mean"] == pytest.approx(row["stale_logprob_diff"], rel=1e-5)
+            assert row["correction/ess"] < 1 - 1e-6
+        else:
+            assert row["correction/ess"] == pytest.approx(1, abs=1e-9)
+        if "correction/age_0/k3" in row:
+            assert row["correction/age_1/k3"] > 100 * row["correction/age_0/k3"]
+    assert any("correction/age_0/k3" in row for row in whole.rows)  # in one batch
+    assert 'preset = "auto"' in (whole.run_dir / "config.toml").read_text()
+
+
 def test_every_prompt_is_trained_on_once(whole: Whole) -> None:
     """Not batch by batch: a batch has what is finished. What was in flight at the stop is sampled again."""
     rows = [json.loads(line)["input"] for line in (whole.path / "prompts.jsonl").read_text().splitlines()]

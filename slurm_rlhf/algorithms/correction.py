@@ -1,0 +1,215 @@
+"""Correct for the distance between the policy that sampled a token and the one that the update starts from.
+
+    rho_t = exp(logprobs_t - rollout_logprobs_t)
+
+logprobs: the actor's at the begin of the step. rollout_logprobs: the engine's, of the version that sampled the token.
+So rho holds what their programs compute differently, and with vllm.sync_mode = inflight the updates in between, too.
+The loss of a token is weighed by a bounded function of rho, while its clipped ratio stays that of the update alone.
+Sources: Hilton et al., Batch size-invariance for policy optimization (2022), arXiv 2110.00641: the proximal policy is
+not the one that sampled; Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL Training (2025).
+
+The loss still divides by all actions of the optimizer step, those that were dropped included: weights are importance
+weights of a sum over samples, and dividing by what is left of them would make up for the very tokens that are left out.
+
+Shapes as in `packed`: A tokens of N responses, C of them actions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from slurm_rlhf.algorithms.correction_rule import CorrectionRule
+from slurm_rlhf.algorithms.packed import F64, I64, find_actions
+from slurm_rlhf.algorithms.policy_distance import MAX_LOG_RATIO
+from slurm_rlhf.records import F32, I32, Bool, Experience
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Metrics = dict[str, float]
+
+COLUMN = "correction"
+"""The column of an Experience that holds the weights; absent: every weight is 1."""
+
+
+@dataclass(slots=True)
+class CorrectionInputs:
+    """Hold what a correction is computed from."""
+
+    logprobs: ArrayLike  # [A], the actor's at the begin of the step
+    rollout_logprobs: ArrayLike  # [A], finite at actions (`mask_not_finite`)
+    advantages: ArrayLike  # [A]
+    age: I32  # [A], updates between the version that sampled a token and the actor's
+    action_mask: Bool  # [A]
+    offsets: NDArray[Any]  # [N + 1]
+
+
+@dataclass(slots=True)
+class _Ratios:
+    """Hold the ratios at the actions of a batch."""
+
+    log_rho: F64  # [C], unbounded
+    rho: F64  # [C], bounded
+    owner: I64  # [C], response of each action
+    counts: I64  # [N], actions of each response
+
+    def response_means(self, column: F64) -> F64:
+        """Average a column [C] over the actions of each response, [N]; 0 without actions."""
+        return self.response_sums(column) / np.maximum(self.counts, 1)
+
+    def response_sums(self, column: F64) -> F64:
+        """Add up a column [C] over the actions of each response, [N]."""
+        return np.bincount(self.owner, column, len(self.counts)).astype(np.float64)
+
+
+def mask_not_finite(experience: Experience) -> int:
+    """Take the actions whose log-prob of the engine is NaN or infinite out of the action mask; answer how many.
+
+    What the engine's policy gave them is unknown, so there is no ratio: nothing is trained on them.
+    """
+    lost = experience.action_mask & ~np.isfinite(experience.columns["rollout_logprobs"])
+    experience.action_mask = experience.action_mask & ~lost
+    return int(lost.sum())
+
+
+def correct(
+    rule: CorrectionRule | None, off_policy_delta: float, inputs: CorrectionInputs
+) -> tuple[F32 | None, Metrics]:
+    """Compute the weight of each token's loss, [A], and measure how far engine and actor are apart.
+
+    The weights are None without a rule and without `off_policy_delta`, and 0 at masked positions. Ratios are bounded by
+    exp(+-20), and what is dropped is chosen and not multiplied by 0, which would make NaN of an overflow.
+    Metrics: see `_describe`; also for each age, as `correction/age_<updates>/...`, where a token is stale.
+    Raises ValueError where lengths disagree.
+    """
+    mask, columns = inputs.action_mask, {"logprobs": inputs.logprobs, "rollout_logprobs": inputs.rollout_logprobs}
+    actions = find_actions(mask, inputs.offsets, **columns, advantages=inputs.advantages, age=inputs.age)
+    at, counts = actions.positions, actions.counts
+    new, old = (np.asarray(column, dtype=np.float64)[at] for column in columns.values())
+    log_rho = new - old
+    ratios = _Ratios(log_rho, _bounded_exp(log_rho), np.repeat(np.arange(len(counts)), counts), counts)
+    weights, truncated, dropped = np.ones_like(log_rho), np.zeros(len(at), np.bool_), np.zeros(len(at), np.bool_)
+    if rule is not None:
+        weights, truncated, dropped = _weigh(rule, ratios)
+    if off_policy_delta:
+        dropped = dropped | _off_policy(ratios, np.asarray(inputs.advantages)[at], off_policy_delta)
+    metrics = _measure(ratios, truncated & ~dropped, dropped, inputs.age[at])
+    if rule is None and not off_policy_delta:
+        return None, metrics
+    column = np.zeros(len(mask), dtype=np.float32)
+    column[at] = np.where(dropped, 0.0, weights)
+    return column, metrics
+
+
+def _weigh(rule: CorrectionRule, ratios: _Ratios) -> tuple[F64, Bool, Bool]:
+    """Apply a rule: (weights, which of them a bound has changed, which tokens it drops), [C] each.
+
+    sequence: w = prod_t rho_t;  geometric: w = (prod_t rho_t)^(1 / length), over the actions of a response.
+    truncate: min(w, high);  clip: min(max(w, low), high);  mask: rho_t where low <= w <= high, else dropped.
+    Sources: see `correction_rule.PRESETS`; Ionides, Truncated Importance Sampling (2008).
+    """
+    if rule.level == "token":
+        w = ratios.rho
+    else:
+        add = ratios.response_sums if rule.level == "sequence" else ratios.response_means
+        w = _bounded_exp(add(ratios.log_rho))[ratios.owner]
+    none = np.zeros(len(w), dtype=np.bool_)
+    if rule.mode == "mask":
+        # Written so that a NaN of the actor's stays in the weight, and ends the run with its step.
+        return ratios.rho, none, (w < rule.low) | (w > rule.high)
+    bounded = np.clip(w, rule.low if rule.mode == "clip" else 0.0, rule.high)
+    return bounded, bounded != w, none
+
+
+def _off_policy(ratios: _Ratios, advantages: NDArray[Any], delta: float) -> Bool:
+    """Find the actions that off-policy sequence masking drops, [C].
+
+        A_t < 0  and  mean over the response of log(pi_rollout / pi_actor) > delta
+
+    A response that the actor has left behind is no longer pushed away. Where all tokens of a response have one
+    advantage, it is dropped whole; with a critic the tokens with a negative one are. The paper's pi_actor is that of
+    the optimizer step; here it is that of the training step's begin, and what follows is the clipped ratio's.
+    Source: DeepSeek-V3.2 (2025), arXiv 2512.02556, section 3.1.
+    """
+    behind = ratios.response_means(-ratios.log_rho) > delta
+    return (advantages < 0) & behind[ratios.owner]
+
+
+def _measure(ratios: _Ratios, truncated: Bool, dropped: Bool, age: I32) -> Metrics:
+    """Describe all actions, and those of each age where some are stale."""
+    log_rho, rho = np.clip(ratios.log_rho, -MAX_LOG_RATIO, MAX_LOG_RATIO), ratios.rho
+    size = np.abs(log_rho)
+    # k3 from expm1, as in `policy_distance.approx_kl`: rho - 1 - log_rho cancels for small differences.
+    columns = (size, -log_rho, np.expm1(log_rho) - log_rho, rho, rho * rho, truncated, dropped)
+    if not age.any():  # twice as fast as counting by age
+        return _describe(np.array([len(rho), *(column.sum() for column in columns)]), size, "correction")
+    sums = np.stack([np.bincount(age), *(np.bincount(age, column) for column in columns)], axis=1)  # [oldest + 1, 8]
+    metrics = _describe(sums.sum(axis=0), size, "correction")
+    for updates in np.flatnonzero(sums[:, 0]):
+        metrics |= _describe(sums[updates], size[age == updates], f"correction/age_{updates}")
+    return metrics
+
+
+def _describe(sums: NDArray[Any], size: F64, name: str) -> Metrics:
+    """Average over actions: no action gives zeros.
+
+    log_rho_mean, log_rho_max: of |log rho|. k1, k3: KL(engine's policy || actor's), estimated as by `approx_kl`.
+    chi2: E[rho^2] - 1, the chi-square divergence. ess: (sum rho)^2 / (C sum rho^2), the effective sample size as a
+    share of the actions. truncated, dropped: shares of the actions whose weight a bound has changed, or made 0.
+    Sources: Schulman, Approximating KL Divergence (2020); Kong, A Note on Importance Sampling Using Standardized
+    Weights (1992).
+    """
+    count = float(sums[0])
+    mean, k1, k3, rho, squares, truncated, dropped = (float(total) / max(count, 1.0) for total in sums[1:])
+    found = {
+        "log_rho_mean": mean,
+        "log_rho_max": float(size.max(initial=0.0)),
+        "truncated": truncated,
+        "dropped": dropped,
+        **_of_moments(k1, k3, rho, squares),
+    }
+    return {f"{name}/{key}": value for key, value in found.items()}
+
+
+def _of_moments(k1: float, k3: float, rho: float, squares: float) -> Metrics:
+    return {
+        "k1": k1,
+        "k3": k3,
+        "chi2": squares - 1.0 if squares else 0.0,
+        "ess": rho * rho / squares if squares else 0.0,
+    }
+
+
+RATIO_SUMS = tuple(f"correction/{name}" for name in ("log_rho_mean", "k1", "k3", "rho", "rho_squared"))
+
+
+def ratio_sums(logprobs: Tensor, rollout_logprobs: Tensor, action_mask: Tensor) -> dict[str, Tensor]:
+    """Add up, over the actions of a micro-batch, what `metrics_of_means` needs; detached scalars.
+
+    logprobs, rollout_logprobs, action_mask [A]. For `algo.correction.bypass`, where the actor's log-probs of the old
+    policy are known in the first optimizer step of a training step only, and there in the ranks only.
+    """
+    log_rho = (logprobs.detach().float() - rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    rho = log_rho.exp()
+    columns = (log_rho.abs(), -log_rho, log_rho.expm1() - log_rho, rho, rho * rho)
+    sums = (column.double().where(action_mask, 0).sum() for column in columns)
+    return dict(zip(RATIO_SUMS, sums, strict=True))
+
+
+def metrics_of_means(means: Metrics) -> Metrics:
+    """Compute the metrics that the means of `ratio_sums` over all ranks are enough for, by the names of `correct`.
+
+    Not among them: the largest |log rho|, and the metrics by age.
+    """
+    size, k1, k3, rho, squares = (means[name] for name in RATIO_SUMS)
+    found = {"log_rho_mean": size, **_of_moments(k1, k3, rho, squares)}
+    return {f"correction/{name}": value for name, value in found.items()}
+
+
+def _bounded_exp(log_ratio: F64) -> F64:
+    result: F64 = np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return result

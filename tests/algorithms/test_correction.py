@@ -1,0 +1,346 @@
+"""Corrections between engine and trainer: by hand, against float64 token by token, and through the loss's gradient."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.testing import assert_allclose
+from policy_loss import policy_loss
+
+from slurm_rlhf.algorithms.aggregation import loss_weights
+from slurm_rlhf.algorithms.batching import shards
+from slurm_rlhf.algorithms.correction import (
+    CorrectionInputs,
+    correct,
+    mask_not_finite,
+    metrics_of_means,
+    ratio_sums,
+)
+from slurm_rlhf.algorithms.correction_rule import PRESETS, CorrectionRule
+from slurm_rlhf.records import Experience
+
+
+def inputs_of(
+    log_rho: Any, lens: list[int], mask: Any = None, advantages: Any = None, age: Any = None
+) -> CorrectionInputs:
+    """Inputs in which the engine gave every token the log-prob -1."""
+    count = len(log_rho)
+    return CorrectionInputs(
+        logprobs=np.asarray(log_rho, dtype=np.float32) - 1,
+        rollout_logprobs=np.full(count, -1, dtype=np.float32),
+        advantages=np.ones(count, dtype=np.float32) if advantages is None else np.asarray(advantages, dtype=np.float32),
+        age=np.zeros(count, dtype=np.int32) if age is None else np.asarray(age, dtype=np.int32),
+        action_mask=np.ones(count, dtype=np.bool_) if mask is None else np.asarray(mask, dtype=np.bool_),
+        offsets=np.concatenate([[0], np.cumsum(lens)]),
+    )
+
+
+def weights_of(rule: CorrectionRule | None, inputs: CorrectionInputs, delta: float = 0.0) -> list[float]:
+    found, _ = correct(rule, delta, inputs)
+    assert found is not None
+    assert found.dtype == np.float32
+    return [float(weight) for weight in found]
+
+
+# Two responses. Ratios 4, 1, 1/4 of the first, 2, 2 of the second: products 1 and 4, geometric means 1 and 2.
+BY_HAND = np.log([4, 1, 0.25, 2, 2])
+
+
+@pytest.mark.parametrize(
+    ("level", "mode", "bounds", "expected"),
+    [
+        ("token", "truncate", (0, 1.5), [1.5, 1, 0.25, 1.5, 1.5]),
+        ("token", "clip", (0.5, 3), [3, 1, 0.5, 2, 2]),
+        ("token", "mask", (0.5, 3), [0, 1, 0, 2, 2]),
+        ("sequence", "truncate", (0, 3), [1, 1, 1, 3, 3]),
+        ("sequence", "clip", (0.5, 3), [1, 1, 1, 3, 3]),
+        ("sequence", "mask", (0.5, 3), [4, 1, 0.25, 0, 0]),
+        ("geometric", "truncate", (0, 1.5), [1, 1, 1, 1.5, 1.5]),
+        ("geometric", "clip", (0.5, 3), [1, 1, 1, 2, 2]),
+        ("geometric", "mask", (0.5, 1.5), [4, 1, 0.25, 0, 0]),
+    ],
+)
+def test_level_and_mode_by_hand(level: Any, mode: Any, bounds: tuple[float, float], expected: list[float]) -> None:
+    found = weights_of(CorrectionRule(level, mode, *bounds), inputs_of(BY_HAND, [3, 2]))
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_presets_by_hand() -> None:
+    assert weights_of(PRESETS["tis"], inputs_of(BY_HAND, [3, 2])) == pytest.approx([2, 1, 0.25, 2, 2], rel=1e-6)
+    # 2 is inside of [0.5, 5], and so is 4; a quarter is not.
+    assert weights_of(PRESETS["icepop"], inputs_of(BY_HAND, [3, 2])) == pytest.approx([4, 1, 0, 2, 2], rel=1e-6)
+    # The geometric mean is 1 in the first response, 2 in the second.
+    assert weights_of(PRESETS["seq_mask"], inputs_of(BY_HAND, [3, 2])) == pytest.approx([4, 1, 0.25, 0, 0], rel=1e-6)
+
+
+def test_bounds_belong_to_what_is_kept() -> None:
+    for level in ("token", "sequence", "geometric"):
+        for low, high in ((1.0, 2.0), (0.5, 1.0)):
+            assert weights_of(CorrectionRule(level, "mask", low, high), inputs_of([0.0, 0.0], [2])) == [1, 1]
+
+
+def test_masked_positions_count_in_no_response() -> None:
+    # The token in the gap would make the product 100 times as large.
+    inputs = inputs_of([math.log(2), math.log(100), math.log(2)], [3], mask=[True, False, True])
+    assert weights_of(CorrectionRule("sequence", "truncate", 0, 50), inputs) == pytest.approx([4, 0, 4], rel=1e-6)
+    assert weights_of(CorrectionRule("geometric", "truncate", 0, 50), inputs) == pytest.approx([2, 0, 2], rel=1e-6)
+    alone = inputs_of([math.log(4)], [1])
+    assert weights_of(CorrectionRule("geometric", "truncate", 0, 50), alone) == pytest.approx([4], rel=1e-6)
+
+
+def test_off_policy_mask_by_hand() -> None:
+    """A negative advantage is dropped where the actor finds the response less likely than the engine did."""
+    log_rho = [-0.3, -0.1, 0.3, 0.1, -0.3, -0.1]  # means of log(engine / actor): 0.2, -0.2, 0.2
+    inputs = inputs_of(log_rho, [2, 2, 2], advantages=[-1, -1, -1, -1, 1, -1])
+    assert weights_of(None, inputs, delta=0.1) == [0, 0, 1, 1, 1, 0]
+    assert weights_of(None, inputs, delta=0.25) == [1] * 6
+    both = weights_of(PRESETS["tis"], inputs, delta=0.1)
+    assert both == pytest.approx([0, 0, math.exp(0.3), math.exp(0.1), math.exp(-0.3), 0], rel=1e-6)
+    # What is dropped does not count as truncated, too.
+    _, metrics = correct(CorrectionRule("token", "clip", 0.95, 1.05), 0.1, inputs)
+    assert metrics["correction/dropped"] == metrics["correction/truncated"] == 0.5
+
+
+def test_without_a_correction_there_are_no_weights() -> None:
+    weights, metrics = correct(None, 0.0, inputs_of(BY_HAND, [3, 2]))
+    assert weights is None
+    assert metrics["correction/dropped"] == metrics["correction/truncated"] == 0.0
+
+
+def test_metrics_by_hand() -> None:
+    _, metrics = correct(PRESETS["tis"], 0.0, inputs_of(np.log([4, 1, 1, 0.5]), [4]))
+    logs = [math.log(4), 0, 0, -math.log(2)]
+    assert metrics == pytest.approx(
+        {
+            "correction/log_rho_mean": 3 * math.log(2) / 4,
+            "correction/log_rho_max": math.log(4),
+            "correction/k1": -math.log(2) / 4,
+            "correction/k3": sum(math.exp(x) - 1 - x for x in logs) / 4,
+            "correction/chi2": (16 + 1 + 1 + 0.25) / 4 - 1,
+            "correction/ess": 6.5**2 / (4 * 18.25),
+            "correction/truncated": 0.25,
+            "correction/dropped": 0.0,
+        },
+        rel=1e-6,
+    )
+
+
+def test_metrics_of_each_age() -> None:
+    log_rho = np.array([0.1, -0.2, 0.4, 0.0])
+    inputs = inputs_of(log_rho, [4], mask=[True, True, True, False], age=[2, 0, 2, 1])
+    _, metrics = correct(PRESETS["icepop"], 0.0, inputs)
+    assert {name.split("/")[1] for name in metrics if "age_" in name} == {"age_0", "age_2"}  # age 1: no action
+    for age, chosen in ((0, [1]), (2, [0, 2])):
+        _, alone = correct(PRESETS["icepop"], 0.0, inputs_of(log_rho[chosen], [len(chosen)]))
+        found = {name: metrics[name.replace("correction", f"correction/age_{age}")] for name in alone}
+        assert found == pytest.approx(alone, rel=1e-6, abs=1e-12)
+    assert not any("age_" in name for name in correct(None, 0.0, inputs_of(log_rho, [4]))[1])
+
+
+@pytest.mark.parametrize("preset", [None, "tis", "icepop", "seq_mask"])
+def test_a_batch_without_actions(preset: str | None) -> None:
+    rule = PRESETS.get(preset or "")
+    for inputs in (inputs_of([], []), inputs_of([], [0, 0]), inputs_of([1.0], [1], mask=[False])):
+        weights, metrics = correct(rule, 0.0, inputs)
+        assert weights is None or not weights.any()
+        assert set(metrics.values()) == {0.0}
+
+
+def test_columns_of_other_lengths_are_refused() -> None:
+    inputs = inputs_of(BY_HAND, [3, 2])
+    inputs.logprobs = np.zeros(1)
+    with pytest.raises(ValueError, match="logprobs has shape"):
+        correct(None, 0.0, inputs)
+
+
+def test_a_nan_of_the_actor_is_not_hidden() -> None:
+    for rule in PRESETS.values():
+        assert any(math.isnan(weight) for weight in weights_of(rule, inputs_of([math.nan, 0.0], [2])))
+
+
+# --- written out in float64, token by token --------------------------------------------------------------------------
+
+
+def written_out(
+    rule: CorrectionRule, delta: float, log_rho: list[float], mask: list[bool], advantages: list[float]
+) -> list[float]:
+    """The weights of one response."""
+    logs = [x for x, acted in zip(log_rho, mask, strict=True) if acted]
+    total = math.fsum(logs)
+    of_response = {"sequence": total, "geometric": total / max(len(logs), 1)}
+    weights = []
+    for x, acted, advantage in zip(log_rho, mask, advantages, strict=True):
+        own = math.exp(min(max(x, -20), 20))
+        w = math.exp(min(max(of_response.get(rule.level, x), -20), 20))
+        if rule.mode == "mask":
+            w = own if rule.low <= w <= rule.high else 0.0
+        elif rule.mode == "clip":
+            w = min(max(w, rule.low), rule.high)
+        else:
+            w = min(w, rule.high)
+        if delta and advantage < 0 and -total / max(len(logs), 1) > delta:
+            w = 0.0
+        weights.append(w if acted else 0.0)
+    return weights
+
+
+token = st.tuples(
+    st.booleans(),
+    st.sampled_from([-1.0, 0.0, 1.0]),  # advantage
+    st.one_of(st.floats(-2, 2), st.sampled_from([-100.0, 100.0, 0.0])),
+    st.sampled_from([0.0, math.nan, math.inf, -math.inf]) | st.just(0.0),  # added to the engine's log-prob
+    st.integers(0, 3),
+)
+rules = st.builds(
+    CorrectionRule,
+    st.sampled_from(["token", "sequence", "geometric"]),
+    st.sampled_from(["truncate", "mask", "clip"]),
+    st.floats(0, 1),
+    st.floats(1.05, 8),
+)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.lists(token, max_size=5), max_size=5), rules, st.sampled_from([0.0, 0.3]))
+def test_weights_in_float64(responses: list[list[Any]], rule: CorrectionRule, delta: float) -> None:
+    exp = experience(responses)
+    lost = mask_not_finite(exp)
+    tokens = [item for response in responses for item in response]
+    mask = [acted and math.isfinite(bad) for acted, _, _, bad, _ in tokens]
+    assert lost == sum(acted for acted, *_ in tokens) - sum(mask)
+    assert exp.action_mask.tolist() == mask
+    inputs = CorrectionInputs(
+        exp.columns["logprobs"],
+        exp.columns["rollout_logprobs"],
+        exp.columns["advantages"],
+        np.array([item[4] for item in tokens], dtype=np.int32),
+        exp.action_mask,
+        exp.action_offsets,
+    )
+    weights, metrics = correct(rule, delta, inputs)
+    assert weights is not None
+    exact = exp.columns["logprobs"].astype(np.float64) - np.array([-3.0] * len(tokens))
+    expected: list[float] = []
+    for start, end in pairwise(exp.action_offsets):
+        part = slice(start, end)
+        expected += written_out(
+            rule, delta, exact[part].tolist(), exp.action_mask[part].tolist(), exp.columns["advantages"][part].tolist()
+        )
+    # A sum that lies on a bound to the last bit may fall to either side of it.
+    near = np.isclose(weights, expected, rtol=1e-5, atol=1e-12)
+    assert near.all(), (weights[~near], np.array(expected)[~near])
+    assert all(math.isfinite(value) for value in metrics.values())
+    acted = exact[exp.action_mask].clip(-20, 20)
+    if len(acted):
+        rho = np.exp(acted)
+        assert metrics["correction/k3"] == pytest.approx(np.mean(rho - 1 - acted), rel=1e-9, abs=1e-9)
+        assert metrics["correction/chi2"] == pytest.approx(np.mean(rho**2) - 1, rel=1e-9, abs=1e-9)
+        assert metrics["correction/ess"] == pytest.approx(rho.sum() ** 2 / (len(rho) * (rho**2).sum()), rel=1e-9)
+        zero = np.mean(np.array(expected)[exp.action_mask] == 0)
+        assert metrics["correction/dropped"] == pytest.approx(zero)
+
+
+def experience(responses: list[list[Any]]) -> Experience:
+    """Responses of (action?, advantage, log rho, what spoils the engine's log-prob, age); prompts of one token."""
+    tokens = [item for response in responses for item in response]
+    lens = np.array([len(response) for response in responses], dtype=np.int32)
+    columns = {
+        "logprobs": np.array([log_rho - 3 for _, _, log_rho, _, _ in tokens], dtype=np.float32),
+        "rollout_logprobs": np.array([-3 + bad for *_, bad, _ in tokens], dtype=np.float32),
+        "advantages": np.array([advantage for _, advantage, *_ in tokens], dtype=np.float32),
+    }
+    mask = np.array([acted for acted, *_ in tokens], dtype=np.bool_)
+    ids = np.zeros(int(lens.sum()) + len(lens), dtype=np.int32)
+    return Experience(np.ones_like(lens), lens, ids, mask, np.zeros(len(lens), dtype=np.float32), columns)
+
+
+# --- through the loss ------------------------------------------------------------------------------------------------
+
+
+def batch(seed: int, responses: int = 12) -> tuple[Experience, np.ndarray]:
+    """Random responses with gaps and empty ones, and the new log-probs of their tokens."""
+    rng = np.random.default_rng(seed)
+    made = experience(
+        [
+            [(rng.random() < 0.8, rng.normal(), rng.normal(0, 0.6), 0.0, 0) for _ in range(rng.integers(0, 7))]
+            for _ in range(responses)
+        ]
+    )
+    return made, (made.columns["logprobs"] + rng.normal(0, 0.3, len(made.action_mask))).astype(np.float32)
+
+
+def weighed(exp: Experience, rule: CorrectionRule) -> tuple[float, np.ndarray]:
+    age = np.zeros(len(exp.action_mask), dtype=np.int32)
+    columns = (exp.columns[name] for name in ("logprobs", "rollout_logprobs", "advantages"))
+    weights, _ = correct(rule, 0.2, CorrectionInputs(*columns, age, exp.action_mask, exp.action_offsets))
+    denominator, none = loss_weights("token-mean", exp.action_mask, exp.action_offsets, 7)
+    assert none is None
+    assert weights is not None
+    return denominator, weights
+
+
+def gradient(exp: Experience, new: np.ndarray, denominator: float) -> np.ndarray:
+    """d loss / d log-probs of one micro-batch."""
+    x = torch.tensor(new, requires_grad=True)
+    old, advantages, weights = (torch.tensor(exp.columns[name]) for name in ("logprobs", "advantages", "loss_weights"))
+    loss, _ = policy_loss(x, old, advantages, torch.tensor(exp.action_mask), denominator, 0.2, 0.28, weights)
+    loss.backward()
+    assert x.grad is not None
+    return x.grad.numpy()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_gradient_of_the_corrected_loss(name: str) -> None:
+    """-w_t ratio_t A_t / all actions where the ratio is not clipped, else 0; the weights have no gradient."""
+    exp, new = batch(3)
+    denominator, weights = weighed(exp, PRESETS[name])
+    exp.columns["loss_weights"] = weights
+    ratio = np.exp(new.astype(np.float64) - exp.columns["logprobs"])
+    advantage = exp.columns["advantages"].astype(np.float64)
+    clipped = np.where(advantage > 0, ratio > 1.28, ratio < 0.8)
+    expected = np.where(exp.action_mask & ~clipped, -weights * ratio * advantage / exp.action_mask.sum(), 0)
+    assert_allclose(gradient(exp, new, denominator), expected, rtol=2e-5, atol=1e-8)
+    # Dropped tokens stay in the count.
+    assert denominator == exp.action_mask.sum() > (weights > 0).sum()
+
+
+def test_micro_batches_and_ranks_do_not_change_the_gradient() -> None:
+    exp, new = batch(4)
+    denominator, weights = weighed(exp, PRESETS["icepop"])
+    exp.columns |= {"loss_weights": weights, "new": new}
+    whole = gradient(exp, new, denominator)
+    offsets, together = exp.action_offsets, np.zeros_like(whole)
+    for shard in shards(exp, 2, max_tokens=8):
+        for rows in shard.micro:
+            part = shard.experience.select(rows)
+            found = gradient(part, part.columns["new"], denominator)
+            for place, row in enumerate(rows):
+                start, end = offsets[shard.indices[row]], offsets[shard.indices[row] + 1]
+                mine = part.action_offsets
+                together[start:end] += found[mine[place] : mine[place + 1]]
+    assert_allclose(together, whole, rtol=1e-6, atol=1e-9)
+
+
+def test_sums_of_the_ranks_give_the_metrics_of_the_batch() -> None:
+    """What bypass measures in the update, over two parts, is what the conductor would have computed."""
+    exp, _ = batch(5)
+    age = np.zeros(len(exp.action_mask), dtype=np.int32)
+    columns = (exp.columns[name] for name in ("logprobs", "rollout_logprobs", "advantages"))
+    _, expected = correct(None, 0.0, CorrectionInputs(*columns, age, exp.action_mask, exp.action_offsets))
+    sums: dict[str, float] = {}
+    for rows in ([0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11]):
+        part = exp.select(rows)
+        new, old = (torch.tensor(part.columns[name]) for name in ("logprobs", "rollout_logprobs"))
+        for name, total in ratio_sums(new, old, torch.tensor(part.action_mask)).items():
+            sums[name] = sums.get(name, 0.0) + total.item()
+    found = metrics_of_means({name: total / exp.action_mask.sum() for name, total in sums.items()})
+    assert set(found) == {f"correction/{name}" for name in ("log_rho_mean", "k1", "k3", "chi2", "ess")}
+    for name, value in found.items():
+        assert value == pytest.approx(expected[name], rel=1e-5, abs=1e-7)
