@@ -48,5 +48,11 @@ if [[ -z ${root:-} ]]; then
 fi
 [[ -x $root/.venv/bin/$command ]] && command=$root/.venv/bin/$command
 
+if ! command -v "$command" >/dev/null; then
+  echo "ppo_32b: no $command on $(hostname): put what leads to it into 'Your site' of sbatch/ppo_32b.sh" >&2
+  echo "(source VENV/bin/activate, module load ...), or make .venv here: bash sbatch/environment.sh --gpu" >&2
+  exit 127
+fi
+
 # exec: Slurm's signals reach the run itself, and its exit code is the job's.
 exec "$command" train "$root/sbatch/ppo_32b.toml" "${options[@]}" "$@"

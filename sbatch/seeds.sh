@@ -36,5 +36,11 @@ shift 2
 program=${SLURM_SUBMIT_DIR:-$PWD}/.venv/bin/$command
 [[ -x $program ]] && command=$program
 
+if ! command -v "$command" >/dev/null; then
+  echo "seeds: no $command on $(hostname): put what leads to it into 'Your site' of sbatch/seeds.sh" >&2
+  echo "(source VENV/bin/activate, module load ...), or make .venv here: bash sbatch/environment.sh --gpu" >&2
+  exit 127
+fi
+
 # exec: Slurm's signals reach the run itself, and its exit code is the job's.
 exec "$command" train "$file" --train.seed="$seed" --run_dir="$run_dirs/seed_$seed" "$@"

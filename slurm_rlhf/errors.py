@@ -10,6 +10,7 @@ SlurmRlhfError                  anything this package raises on purpose
 │   ├── RewardError             the user's reward function
 │   ├── SelfCheckError          what is about to be trained is not what was asked for
 │   ├── PlacementError          roles that do not fit the nodes, an allocation that is too small
+│   ├── DiskError               a disk that is full, a run directory that has vanished
 │   └── CheckpointError         a checkpoint that is missing, partial or of another run
 └── RunError                    the run broke: printed with the role that broke it, exit code 1
     ├── RoleDied                a role's process ended or fell silent
@@ -60,6 +61,10 @@ class SelfCheckError(UserError):
 
 class PlacementError(UserError):
     """Report roles that do not fit the nodes; says what would fit."""
+
+
+class DiskError(UserError):
+    """Report a disk that refuses to be written; says what is free on it."""
 
 
 class CheckpointError(UserError):

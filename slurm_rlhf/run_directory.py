@@ -16,6 +16,7 @@ class RunDirectory:
         self.metrics: Final = root / "metrics.jsonl"
         self.tensorboard: Final = root / "tensorboard"
         self.logs: Final = root / "logs"
+        self.reward_log: Final = self.logs / "reward.log"
         self.checkpoints: Final = root / "checkpoints"
         self.final: Final = root / "final"
         self.summary: Final = root / "summary.json"
@@ -25,6 +26,10 @@ class RunDirectory:
 
     def role_log(self, role: str, node: str, rank: int | str) -> Path:
         return self.logs / f"{role}.{node}.{rank}.log"
+
+    def aside(self, path: Path, number: int) -> Path:
+        """Name the place of an earlier start's `path`: metrics.1.jsonl for metrics.jsonl."""
+        return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
     def make(self) -> None:
         """Create the directories; only the owner can enter `.control`, which holds the keys."""

@@ -59,3 +59,12 @@ def loss_weights(mode: str, action_mask: Bool, offsets: NDArray[Any], longest: i
     if weights is None:
         return denominator, None
     return denominator, np.repeat(weights, np.diff(offsets)).astype(np.float32)
+
+
+def positive_weights(rewards: F32, action_mask: Bool, offsets: NDArray[Any]) -> F32:
+    """Weigh the actions of responses with a positive reward by 1 / their number, [A]; all others by 0.
+
+    rewards [N], action_mask [A], offsets [N + 1] of the whole step over all ranks.
+    """
+    chosen = np.repeat(np.asarray(rewards) > 0, np.diff(offsets)) & action_mask
+    return chosen.astype(np.float32) / np.float32(max(chosen.sum(), 1))

@@ -11,10 +11,12 @@ still connected to its inputs, so that `backward` runs on it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from slurm_rlhf.algorithms.masked import actions_only, masked_sum, step_mean, weighed_sum
 from slurm_rlhf.algorithms.policy_losses.inputs import Metrics
+from slurm_rlhf.algorithms.policy_losses.ratios import k3
 
 if TYPE_CHECKING:  # losses call methods of tensors only, so that this room needs no torch
     from torch import Tensor
@@ -66,3 +68,55 @@ def entropy_bonus(
     total = masked_sum(clean, action_mask)
     mean = step_mean(total if weights is None else weighed_sum(clean, weights, action_mask), denominator)
     return -coef * mean, {"entropy": total.detach()}
+
+
+def kl_loss(
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    action_mask: Tensor,
+    denominator: float,
+    weights: Tensor,
+    estimator: str,
+) -> tuple[Tensor, Metrics]:
+    """Compute the weighed KL divergence of the policy from the reference, a scalar to add to the policy loss.
+
+        sum over actions of  w kl  / denominator,  with r = ref_logprobs - logprobs:
+        k2   r^2 / 2
+        k3   exp(r) - 1 - r                  k3+  the value of k3, the gradient of k2
+
+    logprobs [A] (with gradient), ref_logprobs [A], weights [A]: of the aggregation, times the coefficient. On tokens
+    that the policy sampled, the mean gradient of k2 is that of KL(policy || reference); that of k3 belongs to
+    KL(reference || policy); that of k1 = -r is zero, so that k1 is no loss. r is at most 20 in k3.
+    Metrics: kl_loss, the sum without weights. Sources: Schulman, Approximating KL Divergence (2020); Tang and Munos, On
+    a Few Pitfalls in KL Divergence Gradient Estimation for RL (2025), arXiv 2506.09477; "k3+" as in verl.
+    """
+    log_ratio = actions_only(ref_logprobs, action_mask) - actions_only(logprobs, action_mask)
+    kl = KL_LOSSES[estimator](log_ratio)
+    total = weighed_sum(kl, weights, action_mask)
+    return step_mean(total, denominator), {"kl_loss": masked_sum(kl.detach(), action_mask)}
+
+
+def _k2(log_ratio: Tensor) -> Tensor:
+    return log_ratio**2 / 2
+
+
+def _k3_by_k2(log_ratio: Tensor) -> Tensor:
+    slope = _k2(log_ratio)
+    return slope - slope.detach() + k3(log_ratio).detach()
+
+
+KL_LOSSES: dict[str, Callable[[Tensor], Tensor]] = {"k2": _k2, "k3": k3, "k3+": _k3_by_k2}
+"""`algo.kl.estimator` -> KL per element of log(reference / policy), with the gradient that the estimator has."""
+
+
+def nll_loss(logprobs: Tensor, action_mask: Tensor, weights: Tensor, coef: float) -> tuple[Tensor, Metrics]:
+    """Compute coef times the mean negative log-likelihood of the responses that were good, a scalar to add.
+
+        -coef * sum over actions of  w logprobs
+
+    logprobs [A] (with gradient); weights [A]: 1 / their number at the actions of responses with a positive reward, in
+    the whole optimizer step, else 0. Metrics: nll_loss, without coef; it adds up to the mean and is divided by nothing.
+    Source: Yue et al., VAPO (2025), arXiv 2504.05118, there the language model loss of positive examples.
+    """
+    mean = -weighed_sum(actions_only(logprobs, action_mask), weights, action_mask)
+    return coef * mean, {"nll_loss": mean.detach()}

@@ -18,7 +18,8 @@ from typing import Any
 
 from slurm_rlhf.checkpoint import resume
 from slurm_rlhf.checkpoint.manifest import describe, verify, write, write_state
-from slurm_rlhf.errors import CheckpointError, ConfigError
+from slurm_rlhf.disk import MIB, refusal, size_of
+from slurm_rlhf.errors import CheckpointError, ConfigError, RemoteError
 
 
 class CheckpointDir:
@@ -39,7 +40,7 @@ class CheckpointDir:
 
         Removes what interrupted saves have left. Raises CheckpointError when the disk refuses.
         """
-        with _explained(self.root, step):
+        with self.explained(step):
             self.root.mkdir(parents=True, exist_ok=True)
             for leftover in self.root.glob("step_*.tmp"):
                 shutil.rmtree(leftover)
@@ -55,8 +56,8 @@ class CheckpointDir:
         that JSON would change (see `manifest.write_state`); the earlier checkpoints are untouched then.
         """
         temporary, final = self._temporary(step), self.root / f"step_{step:06d}"
-        with _explained(self.root, step):
-            if not temporary.is_dir():
+        with self.explained(step):
+            if not temporary.is_dir() and self.root.parent.is_dir():
                 raise CheckpointError(
                     f"{temporary} has vanished while checkpoint {step} was written into it. Does another run use the "
                     "same run_dir? Give each run its own"
@@ -85,7 +86,7 @@ class CheckpointDir:
             raise ConfigError(f"ckpt.max_num = {max_num}; it must be at least 1, or the run could never be resumed")
         surplus = [entry.path for entry in resume.entries(self.root)[0]][max_num:]
         for path in reversed(surplus):
-            with _explained(self.root, None):
+            with self.explained(None):
                 _remove(path)
         return surplus
 
@@ -100,6 +101,33 @@ class CheckpointDir:
     def load_state(self, path: Path, roles: Sequence[str] = ()) -> dict[str, Any]:
         """Check a checkpoint and return its state (see `resume.load_state`). Raises CheckpointError."""
         return resume.load_state(path, roles)
+
+    @contextmanager
+    def explained(self, step: int | None) -> Iterator[None]:
+        """Turn what a disk raises while checkpoint `step` is written (None: while old ones go) into CheckpointError.
+
+        It says how full the disk is, what a checkpoint needs, and which one is still usable. A role's error counts too,
+        if it tells of a full disk.
+        """
+        try:
+            yield
+        except (OSError, RemoteError) as error:
+            sizes = [size_of(entry.path) for entry in resume.entries(self.root)[0]]
+            begun = 0 if step is None or sizes else size_of(self._temporary(step))
+            told = refusal(error, self.root, max(sizes, default=0))
+            if isinstance(error, RemoteError) and not told:
+                raise
+            if not self.root.parent.is_dir():
+                told = f"run_dir {self.root.parent} has vanished: it was removed or renamed, or its disk unmounted"
+            if told and begun:
+                told += f"; {begun / MIB:.1f} MiB were written before that"
+            usable = resume.latest(self.root)
+            what = "checkpoints could not be pruned" if step is None else f"checkpoint {step} could not be written"
+            rest = f"The newest whole checkpoint is {usable}" if usable else "There is no earlier checkpoint"
+            raise CheckpointError(
+                f"{what} in {self.root}: {told or error}. {rest}. Free space there, keep fewer (ckpt.max_num; "
+                f"{len(sizes)} are there), or set run_dir to another disk, then resume"
+            ) from error
 
     def _temporary(self, step: int) -> Path:
         return self.root / f"step_{step:06d}.tmp"
@@ -140,17 +168,3 @@ def _flush(path: str | Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def _explained(root: Path, step: int | None) -> Iterator[None]:
-    """Turn an OSError into an error that says which checkpoint is still usable."""
-    try:
-        yield
-    except OSError as error:
-        usable = resume.latest(root)
-        what = "checkpoints could not be pruned" if step is None else f"checkpoint {step} could not be written"
-        rest = f"The newest whole checkpoint is {usable}" if usable else "There is no earlier checkpoint"
-        raise CheckpointError(
-            f"{what} in {root}: {error}. {rest}. Free space there or set run_dir to another disk, then resume"
-        ) from error

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from slurm_rlhf import __version__
 from slurm_rlhf.config.key_text import help_text
+from slurm_rlhf.disk import refusal
 from slurm_rlhf.errors import ConfigError, SlurmRlhfError
 
 WIDEST = 120
@@ -71,6 +72,11 @@ def parse(words: list[str], usage: str, flags: Collection[str] = ()) -> Argument
     """
     spelled = {spelling: flag for flag in flags for spelling in (f"--{flag}", f"--{flag.replace('_', '-')}")}
     rest = [word for word in words if word not in spelled]
+    for word in rest:
+        plain = word.partition("=")[0].lstrip("-").replace("-", "").replace("_", "")
+        for flag in flags if word.startswith("-") else ():
+            if plain == flag.replace("_", ""):
+                raise ConfigError(f"unknown option {word}; did you mean --{flag}?")
     if not rest or rest[0].startswith("-"):
         raise ConfigError(f"the TOML file comes first\n{usage}")
     return Arguments(Path(rest[0]), rest[1:], frozenset(spelled[word] for word in words if word in spelled))
@@ -78,6 +84,7 @@ def parse(words: list[str], usage: str, flags: Collection[str] = ()) -> Argument
 
 COMMANDS = {
     "train": ("train", "train a policy by PPO, GRPO or an algorithm of your own"),
+    "check": ("check", "look at everything that a run reads, and start nothing"),
     "sft": ("train", "train a model on examples, the usual step before PPO"),
     "submit": ("train", "submit `train` as a Slurm job"),
     "status": ("status", "show the state of a job and how far its run is"),
@@ -125,12 +132,51 @@ def guarded(work: Callable[[], int]) -> int:
         return 1
     except OSError as error:
         # A full disk or a missing permission; the logs of the run say what it stopped.
-        print(f"slurm-rlhf: error: {error}", file=sys.stderr)
+        place = Path(str(error.filename or "."))
+        told = refusal(error, place)
+        print(f"slurm-rlhf: error: {f'{place}: {told}' if told else error}", file=sys.stderr)
         return 1
-    except Exception:
-        traceback.print_exc()
-        print("slurm-rlhf: this is a bug in slurm_rlhf, not in your input", file=sys.stderr)
-        return 1
+    except Exception as error:
+        return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> int:
+    if told := foreign_module(error, os.environ.get("PYTHONPATH", "")):
+        print(f"slurm-rlhf: error: {told}", file=sys.stderr)
+        return ConfigError.exit_code
+    traceback.print_exception(error)
+    print("slurm-rlhf: this is a bug in slurm_rlhf, not in your input", file=sys.stderr)
+    return 1
+
+
+def foreign_module(error: Exception, python_path: str) -> str:
+    """Name the file on PYTHONPATH that could not be imported, or lacks what was wanted of it; "" if there is none."""
+    package = Path(__file__).resolve().parents[1]
+    for file in _suspects(error):
+        for entry in filter(None, python_path.split(os.pathsep)):
+            parents = file.resolve().parents
+            if Path(entry).resolve() in parents and package not in parents:
+                return (
+                    f"{file} is imported because PYTHONPATH has {entry}, and it does not work here: "
+                    f"{type(error).__name__}: {error}. Take {entry} out of PYTHONPATH (unset PYTHONPATH), or mend or "
+                    "rename the file"
+                )
+    return ""
+
+
+def _suspects(error: Exception) -> list[Path]:
+    """List the files whose import may have failed, the nearest to the failure first."""
+    named: list[object] = []
+    if isinstance(error, SyntaxError):
+        named.append(error.filename)
+    if isinstance(error, ImportError):
+        module = sys.modules.get((error.name or "").partition(".")[0])
+        named += [error.path, getattr(module, "__file__", None)]
+    if isinstance(error, AttributeError):
+        named.append(getattr(error.obj, "__file__", None))  # of a module
+    frames = reversed(traceback.extract_tb(error.__traceback__))
+    named += [frame.filename for frame in frames if frame.name == "<module>"]
+    return [Path(name) for name in named if isinstance(name, str)]
 
 
 def unknown(name: str, known: Collection[str]) -> str:
@@ -144,7 +190,9 @@ def _dispatch(words: list[str]) -> int:
         print(_overview(), file=sys.stderr)
         return ConfigError.exit_code
     name, rest = words[0], words[1:]
-    if name in ("-h", "--help"):
+    if name == "help" and rest:
+        return _dispatch([*rest, "--help"])
+    if name in ("-h", "--help", "help"):
         print(_overview())
         return 0
     if name == "--version":

@@ -18,7 +18,7 @@ from slurm_rlhf.cli.placement_report import check_memory, memory_on, print_resol
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.slurm_environment import read_slurm
-from slurm_rlhf.config.check import check, warnings
+from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SlurmRlhfError
@@ -65,7 +65,9 @@ def _first(world: Communicator, arguments: Arguments, start: Launched) -> int:
         return error.exit_code
     if "dry_run" in arguments.flags:
         world.broadcast(None)
-        print_resolved(config, draw(placed.ranks), memory_on(config, placed.ranks), warnings(config))
+        from slurm_rlhf.cli.check import look, read
+
+        print_resolved(config, draw(placed.ranks), memory_on(config, placed.ranks), look(config, read(config)))
         return 0
     return _run(world, config, placed, arguments)
 

@@ -39,9 +39,10 @@ def layout_here(config: Config, environ: Mapping[str, str] = os.environ) -> Rank
     return place(current_topology(config, colocate, environ), role_sizes(config), colocate)
 
 
-def layout_on(config: Config, names: Sequence[str], gpus_per_node: int) -> RankMap:
-    """Place the ranks on nodes that need not exist. Raises PlacementError when the roles do not fit."""
-    return place(Topology.uniform(names, gpus_per_node), role_sizes(config), colocations(config))
+def layout_on(config: Config, names: Sequence[str], gpus: Sequence[int]) -> RankMap:
+    """Place the ranks on nodes that need not exist, with `gpus` on each. Raises PlacementError if roles do not fit."""
+    nodes = tuple(Node(name, count) for name, count in zip(names, gpus, strict=True))
+    return place(Topology(nodes), role_sizes(config), colocations(config))
 
 
 def layout_somewhere(config: Config, environ: Mapping[str, str] = os.environ) -> RankMap:
@@ -115,10 +116,10 @@ def check_memory(config: Config, ranks: RankMap) -> None:
         print(f"memory cannot be estimated: {memory.unknown}", flush=True)
 
 
-def print_resolved(config: Config, layout: str, memory: Memory, warnings: Sequence[str] = ()) -> None:
-    """Print what --dry_run shows: the configuration, then as comments the drawn `layout`, the memory, `warnings`."""
+def print_resolved(config: Config, layout: str, memory: Memory, more: Sequence[str] = ()) -> None:
+    """Print what --dry_run shows: the configuration, then as comments the drawn `layout`, the memory, and `more`."""
     print(dump_toml(config))
-    told = "".join(f"\n\nwarning: {warning}" for warning in warnings)
+    told = "".join(f"\n{line}" for line in ("", *more))
     print(textwrap.indent(f"{layout}\n\n{draw_memory(config, memory)}{told}", "# ", lambda line: True), flush=True)
 
 

@@ -18,12 +18,12 @@ from slurm_rlhf.cli.placement_report import (
     memory_on,
     require_fit,
 )
-from slurm_rlhf.cluster.slurm_notation import expand
+from slurm_rlhf.cluster.slurm_notation import expand, gpus_of_nodes, slurm_order
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_weights import stored_parameters
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError, ModelError
+from slurm_rlhf.errors import ConfigError, ModelError, shortened
 from slurm_rlhf.placement.rank_map import RankMap, draw
 from slurm_rlhf.placement.topology import GPU, numbered_names
 from slurm_rlhf.weight_sync.routes import Cost, cost_of
@@ -33,7 +33,7 @@ GIGABIT = 125_000_000  # bytes
 NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0
 USAGE = (
     "usage: slurm-rlhf plan FILE.toml [--KEY=VALUE ...] [--json]\n"
-    "                       [--gpus_per_node=N (--nodes=N | --nodelist=LIST)]\n"
+    "                       [--gpus_per_node=GPUS (--nodes=N | --nodelist=LIST)]\n"
     "                       [--gpu=NAME | --gpu_memory_gb=GB] [--network_gbits=RATE] [--inside_gbits=RATE]"
 )
 FLAGS = {
@@ -42,8 +42,10 @@ FLAGS = {
 }
 NODE_OPTIONS = {
     "nodes": "plan for this many nodes",
-    "nodelist": "plan for these nodes, written as Slurm does: gpu[001-003,007]",
-    "gpus_per_node": "GPUs of each of these nodes",
+    "nodelist": "plan for these nodes, written as Slurm does: gpu[001-003,007]; they are put in the order that Slurm "
+    "gives a job's nodes",
+    "gpus_per_node": "GPUs of each of these nodes: 8; or of one after the other, in Slurm's order: 6,6,4,4,4; or by "
+    "name: fat-[1-2]:6,r01c[01-03]:4",
 }
 GPU_OPTIONS = {
     "gpu": "kind of the GPUs, as train.gpu: h100, a100_40gb, h200, ...",
@@ -104,14 +106,25 @@ def take_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
     return options, rest
 
 
-def wanted_nodes(options: dict[str, str]) -> tuple[list[str], int] | None:
-    """Return names and GPUs per node that the options ask for; None if there are no options. Raises ConfigError."""
+def wanted_nodes(options: dict[str, str]) -> tuple[list[str], tuple[int, ...]] | None:
+    """Return names and GPUs of the nodes that the options ask for; None if there are no options. Raises ConfigError."""
     if not options:
         return None
     if "gpus_per_node" not in options or ("nodes" in options) == ("nodelist" in options):
         raise ConfigError(f"--gpus_per_node goes with --nodes or --nodelist: give it and one of these\n{USAGE}")
-    names = expand(options["nodelist"]) if "nodelist" in options else numbered_names(_count("nodes", options))
-    return names, _count("gpus_per_node", options)
+    listed = slurm_order(dict.fromkeys(expand(options["nodelist"]))) if "nodelist" in options else []
+    names = listed or numbered_names(_count("nodes", options))
+    text = options["gpus_per_node"]
+    try:
+        gpus = gpus_of_nodes(text, names)
+        if min(gpus) < 1:
+            raise ValueError("a node without GPUs cannot be planned for")
+    except ValueError as error:
+        raise ConfigError(
+            f"--gpus_per_node takes the GPUs of every node (8), of one after the other (6,6,4,4,4) or by name "
+            f"(fat-[1-2]:6,r01c[01-03]:4), got {text!r} for {shortened(names)}: {error}"
+        ) from None
+    return names, gpus
 
 
 def _count(name: str, options: dict[str, str]) -> int:
@@ -171,10 +184,11 @@ def draw_transfer(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> 
     found = cost_of(plan)
     actors = range(len(plan.layout.actors))
     engines = range(len(actors), plan.layout.world)
+    buckets = "1 bucket" if len(plan.buckets) == 1 else f"{len(plan.buckets)} buckets"
+    seconds = max(_seconds(found, network_gbits, inside_gbits), 0.001)
     lines = [
-        f"weight transfer: {_size(found.payload)} in {len(plan.buckets)} buckets, about "
-        f"{_seconds(found, network_gbits, inside_gbits):.3g} s at {network_gbits:g} Gbit/s between nodes and "
-        f"{inside_gbits:g} Gbit/s inside",
+        f"weight transfer: {_size(found.payload)} in {buckets}, about {seconds:.3g} s at {network_gbits:g} Gbit/s "
+        f"between nodes and {inside_gbits:g} Gbit/s inside",
         f"  an actor rank sends {_range([found.sent.get(rank, 0) for rank in actors])}",
         f"  an engine rank receives {_range([found.received[rank] for rank in engines])} "
         f"and hands on {_range([found.sent.get(rank, 0) for rank in engines])}",

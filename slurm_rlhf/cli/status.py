@@ -24,6 +24,8 @@ from slurm_rlhf.observe.run_status import RunStatus, read_run_status
 _JOB = re.compile(r"\d+(_\d+)?")
 _ANNOUNCED = re.compile(r"run directory (/.*?)(?:, \d+ steps|;|$)", re.MULTILINE)
 _READ = 1 << 20
+PATIENCE_S = 5.0
+"""For slurmctld, where the run directory tells the rest; scontrol itself would try for 18 s while it is down."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ def find(word: str) -> Found:
         )
     number = (session.task or session.job_id) if session else ""
     try:
-        jobs = ask_jobs(number) if number else []
+        jobs = ask_jobs(number, PATIENCE_S) if number else []
     except RunError as error:
         return Found(directory, session, None, number, unasked=str(error))
     return Found(directory, session, _current(jobs, number), number)

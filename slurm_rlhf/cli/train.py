@@ -20,8 +20,10 @@ from slurm_rlhf.cli.placement_report import (
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_sft, warnings
+from slurm_rlhf.config.key_text import split_overrides
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.launch.launcher import Launcher, LocalLauncher
 from slurm_rlhf.launch.mpi.assignment import launched
 from slurm_rlhf.placement.rank_map import RankMap
@@ -42,15 +44,38 @@ def train(words: list[str]) -> int:
         from slurm_rlhf.cli import mpi_start
 
         return mpi_start.train(arguments, start)
+    refuse_sft_keys(arguments.overrides)
     config = load_config(arguments.file, arguments.overrides)
+    _print_notes(given_twice(arguments.overrides) if "dry_run" not in arguments.flags else [])
     if "dry_run" in arguments.flags:
+        from slurm_rlhf.cli.check import look, read
+
         check(config)
         layout = draw_layout(config)
         memory = memory_on(config, layout_somewhere(config))
-        print_resolved(config, layout, memory, warnings(config))
+        print_resolved(config, layout, memory, look(config, read(config)))
         require_fit(config, memory)
         return 0
     return train_here(config)
+
+
+def refuse_sft_keys(overrides: list[str]) -> None:
+    """Raise ConfigError for a key of `slurm-rlhf sft` on the command line of a training run."""
+    names = [name for name, _ in split_overrides(overrides)[0] if name.startswith("sft.")]
+    if names:
+        raise ConfigError(f"--{names[0]} is a key of `slurm-rlhf sft`, and training has no use for it: leave it out")
+
+
+def given_twice(overrides: list[str]) -> list[str]:
+    """Note the keys that the command line has several times, and which value counts."""
+    values: dict[str, list[str]] = {}
+    for name, words in split_overrides(overrides)[0]:
+        values.setdefault(name, []).append(" ".join(words))
+    return [
+        f"note: --{name} is given {len(given)} times; the last one counts: {given[-1]}"
+        for name, given in values.items()
+        if len(given) > 1
+    ]
 
 
 def train_here(config: Config) -> int:
@@ -93,6 +118,7 @@ def sft(words: list[str]) -> int:
     """Train on examples and write the model. Raises SlurmRlhfError."""
     arguments = parse(words, SFT_USAGE)
     config = load_config(arguments.file, arguments.overrides)
+    _print_notes(given_twice(arguments.overrides))
     check_sft(config)
     _print_notes([f"warning: {told}" for told in warnings(config)])
     from slurm_rlhf.training.sft import run as train_on_examples
@@ -104,7 +130,9 @@ def sft(words: list[str]) -> int:
 def submit(words: list[str]) -> int:
     """Submit a job that trains. Raises SlurmRlhfError."""
     arguments = parse(words, SUBMIT_USAGE, SUBMIT_FLAGS)
+    refuse_sft_keys(arguments.overrides)
     config = load_config(arguments.file, arguments.overrides)
+    _print_notes(given_twice(arguments.overrides))
     require_fit(config, memory_of(config, None))  # if train.gpu names the GPUs: an error now, not after the queue
     from slurm_rlhf.launch import submit as submit_job
 

@@ -23,6 +23,7 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from pathlib import Path
 
+from slurm_rlhf.disk import MOUNTS, mount_of
 from slurm_rlhf.polling import wait_until
 
 CACHES = {
@@ -96,20 +97,9 @@ def local_places() -> list[Path]:
     return sorted(found, key=lambda path: _remoteness(file_system(path)))
 
 
-def file_system(path: Path, table: Path = Path("/proc/self/mounts")) -> str:
+def file_system(path: Path, table: Path = MOUNTS) -> str:
     """Return the type of the file system of `path`; empty where the table does not say."""
-    best, kind = Path("/"), ""
-    try:
-        lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return ""
-    path = path.resolve()
-    for line in lines:
-        mount, name = line.split()[1:3]
-        point = Path(mount.replace("\\040", " "))
-        if path.is_relative_to(point) and len(point.parts) >= len(best.parts):
-            best, kind = point, name
-    return kind
+    return mount_of(path, table)[1]
 
 
 def _remoteness(kind: str) -> int:

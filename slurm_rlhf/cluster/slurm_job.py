@@ -55,12 +55,12 @@ def parse_jobs(text: str) -> list[Job]:
     return jobs
 
 
-def ask_jobs(job_id: str) -> list[Job]:
-    """Ask for the job `job_id`, or all tasks of that array; empty when slurmctld has forgotten it. Takes up to 30 s.
+def ask_jobs(job_id: str, timeout_s: float = _TIMEOUT_S) -> list[Job]:
+    """Ask for the job `job_id`, or all tasks of that array; empty when slurmctld has forgotten it.
 
-    Raises RunError where slurmctld does not answer.
+    Raises RunError where slurmctld does not answer within `timeout_s`.
     """
-    done = command(["scontrol", "show", "job", "-o", job_id])
+    done = command(["scontrol", "show", "job", "-o", job_id], timeout_s=timeout_s)
     if done.returncode == 0:
         return parse_jobs(done.stdout)
     if any(mark in done.stderr for mark in _FORGOTTEN):
@@ -72,9 +72,9 @@ def ask_jobs(job_id: str) -> list[Job]:
 
 
 def command(
-    words: Sequence[str], env: Mapping[str, str] | None = None, cwd: str = ""
+    words: Sequence[str], env: Mapping[str, str] | None = None, cwd: str = "", timeout_s: float = _TIMEOUT_S
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of Slurm; one that is missing or hangs counts as failed. Blocks for up to 30 s.
+    """Run a command of Slurm; one that is missing, or gives no answer within `timeout_s`, counts as failed.
 
     `cwd` is the directory to run it in, if there is such a directory.
     """
@@ -83,13 +83,16 @@ def command(
             words,
             capture_output=True,
             text=True,
-            timeout=_TIMEOUT_S,
+            timeout=timeout_s,
             check=False,
             stdin=subprocess.DEVNULL,
             env=env,
             cwd=cwd if os.path.isdir(cwd) else None,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except subprocess.TimeoutExpired:
+        said = f"{words[0]} had no answer within {timeout_s:g} s"
+        return subprocess.CompletedProcess(list(words), 1, "", said)
+    except OSError as error:
         return subprocess.CompletedProcess(list(words), 1, "", str(error))
 
 

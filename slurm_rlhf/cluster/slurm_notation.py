@@ -11,7 +11,7 @@ is missing in many containers and exits with 0 on an invalid list.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 
 from slurm_rlhf.errors import PlacementError
@@ -42,6 +42,22 @@ def expand(text: str) -> list[str]:
     if not names:
         raise PlacementError(f"the node list {text!r} names no node")
     return names
+
+
+def slurm_order(names: Iterable[str]) -> list[str]:
+    """Sort host names as Slurm lists the nodes of a job (`scontrol show hostlistsorted`).
+
+    By what stands before the last number, in which numbers count as such; then names without a number, shorter numbers,
+    smaller numbers. Source: `hostrange_cmp` in Slurm's common/hostlist.c, seen in 22.05.
+    """
+    return sorted(names, key=_slurm_key)
+
+
+def _slurm_key(name: str) -> tuple[object, ...]:
+    before = name.rstrip("0123456789")
+    number = name[len(before) :]
+    natural = [int(part) if index % 2 else part for index, part in enumerate(re.split(r"(\d+)", before))]
+    return natural, len(number), int(number or 0)
 
 
 def _element(text: str, start: int) -> tuple[Iterator[str], int]:
@@ -140,6 +156,31 @@ def per_node(counts: tuple[int, ...], nodes: int) -> tuple[int, ...]:
     if len(counts) != nodes:
         raise ValueError(f"{len(counts)} counts for {nodes} nodes")
     return counts
+
+
+_OF_NODES = re.compile(r"(?P<nodes>[^:\s]+):(?P<count>\d+)(?:,|$)")
+
+
+def gpus_of_nodes(text: str, nodes: Sequence[str]) -> tuple[int, ...]:
+    """Read the GPUs of each of `nodes`: `8`, `6(x2),4(x3)` in their order, or `fat-[1-2]:6,r01c[01-03]:4` by name.
+
+    Raises ValueError.
+    """
+    if ":" not in text:
+        return per_node(expand_counts(text), len(nodes))
+    found: dict[str, int] = {}
+    position = 0
+    while position < len(text):
+        match = _OF_NODES.match(text, position)
+        if match is None:
+            raise ValueError(f"expected NODES:GPUS, got {text[position:]!r}")
+        found |= dict.fromkeys(expand(match["nodes"]), int(match["count"]))
+        position = match.end()
+    if missing := [name for name in nodes if name not in found]:
+        raise ValueError(f"nothing is said of {missing[0]}")
+    if unknown := [name for name in found if name not in nodes]:
+        raise ValueError(f"{unknown[0]} is not among the nodes")
+    return tuple(found[name] for name in nodes)
 
 
 def parse_gpus(text: str) -> int:

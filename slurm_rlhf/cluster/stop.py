@@ -39,6 +39,7 @@ STOP_FILE = "stop"
 SAVE_FILE = "save"
 _POLL_S = 1.0
 _SECOND_TERM_S = 2.0
+_SAVES = b"\nCtrl-C: the run saves and ends; press it again to end it at once\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Reason:
 
 USR1 = Reason("SIGUSR1: the end of the allocation is near", True, 0)
 TERM = Reason("SIGTERM", False, 128 + signal.SIGTERM)
+INTERRUPT = Reason("Ctrl-C", False, 128 + signal.SIGINT)
 END = Reason("the end of the allocation is near", True, 0)
 FILE = Reason(f"a file named {STOP_FILE} in the run directory", False, 0)
 
@@ -89,8 +91,8 @@ class Stop:
     """Notice requests to stop while it is entered. Only the main thread may enter it.
 
     SIGUSR1 (`sbatch --signal=B:USR1@600`) and the time `end` (seconds since the epoch) less `margin_s` mean: save,
-    and continue in another allocation. SIGTERM means: save now; a second SIGTERM ends the process at once. The file
-    `stop` in `directory` means: save and leave; the file `save`: save and continue.
+    and continue in another allocation. SIGTERM and SIGINT (Ctrl-C) mean: save now; a second one of them ends the
+    process at once. The file `stop` in `directory` means: save and leave; the file `save`: save and continue.
     """
 
     def __init__(self, directory: Path, end: float | None = None, margin_s: float = 0.0) -> None:
@@ -108,6 +110,7 @@ class Stop:
         self._before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
         signal.signal(signal.SIGUSR1, self._on_signal)
         signal.signal(signal.SIGTERM, self._on_signal)
+        signal.signal(signal.SIGINT, self._on_signal)
         threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
         return self
 
@@ -144,7 +147,12 @@ class Stop:
             signal.signal(number, signal.SIG_IGN)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM:
+        if number == signal.SIGINT:
+            if self.reason is INTERRUPT:
+                raise KeyboardInterrupt
+            self.reason = INTERRUPT
+            os.write(2, _SAVES)  # not print: the signal may have interrupted one
+        elif number == signal.SIGTERM:
             # One `scancel` or `timeout` can deliver SIGTERM twice.
             if self.reason is TERM and time.monotonic() > self._term_at + _SECOND_TERM_S:
                 raise SystemExit(TERM.exit_code)

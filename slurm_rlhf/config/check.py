@@ -40,6 +40,7 @@ def check_sft(config: Config) -> None:
     """Check everything that `slurm-rlhf sft` can know beforehand; raises as `check` does."""
     problems = list(key_problems(config))
     problems += _output("sft.output_dir", config.sft.output_dir, "where to write the trained model")
+    problems += _new("sft.output_dir", config.sft.output_dir)
     problems += _file("sft.dataset", config.sft.dataset, "a JSONL file of examples")
     problems += _needed("actor.model_name_or_path", config.actor.model_name_or_path, "the directory of the model")
     key, actor = "actor.model_name_or_path", config.actor.model_name_or_path
@@ -121,6 +122,11 @@ def _output(key: str, value: str, what: str) -> Iterator[str]:
             yield f"{key}: {there} is a file, not a directory: name another place than {value}"
         elif not os.access(there, os.W_OK | os.X_OK):
             yield f"{key}: you may not write to {there}: name another place than {value}"
+
+
+def _new(key: str, value: str) -> Iterator[str]:
+    if value and Path(value).is_dir() and any(Path(value).iterdir()):
+        yield f"{key}: {value} is there already and is not empty: remove it or name another directory"
 
 
 def _file(key: str, value: str, what: str) -> Iterator[str]:

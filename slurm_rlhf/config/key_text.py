@@ -9,6 +9,7 @@ import tomllib
 from collections.abc import Collection
 from typing import Any
 
+from slurm_rlhf.config.aliases import meaning, read_as
 from slurm_rlhf.config.keys import Key, all_keys, documentation, get
 from slurm_rlhf.config.schema import Config
 
@@ -151,8 +152,8 @@ def _following(words: list[str], start: int) -> list[str]:
 
 
 def _takes(name: str, first: list[str]) -> int | None:
-    key = all_keys().get(name)
-    if key is not None and key.kind.startswith("list["):
+    key = all_keys().get(read_as().get(name, name))
+    if meaning(name) or (key is not None and key.kind.startswith("list[")):
         return None
     if key is not None and key.kind == "bool":
         return 1 if first and first[0].lower() in ("true", "false") else 0

@@ -126,10 +126,28 @@ def _class_nodes(module: str) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
+SHORT = {
+    "lr": ["actor.learning_rate", "critic.learning_rate"],
+    "bs": ["train.batch_size", "rollout.batch_size"],
+    "model": ["actor.model_name_or_path"],
+    "model_name": ["actor.model_name_or_path"],
+    "output_dir": ["run_dir", "sft.output_dir"],
+    "n_samples": ["rollout.n_samples_per_prompt"],
+    "tp": ["vllm.tensor_parallel_size"],
+    "kl_coef": ["algo.kl.init_coef"],
+    "dataset": ["data.prompt_dataset"],
+    "epochs": ["train.max_epochs", "train.num_episodes"],
+}
+"""What people write -> the keys they mean, the most likely first."""
+
+
 def nearest(name: str) -> list[str]:
     """List valid keys that a user who wrote `name` may have meant, the most likely first; never empty."""
     wanted = name.lower().replace("-", "_")
     leaf = wanted.rpartition(".")[2]
+    if known := SHORT.get(leaf):
+        group = wanted.rpartition(".")[0]
+        return sorted(known, key=lambda key: difflib.SequenceMatcher(None, group, key).ratio(), reverse=True)
     same_leaf = [key for key in all_keys() if key.rpartition(".")[2] == leaf]
     if same_leaf and leaf == wanted:
         return same_leaf

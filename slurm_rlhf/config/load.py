@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.aliases import begins_alias, meaning, read_as
 from slurm_rlhf.config.key_text import BadValue, from_text, from_toml, split_overrides
 from slurm_rlhf.config.keys import Key, all_keys, get, groups, nearest, put
 from slurm_rlhf.config.schema import Config
@@ -28,14 +32,15 @@ def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Confi
 
     Paths become absolute: those of the file start at its directory, those of the command line at the working
     directory, `~` is the home. An empty `run_dir` becomes runs/<name of the file> under the working directory.
+    Names of OpenRLHF's flags are read as ours; a line on stderr says so.
     Raises ConfigError with every unknown key (and the nearest valid one), wrong type, and syntax error.
     """
     config = Config()
     problems: list[str] = []
     if path is not None:
         file = Path(path)
-        _apply_table(config, _read(file), "", file, problems)
-    _apply_overrides(config, list(overrides), problems)
+        _apply_table(_Source(config, problems, str(file), file.parent), _read(file), "")
+    _apply_overrides(_Source(config, problems, COMMAND_LINE, Path.cwd(), "--"), list(overrides))
     if problems:
         raise ConfigError(joined(problems))
     if path is not None and not config.run_dir:
@@ -68,7 +73,7 @@ def joined(problems: list[str]) -> str:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return tomllib.loads(file.read_text(encoding="utf-8-sig"))  # some editors put a byte order mark first
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file (a TOML file with the run's keys is needed)") from None
     except OSError as error:
@@ -79,45 +84,85 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: not valid TOML: {error}") from None
 
 
-def _apply_table(config: Config, table: dict[str, Any], prefix: str, file: Path, problems: list[str]) -> None:
+@dataclass(slots=True)
+class _Source:
+    """Sets keys from one place, and remembers how each was spelled there."""
+
+    config: Config
+    problems: list[str]
+    name: str
+    base: Path  # where its relative paths start
+    dashes: str = ""
+    spelled: dict[str, str] = field(default_factory=dict)  # key -> as it stands in the source
+
+    def wrong(self, problem: str) -> None:
+        self.problems.append(f"{self.name}: {problem}")
+
+    def put(self, name: str, read: Callable[[Key], Any]) -> None:
+        """Set the key that `name` is, a key of ours or a flag of OpenRLHF, to what `read` makes of its value."""
+        key = all_keys().get(read_as().get(name, name))
+        if key is None:
+            self.wrong(_unknown(name, self.dashes))
+            return
+        before = self.spelled.setdefault(key.name, name)
+        if before != name:
+            self.wrong(f"{self.dashes}{before} and {self.dashes}{name} are the same key, {key.name}: leave one out")
+            return
+        try:
+            put(self.config, key.name, _resolved(key, read(key), self.base))
+        except BadValue as error:
+            self.wrong(f"{self.dashes}{error}" + (f" (as {self.dashes}{name})" if name != key.name else ""))
+            return
+        if name != key.name:
+            print(f"note: {self.name}: {self.dashes}{name}, a name of OpenRLHF, is {key.name} here", file=sys.stderr)
+
+
+def _apply_table(source: _Source, table: dict[str, Any], prefix: str) -> None:
     for word, value in table.items():
         name = prefix + word
-        if name in groups():
-            if isinstance(value, dict):
-                _apply_table(config, value, name + ".", file, problems)
-            else:
-                problems.append(f"{file}: {name} is a group of keys, not a key: write [{name}] and its keys below")
-        elif name not in all_keys():
-            unknown = [f"{name}.{inner}" for inner in value] if isinstance(value, dict) and value else [name]
-            problems += [f"{file}: {_unknown(each)}" for each in unknown]
+        if name in groups() and not isinstance(value, dict):
+            source.wrong(f"{name} is a group of keys, not a key: write [{name}] and its keys below")
+        elif isinstance(value, dict) and (name in groups() or begins_alias(name)):
+            _apply_table(source, value, name + ".")
+        elif name in all_keys() or name in read_as():
+            source.put(name, partial(_from_toml, value))
         else:
-            key = all_keys()[name]
-            try:
-                put(config, name, _resolved(key, from_toml(key, value), file.parent))
-            except BadValue as error:
-                problems.append(f"{file}: {error}")
+            for leaf in _leaves(name, value):
+                source.wrong(_unknown(leaf))
 
 
-def _apply_overrides(config: Config, overrides: list[str], problems: list[str]) -> None:
+def _from_toml(value: Any, key: Key) -> Any:
+    return from_toml(key, value)
+
+
+def _leaves(name: str, value: Any) -> Iterator[str]:
+    if isinstance(value, dict) and value:
+        for word, inner in value.items():
+            yield from _leaves(f"{name}.{word}", inner)
+    else:
+        yield name
+
+
+def _apply_overrides(source: _Source, overrides: list[str]) -> None:
     found, stray = split_overrides(overrides)
     if stray:
-        problems.append(f"{COMMAND_LINE}: {stray[0]!r} belongs to no key: overrides look like --train.seed=1")
+        source.wrong(f"{stray[0]!r} belongs to no key: overrides look like --train.seed=1")
     for name, words in found:
         if name in groups():
-            problems.append(f"{COMMAND_LINE}: --{name} is a group of keys, not a key: write --{name}.<key>=<value>")
-        elif name not in all_keys():
-            problems.append(f"{COMMAND_LINE}: {_unknown(name, '--')}")
+            source.wrong(f"--{name} is a group of keys, not a key: write --{name}.<key>=<value>")
         else:
-            key = all_keys()[name]
-            try:
-                put(config, name, _resolved(key, from_text(key, words), Path.cwd()))
-            except BadValue as error:
-                problems.append(f"{COMMAND_LINE}: --{error}")
+            source.put(name, partial(_from_text, words))
+
+
+def _from_text(words: list[str], key: Key) -> Any:
+    return from_text(key, words)
 
 
 def _unknown(name: str, dashes: str = "") -> str:
-    meant = " or ".join(dashes + key for key in nearest(name))
-    return f"unknown key {dashes}{name}; did you mean {meant}? (`slurm-rlhf train --help` lists all keys)"
+    if meant := meaning(name):
+        return f"unknown key {dashes}{name}: {meant}"
+    near = " or ".join(dashes + key for key in nearest(name))
+    return f"unknown key {dashes}{name}; did you mean {near}? (`slurm-rlhf train --help` lists all keys)"
 
 
 def _resolved(key: Key, value: Any, base: Path) -> Any:

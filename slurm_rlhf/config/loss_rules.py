@@ -14,6 +14,7 @@ TYPE = "actor.policy_loss_type"
 def loss_problems(config: Config) -> Iterator[str]:
     """Check the policy loss, of an algorithm that is known."""
     yield from _ranges(config)
+    yield from _kl(config)
     algorithm, actor = algorithm_of(config), config.actor
     if algorithm.policy_loss is not None:
         if actor.policy_loss_type != all_keys()[TYPE].default:
@@ -40,6 +41,20 @@ def _ranges(config: Config) -> Iterator[str]:
                 f"actor.eps_clip_low_high = {low:g} {high:g} is the wrong way round: the range below comes first and "
                 f"is the narrower one, write {high:g} {low:g} (a range of 1 or more below is no bound at all)"
             )
+
+
+def _kl(config: Config) -> Iterator[str]:
+    kl = config.algo.kl
+    if kl.use_loss and not kl.init_coef:
+        yield (
+            "algo.kl.use_loss = true adds a KL term of weight algo.kl.init_coef = 0, and no reference is started: "
+            "set algo.kl.init_coef above 0, or leave use_loss out"
+        )
+    if kl.use_loss and kl.estimator == "k1":
+        yield (
+            "algo.kl.use_loss = true with algo.kl.estimator = k1 would add noise alone, because the mean gradient of "
+            "k1 is zero: set algo.kl.estimator to k2 or k3+, whose gradient is that of the KL divergence, or to k3"
+        )
 
 
 def _unused(config: Config) -> Iterator[str]:

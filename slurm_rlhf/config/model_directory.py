@@ -38,7 +38,7 @@ def check_not_quantised(key: str, path: str | Path, config: Mapping[str, Any]) -
         method = quantised.get("quant_method", "") if isinstance(quantised, dict) else ""
         raise ModelError(
             f"{key}: {path} holds quantised weights (quantization_config, {method or 'no method named'}), which cannot "
-            "be trained here: use the model it was made from, in bf16 or fp32"
+            "be trained here: use the model it was made from, in bf16, fp16 or fp32"
         )
 
 

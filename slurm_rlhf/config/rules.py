@@ -16,6 +16,7 @@ from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.loss_rules import loss_problems
 from slurm_rlhf.config.roles import ROLES, running_roles
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_models import Ds
 
 
 def rule_problems(config: Config) -> Iterator[str]:
@@ -41,6 +42,9 @@ def key_problems(config: Config) -> Iterator[str]:
     """Find keys whose value is wrong by itself, for training and for `slurm-rlhf sft`."""
     yield from out_of_range(config)
     yield from _lists(config)
+    yield from _loss_scale(config)
+    if not config.data.input_key:
+        yield "data.input_key is empty: name the column that holds the prompts (default: input)"
     yield from _template(config)
 
 
@@ -95,6 +99,11 @@ def _relations(config: Config) -> Iterator[str]:
             f"data.max_len = {config.data.max_len} leaves no room for a prompt beside "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: raise the one or lower the other"
         )
+    if config.eval.steps and not config.eval.dataset:
+        yield (
+            f"eval.steps = {config.eval.steps} evaluates nothing without eval.dataset: name a JSONL file of prompts "
+            "there, or leave eval.steps out"
+        )
     if 0 < config.train.self_check_stop < 1:
         yield (
             f"train.self_check_stop = {config.train.self_check_stop:g} would end a run within the bound that it is "
@@ -110,11 +119,34 @@ def _relations(config: Config) -> Iterator[str]:
         )
     yield from ahead_problems(config)
     yield from filter_problems(config)
-    holds = {"fp32": ("auto", "fp32"), "bf16": ("auto", "bf16", "fp32")}[config.ds.param_dtype]
+    ds = config.ds
+    holds = ("auto", "fp32") if ds.param_dtype == "fp32" else ("auto", ds.param_dtype, "fp32")
     if config.vllm.dtype not in holds:
         yield (
             f"vllm.dtype = {config.vllm.dtype} would round the weights that the actor trains in ds.param_dtype = "
-            f"{config.ds.param_dtype}, at every update: use {' or '.join(holds)}"
+            f"{ds.param_dtype}, at every update: use {' or '.join(holds)}"
+        )
+
+
+def _loss_scale(config: Config) -> Iterator[str]:
+    ds, initial = config.ds, Ds()
+    if ds.param_dtype != "fp16":
+        for name in ("initial_scale_power", "loss_scale_window", "min_loss_scale"):
+            if getattr(ds, name) != getattr(initial, name):
+                yield (
+                    f"ds.{name} is of the loss scale of fp16, which ds.param_dtype = {ds.param_dtype} does not need: "
+                    "leave the key out, or set ds.param_dtype = fp16"
+                )
+        return
+    if ds.grad_comm_dtype == "bf16":
+        yield (
+            "ds.grad_comm_dtype = bf16 would round to 8 bits the gradients that ds.param_dtype = fp16 has computed "
+            "with 11: use ds.grad_comm_dtype = fp32, or bf16 for both"
+        )
+    if ds.min_loss_scale > 2.0**ds.initial_scale_power:
+        yield (
+            f"ds.min_loss_scale = {ds.min_loss_scale:g} is above the scale to start with, 2 to the power of "
+            f"ds.initial_scale_power = {ds.initial_scale_power}: lower the one or raise the other"
         )
 
 

@@ -111,7 +111,7 @@ class Train:
     num_episodes: Annotated[int, COUNT] = 1
     """Passes over the prompt data set."""
     max_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """Stop after this many training steps; 0: when the episodes are over."""
+    """Stop after this many training steps, in a further episode if need be; 0: after train.num_episodes."""
     max_tokens_per_gpu: Annotated[int, COUNT] = 16384
     """Token budget of a micro-batch; a longer single sequence is a micro-batch of its own."""
     forward_max_tokens_per_gpu: Annotated[int, NOT_NEGATIVE] = 0
@@ -175,8 +175,8 @@ class Eval:
 
 @dataclass(slots=True)
 class Ckpt:
-    save_steps: Annotated[int, NOT_NEGATIVE] = 0
-    """Checkpoint every so many steps; 0: only at the end and when told to stop."""
+    save_steps: Annotated[int, NOT_NEGATIVE] = 20
+    """Checkpoint every so many steps; 0: only at the end and when told to stop, so that a node that fails costs all."""
     max_num: Annotated[int, COUNT] = 3
     """Checkpoints kept."""
 

@@ -35,9 +35,12 @@ class Advantage:
 @dataclass(slots=True)
 class Kl:
     init_coef: Annotated[float, NOT_NEGATIVE] = 0.01
-    """Weight of the KL penalty in the reward; 0: no reference model is started, unless the algorithm needs it."""
-    estimator: Literal["k1", "k2", "k3"] = "k1"
-    """k1, k2 or k3 (Schulman, Approximating KL Divergence, 2020)."""
+    """Weight of the KL penalty; 0: no reference model is started, unless the algorithm needs it."""
+    estimator: Literal["k1", "k2", "k3", "k3+"] = "k1"
+    """k1, k2 or k3 (Schulman, Approximating KL Divergence, 2020). With use_loss: k2, k3, or k3+ (the value of k3 with
+    the gradient of k2, which is the right one); in the reward k3+ is k3."""
+    use_loss: bool = False
+    """The KL penalty is a term of the actor's loss, added up as the policy loss is, and no part of the reward."""
     target: Annotated[float, NOT_NEGATIVE] = 0.0
     """KL per response that the adaptive controller aims at; 0: the coefficient stays fixed."""
     horizon: Annotated[int, COUNT] = 10000
@@ -65,7 +68,8 @@ class Correction:
     above this; 0: never. DeepSeek-V3.2's off-policy sequence mask."""
     bypass: bool = False
     """Take the engine's log-probs for the old ones: the actor's pass without gradients is left out. The clipped ratio
-    is then that to the policy which sampled the token, and corrects by itself."""
+    is then that to the policy which sampled the token, and corrects by itself; with vllm.sync_mode = inflight it also
+    clips what the updates since have moved."""
 
 
 @dataclass(slots=True)

@@ -58,7 +58,10 @@ class Actor:
     sapo_temperature_neg: Annotated[float, POSITIVE] = 1.05
     """The same for the other tokens."""
     entropy_coef: Annotated[float, ANY] = 0.0
-    """Weight of the entropy bonus."""
+    """Weight of the entropy bonus, which is added up as the policy loss is."""
+    nll_coef: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Weight of the negative log-likelihood of the responses with a positive reward, a mean over their tokens in the
+    optimizer step: imitates what went well (VAPO: 0.1). The reward is the one before normalisation and clipping."""
     gradient_checkpointing_enable: bool = False
     """Recompute activations in the backward pass."""
 
@@ -141,8 +144,19 @@ class Ds:
     the parameters, too. On a slow network 1 is the faster, where it fits."""
     grad_comm_dtype: Literal["fp32", "bf16"] = "fp32"
     """In which ranks add up their gradients: bf16 halves the bytes and rounds the sums to 8 bits."""
-    param_dtype: Literal["bf16", "fp32"] = "bf16"
-    """bf16 (with fp32 master weights; at stage 0 fp32 weights under autocast, the reference's too) or fp32."""
+    param_dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """bf16 (with fp32 master weights; at stage 0 fp32 weights under autocast, the reference's too), fp16 (the same, and
+    a loss scale: it rounds 8 times less than bf16, so log-probs of trainer and engine agree better) or fp32."""
+    initial_scale_power: Annotated[int, Range(0, 32)] = 16
+    """fp16: gradients are multiplied by 2 to this power at first, so that small ones do not vanish. An optimizer step
+    that overflows is skipped, counted (actor_skipped_steps, critic_skipped_steps) and halves the scale."""
+    loss_scale_window: Annotated[int, COUNT] = 1000
+    """fp16: optimizer steps without an overflow after which the scale doubles."""
+    min_loss_scale: Annotated[float, POSITIVE] = 1.0
+    """fp16: a step that overflows at this scale ends the run."""
+    fp32_lm_head: bool = False
+    """Take the product of hidden states and LM head in fp32, in actor, reference and engines, where a 16-bit one rounds
+    every logit. In the trainer it costs an fp32 copy of the head and of its gradient while a micro-batch is in work."""
     enable_sleep: bool = False
     """With train.colocate_all: actor and critic keep their optimizer states in host memory while the engines work."""
     attn_implementation: str = "sdpa"

@@ -23,6 +23,8 @@ from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import UNEVALUATED, RunState
 from slurm_rlhf.controller.startup import Inputs, Startup
 from slurm_rlhf.controller.supervisor import Supervisor
+from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.disk import run_directory_kept
 from slurm_rlhf.errors import ConfigError, RemoteError, RunError
 from slurm_rlhf.launch.launcher import Launcher
 from slurm_rlhf.launch.requeue import continuation_of
@@ -48,14 +50,16 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
     Whatever happens, no process of the run is left when this returns.
     """
     directory = RunDirectory(Path(config.run_dir))
-    directory.make()
+    with run_directory_kept(directory.root):
+        directory.make()
     with _exclusive(directory), _logging(directory.role_log("conductor", node, 0)):
         Session.here(os.environ).write(directory.root)
         reporting = Reporting(config, directory, ranks.worlds)
         try:
             with Stop(directory.root, continuation.end_time(), config.slurm.signal_lead_s) as stop:
                 try:
-                    Conductor(config, directory, ranks, launcher, reporting, stop).run()
+                    with run_directory_kept(directory.root):
+                        Conductor(config, directory, ranks, launcher, reporting, stop).run()
                 except StopRequested as stopped:
                     reporting.stopped(stopped.reason.what)
                     if stopped.reason.requeue:
@@ -65,7 +69,8 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
                     return stopped.reason.exit_code
         except BaseException as error:
             _log(error)
-            reporting.failed(error)
+            with contextlib.suppress(OSError):  # of a disk that cannot take the summary: `error` says so already
+                reporting.failed(error)
             raise
         if called_off := continuation.finished():
             reporting.note(called_off)
@@ -86,8 +91,8 @@ class Conductor:
 
     def run(self) -> None:
         """Train to the end. All that a user can have wrong is looked at before the first process starts."""
-        inputs = Inputs.read(self.config, self.reporting)
-        state, checkpoint, complete = self._resume()
+        inputs = Inputs.read(self.config, self.reporting.note)
+        state, checkpoint, complete = self._resume(inputs.order)
         if checkpoint and complete and state.step >= inputs.total_steps:
             self.reporting.note(f"already finished: {state.step} steps are done (raise train.max_steps to go on)")
             return
@@ -109,7 +114,7 @@ class Conductor:
             supervisor.stop()
         self.reporting.finished()
 
-    def _resume(self) -> tuple[RunState, Path | None, bool]:
+    def _resume(self, order: PromptOrder) -> tuple[RunState, Path | None, bool]:
         """Answer where the run stands, the checkpoint it goes on from, and whether that step's evaluation is done."""
         if self.config.resume == "never" and self.directory.metrics.exists():
             raise ConfigError(
@@ -122,6 +127,7 @@ class Conductor:
             return RunState(seed=self.config.train.seed), None, True
         saving = [role.name for role in running_roles(self.config) if role.saves]
         state = checkpoints.load_state(checkpoint, saving)
+        order.check(state["order"])
         return RunState.from_json(state["run"]), checkpoint, UNEVALUATED not in state
 
 
@@ -155,10 +161,17 @@ def _exclusive(directory: RunDirectory) -> Iterator[None]:
         yield
 
 
+class _LogFile(logging.FileHandler):
+    """Writes what the disk takes: when it is full, the run says so itself."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Drop the record, without the traceback that the library would print."""
+
+
 @contextlib.contextmanager
 def _logging(path: Path) -> Iterator[None]:
     """Write the package's log messages into the conductor's own file."""
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logger = logging.getLogger("slurm_rlhf")
     logger.addHandler(handler)
@@ -168,7 +181,8 @@ def _logging(path: Path) -> Iterator[None]:
         yield
     finally:
         logger.removeHandler(handler)
-        handler.close()
+        with contextlib.suppress(OSError):
+            handler.close()
 
 
 def _log(error: BaseException) -> None:

@@ -99,7 +99,7 @@ def fill_advantages(
         action_mask=mask,
         offsets=offsets,
         groups=groups_of(config, experience),
-        kl_coef=kl_coef,
+        kl_coef=0.0 if config.algo.kl.use_loss else kl_coef,
         clip_range=config.reward.clip_range,
         gamma=advantage.gamma,
         lambd=advantage.lambd,

@@ -12,6 +12,9 @@ Admission (`room`). Let step be the next one to train. A group may be begun if, 
 be trained on than steps `step` to `deadline` have places for: (v + size + 1 - step + 1) * batch. Before the batch of
 step v + 1 is taken that is (size + 1) * batch, afterwards size * batch.
 
+Nothing is begun while the next batch is ready: the trainer is the slower side then, and more would only be older when
+their turn comes. That takes nothing from the engines that a step waits for.
+
 Choice (`choose`). A batch takes the earliest begun of the finished groups, if for every deadline d it leaves at most
 (d - step) * batch groups of deadline d or earlier: what the steps after it, up to d, have places for. Else it waits.
 

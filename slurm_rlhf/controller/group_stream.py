@@ -175,8 +175,8 @@ class GroupStream:
             unfinished = begun - passed - dropped
             fresh = on_policy_room(passed, unfinished, begun, rule.batch, rule.at_once, rule.most)
             return fresh if self._wanted else 0
-        if filtered and dropped >= rule.most:
-            return 0
+        if (filtered and dropped >= rule.most) or self._choose() is not None:
+            return 0  # where the next batch is ready, what is begun now would only be older
         return room(len(self._groups) - dropped, self._version, self._step, rule.size, rule.batch, rule.last)
 
     def _begin(self, engine: int) -> bool:

@@ -63,7 +63,7 @@ class TrainingLoop:
         if self.state.eval_before is None and self.eval_prompts:
             with self.step.stop.droppable():
                 self.state.eval_before = self._evaluate(self.eval_prompts)
-            self.reporting.note(f"evaluation before training: {self.state.eval_before:.4f}")
+            self.reporting.note(f"evaluation before training, mean score of eval.dataset: {self.state.eval_before:.4f}")
         self.step.phases.take()  # what start-up took belongs to no step
         self.reporting.stepping()
         if self.gpus is not None:

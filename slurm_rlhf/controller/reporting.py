@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import count
 from pathlib import Path
 
 from slurm_rlhf.config.schema import Config
@@ -45,12 +46,27 @@ class Reporting:
         """Tell that a run of `total` steps starts, or goes on from `checkpoint` at `state`."""
         self._state, self._total = state, total
         # Lines behind the checkpoint are of steps that are about to be done again.
+        if checkpoint is None:
+            self._put_aside()
         dropped = self._metrics.truncate_after(state.step)
         if checkpoint is not None:
             again = f", {dropped} later steps are done again" if dropped else ""
             self.note(f"resuming from {checkpoint} at step {state.step}/{total}{again}")
         self.note(f"run directory {self._directory.root}, {total} steps")
         self._write("running")
+
+    def _put_aside(self) -> None:
+        """Keep the metrics of an earlier start that has left no checkpoint to go on from."""
+        if not self._directory.metrics.exists():
+            return
+        number = next(n for n in count(1) if not self._directory.aside(self._directory.metrics, n).exists())
+        for path in (self._directory.metrics, self._directory.tensorboard):
+            if path.exists():
+                path.rename(self._directory.aside(path, number))
+        self.note(
+            f"there is no checkpoint to go on from, so the run starts at step 1; what an earlier start has measured is "
+            f"kept as {self._directory.aside(self._directory.metrics, number).name}"
+        )
 
     def stepping(self) -> None:
         """Tell that start-up is over."""
@@ -81,7 +97,9 @@ class Reporting:
         state = self._state
         assert state is not None
         if state.eval_before is not None and state.eval_after is not None:
-            self.note(f"evaluation: {state.eval_before:.4f} before, {state.eval_after:.4f} after")
+            self.note(
+                f"evaluation, mean score of eval.dataset: {state.eval_before:.4f} before, {state.eval_after:.4f} after"
+            )
         if told := self._gpu_words():
             self.note(told)
         self.note(f"finished {state.step} steps in {state.wall_s:.0f} s; the model is in {self._directory.final}")
@@ -110,7 +128,8 @@ class Reporting:
         if self._state is not None:
             self._write("stopped")
             step = self._state.step
-            self.note(f"stopped by {why}; saved at step {step}/{self._total}")
+            saved = f"saved at step {step}/{self._total}" if step else "no step was done, so there is nothing to save"
+            self.note(f"stopped by {why}; {saved}")
 
     def failed(self, error: BaseException) -> None:
         """Tell that `error` ends the run; whoever catches it prints the message."""

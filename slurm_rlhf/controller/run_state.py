@@ -76,10 +76,11 @@ class RunCheckpoints:
         self.count_wall()
         path = self.directory.begin(number)
         saves: list[Future[None]] = []
-        for role in self._saving():
-            (path / role).mkdir()
-            saves += self.roles[role].start_all(TrainerCalls.save, DirectoryRequest(str(path / role)))
-        gather(saves)
+        with self.directory.explained(number):
+            for role in self._saving():
+                (path / role).mkdir()
+                saves += self.roles[role].start_all(TrainerCalls.save, DirectoryRequest(str(path / role)))
+            gather(saves)
         self.directory.commit(number, self._state_dict())
         self.directory.prune(self.keep)
         self._saved_step = number

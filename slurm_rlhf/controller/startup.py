@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +54,10 @@ class Inputs:
     findings: PromptFindings  # for the self-check
 
     @classmethod
-    def read(cls, config: Config, reporting: Reporting) -> Inputs:
-        """Read everything that a user can have wrong. Raises UserError."""
+    def read(cls, config: Config, note: Callable[[str], None]) -> Inputs:
+        """Read everything that a user can have wrong; `note` tells the user. Raises UserError."""
         for told in warnings(config):
-            reporting.note(f"warning: {told}")
+            note(f"warning: {told}")
         tokenizer = Tokenizer.load(config.actor.model_name_or_path)
         longest = config.data.max_len - config.rollout.max_new_tokens
         prompts = PromptSet.load(config.data.prompt_dataset, tokenizer, config.data, longest, config.data.max_samples)
@@ -64,16 +66,18 @@ class Inputs:
             evaluation = PromptSet.load(config.eval.dataset, tokenizer, config.data, longest, config.eval.max_samples)
         for name, found in (("data.prompt_dataset", prompts), ("eval.dataset", evaluation)):
             if found and found.dropped:
-                reporting.note(f"{name}: {found.dropped} prompts longer than {longest} tokens were dropped")
+                note(f"{name}: {found.dropped} prompts longer than {longest} tokens were dropped")
+        per_episode = max(len(prompts) // config.rollout.batch_size, 1)
         order = PromptOrder(
             len(prompts),
             config.rollout.batch_size,
-            config.train.num_episodes,
+            # As many as train.max_steps needs, which goes beyond the episodes. Source: TRL, `TrainingArguments`.
+            max(config.train.num_episodes, -(-config.train.max_steps // per_episode)),
             config.train.seed,
             config.data.shuffle,
             prompts.fingerprint(),
         )
-        total = min(order.total, config.train.max_steps or order.total)
+        total = config.train.max_steps or order.total
         reward = None if config.reward.model_name_or_path else RewardFunction.of(config.reward)
         findings = PromptFindings.of(prompts, tokenizer, config.data.apply_chat_template)
         return cls(prompts, evaluation, order, reward, total, findings)
@@ -131,7 +135,8 @@ class Startup:
         if colocation is not None:
             log.info("engines %s have started, before any trainer", pool.wait([]))
             colocation.put_engines_to_sleep()
-        log.info("trainers start")
+        trainers = [role for role, handle in self.supervisor.roles.items() if handle is not engines]
+        self.reporting.note(f"loading {', '.join(trainers)}; starting {engines.world} engines")
         starts: dict[str, list[Future[StartAnswer]]] = {
             role: handle.start_all(
                 StartCalls.start, StartRequest(optimizer_steps(config, role, self.inputs.total_steps))
@@ -139,6 +144,8 @@ class Startup:
             for role, handle in self.supervisor.roles.items()
             if handle is not engines
         }
+        for role, futures in starts.items():
+            self._tell_when_ready(role, futures)
         gather([future for futures in starts.values() for future in futures])
         for role in (CRITIC, REWARD):
             if role in starts:
@@ -147,6 +154,18 @@ class Startup:
         if len(first) < engines.world:
             self.reporting.note(f"{len(first)} of {engines.world} engines are ready; the others join when they are")
         return pool
+
+    def _tell_when_ready(self, role: str, futures: list[Future[StartAnswer]]) -> None:
+        """Note when all ranks of `role` have loaded their model; called back by the thread that gets the answers."""
+        waiting = set(futures)
+
+        def answered(future: Future[StartAnswer]) -> None:
+            waiting.discard(future)
+            if not waiting and all(each.exception() is None for each in futures):
+                self.reporting.note(f"{role} is ready after {time.monotonic() - self.clock:.0f} s")
+
+        for future in futures:
+            future.add_done_callback(answered)
 
     def _step(self, pool: EnginePool, colocation: Colocation | None) -> Step:
         config, inputs, roles, note = self.config, self.inputs, self.supervisor.roles, self.reporting.note
@@ -172,7 +191,7 @@ class Startup:
             prompts=inputs.prompts,
             order=inputs.order,
             total_steps=inputs.total_steps,
-            reward=Scoring(source, config.timeout.reward),
+            reward=Scoring(source, config.timeout.reward, self.directory.reward_log),
             kl=KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon),
             scale=scale,
             self_check=SelfCheck(config, roles[ACTOR], note, inputs.findings, self.reporting.self_check),

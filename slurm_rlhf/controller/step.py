@@ -199,7 +199,7 @@ class Step:
                 batch = experience.select(rows)
                 # Every micro-batch on every rank divides by numbers of the whole optimizer step: an exact mean.
                 tokens = float(batch.action_mask.sum())
-                weighed = fill_loss_weights(self.config, self.algorithm, batch)
+                weighed = fill_loss_weights(self.config, self.algorithm, batch, self.kl.coef)
                 for role in trained:
                     request = partial(TrainBatch, denominator=weighed if role == ACTOR else tokens)
                     handle, budget = self.roles[role], train.max_tokens_per_gpu

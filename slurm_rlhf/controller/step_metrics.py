@@ -16,8 +16,11 @@ from slurm_rlhf.observe.engine_load import STEPS, Stragglers
 from slurm_rlhf.records import REPETITION, STOP, EngineLoad, Experience, Trajectory
 from slurm_rlhf.rewards.values import Rewards
 
-PER_STEP = ("lr", "grad_norm")
+PER_STEP = ("lr", "grad_norm", "loss_scale", "skipped_steps")
 """Answers that are one number for the whole optimizer step on every rank, and not a sum over a rank's tokens."""
+
+ADDED = ("nll_loss",)
+"""Answers whose sum over the ranks is the number of the whole optimizer step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,7 @@ def update_metrics(steps: list[Trained]) -> dict[str, float]:
 
     In that step the actor still has the weights of the old log-probs; with algo.correction.bypass its sums of ratios
     are those of actor to engine.
+    Steps that were skipped (fp16) are counted; they have no `grad_norm`.
     """
     found: dict[str, list[float]] = {}
     for step in steps:
@@ -78,10 +82,15 @@ def update_metrics(steps: list[Trained]) -> dict[str, float]:
                 continue
             if name in PER_STEP:
                 found.setdefault(f"{step.role}_{name}", []).append(step.answers[0][name])
+            elif name in ADDED:
+                found.setdefault(name, []).append(sum(answer[name] for answer in step.answers))
             else:
                 found.setdefault(name, []).append(_per_token(step, name))
     first = next((step for step in steps if step.role == "actor"), None)
-    metrics = {name: float(np.mean(values)) for name, values in found.items()}
+    metrics = {
+        name: float(np.sum(values) if name.endswith("_skipped_steps") else np.mean(values))
+        for name, values in found.items()
+    }
     for name in ("ratio", "approx_kl"):
         if first and name in first.answers[0]:  # a loss of the user's may have other metrics
             metrics[f"first_{name}"] = _per_token(first, name)

@@ -14,6 +14,14 @@ import numpy as np
 
 from slurm_rlhf.errors import CheckpointError, DataError
 
+KEYS = {
+    "prompts": "the number of usable prompts in data.prompt_dataset",
+    "batch_size": "rollout.batch_size",
+    "seed": "train.seed",
+    "shuffle": "data.shuffle",
+}
+"""Field that a checkpoint's order depends on -> what the user calls it."""
+
 
 @dataclass(slots=True)
 class PromptOrder:
@@ -110,17 +118,29 @@ class PromptOrder:
         exact = {} if copy.place == taken * self.batch_size else {"place": copy.place, "again": copy.again}
         return {"taken": taken, **exact, **self._identity()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was saved. The number of episodes may differ.
+    def check(self, state: dict[str, Any]) -> None:
+        """Check that the order can go on where `state` was saved. The number of episodes may differ.
 
         Raises CheckpointError when the data, the batch size or the seed differ: the position would mean other prompts.
         """
         for name, now in self._identity().items():
-            if state.get(name) != now:
-                raise CheckpointError(
-                    f"the checkpoint was made with other training data: {name} was {state.get(name)!r} and is now "
-                    f"{now!r}: restore it, or start a new run with --resume=never in another --run_dir"
-                )
+            before = state.get(name)
+            if before == now:
+                continue
+            what = (
+                "the rows of data.prompt_dataset, or their tokens (data.input_key, data.input_template, tokenizer), "
+                "are others than"
+                if name == "fingerprint"
+                else f"{KEYS[name]} is {now!r} and was {before!r}"
+            )
+            raise CheckpointError(
+                f"{what} when the checkpoint was written, and its place in the order of prompts would mean other ones: "
+                "restore it, or start a new run in another --run_dir"
+            )
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was saved. Raises CheckpointError as `check` does."""
+        self.check(state)
         self.place = int(state.get("place", int(state["taken"]) * self.batch_size))
         self.again = [int(place) for place in state.get("again", [])]
 

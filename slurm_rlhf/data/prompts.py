@@ -19,6 +19,7 @@ from slurm_rlhf.errors import DataError
 from slurm_rlhf.records import Prompt
 
 CHUNK = 4096  # rows tokenized at a time
+_LONG = 16  # characters for each token: what few texts have
 
 
 @dataclass(slots=True)
@@ -47,7 +48,7 @@ class PromptSet:
         rows = enumerate(read_jsonl(path, max_samples))
         while chunk := list(islice(rows, CHUNK)):
             texts = [_text(row, f"{path}:{line}", tokenizer, data) for _, (line, row) in chunk]
-            encoded = encode_prompts(texts, tokenizer, data.apply_chat_template)
+            encoded = _encode(texts, tokenizer, data.apply_chat_template, max_prompt_tokens)
             for (index, (line, row)), text, ids in zip(chunk, texts, encoded, strict=True):
                 if not ids:
                     raise DataError(f"{path}:{line}: the prompt is empty: give {data.input_key!r} some text")
@@ -81,6 +82,22 @@ class PromptSet:
             digest.update(prompt.token_ids.tobytes())
             digest.update(json.dumps(prompt.label, sort_keys=True).encode())
         return digest.hexdigest()
+
+
+def _encode(texts: list[str], tokenizer: Tokenizer, templated: bool, max_tokens: int) -> list[list[int]]:
+    """Tokenize prompts, as `encode_prompts`; of one that is far too long only as much as shows that it is.
+
+    A tokenizer takes minutes for 50 MB. A token stands for at most `longest_token` characters, unless the tokenizer
+    makes one token of many that it does not know: then the whole text is tokenized.
+    """
+    limit = _LONG * (max_tokens + 1)
+    if any(len(text) > limit for text in texts):
+        limit = max(limit, tokenizer.longest_token * (max_tokens + 2))
+    encoded = encode_prompts([text[:limit] for text in texts], tokenizer, templated)
+    return [
+        encode_prompts([text], tokenizer, templated)[0] if len(text) > limit and len(ids) <= max_tokens else ids
+        for text, ids in zip(texts, encoded, strict=True)
+    ]
 
 
 def _text(row: dict[str, Any], where: str, tokenizer: Tokenizer, data: Data) -> str:
@@ -133,7 +150,8 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from None
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON: {error.msg} at column {error.colno}{_hint(line)}") from None
+        what = error.msg.removesuffix(" at")
+        raise DataError(f"{where}: not valid JSON: {what} at column {error.colno}{_hint(line)}") from None
     except RecursionError:
         raise DataError(f"{where}: nested too deeply") from None
     if not isinstance(row, dict):

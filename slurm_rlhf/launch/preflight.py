@@ -107,11 +107,12 @@ def judge(
     """
     silent = [node for node in nodes if node not in answers]
     if silent:
-        words = "\n".join(f"    {line}" for line in said.strip().splitlines()[-8:])
+        lines = said.strip().splitlines()[-8:]
+        words = "".join(f"\n    {line}" for line in lines)
         raise PlacementError(
-            f"no answer from {shortened(silent, 4)}: {' '.join(started)} did not run there. Install the environment on "
-            f"a file system that all nodes share, or at the same place on each; leave a broken node out with sbatch "
-            f"--exclude.\n{words}"
+            f"no answer from {shortened(silent, 4)}{'; srun says:' if lines else ''}{words}\n"
+            f"If that names nothing to mend: {' '.join(started)} did not run there. Install the environment on a file "
+            "system that all nodes share, or at the same place on each; leave a broken node out with sbatch --exclude."
         )
     blind = [node for node in nodes if answers[node]["canary"] != token]
     if blind:

@@ -7,9 +7,11 @@ for ever.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,18 +49,23 @@ def submit(config: Config, local: bool = False) -> Any:
     """
     from submitit.core.utils import FailedJobError
 
-    folder = Path(config.run_dir) / FOLDER
+    run_dir = Path(config.run_dir)
+    folder = run_dir / FOLDER
+    executor = local_executor(config, folder) if local else slurm_executor(config, folder)
+    made = not run_dir.exists()
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "config.toml"
     file.write_text(dump_toml(config), encoding="utf-8")
-    executor = local_executor(config, folder) if local else slurm_executor(config, folder)
     # submitit's local executor hides the GPUs that it was not asked for.
     hidden = {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES")} if local else {}
     job = TrainJob(str(file), config.run_dir, hidden)
     try:
-        with _without_slurm_variables():
+        # submitit copies what sbatch says to stderr, and raises with the same words.
+        with _without_slurm_variables(), nullcontext() if local else redirect_stderr(io.StringIO()):
             return executor.submit(job)
     except FailedJobError as error:
+        if made:
+            shutil.rmtree(run_dir)
         raise RunError(f"sbatch refuses the job: {error}") from None
 
 

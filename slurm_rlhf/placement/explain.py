@@ -52,7 +52,8 @@ def _reason(topology: Topology, sizes: Sequence[RoleSize], needed: int, unit: st
             key = size.key("num_gpus_per_node")
             return f"{key} = {size.num_gpus_per_node}, but the largest node, {largest.name}, has {largest.gpus} {unit}"
         if size.num_nodes > count:
-            return f"{size.key('num_nodes')} = {size.num_nodes}, but there are {count} nodes"
+            there = "is 1 node" if count == 1 else f"are {count} nodes"
+            return f"{size.key('num_nodes')} = {size.num_nodes}, but there {there}"
         if size.engines and size.num_nodes > size.engines:
             return f"{size.key('num_nodes')} = {size.num_nodes}, but there are only {size.engines} engines to spread"
     gpus = sorted({node.gpus for node in topology.nodes})

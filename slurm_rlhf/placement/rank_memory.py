@@ -85,13 +85,18 @@ def the_engine(config: Config, shape: ModelShape, gpu: int) -> Engine:
     )
 
 
+def _half(config: Config) -> bool:
+    """Return whether models compute in 16 bits."""
+    return config.ds.param_dtype != "fp32"
+
+
 def _pass(config: Config, budget: int, training: bool) -> Pass:
     """Describe a pass over a micro-batch; a sequence that is longer than the budget is a micro-batch by itself."""
-    autocast = training and config.ds.param_dtype == "bf16" and config.ds.zero_stage == 0
+    autocast = training and _half(config) and config.ds.zero_stage == 0
     return Pass(
         tokens=max(budget, config.data.max_len),
         length=config.data.max_len,
-        dtype=2 if config.ds.param_dtype == "bf16" else 4,
+        dtype=2 if _half(config) else 4,
         checkpointing=training and config.actor.gradient_checkpointing_enable,
         attention=config.ds.attn_implementation,
         autocast=autocast,
@@ -103,7 +108,7 @@ def trainer_states(config: Config, shape: ModelShape, role: str) -> tm.States:
     row = ROLES[role]
     elements, sizes = _tensors(shape, row.head)
     small = tm.persistent(sizes, elements) if config.ds.zero_stage == 3 else 0
-    return tm.states(elements, row.ranks(config), config.ds.zero_stage, config.ds.param_dtype == "bf16", small)
+    return tm.states(elements, row.ranks(config), config.ds.zero_stage, config.ds.param_dtype, small)
 
 
 def _tensors(shape: ModelShape, head: bool) -> tuple[int, list[tuple[int, int]]]:
@@ -144,18 +149,21 @@ def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
 
 def _update(config: Config, shape: ModelShape, role: RoleSpec, elements: int, largest: int) -> dict[str, int]:
     """Estimate forward and backward of a micro-batch."""
-    bf16 = config.ds.param_dtype == "bf16"
+    half = _half(config)
     how = _pass(config, config.train.max_tokens_per_gpu, training=True)
     terms = {
         "activations": tm.saved(shape, how) + tm.recomputed(shape, how) + tm.autocast_weights(shape, how),
         "backward": tm.backward_work(shape, how),
-        "loose gradient": tm.loose_gradient(elements, largest, bf16, config.ds.grad_comm_dtype == "bf16"),
+        "loose gradient": tm.loose_gradient(elements, largest, half, config.ds.grad_comm_dtype == "bf16"),
     }
     if role.head:
         chunk = min(config.train.logprob_chunk_tokens, how.tokens)
-        terms["logits"] = tm.logits(shape, chunk, how.dtype, True, config.actor.entropy_coef != 0)
+        width = 4 if config.ds.fp32_lm_head else how.dtype
+        terms["logits"] = tm.logits(shape, chunk, width, True, config.actor.entropy_coef != 0)
+        if config.ds.fp32_lm_head and half and config.ds.zero_stage:  # at stage 0 parameters are fp32
+            terms["fp32 head"] = tm.fp32_head(shape, backward=True)
     if config.ds.zero_stage == 3:
-        terms["gathered layers"] = tm.gathered(elements, largest, bf16)
+        terms["gathered layers"] = tm.gathered(elements, largest, half)
     return terms
 
 
@@ -165,8 +173,10 @@ def _forward(config: Config, shape: ModelShape, head: bool, cut: bool, elements:
     terms = {"activations": tm.forward_work(shape, how)}
     if head:
         terms["logits"] = tm.logits(shape, min(config.train.logprob_chunk_tokens, how.tokens), how.dtype, False)
+        if config.ds.fp32_lm_head and _half(config):
+            terms["fp32 head"] = tm.fp32_head(shape, backward=False)
     if cut:
-        terms["gathered layers"] = tm.gathered(elements, largest, config.ds.param_dtype == "bf16")
+        terms["gathered layers"] = tm.gathered(elements, largest, _half(config))
     return terms
 
 
@@ -182,7 +192,7 @@ def _step_work(elements: int, ranks: int, stage: int, largest: int) -> int:
 def _frozen(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
     group = role.settings(config)
     ranks, cut = role.ranks(config), group.zero_stage == 3
-    width = 2 if config.ds.param_dtype == "bf16" else 4
+    width = 2 if _half(config) else 4
     elements, sizes = _tensors(shape, role.head)
     largest = max(size for size, _ in sizes)
     held = elements

@@ -27,14 +27,14 @@ class States:
     parked: int  # of all: what ds.enable_sleep moves to host memory, or gives back between two steps
 
 
-def states(elements: int, ranks: int, stage: int, bf16: bool, small: int = 0) -> States:
+def states(elements: int, ranks: int, stage: int, param_dtype: str, small: int = 0) -> States:
     """Estimate the states of a model of `elements` parameters under ZeRO `stage` over `ranks`.
 
     `small` counts the elements of tensors that ZeRO-3 does not cut. At stage 0 parameters are fp32, under autocast.
-    Stage 1 keeps whole gradients: in bf16 DeepSpeed holds the new gradients and their fp32 sum.
+    Stage 1 keeps whole gradients: in bf16 DeepSpeed holds the new ones and their fp32 sum, in fp16 the sum.
     Source: Rajbhandari et al., ZeRO (2020), section 3, with DeepSpeed's choices of precision.
     """
-    width = 2 if bf16 and stage else 4
+    width = 2 if param_dtype != "fp32" and stage else 4
     part = -(-elements // ranks)
     if stage == 0:
         return States(4 * elements, 4 * elements, 8 * elements, 0, 0)
@@ -43,8 +43,8 @@ def states(elements: int, ranks: int, stage: int, bf16: bool, small: int = 0) ->
     gradients = 4 * part
     resting = 0
     if stage == 1:
-        gradients = 6 * elements if bf16 else 4 * elements
-        resting = 4 * elements if bf16 else 0
+        gradients = 6 * elements if param_dtype == "bf16" else 4 * elements
+        resting = 4 * elements if param_dtype == "bf16" else 0
     return States(width * elements, gradients, 12 * part, resting, 12 * part if stage == 2 else 0)
 
 
@@ -56,15 +56,15 @@ def reduce_buckets(elements: int, stage: int, grad_comm_bf16: bool) -> int:
     return width * 2 * min(elements, BUCKET)
 
 
-def loose_gradient(elements: int, largest: int, bf16: bool, grad_comm_bf16: bool) -> int:
+def loose_gradient(elements: int, largest: int, half: bool, grad_comm_bf16: bool) -> int:
     """Count the bytes of the largest gradient, which is sent alone if no bucket holds it."""
     alone = (2 if grad_comm_bf16 else 4) * largest if largest > min(elements, BUCKET) else 0
-    return (2 if bf16 else 4) * largest + alone
+    return (2 if half else 4) * largest + alone
 
 
-def gathered(elements: int, largest: int, bf16: bool) -> int:
+def gathered(elements: int, largest: int, half: bool) -> int:
     """Count the bytes of the layers that ZeRO-3 gathers at the same time."""
-    return (2 if bf16 else 4) * min(elements, max(LIVE, largest))
+    return (2 if half else 4) * min(elements, max(LIVE, largest))
 
 
 def persistent(sizes: Iterable[tuple[int, int]], elements: int) -> int:
@@ -79,10 +79,10 @@ class Pass:
 
     tokens: int  # of a micro-batch, padding included
     length: int  # of its longest sequence
-    dtype: int  # bytes of an activation: 2 (bf16) or 4 (fp32)
+    dtype: int  # bytes of an activation: 2 (bf16, fp16) or 4 (fp32)
     checkpointing: bool = False  # keep layer inputs only, and compute the rest again
     attention: str = "sdpa"  # ds.attn_implementation
-    autocast: bool = False  # fp32 weights and residual stream under bf16 matrix products
+    autocast: bool = False  # fp32 weights and residual stream under 16-bit matrix products
 
     @property
     def stream(self) -> int:
@@ -141,7 +141,7 @@ def recomputed(shape: ModelShape, how: Pass) -> int:
 
 
 def autocast_weights(shape: ModelShape, how: Pass) -> int:
-    """Count the bytes of the bf16 copies of all matrices that autocast keeps until the end of the backward."""
+    """Count the bytes of the 16-bit copies of all matrices that autocast keeps until the end of the backward."""
     return 2 * (shape.parameters - shape.of_kind("norm", "embedding")) if how.autocast else 0
 
 
@@ -170,3 +170,8 @@ def logits(shape: ModelShape, chunk: int, dtype: int, backward: bool, entropy_gr
     if not backward:
         return 12 * elements
     return elements * (12 + (dtype if dtype < 4 else 0) + (8 if entropy_grad else 0))
+
+
+def fp32_head(shape: ModelShape, backward: bool) -> int:
+    """Count the bytes of the fp32 copy of a 16-bit LM head, and of its gradient (`ds.fp32_lm_head`)."""
+    return (8 if backward else 4) * shape.vocab * shape.hidden

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from slurm_rlhf.control.server import RoleHandle, gather, send_shards
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.records import Prompt, Trajectory, pack
 from slurm_rlhf.rewards.function import RewardFunction
+from slurm_rlhf.rewards.printed import printed_to
 from slurm_rlhf.rewards.values import Rewards, parse_answer
 
 
@@ -63,9 +66,13 @@ class Scoring:
     So a signal interrupts the main thread while it waits, whatever the user's function does.
     """
 
-    def __init__(self, source: RewardFunction | ModelRewards, timeout_s: float) -> None:
-        """Take the source of rewards; `timeout_s` is for a function: calls to a role have deadlines of their own."""
+    def __init__(self, source: RewardFunction | ModelRewards, timeout_s: float, printed: Path | None = None) -> None:
+        """Take the source of rewards; `timeout_s` is for a function: calls to a role have deadlines of their own.
+
+        `printed` takes what a function prints; None: it goes where all prints go.
+        """
         self._source = source
+        self._printed = printed if isinstance(source, RewardFunction) else None
         self._timeout_s = timeout_s if isinstance(source, RewardFunction) else None
 
     def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
@@ -74,7 +81,11 @@ class Scoring:
 
     def begin(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Future[Rewards]:
         """Start computing the rewards of `trajectories`."""
-        return in_background(self._source, prompts, trajectories, step)
+        return in_background(self._call, prompts, trajectories, step)
+
+    def _call(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
+        with printed_to(self._printed) if self._printed else nullcontext():
+            return self._source(prompts, trajectories, step)
 
     def wait(self, scored: Future[Rewards], count: int) -> Rewards:
         """Wait for the rewards of `count` responses. Raises RewardError after the deadline, or what it raised."""

@@ -69,6 +69,8 @@ def engine_config(config: Config) -> Any:
     args = EngineArgs(
         model=path,
         dtype=_dtype(config),
+        # vLLM's own switch for training by reinforcement: `ModelConfig.head_dtype`.
+        hf_overrides={"head_dtype": "float32"} if config.ds.fp32_lm_head else {},
         seed=config.train.seed,
         max_model_len=config.data.max_len,
         max_num_seqs=config.vllm.max_num_seqs,

@@ -3,6 +3,7 @@
 ops/__init__.py _probe_compatible_ops()
 runtime/compiler.py compile
 runtime/compiler.py dummy_decorator(func)
+runtime/engine.py DeepSpeedEngine.torch_autocast_z0_gradscaler
 runtime/zero/offload_config.py OffloadStateTypeEnum
 runtime/zero/offload_config.py OffloadStateTypeEnum.optim_states
 runtime/zero/offload_config.py OffloadStateTypeEnum.hp_params
@@ -11,6 +12,7 @@ runtime/zero/partition_parameters.py param.ds_shape
 runtime/zero/partition_parameters.py param.ds_numel
 runtime/zero/partition_parameters.py param.ds_tensor
 runtime/zero/partition_parameters.py param.all_gather
+runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3.override_loss_scale(self, loss_scale)
 runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3.fp32_partitioned_groups_flat
 runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3.grad_position
 runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3.get_param_id(self, param)
@@ -23,6 +25,7 @@ runtime/zero/stage3.py DeepSpeedZeroOptimizer_Stage3.ipg_buckets
 runtime/zero/stage3.py IPGBucketZ3.buffer
 runtime/zero/stage_1_and_2.py DeepSpeedZeroOptimizer.single_partition_of_fp32_groups
 runtime/zero/stage_1_and_2.py DeepSpeedZeroOptimizer.update_lp_params(self)
+runtime/zero/stage_1_and_2.py DeepSpeedZeroOptimizer.override_loss_scale(self, loss_scale)
 runtime/bf16_optimizer.py BF16_Optimizer.fp32_groups_flat_partition
 runtime/bf16_optimizer.py BF16_Optimizer.update_lp_params(self)
 utils/mixed_precision_linkage.py lp_param._hp_mapping
@@ -143,6 +146,19 @@ def copy_masters_to_parameters(optimizer: Any) -> None:
             optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
     elif hasattr(optimizer, "update_lp_params"):
         optimizer.update_lp_params()
+
+
+def set_loss_scale(optimizer: Any, scale: float) -> None:
+    """Have a ZeRO optimizer multiply losses by `scale`, and divide by it in its step.
+
+    Its own scheme doubles the scale between the backward pass and the step, which halves the gradient of that step.
+    """
+    optimizer.override_loss_scale(scale)
+
+
+def switch_off_scaler(engine: Any) -> None:
+    """Leave losses as they are at stage 0, where DeepSpeed has torch's scaler for fp16, whose state nothing saves."""
+    engine.torch_autocast_z0_gradscaler = None
 
 
 def gradient_buffers(optimizer: Any) -> list[Tensor]:

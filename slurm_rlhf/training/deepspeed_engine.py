@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from slurm_rlhf.config.schema import Config, Ds
-from slurm_rlhf.training._deepspeed import full_shape, import_deepspeed
+from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.training._deepspeed import full_shape, import_deepspeed, switch_off_scaler
 from slurm_rlhf.training._torch import limit_collectives
 from slurm_rlhf.training._transformers import import_modeling, shard_new_models
 from slurm_rlhf.training.distributed import World, local_device
@@ -76,13 +77,14 @@ class EngineConfig:
     """Holds what the optimizer steps of a model depend on, beside the model and the data."""
 
     zero_stage: int
-    param_dtype: str  # "fp32", or "bf16" with fp32 master weights and fp32 gradient accumulation
+    param_dtype: str  # "fp32", or "bf16" or "fp16" with fp32 master weights and fp32 gradient accumulation
     grad_comm_dtype: str  # "fp32" or "bf16": in which ranks add up their gradients
     betas: tuple[float, float]
     weight_decay: float  # of matrices; biases and norms do not decay
     max_norm: float  # global L2 norm of the gradient, 0: not clipped
     schedule: Schedule  # of the learning rate
     timeout_s: float  # of every collective
+    ds: Ds  # of which the loss scale of fp16 is made
 
     @classmethod
     def of(cls, config: Config, schedule: Schedule) -> EngineConfig:
@@ -97,17 +99,27 @@ class EngineConfig:
             max_norm=actor.max_norm,
             schedule=schedule,
             timeout_s=config.timeout.collective,
+            ds=config.ds,
         )
 
 
 def start_deepspeed(module: nn.Module, cfg: EngineConfig, world: World) -> Any:
-    """Call `deepspeed.initialize` with AdamW over a module that was loaded under `loading`. Collective."""
+    """Call `deepspeed.initialize` with AdamW over a module that was loaded under `loading`. Collective.
+
+    Raises ConfigError for fp16 on a device where DeepSpeed has none.
+    """
     deepspeed = import_deepspeed(world.device)
+    if cfg.param_dtype == "fp16" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
+        raise ConfigError(
+            "ds.param_dtype = fp16: DeepSpeed does not train in it on this device (of CPUs only those with fp16 "
+            "instructions do): use bf16 or fp32"
+        )
     # torch's AdamW: DeepSpeed's own optimizers are extensions, too.
     optimizer = torch.optim.AdamW(_groups(module, cfg.weight_decay), lr=cfg.schedule.peak, betas=cfg.betas)
     elements = sum(sizes(module).values())
     settings = deepspeed_config(cfg, elements, world.size)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
+    switch_off_scaler(engine)
     limit_collectives(cfg.timeout_s)
     return engine
 
@@ -116,8 +128,8 @@ def start_deepspeed(module: nn.Module, cfg: EngineConfig, world: World) -> Any:
 def loading(ds: Ds, world: World) -> Iterator[Ds]:
     """Give the settings with which to load, inside the block, a model for `start_deepspeed`. Collective.
 
-    DeepSpeed keeps fp32 masters beside bf16 parameters from ZeRO-1 on. Without ZeRO it would add up gradients in
-    bf16, which loses small ones: there the parameters themselves are fp32, and autocast computes in bf16.
+    DeepSpeed keeps fp32 masters beside 16-bit parameters from ZeRO-1 on. Without ZeRO it would add up gradients in
+    16 bits, which loses small ones: there the parameters themselves are fp32, and autocast computes in 16 bits.
     ZeRO-3 shards the parameters while they are loaded.
     """
     with sharded_from_the_start(world, zero3_config(ds.param_dtype)) if ds.zero_stage == 3 else nullcontext():
@@ -139,14 +151,15 @@ def deepspeed_config(cfg: EngineConfig, elements: int, ranks: int) -> dict[str, 
     """
     # Buffers of DeepSpeed's default size, 2 GB in fp32, would be allocated even for a tiny model.
     bucket = min(elements + elements % 2, 200_000_000)
-    bf16 = cfg.param_dtype == "bf16"
-    autocast = bf16 and cfg.zero_stage == 0
+    autocast = cfg.param_dtype != "fp32" and cfg.zero_stage == 0
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": cfg.max_norm,
-        "bf16": {"enabled": bf16 and not autocast},
-        "torch_autocast": {"enabled": autocast, "dtype": "bfloat16"},
+        "bf16": {"enabled": cfg.param_dtype == "bf16" and not autocast},
+        # A fixed scale to DeepSpeed: `loss_scale.py` sets it anew before each step.
+        "fp16": {"enabled": cfg.param_dtype == "fp16" and not autocast, "loss_scale": 1.0},
+        "torch_autocast": {"enabled": autocast, "dtype": "float16" if cfg.param_dtype == "fp16" else "bfloat16"},
         "data_types": {"grad_accum_dtype": "fp32"},
         "communication_data_type": cfg.grad_comm_dtype,
         "zero_optimization": {
@@ -186,12 +199,13 @@ def sharded_from_the_start(world: World, config: dict[str, Any]) -> Iterator[Non
 def zero3_config(param_dtype: str, offload: bool = False, elements: int = 0) -> dict[str, Any]:
     """Return DeepSpeed's configuration for sharding a frozen model; with `offload`, into host memory.
 
-    `param_dtype`: "fp32" or "bf16". `elements`: of all parameters, once that is known.
+    `param_dtype`: "fp32", "bf16" or "fp16". `elements`: of all parameters, once that is known.
     """
     where = {"offload_param": {"device": "cpu", "pin_memory": torch.cuda.is_available()}} if offload else {}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": param_dtype == "bf16"},
+        "fp16": {"enabled": param_dtype == "fp16"},
         "zero_optimization": {"stage": 3, **persistence(elements), **where},
         "steps_per_print": None,
     }

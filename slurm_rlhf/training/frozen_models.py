@@ -18,7 +18,7 @@ from slurm_rlhf.training._torch import limit_collectives
 from slurm_rlhf.training.batch import TokenBatch, collate, per_action, to_device
 from slurm_rlhf.training.deepspeed_engine import sharded_from_the_start, stored_as, zero3_config
 from slurm_rlhf.training.distributed import join_world, local_device
-from slurm_rlhf.training.models import RewardModule, load_policy, load_reward
+from slurm_rlhf.training.models import DTYPES, RewardModule, load_policy, load_reward
 from slurm_rlhf.training.optimizer_state import sizes
 from slurm_rlhf.training.value_head import head_name
 
@@ -30,7 +30,7 @@ class Frozen:
     """
 
     def __init__(self, config: Config, group: Ref | Reward, dtype: str, load: Callable[[], nn.Module]) -> None:
-        """Put the module that `load` makes on the host, in `dtype`, "bf16" or "fp32", on the device.
+        """Put the module that `load` makes on the host, in `dtype`, a name of DTYPES, on the device.
 
         Collective under ZeRO-3; needs no process group without it.
         """
@@ -53,14 +53,15 @@ class Frozen:
 
 
 class Autocast(nn.Module):
-    """Computes a module with fp32 parameters in bf16, as DeepSpeed computes the actor at ZeRO stage 0."""
+    """Computes a module with fp32 parameters in 16 bits, as DeepSpeed computes the actor at ZeRO stage 0."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()
         self.inner = inner
+        self.dtype = dtype
 
     def forward(self, input_ids: Tensor, *args: Any) -> Any:
-        with torch.autocast(input_ids.device.type, dtype=torch.bfloat16):
+        with torch.autocast(input_ids.device.type, dtype=self.dtype):
             return self.inner(input_ids, *args)
 
 
@@ -78,7 +79,8 @@ class FrozenPolicy:
                 config.train.logprob_chunk_tokens,
                 max_len=config.data.max_len,
             )
-            return Autocast(module) if ds.param_dtype != config.ds.param_dtype else module
+            dtype = config.ds.param_dtype
+            return Autocast(module, DTYPES[dtype]) if ds.param_dtype != dtype else module
 
         self.model = Frozen(config, config.ref, ds.param_dtype, load)
         self.temperature = config.rollout.temperature

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from slurm_rlhf.config.architectures import HEAD_FIELDS, head_fields
@@ -65,13 +66,25 @@ class LogprobHead(nn.Module):
     It shares the head's parameters and its formula, not its hooks. ZeRO-3 gathers a module's parameters when it is
     called, so however many chunks there are, the weight is fetched once for the forward and once for the backward
     pass, and every rank calls the same modules in the same order, on which its prefetching relies.
+
+    With `fp32` the product is taken in fp32, of the parameters that the head has: in bf16 each logit is rounded to 8
+    bits, and with it log-probs and ratios. Sources: MiniMax-M1 [2506.13585], section 3.2; ScaleRL [2510.13786].
     """
 
-    def __init__(self, head: nn.Module, chunk_tokens: int, head_math: HeadMath = PLAIN_HEAD) -> None:
+    def __init__(
+        self, head: nn.Module, chunk_tokens: int, head_math: HeadMath = PLAIN_HEAD, fp32: bool = False
+    ) -> None:
+        """Raises ModelError for `fp32` with a head that is not a linear layer."""
         super().__init__()
+        if fp32 and not isinstance(head, nn.Linear):
+            raise ModelError(
+                f"ds.fp32_lm_head: the head of this model is a {type(head).__name__}, and only that of a linear layer "
+                "is known: leave the key out"
+            )
         for name, parameter in head.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         self.logits = head.forward
+        self.fp32 = fp32
         self.chunk_tokens = chunk_tokens
         self.head_math = head_math
 
@@ -80,7 +93,7 @@ class LogprobHead(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Call `chunked_logprobs` with the head's formula."""
         return chunked_logprobs(
-            self.logits,
+            self._fp32_logits() if self.fp32 else self.logits,
             hidden,
             targets,
             temperature,
@@ -88,6 +101,17 @@ class LogprobHead(nn.Module):
             entropy_grad=entropy_grad,
             head_math=self.head_math,
         )
+
+    def _fp32_logits(self) -> Callable[[Tensor], Tensor]:
+        """Copy the parameters to fp32 once for all chunks, so that their gradients, too, are added up in fp32."""
+        weight = self.weight.float()
+        bias = self.bias.float() if hasattr(self, "bias") else None
+
+        def logits(hidden: Tensor) -> Tensor:
+            with torch.autocast(hidden.device.type, enabled=False):
+                return functional.linear(hidden.float(), weight, bias)
+
+        return logits
 
 
 def chunked_logprobs(

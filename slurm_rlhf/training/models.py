@@ -18,7 +18,7 @@ from slurm_rlhf.training.forward_fixes import fix_frequencies, switch_off
 from slurm_rlhf.training.logprobs import PLAIN_HEAD, HeadMath, LogprobHead, head_math
 from slurm_rlhf.training.value_head import ValueHead, head_name, load_head, take_head
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 SCORE_CAP = "attn_logit_softcapping"
 """Field of a Hugging Face config: attention scores s become c * tanh(s / c) before the softmax."""
@@ -29,10 +29,12 @@ log = logging.getLogger(__name__)
 class PolicyModule(nn.Module):
     """Returns log-probs and entropies of response tokens from a causal language model, never its logits."""
 
-    def __init__(self, model: Any, chunk_tokens: int, head_math: HeadMath = PLAIN_HEAD) -> None:
+    def __init__(
+        self, model: Any, chunk_tokens: int, head_math: HeadMath = PLAIN_HEAD, fp32_head: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
-        self.head = LogprobHead(model.get_output_embeddings(), chunk_tokens, head_math)
+        self.head = LogprobHead(model.get_output_embeddings(), chunk_tokens, head_math, fp32_head)
 
     def forward(
         self,
@@ -94,7 +96,7 @@ def load_policy(
     from transformers import AutoModelForCausalLM
 
     model = _load(AutoModelForCausalLM, Path(path), ds, gradient_checkpointing, max_len)
-    return PolicyModule(model, chunk_tokens, head_math(model.config, str(path)))
+    return PolicyModule(model, chunk_tokens, head_math(model.config, str(path)), ds.fp32_lm_head)
 
 
 def load_critic(

@@ -145,7 +145,8 @@ def _train(trainer: SftTrainer, examples: Experience, order: PromptOrder, steps:
             loss = _sum_over_ranks(metrics["loss"], world) / tokens
             _say(
                 world,
-                f"step {step}/{steps} loss {loss:.4f} lr {metrics['lr']:.2e} grad_norm {metrics['grad_norm']:.3f} "
+                f"step {step}/{steps} loss {loss:.4f} lr {metrics['lr']:.2e} "
+                f"grad_norm {metrics.get('grad_norm', math.inf):.3f} "
                 f"{time.monotonic() - start:.1f} s",
             )
 

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from slurm_rlhf.algorithms.policy_losses.inputs import Metrics
 from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.records import Experience
-from slurm_rlhf.training._deepspeed import copy_masters_to_parameters
+from slurm_rlhf.training._deepspeed import copy_masters_to_parameters, set_loss_scale
 from slurm_rlhf.training.deepspeed_engine import EngineConfig, learning_rate, start_deepspeed
 from slurm_rlhf.training.distributed import World
+from slurm_rlhf.training.loss_scale import LossScale
 from slurm_rlhf.training.optimizer_state import (
     Fragment,
     ShardReader,
@@ -43,6 +44,8 @@ class TrainEngine:
         self.steps = 0  # optimizer steps taken
         self.module = module
         self._engine = start_deepspeed(module, cfg, world)
+        self._scale = LossScale.of(cfg.ds)
+        self._use_scale()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward through DeepSpeed's engine, where ZeRO-3 gathers parameters."""
@@ -51,23 +54,35 @@ class TrainEngine:
     def accumulate(self, loss: Tensor, is_last: bool) -> None:
         """Run the backward pass. Collective: every rank calls it as often; `is_last` marks a step's last call."""
         self._engine.set_gradient_accumulation_boundary(is_last)
-        self._engine.backward(loss * self.world.size)
+        own = self._scale.scale if self._scale and not self.cfg.zero_stage else 1.0
+        self._engine.backward(loss * (self.world.size * own))
 
     def step(self) -> dict[str, float]:
         """Clip the gradient and update; return `lr`, and `grad_norm` before clipping.
 
-        Raises RunError, and changes no parameter, if the gradient is not finite.
+        Raises RunError, and changes no parameter, if the gradient is not finite. In fp16 such a step is skipped and the
+        loss scale halved, until it is the smallest: RunError then. The answer has `loss_scale` and `skipped_steps` (0
+        or 1) there, and no `grad_norm` of a step that was skipped.
         """
         lr = learning_rate(self.steps, self.cfg.schedule)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         norm = self._plain_norm()
-        self._engine.step()
-        norm = float(self._engine.get_global_grad_norm()) if norm is None else norm
-        if not math.isfinite(norm):
-            self._raise_not_finite()
-        self.steps += 1
-        return {"lr": lr, "grad_norm": norm}
+        if norm is None:
+            self._engine.step()
+            norm = float(self._engine.get_global_grad_norm())
+        elif math.isfinite(norm):
+            self._engine.step()
+        else:
+            self._engine.zero_grad()
+        told = {"lr": lr}
+        if self._scale:
+            told |= {"loss_scale": self._scale.scale, "skipped_steps": float(not math.isfinite(norm))}
+        if math.isfinite(norm):
+            self.steps += 1
+            told["grad_norm"] = norm
+        self._judge(norm)
+        return told
 
     def fragments(self, part: nn.Module) -> Iterator[Fragment]:
         """Yield this rank's fp32 masters of `part` of the module, named as in `part`; live memory. Not collective."""
@@ -87,6 +102,8 @@ class TrainEngine:
         write_shard(directory, self.world.rank, local_fragments(self.module, optimizer, self.world))
         cuda = torch.cuda.get_rng_state() if self.world.device.type == "cuda" else None
         state = {"steps": self.steps, "sizes": sizes(self.module), "rng": torch.get_rng_state(), "cuda_rng": cuda}
+        if self._scale:
+            state["loss_scale"] = self._scale.state()
         torch.save(state, _rank_file(directory, self.world.rank))
         torch.distributed.barrier()
 
@@ -107,6 +124,9 @@ class TrainEngine:
             reader.fill(fragment)
         copy_masters_to_parameters(optimizer)
         self.steps = state["steps"]
+        if self._scale and "loss_scale" in state:  # none in a checkpoint of a run in bf16 or fp32
+            self._scale.load(state["loss_scale"])
+            self._use_scale()
         if state["own"]:
             torch.set_rng_state(state["rng"])
             if state["cuda_rng"] is not None and self.world.device.type == "cuda":
@@ -131,14 +151,32 @@ class TrainEngine:
         return {**state, "own": path == own}
 
     def _plain_norm(self) -> float | None:
-        """Measure the gradient at ZeRO-0, where DeepSpeed neither reports the norm nor stops at NaN; else None."""
+        """Measure the gradient at ZeRO-0, where DeepSpeed neither reports the norm nor stops at NaN; else None.
+
+        There it does not scale losses either: the gradient is divided by our scale first.
+        """
         if self.cfg.zero_stage > 0:
             return None
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
-        norm = float(nn.utils.get_total_norm(grads))
-        if not math.isfinite(norm):
+        if self._scale:
+            for grad in grads:
+                grad.mul_(1.0 / self._scale.scale)
+        return float(nn.utils.get_total_norm(grads))
+
+    def _use_scale(self) -> None:
+        if self._scale and self.cfg.zero_stage:
+            set_loss_scale(self._engine.optimizer, self._scale.scale)
+
+    def _judge(self, norm: float) -> None:
+        """Choose the next loss scale by the gradient's norm. Raises RunError for one that ends the run."""
+        if self._scale:
+            if math.isfinite(norm):
+                self._scale.step_passed()
+            else:
+                self._scale.step_overflowed(self.steps)
+            self._use_scale()
+        elif not math.isfinite(norm):
             self._raise_not_finite()
-        return norm
 
     def _raise_not_finite(self) -> None:
         raise RunError(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch import Tensor, nn
 
 from slurm_rlhf.algorithms.correction import ratio_sums
-from slurm_rlhf.algorithms.losses import entropy_bonus, value_loss
+from slurm_rlhf.algorithms.losses import entropy_bonus, kl_loss, nll_loss, value_loss
 from slurm_rlhf.algorithms.policy_losses.inputs import Metrics, PolicyInputs
 from slurm_rlhf.algorithms.policy_losses.table import clip_range
 from slurm_rlhf.algorithms.registry import load_plugins, policy_loss_of
@@ -130,7 +131,21 @@ class PolicyTrainer(LanguageModelTrainer):
             metrics = metrics | ratio_sums(logprobs, column(part, "logprobs", device), mask)
         weights = optional_column(part, "entropy_weights", device)
         bonus, more = entropy_bonus(entropy, mask, denominator, actor.entropy_coef, weights)
-        return loss + bonus, metrics | more
+        loss, metrics = loss + bonus, metrics | more
+        for term, more in self._terms(part, logprobs, mask, denominator):
+            loss, metrics = loss + term, metrics | more
+        return loss, metrics
+
+    def _terms(
+        self, part: Experience, logprobs: Tensor, mask: Tensor, denominator: float
+    ) -> Iterator[tuple[Tensor, Metrics]]:
+        """Compute the terms beside the policy loss that `part` has a column of weights for."""
+        config, device = self.config, self.world.device
+        if (weights := optional_column(part, "kl_weights", device)) is not None:
+            reference = column(part, "ref_logprobs", device)
+            yield kl_loss(logprobs, reference, mask, denominator, weights, config.algo.kl.estimator)
+        if (weights := optional_column(part, "nll_weights", device)) is not None:
+            yield nll_loss(logprobs, mask, weights, config.actor.nll_coef)
 
     def _forward(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
         result: tuple[Tensor, Tensor] = self.engine(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -277,6 +278,15 @@ def test_the_schema_names_what_the_tables_have() -> None:
     assert get_args(hints["loss_agg_mode"]) == ("", *AGGREGATIONS)
     assert all(hasattr(Actor(), key) for row in POLICY_LOSSES.values() for key in row.keys)
     assert {row.aggregation for row in POLICY_LOSSES.values()} <= {"", *AGGREGATIONS}
+
+
+def test_the_readme_has_a_row_for_each() -> None:
+    section = (Path(__file__).parents[2] / "README.md").read_text().split("## Which algorithm")[1].split("\n## ")[0]
+    for name, row in POLICY_LOSSES.items():
+        (line,) = [line for line in section.splitlines() if line.startswith(f"| `{name}` |")]
+        if row.clip_range:
+            assert line.split(" | ")[-1].startswith(" ".join(f"{side:g}" for side in row.clip_range)), name
+    assert all(f"`{mode}`" in section for mode in AGGREGATIONS)
 
 
 def test_a_range_is_the_keys_or_the_usual_one() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lookalikes import llama_like
 from model_configs import NO_WEIGHTS
 
 from slurm_rlhf.algorithms.registry import built_in
@@ -27,13 +28,15 @@ def outside_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A TOML file in a directory of its own, beside the files it names; the working directory is another."""
     project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
-    (project / "model").mkdir(parents=True)
+    llama_like(project / "model")
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     (project / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
     (project / "model" / "model.safetensors").write_bytes(NO_WEIGHTS)
-    for name in ("model/tokenizer.json", "prompts.jsonl", "reward.py"):
-        (project / name).touch()
+    (project / "prompts.jsonl").write_text("".join(f'{{"input": "{n}+1=", "label": "{n + 1}"}}\n' for n in range(130)))
+    (project / "reward.py").write_text(
+        "def reward_func(responses, labels):\n    return [float(text) for text in responses]\n"
+    )
     toml = project / "small.toml"
     toml.write_text(
         'data.prompt_dataset = "prompts.jsonl"\nactor.model_name_or_path = "model"\nreward.remote_url = "reward.py"\n'
@@ -61,6 +64,89 @@ def test_dry_run(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     again = tmp_path / "again.toml"
     again.write_text(out)
     assert load_config(again, []) == load_config(file, [word for word in words[2:] if word != "--dry_run"])
+
+
+def test_check_shows_what_a_run_reads(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["check", str(file), "--data.max_len=1034", "--train.max_steps=3", "--rollout.batch_size=64"]
+    words.append("--train.batch_size=64")
+    long = {"input": "1" * 50, "label": "1"}
+    with (file.parent / "prompts.jsonl").open("a") as opened:
+        opened.write(json.dumps(long) + "\n")
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    lines = out.splitlines()
+    assert lines[0].endswith("prompts.jsonl, 1 dropped (longer than 10 tokens)")
+    assert lines[1].startswith(
+        "steps: 3, of 64 prompts with 1 responses each; the prompts are good for 2 in an episode"
+    )
+    assert lines[2] == "the first prompt, 5 tokens: '0+1='"
+    assert lines[3] == "its label: '1'"
+    assert lines[4].endswith("as if they were responses: 1, 2, 3, 4")
+    assert main([*words[:2], "--dry_run=true"]) == 2
+
+
+@pytest.mark.parametrize("command", [["check"], ["train", "--dry_run"]])
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("prompts.jsonl", '{"input": \n', "prompts.jsonl:1: not valid JSON"),
+        ("prompts.jsonl", '{"input": "a"}\n', "fewer than rollout.batch_size"),
+        ("reward.py", "def (", "reward.py"),
+        ("reward.py", "def reward_func(completions): return []", "TRL's completions are `responses` here"),
+    ],
+)
+def test_files_that_a_run_could_not_use_are_told(
+    file: Path, capsys: pytest.CaptureFixture[str], command: list[str], name: str, text: str, told: str
+) -> None:
+    (file.parent / name).write_text(text)
+    assert main([command[0], str(file), *command[1:]]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_check_calls_the_reward_function(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (file.parent / "reward.py").write_text("def reward_func(responses):\n    return [1 / 0]\n")
+    assert main(["check", str(file)]) == 2
+    assert "reward.py:2: reward_func raised ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_keys_of_sft_and_keys_given_twice_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(file), "--sft.dataset=x", "--dry_run"]) == 2
+    assert "--sft.dataset is a key of `slurm-rlhf sft`" in capsys.readouterr().err
+    assert main(["train", str(file), "--train.seed=1", "--train.seed", "2", "--actor.num_nodes=4"]) == 2
+    out, _ = capsys.readouterr()
+    assert "note: --train.seed is given 2 times; the last one counts: 2\n" in out
+    assert "actor.num_nodes" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["train", "FILE", "--lr=1"], "did you mean --actor.learning_rate or --critic.learning_rate?"),
+        (["train", "FILE", "--critic.lr=1"], "did you mean --critic.learning_rate or --actor.learning_rate?"),
+        (["train", "FILE", "--dryrun"], "unknown option --dryrun; did you mean --dry_run?"),
+        (["train", "FILE", "--tp=2"], "did you mean --vllm.tensor_parallel_size?"),
+    ],
+)
+def test_what_people_write_is_understood(
+    file: Path, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    assert main([str(file) if word == "FILE" else word for word in words]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_file_with_a_byte_order_mark_is_read(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+    assert main(["train", str(file), "--dry_run"]) == 0
+
+
+def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["help"]) == 0
+    overview = capsys.readouterr().out
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out == overview
+    assert main(["help", "status"]) == 0
+    assert capsys.readouterr().out.startswith("usage: slurm-rlhf status RUN")
 
 
 def test_dry_run_warns_of_a_model_that_was_never_compared(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,6 +277,26 @@ def test_plan_for_nodes_that_somebody_thinks_of(tmp_path: Path, capsys: pytest.C
     assert "--gpus_per_node goes with" in capsys.readouterr().err
     assert main(["plan", str(file), "--nodes=1", "--gpus_per_node=8"]) == 2
     assert "fit" in capsys.readouterr().err
+
+
+def test_plan_for_unlike_nodes_is_that_of_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text(
+        "[actor]\nnum_nodes = 2\nnum_gpus_per_node = 6\n[critic]\nnum_gpus_per_node = 4\n"
+        "[vllm]\nnum_engines = 2\ntensor_parallel_size = 4\n[algo.kl]\ninit_coef = 0.0\n"
+    )
+    for gpus in ("6,6,4,4,4", "fat-[1-2]:6,r01c[01-03]:4"):
+        words = ["plan", str(file), "--nodelist=r01c[01-03],fat-[1-2]", f"--gpus_per_node={gpus}", "--json"]
+        assert main(words) == 0
+        plan = json.loads(capsys.readouterr().out)
+        assert [(node["name"], node["gpus"]) for node in plan["nodes"]] == [
+            *(("fat-1", 6), ("fat-2", 6)),  # Slurm sorts them
+            *((f"r01c0{number}", 4) for number in (1, 2, 3)),
+        ]
+        assert [share["node"] for share in plan["roles"]["actor"]] == ["fat-1", "fat-2"]
+    for gpus, told in (("6,4", "2 counts for 5 nodes"), ("0", "a node without GPUs"), ("x", "got 'x' for fat-1")):
+        assert main(["plan", str(file), "--nodelist=r01c[01-03],fat-[1-2]", f"--gpus_per_node={gpus}"]) == 2
+        assert told in capsys.readouterr().err
 
 
 def _store_model(directory: Path, shapes: dict[str, list[int]]) -> None:

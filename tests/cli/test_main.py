@@ -17,7 +17,7 @@ import pytest
 from slurm_rlhf import __version__
 from slurm_rlhf.cli import main as cli
 from slurm_rlhf.cli import plan
-from slurm_rlhf.cli.main import Command
+from slurm_rlhf.cli.main import Command, guarded
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.errors import RemoteError, RewardError, RoleDied
 
@@ -147,3 +147,36 @@ def test_a_reader_that_leaves_gets_no_traceback() -> None:
     done = subprocess.run([*COMMAND, "train", "--help"], stdout=write, stderr=subprocess.PIPE, check=False)
     os.close(write)
     assert (done.returncode, done.stderr) == (1, b"")
+
+
+@pytest.mark.parametrize(
+    ("body", "wanted"),
+    [
+        ('raise RuntimeError("half installed")', "import NAME"),
+        ("def (", "import NAME"),
+        ("x = 1", "from NAME import y"),
+        ("x = 1", "import NAME.y"),
+        ("x = 1", "import NAME; NAME.y"),
+        ("import nowhere_at_all", "import NAME"),
+    ],
+)
+def test_a_broken_module_on_pythonpath_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], body: str, wanted: str
+) -> None:
+    name = f"shadow_{len(body)}_{len(wanted)}"
+    (tmp_path / f"{name}.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", f"/elsewhere:{tmp_path}")
+    assert guarded(lambda: exec(wanted.replace("NAME", name)) or 0) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"slurm-rlhf: error: {tmp_path / name}.py is imported because PYTHONPATH has {tmp_path}, ")
+    assert f"Take {tmp_path} out of PYTHONPATH" in err
+    assert "Traceback" not in err
+
+
+def test_an_error_of_our_own_stays_a_bug_whatever_is_on_pythonpath(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    assert guarded(lambda: int("x")) == 1
+    assert "this is a bug in slurm_rlhf" in capsys.readouterr().err

@@ -51,7 +51,7 @@ def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(tmp_path: Path) -> tuple[str, ...]:
     """A complete configuration for one machine, on a tiny model."""
     model = make_tiny(tmp_path / "model")
-    (tmp_path / "prompts.jsonl").write_text('{"input": "1+1="}\n')
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1+1="}\n' * 128)
     (tmp_path / "reward.py").write_text("def reward_func(queries, prompts, labels, **kwargs):\n    return [0.0]\n")
     (tmp_path / "run.toml").write_text(
         f'run_dir = "{tmp_path / "out"}"\n[data]\nprompt_dataset = "{tmp_path / "prompts.jsonl"}"\nmax_len = 256\n'

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm_rlhf.cli import status
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.cluster.processes import Session, read_session
 
@@ -125,6 +126,21 @@ def test_without_a_controller_the_directory_still_tells(bench: Bench, capsys: py
     out = shown(bench.run_dir, capsys)
     assert "slurmctld says nothing about job 12: Unable to contact slurm controller" in out
     assert "step        4/10" in out
+
+
+def test_a_slurmctld_that_is_down_is_not_waited_for(
+    bench: Bench, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """scontrol tries for 18 s; the run directory has what there is to know."""
+    assert status.PATIENCE_S <= 5
+    monkeypatch.setattr(status, "PATIENCE_S", 0.3)
+    bench.wrote("running", 3)
+    bench.program("scontrol", "exec sleep 20")
+    began = time.monotonic()
+    out = shown(bench.run_dir, capsys)
+    assert time.monotonic() - began < 10
+    assert "slurmctld says nothing about job 12: scontrol had no answer within 0.3 s" in out
+    assert "step        3/10" in out
 
 
 def test_cancel_calls_scancel_once_and_save_first_leaves_a_file(

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_rlhf.cluster.slurm_notation import MAX_RANGE, expand
+from slurm_rlhf.cluster.slurm_notation import MAX_RANGE, expand, gpus_of_nodes, slurm_order
 from slurm_rlhf.errors import PlacementError
 
 VECTORS = json.loads((Path(__file__).parents[1] / "support" / "nodelist_vectors.json").read_text())
@@ -108,6 +108,54 @@ def test_errors_point_at_the_character(text: str, position: int, what: str) -> N
     assert where in message
     shown, pointer = message.splitlines()[-2:]
     assert shown[pointer.index("^") :] == text[position - 1 :][: len(shown) - pointer.index("^")]
+
+
+SORTED = {
+    "r01c[01-03],fat-[1-2]": "fat-1 fat-2 r01c01 r01c02 r01c03",
+    "n10,n9,n1,n01,n002,n100": "n1 n9 n01 n10 n002 n100",
+    "a,b10,b9,b,B1,a1": "B1 a a1 b b9 b10",
+    "rack10-n1,rack9-n2,rack9-n10": "rack9-n2 rack9-n10 rack10-n1",
+    "x-2,x1,x": "x x1 x-2",
+    "gpu1-ib,gpu10-ib,gpu2-ib": "gpu1-ib gpu2-ib gpu10-ib",
+}
+"""List -> what `scontrol show hostlistsorted` of Slurm 22.05 makes of it."""
+
+
+@pytest.mark.parametrize("text", SORTED)
+def test_nodes_of_a_job_have_slurms_order(text: str) -> None:
+    assert slurm_order(expand(text)) == SORTED[text].split()
+
+
+@pytest.mark.parametrize("text", SORTED)
+def test_that_order_is_scontrols(scontrol: dict[str, str], text: str) -> None:
+    command = ["scontrol", "show", "hostlistsorted", text]
+    done = subprocess.run(command, env=scontrol, capture_output=True, text=True, timeout=20, check=False)
+    assert expand(done.stdout.strip()) == SORTED[text].split()
+
+
+FIVE = ["fat-1", "fat-2", "r01c01", "r01c02", "r01c03"]
+
+
+@pytest.mark.parametrize(
+    "text", ["6,6,4,4,4", "6(x2),4(x3)", "fat-[1-2]:6,r01c[01-03]:4", "r01c01,r01c[02-03]:4,fat-1:6,fat-2:6"]
+)
+def test_gpus_of_unlike_nodes(text: str) -> None:
+    assert gpus_of_nodes(text, FIVE) == (6, 6, 4, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("6,4", "2 counts for 5 nodes"),
+        ("fat-[1-2]:6", "nothing is said of r01c01"),
+        ("fat-[1-3]:6,r01c[01-03]:4", "fat-3 is not among the nodes"),
+        ("fat-1:six", "expected NODES:GPUS, got 'fat-1:six'"),
+        ("many", "expected counts like 8"),
+    ],
+)
+def test_gpus_that_cannot_be_read(text: str, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        gpus_of_nodes(text, FIVE)
 
 
 @pytest.mark.parametrize("text", ["", " ", ",,"])

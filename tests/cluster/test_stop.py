@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.cluster.stop import END, FILE, TERM, USR1, Stop, StopRequested
+from slurm_rlhf.cluster.stop import END, FILE, INTERRUPT, TERM, USR1, Stop, StopRequested
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -64,6 +64,18 @@ def test_sigterm_after_sigusr1_means_that_nothing_is_to_go_on(tmp_path: Path) ->
         time.sleep(2.1)
         with pytest.raises(SystemExit, match="143"):
             signal.raise_signal(signal.SIGTERM)
+
+
+def test_ctrl_c_saves_and_a_second_one_ends_the_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Stop(tmp_path) as stop:
+        later(0.1, signal.SIGINT)
+        stopped, _ = interrupted(stop)
+        assert stopped.reason is INTERRUPT
+        assert "the run saves and ends; press it again to end it at once" in capfd.readouterr().err
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)  # while it saves
+    assert (INTERRUPT.requeue, INTERRUPT.exit_code) == (False, 130)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_files_of_this_session_are_obeyed_once(tmp_path: Path) -> None:

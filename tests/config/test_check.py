@@ -119,6 +119,23 @@ FILTERED = ("algo.dynamic_filtering_enable=true", "rollout.n_samples_per_prompt=
             ["would round the weights", "ds.param_dtype = fp32", "auto or fp32"],
         ),
         (["vllm.dtype=fp16"], ["would round the weights", "use auto or bf16 or fp32"]),
+        (["ds.param_dtype=fp16", "vllm.dtype=bf16"], ["would round the weights", "use auto or fp16 or fp32"]),
+        (
+            ["ds.param_dtype=fp16", "ds.grad_comm_dtype=bf16"],
+            ["ds.grad_comm_dtype = bf16 would round to 8 bits", "ds.param_dtype = fp16", "bf16 for both"],
+        ),
+        (
+            ["ds.loss_scale_window=10"],
+            ["ds.loss_scale_window is of the loss scale of fp16, which ds.param_dtype = bf16 does not need"],
+        ),
+        (
+            ["ds.param_dtype=fp16", "ds.min_loss_scale=64", "ds.initial_scale_power=5"],
+            ["ds.min_loss_scale = 64 is above", "ds.initial_scale_power = 5"],
+        ),
+        (
+            ["ds.initial_scale_power=33", "ds.param_dtype=fp16"],
+            ["ds.initial_scale_power must be at least 0 and at most"],
+        ),
         (["data.input_template=Q:"], ["data.input_template needs exactly one {}", "'Q:'"]),
         (["data.input_template={} {}"], ["exactly one {}"]),
         (["data.input_template={x}"], ["exactly one {}"]),
@@ -142,6 +159,8 @@ FILTERED = ("algo.dynamic_filtering_enable=true", "rollout.n_samples_per_prompt=
         (["actor.model_name_or_path="], ["actor.model_name_or_path is not set"]),
         (["resume=/no/where"], ["resume takes auto, never or a checkpoint directory", "/no/where"]),
         (["run_dir="], ["run_dir is not set"]),
+        (["eval.steps=2"], ["eval.steps = 2 evaluates nothing without eval.dataset"]),
+        (["data.input_key="], ["data.input_key is empty: name the column"]),
         (["run_dir=/dev/null/run"], ["run_dir: /dev/null is a file, not a directory", "/dev/null/run"]),
         (["train.colocate_all=true", "actor.num_gpus_per_node=8"], ["3 problems", *COLOCATED]),
         (
@@ -322,6 +341,14 @@ def test_a_reward_model_has_the_actors_tokens(config: Config, tmp_path: Path) ->
         ModelError, match=r"another tokenizer .*\(token '<eos>' is 3 there and 2 here\).*reward function"
     ):
         check(config)
+
+
+def test_sft_writes_into_a_new_directory(config: Config) -> None:
+    Path(config.sft.output_dir).mkdir()
+    check_sft(config)
+    (Path(config.sft.output_dir) / "config.json").touch()
+    with pytest.raises(ConfigError, match=r"sft\.output_dir: .* is there already and is not empty: remove it or name"):
+        check_sft(config)
 
 
 def test_sft_needs_its_own_keys_only(config: Config) -> None:

@@ -89,7 +89,7 @@ def test_overrides(words: list[str], key: str, value: Any) -> None:
         ("[actor]\nlearning_rat = 1", ["actor.learning_rat", "actor.learning_rate"]),
         ("[aktor]\nlearning_rate = 1", ["aktor.learning_rate", "actor.learning_rate"]),
         ("learning_rate = 1", ["actor.learning_rate or critic.learning_rate or sft.learning_rate"]),
-        ("actor_num_nodes = 1", ["did you mean actor.num_nodes?"]),
+        ("actor_nmu_nodes = 1", ["did you mean actor.num_nodes?"]),
         ("[vllm]\ntensor-parallel-size = 1", ["did you mean vllm.tensor_parallel_size?"]),
         ("[algo.kl]\ninit_koef = 1", ["did you mean algo.kl.init_coef?"]),
         ("[zzz]", ["unknown key zzz", "did you mean"]),

@@ -76,6 +76,20 @@ def test_broken_rules(words: list[str], told: str) -> None:
     assert told in found[0]
 
 
+def test_kl_as_a_term_of_the_loss_needs_a_weight_and_an_estimator_with_a_gradient() -> None:
+    for estimator in ("k2", "k3", "k3+"):
+        assert problems("--algo.kl.use_loss=true", f"--algo.kl.estimator={estimator}", "nll_coef=0.1") == []
+    assert problems("--algo.kl.estimator=k3+") == []
+    assert problems("--algo.kl.use_loss=true") == [
+        "algo.kl.use_loss = true with algo.kl.estimator = k1 would add noise alone, because the mean gradient of k1 is "
+        "zero: set algo.kl.estimator to k2 or k3+, whose gradient is that of the KL divergence, or to k3"
+    ]
+    assert problems("--algo.kl.use_loss=true", "--algo.kl.estimator=k2", "--algo.kl.init_coef=0") == [
+        "algo.kl.use_loss = true adds a KL term of weight algo.kl.init_coef = 0, and no reference is started: set "
+        "algo.kl.init_coef above 0, or leave use_loss out"
+    ]
+
+
 def test_two_aggregations_are_one_too_many() -> None:
     words = ["--algo.advantage.estimator=dr_grpo", "--rollout.n_samples_per_prompt=4", "policy_loss_type=gspo"]
     assert problems(*words) == [

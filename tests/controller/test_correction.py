@@ -47,7 +47,7 @@ def test_weights_are_those_of_the_aggregation_times_the_correction(
     batch = experience()
     metrics = fill_correction(config, batch, AGE)
     assert metrics["correction/truncated"] == pytest.approx(1 / 3)
-    assert fill_loss_weights(config, algorithm_of(config), batch) == denominator
+    assert fill_loss_weights(config, algorithm_of(config), batch, 0.0) == denominator
     expected = np.array([2, 1, 0, 1]) * aggregated
     assert batch.columns["loss_weights"].tolist() == pytest.approx(expected.tolist())
     assert "correction" not in batch.columns
@@ -59,14 +59,14 @@ def test_measured_but_not_corrected() -> None:
     config, batch = config_of(), experience()
     metrics = fill_correction(config, batch, AGE)
     assert metrics["correction/log_rho_max"] == pytest.approx(math.log(4))
-    assert fill_loss_weights(config, algorithm_of(config), batch) == 3
+    assert fill_loss_weights(config, algorithm_of(config), batch, 0.0) == 3
     assert not {"loss_weights", "correction"} & set(batch.columns)
 
 
 def test_tokens_that_are_dropped_stay_in_the_denominator() -> None:
     config, batch = config_of("algo.correction.preset=icepop", "algo.correction.thresholds=0.5,2"), experience()
     fill_correction(config, batch, AGE)
-    assert fill_loss_weights(config, algorithm_of(config), batch) == 3
+    assert fill_loss_weights(config, algorithm_of(config), batch, 0.0) == 3
     assert batch.columns["loss_weights"].tolist() == [0, 1, 0, 1]
 
 

@@ -22,7 +22,7 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import STOP_FILE, Stop, StopRequested
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.batch_sources import OnDemand
-from slurm_rlhf.controller.batches import Batch
+from slurm_rlhf.controller.batches import Batch, EpisodesOver
 from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
@@ -30,7 +30,7 @@ from slurm_rlhf.controller.step import Step
 from slurm_rlhf.controller.step_metrics import EngineMetrics
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
-from slurm_rlhf.errors import RewardError
+from slurm_rlhf.errors import FilteredAway, RewardError
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.model import Scoring
@@ -208,3 +208,43 @@ def test_a_function_s_own_time_out_is_told_as_its_own(tmp_path: Path) -> None:
     file.write_text("def reward_func(responses):\n    raise TimeoutError('the judge')\n")
     with pytest.raises(RewardError, match=r"reward\.py:2: reward_func raised TimeoutError: the judge"):
         Scoring(RewardFunction.load(str(file)), 5.0)(PROMPTS, Engines().run(PROMPTS, Sampling(), 0), 1)
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_a_run_whose_prompts_are_used_up_ends_as_after_its_last_step(
+    tmp_path: Path, stop: Stop, reward: RewardFunction, every: int
+) -> None:
+    reward._function.__globals__["hang"].clear()
+    run = make(tmp_path, stop, reward)
+    run.step.config.eval.steps = every
+    sample = run.step.batches.take
+
+    def take(number: int) -> Batch:
+        if number == 2:
+            raise EpisodesOver("the prompts of all episodes are used up")
+        return sample(number)
+
+    run.step.batches = OnDemand(take)
+    run.run()
+    assert run.state.step == 1
+    assert run.state.eval_after == 1.0
+    assert [row["step"] for row in rows(tmp_path)] == [1]
+    assert CheckpointDir(tmp_path).latest() == tmp_path / "checkpoints" / "step_000001"
+
+
+def test_a_run_of_which_nothing_passes_saves_what_it_has_learnt(
+    tmp_path: Path, stop: Stop, reward: RewardFunction
+) -> None:
+    reward._function.__globals__["hang"].clear()
+    run = make(tmp_path, stop, reward)
+    sample = run.step.batches.take
+
+    def take(number: int) -> Batch:
+        if number == 2:
+            raise FilteredAway("step 2: dynamic sampling kept 0 of 36 groups")
+        return sample(number)
+
+    run.step.batches = OnDemand(take)
+    with pytest.raises(FilteredAway):
+        run.run()
+    assert CheckpointDir(tmp_path).latest() == tmp_path / "checkpoints" / "step_000001"

@@ -23,6 +23,8 @@ class Run:
 
     def begin(self) -> None:
         while room(len(self.waiting), self.version, self.step, self.size, self.batch, self.last) > 0:
+            if choose([row[1] for row in self.waiting], self.step, self.size, self.batch) is not None:
+                return
             self.waiting.append((self.next, Standing(self.version)))
             self.next += 1
 

@@ -30,7 +30,7 @@ def test_no_group_is_begun_further_ahead_than_the_bound(tmp_path: Path, size: in
         with run.taking(step) as found:
             begun = min((step + size) * BATCH, 40)
             until(lambda begun=begun: run.order.place == begun)  # type: ignore[misc]
-            run.engines.finish(*run.engines.places())
+            run.engines.finish(*run.engines.places()[:BATCH])
         assert places(found[0]) == list(range((step - 1) * BATCH, step * BATCH))
         # While it is trained on, the engines have the policy from before: no more than that.
         time.sleep(0.01)
@@ -58,6 +58,21 @@ def test_a_batch_is_made_of_what_is_finished_and_a_straggler_comes_later(tmp_pat
         run.engines.finish(6, 5, 3, 0)
     assert places(second[0]) == [0, 3, 5, 6]
     assert cast(Batch, second[0]).order == order_of(40, BATCH).state_dict() | {"taken": 2}  # 8 to 11 come again
+
+
+def test_nothing_is_begun_while_the_next_batch_is_ready(tmp_path: Path) -> None:
+    """The trainer is the slower side then: what was begun would only be older when its turn comes."""
+    run = Streamed(tmp_path, ahead(3))
+    with run.taking(1):
+        until(lambda: run.order.place == 16)
+        run.engines.finish(*range(9))  # two batches, and one more
+    run.stream.updated(1)
+    time.sleep(0.03)
+    assert run.order.place == 16
+    with run.taking(2) as found:
+        pass
+    assert places(found[0]) == [4, 5, 6, 7]
+    until(lambda: run.order.place == 20)  # three batches behind the one in training
 
 
 def test_a_resumed_run_begins_with_the_groups_that_were_in_flight(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from lookalikes import llama_like
@@ -12,7 +11,9 @@ from lookalikes import llama_like
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.conductor import MOST_RESTARTS, refuse_restart
 from slurm_rlhf.controller.reporting import Reporting
+from slurm_rlhf.controller.run_state import RunState
 from slurm_rlhf.controller.startup import Inputs
+from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.run_directory import RunDirectory
 
@@ -49,16 +50,67 @@ def test_a_run_that_never_gets_to_a_step_does_not_requeue_itself_for_ever(tmp_pa
     assert not file.exists()  # whoever submits it again starts anew
 
 
-def test_a_model_that_was_never_compared_is_noted_before_anything_starts(tmp_path: Path) -> None:
+def plain_reporting(root: Path) -> Reporting:
+    config = Config()
+    config.logger.progress, config.logger.tensorboard = "plain", False
+    directory = RunDirectory(root)
+    directory.make()
+    return Reporting(config, directory, {"actor": 1})
+
+
+def test_without_a_checkpoint_earlier_metrics_are_put_aside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for start in range(3):
+        reporting = plain_reporting(tmp_path)
+        reporting.begin(RunState(seed=0), 9, None)
+        (tmp_path / "tensorboard").mkdir()
+        said = capsys.readouterr().out
+        assert ("there is no checkpoint to go on from" in said) is (start > 0)
+        reporting.step(1, 9, {"reward": float(start)})
+        assert (f"kept as metrics.{start}.jsonl" in said) is (start > 0)
+        if not start:
+            reporting.step(2, 9, {"reward": 0.5})
+    kept = [len((tmp_path / name).read_text().splitlines()) for name in ("metrics.1.jsonl", "metrics.2.jsonl")]
+    assert kept == [2, 1]
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["reward"] == 2.0
+    assert (tmp_path / "tensorboard.1").is_dir()
+
+
+def test_a_stop_before_the_first_step_says_that_nothing_is_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step, told in ((0, "no step was done, so there is nothing to save"), (2, "saved at step 2/9")):
+        reporting = plain_reporting(tmp_path / str(step))
+        reporting.begin(RunState(seed=0, step=step), 9, None)
+        reporting.stopped("Ctrl-C")
+        assert f"stopped by Ctrl-C; {told}" in capsys.readouterr().out
+
+
+def inputs_of(tmp_path: Path, rows: int) -> Config:
     directory = llama_like(tmp_path)
     (directory / "config.json").write_text(json.dumps({"architectures": ["OtherForCausalLM"]}))
-    for name, text in (("prompts.jsonl", '{"input": "1+1"}\n'), ("reward.py", "def reward_func(responses): pass\n")):
-        (tmp_path / name).write_text(text)
+    (tmp_path / "prompts.jsonl").write_text('{"input": "1+1"}\n' * rows)
+    (tmp_path / "reward.py").write_text("def reward_func(responses): pass\n")
     config = Config(run_dir=str(tmp_path / "run"))
     config.actor.model_name_or_path = str(directory)
     config.data.prompt_dataset, config.reward.remote_url = str(tmp_path / "prompts.jsonl"), str(tmp_path / "reward.py")
     config.rollout.batch_size = 1
+    return config
+
+
+@pytest.mark.parametrize(("episodes", "most", "steps"), [(1, 0, 3), (2, 0, 6), (1, 2, 2), (1, 12, 12), (5, 7, 7)])
+def test_max_steps_counts_beyond_the_episodes(tmp_path: Path, episodes: int, most: int, steps: int) -> None:
+    config = inputs_of(tmp_path, 3)
+    config.train.num_episodes, config.train.max_steps = episodes, most
+    inputs = Inputs.read(config, print)
+    assert inputs.total_steps == steps
+    assert len([inputs.order.next() for _ in range(steps)]) == steps
+    assert None not in [PromptOrder(3, 1, inputs.order.episodes, 0).next() for _ in range(steps)]
+    assert inputs.order.total >= steps
+
+
+def test_a_model_that_was_never_compared_is_noted_before_anything_starts(tmp_path: Path) -> None:
+    config = inputs_of(tmp_path, 1)
     notes: list[str] = []
-    Inputs.read(config, SimpleNamespace(note=notes.append))  # type: ignore[arg-type]
+    Inputs.read(config, notes.append)
     assert [note for note in notes if "is a OtherForCausalLM, which was never compared" in note] == notes[:1]
     assert notes[0].startswith("warning: actor.model_name_or_path: ")

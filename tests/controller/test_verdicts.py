@@ -42,7 +42,8 @@ def off_by(*nats: float) -> np.ndarray:
 def test_the_table_has_the_issues_figures_and_words_for_every_check() -> None:
     assert (BOUNDS["fp32"]["engine"].limit, BOUNDS["fp32"]["engine"].statistic) == (1e-4, "largest")
     assert (BOUNDS["bf16"]["engine"].limit, BOUNDS["bf16"]["engine"].statistic) == (2e-2, "mean")
-    assert bounds("fp16") is BOUNDS["bf16"]
+    for check, bound in bounds("fp16").items():
+        assert (bound.limit, bound.statistic) == (BOUNDS["bf16"][check].limit / 4, "mean")
     for row in BOUNDS.values():
         assert row.keys() == WORDS.keys() | {"log_ratio"}
     assert set(SHARES) == {*REWARD_SHARES, *PROMPT_SHARES}
@@ -98,7 +99,7 @@ def test_an_error_says_check_figure_meaning_and_key() -> None:
         "self-check failed (reference): the log-probs of actor and reference, which are the same model before the "
         "first step, are 0.25 nats apart (largest of 8 tokens); at most 0.0001 can be rounding. Usually: one of the "
         "two was loaded in another precision, or computes with other kernels. What to change: look at ds.param_dtype, "
-        "ds.zero_stage (0 with bf16 computes under autocast), ref.zero_stage and ds.attn_implementation. "
+        "ds.zero_stage (0 computes 16 bits under autocast), ref.zero_stage and ds.attn_implementation. "
         "train.self_check = false leaves the self-check out."
     )
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_rlhf.data.order import PromptOrder
+from slurm_rlhf.data.order import KEYS, PromptOrder
 from slurm_rlhf.errors import CheckpointError, DataError
 
 
@@ -67,7 +67,13 @@ def test_other_data_does_not_resume(change: dict[str, object]) -> None:
     name, value = next(iter(change.items()))
     with pytest.raises(CheckpointError) as caught:
         replace(order, **change).load_state_dict(order.state_dict())
-    assert f"{name} was {getattr(order, name)!r} and is now {value!r}" in str(caught.value)
+    told = str(caught.value)
+    if name == "fingerprint":
+        assert told.startswith("the rows of data.prompt_dataset, or their tokens ")
+    else:
+        assert told.startswith(f"{KEYS[name]} is {value!r} and was {getattr(order, name)!r} when the checkpoint was")
+    assert "restore it, or start a new run in another --run_dir" in told
+    replace(order, episodes=5).check(order.state_dict())
 
 
 def test_more_episodes_may_be_asked_for_on_resume() -> None:

@@ -264,6 +264,10 @@ def test_flops_are_those_of_the_mathematics(tmp_path: Path) -> None:
     assert again is not None
     assert again.update(one, True) == pytest.approx(3 * flops.update(one, True))
     assert again.others(one) == pytest.approx(3 * body + 2 * logits)
+    made.algo.correction.bypass = True
+    unscored = StepFlops.of(made)
+    assert unscored is not None
+    assert unscored.others(one) == pytest.approx(2 * body + logits)
 
 
 def test_a_critic_that_starts_from_the_reward_model_has_its_shape(tmp_path: Path) -> None:

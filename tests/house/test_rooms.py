@@ -16,13 +16,14 @@ import pytest
 import slurm_rlhf
 
 ROOT = Path(slurm_rlhf.__file__).parent
-BASE = {"records", "errors", "run_directory", "user_files", "polling", "config"}
+BASE = {"records", "errors", "run_directory", "disk", "user_files", "polling", "config"}
 ALL = {path.stem if path.is_file() else path.name for path in ROOT.iterdir() if not path.name.startswith("_")}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "records": set(),
     "errors": set(),
     "run_directory": set(),
+    "disk": {"errors"},
     "polling": set(),
     "user_files": {"errors"},
     "config": {"errors", "algorithms"},

@@ -16,7 +16,7 @@ from slurm_rlhf.config.schema import Config, Slurm
 from slurm_rlhf.config.schema_cluster import minutes
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError
 from slurm_rlhf.launch.requeue import PARENT_REQUEUES, ChainContinuation, ParentContinuation, continuation_of
-from slurm_rlhf.launch.submitit_job import end_text, slurm_executor, slurm_parameters, wanted_nodes
+from slurm_rlhf.launch.submitit_job import end_text, slurm_executor, slurm_parameters, submit, wanted_nodes
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 JOB = {"SLURM_JOB_ID": "13", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NAME": "ppo", "SLURM_JOB_END_TIME": "99"}
@@ -75,6 +75,25 @@ def test_without_slurm_nothing_is_submitted(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(RunError, match="Go to a login node, or add --local"):
         slurm_executor(Config(run_dir="/runs/a"), Path("/runs/a"))
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_what_sbatch_refuses_is_said_once_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], was_there: bool
+) -> None:
+    bin_, run_dir = tmp_path / "bin", tmp_path / "run"
+    bin_.mkdir()
+    for name in ("srun", "sbatch"):
+        (bin_ / name).write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
+        (bin_ / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{bin_}:/usr/bin:/bin")
+    if was_there:
+        run_dir.mkdir()
+        (run_dir / "metrics.jsonl").touch()
+    with pytest.raises(RunError, match=r"sbatch refuses the job: .*invalid partition"):
+        submit(Config(run_dir=str(run_dir)))
+    assert "invalid partition" not in capfd.readouterr().err  # whoever catches it says it
+    assert (run_dir / "metrics.jsonl").exists() is run_dir.exists() is was_there
 
 
 def test_nodes_are_as_few_as_hold_the_roles() -> None:

@@ -85,7 +85,7 @@ def test_all_roles_on_the_same_gpus() -> None:
 
 
 def test_all_roles_on_several_nodes() -> None:
-    layout = layout_on(all_in_one(2, 8, 4), ["n1", "n2"], 8)
+    layout = layout_on(all_in_one(2, 8, 4), ["n1", "n2"], (8, 8))
     for shares in layout.roles.values():
         assert [(share.node, share.gpus) for share in shares] == [("n1", tuple(range(8))), ("n2", tuple(range(8)))]
     assert [(group.node, group.gpus[0]) for group in layout.tp_groups] == [("n1", 0), ("n1", 4), ("n2", 0), ("n2", 4)]

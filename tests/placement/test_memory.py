@@ -38,7 +38,7 @@ def needed(found: Account, name: str) -> float:
 def test_states_by_stage() -> None:
     """Rajbhandari et al., ZeRO (2020), figure 1: 7.5B parameters over 64 GPUs, Adam, here with fp32 gradients."""
     n = 7_500_000_000
-    two, three = states(n, 64, 2, bf16=True), states(n, 64, 3, bf16=True)
+    two, three = states(n, 64, 2, "bf16"), states(n, 64, 3, "bf16")
     assert two.parameters == 2 * n
     assert three.parameters == pytest.approx(2 * n / 64, rel=1e-6)
     assert two.optimizer == three.optimizer == pytest.approx(12 * n / 64, rel=1e-6)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 RANKS = 2
 CASES = [[stage, dtype, kind] for stage in (0, 1, 2, 3) for dtype in ("fp32", "bf16") for kind in ("policy", "value")]
-SLICE = [case for case in CASES if case[2] == "policy"]
+SLICE = [case for case in CASES if case[2] == "policy"] + [[stage, "fp16", "policy"] for stage in (1, 2, 3)]
 
 
 # --- what each rank does ---------------------------------------------------------------------------------------------
@@ -88,6 +88,7 @@ def measure(stage: int, param_dtype: str, kind: str, model: Path) -> dict[str, i
         own = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if stage == 3:
             return [optimizer.grad_partitions_flat_buffer]
+        own += [sums for parameter in parameters if (sums := getattr(parameter, "grad_accum", None)) is not None]
         kept = reachable(getattr(optimizer, "averaged_gradients", None))
         return [*own, *kept, *(getattr(optimizer, "fp32_groups_gradients_flat", None) or [])]
 

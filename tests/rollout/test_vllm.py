@@ -348,13 +348,16 @@ def test_logprobs_follow_every_update(engine_process: EngineProcess, tmp_path: P
     assert any(entry[0] == "lm_head.weight" for entry in described[1]) is not tied
 
 
-def test_bf16_engine_takes_fp32_weights(engine_process: EngineProcess, path: Path) -> None:
-    engine_process.run(child.start, path, "bf16")
+@pytest.mark.parametrize(("dtype", "head"), [("bf16", "bfloat16"), ("fp16", "float32")])
+def test_16_bit_engines_take_fp32_weights(engine_process: EngineProcess, path: Path, dtype: str, head: str) -> None:
+    """The one in fp16 with the LM head in fp32."""
+    engine_process.run(child.start, path, dtype, 0, False, head == "float32")
+    assert engine_process.run(child.logits_dtype) == f"torch.{head}"
     engine_process.run(child.update, 1)
     done = engine_process.run(child.generate, child.requests(SAMPLING, samples=2))
     stale, current = (
         engine_process.run(child.differences, done, [0], 0.9)[0],
         engine_process.run(child.differences, done, [1], 0.9)[0],
     )
-    assert current < 0.2
+    assert current < (0.2 if dtype == "bf16" else 0.02)
     assert stale > 5 * current

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from training_runs import metrics, saved, started, summary, timeless, train, workspace
+from training_runs import metrics, saved, summary, timeless, train, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -13,11 +13,11 @@ BATCH, SAMPLES = 8, 2
 REWARD = """
 from pathlib import Path
 
-def reward_func(responses, step):
+def reward_func(response_ids, step):
     constant = Path(__file__).with_name("constant").exists() and step > 2
-    return [0.0 if constant else float(len(response) % 2) for response in responses]
+    return [0.0 if constant else float(sum(tokens) % 2) for tokens in response_ids]
 """
-"""Some of the groups of two have spread; in another directory none from the third step on."""
+"""About half of the groups of two have spread; in another directory none from the third step on."""
 
 FILTERED = (
     "--algo.dynamic_filtering_enable=true",
@@ -31,7 +31,7 @@ FILTERED = (
 )
 
 
-def test_interrupted_and_resumed_it_writes_the_same_metrics(tmp_path: Path) -> None:
+def test_resumed_it_writes_the_same_metrics(tmp_path: Path) -> None:
     """Which prompts come next, how many a round has and which engine gets them: all as if nothing had happened."""
     config = workspace(tmp_path, REWARD)
     world = (*FILTERED, "--vllm.num_engines=2", "--ckpt.save_steps=1")
@@ -42,17 +42,12 @@ def test_interrupted_and_resumed_it_writes_the_same_metrics(tmp_path: Path) -> N
         assert row["reward_constant"] == 0  # every group has spread
         assert row["dynamic_filtering/prompts"] > BATCH
         assert row["dynamic_filtering/pass_rate"] * row["dynamic_filtering/prompts"] >= BATCH - 1e-6
-    with started(config, tmp_path / "cut", *world, warm=True) as run:
-        run.wait_for_step(1, 150)
-        run.process.kill()
-        run.process.communicate()
-        run.assert_gone(15)
-    done = saved(tmp_path / "cut")[-1]
-    assert 1 <= done < len(rows)
-    code, output = train(config, tmp_path / "cut", *world, warm=True)
+    # What a run that was killed after its first checkpoint would go on from.
+    first = tmp_path / "whole" / "checkpoints" / "step_000001"
+    code, output = train(config, tmp_path / "resumed", *world, f"--resume={first}", warm=True)
     assert code == 0, output
-    assert f"at step {done}/" in output
-    assert timeless(metrics(tmp_path / "cut")) == timeless(rows)
+    assert timeless(metrics(tmp_path / "resumed")) == timeless(rows[1:])
+    assert len(rows) == 3
 
 
 def test_engines_that_sleep_refill_awake_and_a_run_of_which_nothing_passes_saves_and_says_so(tmp_path: Path) -> None:

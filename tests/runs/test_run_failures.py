@@ -55,7 +55,8 @@ def test_a_reward_function_that_raises_keeps_the_checkpoints_and_ctrl_c_ends_wha
         "step_000002",
     ]
     (tmp_path / "reward.py").write_text(
-        "def reward_func(queries, prompts, labels, **kwargs):\n    return [0.0] * len(queries)\n"
+        "def reward_func(queries, prompts, labels, **kwargs):\n    print('so many words')\n"
+        "    return [0.0] * len(queries)\n"
     )
     with started(config, tmp_path / "run", *SMALL, *ENDLESS, warm=True) as run:
         run.wait_for_step(3, 120)
@@ -64,7 +65,17 @@ def test_a_reward_function_that_raises_keeps_the_checkpoints_and_ctrl_c_ends_wha
         run.assert_gone(1)
     assert code == 130, output
     assert "step_000002" in output  # where it went on
+    assert "loading actor, critic; starting 1 engines" in output
+    assert re.search(r"^actor is ready after \d+ s$", output, re.MULTILINE)
+    assert re.search(r"^critic is ready after \d+ s$", output, re.MULTILINE)
+    assert "so many words" not in output
+    assert set((tmp_path / "run" / "logs" / "reward.log").read_text().splitlines()) == {"so many words"}
     assert "Traceback" not in output
+    assert "press it again to end it at once" in output
+    saved = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert saved["status"] == "stopped"
+    assert f"stopped by Ctrl-C; saved at step {saved['steps']}/" in output
+    assert (tmp_path / "run" / "checkpoints" / f"step_{saved['steps']:06d}").is_dir()
 
 
 def test_a_killed_rank_ends_the_run_within_30_s_and_is_named(config: Path) -> None:

@@ -122,6 +122,10 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
     again, output = train(config, run_dir, *WORLD, timeout_s=20)
     assert again == 0
     assert "already finished" in output
+    other, output = train(config, run_dir, *WORLD, "--rollout.batch_size=4", timeout_s=20)
+    assert other == 2
+    assert "rollout.batch_size is 4 and was 8 when the checkpoint was written" in output
+    assert "roles: " not in output  # nothing was started
 
 
 def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, whole: tuple[Path, str]) -> None:

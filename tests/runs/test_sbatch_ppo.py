@@ -148,6 +148,19 @@ def test_a_script_in_slurms_spool_finds_the_checkout_or_says_so(tmp_path: Path) 
     )
 
 
+@pytest.mark.parametrize("name", [*NODES, "seeds"])
+def test_a_script_without_an_environment_says_where_one_is_named(name: str, tmp_path: Path) -> None:
+    shutil.copytree(SBATCH, tmp_path / "sbatch", ignore=shutil.ignore_patterns("__pycache__"))
+    words = ["bash", str(tmp_path / "sbatch" / f"{name}.sh"), "a.toml", "runs"]
+    environment = {"PATH": "/usr/bin:/bin", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_ARRAY_TASK_ID": "1"}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    first, second = done.stderr.splitlines()
+    assert first.startswith(f"{name}: no slurm-rlhf on ")
+    assert first.endswith(f"put what leads to it into 'Your site' of sbatch/{name}.sh")
+    assert "bash sbatch/environment.sh --gpu" in second
+    assert done.returncode == 127
+
+
 @pytest.mark.parametrize("name", NODES)
 def test_the_examples_for_a_site_work_as_they_stand_there(name: str, tmp_path: Path) -> None:
     """A site with modules, one with a venv or conda, one with containers."""

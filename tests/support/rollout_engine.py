@@ -56,16 +56,17 @@ def _prepare() -> None:
     prepare_environment()
 
 
-def config(path: Path, dtype: str = "fp32") -> Config:
+def config(path: Path, dtype: str = "fp32", fp32_head: bool = False) -> Config:
     config = Config()
     config.actor.model_name_or_path = str(path)
     config.ds.param_dtype = dtype
+    config.ds.fp32_lm_head = fp32_head
     config.data.max_len = 320
     config.vllm.max_num_seqs = 64
     return config
 
 
-def start(path: Path, dtype: str = "fp32", index: int = 0, asynchronous: bool = False) -> None:
+def start(path: Path, dtype: str = "fp32", index: int = 0, asynchronous: bool = False, fp32_head: bool = False) -> None:
     """Start the engine, in place of the one before; `asynchronous`: with two batches in flight."""
     from slurm_rlhf.rollout.vllm_engine import VllmEngine
 
@@ -76,7 +77,7 @@ def start(path: Path, dtype: str = "fp32", index: int = 0, asynchronous: bool = 
         switches.pop()()
     if asynchronous:
         switches.append(rollout_async.switch_on())
-    engine, directory = VllmEngine(config(path, dtype), index), path
+    engine, directory = VllmEngine(config(path, dtype, fp32_head), index), path
 
 
 def requests(sampling: Sampling, samples: int = 1, version: int = 0, run_seed: int = 1) -> list[GenerateRequest]:
@@ -89,6 +90,15 @@ def requests(sampling: Sampling, samples: int = 1, version: int = 0, run_seed: i
             seed = request_seed(run_seed, prompt, sample, version)
             made.append(GenerateRequest(f"{prompt}.{sample}", prompt, sample, ids, sampling, seed))
     return made
+
+
+def logits_dtype() -> str:
+    """The precision in which the head's product comes out of the engine's model."""
+    import torch
+
+    module = engine._core.model()
+    hidden = torch.zeros(1, module.lm_head.weight.shape[1], dtype=module.lm_head.weight.dtype)
+    return str(module.compute_logits(hidden).dtype)
 
 
 def generate(

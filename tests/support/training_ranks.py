@@ -24,6 +24,7 @@ STEPS = 3
 LEARNING_RATE = 1e-4  # AdamW turns the rounding of a gradient near zero into a share of this
 WARMUP = [LEARNING_RATE * share for share in (1 / 3, 2 / 3, 1)]
 TEMPERATURE = 0.7
+KL_COEF, TERM_COEF = 0.3, 0.2
 
 
 def make_config(model: Path, **ds: Any) -> Config:
@@ -39,6 +40,15 @@ def make_config(model: Path, **ds: Any) -> Config:
     config.ds.param_dtype = "fp32"
     for name, value in ds.items():
         setattr(config.ds, name, value)
+    return config
+
+
+def all_terms(config: Config) -> Config:
+    """A loss of whole responses with every term beside it, all of them means of means."""
+    actor, kl = config.actor, config.algo.kl
+    actor.policy_loss_type, actor.eps_clip_low_high, actor.dual_clip = "gspo", [0.05, 0.1], 1.5
+    actor.entropy_coef = actor.nll_coef = TERM_COEF
+    kl.use_loss, kl.estimator = True, "k3+"
     return config
 
 
@@ -67,9 +77,22 @@ def train(trainer: Any, steps: range, max_tokens: int) -> list[dict[str, float]]
     metrics = []
     for step in steps:
         exp = make_experience(step)
+        denominator = weigh(trainer.config, exp)
         part, micro = share(exp, trainer.world.rank, trainer.world.size, max_tokens)
-        metrics.append(trainer.train_step(part, micro, float(exp.action_mask.sum())))
+        metrics.append(trainer.train_step(part, micro, denominator))
     return metrics
+
+
+def weigh(config: Config, exp: Experience) -> float:
+    """Fill the columns that a step of the conductor sends with the loss of `config`; answer the denominator."""
+    from slurm_rlhf.algorithms.methods.reinforce import GROUP_NORM
+    from slurm_rlhf.controller.loss_weights import fill_loss_weights
+
+    if config.algo.kl.use_loss:
+        rng = np.random.default_rng(len(exp.token_ids))
+        exp.columns["ref_logprobs"] = rng.normal(-4.0, 0.5, size=len(exp.action_mask)).astype(np.float32)
+        exp.rewards[:] = rng.choice([-1.0, 1.0], len(exp))
+    return fill_loss_weights(config, GROUP_NORM, exp, KL_COEF)
 
 
 def parameters(trainer: Any) -> dict[str, torch.Tensor]:
@@ -115,8 +138,11 @@ def assert_checked(trainer: Any, max_tokens: int, param_dtype: str) -> None:
 def run_case(case: dict[str, Any], model: Path, out: Path) -> None:
     from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
 
-    config = make_config(model, zero_stage=case["zero_stage"], param_dtype=case.get("param_dtype", "fp32"))
+    scale = {"initial_scale_power": 10}  # of fp16: no step of these overflows
+    config = make_config(model, zero_stage=case["zero_stage"], param_dtype=case.get("param_dtype", "fp32"), **scale)
     config.actor.weight_decay = case.get("weight_decay", 0.0)
+    if case.get("terms"):
+        all_terms(config)
     config.actor.gradient_checkpointing_enable = case.get("gradient_checkpointing", False)
     trainer = {"policy": PolicyTrainer, "value": ValueTrainer}[case["kind"]](config, 2 * STEPS)
     if case["kind"] == "policy":
@@ -134,14 +160,21 @@ def run_resume(model: Path, out: Path, zero_stage: int, param_dtype: str) -> Non
     """Six steps at once, and three, a save, a new trainer, a load and three more."""
     from slurm_rlhf.training.trainers import PolicyTrainer
 
-    config = make_config(model, zero_stage=zero_stage, param_dtype=param_dtype)
+    # In fp16 the scale changes before the save and after it: the first step overflows, and two that do not double it.
+    scale = {"initial_scale_power": 18, "loss_scale_window": 2} if param_dtype == "fp16" else {}
+    config = make_config(model, zero_stage=zero_stage, param_dtype=param_dtype, **scale)
     whole = PolicyTrainer(config, 2 * STEPS)
     first = train(whole, range(STEPS), 40)
-    directory = out / f"checkpoint{whole.world.size}.{zero_stage}"
+    directory = out / f"checkpoint{whole.world.size}.{zero_stage}.{param_dtype}"
     directory.mkdir(exist_ok=True)
     whole.save(directory)
     last = train(whole, range(STEPS, 2 * STEPS), 40)
     draw, expected = torch.rand(3), parameters(whole)
+    if scale:
+        for steps in (first, last):
+            assert len({step["loss_scale"] for step in steps}) > 1
+            assert sum(step["skipped_steps"] for step in steps) < STEPS
+        assert first[0]["skipped_steps"] == 1.0
 
     resumed = PolicyTrainer(config, 2 * STEPS)
     assert train(resumed, range(STEPS), 40) == first, "the same steps in the same process differ from run to run"
@@ -188,6 +221,37 @@ def run_nan(model: Path, zero_stage: int) -> None:
     assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
 
 
+def run_overflow(model: Path, zero_stage: int) -> None:
+    """Steps that overflow change nothing but the scale, the one that fits equals fp32's, NaN ends the run."""
+    from slurm_rlhf.training.trainers import PolicyTrainer
+
+    exact = train(PolicyTrainer(make_config(model, zero_stage=zero_stage), STEPS), range(1), 40)[0]
+    config = make_config(model, zero_stage=zero_stage, param_dtype="fp16", initial_scale_power=20, fp32_lm_head=True)
+    trainer = PolicyTrainer(config, STEPS)
+    before, power = parameters(trainer), 20
+    while (told := train(trainer, range(1), 40)[0])["skipped_steps"]:
+        assert told["loss_scale"] == 2.0**power
+        assert "grad_norm" not in told
+        assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
+        assert trainer.engine.steps == 0
+        power -= 1
+    assert 10 < power < 20
+    assert (told["loss_scale"], trainer.engine.steps) == (2.0**power, 1)
+    assert told["lr"] == exact["lr"]
+    np.testing.assert_allclose(told["grad_norm"], exact["grad_norm"], rtol=5e-3)
+
+    after = parameters(trainer)
+    assert any(not torch.equal(value, before[name]) for name, value in after.items())
+    exp = make_experience(0)
+    exp.columns["advantages"][np.flatnonzero(exp.action_mask)[0]] = np.nan
+    part, micro = share(exp, trainer.world.rank, trainer.world.size, 40)
+    for _ in range(power):
+        assert trainer.train_step(part, micro, float(exp.action_mask.sum()))["skipped_steps"] == 1.0
+    with pytest.raises(RunError, match=f"not finite, {power + 1} times in a row and now at the smallest loss scale"):
+        trainer.train_step(part, micro, float(exp.action_mask.sum()))
+    assert all(torch.equal(value, after[name]) for name, value in parameters(trainer).items())
+
+
 def run_stall(model: Path, out: Path) -> None:
     """Rank 1 never takes its part in the step. Rank 0 writes down how long it waited."""
     import time
@@ -216,6 +280,10 @@ def main() -> None:
         run_case(case, model, out)
     for zero_stage in request.get("nan", []):
         run_nan(model, zero_stage)
+    for zero_stage in request.get("overflow", []):
+        run_overflow(model, zero_stage)
+        if zero_stage == 0:
+            run_resume(model, out, zero_stage, "fp16")
     if request.get("stall"):
         run_stall(model, out)
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from slurm_rlhf.errors import ModelError
 from slurm_rlhf.training import logprobs as logprobs_module
 from slurm_rlhf.training.deepspeed_engine import Schedule, learning_rate
-from slurm_rlhf.training.logprobs import chunked_logprobs
+from slurm_rlhf.training.logprobs import HeadMath, LogprobHead, chunked_logprobs
 
 TOKENS, HIDDEN, VOCAB, CHUNK = 50, 16, 97, 8
 
@@ -113,6 +114,49 @@ def test_half_precision_states_give_fp32_numbers() -> None:
     logprobs, entropy = chunked_logprobs(head.bfloat16(), hidden.bfloat16(), targets, 1.0, CHUNK)
     assert logprobs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(logprobs, exact, rtol=0, atol=0.05)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("chunk", [CHUNK, 1000])
+def test_an_fp32_head_is_far_nearer_to_float64_than_a_bf16_one(chunk: int, bias: bool) -> None:
+    torch.manual_seed(0)
+    head, math = nn.Linear(64, 997, bias=bias).bfloat16(), HeadMath(1.5, 30.0)
+    hidden, targets, weights = (torch.randn(50, 64) * 3).bfloat16(), torch.randint(997, (50,)), torch.randn(50)
+    hidden.requires_grad_()
+    wanted = [hidden, *head.parameters()]
+
+    exact = [x.detach().double().requires_grad_() for x in wanted]
+    logits = math(nn.functional.linear(*exact)) / 0.7
+    expected = logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    gradients = torch.autograd.grad((expected * weights.double()).sum(), exact)
+
+    off, off_gradient = {}, {}
+    for fp32 in (False, True):
+        logprobs, _ = LogprobHead(head, chunk, math, fp32)(hidden, targets, 0.7)
+        found = torch.autograd.grad((logprobs * weights).sum(), wanted)
+        off[fp32] = float((logprobs.double() - expected).abs().max().detach())
+        pairs = zip(found, gradients, strict=True)
+        off_gradient[fp32] = [float((a.double() - b).abs().mean()) for a, b in pairs]
+        assert [a.dtype for a in found] == [torch.bfloat16] * len(found)
+    assert off[True] < 1e-5
+    assert off[False] > 1e-3
+    for better, worse in zip(off_gradient[True], off_gradient[False], strict=True):
+        assert 0.0 < better < worse
+
+
+def test_an_fp32_head_computes_in_fp32_under_autocast() -> None:
+    head, hidden, targets = make_inputs()
+    plain, _ = chunked_logprobs(head, hidden, targets, 1.0, CHUNK)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        rounded, _ = LogprobHead(head, CHUNK)(hidden, targets, 1.0)
+        logprobs, _ = LogprobHead(head, CHUNK, fp32=True)(hidden, targets, 1.0)
+    assert torch.equal(logprobs, plain)
+    assert not torch.equal(rounded, plain)
+
+
+def test_an_fp32_head_that_is_no_linear_layer_is_refused() -> None:
+    with pytest.raises(ModelError, match=r"ds\.fp32_lm_head: the head of this model is a Sequential"):
+        LogprobHead(nn.Sequential(nn.Linear(2, 3)), CHUNK, fp32=True)
 
 
 # Peak 1, 10 steps of which 2 are warm-up, down to 0.1: worked by hand.

@@ -1,0 +1,106 @@
+"""Run `slurm-rlhf check FILE.toml`: look at everything that a run reads, without starting one."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from slurm_rlhf.cli.main import Command, parse
+from slurm_rlhf.cli.placement_report import layout_somewhere, memory_on, require_fit
+from slurm_rlhf.config.check import check, warnings
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.schema import Config
+
+if TYPE_CHECKING:
+    from slurm_rlhf.controller.startup import Inputs
+    from slurm_rlhf.data.prompts import PromptSet
+    from slurm_rlhf.records import Prompt, Trajectory
+
+USAGE = "usage: slurm-rlhf check FILE.toml [--KEY=VALUE ...]"
+ROWS = 4
+"""Rows that the reward function is called with."""
+_WIDTH = 200  # characters of a prompt
+
+
+def run(words: list[str]) -> int:
+    """Print what a run would read and do. Raises UserError with what is wrong."""
+    arguments = parse(words, USAGE)
+    config = load_config(arguments.file, arguments.overrides)
+    check(config)
+    require_fit(config, memory_on(config, layout_somewhere(config)))
+    inputs = read(config)
+    print("\n".join([*look(config, inputs), *_rewards(config, inputs)]), flush=True)
+    return 0
+
+
+def read(config: Config) -> Inputs:
+    """Read what a run reads, and tell nothing of it. Raises UserError."""
+    from slurm_rlhf.controller.startup import Inputs
+
+    return Inputs.read(config, lambda note: None)
+
+
+def look(config: Config, inputs: Inputs) -> list[str]:
+    """Describe the data as the model sees it, and the steps that it is good for."""
+    lines = [f"warning: {told}" for told in warnings(config)]
+    for name, found in (("data.prompt_dataset", inputs.prompts), ("eval.dataset", inputs.evaluation)):
+        if found is not None:
+            lines.append(_data(name, found, config))
+    per_episode = inputs.order.batches_per_episode
+    lines.append(
+        f"steps: {inputs.total_steps}, of {config.rollout.batch_size} prompts with "
+        f"{config.rollout.n_samples_per_prompt} responses each; the prompts are good for {per_episode} in an episode"
+    )
+    first = inputs.prompts[0]
+    lines.append(f"the first prompt, {len(first.token_ids)} tokens: {_cut(first.text)}")
+    lines.append(f"its label: {_cut(first.label)}")
+    if inputs.findings.template:
+        lines.append(f"warning: {inputs.findings.template}")
+    return lines
+
+
+def _data(name: str, found: PromptSet, config: Config) -> str:
+    longest = config.data.max_len - config.rollout.max_new_tokens
+    dropped = f", {found.dropped} dropped (longer than {longest} tokens)" if found.dropped else ""
+    return f"{name}: {len(found)} prompts in {found.path}{dropped}"
+
+
+def _rewards(config: Config, inputs: Inputs) -> list[str]:
+    """Call the reward function with labels in place of responses. Raises RewardError for what it does wrong."""
+    if inputs.reward is None:
+        return ["rewards: by reward.model_name_or_path, which is not loaded here"]
+    from slurm_rlhf.rewards.model import Scoring
+
+    prompts = [inputs.prompts[row] for row in range(min(ROWS, len(inputs.prompts)))]
+    answer = Scoring(inputs.reward, config.timeout.reward)(prompts, [_answered(prompt) for prompt in prompts], 0)
+    values = ", ".join(f"{value:g}" for value in answer.rewards)
+    return [f"rewards of the labels of the first {len(prompts)} prompts, as if they were responses: {values}"]
+
+
+def _answered(prompt: Prompt) -> Trajectory:
+    """Make a response that says the label of its prompt; its tokens are the prompt's."""
+    import numpy as np
+
+    from slurm_rlhf.records import Trajectory
+
+    text = prompt.label if isinstance(prompt.label, str) else ""
+    ids = prompt.token_ids
+    none, mask = np.zeros(len(ids), np.float32), np.ones(len(ids), np.bool_)
+    return Trajectory(prompt.index, 0, ids, ids, none, mask, "stop", text, [])
+
+
+def _cut(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]} ... ({len(text)} characters)"
+
+
+COMMANDS = {
+    "check": Command(
+        USAGE,
+        "Reads what `train` would read and starts nothing: keys, model directories, the memory of the layout, all "
+        "prompts, the reward function, which is called with a few rows. Shows how many prompts are left, for how many "
+        "steps, and the first one as the model sees it.",
+        run,
+        keys=[field.name for field in fields(Config) if field.name != "sft"],
+    ),
+}

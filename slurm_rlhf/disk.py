@@ -1,0 +1,122 @@
+"""Say why a disk refused: which file system is full, how much of it is free, or that a directory has vanished."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from slurm_rlhf.errors import DiskError, RemoteError
+
+MIB = 1 << 20
+MOUNTS = Path("/proc/self/mounts")
+_LITTLE = 64 * MIB
+_FULL = ("No space left on device", "inline_container.cc", "PytorchStreamWriter")
+_QUOTA = "Disk quota exceeded"
+"""Words of errors that have lost their number on the way through a library or from another process; torch's tell of any
+short write. Another disk of that process may be full: they count where little is free here."""
+
+
+def refusal(error: BaseException, place: Path, needed: int = 0) -> str:
+    """Say why the file system of `place` refused; empty where `error` has another reason.
+
+    `needed`: bytes that were about to be written, where that is known.
+    """
+    number = error.errno if isinstance(error, OSError) else _number(str(error), _free(place) < max(needed, _LITTLE))
+    point, kind = mount_of(place)
+    where = f"the file system {point}{f' ({kind})' if kind else ''} has {_mib(_free(place))} MiB free"
+    wanted = f", and {_mib(needed)} MiB are needed" if needed else ""
+    if number == errno.ENOSPC:
+        return f"No space left on device: {where}{wanted}{_inodes(place)}"
+    if number == errno.EDQUOT:
+        return (
+            f"Disk quota exceeded: {where}, but your quota on it is used up{wanted}: `quota -s`, or `lfs quota -h -u "
+            f"$USER {point}` on Lustre, shows it"
+        )
+    if number == errno.EROFS:
+        return f"the file system {point} is mounted for reading only"
+    return ""
+
+
+@contextmanager
+def run_directory_kept(root: Path) -> Iterator[None]:
+    """Turn an error because the disk of the run directory `root` is full, or `root` has vanished, into a DiskError.
+
+    Errors of roles count, too.
+    """
+    try:
+        yield
+    except (OSError, RemoteError) as error:
+        file = getattr(error, "filename", None)
+        if file and not Path(str(file)).absolute().is_relative_to(root.absolute()):
+            raise
+        if not root.is_dir():
+            raise DiskError(
+                f"run_dir {root} has vanished: it was removed or renamed, or its disk unmounted, while the run was "
+                "going. Put it back to go on from its newest checkpoint; without it the run starts from the beginning"
+            ) from error
+        told = refusal(error, root)
+        if not told:
+            raise
+        raise DiskError(
+            f"run_dir {root}: {told}. Free space there, keep fewer checkpoints (ckpt.max_num), or move the directory "
+            "to another disk (run_dir), then start the same again: it goes on from the newest checkpoint"
+        ) from error
+
+
+def mount_of(path: Path, table: Path = MOUNTS) -> tuple[Path, str]:
+    """Return the mount point of `path` and the type of its file system; "/" and "" where the table does not say."""
+    best, kind = Path("/"), ""
+    try:
+        lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return best, kind
+    path = path.resolve()
+    for line in lines:
+        mount, name = line.split()[1:3]
+        point = Path(mount.replace("\\040", " "))
+        if path.is_relative_to(point) and len(point.parts) >= len(best.parts):
+            best, kind = point, name
+    return best, kind
+
+
+def size_of(directory: Path) -> int:
+    """Add up the bytes of all files below `directory`; those that vanish meanwhile do not count."""
+    total = 0
+    for parent, _, names in os.walk(directory):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except OSError:
+                continue
+    return total
+
+
+def _number(words: str, little: bool) -> int:
+    if _QUOTA in words:
+        return errno.EDQUOT
+    return errno.ENOSPC if little and any(text in words for text in _FULL) else 0
+
+
+def _statvfs(place: Path) -> os.statvfs_result | None:
+    there = next(path for path in (place, *place.absolute().parents) if path.exists())
+    try:
+        return os.statvfs(there)
+    except OSError:
+        return None
+
+
+def _free(place: Path) -> int:
+    found = _statvfs(place)
+    return found.f_bavail * found.f_frsize if found else 0
+
+
+def _inodes(place: Path) -> str:
+    found = _statvfs(place)
+    return " (no inode is left: it holds too many files)" if found and found.f_files and not found.f_favail else ""
+
+
+def _mib(size: int) -> str:
+    return f"{size / MIB:.0f}" if size >= 10 * MIB else f"{size / MIB:.1f}"

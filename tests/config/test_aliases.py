@@ -1,0 +1,187 @@
+"""Names of OpenRLHF's flags: every row of the table is a key, loads, and stands in README; others are explained."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import slurm_rlhf
+from slurm_rlhf.config.aliases import VERL, read_as
+from slurm_rlhf.config.key_text import dump_toml
+from slurm_rlhf.config.keys import all_keys, get
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.openrlhf import FLAGS
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError
+
+README = (Path(slurm_rlhf.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+HERE = [flag for flag in FLAGS if flag.key]
+ELSEWHERE = [flag for flag in FLAGS if not flag.key]
+OTHER = {"int": 7, "float": 0.25, "bool": True, "str": "word", "list[float]": [0.25, 0.75]}
+
+
+def write(directory: Path, text: str) -> Path:
+    file = directory / "run.toml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def refused(path: Path | None, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, list(overrides))
+    return str(caught.value)
+
+
+def sample(key: str) -> tuple[str, object]:
+    """(what a user writes behind `=`, what the key then holds), of another value than the default."""
+    kind, default, choices = all_keys()[key].kind, all_keys()[key].default, all_keys()[key].choices
+    if choices:
+        other = next(choice for choice in choices if choice != default)
+        return other, other
+    if kind == "path":
+        return "/some/where", "/some/where"
+    value = OTHER[kind] if OTHER[kind] != default else False
+    return str(value).lower().strip("[]"), value
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+def test_every_row_is_a_key_or_says_what_to_do_instead() -> None:
+    for flag in FLAGS:
+        assert bool(flag.key) != bool(flag.instead), flag
+        assert flag.now or flag.before, flag
+        assert not flag.key or flag.key in all_keys(), flag
+        assert flag.key or not {flag.now, flag.before} & all_keys().keys(), f"{flag}: it is a key by now"
+    names = [name for flag in FLAGS for name in {flag.now, flag.before} - {""}]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_a_flag_with_the_name_of_a_key_is_that_key() -> None:
+    for flag in HERE:
+        for name in (flag.now, flag.before):
+            assert name not in all_keys() or name == flag.key, flag
+
+
+def test_keys_that_the_explanations_name_are_keys() -> None:
+    texts = " ".join(flag.instead for flag in ELSEWHERE)
+    named = set(
+        re.findall(r"\b(?:actor|critic|ref|reward|rollout|vllm|ds|algo|train|eval|ckpt|sync|logger)(?:\.\w+)+", texts)
+    )
+    assert len(named) > 10
+    assert named - all_keys().keys() == set()
+
+
+def test_defaults_that_openrlhfs_users_rely_on() -> None:
+    """README says which differ; lambd is 1 in both (0.95 is the paper's)."""
+    config = Config()
+    assert config.algo.advantage.lambd == 1.0
+    assert (config.actor.learning_rate, config.critic.learning_rate) == (1e-6, 9e-6)
+    assert (config.actor.eps_clip, config.critic.value_clip, config.algo.kl.init_coef) == (0.2, 0.5, 0.01)
+    assert (config.actor.lr_scheduler, config.actor.lr_warmup_ratio, config.actor.lr_min_ratio) == (
+        "constant",
+        0.0,
+        0.1,
+    )
+
+
+def test_readme_has_the_table() -> None:
+    section = README.split("### Coming from OpenRLHF")[1].split("\n##")[0]
+    rows = re.findall(r"^\| (.*) \| `([\w.]+)` \|$", section, re.MULTILINE)
+    found = [(tuple(re.findall(r"`--([\w.]+)`", flags)), key) for flags, key in rows]
+    assert found == [(tuple(name for name in (flag.now, flag.before) if name), flag.key) for flag in HERE]
+
+
+# --- in files and on the command line --------------------------------------------------------------------------------
+
+
+def test_every_alias_loads_from_a_file_and_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert len(read_as()) > 80
+    for alias, key in read_as().items():
+        written, value = sample(key)
+        quoted = f'"{written}"' if isinstance(value, str) else f"[{written}]" if isinstance(value, list) else written
+        from_file = load_config(write(tmp_path, f"{alias} = {quoted}"))
+        from_words = load_config(None, [f"--{alias}={written}"])
+        assert get(from_file, key) == get(from_words, key) == value != all_keys()[key].default, alias
+        told = capsys.readouterr().err.splitlines()
+        assert told[0].endswith(f"run.toml: {alias}, a name of OpenRLHF, is {key} here")
+        assert told[1:] == [f"note: the command line: --{alias}, a name of OpenRLHF, is {key} here"]
+
+
+def test_names_of_ours_are_not_remarked_upon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    load_config(write(tmp_path, dump_toml(Config())), ["--actor.learning_rate=1"])
+    assert capsys.readouterr().err == ""
+
+
+def test_flags_and_lists_without_an_equals_sign() -> None:
+    words = ["--actor.adam.betas", "0.5", "0.6", "--colocate_all_models", "--pretrain", "/model"]
+    config = load_config(None, words)
+    assert config.actor.adam_betas == [0.5, 0.6]
+    assert config.train.colocate_all is True
+    assert config.actor.model_name_or_path == "/model"
+
+
+def test_a_group_of_openrlhf_is_a_table(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, "[actor]\nmax_norm = 2\n[actor.adam]\nlr = 1e-5\nbetas = [0.5, 0.6]"))
+    assert (config.actor.learning_rate, config.actor.adam_betas, config.actor.max_norm) == (1e-5, [0.5, 0.6], 2.0)
+
+
+def test_the_command_line_overrides_a_file_in_either_spelling(tmp_path: Path) -> None:
+    assert load_config(write(tmp_path, "train.seed = 1"), ["--seed=2"]).train.seed == 2
+    assert load_config(write(tmp_path, "seed = 1"), ["--train.seed=2"]).train.seed == 2
+    assert load_config(None, ["--seed=1", "--seed=2"]).train.seed == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (
+            ["--actor.learning_rate=1", "--actor_learning_rate=1"],
+            "the command line: --actor.learning_rate and --actor_learning_rate are the same key, actor.learning_rate: "
+            "leave one out",
+        ),
+        (
+            ["--actor_learning_rate=1", "--actor.adam.lr=1"],
+            "--actor_learning_rate and --actor.adam.lr are the same key, actor.learning_rate",
+        ),
+        (["--actor_learning_rate=x"], "--actor.learning_rate takes a number, got 'x' (as --actor_learning_rate)"),
+        (
+            ["--vllm_sync_backend=ray"],
+            "--sync.backend takes one of auto, gloo, nccl, ipc, disk, got 'ray' (as --vllm_s",
+        ),
+        (
+            ["--vllm_sync_with_ray"],
+            "unknown key --vllm_sync_with_ray: OpenRLHF's vllm_sync_with_ray is no key here: no ",
+        ),
+        (["--vllm.sync_with_ray"], "is no key here: no Ray starts processes here: sync.backend chooses how weights go"),
+        (["--micro_train_batch_size=4"], "cut by tokens, not by sequences: use train.max_tokens_per_gpu"),
+        (["--critic.adam.betas", "0.9", "0.95"], "actor and critic share it: use actor.adam_betas"),
+        (["--algorithm.adv_estimator=grpo"], "verl's algorithm.adv_estimator is algo.advantage.estimator here"),
+        (["--actor_lerning_rate=1"], "unknown key --actor_lerning_rate; did you mean --actor.learning_rate?"),
+    ],
+)
+def test_what_is_wrong_is_said_in_words_that_the_user_knows(words: list[str], problem: str) -> None:
+    told = refused(None, *words)
+    assert problem in told
+    assert "\n" not in told
+
+
+def test_the_same_key_twice_in_a_file(tmp_path: Path) -> None:
+    told = refused(write(tmp_path, "lambd = 0.9\n[algo.advantage]\nlambd = 0.95"))
+    assert told.endswith("lambd and algo.advantage.lambd are the same key, algo.advantage.lambd: leave one out")
+
+
+def test_tables_of_others_are_explained_key_by_key(tmp_path: Path) -> None:
+    told = refused(write(tmp_path, "[ds.lora]\nrank = 8\n[actor_rollout_ref.rollout]\nn = 4\n[zzz.a]\nb = 1"))
+    assert "unknown key ds.lora.rank: OpenRLHF's ds.lora.rank is no key here: all parameters are trained" in told
+    assert "unknown key actor_rollout_ref.rollout.n: verl's actor_rollout_ref.rollout.n is rollout.n_samples" in told
+    assert "unknown key zzz.a.b; did you mean" in told
+
+
+def test_verls_names_lead_to_keys() -> None:
+    assert {name: key for name, key in VERL.items() if key not in all_keys()} == {}
+    assert VERL.keys() & (all_keys().keys() | read_as().keys()) == set()

@@ -1,0 +1,138 @@
+"""A disk that refuses: which file system, how much is free and needed, or that a directory has vanished."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from slurm_rlhf import disk
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.cli.main import guarded
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller import conductor
+from slurm_rlhf.disk import MIB, refusal, run_directory_kept
+from slurm_rlhf.errors import CheckpointError, DiskError, RemoteError
+
+FULL, QUOTA = OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EDQUOT, "Disk quota exceeded")
+SHORT_WRITE = RemoteError("save failed on actor 0 on n1: RuntimeError: [enforce fail at inline_container.cc:672] .")
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What statvfs answers: 3 MiB of 8 GiB are free, inodes as well."""
+    answer = SimpleNamespace(f_bavail=768, f_frsize=4096, f_files=1000, f_favail=10)
+    monkeypatch.setattr(disk.os, "statvfs", lambda path: answer)
+    monkeypatch.setattr(disk, "mount_of", lambda path: (Path("/scratch"), "lustre"))
+    return answer
+
+
+def test_a_full_disk_is_told_with_what_is_free_and_needed(tmp_path: Path, free: SimpleNamespace) -> None:
+    said = refusal(FULL, tmp_path, 412 * MIB)
+    assert said == "No space left on device: the file system /scratch (lustre) has 3.0 MiB free, and 412 MiB are needed"
+    free.f_favail = 0
+    assert refusal(FULL, tmp_path).endswith("3.0 MiB free (no inode is left: it holds too many files)")
+
+
+def test_a_quota_is_not_a_full_disk(tmp_path: Path, free: SimpleNamespace) -> None:
+    free.f_bavail = 1 << 28
+    for error in (QUOTA, RemoteError("save failed on actor 0: OSError: [Errno 122] Disk quota exceeded")):
+        said = refusal(error, tmp_path)
+        assert "has 1048576 MiB free, but your quota on it is used up: `quota -s`, or `lfs quota -h -u $USER /s" in said
+
+
+def test_an_error_of_a_role_counts_where_little_is_free(tmp_path: Path, free: SimpleNamespace) -> None:
+    assert "/scratch (lustre) has 3.0 MiB free" in refusal(SHORT_WRITE, tmp_path)
+    free.f_bavail = 1 << 28  # another disk of the role was full
+    assert refusal(SHORT_WRITE, tmp_path) == ""
+    assert refusal(OSError(errno.EACCES, "Permission denied"), tmp_path) == ""
+    assert refusal(OSError(errno.EROFS, "Read-only file system"), tmp_path).endswith("is mounted for reading only")
+
+
+def checkpoint(directory: CheckpointDir, step: int) -> Path:
+    (directory.begin(step) / "actor").write_bytes(bytes(3 * MIB))
+    return directory.commit(step, {"step": step})
+
+
+def test_a_checkpoint_that_does_not_fit_says_what_it_needs_and_which_key_keeps_fewer(
+    tmp_path: Path, free: SimpleNamespace
+) -> None:
+    directory = CheckpointDir(tmp_path)
+    good = checkpoint(directory, 1)
+    for error in (FULL, SHORT_WRITE):
+        with pytest.raises(CheckpointError) as caught, directory.explained(2):
+            raise error
+        said = str(caught.value)
+        assert said.startswith(f"checkpoint 2 could not be written in {tmp_path}/checkpoints: ")
+        assert "/scratch (lustre) has 3.0 MiB free, and 3.0 MiB are needed" in said
+        assert f"The newest whole checkpoint is {good}" in said
+        assert "keep fewer (ckpt.max_num; 1 are there)" in said
+    with pytest.raises(RemoteError, match="out of memory"), directory.explained(2):
+        raise RemoteError("out of memory")
+
+
+def test_the_first_checkpoint_says_how_far_it_came(tmp_path: Path, free: SimpleNamespace) -> None:
+    directory = CheckpointDir(tmp_path)
+    (directory.begin(1) / "actor").write_bytes(bytes(2 * MIB))
+    with pytest.raises(CheckpointError, match=r"3\.0 MiB free; 2\.0 MiB were written before that\. There is no"):
+        with directory.explained(1):
+            raise FULL
+
+
+def test_a_run_directory_that_is_gone_is_told(tmp_path: Path) -> None:
+    directory = CheckpointDir(tmp_path / "run")
+    directory.begin(1)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(CheckpointError, match=rf"run_dir {tmp_path}/run has vanished: it was removed or renamed"):
+        directory.commit(1, {})
+    with pytest.raises(DiskError, match=rf"run_dir {tmp_path}/run has vanished"), run_directory_kept(tmp_path / "run"):
+        (tmp_path / "run" / "metrics.jsonl").write_text("")
+    with pytest.raises(FileNotFoundError), run_directory_kept(tmp_path / "run"):
+        (tmp_path / "elsewhere" / "file").read_text()
+    with pytest.raises(RemoteError, match="of its own"), run_directory_kept(tmp_path):
+        raise RemoteError("of its own")
+
+
+@pytest.mark.parametrize("what", ["vanishes", "is full"])
+def test_a_run_whose_directory_refuses_ends_with_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
+    """Neither the log nor the summary, which cannot be written any more, hide the reason."""
+    config = Config(run_dir=str(tmp_path / "run"))
+    config.logger.progress, config.logger.tensorboard = "plain", False
+
+    def work(self: conductor.Conductor) -> None:
+        self.reporting.begin(conductor.RunState(seed=0), 3, None)
+        if what == "vanishes":
+            shutil.rmtree(self.directory.root)
+        else:
+            self.directory.metrics.symlink_to("/dev/full")
+            self.directory.summary.unlink()
+            self.directory.summary.symlink_to("/dev/full")
+        self.reporting.step(1, 3, {"reward": 1.0})
+
+    monkeypatch.setattr(conductor.Conductor, "run", work)
+    ranks = SimpleNamespace(worlds={"actor": 1})
+    continuation = SimpleNamespace(end_time=lambda: None)
+    code = guarded(lambda: conductor.run(config, ranks, None, "n1", continuation))  # type: ignore[arg-type]
+    err = capsys.readouterr().err
+    assert code == DiskError.exit_code
+    assert err.count("\n") == 1, err
+    if what == "vanishes":
+        assert err.startswith(f"slurm-rlhf: error: run_dir {tmp_path}/run has vanished: ")
+    else:
+        assert f"run_dir {tmp_path}/run: No space left on device: the file system /" in err
+        assert "MiB free" in err
+        assert "ckpt.max_num" in err
+
+
+def test_a_command_that_meets_a_full_disk_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "out" / "model"))
+
+    assert guarded(work) == 1
+    assert f"{tmp_path}/out/model: No space left on device: the file system /" in capsys.readouterr().err

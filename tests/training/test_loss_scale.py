@@ -1,0 +1,80 @@
+"""The loss scale of fp16, step by step, what metrics say of skipped steps, and a device without fp16."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from slurm_rlhf.config.schema import Config, Ds
+from slurm_rlhf.controller.step_metrics import Trained, update_metrics
+from slurm_rlhf.errors import ConfigError, RunError
+from slurm_rlhf.training._deepspeed import import_deepspeed
+from slurm_rlhf.training.deepspeed_engine import EngineConfig, Schedule, start_deepspeed
+from slurm_rlhf.training.distributed import World
+from slurm_rlhf.training.loss_scale import LossScale
+
+
+def made(power: int = 3, window: int = 2, least: float = 2.0) -> LossScale:
+    ds = Ds(param_dtype="fp16", initial_scale_power=power, loss_scale_window=window, min_loss_scale=least)
+    scale = LossScale.of(ds)
+    assert scale is not None
+    return scale
+
+
+def test_the_scale_by_hand() -> None:
+    """8, overflow: 4, two steps: 8, two: 16, a step and an overflow: 8, two: 16."""
+    scale, seen = made(), []
+    for passed in (0, 1, 1, 1, 1, 1, 0, 1, 1):
+        seen.append(scale.scale)
+        if passed:
+            scale.step_passed()
+        else:
+            scale.step_overflowed(0)
+    assert [*seen, scale.scale] == [8, 4, 4, 8, 8, 16, 16, 8, 8, 16]
+
+
+def test_overflows_in_a_row_end_at_the_smallest_scale() -> None:
+    scale = made(least=3.0)
+    scale.step_overflowed(5)
+    scale.step_overflowed(5)
+    assert scale.scale == 3.0
+    with pytest.raises(RunError, match=r"step 5 is not finite, 3 times .* ds\.min_loss_scale = 3;.* ds\.param_dtype"):
+        scale.step_overflowed(5)
+
+
+def test_a_checkpoint_keeps_where_it_was() -> None:
+    scale, other = made(), made()
+    for _ in range(3):
+        scale.step_passed()
+    other.load(scale.state())
+    assert other == scale != made()
+
+
+def test_gradients_of_bf16_and_fp32_are_not_scaled() -> None:
+    assert LossScale.of(Ds(param_dtype="bf16")) is None
+    assert LossScale.of(Ds(param_dtype="fp32")) is None
+
+
+def test_skipped_steps_are_counted_and_have_no_gradient_norm() -> None:
+    skipped = {"loss": 2.0, "lr": 0.1, "loss_scale": 8.0, "skipped_steps": 1.0}
+    taken = {"loss": 4.0, "lr": 0.1, "loss_scale": 4.0, "skipped_steps": 0.0, "grad_norm": 3.0}
+    steps = [Trained("actor", 2.0, [answer]) for answer in (skipped, skipped, taken)]
+    metrics = update_metrics(steps)
+    assert metrics["actor_skipped_steps"] == 2.0
+    assert metrics["actor_grad_norm"] == 3.0
+    assert math.isclose(metrics["actor_loss_scale"], 20 / 3)
+    assert "actor_grad_norm" not in update_metrics(steps[:2])
+
+
+@pytest.mark.slow
+def test_a_device_without_fp16_is_told_before_a_model_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    accelerator = import_deepspeed(torch.device("cpu")).accelerator.get_accelerator()
+    monkeypatch.setattr(type(accelerator), "is_fp16_supported", lambda _: False)
+    config = Config()
+    config.ds.param_dtype = "fp16"
+    engine = EngineConfig.of(config, Schedule.of(config, 1e-3, 1))
+    with pytest.raises(ConfigError, match=r"ds\.param_dtype = fp16: DeepSpeed does not train in it on this device"):
+        start_deepspeed(torch.nn.Linear(1, 1), engine, World(0, 1, torch.device("cpu")))
