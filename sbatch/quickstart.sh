@@ -7,12 +7,13 @@
 #SBATCH --time=00:30:00
 #SBATCH --output=quickstart.%j.log
 #
-# A small language model learns to add by PPO, on any Linux machine with Python 3.11 and without a GPU.
+# A small language model learns to add by PPO or another algorithm, on any Linux machine with Python 3.11 and without a GPU.
 #
-#   bash sbatch/quickstart.sh [--setup-only] [--KEY=VALUE ...]
+#   bash sbatch/quickstart.sh [--setup-only] [--recipe=NAME] [--KEY=VALUE ...]
 #   sbatch sbatch/quickstart.sh                                  (from the top of the checkout)
 #
 # --setup-only   makes the environment and ends; all that follows needs no network
+# --recipe=NAME  the algorithm of sbatch/recipes/NAME.toml, for example --recipe=grpo; its sizes are the quickstart's
 # --KEY=VALUE    overrides a key of sbatch/quickstart.toml, for example --run_dir=/scratch/me/first --train.seed=7
 set -euo pipefail
 
@@ -60,11 +61,23 @@ make_input() {
   exec 9>&-
 }
 
+# Sets recipe to the name of a recipe that is there, and files to what the run is read from.
+choose_recipe() {
+  recipe=$1
+  local -a known=("$root"/sbatch/recipes/*.toml)
+  known=("${known[@]##*/}")
+  [[ " ${known[*]%.toml} " == *" $recipe "* ]] ||
+    fail "--recipe=$recipe: there is no sbatch/recipes/$recipe.toml. Recipes: ${known[*]%.toml}"
+  files=("$root/sbatch/recipes/$recipe.toml" "${files[@]}")
+}
+
 setup_only=false
+recipe=
 overrides=()
 for argument in "$@"; do
   case $argument in
     --setup-only) setup_only=true ;;
+    --recipe=*) recipe=${argument#*=} ;;
     --help | -h)
       sed -n '/^# A small/,/^set /s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
       exit
@@ -74,6 +87,8 @@ for argument in "$@"; do
 done
 
 root=$(find_checkout)
+files=("$root/sbatch/quickstart.toml")
+[[ -z $recipe ]] || choose_recipe "$recipe"
 stage "1/4 environment"
 bash "$root/sbatch/environment.sh"
 if [[ $setup_only == true ]]; then
@@ -82,6 +97,6 @@ fi
 # The environment holds CPU builds: a GPU of this machine is not for them.
 export CUDA_VISIBLE_DEVICES=
 make_input
-stage "4/4 PPO"
+stage "4/4 ${recipe:-PPO}"
 # exec: signals of the terminal and of Slurm reach the run itself.
-exec "$root/.venv/bin/slurm-rlhf" train "$root/sbatch/quickstart.toml" "${overrides[@]}"
+exec "$root/.venv/bin/slurm-rlhf" train "${files[@]}" "${overrides[@]}"

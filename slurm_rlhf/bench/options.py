@@ -40,7 +40,7 @@ class Bench:
 
     @property
     def usage(self) -> str:
-        config = "[FILE.toml] [--KEY=VALUE ...] " if self.takes_config else ""
+        config = "[FILE.toml ...] [--KEY=VALUE ...] " if self.takes_config else ""
         return f"usage: slurm-rlhf bench {self.name} {config}[--OPTION=VALUE ...] [--json]"
 
     def help_page(self) -> str:
@@ -160,7 +160,24 @@ _INFLIGHT = Bench(
         "layers": Option(2, "its layers"),
     },
 )
-BENCHES = {bench.name: bench for bench in (_ROLLOUT, _TRAIN, _SYNC, _INFLIGHT)}
+_LEARN = Bench(
+    "learn",
+    "what a run learns in how long, compared with TRL's GRPO",
+    "Trains on the task of the configuration, once for each seed, and in turns with that TRL's GRPOTrainer (1.16, on\n"
+    "this machine alone): the same model, data, reward, responses per optimizer step, learning rate. Prints accuracy\n"
+    "on eval.dataset by samples and seconds by accuracy, and draws both (learn.svg). TRL comes with\n"
+    "pip install '.[peer]'. rollout.batch_size is set so that a batch is one optimizer step. For example:\n"
+    "  slurm-rlhf bench learn sbatch/recipes/grpo.toml sbatch/quickstart.toml --rollout.n_samples_per_prompt=8",
+    {
+        "seeds": Option(3, "runs of each side, with the seeds 1, 2, ..."),
+        "steps": Option(120, "optimizer steps of a run"),
+        "every": Option(10, "of them between two evaluations"),
+        "out": Option("runs/bench_learn", "directory of runs, logs and the picture"),
+        "peer": Option(True, "our side alone"),
+    },
+    takes_config=True,
+)
+BENCHES = {bench.name: bench for bench in (_ROLLOUT, _TRAIN, _SYNC, _INFLIGHT, _LEARN)}
 
 
 def read(bench: Bench, words: list[str]) -> Given:
@@ -190,8 +207,10 @@ def read(bench: Bench, words: list[str]) -> Given:
 
 
 def _config(words: list[str], defaults: tuple[str, ...]) -> Config:
-    file = words.pop(0) if words and not words[0].startswith("-") else None
-    config = load_config(file, words if file else [*defaults, *words])
+    files: list[str] = []
+    while words and (words[0].endswith(".toml") or not files) and not words[0].startswith("-"):
+        files.append(words.pop(0))
+    config = load_config(files or None, words if files else [*defaults, *words])
     if problems := list(out_of_range(config)):
         raise ConfigError(joined(problems))
     return config

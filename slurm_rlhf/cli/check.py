@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slurm_rlhf.data.prompts import PromptSet
     from slurm_rlhf.records import Prompt, Trajectory
 
-USAGE = "usage: slurm-rlhf check FILE.toml [--KEY=VALUE ...]"
+USAGE = "usage: slurm-rlhf check FILE.toml [FILE.toml ...] [--KEY=VALUE ...]"
 ROWS = 4
 """Rows that the reward function is called with."""
 _WIDTH = 200  # characters of a prompt
@@ -25,7 +25,7 @@ _WIDTH = 200  # characters of a prompt
 def run(words: list[str]) -> int:
     """Print what a run would read and do. Raises UserError with what is wrong."""
     arguments = parse(words, USAGE)
-    config = load_config(arguments.file, arguments.overrides)
+    config = load_config(arguments.files, arguments.overrides)
     check(config)
     require_fit(config, memory_on(config, layout_somewhere(config)))
     inputs = read(config)

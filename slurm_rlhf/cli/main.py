@@ -14,6 +14,7 @@ import textwrap
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Protocol
 
@@ -60,13 +61,15 @@ class Command:
 class Arguments:
     """Hold the words of a command, sorted."""
 
-    file: Path
+    files: list[Path]  # at least one; what a later one says counts
     overrides: list[str]
     flags: frozenset[str]
 
 
 def parse(words: list[str], usage: str, flags: Collection[str] = ()) -> Arguments:
-    """Sort `words` into FILE.toml, overrides, and the command's own `flags` (written with `_` or `-`).
+    """Sort `words` into files, overrides, and the command's own `flags` (written with `_` or `-`).
+
+    The first word is a file, and so are those right behind it that end in .toml.
 
     Raises ConfigError with the usage when the file is missing.
     """
@@ -79,7 +82,9 @@ def parse(words: list[str], usage: str, flags: Collection[str] = ()) -> Argument
                 raise ConfigError(f"unknown option {word}; did you mean --{flag}?")
     if not rest or rest[0].startswith("-"):
         raise ConfigError(f"the TOML file comes first\n{usage}")
-    return Arguments(Path(rest[0]), rest[1:], frozenset(spelled[word] for word in words if word in spelled))
+    count = 1 + len(list(takewhile(lambda word: word.endswith(".toml") and not word.startswith("-"), rest[1:])))
+    files = [Path(word) for word in rest[:count]]
+    return Arguments(files, rest[count:], frozenset(spelled[word] for word in words if word in spelled))
 
 
 COMMANDS = {
@@ -212,7 +217,7 @@ def _overview() -> str:
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name.ljust(width)}  {summary}" for name, (_, summary) in COMMANDS.items())
     return (
-        "usage: slurm-rlhf COMMAND FILE.toml [--KEY=VALUE ...]\n\n"
+        "usage: slurm-rlhf COMMAND FILE.toml [FILE.toml ...] [--KEY=VALUE ...]\n\n"
         "RLHF on Slurm, MPI or one machine: one process group per role, DeepSpeed, vLLM, no Ray.\n\n"
         f"commands:\n{commands}\n\n"
         "`slurm-rlhf COMMAND --help` explains a command and lists its keys; `slurm-rlhf --version` prints the version."

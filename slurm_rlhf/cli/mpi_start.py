@@ -52,7 +52,7 @@ def _first(world: Communicator, arguments: Arguments, start: Launched) -> int:
     """Run rank 0. Errors in the configuration are printed once, before any rank loads anything."""
     processes = [_process(fields) for fields in world.gather(asdict(this_process()))]
     try:
-        config = load_config(arguments.file, arguments.overrides)
+        config = load_config(arguments.files, arguments.overrides)
         check(config)
         placed = place_processes(config, processes, start)
         check_memory(config, placed.ranks)
@@ -83,7 +83,7 @@ def _run(world: Communicator, config: Config, placed: Placed, arguments: Argumen
         print(f"to look inside: {attach_line(str(slurm.job_id), own.node)}", flush=True)
     elsewhere = next((node.name for node in placed.ranks.topology.nodes if node.name != own.node), None)
     address = address_towards(elsewhere) if elsewhere else "127.0.0.1"
-    found = [str(arguments.file.absolute()), arguments.overrides, ranks, address]
+    found = [[str(file.absolute()) for file in arguments.files], arguments.overrides, ranks, address]
     conductor = [sys.executable, "-m", "slurm_rlhf.cli.mpi_start", json.dumps(found)]
     return lead(world, placed.ranks, own, config.timeout.start, conductor, Path(config.run_dir))
 
@@ -122,10 +122,10 @@ def _process(fields: dict[str, Any]) -> Process:
 def run_conductor(start: str, channel: int) -> int:
     """Run the conductor in the child of rank 0; `channel` is the socket that leads to rank 0.
 
-    `start`: what rank 0 has found out, as JSON: file and overrides, rank map, address. Raises as `conductor.run`.
+    `start`: what rank 0 has found out, as JSON: files and overrides, rank map, address. Raises as `conductor.run`.
     """
-    file, overrides, rank_map, address = json.loads(start)
-    config = load_config(Path(file), overrides)
+    files, overrides, rank_map, address = json.loads(start)
+    config = load_config(files, overrides)
     ranks = RankMap.from_json(rank_map)
     launcher = MpiLauncher(Channel(socket.socket(fileno=channel)), ranks, address)
     from slurm_rlhf.controller import conductor

@@ -32,7 +32,7 @@ from slurm_rlhf.weight_sync.transfer_plan import Layout, SyncPlan, make_plan
 GIGABIT = 125_000_000  # bytes
 NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0
 USAGE = (
-    "usage: slurm-rlhf plan FILE.toml [--KEY=VALUE ...] [--json]\n"
+    "usage: slurm-rlhf plan FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--json]\n"
     "                       [--gpus_per_node=GPUS (--nodes=N | --nodelist=LIST)]\n"
     "                       [--gpu=NAME | --gpu_memory_gb=GB] [--network_gbits=RATE] [--inside_gbits=RATE]"
 )
@@ -72,7 +72,7 @@ def run(words: list[str]) -> int:
     options, rest = take_options(words)
     rest += [f"--train.{name}={options.pop(name)}" for name in GPU_OPTIONS if name in options]
     arguments = parse(rest, USAGE, FLAGS)
-    config = load_config(arguments.file, arguments.overrides)
+    config = load_config(arguments.files, arguments.overrides)
     rates = [_rate(name, options.pop(name, default)) for name, default in zip(RATES, DEFAULTS, strict=True)]
     wanted = wanted_nodes(options)
     ranks = layout_on(config, *wanted) if wanted else layout_somewhere(config)

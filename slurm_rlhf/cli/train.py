@@ -28,10 +28,10 @@ from slurm_rlhf.launch.launcher import Launcher, LocalLauncher
 from slurm_rlhf.launch.mpi.assignment import launched
 from slurm_rlhf.placement.rank_map import RankMap
 
-USAGE = "usage: slurm-rlhf train FILE.toml [--KEY=VALUE ...] [--dry_run]"
+USAGE = "usage: slurm-rlhf train FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--dry_run]"
 FLAGS = {"dry_run": "print the resolved configuration, the rank map and the memory (as TOML comments); start nothing"}
-SFT_USAGE = "usage: slurm-rlhf sft FILE.toml [--KEY=VALUE ...]"
-SUBMIT_USAGE = "usage: slurm-rlhf submit FILE.toml [--KEY=VALUE ...] [--local]"
+SFT_USAGE = "usage: slurm-rlhf sft FILE.toml [FILE.toml ...] [--KEY=VALUE ...]"
+SUBMIT_USAGE = "usage: slurm-rlhf submit FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--local]"
 SUBMIT_FLAGS = {"local": "run it on this machine instead, as a process that goes on after this command has ended"}
 GROUPS = [field.name for field in fields(Config)]
 
@@ -45,7 +45,7 @@ def train(words: list[str]) -> int:
 
         return mpi_start.train(arguments, start)
     refuse_sft_keys(arguments.overrides)
-    config = load_config(arguments.file, arguments.overrides)
+    config = load_config(arguments.files, arguments.overrides)
     _print_notes(given_twice(arguments.overrides) if "dry_run" not in arguments.flags else [])
     if "dry_run" in arguments.flags:
         from slurm_rlhf.cli.check import look, read
@@ -117,10 +117,14 @@ def _print_notes(notes: list[str]) -> None:
 def sft(words: list[str]) -> int:
     """Train on examples and write the model. Raises SlurmRlhfError."""
     arguments = parse(words, SFT_USAGE)
-    config = load_config(arguments.file, arguments.overrides)
+    config = load_config(arguments.files, arguments.overrides)
     _print_notes(given_twice(arguments.overrides))
     check_sft(config)
     _print_notes([f"warning: {told}" for told in warnings(config)])
+    from slurm_rlhf.controller.startup import WAITING_THREADS
+
+    for name, value in WAITING_THREADS.items():
+        os.environ.setdefault(name, value)  # before torch is imported, which starts the threads
     from slurm_rlhf.training.sft import run as train_on_examples
 
     train_on_examples(config)
@@ -131,7 +135,7 @@ def submit(words: list[str]) -> int:
     """Submit a job that trains. Raises SlurmRlhfError."""
     arguments = parse(words, SUBMIT_USAGE, SUBMIT_FLAGS)
     refuse_sft_keys(arguments.overrides)
-    config = load_config(arguments.file, arguments.overrides)
+    config = load_config(arguments.files, arguments.overrides)
     _print_notes(given_twice(arguments.overrides))
     require_fit(config, memory_of(config, None))  # if train.gpu names the GPUs: an error now, not after the queue
     from slurm_rlhf.launch import submit as submit_job

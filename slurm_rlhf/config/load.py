@@ -27,24 +27,25 @@ NOT_PATHS = {
 """Key of a path -> other words that it takes."""
 
 
-def load_config(path: Path | str | None, overrides: Sequence[str] = ()) -> Config:
-    """Read the configuration of a run: defaults, then the TOML file, then the command line; the last value counts.
+def load_config(path: Path | str | Sequence[Path | str] | None, overrides: Sequence[str] = ()) -> Config:
+    """Read the configuration of a run: defaults, then the TOML files, then the command line; the last value counts.
 
-    Paths become absolute: those of the file start at its directory, those of the command line at the working
-    directory, `~` is the home. An empty `run_dir` becomes runs/<name of the file> under the working directory.
+    Several files are layers: a recipe's algorithm, say, and over it the model, data and sizes of a file of yours.
+    Paths become absolute: those of a file start at its directory, those of the command line at the working
+    directory, `~` is the home. An empty `run_dir` becomes runs/<name of the last file> under the working directory.
     Names of OpenRLHF's flags are read as ours; a line on stderr says so.
     Raises ConfigError with every unknown key (and the nearest valid one), wrong type, and syntax error.
     """
     config = Config()
     problems: list[str] = []
-    if path is not None:
-        file = Path(path)
+    files = [Path(file) for file in ([] if path is None else [path] if isinstance(path, Path | str) else path)]
+    for file in files:
         _apply_table(_Source(config, problems, str(file), file.parent), _read(file), "")
     _apply_overrides(_Source(config, problems, COMMAND_LINE, Path.cwd(), "--"), list(overrides))
     if problems:
         raise ConfigError(joined(problems))
-    if path is not None and not config.run_dir:
-        config.run_dir = os.path.abspath(Path("runs") / Path(path).stem)
+    if files and not config.run_dir:
+        config.run_dir = os.path.abspath(Path("runs") / files[-1].stem)
     return config
 
 

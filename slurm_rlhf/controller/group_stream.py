@@ -71,6 +71,8 @@ class GroupStream:
     _held_back: list[tuple[int, Prompt]] = field(default_factory=list, init=False)  # their prompts are in flight
     _finished: list[Group] = field(default_factory=list, init=False)  # and not judged
     _judging: list[Group] = field(default_factory=list, init=False)
+    _next: list[Group] | None = field(default=None, init=False)  # the batch that could be taken now
+    _changed: bool = field(default=True, init=False)  # since `_next` was looked for
     _version: int = field(default=0, init=False)  # in the engines, at least
     _step: int = field(default=1, init=False)  # the next to be trained
     _wanted: bool = field(default=False, init=False)  # it waits for its batch
@@ -115,7 +117,7 @@ class GroupStream:
     # The tasks, and all that follows, run on the thread.
 
     def _want(self, step: int) -> None:
-        self._step, self._version, self._wanted = step, max(self._version, step - 1), True
+        self._step, self._version, self._wanted, self._changed = step, max(self._version, step - 1), True, True
 
     def _update(self, version: int) -> None:
         self._version = version
@@ -219,7 +221,7 @@ class GroupStream:
                 del self._open[place]
                 group.ended = time.monotonic()
                 if self.tally is None:
-                    group.verdict = group.standing.finished = True
+                    group.verdict = group.standing.finished = self._changed = True
                 else:
                     self._finished.append(group)
 
@@ -235,13 +237,19 @@ class GroupStream:
         call.add_done_callback(lambda call: self._inbox.put(partial(self._judged, groups, call)))
 
     def _judged(self, groups: list[Group], call: Future[Rewards]) -> None:
-        self._judging = []
+        self._judging, self._changed = [], True
         assert self.tally is not None
         self.tally.judge(groups, call.result(), self.sampling.n)
         for group in groups:
             group.standing.finished = group.verdict is True
 
     def _choose(self) -> list[Group] | None:
+        """Return the groups of the next batch, if it is complete; looked for where a group has come to its end."""
+        if self._changed:
+            self._next, self._changed = self._look(), False
+        return self._next
+
+    def _look(self) -> list[Group] | None:
         if self.rule.size is None:
             # Not beside the user's function: an evaluation might call it a second time.
             chosen = None if self._judging else first_passing([g.verdict for g in self._groups], self.rule.batch)
@@ -265,7 +273,7 @@ class GroupStream:
             owed = [*held_back, *(group.place for group in self._groups)]
         state = self.order.state_dict(owed)
         self._ready.put(assemble_batch(self._step, chosen, self.feed.take_loads(), state, self.tally))
-        self._step, self._wanted = self._step + 1, False
+        self._step, self._wanted, self._changed = self._step + 1, False, True
 
     def _end(self) -> BaseException:
         """Say why the batch that is waited for cannot become full."""

@@ -1,0 +1,163 @@
+"""`slurm-rlhf bench learn`: what a run learns in how long, beside TRL's GRPO on the same model, data and samples.
+
+Every run is a process as a user starts it; the two sides take turns, so that whatever else the machine does meets both.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.bench.learn_curves import Learned, Point, Side, table
+from slurm_rlhf.bench.learn_peer import PeerRun
+from slurm_rlhf.bench.learn_picture import picture
+from slurm_rlhf.bench.options import Given
+from slurm_rlhf.config.check import check
+from slurm_rlhf.config.key_text import dump_toml
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError, RunError
+
+OURS = "slurm-rlhf"
+LIMIT_S = 3600.0
+"""Of one run."""
+
+
+def run(given: Given) -> dict[str, Any]:
+    """Train with both sides, a run of each for every seed. Raises ConfigError, RunError."""
+    options, config = given.options, given.config
+    directory = Path(options["out"]).absolute()
+    if options["peer"] and importlib.util.find_spec("trl") is None:
+        raise ConfigError(
+            "bench learn compares with TRL, which is not installed in this environment: "
+            "pip install '.[peer]', or --no-peer for our side alone"
+        )
+    prepare(config, options["steps"], options["every"])
+    directory.mkdir(parents=True, exist_ok=True)
+    ours, peers = [], []
+    for seed in range(1, options["seeds"] + 1):
+        ours.append(_ours(config, directory, seed))
+        if options["peer"]:
+            peers.append(_peer(config, directory, seed, options["steps"], options["every"]))
+    sides = [Side(OURS, ours)]
+    if peers:
+        sides.append(Side(f"TRL {importlib.metadata.version('trl')}", peers))
+    file = directory / "learn.svg"
+    what = f"{config.algo.advantage.estimator}, {config.train.batch_size} responses per optimizer step"
+    file.write_text(picture(sides, f"accuracy on held-out problems: {what}"), encoding="utf-8")
+    return {
+        "bench": "learn",
+        "picture": str(file),
+        "load": os.getloadavg()[0],
+        "sides": [asdict(side) for side in sides],
+    }
+
+
+def show(result: dict[str, Any]) -> str:
+    """Write the results for a reader."""
+    sides = [side_of(each) for each in result["sides"]]
+    return f"{table(sides[0], sides[1] if len(sides) > 1 else None)}\npicture: {result['picture']}"
+
+
+def side_of(found: dict[str, Any]) -> Side:
+    """Read a side of the JSON object."""
+    runs = [Learned(**{**each, "points": [Point(**point) for point in each["points"]]}) for each in found["runs"]]
+    return Side(found["name"], runs)
+
+
+def prepare(config: Config, steps: int, every: int) -> None:
+    """Make both sides do the same: one optimizer step per batch, evaluations, an end of the schedule at zero.
+
+    Raises ConfigError for what the bench lacks, and what `check` raises.
+    """
+    if not config.eval.dataset or not config.reward.remote_url:
+        raise ConfigError(
+            "bench learn needs eval.dataset and reward.remote_url, as in: slurm-rlhf bench learn "
+            "sbatch/recipes/grpo.toml sbatch/quickstart.toml --rollout.n_samples_per_prompt=8"
+        )
+    group = config.rollout.n_samples_per_prompt
+    if group < 2 or config.train.batch_size % group:
+        raise ConfigError(
+            f"bench learn: TRL's GRPO needs groups: rollout.n_samples_per_prompt = {group} must be at least 2 and "
+            f"divide train.batch_size = {config.train.batch_size}"
+        )
+    config.rollout.batch_size = config.train.batch_size // group
+    config.train.max_steps, config.train.max_epochs = steps, 1
+    config.eval.steps = every
+    config.actor.lr_min_ratio = 0.0
+    config.resume = "never"
+    config.logger.progress, config.logger.tensorboard = "plain", False
+    check(config)
+
+
+def _ours(config: Config, directory: Path, seed: int) -> Learned:
+    mine = deepcopy(config)
+    mine.train.seed, mine.run_dir = seed, str(directory / f"ours_{seed}_{time.time_ns()}")
+    file = directory / f"ours_{seed}.toml"
+    file.write_text(dump_toml(mine), encoding="utf-8")
+    first: list[float] = []
+
+    def read(line: str) -> None:
+        if not first and re.match(r"\s+1/\d+ ", line):
+            first.append(time.monotonic())
+
+    began = time.monotonic()
+    _process([sys.executable, "-m", "slurm_rlhf.cli", "train", str(file)], directory / f"ours_{seed}.log", read)
+    run_dir = Path(mine.run_dir)
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    before = float(json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["eval_before"])
+    return Learned(seed, points_of(rows, before, mine.train.batch_size), first[0] - began - rows[0]["time/step"])
+
+
+def points_of(rows: Sequence[dict[str, Any]], before: float, per_step: int) -> list[Point]:
+    """Read the curve from the lines of metrics.jsonl; `before`: the evaluation before training."""
+    points, seconds = [Point(0, 0.0, before)], 0.0
+    for row in rows:
+        seconds += row["time/step"] - row.get("time/eval", 0.0)
+        if "eval" in row:
+            points.append(Point(row["step"] * per_step, seconds, row["eval"]))
+    return points
+
+
+def _peer(config: Config, directory: Path, seed: int, steps: int, every: int) -> Learned:
+    output, spec, file = (directory / f"peer_{seed}.{end}" for end in ("jsonl", "json", "toml"))
+    output.unlink(missing_ok=True)
+    file.write_text(dump_toml(config), encoding="utf-8")
+    threads = len(os.sched_getaffinity(0))
+    PeerRun(str(file), str(output), seed, steps, every, threads, time.monotonic()).write(spec)
+    _process([sys.executable, "-m", "slurm_rlhf.bench.learn_peer", str(spec)], directory / f"peer_{seed}.log")
+    rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    points = [Point(row["step"] * config.train.batch_size, row["seconds"], row["eval"]) for row in rows]
+    return Learned(seed, points, rows[0]["start_up_s"])
+
+
+def _process(command: list[str], log: Path, read: Callable[[str], None] = lambda line: None) -> None:
+    """Run a process to its end, its output into `log`, each line shown to `read`. Raises RunError when it fails."""
+    end = time.monotonic() + LIMIT_S
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert process.stdout is not None
+        with log.open("w", encoding="utf-8") as file:
+            for line in process.stdout:
+                read(line)
+                file.write(line)
+                if time.monotonic() > end:
+                    raise RunError(f"bench learn: {' '.join(command[1:4])} did not end within {LIMIT_S:g} s; see {log}")
+        code = process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+    if code:
+        tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-5:])
+        raise RunError(f"bench learn: {' '.join(command[1:4])} ended with {code}; all of its output: {log}\n{tail}")
