@@ -121,6 +121,10 @@ def sft(words: list[str]) -> int:
     _print_notes(given_twice(arguments.overrides))
     check_sft(config)
     _print_notes([f"warning: {told}" for told in warnings(config)])
+    from slurm_rlhf.controller.startup import WAITING_THREADS
+
+    for name, value in WAITING_THREADS.items():
+        os.environ.setdefault(name, value)  # before torch is imported, which starts the threads
     from slurm_rlhf.training.sft import run as train_on_examples
 
     train_on_examples(config)

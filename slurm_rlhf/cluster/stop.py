@@ -167,6 +167,9 @@ class Stop:
     def _watch(self) -> None:
         while not self._leaving.wait(_POLL_S):
             if self.reason is not None:
+                # A signal that comes while a wait begins does not end it: Python sees to it after the wait.
+                if self._droppable:
+                    os.kill(os.getpid(), signal.SIGUSR1)
                 continue
             if (self._directory / STOP_FILE).exists():
                 self._ask(FILE)

@@ -14,7 +14,7 @@ import zmq
 
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.codec import Buffer, encode
-from slurm_rlhf.control.io_thread import Heartbeat, ListeningClock, Part, Wakeup, make_socket, to_parts
+from slurm_rlhf.control.io_thread import Heartbeat, ListeningClock, Part, Wakeup, end_context, make_socket, to_parts
 from slurm_rlhf.control.messages import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, Failure, Hello, Request, body, unpack
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
 
@@ -118,7 +118,7 @@ class ControlClient:
         self.close()
 
     def _connected_socket(self, keys: RunKeys, routing_id: bytes) -> zmq.Socket[Any]:
-        dealer = make_socket(self._context, zmq.DEALER)
+        dealer = make_socket(self._context, zmq.DEALER, _LINGER_MS)
         dealer.routing_id = routing_id
         dealer.curve_serverkey = keys.server_public.encode()
         dealer.curve_publickey = keys.client_public.encode()
@@ -167,7 +167,7 @@ class ControlClient:
         self._pulse.close(linger=0)
         self._dealer.close(linger=0 if self.conductor_lost else _LINGER_MS)
         self._wakeup.close()
-        self._context.term()
+        end_context(self._context)
 
     def _send_queued(self) -> None:
         """Send what is queued, after the welcome: a conductor that does not know this rank would drop it."""

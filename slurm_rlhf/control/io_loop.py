@@ -14,7 +14,7 @@ import zmq
 from slurm_rlhf.control.auth import Authenticator, RunKeys
 from slurm_rlhf.control.codec import Buffer, decode
 from slurm_rlhf.control.declarations import read
-from slurm_rlhf.control.io_thread import Heartbeat, ListeningClock, Part, Wakeup, make_socket
+from slurm_rlhf.control.io_thread import Heartbeat, ListeningClock, Part, Wakeup, end_context, make_socket
 from slurm_rlhf.control.messages import (
     MAIN_LANE,
     NUMBERED,
@@ -66,7 +66,7 @@ class IoLoop:
         self._on_event = on_event
         self._outbox: SimpleQueue[tuple[Call, list[Part]]] = SimpleQueue()
         self._context: zmq.Context[Any] = zmq.Context()
-        self._router = make_socket(self._context, zmq.ROUTER)
+        self._router = make_socket(self._context, zmq.ROUTER, _LINGER_MS)
         self._router.router_mandatory = True
         # A rank whose connection broke comes back under its name before the old connection is known to be dead.
         self._router.router_handover = True
@@ -141,9 +141,9 @@ class IoLoop:
         for peer in self.roster.present():
             self._send(peer, "bye")
         self._auth.close()
-        self._router.close(linger=_LINGER_MS)
+        self._router.close()
         self._wakeup.close()
-        self._context.term()
+        end_context(self._context)
 
     def _next_deadline(self) -> float | None:
         with self._lock:

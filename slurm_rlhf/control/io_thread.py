@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -13,6 +14,8 @@ import zmq
 from slurm_rlhf.control.codec import MAX_FRAME_BYTES, Buffer
 from slurm_rlhf.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 Part = bytes | zmq.Frame
 
 _HANDSHAKE_MS = 30_000
@@ -21,9 +24,14 @@ _RECONNECT_MAX_MS = 2_000
 _INTERVALS_PER_LIMIT = 4
 
 
-def make_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
-    """Open a socket whose only limit is the size of a frame; callers limit what is in flight."""
+def make_socket(context: zmq.Context[Any], kind: int, linger_ms: int) -> zmq.Socket[Any]:
+    """Open a socket whose only limit is the size of a frame; callers limit what is in flight.
+
+    linger_ms: how long messages may wait to go once the socket, or one of its connections, is closed. It is set at
+        once, since a connection that breaks keeps the value of that moment; ZeroMQ's own is without end.
+    """
     socket = context.socket(kind)
+    socket.linger = linger_ms
     socket.sndhwm = 0
     socket.rcvhwm = 0
     socket.maxmsgsize = MAX_FRAME_BYTES
@@ -32,6 +40,18 @@ def make_socket(context: zmq.Context[Any], kind: int) -> zmq.Socket[Any]:
     socket.reconnect_ivl_max = _RECONNECT_MAX_MS
     socket.tcp_keepalive = 1
     return socket
+
+
+def end_context(context: zmq.Context[Any], patience_s: float = 5.0) -> None:
+    """End `context`, whose sockets are closed, or leave it to itself after `patience_s` seconds.
+
+    libzmq 4.3.5 was seen to wait without end here, when ranks were killed while they connected.
+    """
+    ending = threading.Thread(target=context.term, name="control-end", daemon=True)
+    ending.start()
+    ending.join(patience_s)
+    if ending.is_alive():
+        log.warning("ZeroMQ did not close its connections in %g s: they are left open", patience_s)
 
 
 def to_parts(frames: list[Buffer]) -> list[Part]:

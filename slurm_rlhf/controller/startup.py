@@ -41,6 +41,9 @@ from slurm_rlhf.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
+WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
+"""Variables by which threads that wait do not spin: on shared cores they take the time of whoever has work."""
+
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
@@ -218,8 +221,7 @@ def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dic
     `cpus`: of nodes for which the topology has no number.
 
     Roles of one phase compute at the same time, and those of another phase wait: each rank gets its share of the node's
-    CPUs among the ranks of its phase. Threads that wait do not spin: on shared cores a spinning thread takes the time
-    of the role that has work.
+    CPUs among the ranks of its phase, and none of its threads spins while it waits.
     """
     nodes = {share.node for shares in ranks.roles.values() for share in shares}
     environment: dict[str, dict[str, dict[str, str]]] = {role: {} for role in ranks.roles}
@@ -238,8 +240,7 @@ def _variables(threads: int, alone: bool) -> dict[str, str]:
     variables = {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "KMP_BLOCKTIME": "0",
+        **WAITING_THREADS,
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",

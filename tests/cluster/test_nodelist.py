@@ -76,8 +76,8 @@ def hostnames(text: str, environ: dict[str, str]) -> list[str]:
 @pytest.mark.timeout(60)
 def test_4000_lists_equal_to_scontrol(scontrol: dict[str, str]) -> None:
     rng = random.Random(7)
-    for _ in range(500):
-        lists = [make_list(rng) for _ in range(8)]
+    for _ in range(100):
+        lists = [make_list(rng) for _ in range(40)]
         joined = ",".join(lists)
         assert [name for text in lists for name in expand(text)] == hostnames(joined, scontrol), joined
 

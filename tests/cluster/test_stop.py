@@ -55,6 +55,15 @@ def test_a_signal_drops_what_may_be_dropped_and_waits_elsewhere(
     assert (USR1.requeue, TERM.requeue) == (True, False)
 
 
+def test_a_signal_that_a_wait_has_missed_is_repeated(tmp_path: Path) -> None:
+    """As one that comes between the beginning of a wait in Python and that of the system call."""
+    with Stop(tmp_path) as stop:
+        threading.Timer(0.1, setattr, (stop, "reason", TERM)).start()
+        stopped, seconds = interrupted(stop)
+        assert stopped.reason is TERM
+        assert seconds < 5
+
+
 def test_sigterm_after_sigusr1_means_that_nothing_is_to_go_on(tmp_path: Path) -> None:
     """As with `scancel` while a run saves; a second one, later, ends the process."""
     with Stop(tmp_path) as stop:

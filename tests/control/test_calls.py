@@ -18,7 +18,7 @@ from slurm_rlhf.control.messages import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import CallTimeout, ConfigError, RemoteError, RoleDied, RunError, WireError
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
 # Nobody is meant to be lost here, however busy the machine is.
 LIMIT = 15.0

@@ -20,7 +20,7 @@ from control_peer import INTERVAL, LIMIT, ask, start_conductor, start_peer, stop
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.codec import encode
-from slurm_rlhf.control.io_thread import ListeningClock
+from slurm_rlhf.control.io_thread import ListeningClock, end_context
 from slurm_rlhf.control.messages import Envelope, Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import RoleDied
@@ -85,6 +85,18 @@ def test_a_killed_rank_is_lost_within_the_limit_and_can_be_replaced(run: Run) ->
         time.sleep(0.05)
     assert ask(run.server, "actor", 1, "echo", timeout_s=10, a=1).result(10) == {"a": 1}
     assert run.server.peers("actor")[1].pid == replacement.pid
+
+
+def test_an_end_of_zeromq_that_does_not_come_is_not_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    """A socket that is left open keeps the context from ending."""
+    context: zmq.Context[Any] = zmq.Context()
+    left = context.socket(zmq.DEALER)
+    end_context(context, 0.2)
+    assert "did not close its connections in 0.2 s" in caplog.text
+    left.close()
+    caplog.clear()
+    end_context(zmq.Context())
+    assert not caplog.text
 
 
 def test_a_stopped_rank_is_lost_and_ends_when_it_wakes(run: Run) -> None:

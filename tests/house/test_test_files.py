@@ -44,12 +44,12 @@ def test_folders_are_those_of_the_rooms() -> None:
 def test_every_helper_has_users() -> None:
     """A module of support/, and what it defines in public, is named somewhere else."""
     words = Counter(word for text in TEXTS.values() for word in re.findall(r"\w+", text))
-    elsewhere = {
-        path: Counter(word for other, text in TEXTS.items() if other != path for word in set(re.findall(r"\w+", text)))
-        for path in TESTS.joinpath("support").glob("*.py")
-    }
-    unused = [path.name for path, named in elsewhere.items() if not named[path.stem]]
-    for path in elsewhere:
+    own = {path: set(re.findall(r"\w+", text)) for path, text in TEXTS.items()}
+    helpers = list(TESTS.joinpath("support").glob("*.py"))
+    unused = [
+        path.name for path in helpers if not any(path.stem in named for other, named in own.items() if other != path)
+    ]
+    for path in helpers:
         for node in ast.parse(TEXTS[path]).body:
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and words[node.name] < 2:
                 unused.append(f"{path.name}: {node.name}")

@@ -16,7 +16,7 @@ from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Topology
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 NODES = ("127.0.0.1", "127.0.0.2")
 JOB = {
     "SLURM_JOB_ID": "7",

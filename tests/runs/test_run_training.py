@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from attackers import Fire, counted, record
 from call_times import Call, calls, noted
 from mpi_runs import mpirun
 from training_runs import assert_close_metrics, metrics, started, timeless, train, workspace
+from warm_runs import WarmRun
 
 from slurm_rlhf.control.auth import RunKeys
 
@@ -35,7 +36,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(config: Path) -> tuple[Path, str]:
     """An undisturbed run of two actor ranks, a critic, a reference and two engines."""
     run_dir = config.parent / "whole"
-    code, output = train(config, run_dir, *WORLD)
+    code, output = train(config, run_dir, *WORLD, warm=True)
     assert code == 0, output
     return run_dir, output
 
@@ -83,12 +84,11 @@ def test_engines_sampled_with_the_actors_weights_in_every_step(whole: tuple[Path
 
 
 def test_final_model_loads_in_transformers_and_vllm_and_they_agree(whole: tuple[Path, str]) -> None:
-    script = Path(__file__).parents[1] / "support" / "final_model.py"
-    done = subprocess.run(
-        [sys.executable, str(script), str(whole[0] / "final")], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    difference, changed = map(float, done.stdout.splitlines()[-1].split())
+    program = Path(__file__).parents[1] / "support" / "final_model.py"
+    done = WarmRun([sys.executable, "-u", str(program), str(whole[0] / "final")], dict(os.environ))
+    output, _ = done.communicate(120)
+    assert done.returncode == 0, output
+    difference, changed = map(float, output.splitlines()[-1].split())
     assert difference < 1e-5
     assert changed > 0
 

@@ -37,12 +37,14 @@ def test_every_shipped_configuration_is_read(name: str) -> None:
     load_config(SBATCH / name, [])
 
 
+@pytest.mark.slow
 def test_no_problem_is_in_two_files_or_twice(written: Path) -> None:
     problems = [summands(row) for name in ("sft", "train", "eval") for row in rows(written / f"{name}.jsonl")]
     assert len(problems) == len(set(problems))
     assert len(rows(written / "eval.jsonl")) >= 512
 
 
+@pytest.mark.slow
 def test_labels_are_right_and_demonstrations_careless_about_one_carry(written: Path) -> None:
     for name in ("train", "eval"):
         assert all(int(row["label"]) == sum(summands(row)) for row in rows(written / f"{name}.jsonl"))
@@ -53,6 +55,7 @@ def test_labels_are_right_and_demonstrations_careless_about_one_carry(written: P
     assert sum(map(bool, missing)) / sum(carries) == pytest.approx(0.8, abs=0.02)
 
 
+@pytest.mark.slow
 def test_the_model_is_a_tied_qwen2_of_a_million_parameters(written: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -61,7 +61,7 @@ def client(slurm: Cluster) -> Iterator[pytest.MonkeyPatch]:
 def calm(config: Path) -> list[str]:
     """Metrics of the same run left alone, without Slurm."""
     run_dir = config.parent / "calm"
-    code, said = train(config, run_dir, *WORLD)
+    code, said = train(config, run_dir, *WORLD, warm=True)
     assert code == 0, said
     return timeless(metrics(run_dir))
 

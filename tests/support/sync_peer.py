@@ -19,7 +19,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from kit_seats import device, seat
+from kit_seats import device, seat, visible
+from warm_runs import WarmProgram
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,14 +32,14 @@ class Peer:
 
     def __init__(self, prefix: Sequence[str] = (), host: str = "") -> None:
         """`prefix`: of its command; `host`: what it takes for the name of its node."""
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, __file__, host],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **seat(next(self.numbers)), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        )
+        command = [*prefix, sys.executable, "-u", __file__, host]
+        environment = {**os.environ, **seat(next(self.numbers)), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        self.process: Any
+        if prefix or visible():
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+            self.process = subprocess.Popen(command, text=True, env=environment, **pipes)
+        else:  # with torch imported
+            self.process = WarmProgram(command, environment)
         self.tell("warm_up")
 
     def wait_warm(self) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from warm_runs import WarmRun
 
 from slurm_rlhf.algorithms.batching import micro_batches, split_ranks
 from slurm_rlhf.config.schema import Config
@@ -289,6 +290,7 @@ def main() -> None:
 
 
 def torchrun(ranks: int, timeout_s: float = 150.0, program: str = __file__, **request: Any) -> None:
+    """Run `program` on so many ranks, by a torchrun that is forked with its libraries imported."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", program]
     root = Path(__file__).parents[2]
     environment = {
@@ -296,16 +298,9 @@ def torchrun(ranks: int, timeout_s: float = 150.0, program: str = __file__, **re
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests' / 'support'}",
     }
-    process = subprocess.Popen(
-        [*command, json.dumps(request)],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    process = WarmRun([*command, json.dumps(request)], environment)
     try:
-        output, _ = process.communicate(timeout=timeout_s)
+        output, _ = process.communicate(timeout_s)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()

@@ -1,8 +1,8 @@
-"""Whole runs whose processes are forked from one that has imported torch, transformers, DeepSpeed and vLLM.
+"""Whole runs, and torchruns of a test's own ranks, forked from a process that has imported their libraries.
 
-Most of a run's start is these imports, once for each rank and each torchrun. All else is as a user starts it:
-conductor, torchruns and ranks are processes with sessions, signals, environments and output of their own, and die with
-their parents. Run as a program, this file is the process that they are forked from.
+Most of a start is the imports of torch, transformers, DeepSpeed and vLLM, once for each rank and each torchrun. All
+else is as a user starts it: conductor, torchruns and ranks are processes with sessions, signals, environments and
+output of their own, and die with their parents. Run as a program, this file is the process that they are forked from.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 ROOT = Path(__file__).parents[2]
 REGISTRY = "SLURM_RLHF_TEST_COMMANDS"
@@ -55,7 +55,8 @@ class Forker:
 class Forked:
     """A forked process, as `subprocess.Popen`."""
 
-    stdin = stdout = stderr = None
+    stdin: TextIO | None = None
+    stdout: TextIO | None = None
 
     def __init__(
         self, forker: Forker, command: Sequence[str], environment: dict[str, str], files: Sequence[int], bound: bool
@@ -98,7 +99,7 @@ class Forked:
 
 
 class WarmRun(Forked):
-    """The conductor of a run: a forked process whose output can be read."""
+    """The conductor of a run, or a torchrun: a forked process whose output can be read."""
 
     def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
         self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115
@@ -110,6 +111,24 @@ class WarmRun(Forked):
         self.wait(timeout)
         self._output.seek(0)
         return self._output.read(), None
+
+
+class WarmProgram(Forked):
+    """A file of the tests, run as a program that reads lines and answers them; what it says else is dropped."""
+
+    stdin: TextIO
+    stdout: TextIO
+
+    def __init__(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        """`command`: Python, -u, the file and its arguments."""
+        asked, ask = os.pipe()
+        answer, answers = os.pipe()
+        with open(os.devnull, "w") as nothing:
+            files = (asked, answers, nothing.fileno())
+            super().__init__(_zygote().forker, command, {**environment, REGISTRY: _zygote().registry}, files, True)
+        os.close(asked)
+        os.close(answers)
+        self.stdin, self.stdout = open(ask, "w"), open(answer)  # noqa: SIM115
 
 
 class _Zygote:
@@ -257,10 +276,10 @@ def _take_popen(forker: Forker) -> None:
     def popen(args: Any, **options: Any) -> Any:
         command = list(args) if isinstance(args, (list, tuple)) else []
         module = next((word for word in command if word in MODULES), None)
-        if module is None or options.get("pass_fds"):
+        if not (module or _is_ranks_program(command)) or options.get("pass_fds"):
             return usual(args, **options)
-        bound = module == TORCHRUN  # what stands before it binds it to its parent
-        if bound:
+        bound = module != MODULES[1]  # what stands before torchrun binds it to its parent
+        if module == TORCHRUN:
             command = [sys.executable, "-m", *command[command.index(module) :]]
         out = _number(options.get("stdout"), 1)
         err = out if options.get("stderr") == subprocess.STDOUT else _number(options.get("stderr"), 2)
@@ -271,19 +290,24 @@ def _take_popen(forker: Forker) -> None:
     subprocess_handler.Popen = popen  # type: ignore[assignment]
 
 
+def _is_ranks_program(command: list[str]) -> bool:
+    """Whether torchrun starts a rank by it, from a file of the tests."""
+    return command[:2] == [sys.executable, "-u"] and Path(command[2]).is_relative_to(ROOT / "tests")
+
+
 def _number(file: Any, otherwise: int) -> int:
     return otherwise if file is None else int(file.fileno())
 
 
 def _run(command: list[str]) -> None:
-    """What Python does with its arguments: `-c` is the command line `slurm-rlhf`, `-m` a module."""
+    """What Python does with its arguments: `-c` is the command line `slurm-rlhf`, `-m` a module, `-u` a file."""
     sys.orig_argv[:] = command
     for directory in reversed(os.environ.get("PYTHONPATH", "").split(":")):
         if directory and directory not in sys.path:
             sys.path.insert(0, directory)
             if (Path(directory) / "sitecustomize.py").exists():
                 runpy.run_path(str(Path(directory) / "sitecustomize.py"), run_name="sitecustomize")
-    if "-m" not in command[:3]:
+    if command[1] == "-c":
         from slurm_rlhf.cli.main import main
 
         sys.argv = ["slurm-rlhf", *command[3:]]
@@ -292,6 +316,10 @@ def _run(command: list[str]) -> None:
 
     # vLLM is imported already, with these variables.
     vllm_settings.prepare_environment = lambda: os.environ.update(vllm_settings.vllm_environment(False))
+    if "-m" not in command[:3]:
+        sys.argv = command[2:]
+        runpy.run_path(command[2], run_name="__main__")
+        return
     at = command.index("-m")
     sys.argv = [command[at + 1], *command[at + 2 :]]
     runpy.run_module(command[at + 1], run_name="__main__")
