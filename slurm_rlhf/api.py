@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.algorithms.registry import AdvantageFunction, Algorithm, register_algorithm
+from slurm_rlhf.cluster.stop import INTERRUPT
 from slurm_rlhf.config.load import settled
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, DataError
@@ -37,6 +38,7 @@ def train(
     in this process. A policy loss runs in the actor's processes: it has to be in a file that train.plugins names.
 
     A run that is told to stop saves and returns; `status` of the summary is then "stopped", else "finished".
+    Ctrl-C saves, and then raises KeyboardInterrupt; the same call goes on.
     Raises SlurmRlhfError: UserError for what the message says how to mend, RunError when the run broke.
     """
     from slurm_rlhf.cli.train import train_here
@@ -58,7 +60,8 @@ def train(
         _take_reward(config, reward)
     if prompts is not None:
         config.data.prompt_dataset = str(_write_prompts(config, prompts))
-    train_here(config)
+    if train_here(config) == INTERRUPT.exit_code:
+        raise KeyboardInterrupt  # what follows in the caller's script is not for half a run
     return Summary.read(RunDirectory(Path(config.run_dir)).summary)
 
 

@@ -120,6 +120,9 @@ def test_dppo_tv_by_hand() -> None:
     assert loss == pytest.approx((2 - 0.25) / 4)
     assert gradient == pytest.approx([0, 2 / 4, -0.25 / 4, 0])
     assert metrics["clip_fraction"] == 2
+    # On either side of both bounds, 0.7 and 0.2.
+    near = inputs_of([0.699 / 0.4, 0.701 / 0.4, 0.201 / 0.4, 0.199 / 0.4], [1, 1, -1, -1], old=0.4)
+    assert computed("dppo_tv", near)[1] == pytest.approx([-0.699 / 1.6, 0, 0.201 / 1.6, 0])
     # A rare token may move by any ratio: from 0.001 to 0.1.
     assert computed("dppo_tv", inputs_of([100.0], [1], old=0.001))[1] == pytest.approx([-100 / 4])
 
@@ -163,7 +166,7 @@ def drawn(masks: list[str], seed: int, scale: float) -> dict[str, Any]:
     """Responses with the given masks; what stands at masked positions is no number."""
     rng = np.random.default_rng(seed)
     mask = np.array([c == "1" for c in "".join(masks)], dtype=np.bool_)
-    case = {"old": -rng.exponential(2.0, len(mask)), "advantages": rng.normal(size=len(mask))}
+    case = {"old": -rng.exponential(2.0 * max(1.0, scale), len(mask)), "advantages": rng.normal(size=len(mask))}
     case["new"] = np.minimum(case["old"] + scale * rng.normal(size=len(mask)), 0.0)
     case["correction"] = rng.choice([0.0, 0.3, 1.0, 2.0], len(mask))
     for column in case.values():

@@ -140,3 +140,9 @@ def test_a_summary_is_read_as_it_was_written(tmp_path: Path) -> None:
     summary = Summary("finished", 2, 2, None, 0.5, 0.1, 0.2, 3.0, 4.0, 2, {"actor": 1}, 42, {"ratio": 1.0})
     summary.write(tmp_path / "summary.json")
     assert Summary.read(tmp_path / "summary.json") == summary
+
+
+def test_ctrl_c_reaches_the_caller_after_the_run_has_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slurm_rlhf.cli.train.train_here", lambda config: 130)
+    with pytest.raises(KeyboardInterrupt):
+        slurm_rlhf.train(Config(run_dir=str(tmp_path)))
