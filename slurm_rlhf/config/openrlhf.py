@@ -112,6 +112,7 @@ FLAGS: tuple[Flag, ...] = (
     _as("algo.correction.thresholds", "vllm_is_truncated_threshold", "algo.advantage.is_correction_threshold"),
     _as("algo.kl.init_coef", "init_kl_coef"),
     _as("algo.kl.estimator", "kl_estimator"),
+    _as("algo.kl.use_loss", "use_kl_loss"),
     _as("algo.kl.target", "kl_target"),
     _as("algo.kl.horizon", "kl_horizon"),
     _as("algo.dynamic_filtering_enable", "dynamic_filtering"),

@@ -68,7 +68,7 @@ class LogprobHead(nn.Module):
     pass, and every rank calls the same modules in the same order, on which its prefetching relies.
 
     With `fp32` the product is taken in fp32, of the parameters that the head has: in bf16 each logit is rounded to 8
-    bits, and with it log-probs and ratios. Sources: MiniMax-M1 [2506.13585], section 3.2; ScaleRL [2510.13786].
+    bits, and with it log-probs and ratios. Sources: MiniMax-M1 [2506.13585]; ScaleRL [2510.13786].
     """
 
     def __init__(

@@ -43,6 +43,8 @@ PAIRS = [
     ("actor.policy_loss_type=gspo", "algo.advantage.estimator=dr_grpo", *GROUPS),
     # KL
     ("algo.kl.target=6", "algo.kl.init_coef=0"),
+    ("algo.kl.use_loss=true", "algo.kl.init_coef=0", "algo.kl.estimator=k2"),
+    ("algo.kl.use_loss=true", "algo.kl.estimator=k1"),
     # correction
     ("algo.correction.level=token", "algo.correction.preset=tis", "algo.correction.mode=mask"),
     ("algo.correction.level=token", "algo.correction.mode="),

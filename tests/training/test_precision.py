@@ -95,6 +95,22 @@ def actor_and_reference(model: Path, world: Any) -> dict[str, torch.Tensor]:
     return {name: torch.as_tensor(numbers) for name, numbers in answers.items()}
 
 
+def fp16_models(model: Path, world: Any) -> dict[str, torch.Tensor]:
+    """Log-probs of an actor at ZeRO stage 3 in fp16 with an fp32 head, and of whole and cut references."""
+    from slurm_rlhf.training.frozen_models import FrozenPolicy
+    from slurm_rlhf.training.trainers import PolicyTrainer
+
+    config = make_config(model, zero_stage=3, param_dtype="fp16", fp32_lm_head=True)
+    part, micro = share(make_experience(0), world.rank, world.size, 40)
+    answers = {"fp16.actor": PolicyTrainer(config, 1).logprobs(part, micro)["logprobs"]}
+    for stage in (0, 3):
+        config.ref.zero_stage = stage
+        answers[f"fp16.ref{stage}"] = FrozenPolicy(config).logprobs(part, micro)["logprobs"]
+    config.ds.param_dtype = "fp32"
+    answers["fp16.exact"] = FrozenPolicy(config).logprobs(part, micro)["logprobs"]
+    return {name: torch.as_tensor(numbers) for name, numbers in answers.items()}
+
+
 def cut_models(models: Path, world: Any) -> dict[str, torch.Tensor]:
     """Log-probs of references that are whole and cut over the ranks, of models with more than linear layers."""
     from slurm_rlhf.training.frozen_models import FrozenPolicy
@@ -115,7 +131,7 @@ def main() -> None:
     from slurm_rlhf.training.distributed import join_world
 
     world = join_world(60.0)
-    answers = first_step(models / "opt", world) | cut_models(models, world)
+    answers = first_step(models / "opt", world) | cut_models(models, world) | fp16_models(models / "qwen2", world)
     # Stage 0 last: DeepSpeed's autocast, once it was in use, changes how later engines add up gradients.
     for stage in reversed(STAGES):
         answers |= value_head(models / "qwen2", world, stage, out)
@@ -151,6 +167,17 @@ def test_actor_and_reference_are_equal_before_the_first_step_at_stage_0_in_bf16(
 ) -> None:
     for answers in ranks:
         assert torch.equal(answers["actor"], answers[kind])
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("kind", ["ref0", "ref3"])
+def test_actor_and_reference_are_equal_before_the_first_step_in_fp16_with_an_fp32_head(
+    ranks: list[dict[str, torch.Tensor]], kind: str
+) -> None:
+    for answers in ranks:
+        torch.testing.assert_close(answers[f"fp16.{kind}"], answers["fp16.actor"], rtol=0, atol=1e-6)
+        off = (answers["fp16.actor"] - answers["fp16.exact"]).abs().max()
+        assert 0.0 < off < 5e-3
 
 
 @pytest.mark.timeout(200)
