@@ -75,6 +75,8 @@ class Dispatcher:
             ready = len(self.rollout.ready)
             count = min(max(1, chunk(len(left) * n, ready, width) // n), len(left))
             room = allowance(len(left) * n, ready, width) - held[engine]
+            if self.rollout.world == 1 and len(left) * n <= room:
+                count = len(left)  # nobody else could take it: one message, so that one batch begins with all of it
             if not left or (held[engine] and room < count * n):
                 return False
             positions = [left.popleft() for _ in range(count)]
