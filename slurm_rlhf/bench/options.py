@@ -145,19 +145,19 @@ _INFLIGHT = Bench(
     "long tail. Real engines, a real actor and its updates (with a learning rate of 0), no critic. All steps count,\n"
     "and both modes train on the same tokens; what a run needs to start does not count.",
     {
-        "prompts": Option(32, "prompts of a step"),
-        "samples": Option(2, "responses to each"),
-        "steps": Option(12, "steps of a run"),
+        "prompts": Option(16, "prompts of a step"),
+        "samples": Option(4, "responses to each"),
+        "steps": Option(24, "steps of a run"),
         "median": Option(32, "median length of a response in tokens"),
         "sigma_percent": Option(100, "standard deviation of the logarithm of the length, in percent"),
-        "longest": Option(512, "where longer ones are cut"),
-        "queue": Option(2, "train.async_queue_size"),
+        "longest": Option(1024, "where longer ones are cut"),
+        "queue": Option(8, "train.async_queue_size; small: a batch waits for its longest responses after all"),
         "engines": Option(2, "vllm.num_engines"),
         "width": Option(64, "vllm.max_num_seqs"),
         "repeats": Option(3, "runs of each mode"),
         "threads": Option(1, "CPU threads of each process"),
-        "hidden": Option(128, "hidden size of the model, a multiple of 64", step=64),
-        "layers": Option(2, "its layers"),
+        "hidden": Option(64, "hidden size of the model, a multiple of 64", step=64),
+        "layers": Option(1, "its layers"),
     },
 )
 _LEARN = Bench(

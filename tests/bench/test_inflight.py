@@ -66,5 +66,5 @@ def test_both_modes_train_on_the_same_tokens(tmp_path: Path) -> None:
         assert run["tokens"] == expected
         assert run["tokens_per_s"] == pytest.approx(expected / run["seconds"])
     assert result["runs"]["drain"][0]["staleness_max"] == 0
-    assert result["runs"]["inflight"][0]["staleness_max"] <= 2
+    assert result["runs"]["inflight"][0]["staleness_max"] <= result["queue"]
     assert result["ratio"] == pytest.approx(result["inflight"] / result["drain"])
