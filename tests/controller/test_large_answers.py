@@ -85,8 +85,8 @@ def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic:
         client.close()
     assert [(t.prompt, t.sample) for t in found] == [(100 + i, s) for i in range(PROMPTS) for s in range(SAMPLES)]
     assert all(t.text == TEXT and int(t.response_ids[-1]) == t.sample for t in found)
-    # All requests are the engine's before its first step: what it computes does not depend on when messages come, and it
-    # is busy from the beginning. Streamed, that is so where it is the only engine and has room for all.
+    # All requests are the engine's before its first step: what it computes does not depend on when messages come, and
+    # it is busy from the beginning. Streamed, that is so where it is the only engine and has room for all.
     assert engine.orders[0] == [(100 + i, s) for i in range(PROMPTS) for s in range(SAMPLES)]
 
 
