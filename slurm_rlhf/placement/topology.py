@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from slurm_rlhf.errors import PlacementError
@@ -62,19 +62,6 @@ class Topology:
             if node.name == name:
                 return node
         raise KeyError(name)
-
-    def without(self, names: Collection[str]) -> Topology:
-        """Return the topology without `names`. Raises PlacementError if one is not in it or no node is left."""
-        unknown = sorted(set(names) - {node.name for node in self.nodes})
-        if unknown:
-            some = ", ".join(node.name for node in self.nodes[:8])
-            more = ", ..." if len(self.nodes) > 8 else ""
-            raise PlacementError(f"cannot exclude {', '.join(unknown)}: not among the nodes ({some}{more})")
-        excluded = set(names)
-        left = tuple(node for node in self.nodes if node.name not in excluded)
-        if not left:
-            raise PlacementError(f"all {len(self.nodes)} nodes are excluded: leave at least one")
-        return Topology(left, self.accelerator, self.origin)
 
 
 def numbered_names(count: int) -> list[str]:

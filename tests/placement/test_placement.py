@@ -112,15 +112,6 @@ def test_uneven_nodes() -> None:
     assert where(rank_map, "rollout") == {"small": (2, 3)}
 
 
-def test_excluded_nodes() -> None:
-    topology = Topology.uniform(expand("gpu[001-004]"), 8).without(expand("gpu[002-003]"))
-    assert list(where(place(topology, [RoleSize("actor", 2, 8)]), "actor")) == ["gpu001", "gpu004"]
-    with pytest.raises(PlacementError, match="cannot exclude gpu009"):
-        topology.without(["gpu009"])
-    with pytest.raises(PlacementError, match="all 2 nodes are excluded"):
-        topology.without(["gpu001", "gpu004"])
-
-
 def test_a_node_or_a_role_listed_twice_and_no_node() -> None:
     with pytest.raises(PlacementError, match="at least one node"):
         Topology(())

@@ -29,7 +29,7 @@ def test_srun_with_pmix_writes_the_metrics_of_torchrun(slurm: Cluster) -> None:
     script.write_text(SCRIPT.format(train=" ".join(words)))
     job = slurm.sbatch("--nodes=2", "--ntasks-per-node=3", "--mem=16000", f"--output={output}", str(script))
     torchrun = slurm.shared / "torchrun"
-    code, said = train(config, torchrun, *WORLD, "--actor.num_gpus_per_node=2", "--vllm.num_engines=2")
+    code, said = train(config, torchrun, *WORLD, "--actor.num_gpus_per_node=2", "--vllm.num_engines=2", warm=True)
     assert code == 0, said
     assert slurm.wait_over(job, 200) == ("COMPLETED", 0), output.read_text()
     said = output.read_text()

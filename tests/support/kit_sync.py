@@ -90,7 +90,7 @@ def _fleet() -> Fleet:
         import torch
 
         torch.cuda.set_device(0)
-    return Fleet()
+    return Fleet(warm=False)
 
 
 def _held(version: int) -> dict[str, object]:

@@ -31,7 +31,9 @@ class Fleet:
     Receivers that a test leaves alive serve the next one: whatever happened to their group, they join another.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, warm: bool = True) -> None:
+        """`warm`: as of `Peer`; where few are started, the process that forks them costs more than it saves."""
+        self.warm = warm
         self.store = SyncStore.listen("127.0.0.1", timeout_s=30)
         self.peers: list[Peer] = []
         self.spare: list[Peer] = []
@@ -40,7 +42,7 @@ class Fleet:
 
     def hire(self, receivers: int) -> None:
         missing = receivers - len(self.peers) - len(self.spare)
-        fresh = [Peer() for _ in range(missing)]
+        fresh = [Peer(warm=self.warm) for _ in range(missing)]
         self.spare += fresh
         for peer in fresh:
             peer.wait_warm()

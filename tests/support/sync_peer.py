@@ -30,15 +30,16 @@ class Peer:
 
     numbers = count(1)  # the test's own process is rank 0
 
-    def __init__(self, prefix: Sequence[str] = (), host: str = "") -> None:
-        """`prefix`: of its command; `host`: what it takes for the name of its node."""
+    def __init__(self, prefix: Sequence[str] = (), host: str = "", warm: bool = True) -> None:
+        """`prefix`: of its command; `host`: what it takes for the name of its node; `warm`: forked with torch imported,
+        where it has neither a prefix nor a GPU."""
         command = [*prefix, sys.executable, "-u", __file__, host]
         environment = {**os.environ, **seat(next(self.numbers)), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         self.process: Any
-        if prefix or visible():
+        if prefix or visible() or not warm:
             pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
             self.process = subprocess.Popen(command, text=True, env=environment, **pipes)
-        else:  # with torch imported
+        else:
             self.process = WarmProgram(command, environment)
         self.tell("warm_up")
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from sync_conformance import conform
-from sync_fleet import Fleet
 
 from slurm_rlhf.errors import ConfigError, SyncError
 from slurm_rlhf.weight_sync.backends.device_ipc import ordinal_of
@@ -17,19 +16,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: NCCL moves bytes between GPUs")
 BACKENDS = ["gloo", "ipc", "disk", pytest.param("nccl", marks=NEEDS_GPU)]
-
-
-@pytest.fixture(scope="module")
-def all_peers():
-    made = Fleet()
-    yield made
-    made.end()
-
-
-@pytest.fixture
-def fleet(all_peers):
-    yield all_peers
-    all_peers.dismiss()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -30,19 +30,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 PARAMETERS = describe(make_weights(0))
 
 
-@pytest.fixture(scope="module")
-def all_peers():
-    made = Fleet()
-    yield made
-    made.end()
-
-
-@pytest.fixture
-def fleet(all_peers):
-    yield all_peers
-    all_peers.dismiss()
-
-
 def test_every_receiver_holds_what_was_sent_version_by_version(fleet):
     sender = fleet.sender(2)
     assert len(sender.plan.buckets) > 5

@@ -106,7 +106,7 @@ class DeviceIpc:
         torch.cuda.ipc_collect()
 
     def _copy(self, bucket: int, number: int) -> torch.Tensor:
-        """Copy a bucket out of its slot, which is free again when the GPU has done so: nobody waits for that here."""
+        """Copy a bucket out of its slot, which is free again when the GPU has done so. Nobody waits for that here."""
         assert self._marks is not None
         self._give_back(self._plan.depth - 2)
         nbytes = self._plan.nbytes(bucket, self._stream)
@@ -201,6 +201,6 @@ def ordinal_of(device: str, visible: Sequence[str], owner: str) -> int:
 
 
 def _open(handle: list[Any], ordinal: int) -> torch.Tensor:
-    """Map memory on the GPU that is number `ordinal` here; the number in the handle is that of its owner's process."""
+    """Map memory on the GPU that is number `ordinal` here. The number in the handle is that of its owner's process."""
     fields = [base64.b64decode(item["bytes"]) if isinstance(item, dict) else item for item in handle]
     return open_gpu_memory(ordinal, fields)

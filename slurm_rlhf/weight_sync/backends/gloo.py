@@ -28,7 +28,7 @@ _LEFT = ("closed by peer", "reset by peer", "broken pipe", "connection refused")
 
 
 class GlooPending:
-    """Wait for one operation of gloo, which nothing but its time-out ends when its bytes have gone or come in half."""
+    """Wait for one operation of gloo. When half of its bytes have gone or come, only its time-out ends it."""
 
     def __init__(self, work: Work, buffer: torch.Tensor) -> None:
         self._work = work
@@ -307,7 +307,7 @@ class _Copy:
 
 
 def _when_complete(counted: _Counted, kept: deque[torch.Tensor]) -> torch.Tensor:
-    """Wait for a bucket in memory of this rank's own, and let go of it: whoever keeps a view keeps the memory."""
+    """Wait for a bucket in memory of this rank's own, and let go of it. Whoever keeps a view keeps the memory."""
     counted.wait()
     return kept.pop()
 
