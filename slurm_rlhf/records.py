@@ -20,6 +20,12 @@ WEIGHTS: Final = "weights"
 KV_CACHE: Final = "kv_cache"
 """Parts of the memory of an engine, which it gives up in its sleep."""
 
+STOP: Final = "stop"
+LENGTH: Final = "length"
+REPETITION: Final = "repetition"
+"""Why a response ended: by itself (end-of-sequence token, stop string), or cut off at the length limit or because it
+repeated itself."""
+
 
 @dataclass(slots=True)
 class Prompt:
@@ -43,6 +49,9 @@ class Sampling:
     max_new_tokens: int = 1024
     stop: list[str] = field(default_factory=list)
     skip_special_tokens: bool = True  # of `Trajectory.text` only
+    max_pattern_size: int = 0  # end at a pattern of up to so many tokens that repeats itself; 0: never
+    min_pattern_size: int = 1
+    min_count: int = 2  # times that the pattern stands there
 
 
 @dataclass(slots=True)
@@ -64,7 +73,7 @@ class Trajectory:
     response_ids: I32  # [R], with the end-of-sequence token if it was sampled
     rollout_logprobs: F32  # [R], of the sampling distribution (after temperature, top-p, top-k)
     action_mask: Bool  # [R], True where the policy chose the token (False: inserted by a tool)
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # STOP, LENGTH or REPETITION
     text: str
     versions: list[VersionSpan]
     engine: int = 0  # which engine sampled it

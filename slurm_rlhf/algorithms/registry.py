@@ -35,7 +35,7 @@ class AdvantageInputs:
     rewards: NDArray[Any]  # [N], normalised if reward.normalize_enable says so
     kl: F32 | None  # [A], None without a reference
     values: F32 | None  # [A], None without a critic
-    action_mask: Bool  # [A]
+    action_mask: Bool  # [A], without the responses that leave the loss (rollout.mask_truncated)
     offsets: NDArray[np.int64]  # [N + 1], where each response starts
     groups: NDArray[np.int64]  # [N], which prompt each response answers: 0, 0, 1, 1, ...
     kl_coef: float
@@ -46,6 +46,7 @@ class AdvantageInputs:
     no_std_norm: bool = False  # do not divide by a standard deviation
     components: Mapping[str, F32] = field(default_factory=dict)  # name -> [N], the parts of the reward, as answered
     component_weights: Mapping[str, float] = field(default_factory=dict)  # of those to use; empty: all of them, with 1
+    lengths: NDArray[np.int64] | None = None  # [N], actions of each response, in the loss or not; None: of action_mask
 
 
 AdvantageFunction = Callable[[AdvantageInputs], "tuple[F32, F32 | None]"]
@@ -69,6 +70,8 @@ class Algorithm:
     """Give the advantages of a batch mean 0 and standard deviation 1, unless algo.advantage.no_whitening is set."""
     divides_by_spread: bool = False
     """The function divides by a standard deviation, unless `AdvantageInputs.no_std_norm` is set."""
+    refuses_negative_rewards: bool = False
+    """The function takes rewards of 0 and above only, so no penalty may make one negative."""
     needs_components: bool = False
     """The function takes `AdvantageInputs.components` in place of the reward."""
     policy_loss: PolicyLoss | None = None

@@ -8,6 +8,7 @@ from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.config.correction import corrects
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.shaping_rules import shaping_problems
 from slurm_rlhf.errors import ConfigError
 
 COLDEST = 0.01
@@ -33,6 +34,7 @@ def algorithm_problems(config: Config) -> Iterator[str]:
             f"algo.advantage.estimator = {algorithm.name} has none: leave the key out"
         )
     yield from _advantage_problems(config, algorithm)
+    yield from shaping_problems(config, algorithm)
 
 
 def _advantage_problems(config: Config, algorithm: Algorithm) -> Iterator[str]:

@@ -14,6 +14,8 @@ VERL = {
     "algorithm.gamma": "algo.advantage.gamma",
     "algorithm.lam": "algo.advantage.lambd",
     "algorithm.norm_adv_by_std_in_grpo": "algo.advantage.no_std_norm",
+    "algorithm.gdpo_reward_keys": "algo.advantage.gdpo_reward_keys",
+    "algorithm.gdpo_reward_weights": "algo.advantage.gdpo_reward_weights",
     "algorithm.rollout_correction.rollout_is": "algo.correction.level",
     "algorithm.rollout_correction.rollout_is_threshold": "algo.correction.thresholds",
     "algorithm.rollout_correction.bypass_mode": "algo.correction.bypass",

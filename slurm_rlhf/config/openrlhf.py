@@ -129,6 +129,9 @@ FLAGS: tuple[Flag, ...] = (
     _no("critic.save_value_network", "save_value_network", "checkpoints hold the critic; the export is the actor"),
     _as("reward.normalize_enable", "normalize_reward"),
     _as("reward.clip_range", "reward_clip_range"),
+    _as("reward.overlong_buffer_len", "overlong_buffer_len"),
+    _as("reward.overlong_penalty_factor", "overlong_penalty_factor"),
+    _as("reward.stop_properly_penalty_coef", "stop_properly_penalty_coef"),
     # Training
     _as("train.batch_size", "train_batch_size"),
     _as("train.max_epochs", "max_epochs"),

@@ -63,6 +63,15 @@ class Rollout:
     """-1 (all), for the same reason."""
     stop: list[str] = field(default_factory=list)
     """Strings that end a response."""
+    mask_truncated: bool = False
+    """Do not train on responses that were cut off. Their rewards still count in the mean of their group."""
+    repetition_detection_max_pattern_size: Annotated[int, NOT_NEGATIVE] = 0
+    """End a response that repeats itself, by a pattern of up to so many tokens; 0: never. It counts as cut off
+    (`truncated`, `repetition` in the metrics). The engine looks at each size for every token, so stay below 100."""
+    repetition_detection_min_pattern_size: Annotated[int, COUNT] = 1
+    """The smallest pattern that counts."""
+    repetition_detection_min_count: Annotated[int, Range(2)] = 8
+    """Times that the pattern must stand there, one after the other."""
 
 
 @dataclass(slots=True)

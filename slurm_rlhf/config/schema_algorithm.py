@@ -19,8 +19,8 @@ class Advantage:
     """GAE's lambda. 1, as in OpenRLHF: the reward reaches every token. At 0.95 a hundredth of it is left 90 tokens from
     the end, and before that the critic's guess decides; less noise, so good for short responses."""
     lambd_critic: Annotated[float, Range(-1, 1)] = -1.0
-    """Lambda of the returns that the critic learns; -1: as algo.advantage.lambd. VAPO takes 1, beside 0.95 for the
-    policy."""
+    """Lambda of the returns that the critic learns; -1: as algo.advantage.lambd. VAPO takes 1, beside a smaller one
+    for the policy."""
     no_whitening: bool = False
     """Leave advantages as they are instead of giving the batch mean 0 and standard deviation 1."""
     no_std_norm: bool = False

@@ -122,6 +122,16 @@ class Reward:
     clip_range: Annotated[list[float], ANY] = field(default_factory=lambda: [-10.0, 10.0])
     """Rewards are clipped to these two values, after normalisation, before they reach the advantages; `reward_clipped`
     in the metrics is the share of those that it changes."""
+    overlong_buffer_len: Annotated[int, NOT_NEGATIVE] = 0
+    """DAPO's penalty for long responses: over the last so many tokens before rollout.max_new_tokens the reward falls by
+    reward.overlong_penalty_factor; 0: none."""
+    overlong_penalty_factor: Annotated[float, POSITIVE] = 1.0
+    """What the reward of a response of rollout.max_new_tokens loses."""
+    stop_properly_penalty_coef: Annotated[float, Range(high=1)] = 1.0
+    """The reward of a response that was cut off is multiplied by this; a value below 0 replaces it (ProRL)."""
+    length_penalty_coef: Annotated[float, NOT_NEGATIVE] = 0.0
+    """Weight of Kimi k1.5's length reward: +0.5 for the shortest response to a prompt to -0.5 for the longest, where
+    it is wrong only the loss. Correct is a score (without scores, a reward) above 0."""
     shuffle: bool = False
     """Control experiment: permute the rewards over the batch, so that there is nothing to learn."""
 

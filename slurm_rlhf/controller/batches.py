@@ -116,7 +116,17 @@ class Tally:
 def sampling_of(config: Config) -> Sampling:
     """Say how responses are sampled to train on."""
     r = config.rollout
-    return Sampling(r.n_samples_per_prompt, r.temperature, r.top_p, r.top_k, r.max_new_tokens, list(r.stop))
+    return Sampling(
+        n=r.n_samples_per_prompt,
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        max_new_tokens=r.max_new_tokens,
+        stop=list(r.stop),
+        max_pattern_size=r.repetition_detection_max_pattern_size,
+        min_pattern_size=r.repetition_detection_min_pattern_size,
+        min_count=r.repetition_detection_min_count,
+    )
 
 
 def prompts_at_once(config: Config) -> int:

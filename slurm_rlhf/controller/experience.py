@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike
 from slurm_rlhf.algorithms.advantages import estimate
 from slurm_rlhf.algorithms.batching import Shard, assemble
 from slurm_rlhf.algorithms.correction import COLUMN, CorrectionInputs, correct
-from slurm_rlhf.algorithms.packed import response_sums
+from slurm_rlhf.algorithms.packed import find_actions, response_sums
 from slurm_rlhf.algorithms.policy_distance import approx_kl
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale, clipped_share
@@ -25,6 +25,7 @@ from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import CriticCalls, ForwardBatch, LogprobCalls
 from slurm_rlhf.control.server import RoleHandle, gather, send_shards
+from slurm_rlhf.controller.shaping import groups_of, loss_mask, shaped_rewards
 from slurm_rlhf.records import F32, I32, Experience
 from slurm_rlhf.rewards.values import Rewards
 
@@ -81,21 +82,23 @@ def fill_advantages(
     `judged`: the rewards that count, which `experience.rewards` holds, too. `scale` normalises the rewards of this
     batch, which it then counts as its own; it stays as it is.
     """
-    columns, offsets, mask = experience.columns, experience.action_offsets, experience.action_mask
+    columns, offsets, whole = experience.columns, experience.action_offsets, experience.action_mask
+    mask = loss_mask(config, experience)
     advantage, kl, mean_kl = config.algo.advantage, None, 0.0
     if "ref_logprobs" in columns:
         kl = approx_kl(columns["logprobs"], columns["ref_logprobs"], config.algo.kl.estimator)
-        mean_kl = float(response_sums(kl, mask, offsets).mean())
+        mean_kl = float(response_sums(kl, whole, offsets).mean())
     rewards = judged.rewards
     if scale is not None:
         rewards = scale.with_batch(rewards).normalize(rewards)
+    rewards, shaping = shaped_rewards(config, experience, judged, rewards)
     inputs = AdvantageInputs(
         rewards=rewards,
         kl=kl,
         values=columns.get("values"),
         action_mask=mask,
         offsets=offsets,
-        groups=np.arange(len(experience)) // config.rollout.n_samples_per_prompt,
+        groups=groups_of(config, experience),
         kl_coef=0.0 if config.algo.kl.use_loss else kl_coef,
         clip_range=config.reward.clip_range,
         gamma=advantage.gamma,
@@ -104,6 +107,7 @@ def fill_advantages(
         no_std_norm=advantage.no_std_norm,
         components=judged.components,
         component_weights=component_weights(config),
+        lengths=find_actions(whole, offsets).counts,
     )
     columns |= estimate(algorithm, inputs, no_whitening=advantage.no_whitening)
     metrics = {
@@ -114,7 +118,9 @@ def fill_advantages(
     for name, column in (("value", "values"), ("return", "returns")):
         if column in columns:
             metrics[name] = float(columns[column][mask].mean()) if mask.any() else 0.0
-    return metrics
+    if config.rollout.mask_truncated:
+        shaping["shaping/masked"] = float((whole & ~mask).sum() / max(whole.sum(), 1))
+    return metrics | shaping
 
 
 def component_weights(config: Config) -> dict[str, float]:

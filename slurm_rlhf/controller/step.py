@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,7 @@ from slurm_rlhf.controller.engine_pool import EnginePool
 from slurm_rlhf.controller.experience import counting, fill_advantages, fill_correction, fill_passes, one_at_a_time
 from slurm_rlhf.controller.loss_weights import fill_loss_weights
 from slurm_rlhf.controller.self_check import SelfCheck
+from slurm_rlhf.controller.shaping import loss_mask
 from slurm_rlhf.controller.step_metrics import EngineMetrics, Trained, sample_metrics, update_metrics
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
@@ -180,7 +181,8 @@ class Step:
     def update(self, number: int, experience: Experience, metrics: Metrics) -> Metrics:
         """Train actor and critic on what `collect` answered; add the metrics of the training."""
         with self.phases("update"):
-            trained = update_metrics(self._train(number, experience))
+            in_loss = replace(experience, action_mask=loss_mask(self.config, experience))
+            trained = update_metrics(self._train(number, in_loss))
         self.kl.update(metrics["kl"], len(experience))
         if self.scale is not None:
             self.scale = self.scale.with_batch(experience.rewards)

@@ -9,10 +9,11 @@ import numpy as np
 
 from slurm_rlhf.algorithms.correction import RATIO_SUMS, metrics_of_means
 from slurm_rlhf.algorithms.policy_distance import ages, staleness
+from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.verdicts import constant_share
 from slurm_rlhf.observe.engine_load import STEPS, Stragglers
-from slurm_rlhf.records import EngineLoad, Experience, Trajectory
+from slurm_rlhf.records import REPETITION, STOP, EngineLoad, Experience, Trajectory
 from slurm_rlhf.rewards.values import Rewards
 
 PER_STEP = ("lr", "grad_norm", "loss_scale", "skipped_steps")
@@ -41,13 +42,18 @@ def sample_metrics(
     mask, columns = experience.action_mask, experience.columns
     bypass = config.algo.correction.bypass
     drift = None if bypass else np.abs(columns["rollout_logprobs"] - columns["logprobs"])
+    compared = experience.rewards
+    if rewards.components and algorithm_of(config).needs_components:
+        compared = np.stack(list(rewards.components.values()), axis=1)
     metrics = {
         "reward": float(np.mean(rewards.rewards)),
         "response_length": float(np.mean(experience.response_lens)),
         "response_tokens": float(np.sum(experience.response_lens)),
-        "truncated": float(np.mean([t.finish_reason == "length" for t in trajectories])),
-        "reward_constant": constant_share(experience.rewards, config.rollout.n_samples_per_prompt),
+        "truncated": float(np.mean([t.finish_reason != STOP for t in trajectories])),
+        "reward_constant": constant_share(compared, config.rollout.n_samples_per_prompt),
     }
+    if config.rollout.repetition_detection_max_pattern_size:
+        metrics["repetition"] = float(np.mean([t.finish_reason == REPETITION for t in trajectories]))
     age = ages(trajectories, version)
     ahead = config.vllm.sync_mode == "inflight"
     if drift is not None and ((fresh := drift[mask & (age == 0)]).size or not ahead):

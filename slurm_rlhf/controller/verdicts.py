@@ -256,11 +256,13 @@ PROMPT_SHARES = ("prompts_dropped", "prompts_double_bos")
 def constant_share(rewards: F32, group: int) -> float:
     """Measure the share of groups of `group` rewards in which all are equal; rewards [N] in group order.
 
-    Groups of one say nothing: then the whole batch is one group. Raises ValueError when `group` does not divide N.
+    Of rewards with several components, [N, K], all have to be equal. Groups of one say nothing: then the whole batch is
+    one group. Raises ValueError when `group` does not divide N.
     """
     size = group if group > 1 else max(len(rewards), 1)
-    groups = np.asarray(rewards).reshape(-1, size)
-    return float(np.mean(groups.max(axis=1) == groups.min(axis=1))) if len(rewards) else 0.0
+    values = np.asarray(rewards).reshape(len(rewards), -1) if len(rewards) else np.zeros((0, 1))
+    groups = values.reshape(-1, size, values.shape[1])
+    return float(np.mean((groups.max(axis=1) == groups.min(axis=1)).all(axis=1))) if len(rewards) else 0.0
 
 
 def warnings(shares: dict[str, float], names: Sequence[str]) -> list[str]:

@@ -1,6 +1,8 @@
 """The private parts of vLLM that the rollout room uses, written for vllm 0.32.0.
 
 exceptions.py VLLMError
+sampling_params.py RepetitionDetectionParams
+sampling_params.py SamplingParams.repetition_detection
 platforms/__init__.py current_platform
 platforms/interface.py Platform.is_sleep_mode_available(self)
 platforms/interface.py Platform.dist_backend
@@ -159,7 +161,7 @@ class Sampled:
     name: str
     tokens: list[int]
     logprobs: list[float] | None  # None: no token was sampled
-    finish_reason: str  # "stop", "length", ...; empty: it goes on
+    finish_reason: str  # "stop", "length", "repetition", ...; empty: it goes on
 
 
 class StopWatcher:
@@ -280,7 +282,11 @@ class EngineCore:
 
 def _sampling_params(sampling: Sampling, seed: int) -> Any:
     from vllm import SamplingParams
+    from vllm.sampling_params import RepetitionDetectionParams
 
+    repetition = None
+    if sampling.max_pattern_size:
+        repetition = RepetitionDetectionParams(sampling.max_pattern_size, sampling.min_pattern_size, sampling.min_count)
     return SamplingParams(
         temperature=sampling.temperature,
         top_p=sampling.top_p,
@@ -292,6 +298,7 @@ def _sampling_params(sampling: Sampling, seed: int) -> Any:
         seed=seed,
         logprobs=0,  # of the sampled token only
         detokenize=bool(sampling.stop),
+        repetition_detection=repetition,
         skip_clone=True,  # made for this request alone
     )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, RunError
-from slurm_rlhf.records import KV_CACHE, WEIGHTS, ParameterSpec, Trajectory
+from slurm_rlhf.records import KV_CACHE, LENGTH, REPETITION, STOP, WEIGHTS, ParameterSpec, Trajectory
 from slurm_rlhf.rollout._transformers import as_saved
 from slurm_rlhf.rollout._vllm import EngineCore, Sampled, refusals, reload_weights
 from slurm_rlhf.rollout.engine import ActiveRequest, Gauges, GenerateRequest, response_text
@@ -152,7 +152,7 @@ class VllmEngine:
             if active.stops is not None and active.stops.stops(sampled):
                 if not reason:
                     cut.append(sampled.name)
-                reason = "stop"
+                reason = STOP
             if reason:
                 del self._active[sampled.name]
                 self._keys.discard(active.request.key)
@@ -200,7 +200,7 @@ class VllmEngine:
 
     def _finish(self, active: ActiveRequest, reason: str) -> Trajectory:
         request = active.request
-        if reason not in ("stop", "length"):
+        if reason not in (STOP, LENGTH, REPETITION):
             raise RunError(f"engine {self._index}: vLLM ended request {request.key!r} with {reason!r}")
         if active.stops is not None:
             text = active.stops.text

@@ -12,11 +12,13 @@ from model_configs import SHAPES
 from slurm_rlhf.algorithms import registry
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm, register_algorithm
 from slurm_rlhf.config.check import check
+from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, colocations, running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.gpu_account import StepFlops
 from slurm_rlhf.controller.startup import role_environment
 from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.launch.mpi.assignment import Launched, Process, place_processes
 from slurm_rlhf.placement.memory import account
 from slurm_rlhf.placement.model_shape import shape_of
 from slurm_rlhf.placement.rank_map import RankMap, draw, place
@@ -133,6 +135,9 @@ def test_every_estimator_starts_the_roles_that_it_computes_with(config: Config, 
     assert list(role_environment(config, ranks, cpus=8)) == wanted
     shape = shape_of(SHAPES["7B"])
     assert [row.role for row in account(config, dict.fromkeys(wanted, shape), 80 << 30).rows] == wanted
+    processes = [Process("n1", (cpu,), ()) for cpu in range(len(wanted))]
+    mpi = place_processes(config, processes, Launched("mpirun", "OMPI_COMM_WORLD_SIZE", len(wanted), 0))
+    assert [assignment.role for assignment in mpi.assignments] == wanted
     config.train.colocate_all = True
     assert placed(config, gpus=1).worlds == dict.fromkeys(wanted, 1)
     assert [role.name for role in running_roles(config) if role.saves] == wanted[: 1 + (estimator == "gae")]
@@ -176,3 +181,78 @@ def test_gdpo_needs_components(config: Config) -> None:
     assert "algo.advantage.gdpo_reward_weights are all 0, so that there is nothing to learn" in told
     assert "gdpo takes several rewards for each response, and reward.model_name_or_path gives one" in told
     assert "reward.normalize_enable = true normalises the reward, and algo.advantage.estimator = gdpo learns" in told
+
+
+@pytest.mark.parametrize(
+    ("estimator", "keys", "told"),
+    [
+        ("toy", {"reward.overlong_buffer_len": 1025}, "buffer_len = 1025 is more than rollout.max_new_tokens = 1024"),
+        ("toy", {"reward.overlong_penalty_factor": 2.0}, "factor = 2 has no effect without reward.overlong_buffer_l"),
+        (
+            "gae",
+            {"reward.length_penalty_coef": 0.1, "rollout.n_samples_per_prompt": 1},
+            "length_penalty_coef = 0.1 compares the lengths of the responses to one prompt: it needs rollout.n_sampl",
+        ),
+        (
+            "toy",
+            {"reward.stop_properly_penalty_coef": 0.5, "rollout.mask_truncated": True},
+            "stop_properly_penalty_coef = 0.5 is a penalty for responses that were cut off, and rollout.mask_truncat",
+        ),
+        (
+            "toy",
+            {"reward.stop_properly_penalty_coef": 0.5, "reward.normalize_enable": True},
+            "stop_properly_penalty_coef = 0.5 brings rewards nearer to 0, and with reward.normalize_enable = true",
+        ),
+        ("toy", {"reward.stop_properly_penalty_coef": 1.5}, "stop_properly_penalty_coef must be at most 1, got 1.5"),
+        (
+            "gdpo",
+            {"reward.stop_properly_penalty_coef": 0.5},
+            "stop_properly_penalty_coef = 0.5 changes the reward, and algo.advantage.estimator = gdpo learns from its",
+        ),
+        ("gdpo", {"reward.overlong_buffer_len": 9}, "overlong_buffer_len = 9 changes the reward, and algo.advantage"),
+        (
+            "max_rl",
+            {"reward.stop_properly_penalty_coef": -0.5},
+            "stop_properly_penalty_coef = -0.5 makes rewards negative, and algo.advantage.estimator = max_rl takes",
+        ),
+        ("max_rl", {"reward.length_penalty_coef": 0.5}, "length_penalty_coef = 0.5 makes rewards negative, and algo."),
+        ("max_rl", {"reward.normalize_enable": True}, "normalize_enable = true makes rewards negative, and algo."),
+    ],
+)
+def test_penalties_that_contradict(config: Config, estimator: str, keys: dict[str, Any], told: str) -> None:
+    config.algo.advantage.estimator = estimator
+    assert told not in problems(config)
+    for name, value in keys.items():
+        put(config, name, value)
+    assert told in problems(config)
+
+
+@pytest.mark.parametrize(
+    ("largest", "smallest", "count", "told"),
+    [
+        (0, 2, 8, "min_pattern_size = 2 has no effect without rollout.repetition_detection_max_pattern_size: set both"),
+        (0, 1, 3, "min_count = 3 has no effect without rollout.repetition_detection_max_pattern_size: set both"),
+        (4, 5, 8, "min_pattern_size = 5 is above rollout.repetition_detection_max_pattern_size = 4: no pattern is"),
+        (300, 200, 8, "min_pattern_size = 200 times rollout.repetition_detection_min_count = 8 is more than rollout.m"),
+        (4, 1, 1, "rollout.repetition_detection_min_count must be at least 2, got 1"),
+    ],
+)
+def test_thresholds_of_repetition(config: Config, largest: int, smallest: int, count: int, told: str) -> None:
+    assert "repetition_detection" not in problems(config)
+    config.rollout.repetition_detection_max_pattern_size = largest
+    config.rollout.repetition_detection_min_pattern_size = smallest
+    config.rollout.repetition_detection_min_count = count
+    assert told in problems(config)
+
+
+def test_penalties_that_go_together(config: Config) -> None:
+    """DAPO's filter and its penalty; a scaled reward with max_rl, which stays at 0 or above."""
+    config.rollout.mask_truncated, config.reward.overlong_buffer_len = True, 256
+    config.rollout.repetition_detection_max_pattern_size = 20
+    plain = problems(config)
+    config.rollout.mask_truncated, config.reward.overlong_buffer_len = False, 0
+    config.algo.advantage.estimator, config.reward.stop_properly_penalty_coef = "max_rl", 0.5
+    for told in (plain, problems(config)):
+        assert "overlong" not in told
+        assert "stop_properly" not in told
+        assert "repetition" not in told

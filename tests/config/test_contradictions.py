@@ -27,6 +27,15 @@ PAIRS = [
     ("algo.advantage.estimator=group_norm", "algo.advantage.gdpo_reward_weights=1,2", *GROUPS),
     ("algo.advantage.estimator=gdpo", "reward.model_name_or_path=/model", *GROUPS),
     ("algo.advantage.estimator=gdpo", "reward.normalize_enable=true", *GROUPS),
+    # penalties, truncated responses, repetition
+    ("reward.overlong_buffer_len=1025", "rollout.max_new_tokens=1024"),
+    ("reward.overlong_penalty_factor=2", "reward.overlong_buffer_len=0"),
+    ("reward.length_penalty_coef=0.1", "rollout.n_samples_per_prompt=1"),
+    ("reward.stop_properly_penalty_coef=0.5", "rollout.mask_truncated=true"),
+    ("reward.stop_properly_penalty_coef=0.5", "reward.normalize_enable=true"),
+    ("reward.overlong_buffer_len=9", "algo.advantage.estimator=gdpo", *GROUPS),
+    ("reward.length_penalty_coef=0.1", "algo.advantage.estimator=max_rl", *GROUPS),
+    ("rollout.repetition_detection_min_pattern_size=5", "rollout.repetition_detection_max_pattern_size=4"),
     # policy losses
     ("actor.policy_loss_type=gspo", "actor.eps_clip=0.3"),
     ("actor.policy_loss_type=cispo", "actor.dual_clip=3"),

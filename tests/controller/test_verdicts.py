@@ -135,6 +135,7 @@ def test_the_first_update_begins_at_ratio_one(ratio: float, approx_kl: float, dt
         (np.array([0.0, 1.0, 0.0, 0.0]), 1, 0.0),  # without groups: the batch
         (np.zeros(4), 1, 1.0),
         (np.array([np.nan, 0.0]), 2, 0.0),
+        (np.array([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0], [2.0, 2.0]]), 2, 0.5),  # sums are equal, components are not
     ],
 )
 def test_share_of_groups_without_a_difference(rewards: np.ndarray, group: int, constant: float) -> None:

@@ -152,6 +152,16 @@ def test_a_call_that_fails_leaves_no_request_behind(request: pytest.FixtureReque
     assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == before
 
 
+def test_a_response_that_repeats_itself_ends_on_all_ranks(pair: RolloutFleet, single: RolloutFleet) -> None:
+    """Each rank's scheduler looks for it; one that did not would go its own way, which the digests tell."""
+    how = replace(SAMPLING, temperature=0.0, max_new_tokens=40, max_pattern_size=4, min_count=3)
+    wide, narrow = (Dispatcher(fleet.engines, 1, WIDTH, True).run(prompts(6), how, 1) for fleet in (pair, single))
+    assert [t.response_ids.tolist() for t in wide] == [t.response_ids.tolist() for t in narrow]
+    assert [t.finish_reason for t in wide] == [t.finish_reason for t in narrow]
+    assert "repetition" in {t.finish_reason for t in wide}
+    assert pair.events == []
+
+
 def test_two_batches_in_flight_keep_the_ranks_in_step(zygote: Zygote, single: RolloutFleet, model: Path) -> None:
     """Asynchronous scheduling on each of two ranks: with stop strings, calls that overlap, and sleep in between."""
     directory = Path(single.config.run_dir).with_name("async")

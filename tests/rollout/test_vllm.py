@@ -159,6 +159,29 @@ def test_stop_strings(fresh: EngineProcess) -> None:
             assert (before.text, before.finish_reason) == (after.text, after.finish_reason)
 
 
+def test_a_response_that_repeats_itself_ends_early(fresh: EngineProcess) -> None:
+    """Greedy responses of a random model run into loops; each is cut at the first token that completes a pattern."""
+    how = replace(SAMPLING, temperature=0.0, max_new_tokens=48)
+    detect = replace(how, max_pattern_size=3, min_pattern_size=2, min_count=4)
+    plain, cut = (fresh.run(child.generate, child.requests(sampling)) for sampling in (how, detect))
+    reasons = {t.finish_reason for t in cut}
+    assert "repetition" in reasons
+    for whole, short in zip(tokens(plain), cut, strict=True):
+        ends = [end for end in range(8, len(whole) + 1) for size in (2, 3) if repeats(whole[:end], size, 4)]
+        # A token that ends a response by itself, or is its last one by the limit, comes before the pattern.
+        wanted = "repetition" if ends and ends[0] < len(whole) else "stop" if whole[-1] == EOS else "length"
+        assert short.finish_reason == wanted
+        assert short.response_ids.tolist() == whole[: ends[0] if wanted == "repetition" else len(whole)]
+        assert len(short.rollout_logprobs) == len(short.response_ids) == short.versions[-1].end
+        assert short.text == tiny_tokenizer().decode(short.response_ids.tolist(), skip_special_tokens=True)
+
+
+def repeats(ids: list[int], size: int, count: int) -> bool:
+    """Tell whether `ids` end with `count` times the same `size` tokens."""
+    tail = ids[-size * count :]
+    return len(tail) == size * count and tail == tail[:size] * count
+
+
 def test_the_engine_goes_on_after_a_stop_string(fresh: EngineProcess) -> None:
     """Requests that were cut short leave nothing behind in the scheduler."""
     fresh.run(child.generate, child.requests(replace(SAMPLING, stop=list("0123456789abcdefghijklmnopq"))))

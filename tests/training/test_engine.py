@@ -126,8 +126,8 @@ CASES: list[dict[str, Any]] = [
     # Last: DeepSpeed's autocast, once it was in use, changes how later engines of the same process add up gradients.
     {"name": "bf16zero0", "kind": "policy", "zero_stage": 0, "max_tokens": 40, "param_dtype": "bf16"},
 ]
-RESUMES = [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16"), (1, "fp16"), (2, "fp16"), (3, "fp16")]
-OVERFLOWS = [1, 2, 3, 0]
+RESUMES = [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "bf16"), (3, "fp16")]
+OVERFLOWS = [1, 3, 0]
 
 
 @pytest.fixture(scope="module")
@@ -141,12 +141,20 @@ def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
     outs = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks in (1, 2)}
     torchrun(1, model=str(model), out=str(outs[1]), cases=CASES, resume=[[2, "bf16"]], nan=[0, 2])
     torchrun(
-        2, model=str(model), out=str(outs[2]), cases=CASES, resume=RESUMES, nan=[0, 2], overflow=OVERFLOWS, stall=True
+        2,
+        220.0,
+        model=str(model),
+        out=str(outs[2]),
+        cases=CASES,
+        resume=RESUMES,
+        nan=[0, 2],
+        overflow=OVERFLOWS,
+        stall=True,
     )
     return outs
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", [case for case in CASES if "param_dtype" not in case], ids=lambda case: case["name"])
 def test_training_on_ranks_and_micro_batches_equals_plain_adamw_on_the_whole_batch(
@@ -163,7 +171,7 @@ def test_training_on_ranks_and_micro_batches_equals_plain_adamw_on_the_whole_bat
     assert [step["lr"] for step in metrics] == pytest.approx(WARMUP)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("case", ["bf16", "bf16zero0", "fp16"])
 def test_16_bit_training_stays_close_to_fp32(results: dict[int, Path], model: Path, ranks: int, case: str) -> None:
@@ -177,7 +185,7 @@ def test_16_bit_training_stays_close_to_fp32(results: dict[int, Path], model: Pa
     assert (moved[case] - moved["zero1"]).abs().median() < (5e-5 if case == "fp16" else 4e-4)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(400)
 def test_a_rank_that_stalls_is_noticed_within_the_collective_timeout(results: dict[int, Path]) -> None:
     seconds, message = json.loads((results[2] / "stall.json").read_text())
     assert 1.5 < seconds < 4.5, message

@@ -52,7 +52,8 @@ def opo(inputs: AdvantageInputs) -> tuple[F32, None]:
     This baseline has the least variance if the squared gradient of a response grows with its length. 0 in a group
     without spread or actions. Source: Hao et al., On-Policy RL with Optimal Reward Baseline (2025), arXiv 2505.23585.
     """
-    actions = find_actions(inputs.action_mask, inputs.offsets).counts.astype(np.float64)
+    counts = find_actions(inputs.action_mask, inputs.offsets).counts if inputs.lengths is None else inputs.lengths
+    actions = counts.astype(np.float64)
     offset = from_first(_rewards(inputs), inputs.groups)
     baseline = summed(actions * offset, inputs.groups) / np.maximum(summed(actions, inputs.groups), 1)
     return returns_to_go(inputs, offset - baseline)
@@ -93,6 +94,6 @@ REINFORCE_BASELINE = Algorithm("reinforce_baseline", reinforce_baseline, min_sam
 RLOO = Algorithm("rloo", rloo, min_samples_per_prompt=2)
 GROUP_NORM = Algorithm("group_norm", group_norm, min_samples_per_prompt=2, divides_by_spread=True)
 OPO = Algorithm("opo", opo, min_samples_per_prompt=2)
-MAX_RL = Algorithm("max_rl", max_rl, min_samples_per_prompt=2)
+MAX_RL = Algorithm("max_rl", max_rl, min_samples_per_prompt=2, refuses_negative_rewards=True)
 # Liu et al., Understanding R1-Zero-Like Training (2025), arXiv 2503.20783: neither the spread nor the length divides.
 DR_GRPO = Algorithm("dr_grpo", reinforce_baseline, min_samples_per_prompt=2, aggregation="seq-mean-token-sum-norm")
