@@ -131,6 +131,12 @@ def filter_problems(config: Config) -> Iterator[str]:
             f"rollout.vllm_generate_batch_size = {at_once} is less than rollout.batch_size = {rollout.batch_size}, so "
             "not even a batch of which nothing is dropped would become full: use at least as many, or 0"
         )
+    if config.algo.advantage.estimator == "gdpo":
+        yield (
+            "algo.dynamic_filtering_enable drops groups whose rewards are equal, and algo.advantage.estimator = gdpo "
+            "learns from components that may differ there: leave the filter out, which gives such groups a part of "
+            "the batch, or use group_norm"
+        )
     if at_once and config.vllm.sync_mode == "inflight":
         yield (
             f"rollout.vllm_generate_batch_size = {at_once} has no effect with vllm.sync_mode = inflight, which samples "

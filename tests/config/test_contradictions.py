@@ -67,6 +67,7 @@ PAIRS = [
     # dynamic sampling and sampling ahead
     ("algo.dynamic_filtering_enable=true", "rollout.n_samples_per_prompt=1"),
     ("algo.dynamic_filtering_enable=true", "reward.model_name_or_path=/model", *GROUPS),
+    ("algo.dynamic_filtering_enable=true", "algo.advantage.estimator=gdpo", GROUPS[0]),
     ("algo.dynamic_filtering_enable=false", "rollout.vllm_generate_batch_size=256"),
     ("rollout.vllm_generate_batch_size=8", "rollout.batch_size=32", "algo.dynamic_filtering_enable=true", GROUPS[0]),
     (

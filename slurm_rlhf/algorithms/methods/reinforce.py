@@ -30,8 +30,8 @@ def reinforce_baseline(inputs: AdvantageInputs) -> tuple[F32, None]:
 def rloo(inputs: AdvantageInputs) -> tuple[F32, None]:
     """Compare with the mean of the others in the group: A = R_i - mean of R_j, j != i; 0 for a response alone.
 
-    Source: Ahmadian et al., Back to Basics: Revisiting REINFORCE Style Optimization (2024), arXiv 2402.14740. OpenRLHF
-    whitens the result, the paper does not, nor does this.
+    Source: Ahmadian et al., Back to Basics: Revisiting REINFORCE Style Optimization (2024), arXiv 2402.14740. Not
+    whitened, as in the paper.
     """
     counts = counted(inputs.groups)
     return returns_to_go(inputs, centred(_rewards(inputs), inputs.groups) * counts / np.maximum(counts - 1, 1))
