@@ -6,5 +6,5 @@ and staleness, reward scaling, and batching.
 
 May import: records, errors, user files, numpy. Losses call methods of tensors and import torch for type checks only.
 
-To add an algorithm: a file in `methods`, a recipe in `sbatch/`.
+To add an algorithm: a file in `methods`, a recipe in `sbatch/recipes/`.
 """

@@ -107,7 +107,7 @@ class Tally:
         return FilteredAway(
             f"step {step}: dynamic sampling kept {self.passed} of {self.judged} groups "
             f"({self.passed / max(1, self.judged):.1%}) and {kept} are there for the batch, which needs "
-            f"rollout.batch_size = {batch}, after algo.dynamic_filtering_max_tries = {tries} rounds. A group is kept "
+            f"rollout.batch_size = {batch}, within algo.dynamic_filtering_max_tries = {tries}. A group is kept "
             f"if the scores of its responses are {wanted}: bring prompts that the policy solves sometimes, raise "
             "rollout.n_samples_per_prompt or algo.dynamic_filtering_max_tries, or widen algo.dynamic_filtering_range"
         )
@@ -137,7 +137,7 @@ def prompts_at_once(config: Config) -> int:
 def episodes_over(step: int, kept: int, batch: int) -> EpisodesOver:
     """Say why the run ends before `step`."""
     return EpisodesOver(
-        f"the prompts of all episodes are used up: {kept} groups are left for step {step}, which needs "
+        f"the prompts of all episodes are used up: {kept} of the groups for step {step} are there, which needs "
         f"rollout.batch_size = {batch}, so the run ends after step {step - 1}; raise train.num_episodes to go on"
     )
 

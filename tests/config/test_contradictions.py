@@ -47,11 +47,7 @@ PAIRS = [
     ("algo.kl.use_loss=true", "algo.kl.estimator=k1"),
     # what a response's end and length are worth
     ("reward.overlong_buffer_len=9", "rollout.max_new_tokens=8"),
-    ("reward.overlong_penalty_factor=2", "reward.overlong_buffer_len=0"),
     ("reward.length_penalty_coef=1", "rollout.n_samples_per_prompt=1"),
-    ("reward.stop_properly_penalty_coef=0.5", "rollout.mask_truncated=true"),
-    ("reward.stop_properly_penalty_coef=0.5", "reward.normalize_enable=true"),
-    ("reward.overlong_buffer_len=9", "algo.advantage.estimator=gdpo", *GROUPS),
     ("reward.normalize_enable=true", "algo.advantage.estimator=max_rl", *GROUPS),
     ("rollout.repetition_detection_min_count=9", "rollout.repetition_detection_max_pattern_size=0"),
     ("rollout.repetition_detection_min_pattern_size=9", "rollout.repetition_detection_max_pattern_size=5"),
