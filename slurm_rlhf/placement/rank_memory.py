@@ -144,6 +144,12 @@ def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
         "forward": _forward(config, shape, role.head, ds.zero_stage == 3, elements, largest),
         "step": moment | {"optimizer's work": _step_work(elements, ranks, ds.zero_stage, largest)},
     }
+    if role.name == ACTOR:
+        sent = {"sync buffers": _sync_buffers(config, elements)}
+        if config.train.colocate_all:
+            resting |= sent  # slots that the engines of the GPU have mapped
+        else:
+            phases["sync"] = sent
     return RankMemory(role.name, resting, phases, parked)
 
 
@@ -210,6 +216,12 @@ def _engine(config: Config, shape: ModelShape, gpu: int) -> RankMemory:
     resting = {"CUDA graphs": rank.graphs, **_context(ROLLOUT, config.vllm.tensor_parallel_size)}
     awake = {"weights": rank.weights, "a step's work": rank.work, "KV cache": max(rank.kv, 0)}
     return RankMemory(ROLLOUT, resting, {"generation": awake | {"weight update": 3 * bucket + module}})
+
+
+def _sync_buffers(config: Config, elements: int) -> int:
+    """Count the bytes of the buckets that an actor rank has at a time, in transfers between GPUs."""
+    width = 2 if _half(config) else 4
+    return 3 * min(config.sync.bucket_size_mb(on_gpus=True) << 20, width * elements)
 
 
 def _context(role: str, ranks: int) -> dict[str, int]:

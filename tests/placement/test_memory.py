@@ -45,6 +45,14 @@ def test_states_by_stage() -> None:
     assert two.gradients == pytest.approx(4 * n / 64, rel=1e-6)
 
 
+def test_an_actor_has_memory_for_the_buckets_it_sends() -> None:
+    """Three of them; where engines share its GPU they stay mapped from update to update."""
+    apart = rank_memories(config(sync__bucket_mb=128), MODELS, H100)[ACTOR]
+    shared = rank_memories(config("ppo_7b_1node", sync__bucket_mb=128), MODELS, H100)[ACTOR]
+    assert apart.phases["sync"]["sync buffers"] == shared.resting["sync buffers"] == 3 * 128 << 20
+    assert "sync buffers" not in rank_memories(config(), MODELS, H100)[CRITIC].resting | apart.resting
+
+
 def test_what_a_reading_of_the_code_had_estimated() -> None:
     """7B on 8 and 4 ranks of 80 GB, micro-batches of 32,768 tokens: about 56 GB for the actor and 60 for the critic."""
     found = account(
