@@ -15,7 +15,8 @@ from slurm_rlhf.bench.long_tail import LongTail, write_workload
 from slurm_rlhf.bench.options import Given
 from slurm_rlhf.errors import RunError
 
-_TRAIN = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())", "train"]
+_TRAIN = [sys.executable, "-m", "slurm_rlhf.cli", "train"]
+_LIMIT_S = 3600.0  # of one run
 
 
 def run(given: Given) -> dict[str, Any]:
@@ -107,9 +108,16 @@ def _measure(path: Path, mode: str, number: int, options: dict[str, Any]) -> dic
     words = [f"--run_dir={run_dir}", f"--vllm.sync_mode={mode}"]
     if mode == "inflight":
         words.append(f"--train.async_queue_size={options['queue']}")
-    done = subprocess.run(
-        [*_TRAIN, str(path / "run.toml"), *words], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
-    )
+    command = [*_TRAIN, str(path / "run.toml"), *words]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL, timeout=_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"bench inflight: the run with vllm.sync_mode = {mode} did not end within {_LIMIT_S:g} s: ask for fewer "
+            "steps (--steps) or shorter responses (--longest)"
+        ) from None
     if done.returncode:
         raise RunError(f"bench inflight: the run with vllm.sync_mode = {mode} failed:\n{done.stdout}{done.stderr}")
     lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()

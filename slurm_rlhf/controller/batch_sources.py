@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from slurm_rlhf.algorithms.dynamic_filter import refill
@@ -65,10 +65,8 @@ class Awakened:
     def updated(self, version: int) -> None:
         self.stream.updated(version)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        with self.stream.alone():
-            yield
+    def alone(self) -> AbstractContextManager[None]:
+        return self.stream.alone()
 
     def close(self) -> None:
         self.stream.close()

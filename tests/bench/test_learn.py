@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
+from slurm_rlhf.bench import learn
 from slurm_rlhf.bench.learn import points_of, prepare, show, side_of
 from slurm_rlhf.bench.learn_curves import Learned, Point, Side, levels, table
 from slurm_rlhf.bench.learn_picture import picture
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.errors import ConfigError, RunError
 
 SBATCH = Path(__file__).parents[2] / "sbatch"
 
@@ -100,3 +102,14 @@ def test_without_the_peer_it_says_how_to_get_it(
     assert main(words) == 2
     assert "pip install '.[peer]', or --no-peer" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_that_says_nothing_any_more_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learn, "LIMIT_S", 0.5)
+    with pytest.raises(RunError, match=r"did not end within 0\.5 s; see .*log"):
+        learn._process([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log")
+
+
+def test_a_run_that_fails_is_shown_by_its_last_lines(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"ended with 3; all of its output: .*log\nthe reason$"):
+        learn._process([sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], tmp_path / "log")
