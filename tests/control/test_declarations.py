@@ -42,7 +42,10 @@ def test_an_implementation_has_the_declarations_of_its_role() -> None:
         def about(self) -> None:
             return None
 
-    assert set(calls_of(Half)) == {"about", "shutdown"}
+        def stacks(self) -> StacksAnswer:
+            return StacksAnswer("", "")
+
+    assert set(calls_of(Half)) == {"about", "shutdown", "stacks"}
     with pytest.raises(TypeError, match=r"abstract method '?shutdown"):
         Half()  # type: ignore[abstract]
 
