@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import slurm_rlhf
 from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control import calls
-from slurm_rlhf.control.calls import RankCalls
+from slurm_rlhf.control.calls import RankCalls, StacksAnswer
 from slurm_rlhf.control.codec import decode, encode
 from slurm_rlhf.control.declarations import call, calls_of, read, reader, spec_of
 from slurm_rlhf.errors import RunError, WireError
@@ -60,6 +60,12 @@ def test_what_is_no_declaration_is_refused() -> None:
         @call(deadline="forward")
         def add(self, a: int, b: int) -> int: ...
 
+        @call(deadline=None)
+        def drop(self) -> None: ...
+
+    assert spec_of(Two.drop).argument is None
+    with pytest.raises(RunError, match="drop has no answer to wait for"):
+        spec_of(Two.drop).seconds(Timeout())
     with pytest.raises(RunError, match=r"Two\.add has 2 arguments; a call has one at most"):
         spec_of(Two.add)
 
