@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weight_sync": BASE | {"observe", "cluster"},
     "checkpoint": BASE | {"observe"},
     "observe": BASE,
+    "docs": BASE,
     "workers": ALL - {"launch", "preflight", "controller", "bench", "cli"},
     "controller": ALL - {"workers", "training", "rollout", "bench", "cli"},
     "bench": ALL,
