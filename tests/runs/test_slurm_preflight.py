@@ -27,7 +27,7 @@ print("held", flush=True)
 time.sleep(120)
 """
 SCRIPT = """#!/bin/bash
-export PYTHONPATH=/tmp/site
+export PYTHONPATH=/tmp/site${{PYTHONPATH:+:$PYTHONPATH}}
 {before}
 SECONDS=0
 {command} preflight {config} --run_dir={run_dir} --json {words}
