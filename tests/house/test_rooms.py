@@ -44,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "docs": BASE,
     "workers": ALL - {"launch", "preflight", "controller", "bench", "cli"},
     "controller": ALL - {"workers", "training", "rollout", "bench", "cli"},
+    "parity": ALL - {"workers", "bench", "cli"},
     "bench": ALL,
     "cli": ALL,
     "api": ALL,
@@ -55,9 +56,9 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "mpi4py": ("launch/mpi/",),
     "submitit": ("launch/",),
     "zmq": ("control/",),
-    "transformers": ("training/", "rollout/", "bench/"),
+    "transformers": ("training/", "rollout/", "parity/", "bench/"),
     "tensorboard": ("observe/",),
-    "torch": ("training/", "rollout/", "weight_sync/", "workers/", "bench/", "preflight/group_rank.py"),
+    "torch": ("training/", "rollout/", "weight_sync/", "workers/", "parity/", "bench/", "preflight/group_rank.py"),
 }
 """Library -> the beginnings of the paths that may import it, at the top or inside a function."""
 
