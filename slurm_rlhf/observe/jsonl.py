@@ -29,7 +29,9 @@ def whole_lines(text: str, key: str = "step") -> Iterator[tuple[str, dict[str, A
 
 
 def read_rows(path: Path, key: str = "step") -> list[dict[str, Any]]:
-    """Read all whole lines of a file; none where it is missing or cannot be read."""
+    """Read all whole lines of a file; none where it is missing, cannot be read, or is no file, such as /dev/full."""
+    if not path.is_file():
+        return []
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -42,7 +44,7 @@ def truncate_after(path: Path, step: int) -> int:
 
     The lines that stay keep every byte.
     """
-    if not path.exists():
+    if not path.is_file():
         return 0
     lines = list(whole_lines(path.read_text(encoding="utf-8", errors="replace")))
     kept = [line for line, row in lines if row["step"] <= step]
