@@ -47,17 +47,25 @@ class RunFiles:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(_text(path))
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        return dict(_flat(tomllib.loads(path.read_text(encoding="utf-8")), ""))
-    except (OSError, ValueError):
+        return dict(_flat(tomllib.loads(_text(path)), ""))
+    except ValueError:
         return {}
+
+
+def _text(path: Path) -> str:
+    """Read a file; empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+    except (OSError, UnicodeError):
+        return ""
 
 
 def _flat(table: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
