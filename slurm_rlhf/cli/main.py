@@ -96,6 +96,7 @@ COMMANDS = {
     "report": ("report", "write a page that shows a run, or several beside each other"),
     "cancel": ("cancel", "end a run, at once or after it has saved"),
     "plan": ("plan", "show which rank of which role goes on which node"),
+    "docs": ("docs", "show a page of the documentation"),
     "bench": ("bench", "measure parts of a run and compare them with plain loops"),
 }
 """Name -> (module of this room whose `COMMANDS` holds the command, summary)."""

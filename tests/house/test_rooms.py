@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": BASE | {"observe"},
     "observe": BASE,
     "report": BASE | {"observe", "placement"},
+    "docs": BASE,
     "workers": ALL - {"launch", "controller", "bench", "cli"},
     "controller": ALL - {"workers", "training", "rollout", "bench", "cli"},
     "bench": ALL,
