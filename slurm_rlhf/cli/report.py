@@ -11,7 +11,7 @@ from slurm_rlhf.run_directory import RunDirectory
 
 USAGE = "usage: slurm-rlhf report RUN [RUN ...] [--output=FILE]"
 OPTIONS = {
-    "output=FILE": "where the page goes [report.html in the directory of the run; of several runs: in this directory]"
+    "output FILE": "where the page goes [report.html in the directory of the run; of several runs: in this directory]"
 }
 
 
