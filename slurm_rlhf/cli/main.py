@@ -96,6 +96,7 @@ COMMANDS = {
     "report": ("report", "write a page that shows a run, or several beside each other"),
     "cancel": ("cancel", "end a run, at once or after it has saved"),
     "plan": ("plan", "show which rank of which role goes on which node"),
+    "check-parity": ("check_parity", "compare the log-probs of vLLM, transformers and the trainer on a model"),
     "docs": ("docs", "show a page of the documentation"),
     "bench": ("bench", "measure parts of a run and compare them with plain loops"),
 }

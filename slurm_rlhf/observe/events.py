@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -63,13 +64,15 @@ def read_events(path: Path) -> list[RunEvent]:
 
 def kind_of_note(text: str) -> str:
     """Return the kind of a line that the user was shown; empty: none, it only tells how the run goes on."""
+    if re.match(r"step \d+ hangs in ", text):
+        return HANG
     warns = text.startswith("warning") or ": warning: " in text or "is far below its peers" in text
     return WARNING if warns else ""
 
 
 def kind_of_failure(text: str) -> str:
     """Return whether what ended a run is a hang or another error."""
-    waited = ("not heard from", "did not answer", "no answer from", "heard nothing from", "sent nothing for")
+    waited = (" hung in ", "not heard from", "did not answer", "no answer from", "heard nothing from", "sent nothing for")
     return HANG if any(words in text for words in waited) else ERROR
 
 

@@ -98,7 +98,7 @@ def test_events_of_a_run_that_is_told_to_stop_and_fails_later(tmp_path: Path) ->
     run.begin(RunState(seed=0), 9, None)
     run.note("warning: something")
     run.step(1, 9, {"reward": 0.5})
-    run.stopped("SIGUSR1", True)
+    run.stopped("SIGUSR1", goes_on=True)
     later = reporting(tmp_path)
     later.begin(RunState(seed=0, step=1), 9, tmp_path)
     later.failed(RuntimeError("actor rank 0 did not answer train_step within 5 s"))

@@ -77,6 +77,7 @@ def test_events_are_kept_over_starts_with_their_time_and_step(tmp_path: Path) ->
     [
         ("warning: saving took 300 s", "warning"),
         ("step 3: engine 1 on gpu02 is far below its peers for 2 steps", "warning"),
+        ("step 3 hangs in phase update: actor rank 1 on n2 is behind", "hang"),
         ("roles: actor x 2", ""),
     ],
 )
@@ -90,6 +91,7 @@ def test_which_notes_are_events(text: str, kind: str) -> None:
         ("actor rank 1 on n2 did not answer train_step within 600 s; it was last heard", "hang"),
         ("rank 0 is lost: it was not heard from for 10 s, last phase 'update'", "hang"),
         ("no answer from rollout 3 on n2 (timeout.sync)", "hang"),
+        ("step 3 hung in phase update: actor rank 1 is behind", "hang"),
         ("role actor died: its process group on n1 ended with exit code 1", "error"),
     ],
 )
