@@ -62,6 +62,9 @@ def read_events(path: Path) -> list[RunEvent]:
     return found
 
 
+_HANGS = (" hung in ", "not heard from", "did not answer", "no answer from", "heard nothing from", "sent nothing for")
+
+
 def kind_of_note(text: str) -> str:
     """Return the kind of a line that the user was shown; empty: none, it only tells how the run goes on."""
     if re.match(r"step \d+ hangs in ", text):
@@ -72,8 +75,7 @@ def kind_of_note(text: str) -> str:
 
 def kind_of_failure(text: str) -> str:
     """Return whether what ended a run is a hang or another error."""
-    waited = (" hung in ", "not heard from", "did not answer", "no answer from", "heard nothing from", "sent nothing for")
-    return HANG if any(words in text for words in waited) else ERROR
+    return HANG if any(words in text for words in _HANGS) else ERROR
 
 
 class WarningEvents(logging.Handler):
