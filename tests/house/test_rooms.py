@@ -36,15 +36,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": BASE | {"placement"},
     "launch": BASE | {"placement", "cluster"},
     "preflight": BASE | {"placement", "cluster", "launch", "weight_sync"},
+    "generation": ALL - {"workers", "training", "bench", "cli", "api", "parity"},
     "rollout": BASE | {"observe", "placement"},
     "training": BASE | {"observe", "algorithms", "data", "placement"},
     "weight_sync": BASE | {"observe", "cluster"},
     "checkpoint": BASE | {"observe"},
     "observe": BASE,
+    "report": BASE | {"observe", "placement"},
     "docs": BASE,
     "workers": ALL - {"launch", "preflight", "controller", "bench", "cli"},
     "controller": ALL - {"workers", "training", "rollout", "bench", "cli"},
-    "generation": ALL - {"workers", "training", "bench", "cli", "api", "parity"},
     "parity": ALL - {"workers", "bench", "cli"},
     "bench": ALL,
     "cli": ALL,
@@ -203,6 +204,7 @@ LIGHT_ROOMS = (
     "config",
     "data",
     "placement",
+    "generation",
     "cluster",
     "launch",
     "preflight",
@@ -211,7 +213,7 @@ LIGHT_ROOMS = (
     "rewards",
     "cli",
     "checkpoint",
-    "generation",
+    "report",
 )
 LIGHT = [dotted(module) for module in MODULES if room(module) in LIGHT_ROOMS] + [
     "slurm_rlhf.records",
@@ -256,5 +258,7 @@ def test_every_public_name_is_where_it_is_said_to_be() -> None:
 
 
 def test_the_command_line_and_the_planner_load_no_numpy_either() -> None:
-    names = [dotted(module) for module in MODULES if room(module) in ("config", "cli", "cluster", "placement")]
+    names = [
+        dotted(module) for module in MODULES if room(module) in ("config", "cli", "cluster", "placement", "report")
+    ]
     assert loaded(HEAVY | {"numpy", "zmq", "rich", "tokenizers"}, names) == []
