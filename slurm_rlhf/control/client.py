@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -62,6 +63,9 @@ class ControlClient:
         self._heard = self._now = self._clock.now()
         self._on_conductor_lost = on_conductor_lost
         self._inbox: SimpleQueue[Request | None] = SimpleQueue()
+        # Each has one writer: the I/O thread, and the thread that takes calls.
+        self._arrived: Counter[str] = Counter()
+        self._taken: Counter[str] = Counter()
         self._outbox: SimpleQueue[tuple[str, list[Part], int]] = SimpleQueue()
         self._sent = self._received = 0
         self._welcomed = threading.Event()
@@ -99,7 +103,12 @@ class ControlClient:
             self._inbox.put(None)
             self._raise_if_lost()
             raise RunError(f"{self._me}: its control client is closed")
+        self._taken[request.method] += 1
         return request
+
+    def waits(self, method: str) -> bool:
+        """Tell whether a call of `method` has arrived that nobody has taken yet."""
+        return self._arrived[method] > self._taken[method]
 
     def event(self, name: str, /, **data: Any) -> None:
         """Tell the conductor something unasked. Does not block; raises WireError as `Request.reply` does."""
@@ -226,6 +235,7 @@ class ControlClient:
         try:
             match body(rest):
                 case {"method": str(method), "args": dict(args)}:
+                    self._arrived[method] += 1
                     self._inbox.put(Request(method, args, call, self._post))
                 case _:
                     raise WireError("a call without method and arguments")

@@ -19,7 +19,7 @@ from slurm_rlhf.controller.batches import (
     prompts_at_once,
     sampling_of,
 )
-from slurm_rlhf.controller.dispatch import Dispatcher
+from slurm_rlhf.controller.dispatch import Dispatcher, Sampler
 from slurm_rlhf.controller.engine_feed import EngineFeed
 from slurm_rlhf.controller.group_rules import Standing, first_passing
 from slurm_rlhf.controller.group_stream import GroupStream, Rule
@@ -74,7 +74,7 @@ class Awakened:
 
 @dataclass(slots=True)
 class Rounds:
-    """Samples filtered batches in rounds, for `OnDemand`: train.full_determinism.
+    """Samples filtered batches in rounds, for `OnDemand`: train.full_determinism, and rollout.engine = hf.
 
     The size of a round depends on what passed in those before it and never on time, and so does which engine gets what,
     so the metrics are equal bit for bit. The price: engines wait for the last response of a round.
@@ -83,7 +83,7 @@ class Rounds:
     config: Config
     prompts: PromptSet
     order: PromptOrder
-    dispatcher: Dispatcher
+    dispatcher: Sampler
     reward: Scoring
     awake: Awake
 
@@ -138,7 +138,7 @@ class Parts:
     prompts: PromptSet
     order: PromptOrder
     last: int  # step of the run
-    dispatcher: Dispatcher
+    dispatcher: Sampler
     reward: Scoring
     awake: Awake
 
@@ -150,7 +150,7 @@ def make_batches(parts: Parts, sample: Callable[[int], Batch]) -> Batches:
     if not ahead and not filtered:
         return OnDemand(sample)
     dispatcher, batch = parts.dispatcher, config.rollout.batch_size
-    if not ahead and config.train.full_determinism:
+    if not isinstance(dispatcher, Dispatcher) or (not ahead and config.train.full_determinism):
         rounds = Rounds(config, parts.prompts, parts.order, dispatcher, parts.reward, parts.awake)
         return OnDemand(rounds.sample)
     size = config.train.async_queue_size if ahead else None
