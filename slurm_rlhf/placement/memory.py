@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slurm_rlhf.config.roles import ROLES, ROLLOUT, roles_by_slots
+from slurm_rlhf.config.roles import ROLES, ROLLOUT, has_engines, roles_by_slots
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.engine_memory import GIB, Engine
 from slurm_rlhf.placement.rank_memory import Models, RankMemory, rank_memories, the_engine
@@ -73,7 +73,7 @@ def account(config: Config, models: Models, gpu: int) -> Account:
             rows.append(_row(role, held[role].worst(), 0 if shared else gpu, role, ROLES[role].ranks(config)))
         if shared:
             rows += _together(config, [held[role] for role in group], gpu)
-    rank = the_engine(config, models[ROLLOUT], gpu) if ROLLOUT in models else None
+    rank = the_engine(config, models[ROLLOUT], gpu) if has_engines(config) else None
     return Account(gpu, tuple(rows), rank, wanted_sequences(config))
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+import torch
+
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import ActorCalls, GenerateAnswer, PromptTokens, ResponseBatch, Sampled
 from slurm_rlhf.control.client import ControlClient
@@ -60,11 +62,10 @@ class ActorGeneration:
         try:
             with self._generation.model(self) as model:
                 found, steps = self._sampler.sample(model, requests, batch.version)
-        except RuntimeError as error:  # of a collective that has run into its deadline, or of a lost connection
+        except RuntimeError as error:  # of a collective that has run into its deadline, of a lost connection, of memory
             self.release()
             raise RunError(
-                f"rank {self._info.rank} of the actor, in {self._client.phase!r} (timeout.collective = "
-                f"{self._timeout_s:g} s): {error}"
+                f"rank {self._info.rank} of the actor, in {self._client.phase!r}: {error}{self._advice(error)}"
             ) from error
         if batch.last:
             self.release()
@@ -77,6 +78,11 @@ class ActorGeneration:
     def release(self) -> None:
         """Give up gathered parameters."""
         self._generation.release()
+
+    def _advice(self, error: RuntimeError) -> str:
+        if isinstance(error, torch.OutOfMemoryError):
+            return ". Lower rollout.hf_max_num_seqs, or set rollout.hf_gather = layer"
+        return f" (timeout.collective = {self._timeout_s:g} s)" if "timed out" in str(error).lower() else ""
 
     def _request(self, batch: ResponseBatch, prompt: PromptTokens, sample: int) -> GenerateRequest:
         _, index, token_ids = prompt
