@@ -7,7 +7,7 @@ Shapes: P prompt tokens, R response tokens, N sequences, T = sum(P + R), A = sum
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ Bool = NDArray[np.bool_]
 
 WEIGHTS: Final = "weights"
 KV_CACHE: Final = "kv_cache"
+MemoryPart = Literal["weights", "kv_cache"]
 """Parts of the memory of an engine, which it gives up in its sleep."""
 
 STOP: Final = "stop"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from slurm_rlhf.records import (
     I32,
     EngineLoad,
     Experience,
+    MemoryPart,
     ParameterSpec,
     Sampling,
     StoreAddress,
@@ -186,7 +187,7 @@ class GenerateAnswer:
 
 @dataclass(frozen=True, slots=True)
 class WakeUpRequest:
-    part: Literal["weights", "kv_cache"]  # of the engine's memory
+    part: MemoryPart  # of the engine's memory
 
 
 class RankCalls(Protocol):

@@ -31,12 +31,14 @@ class CallSpec:
     """Holds the declaration of a call."""
 
     name: str
-    deadline: str  # a field of config.schema_cluster.Timeout
+    deadline: str | None  # a field of config.schema_cluster.Timeout; None: it has no answer
     argument: Any  # its record; None: it takes no argument
     result: Any
 
     def seconds(self, timeout: Timeout) -> float:
-        """Return how long the call may take."""
+        """Return how long the call may take. Raises RunError for a call without an answer."""
+        if self.deadline is None:
+            raise RunError(f"{self.name} has no answer to wait for")
         limit: float = getattr(timeout, self.deadline)
         return limit
 
@@ -49,10 +51,13 @@ class CallSpec:
         return read(self.result, value, f"the result of {self.name}")
 
 
-def call(*, deadline: str) -> Callable[[F], F]:
-    """Declare a method as a call that may take `deadline`, a field of `config.schema_cluster.Timeout`."""
+def call(*, deadline: str | None) -> Callable[[F], F]:
+    """Declare a method as a call that may take `deadline`, a field of `config.schema_cluster.Timeout`.
+
+    None: the call has no answer, and nobody waits for it.
+    """
     known = [field.name for field in fields(Timeout)]
-    if deadline not in known:
+    if deadline is not None and deadline not in known:
         raise TypeError(f"{deadline!r} is no deadline; the fields of Timeout: {', '.join(known)}")
 
     def declare(method: F) -> F:
@@ -66,8 +71,7 @@ def call(*, deadline: str) -> Callable[[F], F]:
 @cache
 def spec_of(method: Callable[..., Any]) -> CallSpec:
     """Return the declaration of a method. Raises RunError for a function that `call` has not declared."""
-    deadline = getattr(method, _DEADLINE, None)
-    if deadline is None:
+    if not hasattr(method, _DEADLINE):
         raise RunError(f"{getattr(method, '__qualname__', method)} is not declared as a call; see control/calls.py")
     hints = get_type_hints(method)
     result = hints["return"]
@@ -77,7 +81,7 @@ def spec_of(method: Callable[..., Any]) -> CallSpec:
     if len(parameters) > 1:
         raise RunError(f"{method.__qualname__} has {len(parameters)} arguments; a call has one at most, a record")
     argument = hints[parameters[0]] if parameters else None
-    return CallSpec(method.__name__, deadline, argument, result)
+    return CallSpec(method.__name__, getattr(method, _DEADLINE), argument, result)
 
 
 @cache

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from slurm_rlhf.records import I32, EngineLoad, ParameterSpec, Sampling, Trajectory, VersionSpan
+from slurm_rlhf.records import I32, EngineLoad, MemoryPart, ParameterSpec, Sampling, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 CONTEXT_TOKENS = 5
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """Asks for one response: n samples of a prompt are n requests, each with a seed of its own."""
 
@@ -169,7 +169,7 @@ class Engine(Protocol):
         step until `wake_up` has allocated all parts again and `load_weights` has loaded weights.
         """
 
-    def wake_up(self, part: str) -> None:
+    def wake_up(self, part: MemoryPart) -> None:
         """Allocate "weights", before `load_weights`, or "kv_cache" again. Raises RunError if the memory is not free."""
 
     def close(self) -> None:

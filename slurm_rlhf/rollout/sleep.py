@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.records import KV_CACHE, WEIGHTS
+from slurm_rlhf.records import KV_CACHE, WEIGHTS, MemoryPart
 
 PARTS = (WEIGHTS, KV_CACHE)
 """vLLM's tags for what an engine has in memory, in the order in which it is allocated again."""
@@ -38,7 +38,7 @@ class DeviceMemory:
         self._llm.sleep(level=_DISCARD)
         return max(0, _free_bytes() - before)
 
-    def allocate(self, part: str) -> None:
+    def allocate(self, part: MemoryPart) -> None:
         """See `Engine.wake_up`."""
         if part not in self.missing:
             raise RunError(f"the engine has its {part} already; parts that it lacks: {sorted(self.missing)}")

@@ -6,22 +6,15 @@ import hashlib
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from typing import Any, Protocol
 
 from torch import Tensor
 from torch import distributed as dist
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import RunError
-from slurm_rlhf.records import Trajectory
 from slurm_rlhf.rollout._vllm import tp_executor
 from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.tp_group import EnginePlace, engine_group, unlink_segments
 from slurm_rlhf.rollout.vllm_engine import VllmEngine
-
-Command = list[Any]
-"""[name, arguments]: what a follower does. Records among the arguments travel as they do in calls."""
 
 
 class TpDigest:
@@ -69,22 +62,6 @@ class TpDigest:
         self._hash.update(kind + struct.pack("<II", len(name), len(content)) + name + content)
 
 
-class Followers(Protocol):
-    """Connects the leader to the other TP ranks of its engine; raises RunError when one of them has failed."""
-
-    def send(self, commands: list[Command]) -> None:
-        """Send `commands`, which are done in this order and after all earlier ones. Does not wait for it."""
-
-    def planned(self, batch: int, digest: bytes) -> None:
-        """Compare what this rank is about to run with the others, without waiting; a difference stops the engine."""
-
-    def agree(self, digest: bytes, batch: int, timeout_s: float) -> None:
-        """Wait until all ranks have this digest after everything sent. If one has not, stop the engine and raise."""
-
-    def finish(self, timeout_s: float) -> list[Any]:
-        """Wait for each follower's answer to the last command, which must be one with an answer. Raises CallTimeout."""
-
-
 class TpEngine(VllmEngine):
     """Runs one TP rank. All ranks of an engine start at the same time and call the same methods in the same order.
 
@@ -123,82 +100,3 @@ class TpEngine(VllmEngine):
 
     def _before_batch(self, scheduled: Mapping[str, int]) -> None:
         self._report(*self.tp_digest.planned(scheduled))
-
-
-class LeadingEngine(TpEngine):
-    """Runs TP rank 0: an `engine.Engine` that passes every call on to the other ranks.
-
-    It returns no response before all ranks have confirmed its tokens.
-    """
-
-    def __init__(
-        self, config: Config, place: EnginePlace, store: dist.Store, identity: str, followers: Followers
-    ) -> None:
-        """Start this rank; the `followers` were told to start already."""
-        self._followers = followers
-        self._unsent: list[Command] = []
-        self._timeout_s = config.timeout.collective
-        self._load_timeout_s = config.timeout.sync
-        super().__init__(config, place, store, identity, followers.planned)
-        followers.finish(config.timeout.start)
-
-    def add(self, request: GenerateRequest) -> None:
-        super().add(request)
-        self._unsent.append(["add", {"request": request}])
-
-    def drop(self) -> None:
-        super().drop()
-        with suppress(RunError):  # the followers of a broken engine end by themselves
-            self._tell("drop")
-
-    def _step(self) -> list[Trajectory]:
-        self._tell("step")
-        finished = super()._step()
-        if finished:
-            self._tell("check")
-            self._followers.agree(self.tp_digest.digest(), self.tp_digest.batches, self._timeout_s)
-        return finished
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        self._tell("sync_receive", version=version)
-        super().load_weights(weights, version)
-        self._unusable = f"not all of its ranks have confirmed policy version {version}"
-
-    def settle(self) -> list[dict[str, Any]]:
-        """Return what each follower answers to the update, once this rank has loaded it.
-
-        Until all have answered the engine refuses to sample. Raises CallTimeout.
-        """
-        answers: list[dict[str, Any]] = self._followers.finish(self._load_timeout_s)
-        if not any("broken" in answer for answer in answers):
-            self._unusable = ""
-        return answers
-
-    def sleep(self) -> int:
-        self._tell("sleep")
-        freed = super().sleep()
-        self._followers.finish(self._load_timeout_s)
-        return freed
-
-    def wake_up(self, part: str) -> None:
-        self._tell("wake_up", part=part)
-        super().wake_up(part)
-        self._followers.finish(self._load_timeout_s)
-
-    def close(self) -> None:
-        self._tell("close")
-        super().close()
-
-    def _tell(self, name: str, **arguments: Any) -> None:
-        commands, self._unsent = [*self._unsent, [name, arguments]], []
-        self._followers.send(commands)
-
-
-def diverged(place: EnginePlace, tp_rank: int, batch: int) -> str:
-    """Write the message for two TP ranks that have done different things."""
-    return (
-        f"{place} was stopped: rollout ranks {place.rank(0)} and {place.rank(tp_rank)} (TP ranks 0 and {tp_rank}) did "
-        f"not do the same up to batch {batch}: other requests, another order or other tokens. What it was sampling was "
-        "dropped. All ranks of an engine must run the same software on the same kind of device; if they do, this is a "
-        "bug to report"
-    )

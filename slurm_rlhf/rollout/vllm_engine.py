@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, RunError
-from slurm_rlhf.records import KV_CACHE, LENGTH, REPETITION, STOP, WEIGHTS, ParameterSpec, Trajectory
+from slurm_rlhf.records import KV_CACHE, LENGTH, REPETITION, STOP, WEIGHTS, MemoryPart, ParameterSpec, Trajectory
 from slurm_rlhf.rollout._transformers import as_saved
 from slurm_rlhf.rollout._vllm import EngineCore, Sampled, refusals, reload_weights
 from slurm_rlhf.rollout.engine import ActiveRequest, Gauges, GenerateRequest, response_text
@@ -186,7 +186,7 @@ class VllmEngine:
         self._unusable = "it has slept, and no update came since"
         return self._memory.release()
 
-    def wake_up(self, part: str) -> None:
+    def wake_up(self, part: MemoryPart) -> None:
         """See `Engine.wake_up`."""
         self._memory.allocate(part)
 

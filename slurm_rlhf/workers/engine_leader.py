@@ -6,9 +6,10 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from typing import Any
+from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import (
@@ -25,14 +26,20 @@ from slurm_rlhf.control.calls import (
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.messages import FAILURE, Request
 from slurm_rlhf.errors import CallTimeout, RunError
-from slurm_rlhf.records import SyncConnection, SyncReport
+from slurm_rlhf.records import MemoryPart, SyncConnection, SyncReport, Trajectory
 from slurm_rlhf.rollout.engine import GenerateRequest, Meter, request_seed
-from slurm_rlhf.rollout.tp_group import engine_store
+from slurm_rlhf.rollout.tp_engine import TpEngine
+from slurm_rlhf.rollout.tp_group import EnginePlace, engine_store
 from slurm_rlhf.workers.engine_follower import EngineFollower
 from slurm_rlhf.workers.engine_worker import EngineWorker, publish_address
-from slurm_rlhf.workers.follower_links import FollowerLinks, LocalListener, LocalStream, accept_all
+from slurm_rlhf.workers.follower_links import FollowerCalls, FollowerLinks
+from slurm_rlhf.workers.local_stream import LocalListener, LocalStream, accept_all
 from slurm_rlhf.workers.pending_responses import PendingResponses
 from slurm_rlhf.workers.worker import RankInfo, Worker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import distributed as dist
 
 log = logging.getLogger(__name__)
 
@@ -57,21 +64,19 @@ class EngineLeader(EngineWorker, EngineCalls):
         self._after_drain: list[Request] = []
         self._halted = False  # an update broke off under responses in flight: they wait for the next update
         self.followers: FollowerLinks | None = None
-        self._settle: Callable[[], list[dict[str, Any]]] = list  # of `LeadingEngine`, where there are followers
+        self._settle: Callable[[], list[SyncReport]] = list  # of `LeadingEngine`, where there are followers
         if self.place.tp > 1:
             self._store = engine_store(self.place, config.timeout.connect)
             self._listener = LocalListener(self.place.tp)
             self._identity = publish_address(self._store, config, self.place, self._listener.path)
 
     def start(self, request: StartRequest) -> StartAnswer:
-        from slurm_rlhf.rollout.tp_engine import LeadingEngine
         from slurm_rlhf.rollout.vllm_engine import VllmEngine
 
         if self.place.tp == 1:
             self.engine = VllmEngine(self.config, self.place.engine)
             return StartAnswer()
-        self.followers = FollowerLinks(self.place, self._accept_followers(), self._broken)
-        self.followers.send([["start", {}]])
+        self.followers = FollowerLinks(self.place, self._accept_followers(), self.config.timeout, self._broken)
         engine = LeadingEngine(self.config, self.place, self._store, self._identity, self.followers)
         self.engine, self._settle = engine, engine.settle
         return StartAnswer()
@@ -96,16 +101,16 @@ class EngineLeader(EngineWorker, EngineCalls):
         """Join together with the followers: `request.rank` is the rank of the leader, theirs come after it."""
         if self.followers is None:
             return self.join_group(request)
-        self.followers.send([["sync_join", {"request": request}]])
+        self.followers.send(FollowerCalls.sync_join, request)
         answer = self.join_group(request)
-        self.followers.finish(self.config.timeout.sync)
+        self.followers.finish(FollowerCalls.sync_join)
         return answer
 
     def sync_receive(self, request: SyncUpdateRequest) -> SyncReport:
         """Take over the weights; where a follower's part broke off, that is the answer."""
         report = self.receive_weights(request.version)
         if not report.broken:
-            report = next((SyncReport(broken=word["broken"]) for word in self._settle() if "broken" in word), report)
+            report = next((answer for answer in self._settle() if answer.broken), report)
         self._halted = bool(self._open) and bool(report.broken)
         return report
 
@@ -197,4 +202,66 @@ class EngineLeader(EngineWorker, EngineCalls):
     def close(self) -> None:
         if self.place.tp > 1:
             self._listener.close()  # again, where the engine was started
+        super().close()
+
+
+class LeadingEngine(TpEngine):
+    """Runs TP rank 0: an `engine.Engine` that passes every call on to the other ranks.
+
+    It returns no response before all ranks have confirmed its tokens.
+    """
+
+    def __init__(
+        self, config: Config, place: EnginePlace, store: dist.Store, identity: str, followers: FollowerLinks
+    ) -> None:
+        """Start all ranks of the engine."""
+        self._followers = followers
+        followers.send(FollowerCalls.start)
+        super().__init__(config, place, store, identity, followers.planned)
+        followers.finish(FollowerCalls.start)
+
+    def add(self, request: GenerateRequest) -> None:
+        super().add(request)
+        self._followers.hold(FollowerCalls.add, request)
+
+    def drop(self) -> None:
+        super().drop()
+        with suppress(RunError):  # the followers of a broken engine end by themselves
+            self._followers.send(FollowerCalls.drop)
+
+    def _step(self) -> list[Trajectory]:
+        self._followers.send(FollowerCalls.step)
+        finished = super()._step()
+        if finished:
+            self._followers.agree(self.tp_digest.digest(), self.tp_digest.batches)
+        return finished
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        self._followers.send(FollowerCalls.sync_receive, SyncUpdateRequest(version))
+        super().load_weights(weights, version)
+        self._unusable = f"not all of its ranks have confirmed policy version {version}"
+
+    def settle(self) -> list[SyncReport]:
+        """Return what each follower answers to the update, once this rank has loaded it.
+
+        Until all have answered the engine refuses to sample. Raises CallTimeout.
+        """
+        answers = self._followers.finish(FollowerCalls.sync_receive)
+        if not any(answer.broken for answer in answers):
+            self._unusable = ""
+        return answers
+
+    def sleep(self) -> int:
+        self._followers.send(FollowerCalls.sleep)
+        freed = super().sleep()
+        self._followers.finish(FollowerCalls.sleep)
+        return freed
+
+    def wake_up(self, part: MemoryPart) -> None:
+        self._followers.send(FollowerCalls.wake_up, WakeUpRequest(part))
+        super().wake_up(part)
+        self._followers.finish(FollowerCalls.wake_up)
+
+    def close(self) -> None:
+        self._followers.send(FollowerCalls.leave)
         super().close()

@@ -1,212 +1,148 @@
-"""The connections of an engine's leader to its followers: streams of messages between processes on one node.
-
-A stream is a Unix socket that no other user can open.
-"""
+"""What the leader of an engine tells its followers, and the links over which it does and hears their answers."""
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
-import socket
-import struct
-import tempfile
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
-from slurm_rlhf.control.codec import MAX_FRAME_BYTES, MAX_FRAMES, decode, encode
-from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
-from slurm_rlhf.rollout.tp_engine import Command, diverged
+from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.control.calls import SyncGroupRequest, SyncUpdateRequest, WakeUpRequest
+from slurm_rlhf.control.declarations import call, read, spec_of
+from slurm_rlhf.errors import CallTimeout, RunError
+from slurm_rlhf.records import SyncConnection, SyncReport
+from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.tp_group import EnginePlace
+from slurm_rlhf.workers.local_stream import LocalStream
 
-_COUNT = struct.Struct("<I")
-_LENGTH = struct.Struct("<Q")
-_PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group
-_LONGEST_PATH = 100  # of the 108 bytes that a socket's name may have
-
-
-class LocalListener:
-    """Listens in a directory of its own, which only this user can enter."""
-
-    def __init__(self, backlog: int) -> None:
-        directory = tempfile.mkdtemp(prefix="slurm_rlhf.")
-        if len(directory) > _LONGEST_PATH:
-            os.rmdir(directory)
-            directory = tempfile.mkdtemp(prefix="slurm_rlhf.", dir="/tmp")
-        self._directory = Path(directory)
-        self.path = str(self._directory / "s")
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(self.path)
-        self._socket.listen(backlog)
-
-    def accept(self, timeout_s: float) -> LocalStream:
-        """Wait for the next process that connects. Raises CallTimeout."""
-        self._socket.settimeout(max(timeout_s, 1e-3))
-        try:
-            connection, _ = self._socket.accept()
-        except TimeoutError:
-            raise CallTimeout(f"nobody connected to {self.path} within {timeout_s:g} s") from None
-        return LocalStream(connection)
-
-    def close(self) -> None:
-        """Stop listening and leave nothing on the disk; connections stay."""
-        self._socket.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+A = TypeVar("A")
+R = TypeVar("R")
 
 
-def connect_local(path: str, timeout_s: float) -> LocalStream:
-    """Connect to the listener at `path`. Raises RoleDied when there is none, or it is another user's."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connection.settimeout(timeout_s)
-    try:
-        connection.connect(path)
-    except OSError as error:
-        connection.close()
-        raise RoleDied(f"nobody listens at {path}: {error}") from error
-    return LocalStream(connection)
+class FollowerCalls(Protocol):
+    """Declares what a follower does at its leader's word, in the order in which it is told."""
+
+    @call(deadline="start")
+    def start(self) -> None:
+        """Start the engine's part of this rank."""
+
+    @call(deadline=None)
+    def add(self, request: GenerateRequest) -> None:
+        """Queue a request."""
+
+    @call(deadline=None)
+    def step(self) -> None:
+        """Sample the next tokens."""
+
+    @call(deadline=None)
+    def drop(self) -> None:
+        """Drop all requests."""
+
+    @call(deadline="collective")
+    def check(self) -> bytes:
+        """Return the digest of what this rank has done so far, see `rollout.tp_engine.TpDigest`."""
+
+    @call(deadline="sync")
+    def sync_join(self, request: SyncGroupRequest) -> SyncConnection:
+        """Join a weight transfer group; `request.rank` is the leader's, those of the followers come after it."""
+
+    @call(deadline="sync")
+    def sync_receive(self, request: SyncUpdateRequest) -> SyncReport:
+        """Receive the weights of policy `version`."""
+
+    @call(deadline="sync")
+    def sleep(self) -> None:
+        """Drop all requests and give up the engine's memory."""
+
+    @call(deadline="sync")
+    def wake_up(self, request: WakeUpRequest) -> None:
+        """Take back a part of the engine's memory."""
+
+    @call(deadline=None)
+    def leave(self) -> None:
+        """Close the engine and end."""
 
 
-class LocalStream:
-    """Sends and receives what `codec` carries; notices at once when the process at the other end is gone."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        """Raises WireError when the other end is another user's."""
-        connection.settimeout(None)
-        self._connection = connection
-        self._sending = threading.Lock()
-        self._closed = False
-        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-        self.pid, user, _ = _PEER.unpack(peer)
-        if user != os.getuid():
-            connection.close()
-            raise WireError(f"process {self.pid} of user {user} connected to a socket of user {os.getuid()}")
-
-    def send(self, value: Any) -> None:
-        """Send a message, from any thread; blocks while the peer does not read. Raises RoleDied when it is gone."""
-        frames = encode(value)
-        sizes = [frame.nbytes if isinstance(frame, memoryview) else len(frame) for frame in frames]
-        head = _COUNT.pack(len(frames)) + b"".join(map(_LENGTH.pack, sizes))
-        try:
-            with self._sending:
-                self._connection.sendall(b"".join((head, *frames)))
-        except OSError as error:
-            raise RoleDied(f"process {self.pid} is gone: {error}") from error
-
-    def receive(self, timeout_s: float | None = None) -> Any:
-        """Wait for the next message; not after `listen`. Raises CallTimeout, RoleDied at the end, WireError."""
-        self._connection.settimeout(timeout_s)
-        try:
-            (count,) = _COUNT.unpack(self._read(_COUNT.size))
-            if not 0 < count <= MAX_FRAMES:
-                raise WireError(f"process {self.pid} sent a message of {count} frames")
-            sizes = [_LENGTH.unpack(self._read(_LENGTH.size))[0] for _ in range(count)]
-            if max(sizes) > MAX_FRAME_BYTES:
-                raise WireError(f"process {self.pid} sent a frame of {max(sizes)} bytes")
-            return decode([memoryview(self._read(size)) for size in sizes])
-        except TimeoutError:
-            raise CallTimeout(f"process {self.pid} sent nothing for {timeout_s:g} s") from None
-        except OSError as error:
-            raise RoleDied(f"process {self.pid} is gone: {error}") from error
-        finally:
-            if not self._closed:
-                self._connection.settimeout(None)
-
-    def listen(self, on_message: Callable[[Any], None], on_end: Callable[[Exception], None]) -> None:
-        """Start a thread that hands every message to `on_message`, and in the end the reason to `on_end`.
-
-        `on_end` is not called after `close` of this end.
-        """
-
-        def read() -> None:
-            try:
-                while True:
-                    on_message(self.receive())
-            except Exception as error:
-                if not self._closed:
-                    on_end(error)
-
-        threading.Thread(target=read, name=f"local-stream-{self.pid}", daemon=True).start()
-
-    def close(self) -> None:
-        """Close the connection; the other end notices."""
-        self._closed = True
-        with contextlib.suppress(OSError):  # the peer was faster
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
-
-    def _read(self, size: int) -> bytearray:
-        data = bytearray(size)
-        view, got = memoryview(data), 0
-        while got < size:
-            count = self._connection.recv_into(view[got:])
-            if not count:
-                raise RoleDied(f"process {self.pid} is gone: it closed its end")
-            got += count
-        return data
+class Command(NamedTuple):
+    name: str  # of a method of FollowerCalls
+    argument: Any  # a record; arrives as the map of its fields
 
 
-def accept_all(listener: LocalListener, wanted: set[int], timeout_s: float) -> dict[int, LocalStream]:
-    """Accept everybody in `wanted`; each sends its number first. Raises CallTimeout naming who is missing."""
-    end = time.monotonic() + timeout_s
-    streams: dict[int, LocalStream] = {}
-    while missing := wanted - set(streams):
-        try:
-            stream = listener.accept(end - time.monotonic())
-            number = stream.receive(max(end - time.monotonic(), 1e-3))
-        except CallTimeout:
-            raise CallTimeout(f"rank {sorted(missing)} did not connect within {timeout_s:g} s") from None
-        if number not in missing:
-            raise WireError(f"process {stream.pid} says it is rank {number!r}; expected one of {sorted(missing)}")
-        streams[number] = stream
-    return streams
+class Told(NamedTuple):
+    """Carries commands from the leader to a follower."""
+
+    number: int  # 1, 2, 3, ...
+    commands: list[Command]
+
+    @property
+    def leaving(self) -> bool:
+        """Say whether nothing comes after this."""
+        return self.commands[-1].name == FollowerCalls.leave.__name__
 
 
-WITH_ANSWER = ("start", "check", "sync_join", "sync_receive", "sleep", "wake_up")
-"""Commands that a follower answers, with ["done", id, result] or ["failed", id, error]."""
+class Answer(NamedTuple):
+    """Carries a word of a follower to its leader: the end of the last command of a `Told`, or a batch it will run."""
+
+    word: Literal["done", "failed", "planned"]
+    number: int  # of the `Told`, or of the batch
+    content: Any  # the result, what went wrong, or the digest
 
 
 class FollowerLinks:
-    """Sends commands to the followers and hears their answers: `rollout.tp_engine.Followers` over local streams.
+    """Sends commands to the followers of an engine and hears their answers.
 
-    Each stream has a thread that reads it. So a follower that dies, or is about to run another batch, is noticed even
-    while the main thread is inside a collective that this follower will never join and that has no time-out.
+    What it raises says that one of them has failed. Each stream has a thread that reads it. So a
+    follower that dies, or is about to run another batch, is noticed even while the main thread is inside a collective
+    that this follower will never join and that has no time-out.
     """
 
-    def __init__(self, place: EnginePlace, streams: dict[int, LocalStream], on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self, place: EnginePlace, streams: dict[int, LocalStream], timeout: Timeout, on_failure: Callable[[str], None]
+    ) -> None:
         """`streams`: by TP rank. `on_failure` is called once, on any thread, with what to say; it must not block."""
         self._place = place
         self._streams = streams
+        self._timeout = timeout
         self._on_failure = on_failure
-        self._inbox: dict[int, SimpleQueue[tuple[str, int, Any]]] = {rank: SimpleQueue() for rank in streams}
+        self._inbox: dict[int, SimpleQueue[Answer]] = {rank: SimpleQueue() for rank in streams}
         self._digests: dict[int, tuple[bytes, int]] = {}  # batch -> digest, ranks that have not confirmed it
         self._early: dict[int, dict[int, bytes]] = {rank: {} for rank in streams}  # batch -> digest, ahead of ours
         self._lock = threading.Lock()
         self._failure = ""
         self._last_words: dict[int, str] = {}  # rank -> its last error
+        self._held: list[Command] = []
         self._sent = 0
         self._leaving = False
         for rank, stream in streams.items():
             stream.listen(partial(self._hear, rank), partial(self._lost, rank))
 
-    def send(self, commands: list[Command]) -> None:
-        """See `rollout.tp_engine.Followers.send`."""
+    def hold(self, method: Callable[[FollowerCalls, A], object], argument: A, /) -> None:
+        """Send a command together with the next one that is sent, and before it."""
+        self._held.append(Command(method.__name__, argument))
+
+    @overload
+    def send(self, method: Callable[[FollowerCalls], object], /) -> None: ...
+    @overload
+    def send(self, method: Callable[[FollowerCalls, A], object], argument: A, /) -> None: ...
+
+    def send(self, method: Any, argument: Any = None, /) -> None:
+        """Send a command to all followers, after all earlier ones. Does not wait for it. Raises RunError."""
         self._check()
-        self._leaving = self._leaving or commands[-1][0] == "close"
         self._sent += 1
+        told = Told(self._sent, [*self._held, Command(method.__name__, {} if argument is None else argument)])
+        self._held = []
+        self._leaving = self._leaving or told.leaving
         for rank, stream in self._streams.items():
             try:
-                stream.send([self._sent, commands])
+                stream.send(told)
             except RunError as error:
                 self._lost(rank, error)
                 self._check()
 
     def planned(self, batch: int, digest: bytes) -> None:
-        """See `rollout.tp_engine.Followers.planned`."""
+        """Compare what this rank is about to run with the others, without waiting; a difference stops the engine."""
         with self._lock:
             early = [(rank, ahead.pop(batch)) for rank, ahead in self._early.items() if batch in ahead]
             if len(early) < len(self._streams):
@@ -216,39 +152,43 @@ class FollowerLinks:
                 self._fail(diverged(self._place, rank, batch))
         self._check()
 
-    def agree(self, digest: bytes, batch: int, timeout_s: float) -> None:
-        """See `rollout.tp_engine.Followers.agree`."""
+    def agree(self, digest: bytes, batch: int) -> None:
+        """Wait until all ranks have this digest after everything sent. If one has not, stop the engine and raise."""
+        self.send(FollowerCalls.check)
         for rank in self._streams:
-            if self._answer(rank, timeout_s) != digest:
+            if self._answer(rank, FollowerCalls.check) != digest:
                 self._fail(diverged(self._place, rank, batch))
         self._check()
 
-    def finish(self, timeout_s: float) -> list[Any]:
-        """See `rollout.tp_engine.Followers.finish`."""
-        return [self._answer(rank, timeout_s) for rank in self._streams]
+    def finish(self, method: Callable[..., R]) -> list[R]:
+        """Wait for each follower's answer to the last command, which was `method`. Raises CallTimeout, RunError."""
+        return [self._answer(rank, method) for rank in self._streams]
 
-    def _answer(self, rank: int, timeout_s: float) -> Any:
+    def _answer(self, rank: int, method: Callable[..., R]) -> R:
         who = f"{self._place}: its rank {self._place.rank(rank)}"
+        spec = spec_of(method)
+        limit = spec.seconds(self._timeout)
         while True:
             try:
-                word, number, content = self._inbox[rank].get(timeout=timeout_s)
+                answer = self._inbox[rank].get(timeout=limit)
             except Empty:
-                raise CallTimeout(f"{who} did not follow within {timeout_s:g} s") from None
+                raise CallTimeout(f"{who} did not follow within {limit:g} s") from None
             self._check()
-            if number == self._sent:
+            if answer.number == self._sent:
                 break
-        if word == "failed":
-            raise RunError(f"{who} failed: {content}")
-        return content
+        if answer.word == "failed":
+            raise RunError(f"{who} failed: {answer.content}")
+        result: R = spec.read_result(answer.content)
+        return result
 
     def _hear(self, rank: int, message: Any) -> None:
-        word, number, content = message
-        if word == "planned":
-            self._compare(rank, number, content)
-        else:
-            if word == "failed":
-                self._last_words[rank] = content
-            self._inbox[rank].put((word, number, content))
+        answer: Answer = read(Answer, message, "the answer of a follower")
+        if answer.word == "planned":
+            self._compare(rank, answer.number, answer.content)
+            return
+        if answer.word == "failed":
+            self._last_words[rank] = answer.content
+        self._inbox[rank].put(answer)
 
     def _compare(self, rank: int, batch: int, theirs: bytes) -> None:
         with self._lock:
@@ -270,10 +210,20 @@ class FollowerLinks:
         with self._lock:
             first, self._failure = not self._failure, self._failure or reason
         for inbox in self._inbox.values():
-            inbox.put(("failed", self._sent, reason))
+            inbox.put(Answer("failed", self._sent, reason))
         if first:
             self._on_failure(reason)
 
     def _check(self) -> None:
         if self._failure:
             raise RunError(self._failure)
+
+
+def diverged(place: EnginePlace, tp_rank: int, batch: int) -> str:
+    """Write the message for two TP ranks that have done different things."""
+    return (
+        f"{place} was stopped: rollout ranks {place.rank(0)} and {place.rank(tp_rank)} (TP ranks 0 and {tp_rank}) did "
+        f"not do the same up to batch {batch}: other requests, another order or other tokens. What it was sampling was "
+        "dropped. All ranks of an engine must run the same software on the same kind of device; if they do, this is a "
+        "bug to report"
+    )

@@ -57,6 +57,12 @@ def test_what_is_no_declaration_is_refused() -> None:
         @call(deadline="forward")
         def add(self, a: int, b: int) -> int: ...
 
+        @call(deadline=None)
+        def drop(self) -> None: ...
+
+    assert spec_of(Two.drop).argument is None
+    with pytest.raises(RunError, match="drop has no answer to wait for"):
+        spec_of(Two.drop).seconds(Timeout())
     with pytest.raises(RunError, match=r"Two\.add has 2 arguments; a call has one at most"):
         spec_of(Two.add)
 

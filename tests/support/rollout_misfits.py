@@ -15,8 +15,8 @@ from slurm_rlhf.workers import rank_process as worker
 
 
 class Misfit(follower.EngineFollower):
-    def do_start(self) -> None:
-        super().do_start()
+    def start(self) -> None:
+        super().start()
         kind = os.environ["MISFIT"].split(",")[self.place.engine]
         core = self.engine._core.client
         if kind == "reversed":

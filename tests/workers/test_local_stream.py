@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from slurm_rlhf.errors import CallTimeout, RoleDied, WireError
-from slurm_rlhf.workers.follower_links import LocalListener, LocalStream, accept_all, connect_local
+from slurm_rlhf.workers.local_stream import LocalListener, LocalStream, accept_all, connect_local
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -1,0 +1,149 @@
+"""What an engine's leader tells its followers over real sockets: records there, records back, all else refused."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_cluster import Timeout
+from slurm_rlhf.control.calls import SyncUpdateRequest, WakeUpRequest
+from slurm_rlhf.control.declarations import calls_of, read, reader
+from slurm_rlhf.control.messages import Request
+from slurm_rlhf.errors import CallTimeout, RunError, WireError
+from slurm_rlhf.records import Sampling, SyncReport
+from slurm_rlhf.rollout.engine import GenerateRequest
+from slurm_rlhf.rollout.tp_group import EnginePlace
+from slurm_rlhf.workers.engine_follower import EngineFollower
+from slurm_rlhf.workers.follower_links import Answer, FollowerCalls, FollowerLinks, Told
+from slurm_rlhf.workers.local_stream import LocalListener, LocalStream, accept_all, connect_local
+
+pytestmark = pytest.mark.timeout(60)
+
+REQUEST = GenerateRequest("7.1", 7, 1, np.arange(5, dtype=np.int32), Sampling(max_new_tokens=4), 3)
+
+
+class Links:
+    """A leader with two followers, which the test plays."""
+
+    def __init__(self, timeout: Timeout) -> None:
+        listener = LocalListener(2)
+        self.followers: list[LocalStream] = []
+        for rank in (1, 2):
+            self.followers.append(connect_local(listener.path, 5))
+            self.followers[-1].send(rank)
+        self.failures: SimpleQueue[str] = SimpleQueue()
+        streams = accept_all(listener, {1, 2}, 5)
+        self.leader = FollowerLinks(EnginePlace(0, 0, 3, "here"), streams, timeout, self.failures.put)
+        listener.close()
+
+    def told(self) -> Told:
+        """The next message, which both got."""
+        one, other = (read(Told, follower.receive(5), "it") for follower in self.followers)
+        assert one.number == other.number
+        assert [command.name for command in one.commands] == [command.name for command in other.commands]
+        return one
+
+    def answer(self, *answers: Any) -> None:
+        for follower, answer in zip(self.followers, answers, strict=True):
+            follower.send(answer)
+
+
+@pytest.fixture
+def links() -> Iterator[Links]:
+    made = Links(Timeout(collective=1.0))
+    yield made
+    for follower in made.followers:
+        follower.close()
+
+
+def test_every_command_travels() -> None:
+    for name, spec in calls_of(FollowerCalls).items():
+        assert spec.argument is None or dataclasses.is_dataclass(spec.argument), name
+        reader(spec.argument)
+        reader(spec.result)
+        assert spec.deadline is None or spec.seconds(Timeout()) > 0
+    silent = {name for name, spec in calls_of(FollowerCalls).items() if spec.deadline is None}
+    assert silent == {"add", "step", "drop", "leave"}
+
+
+def test_requests_come_with_the_next_step_and_before_it(links: Links) -> None:
+    links.leader.hold(FollowerCalls.add, REQUEST)
+    links.leader.hold(FollowerCalls.add, dataclasses.replace(REQUEST, key="7.2"))
+    links.leader.send(FollowerCalls.step)
+    told = links.told()
+    assert [command.name for command in told.commands] == ["add", "add", "step"]
+    assert not told.leaving
+    spec = calls_of(FollowerCalls)["add"]
+    got = [spec.read_argument(command.argument) for command in told.commands[:2]]
+    assert [request.key for request in got] == ["7.1", "7.2"]
+    assert got[0].prompt_ids.tolist() == [0, 1, 2, 3, 4]
+    assert dataclasses.replace(got[0], prompt_ids=REQUEST.prompt_ids) == REQUEST
+    links.leader.send(FollowerCalls.leave)
+    told = links.told()
+    assert (told.number, told.leaving) == (2, True)  # what was held came once
+
+
+def test_answers_are_records(links: Links) -> None:
+    links.leader.send(FollowerCalls.sync_receive, SyncUpdateRequest(4))
+    told = links.told()
+    assert calls_of(FollowerCalls)["sync_receive"].read_argument(told.commands[0].argument) == SyncUpdateRequest(4)
+    links.answer(Answer("done", 1, SyncReport(nbytes=8)), Answer("done", 1, SyncReport(broken="the link was cut")))
+    reports = links.leader.finish(FollowerCalls.sync_receive)
+    assert reports == [SyncReport(nbytes=8), SyncReport(broken="the link was cut")]
+
+
+def test_an_answer_of_another_type_is_refused_by_name(links: Links) -> None:
+    links.leader.send(FollowerCalls.sync_receive, SyncUpdateRequest(4))
+    links.answer(Answer("done", 1, {"broken": ""}), Answer("done", 1, SyncReport()))
+    with pytest.raises(WireError, match=r"^the result of sync_receive is no SyncReport: .*nbytes is missing"):
+        links.leader.finish(FollowerCalls.sync_receive)
+    with pytest.raises(WireError, match=r"^the argument of wake_up\.part must be one of 'weights', 'kv_cache'"):
+        calls_of(FollowerCalls)["wake_up"].read_argument(dataclasses.asdict(WakeUpRequest("all")))  # type: ignore[arg-type]
+
+
+def test_what_is_no_answer_ends_the_engine(links: Links) -> None:
+    links.followers[1].send(["perhaps", 1, None])
+    assert "rank 2 died: the answer of a follower.word must be one of 'done'" in links.failures.get(timeout=5)
+    with pytest.raises(RunError, match="rank 2 died"):
+        links.leader.send(FollowerCalls.step)
+
+
+def test_answers_to_earlier_commands_are_passed_over_and_failures_named(links: Links) -> None:
+    links.leader.send(FollowerCalls.sleep)
+    links.leader.send(FollowerCalls.wake_up, WakeUpRequest("weights"))
+    links.answer(Answer("done", 1, None), Answer("done", 1, None))
+    links.answer(Answer("done", 2, None), Answer("failed", 2, "RunError: no memory is free"))
+    with pytest.raises(RunError, match=r"engine 0 .*: its rank 2 failed: RunError: no memory is free"):
+        links.leader.finish(FollowerCalls.wake_up)
+
+
+def test_ranks_that_have_done_other_things_stop_the_engine(links: Links) -> None:
+    for follower in links.followers:
+        follower.send(Answer("done", 1, b"same"))
+    links.leader.agree(b"same", 3)
+    links.answer(Answer("done", 2, b"same"), Answer("done", 2, b"else"))
+    with pytest.raises(RunError, match=r"\(TP ranks 0 and 2\) did not do the same up to batch 4"):
+        links.leader.agree(b"same", 4)
+    assert "up to batch 4" in links.failures.get(timeout=5)
+
+
+def test_a_silent_follower_is_waited_for_as_long_as_its_call_may_take(links: Links) -> None:
+    with pytest.raises(CallTimeout, match=r"its rank 1 did not follow within 1 s"):
+        links.leader.agree(b"same", 1)
+
+
+def test_the_conductor_cannot_call_what_the_leader_can() -> None:
+    """A step that one rank alone takes would stop the engine."""
+    follower = EngineFollower.__new__(EngineFollower)
+    assert set(calls_of(FollowerCalls)) <= set(dir(follower))
+    assert set(calls_of(EngineFollower)) == {"about", "shutdown"}
+    sent: list[Any] = []
+    follower.config, follower.info = Config(), type("Info", (), {"role": "rollout"})()
+    follower.handle(Request("step", {}, 1, lambda kind, frames, call: sent.append(kind)))
+    assert sent == ["error"]
