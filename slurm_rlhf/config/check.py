@@ -64,9 +64,8 @@ def _model_problems(config: Config) -> Iterator[UserError]:
     sound = True
     for key, (path, head) in directories.items():
         if path:
-            told = list(
-                _told(_check_model, key, path, config.data.max_len, head=head, sampled=head and has_engines(config))
-            )
+            how = {"head": head, "sampled": head, "engines": has_engines(config)}
+            told = list(_told(_check_model, key, path, config.data.max_len, **how))
             yield from told
             sound = sound and not told
     actor_key, actor = ROLES[ACTOR].model(config)
@@ -85,10 +84,10 @@ def _told(rule: Callable[..., None], *arguments: Any, **named: Any) -> Iterator[
         yield error
 
 
-def _check_model(key: str, path: str, max_len: int, *, head: bool, sampled: bool) -> None:
+def _check_model(key: str, path: str, max_len: int, *, head: bool, sampled: bool, engines: bool = True) -> None:
     check_model_directory(key, path, tokenizer=head or key == MODEL)
     check_length(key, path, max_len)
-    check_architecture(key, path, head=head, sampled_len=max_len if sampled else 0)
+    check_architecture(key, path, head=head, sampled_len=max_len if sampled and engines else 0, engines=engines)
 
 
 def _raise(problems: Iterable[str], of_models: Iterable[UserError]) -> None:

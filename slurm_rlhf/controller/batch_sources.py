@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 from slurm_rlhf.algorithms.dynamic_filter import refill
+from slurm_rlhf.config.roles import has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.batches import (
     Batch,
@@ -150,18 +152,19 @@ def make_batches(parts: Parts, sample: Callable[[int], Batch]) -> Batches:
     if not ahead and not filtered:
         return OnDemand(sample)
     dispatcher, batch = parts.dispatcher, config.rollout.batch_size
-    if not isinstance(dispatcher, Dispatcher) or (not ahead and config.train.full_determinism):
+    if not has_engines(config) or (not ahead and config.train.full_determinism):
         rounds = Rounds(config, parts.prompts, parts.order, dispatcher, parts.reward, parts.awake)
         return OnDemand(rounds.sample)
+    engines = cast(Dispatcher, dispatcher)
     size = config.train.async_queue_size if ahead else None
     stream = GroupStream(
         Rule(batch, parts.last, size, prompts_at_once(config), config.algo.dynamic_filtering_max_tries),
         parts.prompts,
         parts.order,
         sampling_of(config),
-        EngineFeed(dispatcher.rollout, dispatcher.run_seed, dispatcher.max_num_seqs),
+        EngineFeed(engines.rollout, engines.run_seed, engines.max_num_seqs),
         parts.reward if filtered else None,
         Tally(config.algo.dynamic_filtering_range) if filtered else None,
-        None if ahead or dispatcher.pool is None else dispatcher.pool.admit,
+        None if ahead or engines.pool is None else engines.pool.admit,
     )
     return stream if ahead else Awakened(stream, parts.awake)

@@ -9,9 +9,11 @@ import pytest
 
 from slurm_rlhf.config.engine_rules import engine_problems, unused_note
 from slurm_rlhf.config.keys import put
+from slurm_rlhf.config.model_directory import check_architecture
 from slurm_rlhf.config.roles import ROLLOUT, running_roles
 from slurm_rlhf.config.rules import rule_problems
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ModelError
 
 
 def config(**keys: Any) -> Config:
@@ -50,6 +52,13 @@ def test_keys_without_effect_are_told() -> None:
     assert unused_note(config(**{"rollout.engine": "vllm", "vllm.max_num_seqs": 16})) == ""
     told = unused_note(config(**{"vllm.max_num_seqs": 16, "sync.bucket_mb": 8}))
     assert "vllm.max_num_seqs, sync.bucket_mb have no effect" in told
+
+
+def test_models_that_are_refused_because_of_engines_are_not(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"architectures": ["ApertusForCausalLM"], "model_type": "apertus"}')
+    check_architecture("actor", str(tmp_path), engines=False)
+    with pytest.raises(ModelError, match="ApertusForCausalLM"):
+        check_architecture("actor", str(tmp_path))
 
 
 def test_the_quickstart_may_be_run_with_it() -> None:

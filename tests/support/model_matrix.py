@@ -88,7 +88,7 @@ UNKNOWN = {"falcon": ["head_dim"], "gpt_neox": ["head_dim", "num_key_value_heads
 
 
 def make_model(path: Path, arch: str, noisy: bool = True, **changes: Any) -> Path:
-    """Write a model of `arch`, a key of ARCHITECTURES, with `changes` to its config; `noisy`: with dropout."""
+    """Write a model of `arch` with what ARCHITECTURES says of it and `changes`; `noisy`: with dropout."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -107,7 +107,7 @@ def make_model(path: Path, arch: str, noisy: bool = True, **changes: Any) -> Pat
     }
     for name in UNKNOWN.get(arch, ()):
         del sizes[name]
-    config = AutoConfig.for_model(arch, **{**sizes, **special, **ARCHITECTURES[arch], **changes})
+    config = AutoConfig.for_model(arch, **{**sizes, **special, **ARCHITECTURES.get(arch, {}), **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)
