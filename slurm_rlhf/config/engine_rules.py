@@ -40,6 +40,8 @@ def engine_problems(config: Config) -> Iterator[str]:
             f"vllm.dtype = {config.vllm.dtype} is the precision of engines, and {hf} samples in that of the actor, "
             f"ds.param_dtype = {config.ds.param_dtype}: leave the key out"
         )
+    if config.eval.overlap:
+        yield f"eval.overlap has engines evaluate while the actor trains, and {hf} has none: leave the key out"
     if config.ds.enable_sleep:
         yield f"ds.enable_sleep makes room for engines, and {hf} has none: leave the key out"
     if config.rollout.hf_gather != "auto" and config.ds.zero_stage != 3:

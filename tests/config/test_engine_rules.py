@@ -37,6 +37,7 @@ def test_the_actor_samples_alone() -> None:
         ({"vllm.tensor_parallel_size": 2}, ("vllm.tensor_parallel_size = 2", "ds.zero_stage = 3")),
         ({"vllm.dtype": "fp32"}, ("vllm.dtype = fp32", "ds.param_dtype = bf16")),
         ({"ds.enable_sleep": True, "train.colocate_all": True}, ("ds.enable_sleep", "leave the key out")),
+        ({"eval.overlap": True, "eval.dataset": "e.jsonl"}, ("eval.overlap", "leave the key out")),
         ({"rollout.hf_gather": "layer"}, ("rollout.hf_gather = layer", "ds.zero_stage = 3")),
         ({"rollout.engine": "vllm", "rollout.hf_max_num_seqs": 8}, ("rollout.hf_max_num_seqs = 8", "= vllm")),
     ],

@@ -53,7 +53,7 @@ def requests(rank: int) -> list[Any]:
     from slurm_rlhf.rollout.engine import GenerateRequest, request_seed
 
     rng, made = np.random.default_rng(0), []
-    for prompt in range(5):
+    for prompt in range(6):
         ids = rng.integers(2, 69, rng.integers(1, 12)).astype(np.int32)
         sampling = Sampling(temperature=0.7, max_new_tokens=10)
         made.append(GenerateRequest(str(prompt), prompt, 0, ids, sampling, request_seed(42, prompt, 0, 0)))
