@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_matrix import make_model
 from patched_engines import write_patch
 from training_runs import metrics, started, workspace
+
+from slurm_rlhf.parity.random_models import make_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(200)]
 
