@@ -58,6 +58,7 @@ class Inputs:
     reward: RewardFunction | None  # None: a model's
     total_steps: int
     findings: PromptFindings  # for the self-check
+    tokenizer: Tokenizer
 
     @classmethod
     def read(cls, config: Config, note: Callable[[str], None]) -> Inputs:
@@ -85,7 +86,7 @@ class Inputs:
         total = config.train.max_steps or order.total
         reward = None if config.reward.model_name_or_path else RewardFunction.of(config.reward)
         findings = PromptFindings.of(prompts, tokenizer, config.data.apply_chat_template)
-        return cls(prompts, evaluation, order, reward, total, findings)
+        return cls(prompts, evaluation, order, reward, total, findings, tokenizer)
 
 
 @dataclass(slots=True)
@@ -108,10 +109,12 @@ class Startup:
         self.supervisor.start(role_environment(config, self.ranks, len(os.sched_getaffinity(0))))
         self.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.ranks.worlds.items()))
         roles = self.supervisor.roles
+        self.reporting.recorder.watch(roles)
         engines = roles.get(ROLLOUT)
         if isinstance(engines, EngineHandle):
             weight_sync = WeightSync(config, roles[ACTOR], engines, self.supervisor.sync_host)
             gpus = self._gpus(weight_sync)
+            self.reporting.recorder.transfer = lambda: weight_sync.connection
             colocation = Colocation(roles, engines, config.ds.enable_sleep) if config.train.colocate_all else None
             pool = self._start_engines(engines, weight_sync, colocation)
             self._start_trainers(pool)

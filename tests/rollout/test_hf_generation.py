@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_matrix import ARCHITECTURES, make_model
 
 from slurm_rlhf.config.schema import Ds
-from slurm_rlhf.records import LENGTH, STOP, Sampling
+from slurm_rlhf.parity.random_models import ARCHITECTURES, make_model
+from slurm_rlhf.records import LENGTH, STOP, Sampling, Trajectory
 from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.hf_generation import HfSampler, Vocabulary
-from slurm_rlhf.rollout.hf_logprobs import hf_logprobs
 from slurm_rlhf.training._torch import bare_copy
 from slurm_rlhf.training.generation import stepping
 from slurm_rlhf.training.models import load_policy
@@ -35,6 +34,15 @@ def load(path: Path) -> Any:
     """The policy as it samples while it trains."""
     module = bare_copy(load_policy(path, Ds(param_dtype="fp32"), 64, max_len=100), {}).eval()
     return stepping(module.model, module)
+
+
+def plain_logprobs(model: Any, one: Trajectory, temperature: float) -> Any:
+    """By one forward pass over one sequence: without a cache, padding or anything of this package."""
+    ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.response_ids]).astype(np.int64))[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(one.prompt_ids) - 1 : -1]
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    return logprobs.gather(-1, ids[0, len(one.prompt_ids) :, None])[:, 0].numpy()
 
 
 def requests(count: int, sampling: Sampling) -> list[GenerateRequest]:
@@ -62,7 +70,7 @@ def test_a_batch_of_unlike_prompts_is_what_each_is_alone(model: Path) -> None:
     assert steps == max(len(one.response_ids) for one in found)
     assert [one.prompt for one in found] == [0, 1, 2, 3, 4]
     for one, request in zip(found, asked, strict=True):
-        expected = hf_logprobs(plain, one.prompt_ids, one.response_ids, 0.7)
+        expected = plain_logprobs(plain, one, 0.7)
         np.testing.assert_allclose(one.rollout_logprobs, expected, atol=1e-5)
         assert one.finish_reason == (STOP if one.response_ids[-1] == 1 else LENGTH)
         alone = sampler(model).sample(policy, [request], 6)[0][0]
