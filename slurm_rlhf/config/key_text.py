@@ -168,18 +168,19 @@ def dump_toml(config: Config) -> str:
         if key.group != group:
             group = key.group
             lines += ["", f"[{group}]"]
-        lines.append(f"{key.name.rpartition('.')[2]} = {_literal(get(config, key.name))}")
+        lines.append(f"{key.name.rpartition('.')[2]} = {toml_value(get(config, key.name))}")
     return "\n".join(lines) + "\n"
 
 
-def _literal(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Write a value of a key as TOML does."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         # JSON escapes what TOML wants escaped, but for DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
-        return f"[{', '.join(_literal(item) for item in value)}]"
+        return f"[{', '.join(toml_value(item) for item in value)}]"
     return repr(value)
 
 
