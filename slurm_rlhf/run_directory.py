@@ -15,6 +15,7 @@ class RunDirectory:
         self.config: Final = root / "config.toml"
         self.metrics: Final = root / "metrics.jsonl"
         self.tensorboard: Final = root / "tensorboard"
+        self.evaluations: Final = root / "eval"
         self.logs: Final = root / "logs"
         self.reward_log: Final = self.logs / "reward.log"
         self.checkpoints: Final = root / "checkpoints"

@@ -21,6 +21,7 @@ from slurm_rlhf.control.server import EngineHandle, gather
 from slurm_rlhf.controller.colocation import Colocation
 from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.controller.engine_pool import EnginePool, WeightSync
+from slurm_rlhf.controller.evaluation import EvalSet, Evaluation, read_eval_sets
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.reporting import Reporting
@@ -50,7 +51,7 @@ class Inputs:
     """Holds what the run reads from the user's files."""
 
     prompts: PromptSet
-    evaluation: PromptSet | None
+    evaluation: list[EvalSet]  # empty: nothing is evaluated
     order: PromptOrder
     reward: RewardFunction | None  # None: a model's
     total_steps: int
@@ -64,11 +65,10 @@ class Inputs:
         tokenizer = Tokenizer.load(config.actor.model_name_or_path)
         longest = config.data.max_len - config.rollout.max_new_tokens
         prompts = PromptSet.load(config.data.prompt_dataset, tokenizer, config.data, longest, config.data.max_samples)
-        evaluation = None
-        if config.eval.dataset:
-            evaluation = PromptSet.load(config.eval.dataset, tokenizer, config.data, longest, config.eval.max_samples)
-        for name, found in (("data.prompt_dataset", prompts), ("eval.dataset", evaluation)):
-            if found and found.dropped:
+        evaluation = read_eval_sets(config, tokenizer)
+        sets = [(f"evaluation {one.settings.name}", one.prompts) for one in evaluation]
+        for name, found in (("data.prompt_dataset", prompts), *sets):
+            if found.dropped:
                 note(f"{name}: {found.dropped} prompts longer than {longest} tokens were dropped")
         per_episode = max(len(prompts) // config.rollout.batch_size, 1)
         order = PromptOrder(
@@ -115,7 +115,18 @@ class Startup:
         if checkpoint is not None:
             checkpoints.load(checkpoint, self.reporting.note)
         final = self.directory.final
-        return TrainingLoop(step, self.inputs.evaluation, state, checkpoints, self.reporting, final, gpus)
+        return TrainingLoop(step, self._evaluation(step), state, checkpoints, self.reporting, final, gpus)
+
+    def _evaluation(self, step: Step) -> Evaluation | None:
+        config, sets = self.config, self.inputs.evaluation
+        if not sets:
+            return None
+        beside = None
+        if config.eval.overlap:
+            # Of its own, and without a pool: while the actor trains it has no weights to give to late engines.
+            most, fixed = config.vllm.max_num_seqs, config.train.full_determinism
+            beside = Dispatcher(self._engines(), config.train.seed, most, fixed).run
+        return Evaluation(config, sets, self.directory.evaluations, step.generate, step.reward, beside)
 
     def _engines(self) -> EngineHandle:
         rollout = self.supervisor.roles[ROLLOUT]

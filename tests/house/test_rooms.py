@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "user_files": {"errors"},
     "config": {"errors", "algorithms"},
     "data": BASE,
+    "evaluation": BASE,
     "algorithms": {"records", "errors", "user_files"},
     "control": BASE | {"algorithms"},
     "rewards": BASE | {"algorithms", "control"},
