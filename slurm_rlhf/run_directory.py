@@ -28,6 +28,10 @@ class RunDirectory:
     def role_log(self, role: str, node: str, rank: int | str) -> Path:
         return self.logs / f"{role}.{node}.{rank}.log"
 
+    def hang(self, step: int, number: int) -> Path:
+        """Name the directory of the report number `number` (from 1) about a hang in `step`."""
+        return self.root / (f"hang-{step}" if number == 1 else f"hang-{step}.{number}")
+
     def aside(self, path: Path, number: int) -> Path:
         """Name the place of an earlier start's `path`: metrics.1.jsonl for metrics.jsonl."""
         return path.with_name(f"{path.stem}.{number}{path.suffix}")

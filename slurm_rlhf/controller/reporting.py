@@ -136,14 +136,19 @@ class Reporting:
                 f"{lead:.0f} s (slurm.signal_lead_s): raise it and --signal=B:USR1@SECONDS to {3 * seconds:.0f} or more"
             )
 
-    def stopped(self, why: str) -> None:
-        """Tell that the run stops before its last step, with everything saved."""
+    def stopped(self, why: str, saved: bool = True, newest: Path | None = None) -> None:
+        """Tell that the run stops before its last step; `newest`: the checkpoint to go on from, if not all is saved."""
         self._end()
         if self._state is not None:
             self._write("stopped")
             step = self._state.step
-            saved = f"saved at step {step}/{self._total}" if step else "no step was done, so there is nothing to save"
-            self.note(f"stopped by {why}; {saved}")
+            if not saved:
+                kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
+            elif step:
+                kept = f"saved at step {step}/{self._total}"
+            else:
+                kept = "no step was done, so there is nothing to save"
+            self.note(f"stopped by {why}; {kept}")
 
     def failed(self, error: BaseException) -> None:
         """Tell that `error` ends the run; whoever catches it prints the message."""

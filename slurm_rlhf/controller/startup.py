@@ -30,6 +30,7 @@ from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.controller.step import Step
 from slurm_rlhf.controller.step_metrics import EngineMetrics
 from slurm_rlhf.controller.supervisor import Supervisor
+from slurm_rlhf.controller.watchdog import Watchdog
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -98,6 +99,7 @@ class Startup:
     reporting: Reporting
     stop: Stop
     clock: float  # time.monotonic() when the run began
+    watchdog: Watchdog
 
     def run(self, state: RunState, checkpoint: Path | None) -> TrainingLoop:
         """Start everything, and take it back to `checkpoint`, whose `state` is loaded already."""
@@ -127,6 +129,10 @@ class Startup:
             most, fixed = config.vllm.max_num_seqs, config.train.full_determinism
             beside = Dispatcher(self._engines(), config.train.seed, most, fixed).run
         return Evaluation(config, sets, self.directory.evaluations, step.generate, step.reward, beside)
+
+    def _phase(self, name: str) -> None:
+        self.reporting.phase(name)
+        self.watchdog.phase(name)
 
     def _engines(self) -> EngineHandle:
         rollout = self.supervisor.roles[ROLLOUT]
@@ -210,7 +216,7 @@ class Startup:
             scale=scale,
             self_check=SelfCheck(config, roles[ACTOR], note, inputs.findings, self.reporting.self_check),
             engine_metrics=EngineMetrics([group.node for group in self.ranks.tp_groups if group.role == ROLLOUT], note),
-            phases=Phases(self.reporting.phase),
+            phases=Phases(self._phase, self.watchdog.ended),
             stop=self.stop,
         )
 
