@@ -203,12 +203,33 @@ def toml_value(value: Any) -> str:
 LEFT = 44  # columns of `--key TYPE` before the text starts beside it
 
 
+def key_names(only: Collection[str] = (), width: int = 100) -> str:
+    """Write the names of keys by group, without their texts. `only` as in `help_text`."""
+    names: dict[str, list[str]] = {}
+    for key in all_keys().values():
+        if listed(key, only):
+            names.setdefault(key.group or "run", []).append(key.name.removeprefix(f"{key.group}."))
+    column = max(map(len, names)) + 4
+    return "".join(
+        textwrap.fill(", ".join(of), width, initial_indent=f"  {group}".ljust(column), subsequent_indent=" " * column)
+        + "\n"
+        for group, of in names.items()
+    )
+
+
+def listed(key: Key, only: Collection[str]) -> bool:
+    """Tell whether `only` names the key or a group that it is in; `run` is the group of keys without one."""
+    if not key.group and "run" in only:
+        return True
+    return not only or any(key.name == part or key.name.startswith(f"{part}.") for part in only)
+
+
 def help_text(only: Collection[str] = (), width: int = 100) -> str:
     """Write keys by group, each with type, docstring and default. `only` names groups or keys (empty: all)."""
     lines: list[str] = []
     group = None
     for key in all_keys().values():
-        if only and not any(key.name == part or key.name.startswith(f"{part}.") for part in only):
+        if not listed(key, only):
             continue
         if key.group != group:
             group = key.group

@@ -21,7 +21,7 @@ from slurm_rlhf.cli.main import Command, guarded
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.errors import RemoteError, RewardError, RoleDied
 
-WITHOUT_FILE = {"status", "cancel", "docs", "migrate"}
+WITHOUT_FILE = {"status", "cancel", "docs", "migrate", "completion"}
 """Commands whose argument is a run and not a configuration."""
 
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"]
@@ -58,8 +58,14 @@ def test_help_of_a_command(
     assert cli.main([name, "no.toml", "--help"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"usage: slurm-rlhf {name} FILE.toml")
+    assert re.search(r"^  actor +num_nodes, |^  actor +model_name_or_path, ", out, re.MULTILINE)
+    assert len(out.splitlines()) <= (90 if columns == 80 else 75)
+    assert max(map(len, out.splitlines())) <= 120
+    assert cli.main([name, "--help", "actor"]) == 0
+    out, err = capsys.readouterr()
     assert re.search(r"^  --actor\.num_nodes INT\s", out, re.MULTILINE)
     assert "[1]" in out
+    assert "--critic." not in out
     assert err == ""
     assert max(map(len, out.splitlines())) <= 120
 
@@ -74,9 +80,16 @@ def test_help_of_a_command_on_a_run(name: str, capsys: pytest.CaptureFixture[str
 
 def test_every_key_is_in_some_help(capsys: pytest.CaptureFixture[str]) -> None:
     for name in cli.COMMANDS:
-        cli.main([name, "-h"])
+        cli.main([name, "-h", "all"])
     out = capsys.readouterr().out
     assert [key for key in all_keys() if f"  --{key} " not in out] == []
+
+
+def test_help_on_what_is_no_key_names_the_nearest_and_the_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--help", "actr"]) == 2
+    assert "no help on 'actr'; did you mean actor? (groups: actor, algo, " in capsys.readouterr().err
+    assert cli.main(["train", "--help", "run"]) == 0
+    assert "--run_dir PATH" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
