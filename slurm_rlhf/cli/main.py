@@ -114,6 +114,7 @@ def parse(words: list[str], usage: str, flags: Collection[str] = ()) -> Argument
 
 
 COMMANDS = {
+    "init": ("init", "write the files of a new run for this cluster"),
     "train": ("train", "train a policy by PPO, GRPO or an algorithm of your own"),
     "check": ("check", "look at everything that a run reads, and start nothing"),
     "sft": ("train", "train a model on examples, the usual step before PPO"),

@@ -21,7 +21,7 @@ from slurm_rlhf.cli.main import Command, guarded
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.errors import RemoteError, RewardError, RoleDied
 
-WITHOUT_FILE = {"status", "cancel", "docs", "migrate", "completion"}
+WITHOUT_FILE = {"status", "cancel", "docs", "migrate", "completion", "init"}
 """Commands whose argument is a run and not a configuration."""
 
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"]
