@@ -135,8 +135,8 @@ def _default(question: str, default: str) -> str:
 COMMANDS = {
     "init": Command(
         USAGE,
-        "Writes the files of a new run into this directory: NAME.toml with comments, NAME_reward.py, and a batch script "
-        "for this cluster, from what sinfo tells. Asks a few questions on a terminal.",
+        "Writes the files of a new run into this directory: NAME.toml with comments, NAME_reward.py, and a batch "
+        "script for this cluster, from what sinfo tells. Asks a few questions on a terminal.",
         run,
         OPTIONS,
     )

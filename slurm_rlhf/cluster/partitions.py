@@ -70,5 +70,5 @@ def ask_partitions() -> list[Partition]:
 
 
 def best(partitions: list[Partition]) -> Partition | None:
-    """Choose the one to propose: with the most GPUs per node, among equals the default, then the one with most nodes."""
+    """Choose the one to propose: most GPUs per node, then the default one, then most nodes."""
     return max(partitions, key=lambda each: (each.gpus, each.default, each.nodes), default=None)

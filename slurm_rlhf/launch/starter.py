@@ -29,6 +29,7 @@ class Start:
 def toml(start: Start) -> str:
     """Write the configuration: GRPO, all roles in turns on all GPUs, which fits any number of them."""
     colocated = start.gpus > 0
+    prompts = math.ceil(64 / start.slots) * start.slots  # what divides over the ranks, from 64 on
     lines = [
         "# A run of slurm_rlhf. Every key and what it means: slurm-rlhf docs keys. What is not here has its default.",
         f"#   slurm-rlhf check {start.name}.toml     reads all that is named here, and starts nothing",
@@ -54,7 +55,7 @@ def toml(start: Start) -> str:
         f'remote_url = "{start.name}_reward.py"',
         "",
         "[rollout]",
-        f"batch_size = {_multiple(64, start.slots)}  # prompts of a step",
+        f"batch_size = {prompts}  # prompts of a step",
         "n_samples_per_prompt = 8  # responses to each: the mean of a group is the baseline",
         "max_new_tokens = 1024",
         "",
@@ -69,7 +70,7 @@ def toml(start: Start) -> str:
         *([] if colocated else ['param_dtype = "fp32"  # on CPUs']),
         "",
         "[train]",
-        f"batch_size = {_multiple(256, start.slots)}  # responses of an optimizer step",
+        f"batch_size = {prompts * 4}  # responses of an optimizer step: two steps for each set of responses",
         *(["colocate_all = true  # engines and trainers share the GPUs, in turns"] if colocated else []),
         "",
         "[ckpt]",
@@ -84,7 +85,7 @@ def toml(start: Start) -> str:
 
 def reward() -> str:
     """Write a reward function that runs as it is: 1 for a response that has the label in it."""
-    return '''"""The reward: how good each response is. `slurm-rlhf docs data_and_reward` has all that it may ask for."""
+    return '''"""The reward: how good each response is. `slurm-rlhf docs data_and_reward` says what it may ask for."""
 
 
 def reward_func(responses, labels):
@@ -127,8 +128,3 @@ def script(start: Start) -> str:
             "",
         ]
     )
-
-
-def _multiple(of: int, slots: int) -> int:
-    """Return the smallest number from `of` on that divides over the slots."""
-    return math.ceil(of / slots) * slots

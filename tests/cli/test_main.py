@@ -23,6 +23,8 @@ from slurm_rlhf.errors import RemoteError, RewardError, RoleDied
 
 WITHOUT_FILE = {"status", "cancel", "docs", "migrate", "completion", "init"}
 """Commands whose argument is a run and not a configuration."""
+OTHERS = {"bench", "check-parity"}
+"""Commands whose tests have their help pages."""
 
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"]
 
@@ -49,7 +51,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"slurm-rlhf {__version__}\n"
 
 
-@pytest.mark.parametrize("name", sorted(set(cli.COMMANDS) - WITHOUT_FILE - {"bench"}))
+@pytest.mark.parametrize("name", sorted(set(cli.COMMANDS) - WITHOUT_FILE - OTHERS))
 @pytest.mark.parametrize("columns", [80, 200])
 def test_help_of_a_command(
     name: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -95,8 +97,8 @@ def test_help_on_what_is_no_key_names_the_nearest_and_the_groups(capsys: pytest.
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trane"], "slurm-rlhf: error: unknown command 'trane'; did you mean train? (commands: train, "),
-        (["xyz"], "slurm-rlhf: error: unknown command 'xyz' (commands: train, "),
+        (["trane"], "slurm-rlhf: error: unknown command 'trane'; did you mean train? (commands: init, "),
+        (["xyz"], "slurm-rlhf: error: unknown command 'xyz' (commands: init, "),
         (["train"], "slurm-rlhf: error: the TOML file comes first\nusage: slurm-rlhf train FILE.toml"),
         (["train", "--dry_run"], "the TOML file comes first"),
         (["sft", "--train.seed=1", "x.toml"], "the TOML file comes first\nusage: slurm-rlhf sft"),
