@@ -46,6 +46,7 @@ class Question:
     place: Callable[[Sequence[str]], RankMap]
     spares: int = 0
     measure: bool = True  # links and groups
+    thorough: bool = False  # measure them even if no run can start anyhow
     inside: bool = False  # the agents run in a container, and this process does not
     job: str = ""
     started: str = ""
@@ -108,11 +109,13 @@ class Examination:
                 self._hear_facts(desk)
             evidence = self._evidence(desk, token)
             ranks = asked.ranks
-            if asked.measure:
+            if self._worth_measuring(evidence):
                 away = self._cut_off(evidence)
                 evidence = replace(evidence, links=self._measure(desk, self._links(away), LINKS))
                 ranks = self._placed(evidence)
                 evidence = replace(evidence, groups=self._measure(desk, role_groups(ranks, away), GROUPS))
+            elif asked.measure:
+                evidence = replace(evidence, unmeasured="a run cannot start here anyhow")
         finally:
             desk.close()
             self._starter.end()
@@ -121,6 +124,11 @@ class Examination:
         taken = {node.name for node in ranks.topology.nodes}
         gone = tuple(node for node in report.bad_nodes() if node not in taken)
         return Answer(replace(report, left_out=gone), ranks)
+
+    def _worth_measuring(self, evidence: Evidence) -> bool:
+        """Tell whether links and groups matter: a run that cannot start anyhow is to end in seconds."""
+        asked = self._question
+        return asked.measure and (asked.thorough or asked.spares > 0 or self._report(evidence).verdict != FAILED)
 
     def _hear_facts(self, desk: Desk) -> None:
         nodes = set(self._question.nodes)
