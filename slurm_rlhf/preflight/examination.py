@@ -146,8 +146,8 @@ class Examination:
         asked = self._question
         if not asked.spares:
             return asked.ranks
-        bad = Report(asked.nodes, judge(evidence), 0.0).bad_nodes()
-        return asked.place(chosen(asked.nodes, bad, asked.spares))
+        report = Report(asked.nodes, judge(evidence), 0.0)
+        return asked.place(chosen(asked.nodes, report.bad_nodes(), report.failed_nodes(), asked.spares))
 
     def _verdict(self, evidence: Evidence) -> str:
         return Report(self._question.nodes, judge(evidence), 0.0).verdict

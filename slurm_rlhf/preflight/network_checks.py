@@ -29,7 +29,7 @@ def answers(facts: Facts, nodes: Sequence[str], said: str, started: str) -> Chec
         return Check("answers", f"{len(nodes)} of {len(nodes)} nodes")
     lines = said.strip().splitlines()[-8:]
     words = "".join(f"\n    {line}" for line in lines)
-    told = f"no answer from {shortened(silent, 4)}{'; the launcher says:' if lines else ''}{words}\n"
+    told = f"no answer from {shortened(silent, 4)}{'; the launcher says:' if lines else ''}{words}"
     remedy = (
         f"If that names nothing to mend: {started} did not run there. Install the environment on a file system that "
         f"all nodes share, or at the same place on each; leave a broken node out with {exclude(*silent)}"

@@ -131,9 +131,10 @@ def test_a_rank_that_stands_still_and_one_that_never_came() -> None:
 
 
 def test_spares() -> None:
-    assert chosen(NODES, (), 2) == ["n1", "n2", "n3"]
-    assert chosen(NODES, ("n1", "n3"), 2) == ["n2", "n4", "n5"]
-    assert chosen(NODES, ("n5",), 2) == ["n1", "n2", "n3"]
-    assert chosen(NODES, ("n1", "n3", "n5"), 2) == ["n1", "n2", "n4"]  # too few are good: the report says why it ends
+    assert chosen(NODES, (), (), 2) == ["n1", "n2", "n3"]
+    assert chosen(NODES, ("n1", "n3"), ("n1",), 2) == ["n2", "n4", "n5"]
+    assert chosen(NODES, ("n5",), (), 2) == ["n1", "n2", "n3"]
+    assert chosen(NODES, ("n1", "n3", "n5"), ("n1",), 2) == ["n2", "n3", "n4"]  # a slow node before one that fails
+    assert chosen(NODES, NODES, NODES, 2) == ["n1", "n2", "n3"]  # the report says why the run ends
     with pytest.raises(PlacementError, match=r"cluster.spares = 5, but the allocation has 5 nodes"):
-        chosen(NODES, (), 5)
+        chosen(NODES, (), (), 5)
