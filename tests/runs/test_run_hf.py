@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import signal
@@ -71,11 +72,7 @@ def test_the_actor_samples_a_run_resumes_bit_for_bit_and_a_rank_that_stands_stil
 @pytest.mark.timeout(1500)
 def test_the_quickstart_learns_with_it_under_every_stage(tmp_path: Path) -> None:
     """Ten steps each: a policy that can nearly add gets better, as it does with vLLM."""
-    data = tmp_path / "input"
-    data.mkdir()
-    subprocess.run([sys.executable, SBATCH / "quickstart_data.py", data], check=True, timeout=200)
-    examples = [*keys(data, model="untrained", dataset="sft.sft.jsonl"), f"--sft.output_dir={data / 'model'}"]
-    subprocess.run([*COMMAND[:-1], "sft", SBATCH / "quickstart_sft.toml", *examples], check=True, timeout=600)
+    data = quickstart_input(tmp_path / "input")
     prompts = keys(data, model="model", prompt_dataset="data.train.jsonl", dataset="eval.eval.jsonl")
     for stage in (0, 1, 2, 3):
         run_dir, more = tmp_path / f"zero{stage}", (f"--ds.zero_stage={stage}", "--train.max_steps=10")
@@ -84,6 +81,20 @@ def test_the_quickstart_learns_with_it_under_every_stage(tmp_path: Path) -> None
         rewards = [row["reward"] for row in metrics(run_dir)]
         print(f"ZeRO-{stage}: " + " ".join(f"{reward:.3f}" for reward in rewards))
         assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.1
+
+
+def quickstart_input(data: Path) -> Path:
+    """What the quickstart makes before it trains: that of this checkout, if it was made, or else in `data`."""
+    sources = [(SBATCH / name).read_bytes() for name in ("quickstart_data.py", "quickstart_sft.toml")]
+    made = SBATCH.parent / "runs" / "quickstart_input"
+    recipe = made / "recipe"
+    if recipe.is_file() and recipe.read_text().strip() == hashlib.sha256(b"".join(sources)).hexdigest():
+        return made
+    data.mkdir()
+    subprocess.run([sys.executable, SBATCH / "quickstart_data.py", data], check=True, timeout=200)
+    examples = [*keys(data, model="untrained", dataset="sft.sft.jsonl"), f"--sft.output_dir={data / 'model'}"]
+    subprocess.run([*COMMAND[:-1], "sft", SBATCH / "quickstart_sft.toml", *examples], check=True, timeout=600)
+    return data
 
 
 def keys(data: Path, model: str, **files: str) -> list[str]:
