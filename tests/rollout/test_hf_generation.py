@@ -22,9 +22,10 @@ from slurm_rlhf.training.models import load_policy
 pytestmark = pytest.mark.usefixtures("own_environment")
 
 CPU = torch.device("cpu")
-# A window shorter than the text; positions that are learned; one that vLLM has no model of.
-FEW = ("mistral", "gpt2")
-MORE = ("gemma2", "bloom", "qwen3_moe", "gemma3_text", "phi3", "cohere", "opt", "falcon", "gptj", "olmoe", "granite")
+LONGEST = 100
+# A window shorter than the text; positions that are learned; longrope; one that vLLM has no model of.
+FEW = ("mistral", "gpt2", "phi3")
+MORE = ("gemma2", "bloom", "qwen3_moe", "gemma3_text", "cohere", "opt", "falcon", "gptj", "olmoe", "granite")
 NOT_IN_VLLM: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16, "num_layers": 2}
 }
@@ -32,17 +33,21 @@ NOT_IN_VLLM: dict[str, dict[str, Any]] = {
 
 def load(path: Path) -> Any:
     """The policy as it samples while it trains."""
-    module = bare_copy(load_policy(path, Ds(param_dtype="fp32"), 64, max_len=100), {}).eval()
+    module = bare_copy(load_policy(path, Ds(param_dtype="fp32"), 64, max_len=LONGEST), {}).eval()
     return stepping(module.model, module)
 
 
 def plain_logprobs(model: Any, one: Trajectory, temperature: float) -> Any:
-    """By one forward pass over one sequence: without a cache, padding or anything of this package."""
-    ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.response_ids]).astype(np.int64))[None]
+    """By one forward pass over one sequence: without a cache, or anything of this package.
+
+    Behind its end it is as long as the longest of a run, because some rotary embeddings go by the length of a text.
+    """
+    text = np.concatenate([one.prompt_ids, one.response_ids])
+    ids = torch.from_numpy(np.pad(text, (0, LONGEST - len(text))).astype(np.int64))[None]
     with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(one.prompt_ids) - 1 : -1]
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(one.prompt_ids) - 1 : len(text) - 1]
     logprobs = torch.log_softmax(logits / temperature, dim=-1)
-    return logprobs.gather(-1, ids[0, len(one.prompt_ids) :, None])[:, 0].numpy()
+    return logprobs.gather(-1, ids[0, len(one.prompt_ids) : len(text), None])[:, 0].numpy()
 
 
 def requests(count: int, sampling: Sampling) -> list[GenerateRequest]:
