@@ -153,7 +153,7 @@ class Watchdog:
             waited, phase, moved = self._learn(), self._phase, self._moved
             budget = self._budgets.of(phase, self._ceiling(flights))
         if moved != self._stuck_since:
-            self._goes_on()
+            self._goes_on(moved)
         self._watch_silence()
         if self._hang is None:
             if (flights or phase != START) and waited > budget.seconds:
@@ -161,16 +161,24 @@ class Watchdog:
         elif time.monotonic() > self._act_at:
             self._act(flights)
 
+    @property
+    def _saving_s(self) -> float:
+        """Return how long nothing may move while the run saves because of a hang."""
+        usual = self._budgets.of("checkpoint", CEILING * self._config.timeout.checkpoint)
+        return max(self._config.timeout.hang, usual.seconds)
+
     def _ceiling(self, flights: Sequence[Flight]) -> float:
         """Return the most a budget can be: a share of the deadline that comes first."""
         deadlines = [flight.timeout_s for flight in flights] or [self._config.timeout.reward]
         return CEILING * min(deadlines)
 
-    def _goes_on(self) -> None:
-        if self._hang is not None and not self._asked_to_stop:
+    def _goes_on(self, moved: float) -> None:
+        if self._asked_to_stop:
+            # It saves, and gets on with that.
+            self._stuck_since, self._act_at = moved, time.monotonic() + self._saving_s
+        elif self._hang is not None:
             self._note(f"the run goes on: step {self._hang.step} moves again")
             self._hang = None
-        self._stuck_since = None
 
     def _watch_silence(self) -> None:
         """Take the stacks while a rank is silent, and before it is lost: afterwards its role cannot be asked."""
@@ -248,10 +256,7 @@ class Watchdog:
         stuck = any(ROLES[flight.peer.role].saves for flight in flights)
         if not stuck and not self._asked_to_stop and self._stop.can_drop:
             self._asked_to_stop = True
-            self._act_at = time.monotonic() + max(
-                self._config.timeout.hang,
-                self._budgets.of("checkpoint", CEILING * self._config.timeout.checkpoint).seconds,
-            )
+            self._act_at = time.monotonic() + self._saving_s
             what = f"a hang in {_phase_words(hang.phase)} of step {hang.step}: {hang.where}"
             self._stop.ask(self._restart(hang) or Reason(what, False, 1))
             return
