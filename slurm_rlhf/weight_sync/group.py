@@ -239,7 +239,7 @@ class SyncGroup:
     def names(self) -> Names:
         """Return how messages call the members."""
         short, ends = ({m.rank: call(m) for m in self.members} for call in (str, lambda m: m.end))
-        return Names(short, ends, self.timeout_s, self._silence_s)
+        return Names(short, ends, self.timeout_s, self._silence_s, {m.rank: m.node for m in self.members})
 
     def _stop_heartbeat(self) -> None:
         if hasattr(self, "heartbeat"):
