@@ -8,6 +8,7 @@ again, the run ends. Calls keep the deadlines of the table; a call's deadline is
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import threading
 import time
@@ -31,6 +32,7 @@ from slurm_rlhf.run_directory import RunDirectory
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+_STDERR = 2
 _LONGEST_ROUND_S = 5.0  # of its thread: what takes longer is a suspension, or its own report
 CEILING = 0.9
 """Share of a call's deadline that is the most a budget can be: the stacks are taken before the call is given up."""
@@ -133,10 +135,13 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._leaving.wait(POLL_S):
+            # A reward function may keep the interpreter's lock: then ranks lose this process, and nothing here runs.
+            faulthandler.dump_traceback_later(self._config.timeout.heartbeat, file=_STDERR)
             try:
                 self._look()
             except Exception:
                 log.exception("the watchdog failed")
+        faulthandler.cancel_dump_traceback_later()
 
     def _learn(self) -> float:
         """Learn how long nothing had moved, if something has since; returns how long nothing moves now."""
@@ -193,6 +198,7 @@ class Watchdog:
         self._silent = silent
 
     def _ask(self) -> tuple[Scene, Verdict]:
+        faulthandler.cancel_dump_traceback_later()  # the answers take their time
         scene = ask_ranks(self._supervisor, self._directory, self._config.timeout)
         return scene, self._judge(scene)
 
