@@ -1,8 +1,8 @@
 """Finds out that nothing moves, tells who is behind, and ends the run as `train.on_hang` says.
 
 A run moves while its ranks answer calls and its phases change. How long nothing may move is learned for each phase from
-the earlier steps. A wait that is longer is reported: `hang-<step>/` and one paragraph. If nothing moves for as long
-again, the run ends. Calls keep the deadlines of the table; a call's deadline is the ceiling of every budget.
+the earlier steps. A wait that is longer is reported: `hang-<step>/` and one paragraph. If nothing moves for
+`timeout.hang_grace` more, the run ends. Calls keep the deadlines of the table, which are the ceiling of every budget.
 """
 
 from __future__ import annotations
@@ -224,13 +224,13 @@ class Watchdog:
         cause = "a rank has sent no heartbeat" if silent else f"nothing has moved for {waited:.0f} s ({budget.words()})"
         paragraph = (
             f"step {hang.step} hangs in {_phase_words(hang.phase)}: {cause}; {verdict.words}. Stacks of all ranks, the "
-            f"last messages and the load of the nodes are in {where}/. {self._next(hang, budget, silent)}"
+            f"last messages and the load of the nodes are in {where}/. {self._next(hang, silent)}"
         )
         with contextlib.suppress(OSError):
             take_flights(self._directory.logs, scene.when, where)
             write_scene(scene, verdict, paragraph, where)
         self._hang = hang
-        self._act_at = time.monotonic() + budget.seconds
+        self._act_at = time.monotonic() + self._config.timeout.hang_grace
         self._note(paragraph)
 
     def _place(self) -> tuple[Path, int]:
@@ -241,14 +241,14 @@ class Watchdog:
                 return path, number
         raise AssertionError("unreachable")
 
-    def _next(self, hang: Hang, budget: Budget, silent: bool) -> str:
+    def _next(self, hang: Hang, silent: bool) -> str:
         key = f"train.on_hang = {self._config.train.on_hang}"
         ends = "ends and goes on from its last checkpoint" if self._restart(hang) else "ends with an error"
         if self._config.train.on_hang == "restart" and not self._restart(hang):
             key += f", but this step has hung {hang.attempt} times"
         if silent:
             return f"The run {ends} ({key})."
-        return f"If nothing moves for {budget.seconds:.0f} s more, the run {ends} ({key})."
+        return f"If nothing moves for {self._config.timeout.hang_grace:g} s more, the run {ends} ({key})."
 
     def _restart(self, hang: Hang) -> Reason | None:
         if self._config.train.on_hang != "restart" or hang.attempt > MOST_RESTARTS:

@@ -126,7 +126,7 @@ def wait_for(ready: Callable[[], bool], timeout_s: float) -> None:
 def watched(path: Path, hang_s: float, limit_s: float, on_hang: str = "stop") -> Iterator[Watched]:
     config = Config()
     config.timeout.hang, config.timeout.heartbeat, config.timeout.heartbeat_interval = hang_s, limit_s, 0.2
-    config.timeout.shutdown = 1.0
+    config.timeout.shutdown, config.timeout.hang_grace = 1.0, hang_s
     config.train.on_hang = on_hang  # type: ignore[assignment]
     (path / "run").mkdir()
     with Stop(path / "run") as stop:
