@@ -114,6 +114,8 @@ class Timeout:
     """Silence after which a rank is lost."""
     hang: Annotated[float, POSITIVE] = 30.0
     """The least time without an answer or a change of phase that the watchdog calls a hang. It learns 10 times what is
-    usual in the phase, and stays below the deadlines above. train.on_hang says what follows."""
+    usual in the phase, and stays below the deadlines above."""
+    hang_grace: Annotated[float, POSITIVE] = 300.0
+    """From the watchdog's report of a hang to what train.on_hang says, unless something moves again."""
     shutdown: Annotated[float, POSITIVE] = 8.0
     """From the request to leave to SIGTERM, and again to SIGKILL (half each)."""

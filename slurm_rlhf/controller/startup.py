@@ -150,7 +150,9 @@ class Startup:
         """Start engines and trainers side by side; colocated engines before the trainers, which find them asleep."""
         config, engines = self.config, self._engines()
         all_at_once = config.train.full_determinism or config.train.colocate_all
-        pool = EnginePool(self.supervisor, engines, weight_sync, config.timeout.connect, all_at_once)
+        pool = EnginePool(
+            self.supervisor, engines, weight_sync, config.timeout.connect, all_at_once, self.reporting.note
+        )
         pool.begin()
         if colocation is not None:
             log.info("engines %s have started, before any trainer", pool.wait([]))

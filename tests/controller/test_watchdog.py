@@ -34,6 +34,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 ROOT = Path(__file__).parents[2]
 
+HELD_CONDUCTOR = """
+import ctypes, sys, time
+sys.path.insert(0, "{tests}")
+from test_watchdog import Config, Path, RunDirectory, Stop, Watchdog, roleless
+
+config = Config()
+config.timeout.heartbeat, config.timeout.heartbeat_interval = 1.0, 0.2
+with Stop(Path("{path}")) as stop:
+    dog = Watchdog(config, RunDirectory(Path("{path}")), roleless(config, Path("{path}")), stop, print, lambda: 1)
+    dog.start()
+    time.sleep(1.5)
+    print("so far nothing", file=sys.stderr, flush=True)
+    def reward_func():
+        ctypes.PyDLL(None).usleep(2_000_000)
+    reward_func()
+    dog.close()
+"""
+
 
 class Peers:
     """Implements `launch.launcher.Launcher`: two ranks of the actor on n1."""
@@ -108,7 +126,7 @@ def wait_for(ready: Callable[[], bool], timeout_s: float) -> None:
 def watched(path: Path, hang_s: float, limit_s: float, on_hang: str = "stop") -> Iterator[Watched]:
     config = Config()
     config.timeout.hang, config.timeout.heartbeat, config.timeout.heartbeat_interval = hang_s, limit_s, 0.2
-    config.timeout.shutdown = 1.0
+    config.timeout.shutdown, config.timeout.hang_grace = 1.0, hang_s
     config.train.on_hang = on_hang  # type: ignore[assignment]
     (path / "run").mkdir()
     with Stop(path / "run") as stop:
@@ -118,6 +136,14 @@ def watched(path: Path, hang_s: float, limit_s: float, on_hang: str = "stop") ->
         finally:
             run.dog.close()
             run.supervisor.stop()
+
+
+def roleless(config: Config, path: Path) -> Supervisor:
+    """What a watchdog asks where no role was started."""
+    directory = RunDirectory(path)
+    directory.make()
+    ranks = place(Topology.uniform(["n1"], 2), [RoleSize("actor", 1, 2)])
+    return Supervisor(config, directory, ranks, Peers(directory, config.timeout.heartbeat))
 
 
 def error_of(call: Future[Any]) -> RunError:
@@ -218,3 +244,20 @@ def test_a_run_that_moves_is_left_alone_and_one_whose_trainers_wait_is_stopped_s
             threading.Event().wait(30)
         assert (stopped.value.reason.requeue, stopped.value.reason.exit_code, stopped.value.saved) == (False, 1, True)
         assert "hang-7" in stopped.value.reason.what
+
+
+def test_a_conductor_whose_lock_a_reward_function_holds_writes_its_own_stack(tmp_path: Path) -> None:
+    script = HELD_CONDUCTOR.format(tests=Path(__file__).parent, path=tmp_path)
+    paths = f"{ROOT}:{ROOT / 'tests' / 'support'}"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    before, _, after = done.stderr.partition("so far nothing")
+    assert "Timeout" not in before
+    assert "Timeout (0:00:01)!" in after
+    assert "in reward_func" in after
