@@ -1,4 +1,4 @@
-"""The groups of the configuration that belong to the cluster and not to the training: `slurm` and `timeout`."""
+"""The groups of the configuration that belong to the cluster and not to the training: `slurm`, `cluster`, `timeout`."""
 
 from __future__ import annotations
 
@@ -85,6 +85,15 @@ def minutes(text: str) -> int:
 
 
 @dataclass(slots=True)
+class Cluster:
+    """The nodes."""
+
+    spares: Annotated[int, NOT_NEGATIVE] = 0
+    """Nodes of a Slurm allocation that are kept in reserve: a node that preflight finds bad is left out, and the run
+    starts without it. `slurm-rlhf submit` asks for so many more."""
+
+
+@dataclass(slots=True)
 class Timeout:
     """The one table of time-outs, in seconds."""
 
@@ -117,5 +126,7 @@ class Timeout:
     usual in the phase, and stays below the deadlines above."""
     hang_grace: Annotated[float, POSITIVE] = 300.0
     """From the watchdog's report of a hang to what train.on_hang says, unless something moves again."""
+    preflight: Annotated[float, POSITIVE] = 60.0
+    """The look at all nodes before weights load."""
     shutdown: Annotated[float, POSITIVE] = 8.0
     """From the request to leave to SIGTERM, and again to SIGKILL (half each)."""
