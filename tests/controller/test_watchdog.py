@@ -167,17 +167,17 @@ def test_a_rank_lost_with_its_interpreters_lock_held_is_a_hang_and_not_a_death(t
 
 
 def test_neither_a_deadline_nor_a_killed_rank_is_a_hang(tmp_path: Path) -> None:
-    with watched(tmp_path, hang_s=60, limit_s=2) as run:
+    with watched(tmp_path, hang_s=1, limit_s=5) as run:
         late = error_of(run.call(0, "work_in_python", timeout_s=0.2))
         assert isinstance(late, CallTimeout)
         assert run.dog.behind(late) is None
+        run.learn("update")
         call = run.call(1, "work_in_python")
         run.peers.started[1].kill()
         died = error_of(call)
         assert isinstance(died, RoleDied)
+        assert "behind is actor rank 1" in run.told()  # it is found before its heartbeats have stayed out for long
         assert run.dog.behind(died) is None
-        assert run.notes == []
-        assert not list(run.directory.root.glob("hang-*"))
 
 
 def test_a_stopped_trainer_is_seen_from_outside_and_ends_the_run_and_a_forbidden_py_spy_is_named(
