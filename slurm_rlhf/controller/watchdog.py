@@ -85,6 +85,7 @@ class Watchdog:
         self._moves = 0  # of the ranks, as of then
         self._hang: Hang | None = None
         self._stuck_since: float | None = None  # when something moved last, before the hang
+        self._stuck_phase = ""  # of then: an error leads out of it
         self._act_at = 0.0
         self._asked_to_stop = False
         self._silent: set[str] = set()  # ranks that were not heard from for half of their limit
@@ -121,8 +122,8 @@ class Watchdog:
             hang = self._hang
         if hang is None or not isinstance(error, CallTimeout | RoleDied | RunHung):
             return None
-        if isinstance(error, RoleDied) and not self._lost(hang.verdict):
-            return None
+        if isinstance(error, RoleDied) and not (hang.verdict.alive and self._lost(hang.verdict)):
+            return None  # its process or its node is gone
         if reason := self._restart(hang):
             return StopRequested(reason, saved=False)
         return hang.error()
@@ -190,6 +191,7 @@ class Watchdog:
         silent = {str(peer) for peer in self._supervisor.server.silent(self._config.timeout.heartbeat / 2)}
         if silent - self._silent and self._hang is None:
             with self._reporting:
+                self._stuck_phase = self._phase
                 scene, verdict = self._ask()
                 held = any(seen.source == "lock" for seen in verdict.behind)
                 self._silence = (scene, verdict) if held else None
@@ -207,7 +209,7 @@ class Watchdog:
 
     def _find(self, budget: Budget, waited: float, moved: float) -> None:
         with self._reporting:
-            self._stuck_since = moved
+            self._stuck_since, self._stuck_phase = moved, self._phase
             scene, verdict = self._ask()
             self._report(scene, verdict, budget, waited)
 
@@ -220,7 +222,7 @@ class Watchdog:
             where.mkdir(parents=True)
             look_from_outside(scene, self._supervisor, where)
             verdict = verdict if silent else self._judge(scene)
-        hang = Hang(self._step(), self._phase, verdict, where, attempt)
+        hang = Hang(self._step(), self._stuck_phase, verdict, where, attempt)
         cause = "a rank has sent no heartbeat" if silent else f"nothing has moved for {waited:.0f} s ({budget.words()})"
         paragraph = (
             f"step {hang.step} hangs in {_phase_words(hang.phase)}: {cause}; {verdict.words}. Stacks of all ranks, the "
@@ -259,6 +261,8 @@ class Watchdog:
         """End the run: with a checkpoint where the trainers wait for work, without one where they hang."""
         assert self._hang is not None
         hang = self._hang
+        if not hang.verdict.alive:
+            return  # a process or a node that is gone: its heartbeats tell
         stuck = any(ROLES[flight.peer.role].saves for flight in flights)
         if not stuck and not self._asked_to_stop and self._stop.can_drop:
             self._asked_to_stop = True

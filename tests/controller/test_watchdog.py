@@ -154,7 +154,7 @@ def error_of(call: Future[Any]) -> RunError:
 
 def test_a_rank_lost_with_its_interpreters_lock_held_is_a_hang_and_not_a_death(tmp_path: Path) -> None:
     """Its heartbeats stop before any budget has passed: its stacks are taken before it is given up."""
-    with watched(tmp_path, hang_s=60, limit_s=6) as run:
+    with watched(tmp_path, hang_s=60, limit_s=5) as run:
         error = error_of(run.call(1, "hold_the_lock"))
         assert isinstance(error, RoleDied)
         ended = run.dog.behind(error)
@@ -167,17 +167,17 @@ def test_a_rank_lost_with_its_interpreters_lock_held_is_a_hang_and_not_a_death(t
 
 
 def test_neither_a_deadline_nor_a_killed_rank_is_a_hang(tmp_path: Path) -> None:
-    with watched(tmp_path, hang_s=60, limit_s=2) as run:
+    with watched(tmp_path, hang_s=1, limit_s=5) as run:
         late = error_of(run.call(0, "work_in_python", timeout_s=0.2))
         assert isinstance(late, CallTimeout)
         assert run.dog.behind(late) is None
+        run.learn("update")
         call = run.call(1, "work_in_python")
         run.peers.started[1].kill()
         died = error_of(call)
         assert isinstance(died, RoleDied)
+        assert "behind is actor rank 1" in run.told()  # it is found before its heartbeats have stayed out for long
         assert run.dog.behind(died) is None
-        assert run.notes == []
-        assert not list(run.directory.root.glob("hang-*"))
 
 
 def test_a_stopped_trainer_is_seen_from_outside_and_ends_the_run_and_a_forbidden_py_spy_is_named(
@@ -188,7 +188,7 @@ def test_a_stopped_trainer_is_seen_from_outside_and_ends_the_run_and_a_forbidden
     spy.write_text("#!/bin/sh\necho 'Error: Permission Denied: Try running again with sudo' >&2\nexit 1\n")
     spy.chmod(0o755)
     monkeypatch.setenv("PATH", f"{spy.parent}:{os.environ['PATH']}")
-    with watched(tmp_path, hang_s=2, limit_s=60) as run:
+    with watched(tmp_path, hang_s=2, limit_s=20) as run:
         run.learn("update")
         began = time.monotonic()
         call = run.call(1, "work_in_python")
@@ -235,7 +235,7 @@ def test_a_run_that_moves_is_left_alone_and_one_whose_trainers_wait_is_stopped_s
 ) -> None:
     with watched(tmp_path, hang_s=1, limit_s=30) as run:
         run.learn("reward")
-        end = time.monotonic() + 2.5
+        end = time.monotonic() + 1.5
         while time.monotonic() < end:
             run.dog.phase("reward")
             time.sleep(0.05)
