@@ -105,6 +105,7 @@ def _look(
         versions=versions(),
         ranks=ranks,
         place=lambda names: ranks,
+        measure=False,
         inside=container != HOST,
         job=str(slurm.job_id) if slurm is not None else "",
         started=" ".join(container.command("...", gpus=False)[:-2]),
