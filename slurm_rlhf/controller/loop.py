@@ -56,14 +56,15 @@ class TrainingLoop:
         self.checkpoints.count_wall()
 
     def _begin(self) -> None:
-        """Give the engines their first weights, and evaluate before training."""
+        """Give the engines their first weights; with vllm.sync_mode = inflight, evaluate before training."""
         self.step.sync(self.state.policy_version)
         for note in self.gpus.started() if self.gpus else ():
             self.reporting.note(note)
-        if self.state.eval_before is None and self.eval_prompts:
+        if self.step.config.vllm.sync_mode == "inflight":
+            # Later it would have to wait until the groups that are sampled ahead are finished, the longest included,
+            # and the first update would find the engines empty.
             with self.step.stop.droppable():
-                self.state.eval_before = self._evaluate(self.eval_prompts)
-            self.reporting.note(f"evaluation before training, mean score of eval.dataset: {self.state.eval_before:.4f}")
+                self._evaluate_before()
         self.step.phases.take()  # what start-up took belongs to no step
         self.reporting.stepping()
         if self.gpus is not None:
@@ -71,7 +72,7 @@ class TrainingLoop:
 
     def _do_step(self) -> None:
         started, number, version = time.monotonic(), self.state.step + 1, self.state.policy_version
-        batch, experience, metrics = self.step.run(number, version)
+        batch, experience, metrics = self.step.run(number, version, self._evaluate_before)
         tokens = int(metrics["response_tokens"])
         self._count(number, version + 1, batch.judged or len(batch.prompts), tokens, metrics)
         self.checkpoints.order = batch.order
@@ -135,6 +136,17 @@ class TrainingLoop:
         for note in notes:
             self.reporting.note(note)
         return measured
+
+    def _evaluate_before(self) -> None:
+        """Evaluate before the first update of the run, unless that is done.
+
+        The self-check has seen the first batch by then, but for inflight: what is wrong with the engines is told as
+        such, and not after the time of an evaluation.
+        """
+        if self.state.eval_before is None and self.eval_prompts:
+            with self.step.phases("eval"), self.step.batches.alone():
+                self.state.eval_before = self._evaluate(self.eval_prompts)
+            self.reporting.note(f"evaluation before training, mean score of eval.dataset: {self.state.eval_before:.4f}")
 
     def _evaluate_step(self, metrics: dict[str, Any]) -> None:
         """Evaluate after a step, into its `metrics`.
