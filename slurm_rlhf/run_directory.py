@@ -8,7 +8,7 @@ from typing import Final
 
 
 class RunDirectory:
-    """Name the paths below `run_dir`; see the README for what each holds."""
+    """Name the paths below `run_dir`; `docs/first_run.md` says what each holds."""
 
     def __init__(self, root: Path) -> None:
         self.root: Final = root

@@ -95,6 +95,7 @@ COMMANDS = {
     "status": ("status", "show the state of a job and how far its run is"),
     "cancel": ("cancel", "end a run, at once or after it has saved"),
     "plan": ("plan", "show which rank of which role goes on which node"),
+    "docs": ("docs", "show a page of the documentation"),
     "bench": ("bench", "measure parts of a run and compare them with plain loops"),
 }
 """Name -> (module of this room whose `COMMANDS` holds the command, summary)."""

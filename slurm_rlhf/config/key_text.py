@@ -202,8 +202,8 @@ def help_text(only: Collection[str] = (), width: int = 100) -> str:
 
 
 def _entry(key: Key, width: int) -> list[str]:
-    left = f"  --{key.name} {_metavar(key)}"
-    text = f"{documentation()[key.name]} [{_default(key)}]"
+    left = f"  --{key.name} {value_text(key)}"
+    text = f"{documentation()[key.name]} [{default_text(key)}]"
     if width < LEFT + 46:
         return [left, *textwrap.wrap(text, width, initial_indent=" " * 8, subsequent_indent=" " * 8)]
     wrapped = textwrap.wrap(text, width - LEFT, break_on_hyphens=False)
@@ -213,7 +213,8 @@ def _entry(key: Key, width: int) -> list[str]:
     return [left.ljust(LEFT) + wrapped[0], *body[1:]]
 
 
-def _metavar(key: Key) -> str:
+def value_text(key: Key) -> str:
+    """Say what a key takes, in a word or as its choices."""
     if key.choices:
         choices = "|".join(choice or '""' for choice in key.choices)
         return choices if len(choices) <= LEFT else "NAME"  # the text says which
@@ -223,7 +224,8 @@ def _metavar(key: Key) -> str:
     return names[key.kind]
 
 
-def _default(key: Key) -> str:
+def default_text(key: Key) -> str:
+    """Write the default as a user would on the command line."""
     value = from_toml(key, key.default)
     if value in ("", []):
         return "empty"

@@ -2,7 +2,7 @@
 
 `now` is the spelling since April 2026 (`--actor.adam.lr`), `before` the one until then (`--actor_learning_rate`). Most
 keys have OpenRLHF's name already. Read from `openrlhf/cli/train_ppo_ray.py` of August 2026 and of April 2026; a test
-compares README's table with this one.
+compares the table of `docs/migration.md` with this one.
 """
 
 from __future__ import annotations

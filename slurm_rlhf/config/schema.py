@@ -142,7 +142,7 @@ class Train:
     """Memory of a GPU, as it is sold (80), where the kind is unknown; 0: found out."""
     self_check: bool = True
     """Look at the first batch before training on it: actor, reference and engine agree, forwards repeat, rewards and
-    prompts are sane. What fails ends the run; later steps watch for drift. README.md: When something is wrong."""
+    prompts are sane. What fails ends the run; later steps watch for drift. `slurm-rlhf docs trouble`."""
     self_check_stop: Annotated[float, NOT_NEGATIVE] = 10.0
     """A later step that is beyond a bound of the self-check warns; at this multiple of it the run ends. 0: never."""
     threads_per_rank: Annotated[int, NOT_NEGATIVE] = 0

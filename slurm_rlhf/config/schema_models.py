@@ -98,8 +98,8 @@ class Ref:
 @dataclass(slots=True)
 class Reward:
     remote_url: FilePath = ""
-    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF. README.md says what it can
-    take."""
+    """A Python file with `reward_func(queries, prompts, labels, **kwargs)`, as in OpenRLHF. What it can
+    take: `slurm-rlhf docs data_and_reward`."""
     function: str = ""
     """Name of a function that a file in train.plugins registers (slurm_rlhf.register_reward), instead of a file."""
     model_name_or_path: FilePath = ""

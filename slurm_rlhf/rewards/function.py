@@ -1,7 +1,7 @@
 """Load and call the user's reward function: `reward_func(queries, prompts, labels, **kwargs)` as in OpenRLHF.
 
 It gets what the names in its signature ask for; the signature is read when the file is loaded. What it can take, and an
-example: README.md, "The reward function".
+example: `docs/data_and_reward.md`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ARGUMENTS: dict[str, Argument] = {
     "step": lambda prompts, found, step: step,
 }
 """Name -> how it is made. All but `step` are lists with one entry per response, and copies: what a function changes in
-them changes nothing else. README.md says what each holds."""
+them changes nothing else. `docs/data_and_reward.md` says what each holds."""
 
 BY_PLACE = ("queries", "prompts", "labels")
 """The order of OpenRLHF, for functions that call their first three parameters otherwise."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import numpy as np
@@ -21,6 +20,7 @@ from slurm_rlhf.algorithms.methods.reinforce import DR_GRPO
 from slurm_rlhf.algorithms.policy_losses.inputs import PolicyInputs
 from slurm_rlhf.algorithms.policy_losses.table import POLICY_LOSSES, aggregation_of, clip_range
 from slurm_rlhf.config.schema_models import Actor
+from slurm_rlhf.docs.pages import page
 
 LONGEST = 10
 LIMIT = 20.0  # of the log-ratio, where losses take exp of it
@@ -283,8 +283,8 @@ def test_the_schema_names_what_the_tables_have() -> None:
     assert {row.aggregation for row in POLICY_LOSSES.values()} <= {"", *AGGREGATIONS}
 
 
-def test_the_readme_has_a_row_for_each() -> None:
-    section = (Path(__file__).parents[2] / "README.md").read_text().split("## Which algorithm")[1].split("\n## ")[0]
+def test_the_documentation_has_a_row_for_each() -> None:
+    section = page("algorithms").split("## Which algorithm")[1].split("\n## ")[0]
     for name, row in POLICY_LOSSES.items():
         (line,) = [line for line in section.splitlines() if line.startswith(f"| `{name}` |")]
         if row.clip_range:

@@ -1,4 +1,4 @@
-"""Names of OpenRLHF's flags: every row of the table is a key, loads, and stands in README; others are explained."""
+"""Names of OpenRLHF's flags: every row is a key, loads, and stands in docs/migration.md; others are explained."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from pathlib import Path
 
 import pytest
 
-import slurm_rlhf
 from slurm_rlhf.config.aliases import VERL, read_as
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.openrlhf import FLAGS
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.docs.pages import page
 from slurm_rlhf.errors import ConfigError
 
-README = (Path(slurm_rlhf.__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 HERE = [flag for flag in FLAGS if flag.key]
 ELSEWHERE = [flag for flag in FLAGS if not flag.key]
 OTHER = {"int": 7, "float": 0.25, "bool": True, "str": "word", "list[float]": [0.25, 0.75]}
@@ -75,7 +74,7 @@ def test_keys_that_the_explanations_name_are_keys() -> None:
 
 
 def test_defaults_that_openrlhfs_users_rely_on() -> None:
-    """README says which differ; lambd is 1 in both (0.95 is the paper's)."""
+    """The page about migration says which differ; lambd is 1 in both (0.95 is the paper's)."""
     config = Config()
     assert config.algo.advantage.lambd == 1.0
     assert (config.actor.learning_rate, config.critic.learning_rate) == (1e-6, 9e-6)
@@ -87,8 +86,8 @@ def test_defaults_that_openrlhfs_users_rely_on() -> None:
     )
 
 
-def test_readme_has_the_table() -> None:
-    section = README.split("### Coming from OpenRLHF")[1].split("\n##")[0]
+def test_the_page_about_migration_has_the_table() -> None:
+    section = page("migration")
     rows = re.findall(r"^\| (.*) \| `([\w.]+)` \|$", section, re.MULTILINE)
     found = [(tuple(re.findall(r"`--([\w.]+)`", flags)), key) for flags, key in rows]
     assert found == [(tuple(name for name in (flag.now, flag.before) if name), flag.key) for flag in HERE]

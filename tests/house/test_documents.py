@@ -1,4 +1,4 @@
-"""The paths that README's map and CONTRIBUTING name are there, and every room is on the map."""
+"""The documents: named paths are there, every room is on the map, pages link to pages, README stays short."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 import slurm_rlhf
+from slurm_rlhf.config.key_text import default_text
+from slurm_rlhf.config.keys import all_keys, documentation
+from slurm_rlhf.docs.pages import TOPICS, page
 
 ROOT = Path(slurm_rlhf.__file__).parents[1]
-MAP = (ROOT / "README.md").read_text(encoding="utf-8").split("## Map of the repository")[1]
+MAP = page("architecture").split("## Map of the repository")[1]
 CONTRIBUTING = (ROOT / ".github" / "CONTRIBUTING.md").read_text(encoding="utf-8")
 PACKAGE = ROOT / "slurm_rlhf"
 
@@ -34,3 +37,49 @@ def test_named_paths_exist(text: str) -> None:
 def test_every_room_is_on_the_map() -> None:
     rooms = [path.name for path in PACKAGE.iterdir() if path.is_dir() and not path.name.startswith("_")]
     assert [room for room in rooms if f"{room}/`" not in MAP] == []
+
+
+# --- the pages --------------------------------------------------------------------------------------------------------
+
+DOCS = PACKAGE / "docs"
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_page_is_a_topic_and_every_topic_a_page() -> None:
+    assert {path.stem for path in DOCS.glob("*.md")} == TOPICS.keys() - {"keys"}
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_a_page_opens_with_what_the_reader_gets(topic: str) -> None:
+    title, opening = [line for line in page(topic).splitlines() if line][:2]
+    assert title.startswith("# ")
+    assert opening.startswith(("You ", "Your "))
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("file", [ROOT / "README.md", *sorted(DOCS.glob("*.md"))], ids=lambda file: file.stem)
+def test_links_lead_somewhere(file: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", file.read_text(encoding="utf-8")):
+        path, _, anchor = target.partition("#")
+        other = file.parent / path if path else file
+        assert other.exists(), target
+        assert not anchor or anchor in anchors(other.read_text(encoding="utf-8")), target
+
+
+def test_readme_is_short_and_names_every_page() -> None:
+    assert len(README.splitlines()) <= 150
+    assert [topic for topic in TOPICS if f"docs/{topic}.md" not in README and f"docs {topic}" not in README] == []
+    assert "bash sbatch/quickstart.sh" in "\n".join(README.splitlines()[:20])
+
+
+def test_the_reference_has_every_key_with_its_default() -> None:
+    rows = re.findall(r"^\| `([\w.]+)` \| `(.*?)` \| `(.*?)` \| (.+) \|$", page("keys"), re.MULTILINE)
+    assert [name for name, *_ in rows] == list(all_keys())
+    for name, _, default, text in rows:
+        assert default == default_text(all_keys()[name])
+        assert text.replace("\\|", "|") == " ".join(documentation()[name].split())

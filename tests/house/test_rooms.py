@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weight_sync": BASE | {"observe", "cluster"},
     "checkpoint": BASE | {"observe"},
     "observe": BASE,
+    "docs": BASE,
     "workers": ALL - {"launch", "controller", "bench", "cli"},
     "controller": ALL - {"workers", "training", "rollout", "bench", "cli"},
     "bench": ALL,

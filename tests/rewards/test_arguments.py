@@ -1,4 +1,4 @@
-"""What a reward function is given: what its signature asks for, as copies; README's example is run as it stands."""
+"""What a reward function is given: what its signature asks for, as copies; the page's example runs as it stands."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 
 from slurm_rlhf.control.codec import decode, encode
 from slurm_rlhf.control.declarations import read
+from slurm_rlhf.docs.pages import page
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.records import Experience, Prompt, Trajectory, pack
 from slurm_rlhf.rewards.function import ARGUMENTS, RewardFunction
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 ROWS: list[dict[str, Any]] = [
     {"input": "1+1=", "label": ["2"], "level": {"name": "easy"}},
     {"input": "2+2=", "label": ["4"], "level": {"name": "hard"}},
@@ -138,8 +138,8 @@ def test_experience_knows_why_its_responses_ended() -> None:
     assert read(Experience, decode(encode(part)), "part").finish_reasons == ["length", "stop"]
 
 
-def test_readmes_example_runs_and_readme_names_every_argument(tmp_path: Path) -> None:
-    section = README.split("## The reward function")[1].split("\n## ")[0]
+def test_the_pages_example_runs_and_names_every_argument(tmp_path: Path) -> None:
+    section = page("data_and_reward").split("## The reward function")[1]
     for name in ARGUMENTS:
         assert f"| `{name}` |" in section
     example = re.search(r"```python\n(.*?)```", section, re.DOTALL)

@@ -1,4 +1,4 @@
-"""README's worked example as it stands: a run from Python, with an algorithm of the user's that has no critic."""
+"""The worked example of docs/algorithms.md: a run from Python, with an algorithm of the user's without a critic."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kit_seats import visible
 from training_runs import metrics, workspace
 
 from slurm_rlhf.cli.main import main
+from slurm_rlhf.docs.pages import page
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -28,7 +29,7 @@ print(type(summary).__name__)
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """(directory of the script, what it printed). The script comes by standard input, as a notebook's cells do."""
-    section = (ROOT / "README.md").read_text(encoding="utf-8").split("## From Python")[1].split("\n## ")[0]
+    section = page("algorithms").split("## From Python")[1].split("\n## ")[0]
     script, plugin = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     assert len([line for line in script.splitlines() if line.strip()]) < 20
     folder = tmp_path_factory.mktemp("plugin")

@@ -1,0 +1,53 @@
+"""`slurm-rlhf docs`: the list, a page as Markdown or formatted on a terminal, and a topic that is not there."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+
+import pytest
+
+from slurm_rlhf.cli import main as cli
+from slurm_rlhf.docs.pages import TOPICS, page
+
+
+def test_without_a_topic_the_pages_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["docs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "usage: slurm-rlhf docs [TOPIC]"
+    assert [line.split()[0] for line in lines[2:]] == list(TOPICS)
+
+
+@pytest.mark.parametrize("word", ["data_and_reward", "data-and-reward", "data_and_reward.md"])
+def test_a_page_into_a_pipe_is_markdown(word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["docs", word]) == 0
+    assert capsys.readouterr().out == page("data_and_reward")
+
+
+def test_a_topic_that_is_not_there_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["docs", "algorithm"]) == 2
+    error = capsys.readouterr().err
+    assert "there is no page 'algorithm'; did you mean algorithms?" in error
+    assert "trouble" in error
+    assert cli.main(["docs", "first_run", "trouble"]) == 2
+
+
+def test_on_a_terminal_it_is_formatted() -> None:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "slurm_rlhf.cli", "docs", "resume"]
+    env = {**os.environ, "COLUMNS": "90", "TERM": "xterm"}
+    done = subprocess.Popen(command, stdin=theirs, stdout=theirs, env=env)
+    os.close(theirs)
+    shown = b""
+    try:
+        while part := os.read(ours, 65536):
+            shown += part
+    except OSError:  # the other end is closed
+        pass
+    assert done.wait(timeout=30) == 0
+    text = shown.decode()
+    assert "\x1b[" in text
+    assert "# Resume" not in text
+    assert "Resume and requeue" in text
