@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from slurm_rlhf.algorithms.dynamic_filter import refill
+from slurm_rlhf.algorithms.groups import refill
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.batches import (
     Batch,

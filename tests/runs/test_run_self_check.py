@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from model_matrix import make_model
-from patched_engines import write_patch
+from patched_ranks import patched_engines
 from training_runs import metrics, started, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(200)]
@@ -39,8 +39,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     config = workspace(path, FAR_OUT)
     with (path / "prompts.jsonl").open("a") as file:
         file.writelines(json.dumps({"input": "1" * 60}) + "\n" for _ in range(30))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", write_patch(path / "patch", COLDER))
+    with patched_engines(path / "patch", COLDER):
         overrides = ("--algo.kl.init_coef=0", "--train.max_steps=1")
         with started(config, path / "run", *overrides, warm=True) as run:
             code, output = run.wait(150)

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 from attackers import Fire, counted, record
-from call_times import Call, calls, noted
-from mpi_runs import mpirun
-from training_runs import assert_close_metrics, metrics, started, timeless, train, workspace
+from patched_ranks import Call, calls, noted
+from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train, workspace
 from warm_runs import WarmRun
 
 from slurm_rlhf.control.auth import RunKeys
