@@ -21,8 +21,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 # Running statistics of the rewards are one more thing that a resumed run must have kept.
 NORMALIZED = "--reward.normalize_enable=true"
-WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", NORMALIZED)
-SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2", NORMALIZED)
+# Terms of the loss beside that of the policy, with columns of weights of their own.
+NLL = "--actor.nll_coef=0.1"
+TERMS = ("--algo.kl.use_loss=true", "--algo.kl.estimator=k3+", NLL)
+WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", NORMALIZED, *TERMS)
+SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2", NORMALIZED, NLL)
 STEPS = 4
 
 
@@ -46,6 +49,9 @@ def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
         assert {"reward", "kl", "accuracy", "time/rollout", "time/update", "time/sync", "perf/tokens_per_s"} <= set(row)
+        assert {"kl_loss", "nll_loss"} <= set(row)
+    assert any(row["nll_loss"] > 0 for row in rows)
+    assert any(row["kl_loss"] > 0 for row in rows)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["steps"] == STEPS
@@ -130,7 +136,9 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
 def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, whole: tuple[Path, str]) -> None:
     """From the whole run's checkpoint: the actor shrinks, the critic grows, one engine is left of two."""
     run_dir, half = config.parent / "resized", whole[0] / "checkpoints" / "step_000002"
-    code, output = train(config, run_dir, f"--resume={half}", "--critic.num_gpus_per_node=2", NORMALIZED, warm=True)
+    code, output = train(
+        config, run_dir, f"--resume={half}", "--critic.num_gpus_per_node=2", NORMALIZED, *TERMS, warm=True
+    )
     assert code == 0, output
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["world"] == {"actor": 1, "critic": 2, "reference": 1, "rollout": 1}
