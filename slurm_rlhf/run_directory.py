@@ -15,6 +15,7 @@ class RunDirectory:
         self.config: Final = root / "config.toml"
         self.metrics: Final = root / "metrics.jsonl"
         self.tensorboard: Final = root / "tensorboard"
+        self.evaluations: Final = root / "eval"
         self.logs: Final = root / "logs"
         self.reward_log: Final = self.logs / "reward.log"
         self.checkpoints: Final = root / "checkpoints"
@@ -26,6 +27,10 @@ class RunDirectory:
 
     def role_log(self, role: str, node: str, rank: int | str) -> Path:
         return self.logs / f"{role}.{node}.{rank}.log"
+
+    def hang(self, step: int, number: int) -> Path:
+        """Name the directory of the report number `number` (from 1) about a hang in `step`."""
+        return self.root / (f"hang-{step}" if number == 1 else f"hang-{step}.{number}")
 
     def aside(self, path: Path, number: int) -> Path:
         """Name the place of an earlier start's `path`: metrics.1.jsonl for metrics.jsonl."""

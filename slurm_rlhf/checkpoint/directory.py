@@ -11,7 +11,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ class CheckpointDir:
         step. Blocks for as long as the disk needs. Raises CheckpointError when the disk refuses, TypeError for a state
         that JSON would change (see `manifest.write_state`); the earlier checkpoints are untouched then.
         """
-        temporary, final = self._temporary(step), self.root / f"step_{step:06d}"
+        temporary, final = self._temporary(step), self.of(step)
         with self.explained(step):
             if not temporary.is_dir() and self.root.parent.is_dir():
                 raise CheckpointError(
@@ -76,19 +76,24 @@ class CheckpointDir:
                 _remove(_old(final))
         return final
 
-    def prune(self, max_num: int) -> list[Path]:
-        """Remove all but the newest `max_num` checkpoints; return what was removed.
+    def prune(self, max_num: int, kept: Collection[int] = ()) -> list[Path]:
+        """Remove all but the newest `max_num` checkpoints and those of the steps `kept`; return what was removed.
 
         Directories without a readable manifest are not counted and not removed. Raises ConfigError when max_num is
         below 1, CheckpointError when the disk refuses.
         """
         if max_num < 1:
             raise ConfigError(f"ckpt.max_num = {max_num}; it must be at least 1, or the run could never be resumed")
-        surplus = [entry.path for entry in resume.entries(self.root)[0]][max_num:]
+        older = resume.entries(self.root)[0][max_num:]
+        surplus = [entry.path for entry in older if entry.manifest.step not in kept]
         for path in reversed(surplus):
             with self.explained(None):
                 _remove(path)
         return surplus
+
+    def of(self, step: int) -> Path:
+        """Name the checkpoint of a step, which need not be there."""
+        return self.root / f"step_{step:06d}"
 
     def latest(self) -> Path | None:
         """Return the newest whole checkpoint. Reads all files, up to a size (see `manifest`): slow."""

@@ -43,9 +43,8 @@ def read(config: Config) -> Inputs:
 def look(config: Config, inputs: Inputs) -> list[str]:
     """Describe the data as the model sees it, and the steps that it is good for."""
     lines = [f"warning: {told}" for told in warnings(config)]
-    for name, found in (("data.prompt_dataset", inputs.prompts), ("eval.dataset", inputs.evaluation)):
-        if found is not None:
-            lines.append(_data(name, found, config))
+    lines.append(_data("data.prompt_dataset", inputs.prompts, config))
+    lines += [_data(f"evaluation {one.settings.name}", one.prompts, config) for one in inputs.evaluation]
     per_episode = inputs.order.batches_per_episode
     lines.append(
         f"steps: {inputs.total_steps}, of {config.rollout.batch_size} prompts with "

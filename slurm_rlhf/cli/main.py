@@ -95,6 +95,7 @@ COMMANDS = {
     "status": ("status", "show the state of a job and how far its run is"),
     "cancel": ("cancel", "end a run, at once or after it has saved"),
     "plan": ("plan", "show which rank of which role goes on which node"),
+    "check-parity": ("check_parity", "compare the log-probs of vLLM, transformers and the trainer on a model"),
     "docs": ("docs", "show a page of the documentation"),
     "bench": ("bench", "measure parts of a run and compare them with plain loops"),
 }

@@ -11,6 +11,7 @@ from typing import Any
 
 from slurm_rlhf.config.architectures import problem as attention_problem
 from slurm_rlhf.config.correction import bypass_note
+from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import (
     check_architecture,
@@ -98,8 +99,9 @@ def _training_problems(config: Config) -> Iterator[str]:
     yield from _output("run_dir", config.run_dir, "where to put everything of the run")
     yield from _needed("actor.model_name_or_path", config.actor.model_name_or_path, "the directory of the model")
     yield from _file("data.prompt_dataset", config.data.prompt_dataset, "a JSONL file of prompts")
-    if config.eval.dataset:
-        yield from _file("eval.dataset", config.eval.dataset, "a JSONL file of prompts")
+    for one in data_sets(config):
+        key = f"eval.datasets, {one.name}" if config.eval.datasets else "eval.dataset"
+        yield from _file(key, one.path, "a JSONL file of prompts")
     if config.train.kernel_cache not in ("auto", "none"):
         yield from _output("train.kernel_cache", config.train.kernel_cache, "auto, none or a directory")
     yield from reward_source(config)

@@ -10,15 +10,18 @@ from collections.abc import Collection
 from typing import Any
 
 from slurm_rlhf.config.aliases import meaning, read_as
-from slurm_rlhf.config.keys import Key, all_keys, documentation, get
+from slurm_rlhf.config.data_set_entries import entry_table, read_entry
+from slurm_rlhf.config.keys import DATA_SETS, Key, all_keys, documentation, get
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_eval import EvalDataSet
 
 
 class BadValue(ValueError):
     """Report a value that its key does not take: the key, what it takes and what it got."""
 
-    def __init__(self, key: Key, got: object) -> None:
-        super().__init__(f"{key.name} takes {key.expected}, got {_shown(got)}{_hint(key, got)}")
+    def __init__(self, key: Key, got: object, told: str = "") -> None:
+        """`told` replaces the message."""
+        super().__init__(told or f"{key.name} takes {key.expected}, got {_shown(got)}{_hint(key, got)}")
 
 
 def from_toml(key: Key, value: Any) -> Any:
@@ -30,6 +33,8 @@ def from_toml(key: Key, value: Any) -> Any:
     if key.kind.startswith("list["):
         if not isinstance(value, list):
             raise BadValue(key, value)
+        if key.kind == DATA_SETS:
+            return [_entry_from_toml(key, each) for each in value]
         item = Key(key.name, key.kind[len("list[") : -1], None)
         try:
             return [from_toml(item, each) for each in value]
@@ -44,6 +49,13 @@ def from_toml(key: Key, value: Any) -> Any:
     if isinstance(value, str) and (not _is_unicode(value) or (key.choices and value not in key.choices)):
         raise BadValue(key, value)
     return value
+
+
+def _entry_from_toml(key: Key, value: Any) -> EvalDataSet:
+    entry = read_entry(key, value, from_toml)
+    if isinstance(entry, str):
+        raise BadValue(key, value, entry)
+    return entry
 
 
 def from_text(key: Key, words: list[str]) -> Any:
@@ -79,10 +91,11 @@ def _list_from_words(key: Key, words: list[str]) -> list[Any]:
             return list(from_toml(key, tomllib.loads(f"list = {words[0]}")["list"]))
         except tomllib.TOMLDecodeError:
             raise BadValue(key, words[0]) from None
-    if key.kind in ("list[str]", "list[path]"):
+    if key.kind in ("list[str]", "list[path]", DATA_SETS):
         return list(from_toml(key, words))
+    number = int if key.kind == "list[int]" else float
     try:
-        return list(from_toml(key, [float(part) for word in words for part in word.split(",")]))
+        return list(from_toml(key, [number(part) for word in words for part in word.split(",")]))
     except ValueError:
         raise BadValue(key, " ".join(words)) from None
 
@@ -180,6 +193,9 @@ def _literal(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
         return f"[{', '.join(_literal(item) for item in value)}]"
+    if isinstance(value, EvalDataSet):
+        inner = ", ".join(f"{name} = {_literal(each)}" for name, each in entry_table(value).items())
+        return f"{{ {inner} }}"
     return repr(value)
 
 
@@ -218,7 +234,7 @@ def value_text(key: Key) -> str:
     if key.choices:
         choices = "|".join(choice or '""' for choice in key.choices)
         return choices if len(choices) <= LEFT else "NAME"  # the text says which
-    names = {"str": "TEXT", "path": "PATH", "int": "INT", "float": "NUMBER", "bool": "BOOL"}
+    names = {"str": "TEXT", "path": "PATH", "int": "INT", "float": "NUMBER", "bool": "BOOL", "dataset": "PATH"}
     if key.kind.startswith("list["):
         return f"{names[key.kind[len('list[') : -1]]} ..."
     return names[key.kind]

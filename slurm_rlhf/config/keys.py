@@ -15,11 +15,15 @@ from slurm_rlhf.algorithms.registry import KEY as ALGORITHM
 from slurm_rlhf.algorithms.registry import built_in
 from slurm_rlhf.config.ranges import Range
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_eval import EvalDataSet
+
+DATA_SETS = "list[dataset]"
+"""The kind of eval.datasets."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Describe one key; `kind` is str, path, int, float, bool, list[float], list[str] or list[path]."""
+    """Describe one key; `kind` is str, path, int, float, bool, or list[...] of int, float, str, path or dataset."""
 
     name: str
     kind: str
@@ -43,9 +47,11 @@ class Key:
             "int": "a whole number",
             "float": "a number",
             "bool": "true or false",
+            "list[int]": "a list of whole numbers",
             "list[float]": "a list of numbers",
             "list[str]": "a list of strings",
             "list[path]": "a list of paths (strings)",
+            DATA_SETS: "a list of paths (strings) and of tables with path, name, n_samples_per_prompt, ...",
         }[self.kind]
 
 
@@ -67,6 +73,8 @@ def _walk(group: Any, prefix: str) -> Iterable[Key]:
             yield Key(name, _kind(hint.__origin__), value, allowed=hint.__metadata__[0])
         elif get_origin(hint) is Annotated:
             yield Key(name, "path", value)
+        elif EvalDataSet in get_args(hint):
+            yield Key(name, DATA_SETS, value)
         elif any(get_origin(item) is Annotated for item in get_args(hint)):
             yield Key(name, "list[path]", value)
         else:

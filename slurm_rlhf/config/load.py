@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.aliases import begins_alias, meaning, read_as
+from slurm_rlhf.config.data_set_entries import resolved_entry
 from slurm_rlhf.config.key_text import BadValue, from_text, from_toml, split_overrides
-from slurm_rlhf.config.keys import Key, all_keys, get, groups, nearest, put
+from slurm_rlhf.config.keys import DATA_SETS, Key, all_keys, get, groups, nearest, put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 
@@ -169,6 +170,8 @@ def _unknown(name: str, dashes: str = "") -> str:
 def _resolved(key: Key, value: Any, base: Path) -> Any:
     if key.kind == "list[path]":
         return [os.path.abspath(base / Path(item).expanduser()) for item in value]
+    if key.kind == DATA_SETS:
+        return [resolved_entry(entry, base) for entry in value]
     if key.kind != "path" or not value or value.startswith(NOT_PATHS.get(key.name, ())):
         return value
     return os.path.abspath(base / Path(value).expanduser())

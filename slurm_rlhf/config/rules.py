@@ -12,6 +12,7 @@ from slurm_rlhf.config.algorithm_rules import (
     sampling_problems,
 )
 from slurm_rlhf.config.correction import correction_problems
+from slurm_rlhf.config.evaluation import eval_problems
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.loss_rules import loss_problems
 from slurm_rlhf.config.roles import ROLES, running_roles
@@ -99,11 +100,7 @@ def _relations(config: Config) -> Iterator[str]:
             f"data.max_len = {config.data.max_len} leaves no room for a prompt beside "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: raise the one or lower the other"
         )
-    if config.eval.steps and not config.eval.dataset:
-        yield (
-            f"eval.steps = {config.eval.steps} evaluates nothing without eval.dataset: name a JSONL file of prompts "
-            "there, or leave eval.steps out"
-        )
+    yield from eval_problems(config)
     if 0 < config.train.self_check_stop < 1:
         yield (
             f"train.self_check_stop = {config.train.self_check_stop:g} would end a run within the bound that it is "

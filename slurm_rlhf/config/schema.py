@@ -2,8 +2,8 @@
 
 `load.py` reads TOML and dotted overrides into these classes, `rules.py` and `algorithm_rules.py` have the rules that
 span several keys. The docstrings are the help, and the range of each number stands in its type. Groups of their own
-files: actor, critic, ref, reward and ds in `schema_models.py`, algo in `schema_algorithm.py`, slurm and timeout in
-`schema_cluster.py`.
+files: actor, critic, ref, reward and ds in `schema_models.py`, algo in `schema_algorithm.py`, eval in
+`schema_eval.py`, slurm and timeout in `schema_cluster.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from slurm_rlhf.config.ranges import COUNT, NOT_NEGATIVE, POSITIVE, TEMPERATURE, FilePath, Range
 from slurm_rlhf.config.schema_algorithm import Algo
 from slurm_rlhf.config.schema_cluster import Slurm, Timeout
+from slurm_rlhf.config.schema_eval import Eval
 from slurm_rlhf.config.schema_models import Actor, Critic, Ds, Ref, Reward
 
 FORWARD_SHARE = 4
@@ -145,6 +146,9 @@ class Train:
     prompts are sane. What fails ends the run; later steps watch for drift. `slurm-rlhf docs trouble`."""
     self_check_stop: Annotated[float, NOT_NEGATIVE] = 10.0
     """A later step that is beyond a bound of the self-check warns; at this multiple of it the run ends. 0: never."""
+    on_hang: Literal["restart", "stop"] = "stop"
+    """When nothing moves for twice as long as the watchdog expects: stop ends the run with an error, saved where the
+    trainers can save; restart ends it as the end of an allocation does, so that it goes on from its last checkpoint."""
     threads_per_rank: Annotated[int, NOT_NEGATIVE] = 0
     """CPU threads of a process; 0: the CPUs of the node divided by the busiest phase's processes."""
     kernel_cache: FilePath = "auto"
@@ -160,25 +164,14 @@ class Train:
 
 
 @dataclass(slots=True)
-class Eval:
-    dataset: FilePath = ""
-    """JSONL file of evaluation prompts; empty: no evaluation."""
-    steps: Annotated[int, NOT_NEGATIVE] = 0
-    """Evaluate every so many steps; 0: before the first and after the last only."""
-    temperature: Annotated[float, Range(0, 2)] = 0.0
-    """0: greedy."""
-    n_samples_per_prompt: Annotated[int, COUNT] = 1
-    """Responses per evaluation prompt."""
-    max_samples: Annotated[int, NOT_NEGATIVE] = 0
-    """Use only the first rows of the file; 0: all."""
-
-
-@dataclass(slots=True)
 class Ckpt:
     save_steps: Annotated[int, NOT_NEGATIVE] = 20
     """Checkpoint every so many steps; 0: only at the end and when told to stop, so that a node that fails costs all."""
     max_num: Annotated[int, COUNT] = 3
-    """Checkpoints kept."""
+    """The newest checkpoints that are kept."""
+    best_metric: str = ""
+    """Keep the checkpoint that is best by this metric of an evaluation, too, however old: eval (the mean over data
+    sets), or eval/NAME/ and mean, pass@K or maj@N. A step that is the best so far gets a checkpoint. Empty: none."""
 
 
 @dataclass(slots=True)

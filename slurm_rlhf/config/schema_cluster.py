@@ -112,5 +112,8 @@ class Timeout:
     """Between a rank's heartbeats."""
     heartbeat: Annotated[float, POSITIVE] = 20.0
     """Silence after which a rank is lost."""
+    hang: Annotated[float, POSITIVE] = 30.0
+    """The least time without an answer or a change of phase that the watchdog calls a hang. It learns 10 times what is
+    usual in the phase, and stays below the deadlines above. train.on_hang says what follows."""
     shutdown: Annotated[float, POSITIVE] = 8.0
     """From the request to leave to SIGTERM, and again to SIGKILL (half each)."""

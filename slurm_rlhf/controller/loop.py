@@ -7,19 +7,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from slurm_rlhf.cluster.stop import StopRequested
 from slurm_rlhf.config.roles import ACTOR
 from slurm_rlhf.control.calls import ActorCalls, DirectoryRequest
 from slurm_rlhf.controller.batches import EpisodesOver
+from slurm_rlhf.controller.evaluation import Evaluated, Evaluation
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
 from slurm_rlhf.controller.step import Metrics, Step
-from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.errors import FilteredAway
-from slurm_rlhf.records import Experience, Sampling
+from slurm_rlhf.records import Experience
 
 
 @dataclass(slots=True)
@@ -27,7 +25,7 @@ class TrainingLoop:
     """Goes from `state.step` to the last step, once every role is started."""
 
     step: Step
-    eval_prompts: PromptSet | None
+    evaluation: Evaluation | None
     state: RunState
     checkpoints: RunCheckpoints
     reporting: Reporting
@@ -39,7 +37,8 @@ class TrainingLoop:
         self.checkpoints.order = self.step.order.state_dict()
         self._begin()
         try:
-            self._evaluate_left_over()
+            if not self._overlaps():
+                self._evaluate_left_over()
             while self.state.step < self.step.total_steps:
                 self._do_step()
                 self._between_steps()
@@ -60,6 +59,7 @@ class TrainingLoop:
         self.step.sync(self.state.policy_version)
         for note in self.gpus.started() if self.gpus else ():
             self.reporting.note(note)
+        self.reporting.best = self.checkpoints.best
         if self.step.config.vllm.sync_mode == "inflight":
             # Later it would have to wait until the groups that are sampled ahead are finished, the longest included,
             # and the first update would find the engines empty.
@@ -72,7 +72,8 @@ class TrainingLoop:
 
     def _do_step(self) -> None:
         started, number, version = time.monotonic(), self.state.step + 1, self.state.policy_version
-        batch, experience, metrics = self.step.run(number, version, self._evaluate_before)
+        beside = _Overlap(self) if self.checkpoints.unevaluated is not None else None
+        batch, experience, metrics = self.step.run(number, version, self._evaluate_before, beside)
         tokens = int(metrics["response_tokens"])
         self._count(number, version + 1, batch.judged or len(batch.prompts), tokens, metrics)
         self.checkpoints.order = batch.order
@@ -84,7 +85,11 @@ class TrainingLoop:
             whole = metrics | self.step.phases.take() | measured | {"time/step": seconds}
             return whole | self._gpu_metrics(number, experience, whole)
 
-        if self._due(self.step.config.eval.steps):
+        if self.evaluation and self._due(self.step.config.eval.steps):
+            if self._overlaps():
+                self.checkpoints.unevaluated = line = timed()
+                self.reporting.step(number, self.step.total_steps, line)
+                return
             try:
                 self._evaluate_step(metrics)
             except StopRequested:
@@ -96,7 +101,8 @@ class TrainingLoop:
 
     def _between_steps(self) -> None:
         last = self.state.step == self.step.total_steps
-        if self.step.stop.save_wanted() or (not last and self._due(self.step.config.ckpt.save_steps)):
+        due = self._due(self.step.config.ckpt.save_steps) or self.checkpoints.candidate
+        if self.step.stop.save_wanted() or (not last and due):
             with self.step.phases("checkpoint"):
                 self.checkpoints.save()
         if not last:
@@ -108,7 +114,9 @@ class TrainingLoop:
         every = self.step.config.eval.steps
         evaluated = self.state.step > 0 and every > 0 and self.state.step % every == 0
         try:
-            if not evaluated:
+            if self.checkpoints.unevaluated is not None:
+                self._evaluate_left_over()
+            elif not evaluated:
                 self._evaluate_step({})
         except StopRequested:
             self.checkpoints.save_once()
@@ -143,10 +151,11 @@ class TrainingLoop:
         The self-check has seen the first batch by then, but for inflight: what is wrong with the engines is told as
         such, and not after the time of an evaluation.
         """
-        if self.state.eval_before is None and self.eval_prompts:
+        if self.state.eval_before is None and self.evaluation:
             with self.step.phases("eval"), self.step.batches.alone():
-                self.state.eval_before = self._evaluate(self.eval_prompts)
-            self.reporting.note(f"evaluation before training, mean score of eval.dataset: {self.state.eval_before:.4f}")
+                found = self.evaluation.run(self.state.step, self.state.policy_version)
+            self.state.eval_before = found.mean
+            self.reporting.note(f"evaluation before training, mean score: {found}")
 
     def _evaluate_step(self, metrics: dict[str, Any]) -> None:
         """Evaluate after a step, into its `metrics`.
@@ -154,29 +163,57 @@ class TrainingLoop:
         A stop drops the evaluation, and then the step has no line yet: the checkpoint keeps its metrics, and the run
         that goes on from there begins with the evaluation.
         """
-        if self.eval_prompts:
+        if self.evaluation:
             with self.step.stop.droppable(), self.step.phases("eval"), self.step.batches.alone():
-                self.state.eval_after = metrics["eval"] = self._evaluate(self.eval_prompts)
+                found = self.evaluation.run(self.state.step, self.state.policy_version)
+            self._evaluated(found, metrics)
+
+    def _evaluated(self, found: Evaluated, metrics: dict[str, Any]) -> None:
+        """Put what an evaluation has found into the step's `metrics`, and see whether it is the best."""
+        self.state.eval_after = found.mean
+        metrics |= found.metrics
+        if self.checkpoints.judge(found.metrics):
+            self.reporting.best = self.checkpoints.best
+
+    def _overlaps(self) -> bool:
+        """Tell whether the evaluation of the last step that was done goes on beside the next step's training."""
+        return (
+            self.evaluation is not None
+            and self.evaluation.beside is not None
+            and self.state.step < self.step.total_steps
+        )
+
+    def evaluate_beside(self) -> None:
+        """Take the end of the evaluation beside a step: it is of the step before, whose line is there already."""
+        assert self.evaluation is not None
+        assert self.checkpoints.unevaluated is not None
+        with self.step.phases("eval"):
+            found = self.evaluation.finish(self.state.step)
+        metrics = dict(self.checkpoints.unevaluated)
+        self._evaluated(found, metrics)
+        self.checkpoints.evaluated()
+        self.reporting.evaluated(self.state.step, metrics, found.metrics, str(found))
 
     def _evaluate_left_over(self) -> None:
-        """Do the evaluation that a stop has dropped in the session before."""
+        """Do the evaluation that a stop has dropped in the session before, or that no step is left to go beside."""
         if self.checkpoints.unevaluated is not None:
             metrics = dict(self.checkpoints.unevaluated)
             self._evaluate_step(metrics)
             self.checkpoints.evaluated()
             self.reporting.step_again(self.state.step, self.step.total_steps, metrics)
+            if self.checkpoints.candidate:
+                self.checkpoints.save()
 
-    def _evaluate(self, evaluated: PromptSet) -> float:
-        """Average the scores of the evaluation prompts; their rewards, if the function gives no scores."""
-        settings = self.step.config.eval
-        sampling = Sampling(
-            n=settings.n_samples_per_prompt,
-            temperature=settings.temperature,
-            max_new_tokens=self.step.config.rollout.max_new_tokens,
-            stop=list(self.step.config.rollout.stop),
-        )
-        prompts = list(evaluated)
-        trajectories = self.step.generate(prompts, sampling, self.state.policy_version)
-        owners = [prompt for prompt in prompts for _ in range(sampling.n)]
-        rewards = self.step.reward(owners, trajectories, self.state.step)
-        return float(np.mean(rewards.rewards if rewards.scores is None else rewards.scores, dtype=np.float64))
+
+@dataclass(frozen=True, slots=True)
+class _Overlap:
+    """Implements `Beside`: the evaluation of the step before."""
+
+    loop: TrainingLoop
+
+    def begin(self) -> None:
+        assert self.loop.evaluation is not None
+        self.loop.evaluation.begin(self.loop.state.policy_version)
+
+    def finish(self) -> None:
+        self.loop.evaluate_beside()

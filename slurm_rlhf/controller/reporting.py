@@ -5,8 +5,11 @@ from __future__ import annotations
 import logging
 from itertools import count
 from pathlib import Path
+from typing import Any
 
+from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.best_checkpoint import Best
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.run_state import RunState
 from slurm_rlhf.observe.live import make_progress
@@ -36,6 +39,8 @@ class Reporting:
         """A step was done since `begin`."""
         self.gpus: GpuAccount | None = None
         """Set where the run has GPUs: what the summary says of them."""
+        self.best: Best | None = None
+        """The best step so far, by ckpt.best_metric."""
 
     def note(self, text: str) -> None:
         """Write a line for the user, and into the log."""
@@ -60,7 +65,7 @@ class Reporting:
         if not self._directory.metrics.exists():
             return
         number = next(n for n in count(1) if not self._directory.aside(self._directory.metrics, n).exists())
-        for path in (self._directory.metrics, self._directory.tensorboard):
+        for path in (self._directory.metrics, self._directory.tensorboard, self._directory.evaluations):
             if path.exists():
                 path.rename(self._directory.aside(path, number))
         self.note(
@@ -90,6 +95,14 @@ class Reporting:
         self._metrics.truncate_after(step - 1)
         self.step(step, total, metrics)
 
+    def evaluated(self, step: int, line: dict[str, float], found: dict[str, float], told: str) -> None:
+        """Write `line` in place of that of a step that is evaluated late; `found`: what is new in it."""
+        self._metrics.truncate_after(step - 1)
+        self._metrics.append(step, line)
+        if self._events is not None:
+            self._events.scalars(step, found)
+        self.note(f"evaluation of step {step}: {told}")
+
     def finished(self) -> None:
         """Tell that all steps are done and everything is written."""
         self._end()
@@ -97,9 +110,10 @@ class Reporting:
         state = self._state
         assert state is not None
         if state.eval_before is not None and state.eval_after is not None:
-            self.note(
-                f"evaluation, mean score of eval.dataset: {state.eval_before:.4f} before, {state.eval_after:.4f} after"
-            )
+            self.note(f"evaluation, mean score: {state.eval_before:.4f} before, {state.eval_after:.4f} after")
+        if (best := self.best) is not None:
+            place = CheckpointDir(self._directory.root).of(best.step)
+            self.note(f"best checkpoint by {best.metric}: {best.value:.4f} at step {best.step}, {place}")
         if told := self._gpu_words():
             self.note(told)
         self.note(f"finished {state.step} steps in {state.wall_s:.0f} s; the model is in {self._directory.final}")
@@ -122,14 +136,19 @@ class Reporting:
                 f"{lead:.0f} s (slurm.signal_lead_s): raise it and --signal=B:USR1@SECONDS to {3 * seconds:.0f} or more"
             )
 
-    def stopped(self, why: str) -> None:
-        """Tell that the run stops before its last step, with everything saved."""
+    def stopped(self, why: str, saved: bool = True, newest: Path | None = None) -> None:
+        """Tell that the run stops before its last step; `newest`: the checkpoint to go on from, if not all is saved."""
         self._end()
         if self._state is not None:
             self._write("stopped")
             step = self._state.step
-            saved = f"saved at step {step}/{self._total}" if step else "no step was done, so there is nothing to save"
-            self.note(f"stopped by {why}; {saved}")
+            if not saved:
+                kept = f"the newest checkpoint is {newest}" if newest else "there is no checkpoint yet"
+            elif step:
+                kept = f"saved at step {step}/{self._total}"
+            else:
+                kept = "no step was done, so there is nothing to save"
+            self.note(f"stopped by {why}; {kept}")
 
     def failed(self, error: BaseException) -> None:
         """Tell that `error` ends the run; whoever catches it prints the message."""
@@ -137,6 +156,12 @@ class Reporting:
         if self._state is not None:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)
             self._write("interrupted" if stopped else "failed", str(error))
+
+    def _best_checkpoint(self) -> dict[str, Any] | None:
+        if self.best is None:
+            return None
+        place = CheckpointDir(self._directory.root).of(self.best.step)
+        return {**self.best.to_json(), "checkpoint": str(place.relative_to(self._directory.root))}
 
     def _end(self) -> None:
         self._progress.end()
@@ -162,4 +187,5 @@ class Reporting:
             self_check=self.self_check,
             error=error,
             gpus=self.gpus.summary() if self.gpus else None,
+            best=self._best_checkpoint(),
         ).write(self._directory.summary)

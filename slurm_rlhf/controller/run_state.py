@@ -15,12 +15,13 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.control.calls import DirectoryRequest, TrainerCalls
 from slurm_rlhf.control.server import RoleHandle, gather
+from slurm_rlhf.controller.best_checkpoint import Best, better, resumed
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.step import Step
 from slurm_rlhf.errors import CheckpointError
 from slurm_rlhf.observe.metrics import finite
 
-REWARD_SCALE, UNEVALUATED, GPUS, PLUGINS = "reward_scale", "unevaluated", "gpus", "plugins"
+REWARD_SCALE, UNEVALUATED, GPUS, PLUGINS, BEST = "reward_scale", "unevaluated", "gpus", "plugins", "best"
 """Keys of a checkpoint's state that are there only where the run has something to say."""
 
 
@@ -68,6 +69,7 @@ class RunCheckpoints:
     gpus: GpuAccount | None = None
     order: dict[str, Any] = field(default_factory=dict, init=False)  # state after the last batch that was trained on
     unevaluated: dict[str, Any] | None = field(default=None, init=False)  # metrics of a step: see `TrainingLoop`
+    best: Best | None = field(default=None, init=False)  # by ckpt.best_metric; its checkpoint is never pruned
     _saved_step: int = field(default=-1, init=False)
 
     def save(self) -> None:
@@ -82,7 +84,7 @@ class RunCheckpoints:
                 saves += self.roles[role].start_all(TrainerCalls.save, DirectoryRequest(str(path / role)))
             gather(saves)
         self.directory.commit(number, self._state_dict())
-        self.directory.prune(self.keep)
+        self.directory.prune(self.keep, () if self.best is None else (self.best.step,))
         self._saved_step = number
         self.saved(number, time.monotonic() - started)
 
@@ -90,6 +92,19 @@ class RunCheckpoints:
         """Write a checkpoint unless the last step that was done has one."""
         if self._saved_step != self.state.step:
             self.save()
+
+    def judge(self, metrics: Mapping[str, float]) -> bool:
+        """Look at the evaluation of the last step that was done: True if it is the best so far."""
+        before, metric = self.best, self.step.config.ckpt.best_metric
+        self.best = better(before, metric, metrics, self.state.step)
+        return self.best is not before
+
+    @property
+    def candidate(self) -> bool:
+        """Whether the last step that was done may be the best and has no checkpoint: its weights are gone soon."""
+        if not self.step.config.ckpt.best_metric or self._saved_step == self.state.step:
+            return False
+        return self.unevaluated is not None or (self.best is not None and self.best.step == self.state.step)
 
     def load(self, path: Path, note: Callable[[str], None]) -> None:
         """Take roles, data order, KL coefficient and reward scale back to a checkpoint; `state` is loaded already.
@@ -107,6 +122,11 @@ class RunCheckpoints:
                 "files as they are now"
             )
         self.unevaluated = state.get(UNEVALUATED)
+        found = state.get(BEST)
+        there = found is not None and self.directory.of(found["step"]).is_dir()
+        self.best, told = resumed(found, step.config.ckpt.best_metric, there)
+        if told:
+            note(f"warning: {told}")
         if self.gpus is not None:
             self.gpus.load_state_dict(state.get(GPUS, {}))
         loads: list[Future[None]] = []
@@ -116,7 +136,7 @@ class RunCheckpoints:
         self._saved_step = self.state.step
 
     def evaluated(self) -> None:
-        """Note that the evaluation that a stop had dropped is done: no checkpoint has it yet."""
+        """Note that the evaluation that was due is done: no checkpoint has it yet."""
         self.unevaluated, self._saved_step = None, -1
 
     def count_wall(self) -> None:
@@ -134,6 +154,8 @@ class RunCheckpoints:
             state[REWARD_SCALE] = self.step.scale.state_dict()
         if self.unevaluated is not None:
             state[UNEVALUATED] = {name: finite(value) for name, value in self.unevaluated.items()}
+        if self.best is not None:
+            state[BEST] = self.best.to_json()
         if self.gpus is not None:
             state[GPUS] = self.gpus.state_dict()
         if plugins := load_plugins(self.step.config.train.plugins):

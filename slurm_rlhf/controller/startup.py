@@ -21,6 +21,7 @@ from slurm_rlhf.control.server import EngineHandle, gather
 from slurm_rlhf.controller.colocation import Colocation
 from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.controller.engine_pool import EnginePool, WeightSync
+from slurm_rlhf.controller.evaluation import EvalSet, Evaluation, read_eval_sets
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.reporting import Reporting
@@ -29,6 +30,7 @@ from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.controller.step import Step
 from slurm_rlhf.controller.step_metrics import EngineMetrics
 from slurm_rlhf.controller.supervisor import Supervisor
+from slurm_rlhf.controller.watchdog import Watchdog
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -50,7 +52,7 @@ class Inputs:
     """Holds what the run reads from the user's files."""
 
     prompts: PromptSet
-    evaluation: PromptSet | None
+    evaluation: list[EvalSet]  # empty: nothing is evaluated
     order: PromptOrder
     reward: RewardFunction | None  # None: a model's
     total_steps: int
@@ -64,11 +66,10 @@ class Inputs:
         tokenizer = Tokenizer.load(config.actor.model_name_or_path)
         longest = config.data.max_len - config.rollout.max_new_tokens
         prompts = PromptSet.load(config.data.prompt_dataset, tokenizer, config.data, longest, config.data.max_samples)
-        evaluation = None
-        if config.eval.dataset:
-            evaluation = PromptSet.load(config.eval.dataset, tokenizer, config.data, longest, config.eval.max_samples)
-        for name, found in (("data.prompt_dataset", prompts), ("eval.dataset", evaluation)):
-            if found and found.dropped:
+        evaluation = read_eval_sets(config, tokenizer)
+        sets = [(f"evaluation {one.settings.name}", one.prompts) for one in evaluation]
+        for name, found in (("data.prompt_dataset", prompts), *sets):
+            if found.dropped:
                 note(f"{name}: {found.dropped} prompts longer than {longest} tokens were dropped")
         per_episode = max(len(prompts) // config.rollout.batch_size, 1)
         order = PromptOrder(
@@ -98,6 +99,7 @@ class Startup:
     reporting: Reporting
     stop: Stop
     clock: float  # time.monotonic() when the run began
+    watchdog: Watchdog
 
     def run(self, state: RunState, checkpoint: Path | None) -> TrainingLoop:
         """Start everything, and take it back to `checkpoint`, whose `state` is loaded already."""
@@ -115,7 +117,22 @@ class Startup:
         if checkpoint is not None:
             checkpoints.load(checkpoint, self.reporting.note)
         final = self.directory.final
-        return TrainingLoop(step, self.inputs.evaluation, state, checkpoints, self.reporting, final, gpus)
+        return TrainingLoop(step, self._evaluation(step), state, checkpoints, self.reporting, final, gpus)
+
+    def _evaluation(self, step: Step) -> Evaluation | None:
+        config, sets = self.config, self.inputs.evaluation
+        if not sets:
+            return None
+        beside = None
+        if config.eval.overlap:
+            # Of its own, and without a pool: while the actor trains it has no weights to give to late engines.
+            most, fixed = config.vllm.max_num_seqs, config.train.full_determinism
+            beside = Dispatcher(self._engines(), config.train.seed, most, fixed).run
+        return Evaluation(config, sets, self.directory.evaluations, step.generate, step.reward, beside)
+
+    def _phase(self, name: str) -> None:
+        self.reporting.phase(name)
+        self.watchdog.phase(name)
 
     def _engines(self) -> EngineHandle:
         rollout = self.supervisor.roles[ROLLOUT]
@@ -199,7 +216,7 @@ class Startup:
             scale=scale,
             self_check=SelfCheck(config, roles[ACTOR], note, inputs.findings, self.reporting.self_check),
             engine_metrics=EngineMetrics([group.node for group in self.ranks.tp_groups if group.role == ROLLOUT], note),
-            phases=Phases(self.reporting.phase),
+            phases=Phases(self._phase, self.watchdog.ended),
             stop=self.stop,
         )
 

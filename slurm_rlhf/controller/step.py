@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from slurm_rlhf.algorithms.batching import mini_batches
 from slurm_rlhf.algorithms.correction import mask_not_finite
@@ -54,6 +54,16 @@ from slurm_rlhf.rewards.values import Rewards
 Metrics = dict[str, float]
 
 
+class Beside(Protocol):
+    """Uses the engines while the others train: from the last response of a batch until the next weights."""
+
+    def begin(self) -> None:
+        """Start; returns at once."""
+
+    def finish(self) -> None:
+        """Wait until the engines are idle again."""
+
+
 @dataclass(slots=True)
 class Step:
     """Does the steps of a run, one after the other."""
@@ -82,15 +92,20 @@ class Step:
         parts = Parts(self.config, self.prompts, self.order, last, self.dispatcher, self.reward, awake)
         self.batches = make_batches(parts, self.sample)
 
-    def run(self, number: int, version: int, checked: Callable[[], None]) -> tuple[Batch, Experience, Metrics]:
+    def run(
+        self, number: int, version: int, checked: Callable[[], None], beside: Beside | None = None
+    ) -> tuple[Batch, Experience, Metrics]:
         """Do step `number`: train the actor's policy `version`, which becomes `version + 1`.
 
-        `checked` is called when the batch has passed the self-check, before the update. A stop drops everything before
-        the update, and raises StopRequested; from there on the step is finished.
+        `beside` has the engines from the last response on, with policy `version`. `checked` is called when the batch
+        has passed the self-check. A stop drops everything before the update, and raises StopRequested; from there on
+        the step is finished.
         """
         with self.stop.droppable():
             with self.phases("rollout"):
                 batch = self.batches.take(number)
+            if beside is not None:
+                beside.begin()
             experience, metrics = self.collect(batch, version)
             with self.phases("self_check"):
                 self.self_check.before_update(number, batch.trajectories, experience, metrics, version)
@@ -98,6 +113,8 @@ class Step:
         metrics |= self.engine_metrics.step(number, batch.loads)
         metrics = self.update(number, experience, metrics)
         self.self_check.after_update(number, metrics)
+        if beside is not None:
+            beside.finish()
         self.sync(version + 1)
         return batch, experience, metrics | batch.metrics | self._synced
 

@@ -16,6 +16,7 @@ TOPICS: dict[str, str] = {
     "layout": "which role gets which GPUs, and whether it fits",
     "algorithms": "PPO, GRPO and their kin, recipes, an algorithm of your own",
     "asynchronous": "sampling while the actor trains, and its correction",
+    "evaluation": "pass@k, majority vote and intervals, and the best checkpoint",
     "weights": "how new weights reach the engines",
     "resume": "time limits, preemption, checkpoints",
     "trouble": "what you see, and what to do",

@@ -32,6 +32,7 @@ class Summary:
     self_check: dict[str, float] = field(default_factory=dict)  # check -> figure, of the last start
     error: str = ""
     gpus: dict[str, Any] | None = None  # `GpuAccount.summary` of the controller; without GPUs not written
+    best: dict[str, Any] | None = None  # metric, value, step, checkpoint (ckpt.best_metric); without not written
 
     @classmethod
     def read(cls, path: Path) -> Summary:
@@ -42,8 +43,9 @@ class Summary:
     def write(self, path: Path) -> None:
         """Replace `path` atomically: readers always find a whole file, after a crash of the node too."""
         content = asdict(self)
-        if self.gpus is None:
-            del content["gpus"]
+        for name in ("gpus", "best"):
+            if content[name] is None:
+                del content[name]
         content |= {name: finite(value) for name, value in content.items() if isinstance(value, float)}
         content["self_check"] = {name: finite(value) for name, value in self.self_check.items()}
         write_atomically(path, json.dumps(content, indent=2, allow_nan=False) + "\n", durable=True)

@@ -362,7 +362,7 @@ def test_sft_needs_its_own_keys_only(config: Config) -> None:
 
 
 def test_every_number_has_a_range_that_holds_its_default() -> None:
-    numbers = {name for name, key in all_keys().items() if key.kind in ("int", "float", "list[float]")}
+    numbers = {name for name, key in all_keys().items() if key.kind in ("int", "float", "list[int]", "list[float]")}
     ranges = {name: key.allowed for name, key in all_keys().items() if key.allowed is not None}
     assert set(ranges) == numbers
     for name, allowed in ranges.items():

@@ -14,6 +14,7 @@ from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.keys import Key, all_keys, get, put
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_eval import EvalDataSet
 from slurm_rlhf.errors import ConfigError
 
 
@@ -186,6 +187,14 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def values(key: Key) -> st.SearchStrategy[Any]:
     text = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
     numbers = st.floats(allow_nan=False, allow_infinity=False)
+    data_sets = st.builds(
+        EvalDataSet,
+        path=st.sampled_from(['/a "b"/ü', "/x"]),
+        name=text,
+        temperature=st.none() | numbers,
+        pass_k=st.none() | st.lists(st.integers(), max_size=2),
+        answer_pattern=st.none() | text,
+    )
     kinds: dict[str, st.SearchStrategy[Any]] = {
         "str": st.sampled_from(key.choices) if key.choices else text,
         # Paths are made absolute once; the NUL byte cannot be in one.
@@ -193,6 +202,8 @@ def values(key: Key) -> st.SearchStrategy[Any]:
         "int": st.integers(),
         "float": numbers,
         "bool": st.booleans(),
+        "list[int]": st.lists(st.integers(), max_size=3),
+        "list[dataset]": st.lists(data_sets, max_size=2),
         "list[float]": st.lists(numbers, max_size=3),
         "list[str]": st.lists(text, max_size=3),
         "list[path]": st.lists(st.sampled_from(['/a "b"/ü', "/x\\y\n\x7f"]), max_size=3),

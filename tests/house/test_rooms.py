@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "user_files": {"errors"},
     "config": {"errors", "algorithms"},
     "data": BASE,
+    "evaluation": BASE,
     "algorithms": {"records", "errors", "user_files"},
     "control": BASE | {"algorithms"},
     "rewards": BASE | {"algorithms", "control"},
@@ -42,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "docs": BASE,
     "workers": ALL - {"launch", "controller", "bench", "cli"},
     "controller": ALL - {"workers", "training", "rollout", "bench", "cli"},
+    "parity": ALL - {"workers", "bench", "cli"},
     "bench": ALL,
     "cli": ALL,
     "api": ALL,
@@ -53,9 +55,9 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "mpi4py": ("launch/mpi/",),
     "submitit": ("launch/",),
     "zmq": ("control/",),
-    "transformers": ("training/", "rollout/", "bench/"),
+    "transformers": ("training/", "rollout/", "parity/", "bench/"),
     "tensorboard": ("observe/",),
-    "torch": ("training/", "rollout/", "weight_sync/", "workers/", "bench/"),
+    "torch": ("training/", "rollout/", "weight_sync/", "workers/", "parity/", "bench/"),
 }
 """Library -> the beginnings of the paths that may import it, at the top or inside a function."""
 

@@ -21,17 +21,27 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
 # Running statistics of the rewards are one more thing that a resumed run must have kept.
 NORMALIZED = "--reward.normalize_enable=true"
+# Two data sets, sampled while the actor trains.
+EVALUATED = (
+    *("--eval.steps=1", "--eval.overlap=true", "--eval.temperature=1", "--eval.n_samples_per_prompt=4"),
+    "--ckpt.best_metric=eval/sampled/mean",
+)
 # Terms of the loss beside that of the policy, with columns of weights of their own.
 NLL = "--actor.nll_coef=0.1"
 TERMS = ("--algo.kl.use_loss=true", "--algo.kl.estimator=k3+", NLL)
-WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", NORMALIZED, *TERMS)
+SAME = (NORMALIZED, *TERMS, *EVALUATED)
+WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", *SAME)
 SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2", NORMALIZED, NLL)
 STEPS = 4
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return workspace(tmp_path_factory.mktemp("runs"))
+    file = workspace(tmp_path_factory.mktemp("runs"))
+    greedy = '{ path = "eval.jsonl", name = "greedy", temperature = 0, n_samples_per_prompt = 1 }'
+    sets = f'datasets = [{greedy}, {{ path = "eval.jsonl", name = "sampled", source_key = "label" }}]'
+    file.write_text(file.read_text().replace('dataset = "eval.jsonl"', sets))
+    return file
 
 
 @pytest.fixture(scope="module")
@@ -136,14 +146,39 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
 def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, whole: tuple[Path, str]) -> None:
     """From the whole run's checkpoint: the actor shrinks, the critic grows, one engine is left of two."""
     run_dir, half = config.parent / "resized", whole[0] / "checkpoints" / "step_000002"
-    code, output = train(
-        config, run_dir, f"--resume={half}", "--critic.num_gpus_per_node=2", NORMALIZED, *TERMS, warm=True
-    )
+    words = (f"--resume={half}", "--critic.num_gpus_per_node=2", *SAME)
+    code, output = train(config, run_dir, *words, warm=True)
     assert code == 0, output
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["world"] == {"actor": 1, "critic": 2, "reference": 1, "rollout": 1}
-    assert_close_metrics(metrics(run_dir), metrics(whole[0])[2:])
+    # The line of step 2 comes with its evaluation, which went on when the checkpoint was written.
+    assert_close_metrics(metrics(run_dir), metrics(whole[0])[1:])
+    assert "is not in this run directory any more: the best is chosen anew" in output
     assert summary["eval_after"] == json.loads((whole[0] / "summary.json").read_text())["eval_after"]
+
+
+def test_evaluations_are_kept_and_the_best_checkpoint_is_named(whole: tuple[Path, str]) -> None:
+    run_dir, output = whole
+    summary = json.loads((run_dir / "summary.json").read_text())
+    rows = metrics(run_dir)
+    for row in rows:
+        assert row["eval"] == pytest.approx((row["eval/greedy/mean"] + row["eval/sampled/mean"]) / 2)
+        assert row["eval/sampled/mean_low"] <= row["eval/sampled/mean"] <= row["eval/sampled/mean_high"]
+        assert row["eval/sampled/pass@1"] == pytest.approx(row["eval/sampled/mean"])
+        assert row["eval/sampled/pass@1"] <= row["eval/sampled/pass@4"]
+        kept = (run_dir / "eval" / f"step_{row['step']:06d}.jsonl").read_text().splitlines()
+        responses = [json.loads(line) for line in kept]
+        assert [one["dataset"] for one in responses] == ["greedy"] * 24 + ["sampled"] * 96
+        assert statistics.fmean(one["score"] for one in responses[24:]) == pytest.approx(row["eval/sampled/mean"])
+    figures = json.loads((run_dir / "eval" / f"step_{STEPS:06d}.json").read_text())
+    assert figures["eval"] == summary["eval_after"] == rows[-1]["eval"]
+    assert [one["name"] for one in figures["datasets"]] == ["greedy", "sampled"]
+    assert len(figures["datasets"][1]["sources"]) > 1  # by label
+    best = max(rows, key=lambda row: row["eval/sampled/mean"])
+    assert summary["best"]["step"] == best["step"]
+    assert summary["best"]["value"] == best["eval/sampled/mean"]
+    assert (run_dir / summary["best"]["checkpoint"] / "manifest.json").exists()
+    assert "evaluation of step 1: " in output
 
 
 def test_ten_thousand_attacks_on_the_control_port_change_nothing(config: Path, whole: tuple[Path, str]) -> None:
@@ -203,6 +238,17 @@ def test_one_rank_and_one_engine_agree_to_rounding(small: Path, whole: tuple[Pat
     assert summary["world"] == {"actor": 1, "critic": 1, "rollout": 1}  # no KL, no reference
     assert metrics(small)[0]["reward"] == metrics(whole[0])[0]["reward"]
     assert metrics(small)[0]["entropy"] == pytest.approx(metrics(whole[0])[0]["entropy"], rel=1e-5)
+
+
+def test_evaluations_beside_the_training_change_none_of_its_metrics(config: Path, small: Path) -> None:
+    run_dir = config.parent / "beside"
+    code, output = train(config, run_dir, *SMALL, *EVALUATED, warm=True)
+    assert code == 0, output
+    assert "evaluation of step 1: " in output
+    rows = [{name: value for name, value in row.items() if "eval" not in name} for row in metrics(run_dir)]
+    alone = [{name: value for name, value in row.items() if "eval" not in name} for row in metrics(small)]
+    assert timeless(rows) == timeless(alone)
+    assert metrics(run_dir)[-1]["eval/greedy/mean"] == metrics(small)[-1]["eval/greedy/mean"]
 
 
 @pytest.fixture(scope="module")

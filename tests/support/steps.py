@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.evaluation import EvalSet, Evaluation, Sample
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.reporting import Reporting
@@ -34,6 +36,7 @@ def make_loop(
     reporting: Reporting,
     resume: bool,
     eval_prompts: PromptSet | None = None,
+    beside: Sample | None = None,
     gpus: GpuAccount | None = None,
 ) -> TrainingLoop:
     """Build the loop around `step`, at the beginning or, with `resume`, at the newest checkpoint."""
@@ -42,8 +45,27 @@ def make_loop(
     state = RunState(**(checkpoints.load_state(checkpoint)["run"] if checkpoint else {"seed": 0}))
     keep = step.config.ckpt.max_num
     saves = RunCheckpoints(checkpoints, keep, step.roles, state, step, reporting.saved, time.monotonic(), gpus)
-    loop = TrainingLoop(step, eval_prompts, state, saves, reporting, directory.final, gpus)
+    loop = TrainingLoop(
+        step, _evaluation(step, directory, eval_prompts, beside), state, saves, reporting, directory.final, gpus
+    )
     reporting.begin(state, step.total_steps, checkpoint)
     if checkpoint:
         saves.load(checkpoint, reporting.note)
     return loop
+
+
+def _evaluation(
+    step: Step, directory: RunDirectory, prompts: PromptSet | None, beside: Sample | None
+) -> Evaluation | None:
+    if prompts is None:
+        return None
+    config = replace(step.config, eval=replace(step.config.eval, dataset="/data/sums.jsonl"))
+    (settings,) = data_sets(config)
+    return Evaluation(
+        config,
+        [EvalSet(settings, prompts)],
+        directory.evaluations,
+        step.generate,
+        step.reward,
+        beside,
+    )

@@ -1,0 +1,168 @@
+"""What an evaluation evaluates: the data sets with all their settings, the names of its metrics, and what is wrong."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema_eval import EvalDataSet
+
+MEAN = "eval"
+"""The metric that averages over data sets."""
+_NAME = re.compile(r"[A-Za-z0-9_.@+-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class EvalSettings:
+    """Describes one data set of an evaluation, with nothing left to inherit."""
+
+    name: str
+    path: str
+    n_samples_per_prompt: int
+    temperature: float  # 0: greedy
+    max_samples: int  # rows; 0: all
+    pass_k: tuple[int, ...]
+    pass_score: float
+    answer_pattern: str
+    source_key: str  # empty: none
+    input_key: str
+    label_key: str
+    needs_label: bool  # the data set names the column itself
+
+
+def data_sets(config: Config) -> list[EvalSettings]:
+    """List the data sets of eval.datasets, or that of eval.dataset; empty: nothing is evaluated."""
+    entries = config.eval.datasets or ([EvalDataSet(config.eval.dataset)] if config.eval.dataset else [])
+    return [_settled(entry, config) for entry in entries]
+
+
+def default_pass_k(samples: int) -> tuple[int, ...]:
+    """List the k of pass@k where nobody has named them: 1, 2, 4, ... and the number of responses itself."""
+    return tuple(sorted({*(2**exponent for exponent in range(samples.bit_length())), samples}))
+
+
+def metric_names(config: Config) -> list[str]:
+    """List the metrics of an evaluation of which more is better: those that ckpt.best_metric may name."""
+    names = []
+    for one in data_sets(config):
+        figures = ["mean", *(f"pass@{k}" for k in one.pass_k)]
+        if one.n_samples_per_prompt > 1:
+            figures.append(f"maj@{one.n_samples_per_prompt}")
+        names += [f"eval/{one.name}/{figure}" for figure in figures]
+    return [MEAN, *names] if names else []
+
+
+def eval_problems(config: Config) -> Iterator[str]:
+    """Find the broken rules of eval, and of ckpt.best_metric; wait until each number is in its range."""
+    group = config.eval
+    if group.dataset and group.datasets:
+        yield "eval.dataset and eval.datasets are both set: put the one file into the list, or leave it out"
+        return
+    if not data_sets(config):
+        yield from _without(config)
+        return
+    told = [problem for one in data_sets(config) for problem in _wrong(one, bool(group.datasets))]
+    names = [one.name for one in data_sets(config)]
+    told += [
+        f"eval.datasets: two data sets are called {name!r}: give each its own name, by which metrics and reports tell "
+        "them apart"
+        for name in sorted({name for name in names if names.count(name) > 1})
+    ]
+    yield from told
+    if not told:
+        yield from _best(config)
+    yield from _overlap(config)
+
+
+def _settled(entry: EvalDataSet, config: Config) -> EvalSettings:
+    def chosen(name: str) -> Any:
+        own = getattr(entry, name)
+        return getattr(config.eval, name) if own is None else own
+
+    samples = chosen("n_samples_per_prompt")
+    return EvalSettings(
+        name=entry.name or re.sub(r"[^A-Za-z0-9_.@+-]", "_", Path(entry.path).stem) or "eval",
+        path=entry.path,
+        n_samples_per_prompt=samples,
+        temperature=chosen("temperature"),
+        max_samples=chosen("max_samples"),
+        pass_k=tuple(chosen("pass_k")) or default_pass_k(samples),
+        pass_score=chosen("pass_score"),
+        answer_pattern=chosen("answer_pattern"),
+        source_key=chosen("source_key"),
+        input_key=config.data.input_key if entry.input_key is None else entry.input_key,
+        label_key=config.data.label_key if entry.label_key is None else entry.label_key,
+        needs_label=entry.label_key is not None,
+    )
+
+
+def _without(config: Config) -> Iterator[str]:
+    hint = "name a JSONL file of prompts in eval.dataset, or several in eval.datasets"
+    if config.eval.steps:
+        yield (
+            f"eval.steps = {config.eval.steps} evaluates nothing without eval.dataset: {hint}, or leave eval.steps out"
+        )
+    if config.ckpt.best_metric:
+        yield f"ckpt.best_metric = {config.ckpt.best_metric!r} is of an evaluation, and there is none: {hint}"
+
+
+def _wrong(one: EvalSettings, listed: bool) -> Iterator[str]:
+    """Find what is wrong with one data set; `listed`: it is an entry of eval.datasets."""
+    where = f"eval.datasets, {one.name}: " if listed else "eval."
+    samples, temperature = one.n_samples_per_prompt, one.temperature
+    if not _NAME.fullmatch(one.name):
+        yield f"{where}name is part of metric names: use letters, digits and _ . @ + - in it"
+    if samples < 1:
+        yield f"{where}n_samples_per_prompt must be at least 1, got {samples}"
+    if not 0 <= temperature <= 2:
+        yield f"{where}temperature must be at least 0 and at most 2, got {temperature:g}"
+    if one.max_samples < 0:
+        yield f"{where}max_samples must be at least 0, got {one.max_samples}"
+    if samples > 1 and temperature == 0:
+        yield (
+            f"{where}n_samples_per_prompt = {samples} with temperature 0: greedy responses to a prompt are all the "
+            "same: set a temperature, or n_samples_per_prompt = 1"
+        )
+    for k in one.pass_k:
+        if not 1 <= k <= samples:
+            yield (
+                f"{where}pass_k has {k}, and pass@{k} needs k from 1 to n_samples_per_prompt = {samples}: ask for "
+                "more samples, or leave it out"
+            )
+    try:
+        groups = re.compile(one.answer_pattern).groups
+    except re.error as error:
+        yield f"{where}answer_pattern is not a regular expression: {error}"
+    else:
+        if groups > 1:
+            yield f"{where}answer_pattern has {groups} groups, and one is the answer: write the others as (?:...)"
+    if not one.input_key:
+        yield f"{where}input_key is empty: name the column that holds the prompts"
+
+
+def _best(config: Config) -> Iterator[str]:
+    name, valid = config.ckpt.best_metric, metric_names(config)
+    if name and name not in valid:
+        near = difflib.get_close_matches(name, valid, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        yield f"ckpt.best_metric = {name!r} is no metric of this evaluation; {meant}Valid: {', '.join(valid)}"
+
+
+def _overlap(config: Config) -> Iterator[str]:
+    if not config.eval.overlap:
+        return
+    if config.train.colocate_all:
+        yield (
+            "eval.overlap and train.colocate_all exclude each other: engines sleep while the actor trains. Leave "
+            "eval.overlap out, and evaluations have the GPUs to themselves"
+        )
+    if config.vllm.sync_mode == "inflight":
+        yield (
+            "eval.overlap needs vllm.sync_mode = drain: with inflight the engines sample for training all the time, "
+            "and new weights would come into the middle of an evaluation. Leave eval.overlap out"
+        )

@@ -1,0 +1,82 @@
+"""Estimate pass@k, the accuracy of a majority vote, and how far a mean may be off, from n responses to each prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+F64 = NDArray[np.float64]
+
+RESAMPLES = 2000
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Holds a figure and its confidence interval at `CONFIDENCE`."""
+
+    value: float
+    low: float
+    high: float
+
+
+def pass_at_k(samples: int, correct: int, k: int) -> float:
+    """Estimate the probability that at least one of k responses to a prompt is correct.
+
+    `correct` of `samples` responses were. 1 - C(n - c, k) / C(n, k): the share of all subsets of k responses that hold
+    a correct one, so it has no bias, unlike 1 - (1 - c/n)^k. Source: Chen et al., Evaluating Large Language Models
+    Trained on Code (2021), arXiv 2107.03374, section 2.1. Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    """
+    if not 1 <= k <= samples or not 0 <= correct <= samples:
+        raise ValueError(f"pass@{k} of {correct} correct in {samples} responses: 1 <= k <= n and 0 <= c <= n is needed")
+    wrong = samples - correct
+    if wrong < k:
+        return 1.0
+    # The fraction of the two binomials without their factorials, which would overflow.
+    return 1.0 - math.prod(1.0 - k / size for size in range(wrong + 1, samples + 1))
+
+
+def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> float:
+    """Score the answer that most of the responses to a prompt give.
+
+    answers, scores: one per response; None abstains. Equal answers may have unlike scores: their mean counts. Where
+    several answers have the most votes, the mean of theirs: what drawing one of them scores on average. Where all
+    abstain there is no answer: 0. Source: Wang et al., Self-Consistency Improves Chain of Thought Reasoning (2022).
+    """
+    votes: dict[str, list[float]] = {}
+    for answer, score in zip(answers, scores, strict=True):
+        if answer is not None:
+            votes.setdefault(answer, []).append(score)
+    if not votes:
+        return 0.0
+    most = max(map(len, votes.values()))
+    return float(np.mean([np.mean(found) for found in votes.values() if len(found) == most]))
+
+
+def bootstrap(sums: F64, counts: F64, seed: int, name: str) -> Estimate:
+    """Estimate sum(sums) / sum(counts) with the percentile interval of a bootstrap over prompts.
+
+    sums, counts: [P], what each prompt adds to a figure and how many responses (or 1, where the figure is one number
+    per prompt). Prompts are drawn and not responses: those to one prompt resemble each other, and drawing them alone
+    would call the figure surer than it is. `seed` and `name` of the figure choose the draws, so that the same responses
+    have the same interval everywhere. Without prompts: NaN. Source: Efron, Bootstrap Methods (1979).
+    """
+    if not len(sums):
+        return Estimate(math.nan, math.nan, math.nan)
+    # Prompts that add the same are one row: a draw of P prompts is then one multinomial draw of few numbers.
+    kinds, times = np.unique(np.stack([sums, counts], axis=1), axis=0, return_counts=True)
+    drawn = _generator(seed, name).multinomial(len(sums), times / len(sums), size=RESAMPLES) @ kinds
+    drawn = drawn[drawn[:, 1] > 0]
+    tail = (1.0 - CONFIDENCE) / 2
+    low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [tail, 1.0 - tail])
+    return Estimate(float(sums.sum() / counts.sum()), float(low), float(high))
+
+
+def _generator(seed: int, name: str) -> np.random.Generator:
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+    return np.random.default_rng([seed, int.from_bytes(digest, "little")])

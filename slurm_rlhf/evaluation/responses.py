@@ -1,0 +1,78 @@
+"""Scored responses: the record of one, its answer, and the file that keeps them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredResponse:
+    """Holds a response to a prompt of an evaluation, and what it is worth."""
+
+    dataset: str
+    index: int  # row of the prompt in its file
+    sample: int  # 0 .. n-1
+    source: str  # of the prompt; empty: the data set names none
+    prompt: str
+    response: str
+    label: Any
+    answer: str | None  # what the response answers; None: nothing that the pattern finds
+    score: float
+    reward: float
+    prompt_tokens: int
+    response_tokens: int
+    finish_reason: str
+    engine: int = 0
+    error: str = ""  # why there is no response; its score is 0
+
+
+def answer_of(response: str, pattern: str) -> str | None:
+    """Find the answer that a response gives, to compare it with others.
+
+    The last match of the regular expression `pattern`, its group if it has one; None where it matches nowhere. Without
+    a pattern the whole response. Blanks around it do not count.
+    """
+    if not pattern:
+        return response.strip()
+    found = list(re.finditer(pattern, response, re.DOTALL))
+    if not found:
+        return None
+    last = found[-1]
+    return (last.group(1) if last.re.groups else last.group()).strip()
+
+
+def write_responses(path: Path, responses: Iterable[ScoredResponse]) -> None:
+    """Replace `path` by one JSON object a line, in one step. Raises OSError; an earlier file stays as it was then."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
+    try:
+        # One line at a time: the text of a whole evaluation may be larger than the memory that is left.
+        with open(temporary, "x", encoding="utf-8", errors="replace") as file:
+            for response in responses:
+                file.write(json.dumps(asdict(response), ensure_ascii=False) + "\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_responses(path: Path) -> Iterator[ScoredResponse]:
+    """Yield what `write_responses` wrote. Raises DataError with file and line for anything else."""
+    known = {field.name for field in fields(ScoredResponse)}
+    try:
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    row = json.loads(line)
+                    yield ScoredResponse(**{name: value for name, value in row.items() if name in known})
+                except (ValueError, TypeError, AttributeError) as error:
+                    raise DataError(f"{path}:{number}: not a line of an evaluation's responses: {error}") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
