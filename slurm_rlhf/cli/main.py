@@ -90,6 +90,7 @@ def parse(words: list[str], usage: str, flags: Collection[str] = ()) -> Argument
 COMMANDS = {
     "train": ("train", "train a policy by PPO, GRPO or an algorithm of your own"),
     "check": ("check", "look at everything that a run reads, and start nothing"),
+    "preflight": ("preflight", "look at the nodes that a run would start on"),
     "sft": ("train", "train a model on examples, the usual step before PPO"),
     "submit": ("train", "submit `train` as a Slurm job"),
     "status": ("status", "show the state of a job and how far its run is"),

@@ -3,7 +3,7 @@
 `load.py` reads TOML and dotted overrides into these classes, `rules.py` and `algorithm_rules.py` have the rules that
 span several keys. The docstrings are the help, and the range of each number stands in its type. Groups of their own
 files: actor, critic, ref, reward and ds in `schema_models.py`, algo in `schema_algorithm.py`, eval in
-`schema_eval.py`, slurm and timeout in `schema_cluster.py`.
+`schema_eval.py`, slurm, cluster and timeout in `schema_cluster.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from slurm_rlhf.config.ranges import COUNT, NOT_NEGATIVE, POSITIVE, TEMPERATURE, FilePath, Range
 from slurm_rlhf.config.schema_algorithm import Algo
-from slurm_rlhf.config.schema_cluster import Slurm, Timeout
+from slurm_rlhf.config.schema_cluster import Cluster, Slurm, Timeout
 from slurm_rlhf.config.schema_eval import Eval
 from slurm_rlhf.config.schema_models import Actor, Critic, Ds, Ref, Reward
 
@@ -222,6 +222,9 @@ class Config:
     """Where everything of the run goes; empty: runs/<name of the TOML file>."""
     resume: FilePath = "auto"
     """auto (from the newest checkpoint in run_dir, anew if there is none), never, or a checkpoint directory."""
+    preflight: Literal["auto", "quick", "off"] = "auto"
+    """Look at the nodes before weights load. auto: on several nodes also the links between them and all process groups
+    of the run; quick: each node by itself; off: not at all. `slurm-rlhf preflight` does only this."""
     data: Data = field(default_factory=Data)
     actor: Actor = field(default_factory=Actor)
     critic: Critic = field(default_factory=Critic)
@@ -238,4 +241,5 @@ class Config:
     logger: Logger = field(default_factory=Logger)
     timeout: Timeout = field(default_factory=Timeout)
     slurm: Slurm = field(default_factory=Slurm)
+    cluster: Cluster = field(default_factory=Cluster)
     sft: Sft = field(default_factory=Sft)

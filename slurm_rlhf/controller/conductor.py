@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -33,6 +34,9 @@ from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
+
+WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What a file system without locks answers: NFS without its lock daemon, Lustre that is mounted without -o flock."""
 
 MOST_RESTARTS = 5
 """Allocations in a row that may end before a single step: the job would otherwise requeue itself for ever."""
@@ -171,10 +175,16 @@ def _exclusive(directory: RunDirectory) -> Iterator[None]:
     with open(directory.lock, "a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ConfigError(
                 f"{directory.root} is in use by another run. Wait for it, or give this one its own --run_dir."
             ) from None
+        except OSError as error:
+            if error.errno not in WITHOUT_LOCKS:
+                raise
+            print(
+                f"warning: {directory.root} cannot be locked ({error.strerror}): start no second run in it", flush=True
+            )
         yield
 
 

@@ -35,13 +35,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "placement": BASE,
     "cluster": BASE | {"placement"},
     "launch": BASE | {"placement", "cluster"},
+    "preflight": BASE | {"placement", "cluster", "launch", "weight_sync"},
     "rollout": BASE | {"observe", "placement"},
     "training": BASE | {"observe", "algorithms", "data", "placement"},
     "weight_sync": BASE | {"observe", "cluster"},
     "checkpoint": BASE | {"observe"},
     "observe": BASE,
     "docs": BASE,
-    "workers": ALL - {"launch", "controller", "bench", "cli"},
+    "workers": ALL - {"launch", "preflight", "controller", "bench", "cli"},
     "controller": ALL - {"workers", "training", "rollout", "bench", "cli"},
     "parity": ALL - {"workers", "bench", "cli"},
     "bench": ALL,
@@ -57,7 +58,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "zmq": ("control/",),
     "transformers": ("training/", "rollout/", "parity/", "bench/"),
     "tensorboard": ("observe/",),
-    "torch": ("training/", "rollout/", "weight_sync/", "workers/", "parity/", "bench/"),
+    "torch": ("training/", "rollout/", "weight_sync/", "workers/", "parity/", "bench/", "preflight/group_rank.py"),
 }
 """Library -> the beginnings of the paths that may import it, at the top or inside a function."""
 
@@ -203,6 +204,7 @@ LIGHT_ROOMS = (
     "placement",
     "cluster",
     "launch",
+    "preflight",
     "control",
     "controller",
     "rewards",
