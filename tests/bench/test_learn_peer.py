@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_models import EOS, make_tiny
+from tiny_models import make_tiny
 
 from slurm_rlhf.bench.learn_peer import Curve, Judge, PeerRun, accuracy, prompt_set
 from slurm_rlhf.config.schema import Config
@@ -96,7 +96,7 @@ def test_an_evaluation_is_the_mean_of_the_greedy_answers_scores(config: Config, 
         ids = torch.tensor([prompt.token_ids.tolist()])
         whole = policy.eval().generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False)
         text = tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=False)
-        alone.append(text.partition(EOS)[0])
+        alone.append(text.partition(tokenizer.eos_token)[0])
     policy.train()
     told = json.dumps(alone)
     reward_file(
