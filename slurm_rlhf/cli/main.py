@@ -94,6 +94,7 @@ COMMANDS = {
     "sft": ("train", "train a model on examples, the usual step before PPO"),
     "submit": ("train", "submit `train` as a Slurm job"),
     "status": ("status", "show the state of a job and how far its run is"),
+    "report": ("report", "write a page that shows a run, or several beside each other"),
     "cancel": ("cancel", "end a run, at once or after it has saved"),
     "plan": ("plan", "show which rank of which role goes on which node"),
     "check-parity": ("check_parity", "compare the log-probs of vLLM, transformers and the trainer on a model"),

@@ -57,6 +57,7 @@ class Inputs:
     reward: RewardFunction | None  # None: a model's
     total_steps: int
     findings: PromptFindings  # for the self-check
+    tokenizer: Tokenizer
 
     @classmethod
     def read(cls, config: Config, note: Callable[[str], None]) -> Inputs:
@@ -84,7 +85,7 @@ class Inputs:
         total = config.train.max_steps or order.total
         reward = None if config.reward.model_name_or_path else RewardFunction.of(config.reward)
         findings = PromptFindings.of(prompts, tokenizer, config.data.apply_chat_template)
-        return cls(prompts, evaluation, order, reward, total, findings)
+        return cls(prompts, evaluation, order, reward, total, findings, tokenizer)
 
 
 @dataclass(slots=True)
@@ -109,6 +110,8 @@ class Startup:
         roles = self.supervisor.roles
         weight_sync = WeightSync(config, roles[ACTOR], self._engines(), self.supervisor.sync_host)
         gpus = self._gpus(weight_sync)
+        self.reporting.recorder.watch(roles)
+        self.reporting.recorder.transfer = lambda: weight_sync.connection
         colocation = Colocation(roles, self._engines(), config.ds.enable_sleep) if config.train.colocate_all else None
         pool = self._start_roles(weight_sync, colocation)
         step = self._step(pool, colocation)

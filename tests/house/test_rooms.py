@@ -41,6 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weight_sync": BASE | {"observe", "cluster"},
     "checkpoint": BASE | {"observe"},
     "observe": BASE,
+    "report": BASE | {"observe", "placement"},
     "docs": BASE,
     "workers": ALL - {"launch", "preflight", "controller", "bench", "cli"},
     "controller": ALL - {"workers", "training", "rollout", "bench", "cli"},
@@ -210,6 +211,7 @@ LIGHT_ROOMS = (
     "rewards",
     "cli",
     "checkpoint",
+    "report",
 )
 LIGHT = [dotted(module) for module in MODULES if room(module) in LIGHT_ROOMS] + [
     "slurm_rlhf.records",
@@ -254,5 +256,7 @@ def test_every_public_name_is_where_it_is_said_to_be() -> None:
 
 
 def test_the_command_line_and_the_planner_load_no_numpy_either() -> None:
-    names = [dotted(module) for module in MODULES if room(module) in ("config", "cli", "cluster", "placement")]
+    names = [
+        dotted(module) for module in MODULES if room(module) in ("config", "cli", "cluster", "placement", "report")
+    ]
     assert loaded(HEAVY | {"numpy", "zmq", "rich", "tokenizers"}, names) == []

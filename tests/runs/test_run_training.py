@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 from attackers import Fire, counted, record
+from browser import open_page
 from patched_ranks import Call, calls, noted
 from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train, workspace
 from warm_runs import WarmRun
 
 from slurm_rlhf.control.auth import RunKeys
+from slurm_rlhf.report.run_files import RunFiles
+from slurm_rlhf.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -26,10 +29,9 @@ EVALUATED = (
     *("--eval.steps=1", "--eval.overlap=true", "--eval.temperature=1", "--eval.n_samples_per_prompt=4"),
     "--ckpt.best_metric=eval/sampled/mean",
 )
-# Terms of the loss beside that of the policy, with columns of weights of their own.
+# A term of the loss beside that of the policy, with a column of weights of its own.
 NLL = "--actor.nll_coef=0.1"
-TERMS = ("--algo.kl.use_loss=true", "--algo.kl.estimator=k3+", NLL)
-SAME = (NORMALIZED, *TERMS, *EVALUATED)
+SAME = (NORMALIZED, NLL, *EVALUATED)
 WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", *SAME)
 SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2", NORMALIZED, NLL)
 STEPS = 4
@@ -59,9 +61,7 @@ def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
         assert {"reward", "kl", "accuracy", "time/rollout", "time/update", "time/sync", "perf/tokens_per_s"} <= set(row)
-        assert {"kl_loss", "nll_loss"} <= set(row)
     assert any(row["nll_loss"] > 0 for row in rows)
-    assert any(row["kl_loss"] > 0 for row in rows)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["steps"] == STEPS
@@ -76,6 +76,33 @@ def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
     assert (run_dir / "config.toml").read_text().count("full_determinism = true") == 1
     assert not (run_dir / ".control" / "keys.json").exists()  # they end with the run
     assert f"{STEPS}/{STEPS}" in output
+
+
+def test_the_report_shows_the_run(whole: tuple[Path, str], tmp_path: Path) -> None:
+    """In a browser; its data, and what it cost."""
+    run_dir, _ = whole
+    files = RunFiles.read(RunDirectory(run_dir))
+    assert [event.event for event in files.events if event.event != "warning"] == [
+        *("start", "checkpoint", "checkpoint", "finish")
+    ]
+    assert [sample.step for sample in files.samples] == [1, 1, 2, 2, 3, 3, 4, 4]
+    for sample in files.samples:
+        assert "".join(sample.tokens).startswith(sample.response)
+        assert sample.reward == float(sample.label in sample.response)
+        assert len(sample.tokens) == len(sample.logprobs) == len(sample.actor_logprobs) <= 8
+        assert sample.logprobs == pytest.approx(sample.actor_logprobs, abs=1e-4)
+    busy = {(role, rank, name) for line in files.timeline for role, rank, name, *_ in line["calls"]}
+    assert {("rollout", 1, "generate"), ("actor", 1, "train_step"), ("reference", 0, "logprobs")} <= busy
+    for line, row in zip(files.timeline, files.rows, strict=True):
+        assert line["step"] == row["step"]
+        assert 0.8 * row["time/step"] < line["seconds"]
+    with open_page(tmp_path) as page:
+        page.open(run_dir / "report.html", 1280, 800, dark=False)
+        assert page.complaints == []
+        plots = page.value("[...document.querySelectorAll('[data-plot]')].filter(p => p.querySelector('.mark')).length")
+        assert plots == page.value("document.querySelectorAll('[data-plot]').length") > 20
+        assert page.value("document.querySelectorAll('#sample-list .token').length") > 8
+        assert page.value("document.querySelectorAll('#ranks .rank').length") == 6
 
 
 def test_the_self_check_passed(whole: tuple[Path, str]) -> None:
@@ -283,8 +310,8 @@ def test_on_shared_slots_one_after_the_other_computes(colocated: tuple[Path, lis
     learn = [{"actor.logprobs"}, {"critic.values"}, *[{"actor.train_step"}, {"critic.train_step"}] * 4]
     start = [{"rollout.start"}, {"rollout.sleep"}, {"actor.start", "critic.start"}]
     evaluate, step = turn, [*turn, *learn]
-    first = [*turn, *learn[:2], {"actor.self_check"}, *learn[2:]]
-    stages = [*start, *first_turn, *first, *step, *evaluate, {"actor.save", "critic.save"}, {"actor.export"}]
+    first = [*first_turn, *learn[:2], {"actor.self_check"}, *evaluate, *learn[2:]]
+    stages = [*start, *first, *step, *evaluate, {"actor.save", "critic.save"}, {"actor.export"}]
     left = iter(call for call in done if call.method != "shutdown")
     before = 0
     for stage in stages:
