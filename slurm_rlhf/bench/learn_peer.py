@@ -129,7 +129,7 @@ def main(spec: str) -> None:
     from datasets import Dataset
     from pyarrow import Table
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     config = load_config(run.config)
     path = config.actor.model_name_or_path
@@ -137,26 +137,6 @@ def main(spec: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
     judge = Judge(config, tokenizer.eos_token_id)
     prompts, evaluation = (prompt_set(config, file) for file in (config.data.prompt_dataset, config.eval.dataset))
-    per_step = config.train.batch_size
-    arguments = GRPOConfig(
-        output_dir=str(Path(run.output).parent / "trl"),
-        per_device_train_batch_size=per_step,
-        num_generations=config.rollout.n_samples_per_prompt,
-        max_completion_length=config.rollout.max_new_tokens,
-        temperature=config.rollout.temperature,
-        learning_rate=config.actor.learning_rate,
-        lr_scheduler_type=config.actor.lr_scheduler,
-        warmup_steps=round(config.actor.lr_warmup_ratio * run.steps),
-        max_steps=run.steps,
-        seed=run.seed,
-        use_cpu=not torch.cuda.is_available(),
-        bf16=False,
-        gradient_checkpointing=False,
-        report_to=[],
-        save_strategy="no",
-        logging_steps=run.every,
-        disable_tqdm=True,
-    )
     curve = Curve(run, lambda: accuracy(model, tokenizer, evaluation, judge))
 
     class Points(TrainerCallback):
@@ -173,7 +153,7 @@ def main(spec: str) -> None:
         reward_funcs=lambda completions, completion_ids, place, **_: judge(
             [prompts[each] for each in place], completions, completion_ids, training=True
         ).rewards.tolist(),
-        args=arguments,
+        args=_arguments(config, run),
         # With a name of its own: pyarrow 26 has a type that datasets 5.2 cannot take into the one it would make up.
         train_dataset=Dataset(
             Table.from_pylist([{"prompt": prompt.text, "place": place} for place, prompt in enumerate(prompts)]),
@@ -183,6 +163,32 @@ def main(spec: str) -> None:
         callbacks=[Points()],
     )
     trainer.train()
+
+
+def _arguments(config: Config, run: PeerRun) -> Any:
+    """Say in TRL's words what the run is asked to do."""
+    import torch
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=str(Path(run.output).parent / "trl"),
+        per_device_train_batch_size=config.train.batch_size,
+        num_generations=config.rollout.n_samples_per_prompt,
+        max_completion_length=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        learning_rate=config.actor.learning_rate,
+        lr_scheduler_type=config.actor.lr_scheduler,
+        warmup_steps=round(config.actor.lr_warmup_ratio * run.steps),
+        max_steps=run.steps,
+        seed=run.seed,
+        use_cpu=not torch.cuda.is_available(),
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+        save_strategy="no",
+        logging_steps=run.every,
+        disable_tqdm=True,
+    )
 
 
 if __name__ == "__main__":
