@@ -72,9 +72,7 @@ def test_engines_and_reference_had_the_actors_weights(run_dir: Path) -> None:
         assert row["rollout_logprob_diff_max"] < 1e-5
     assert abs(rows[0]["kl"]) < 1e-5
     assert abs(rows[1]["kl"]) > 1e-4
-    assert all(
-        row["kl_loss"] > 0 for row in rows
-    )  # the KL penalty is a term of the loss, on sharded actor and reference
+    assert rows[1]["kl_loss"] > 0  # the KL penalty is a term of the loss, on sharded actor and reference
     assert 0 < abs(rows[0]["reward"]) < 10
 
 
