@@ -91,6 +91,7 @@ COMMANDS = {
     "train": ("train", "train a policy by PPO, GRPO or an algorithm of your own"),
     "check": ("check", "look at everything that a run reads, and start nothing"),
     "sft": ("train", "train a model on examples, the usual step before PPO"),
+    "generate": ("generate", "answer the rows of a file with engines on every GPU"),
     "submit": ("train", "submit `train` as a Slurm job"),
     "status": ("status", "show the state of a job and how far its run is"),
     "cancel": ("cancel", "end a run, at once or after it has saved"),

@@ -19,6 +19,7 @@ TOPICS: dict[str, str] = {
     "evaluation": "pass@k, majority vote and intervals, and the best checkpoint",
     "weights": "how new weights reach the engines",
     "resume": "time limits, preemption, checkpoints",
+    "generate": "answers to a file of prompts",
     "trouble": "what you see, and what to do",
     "migration": "from OpenRLHF, verl or TRL",
     "speed": "benches, and the figures of a run",

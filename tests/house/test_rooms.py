@@ -43,6 +43,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "docs": BASE,
     "workers": ALL - {"launch", "controller", "bench", "cli"},
     "controller": ALL - {"workers", "training", "rollout", "bench", "cli"},
+    "generation": ALL - {"workers", "training", "bench", "cli", "api"},
     "bench": ALL,
     "cli": ALL,
     "api": ALL,
@@ -207,6 +208,7 @@ LIGHT_ROOMS = (
     "rewards",
     "cli",
     "checkpoint",
+    "generation",
 )
 LIGHT = [dotted(module) for module in MODULES if room(module) in LIGHT_ROOMS] + [
     "slurm_rlhf.records",
