@@ -33,11 +33,7 @@ def run(words: list[str]) -> int:
     if words[:1] == ["merge"]:
         return _merge(words[1:])
     arguments = parse(words, USAGE)
-    if launched(os.environ) is not None:
-        raise ConfigError(
-            "this process is one of several that mpirun or srun --mpi started, and each would answer all rows: start "
-            "`slurm-rlhf generate` once, it starts the engines on all nodes itself"
-        )
+    refuse_many_processes("generate")
     config = load_config(arguments.files, arguments.overrides)
     for note in given_twice(arguments.overrides):
         print(note, flush=True)
@@ -49,10 +45,19 @@ def run(words: list[str]) -> int:
         nodes_here(os.environ), config.vllm.tensor_parallel_size, config.generate.engines_per_node
     )
     directory = shard.directory(Path(config.run_dir))
-    return generate(config, shard, source, ranks, _launcher(config, directory, ranks))
+    return generate(config, shard, source, ranks, engine_launcher(config, directory, ranks))
 
 
-def _launcher(config: Config, directory: Path, ranks: RankMap) -> EngineLauncher:
+def refuse_many_processes(command: str) -> None:
+    """Raise ConfigError where MPI has started this process several times."""
+    if launched(os.environ) is not None:
+        raise ConfigError(
+            "this process is one of several that mpirun or srun --mpi started, and each would answer all rows: start "
+            f"`slurm-rlhf {command}` once, it starts the engines on all nodes itself"
+        )
+
+
+def engine_launcher(config: Config, directory: Path, ranks: RankMap) -> EngineLauncher:
     """Check the nodes and make the launcher of their engines."""
     from slurm_rlhf.launch.accelerators import Wanted
     from slurm_rlhf.launch.preflight import check_here, check_nodes

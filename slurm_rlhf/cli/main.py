@@ -97,6 +97,7 @@ COMMANDS = {
     "cancel": ("cancel", "end a run, at once or after it has saved"),
     "plan": ("plan", "show which rank of which role goes on which node"),
     "docs": ("docs", "show a page of the documentation"),
+    "eval": ("eval", "evaluate a model on several data sets: pass@k, majority votes, intervals"),
     "bench": ("bench", "measure parts of a run and compare them with plain loops"),
 }
 """Name -> (module of this room whose `COMMANDS` holds the command, summary)."""
