@@ -16,6 +16,7 @@ SlurmRlhfError                  anything this package raises on purpose
     ├── RoleDied                a role's process ended or fell silent
     ├── CallTimeout             a call passed its deadline
     ├── RemoteError             a role's handler raised; carries the remote traceback for the log
+    ├── RunHung                 nothing moved for longer than the watchdog allows
     ├── FilteredAway            dynamic sampling dropped nearly every group
     ├── WireError               a frame that does not decode, a peer that is not ours
     └── SyncError               weights that did not arrive, or arrived different
@@ -96,6 +97,10 @@ class RemoteError(RunError):
         self.user_error = user_error
         if user_error:
             self.exit_code = UserError.exit_code
+
+
+class RunHung(RunError):
+    """Report that nothing moved for too long; names who is behind."""
 
 
 class FilteredAway(RunError):

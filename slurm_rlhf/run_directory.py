@@ -14,6 +14,12 @@ class RunDirectory:
         self.root: Final = root
         self.config: Final = root / "config.toml"
         self.metrics: Final = root / "metrics.jsonl"
+        self.samples: Final = root / "samples.jsonl"
+        self.events: Final = root / "events.jsonl"
+        self.timeline: Final = root / "timeline.jsonl"
+        self.layout: Final = root / "layout.json"
+        self.report: Final = root / "report.html"
+        self.trace: Final = root / "trace.json"
         self.tensorboard: Final = root / "tensorboard"
         self.evaluations: Final = root / "eval"
         self.logs: Final = root / "logs"
@@ -27,6 +33,10 @@ class RunDirectory:
 
     def role_log(self, role: str, node: str, rank: int | str) -> Path:
         return self.logs / f"{role}.{node}.{rank}.log"
+
+    def hang(self, step: int, number: int) -> Path:
+        """Name the directory of the report number `number` (from 1) about a hang in `step`."""
+        return self.root / (f"hang-{step}" if number == 1 else f"hang-{step}.{number}")
 
     def aside(self, path: Path, number: int) -> Path:
         """Name the place of an earlier start's `path`: metrics.1.jsonl for metrics.jsonl."""

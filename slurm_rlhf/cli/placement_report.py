@@ -23,6 +23,7 @@ from slurm_rlhf.placement.rank_map import RankMap, draw, place
 from slurm_rlhf.placement.rank_memory import Models, read_models
 from slurm_rlhf.placement.remedies import Remedy, changed, fits, remedies
 from slurm_rlhf.placement.role_sizes import role_sizes
+from slurm_rlhf.placement.spares import chosen
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names
 
 EXAMPLE_NODES = "Not in a Slurm allocation: these nodes stand for those that sbatch --nodes={nodes} would get."
@@ -30,13 +31,17 @@ _WIDTH = 100
 _LARGEST = 3
 
 
-def layout_here(config: Config, environ: Mapping[str, str] = os.environ) -> RankMap:
+def layout_here(config: Config, environ: Mapping[str, str] = os.environ, nodes: Sequence[str] = ()) -> RankMap:
     """Place the ranks of a run that starts now, on this machine or in its Slurm allocation.
 
-    Raises PlacementError when the roles do not fit.
+    `nodes`: these of the allocation; empty: all but the last `cluster.spares`. Raises PlacementError when roles do not
+    fit.
     """
     colocate = colocations(config)
-    return place(current_topology(config, colocate, environ), role_sizes(config), colocate)
+    slurm = read_slurm(environ) if config.cluster.spares and not nodes else None
+    if slurm is not None:
+        nodes = chosen(slurm.job_nodes, (), config.cluster.spares)
+    return place(current_topology(config, colocate, environ, nodes), role_sizes(config), colocate)
 
 
 def layout_on(config: Config, names: Sequence[str], gpus: Sequence[int]) -> RankMap:

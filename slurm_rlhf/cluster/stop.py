@@ -82,9 +82,11 @@ def immune() -> Iterator[None]:
 class StopRequested(BaseException):
     """Interrupt the main thread where work may be dropped. Not an Exception, so that no handler swallows it."""
 
-    def __init__(self, reason: Reason) -> None:
+    def __init__(self, reason: Reason, saved: bool = True) -> None:
+        """`saved`: what was done up to here is in a checkpoint by the time that the run ends."""
         super().__init__(reason.what)
         self.reason = reason
+        self.saved = saved
 
 
 class Stop:
@@ -133,6 +135,16 @@ class Stop:
         """Raise StopRequested if a stop was requested."""
         if self.reason is not None:
             raise StopRequested(self.reason)
+
+    @property
+    def can_drop(self) -> bool:
+        """Tell whether a stop would take effect at once."""
+        return self._droppable
+
+    def ask(self, reason: Reason) -> None:
+        """Stop for `reason` unless a stop was requested before; from any thread, as a signal would."""
+        if self.reason is None:
+            self._ask(reason)
 
     def save_wanted(self) -> bool:
         """Tell whether the user has written a `save` file, and remove it."""

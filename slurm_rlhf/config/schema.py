@@ -3,7 +3,7 @@
 `load.py` reads TOML and dotted overrides into these classes, `rules.py` and `algorithm_rules.py` have the rules that
 span several keys. The docstrings are the help, and the range of each number stands in its type. Groups of their own
 files: actor, critic, ref, reward and ds in `schema_models.py`, algo in `schema_algorithm.py`, eval in
-`schema_eval.py`, slurm and timeout in `schema_cluster.py`, generate in `schema_generate.py`.
+`schema_eval.py`, slurm, cluster and timeout in `schema_cluster.py`, generate in `schema_generate.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from slurm_rlhf.config.ranges import COUNT, NOT_NEGATIVE, POSITIVE, FilePath, Range
 from slurm_rlhf.config.schema_algorithm import Algo
-from slurm_rlhf.config.schema_cluster import Slurm, Timeout
+from slurm_rlhf.config.schema_cluster import Cluster, Slurm, Timeout
 from slurm_rlhf.config.schema_eval import Eval
 from slurm_rlhf.config.schema_generate import Generate
 from slurm_rlhf.config.schema_models import Actor, Critic, Ds, Ref, Reward
@@ -149,6 +149,9 @@ class Train:
     prompts are sane. What fails ends the run; later steps watch for drift. `slurm-rlhf docs trouble`."""
     self_check_stop: Annotated[float, NOT_NEGATIVE] = 10.0
     """A later step that is beyond a bound of the self-check warns; at this multiple of it the run ends. 0: never."""
+    on_hang: Literal["restart", "stop"] = "stop"
+    """When nothing moves for twice as long as the watchdog expects: stop ends the run with an error, saved where the
+    trainers can save; restart ends it as the end of an allocation does, so that it goes on from its last checkpoint."""
     threads_per_rank: Annotated[int, NOT_NEGATIVE] = 0
     """CPU threads of a process; 0: the CPUs of the node divided by the busiest phase's processes."""
     kernel_cache: FilePath = "auto"
@@ -196,6 +199,13 @@ class Logger:
     """Write TensorBoard events."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """auto (rich on a terminal, plain lines elsewhere), rich, plain or none."""
+    samples: Annotated[int, NOT_NEGATIVE] = 2
+    """Responses of each step, drawn by train.seed, that samples.jsonl, the report and TensorBoard show; 0: none."""
+    print_samples: bool = False
+    """Print them, too."""
+    report_steps: Annotated[int, NOT_NEGATIVE] = 10
+    """Write report.html after the first step, then every so many steps, if that costs less than 1 % of the time, and at
+    the end; 0: at the end only."""
 
 
 @dataclass(slots=True)
@@ -222,6 +232,9 @@ class Config:
     """Where everything of the run goes; empty: runs/<name of the TOML file>."""
     resume: FilePath = "auto"
     """auto (from the newest checkpoint in run_dir, anew if there is none), never, or a checkpoint directory."""
+    preflight: Literal["auto", "quick", "off"] = "auto"
+    """Look at the nodes before weights load. auto: on several nodes also the links between them and all process groups
+    of the run; quick: each node by itself; off: not at all. `slurm-rlhf preflight` does only this."""
     data: Data = field(default_factory=Data)
     actor: Actor = field(default_factory=Actor)
     critic: Critic = field(default_factory=Critic)
@@ -238,5 +251,6 @@ class Config:
     logger: Logger = field(default_factory=Logger)
     timeout: Timeout = field(default_factory=Timeout)
     slurm: Slurm = field(default_factory=Slurm)
+    cluster: Cluster = field(default_factory=Cluster)
     sft: Sft = field(default_factory=Sft)
     generate: Generate = field(default_factory=Generate)

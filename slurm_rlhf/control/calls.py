@@ -43,6 +43,14 @@ class DeviceReport:
 
 
 @dataclass(frozen=True, slots=True)
+class StacksAnswer:
+    """Says where a rank stands, whatever its main thread does."""
+
+    threads: str  # as faulthandler writes them, the main thread first
+    node: str  # load and memory of its node
+
+
+@dataclass(frozen=True, slots=True)
 class StartRequest:
     total_steps: int  # optimizer steps of the whole run, for the learning-rate schedule
 
@@ -184,6 +192,10 @@ class RankCalls(Protocol):
     @call(deadline="forward")  # it waits behind whatever the rank computes
     def about(self) -> DeviceReport | None:
         """Describe this rank's accelerator; None: it has none."""
+
+    @call(deadline="heartbeat")
+    def stacks(self) -> StacksAnswer:
+        """Take the stacks of all threads; answered beside whatever the rank computes."""
 
     @call(deadline="shutdown")
     def shutdown(self) -> str:

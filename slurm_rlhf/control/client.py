@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -43,12 +43,16 @@ class ControlClient:
         heartbeat_interval: float = 1.0,
         heartbeat_limit: float = 20.0,
         on_conductor_lost: Callable[[str], None] | None = None,
+        on_beat: Callable[[], None] | None = None,
+        beside: Mapping[str, Callable[[], Any]] | None = None,
     ) -> None:
         """Start to connect, and return.
 
         host: this node's name in messages; None: what the node calls itself.
         on_conductor_lost: called with the reason, on the I/O thread, when the conductor was silent for
             `heartbeat_limit` seconds, said goodbye or gave this rank up. For a rank whose main thread may hang.
+        on_beat: called on the I/O thread with each heartbeat; it returns at once.
+        beside: calls without argument that never reach `receive`: a thread of their own answers each.
         Raises RunError for an endpoint that is none, ConfigError for heartbeat times that cannot work.
         """
         self.phase = "start"
@@ -61,6 +65,8 @@ class ControlClient:
         self._clock = ListeningClock(self._heartbeat.longest_round)
         self._heard = self._now = self._clock.now()
         self._on_conductor_lost = on_conductor_lost
+        self._on_beat = on_beat
+        self._beside = beside or {}
         self._inbox: SimpleQueue[Request | None] = SimpleQueue()
         self._outbox: SimpleQueue[tuple[str, list[Part], int]] = SimpleQueue()
         self._sent = self._received = 0
@@ -225,6 +231,9 @@ class ControlClient:
     def _accept(self, call: int, rest: Sequence[Buffer]) -> None:
         try:
             match body(rest):
+                case {"method": str(method)} if method in self._beside:
+                    request = Request(method, {}, call, self._post)
+                    threading.Thread(target=self._answer, args=(request,), name=method, daemon=True).start()
                 case {"method": str(method), "args": dict(args)}:
                     self._inbox.put(Request(method, args, call, self._post))
                 case _:
@@ -234,7 +243,15 @@ class ControlClient:
             self._post("error", encode(Failure.of(error)), call)
             raise
 
+    def _answer(self, request: Request) -> None:
+        try:
+            request.reply(self._beside[request.method]())
+        except Exception as error:
+            request.fail(error)
+
     def _beat(self) -> None:
+        if self._on_beat is not None:
+            self._on_beat()
         if self._now - self._heard > self._heartbeat.limit:
             self._lose(f"it was not heard from for {self._heartbeat.limit:g} s")
         elif self._welcomed.is_set():

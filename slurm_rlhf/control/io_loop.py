@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import Empty, SimpleQueue
@@ -16,6 +18,7 @@ from slurm_rlhf.control.codec import Buffer, decode
 from slurm_rlhf.control.declarations import read
 from slurm_rlhf.control.io_thread import Heartbeat, ListeningClock, Part, Wakeup, end_context, make_socket
 from slurm_rlhf.control.messages import (
+    LOOKING,
     MAIN_LANE,
     NUMBERED,
     PULSE_LANE,
@@ -26,6 +29,7 @@ from slurm_rlhf.control.messages import (
     Peer,
     PendingCalls,
     Roster,
+    Said,
     body,
     unpack,
 )
@@ -36,6 +40,7 @@ log = logging.getLogger(__name__)
 # So many messages in a row before timers and own calls get their turn: nobody can keep the thread to itself.
 _MESSAGES_PER_ROUND = 200
 _LINGER_MS = 500
+_REMEMBERED = 400  # messages
 
 
 class IoLoop:
@@ -58,6 +63,8 @@ class IoLoop:
         self.replayed = 0  # dropped messages that had come before, and hellos of a rank that is already here
         self.late = 0  # dropped replies, to calls that had been given up
         self.closed = False
+        self.said: deque[Said] = deque(maxlen=_REMEMBERED)
+        self.moves = 0  # answers to calls that do more than look, events
         self._heartbeat = Heartbeat(interval, limit)
         self._clock = ListeningClock(self._heartbeat.longest_round)
         self._now = self._clock.now()
@@ -99,6 +106,7 @@ class IoLoop:
     ) -> Future[Any]:
         """Send a call, which is pending when this returns. For any thread, under the lock."""
         call = self.pending.add(peer, method, timeout_s, read, self._clock.now())
+        self.said.append(Said(time.time(), peer, f"call {method}"))
         self._outbox.put((call, parts))
         self._wakeup.signal()
         return call.future
@@ -236,6 +244,7 @@ class IoLoop:
                 name, data = event.get("name"), event.get("data")
                 if not isinstance(name, str) or not isinstance(data, dict):
                     raise WireError(f"an event of {peer} without name and data")
+                self._heard_of(peer, f"event {name}")
                 self._on_event(peer, name, data)
             case "bye":
                 self._drop(peer, "it said goodbye")
@@ -267,6 +276,7 @@ class IoLoop:
                 raise WireError(f"{peer} replied to call {envelope.call}, which nobody made")
             self.late += 1
             return
+        self._heard_of(peer, f"{envelope.kind} to {call.method}", looks=call.method in LOOKING)
         try:
             if envelope.kind == "error":
                 failure: Failure = read(Failure, decode(rest), "its error")
@@ -276,6 +286,10 @@ class IoLoop:
         except WireError as error:
             call.future.set_exception(WireError(f"the reply of {peer} to {call.method} is broken: {error}"))
             raise
+
+    def _heard_of(self, peer: Peer, what: str, looks: bool = False) -> None:
+        self.said.append(Said(time.time(), peer, what))
+        self.moves += not looks
 
     def _beat(self) -> None:
         for peer in self.roster.present():

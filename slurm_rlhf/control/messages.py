@@ -36,6 +36,9 @@ TERMINATION = "termination"
 FAILURE = "failure"
 """Event: the rank cannot go on; with the field `reason`."""
 
+LOOKING = frozenset({"stacks"})
+"""Calls that only look: that they are answered is no sign that the run moves."""
+
 _MAX_ENVELOPE_BYTES = 64
 _MAX_CHARACTERS = 100_000
 
@@ -224,7 +227,27 @@ class Call:
     method: str
     timeout_s: float
     read: Callable[[Any], Any]  # makes the result of what has arrived
+    since: float  # on the server's clock
     future: Future[Any] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """Describes a call that was not answered yet."""
+
+    peer: Peer
+    method: str
+    seconds: float  # since it was sent
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Describes a message that was sent or received; heartbeats are none."""
+
+    when: float  # seconds since the epoch
+    peer: Peer
+    what: str  # "call train_step", "reply to train_step"
 
 
 class PendingCalls:
@@ -242,7 +265,7 @@ class PendingCalls:
 
     def add(self, peer: Peer, method: str, timeout_s: float, read: Callable[[Any], Any], now: float) -> Call:
         self._newest += 1
-        call = Call(self._newest, peer, method, timeout_s, read)
+        call = Call(self._newest, peer, method, timeout_s, read, now)
         call.future.set_running_or_notify_cancel()
         self._calls[call.id] = call
         heapq.heappush(self._deadlines, (now + timeout_s, call.id))
@@ -273,6 +296,11 @@ class PendingCalls:
             else:
                 calls.append(self._calls.pop(id))
         return calls
+
+    def flights(self, now: float) -> list[Flight]:
+        """List the calls, the oldest first, but for those that only look."""
+        calls = [call for call in self._calls.values() if call.method not in LOOKING]
+        return [Flight(call.peer, call.method, now - call.since, call.timeout_s) for call in calls]
 
     def next_deadline(self) -> float | None:
         while self._deadlines and self._deadlines[0][1] not in self._calls:

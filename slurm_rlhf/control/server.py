@@ -16,12 +16,12 @@ from typing import Any, Generic, TypeVar, overload
 from slurm_rlhf.algorithms.batching import Shard, shards
 from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control.auth import RunKeys
-from slurm_rlhf.control.calls import EngineCalls, RankCalls
+from slurm_rlhf.control.calls import EngineCalls, RankCalls, StacksAnswer
 from slurm_rlhf.control.codec import encode
 from slurm_rlhf.control.declarations import CallSpec, spec_of
 from slurm_rlhf.control.io_loop import IoLoop
 from slurm_rlhf.control.io_thread import to_parts
-from slurm_rlhf.control.messages import Peer
+from slurm_rlhf.control.messages import Flight, Peer, Said
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError, shortened
 from slurm_rlhf.records import Experience
 
@@ -100,6 +100,23 @@ class ControlServer:
         with self._lock:
             found = [peer for peer in self.loop.roster.present() if now - peer.heard > seconds]
         return sorted(found, key=lambda peer: peer.heard)
+
+    def flights(self) -> list[Flight]:
+        """Return the calls in flight, the longest first; but for those that only look."""
+        with self._lock:
+            return self.loop.pending.flights(self.loop.now)
+
+    def moves(self) -> int:
+        """Count the answers and events of ranks so far: while it stays the same, none of them gets on."""
+        return self.loop.moves
+
+    def said(self) -> list[Said]:
+        """Return the last messages but heartbeats, the oldest first."""
+        return list(self.loop.said)
+
+    def quiet(self, peer: Peer) -> float:
+        """Return for how many seconds `peer` was not heard from."""
+        return self.loop.now - peer.heard
 
     def wait_for(self, role: str, n: int, timeout_s: float) -> list[Peer]:
         """Wait until ranks 0 .. n-1 of `role` have said hello; return them in rank order.
@@ -211,8 +228,8 @@ class RoleHandle(Generic[C]):
         self.world = world
         self._server = server
         self._timeout = timeout
-        self.watch: Callable[[int], Callable[[], None]] | None = None
-        """Gets the rank of each call, and returns what to call when the answer is there."""
+        self.watchers: list[Callable[[int, str], Callable[[], None]]] = []
+        """Each gets the rank and the name of every call, and returns what to call when the answer is there."""
 
     @overload
     def call(self, rank: int, method: Callable[[C], R], /) -> Future[R]: ...
@@ -231,9 +248,9 @@ class RoleHandle(Generic[C]):
             wanted = spec.argument.__name__ if spec.argument else "no argument"
             raise RunError(f"{self.role}.{spec.name} takes {wanted}, and got a {type(argument).__name__}")
         future = self._send(self._rank(rank), spec, {} if argument is None else argument)
-        if self.watch is not None:
-            ended = self.watch(self._rank(rank))
-            future.add_done_callback(lambda _: ended())
+        for watch in self.watchers:
+            ended = watch(self._rank(rank), spec.name)
+            future.add_done_callback(lambda _, ended=ended: ended())  # type: ignore[misc]
         return future
 
     @overload
@@ -267,6 +284,10 @@ class RoleHandle(Generic[C]):
     def shut_down(self, rank: int) -> Future[str]:
         """Ask one process of the role to end, an engine's followers included."""
         return self._send(rank, spec_of(RankCalls.shutdown), {})
+
+    def stacks(self, rank: int) -> Future[StacksAnswer]:
+        """Ask one process of the role where it stands, an engine's followers included."""
+        return self._send(rank, spec_of(RankCalls.stacks), {})
 
     def _send(self, rank: int, spec: CallSpec, argument: Any) -> Future[Any]:
         return self._server.call(self.role, rank, spec.name, argument, spec.seconds(self._timeout), spec.read_result)

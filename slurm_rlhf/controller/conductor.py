@@ -20,6 +20,7 @@ from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import UNEVALUATED, RunState
 from slurm_rlhf.controller.startup import Inputs, Startup
 from slurm_rlhf.controller.supervisor import Supervisor
+from slurm_rlhf.controller.watchdog import Watchdog
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.disk import run_directory_kept
 from slurm_rlhf.errors import ConfigError, RunError
@@ -47,16 +48,18 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
     directory = RunDirectory(Path(config.run_dir))
     with run_directory_kept(directory.root):
         directory.make()
-    with exclusive(directory), logging_to(directory.role_log("conductor", node, 0)):
+    reporting = Reporting(config, directory, ranks.worlds)
+    logged = logging_to(directory.role_log("conductor", node, 0))
+    with exclusive(directory), logged, reporting.recorder.listening():
         Session.here(os.environ).write(directory.root)
-        reporting = Reporting(config, directory, ranks.worlds)
         try:
             with Stop(directory.root, continuation.end_time(), config.slurm.signal_lead_s) as stop:
                 try:
                     with run_directory_kept(directory.root):
                         Conductor(config, directory, ranks, launcher, reporting, stop).run()
                 except StopRequested as stopped:
-                    reporting.stopped(stopped.reason.what)
+                    newest = None if stopped.saved else CheckpointDir(directory.root).resolve("auto")
+                    reporting.stopped(stopped.reason.what, stopped.saved, newest, stopped.reason.requeue)
                     if stopped.reason.requeue:
                         refuse_restart(directory.restart_guard, reporting.moved, config.slurm.signal_lead_s)
                         # Last: Slurm may end this process before it returns.
@@ -93,18 +96,35 @@ class Conductor:
             return
         self.directory.config.write_text(dump_toml(self.config), encoding="utf-8")
         self.reporting.begin(state, inputs.total_steps, checkpoint)
+        self.reporting.recorder.place(self.ranks)
+        self.reporting.recorder.pieces = inputs.tokenizer.pieces
         supervisor = Supervisor(self.config, self.directory, self.ranks, self.launcher)
-        startup = Startup(
-            self.config, self.directory, self.ranks, supervisor, inputs, self.reporting, self.stop, self.started
+        watchdog = Watchdog(
+            self.config, self.directory, supervisor, self.stop, self.reporting.note, lambda: state.step + 1
         )
+        startup = Startup(
+            self.config,
+            self.directory,
+            self.ranks,
+            supervisor,
+            inputs,
+            self.reporting,
+            self.stop,
+            self.started,
+            watchdog,
+        )
+        watchdog.start()
         try:
             with self.stop.droppable():
                 loop = startup.run(state, checkpoint)
             loop.run()
         except RunError as error:
+            if (hung := watchdog.behind(error)) is not None:
+                raise hung from error
             supervisor.blame(error)
             raise
         finally:
+            watchdog.close()
             self.stop.ignore_signals()
             supervisor.stop()
         self.reporting.finished()

@@ -112,7 +112,7 @@ class GpuAccount:
         """Count the calls of `handles` from here on."""
         self._handles = handles
         for role, handle in handles.items():
-            handle.watch = partial(self._time.began, role)
+            handle.watchers.append(partial(self._time.began, role))
 
     def started(self) -> list[str]:
         """Ask the ranks about their GPUs, and answer notes for the user; all roles have started."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import traceback
@@ -14,6 +15,9 @@ from slurm_rlhf.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
+WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What a file system without locks answers: NFS without its lock daemon, Lustre that is mounted without -o flock."""
+
 
 @contextlib.contextmanager
 def exclusive(directory: RunDirectory) -> Iterator[None]:
@@ -21,10 +25,16 @@ def exclusive(directory: RunDirectory) -> Iterator[None]:
     with open(directory.lock, "a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ConfigError(
                 f"{directory.root} is in use by another run. Wait for it, or give this one its own --run_dir."
             ) from None
+        except OSError as error:
+            if error.errno not in WITHOUT_LOCKS:
+                raise
+            print(
+                f"warning: {directory.root} cannot be locked ({error.strerror}): start no second run in it", flush=True
+            )
         yield
 
 

@@ -39,7 +39,7 @@ from slurm_rlhf.data.framing import has_double_bos, missing_eos
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ModelError, SelfCheckError
-from slurm_rlhf.records import F32, Experience, Trajectory
+from slurm_rlhf.records import F32, Bool, Experience, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -186,6 +186,14 @@ class SelfCheck:
             self._warned[verdict.check] = verdict.figure
             self.note(f"warning: step {step}: {verdict.describe()}")
 
+    def _told_apart(self, verdict: Verdict, exp: Experience, fresh: Bool) -> Verdict:
+        """Have the actor compute the whole batch again, so that the error says which of the two is off."""
+        dtype, engine = self.config.ds.param_dtype, exp.columns["rollout_logprobs"]
+        first, again = exp.columns["logprobs"], self._with_pass(exp).columns["logprobs"]
+        own, to_engine = (compare("engine", again, other, fresh, dtype).figure for other in (first, engine))
+        told = f"; computed again, the actor's are {own:.3g} from its first and {to_engine:.3g} from the engine's"
+        return replace(verdict, detail=verdict.detail + told)
+
     def _repeated(self, exp: Experience) -> list[Verdict]:
         """Have the actor compute some sequences of the batch twice, in eval mode, and alone."""
         chosen = few(exp, self.actor.world)
@@ -210,7 +218,8 @@ class SelfCheck:
         columns, dtype = exp.columns, self.config.ds.param_dtype
         fresh = exp.action_mask & (ages(trajectories, version) == 0)
         engines = np.repeat([t.engine for t in trajectories], exp.response_lens).astype(np.int32)
-        verdicts = [compare("engine", columns["rollout_logprobs"], columns["logprobs"], fresh, dtype, engines)]
+        verdict = compare("engine", columns["rollout_logprobs"], columns["logprobs"], fresh, dtype, engines)
+        verdicts = [verdict if verdict.passed else self._told_apart(verdict, exp, fresh)]
         if version == 0 and "ref_logprobs" in columns:
             verdicts.append(compare("reference", columns["ref_logprobs"], columns["logprobs"], exp.action_mask, dtype))
         return verdicts

@@ -30,6 +30,7 @@ from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.controller.step import Step
 from slurm_rlhf.controller.step_metrics import EngineMetrics
 from slurm_rlhf.controller.supervisor import Supervisor
+from slurm_rlhf.controller.watchdog import Watchdog
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -56,6 +57,7 @@ class Inputs:
     reward: RewardFunction | None  # None: a model's
     total_steps: int
     findings: PromptFindings  # for the self-check
+    tokenizer: Tokenizer
 
     @classmethod
     def read(cls, config: Config, note: Callable[[str], None]) -> Inputs:
@@ -83,7 +85,7 @@ class Inputs:
         total = config.train.max_steps or order.total
         reward = None if config.reward.model_name_or_path else RewardFunction.of(config.reward)
         findings = PromptFindings.of(prompts, tokenizer, config.data.apply_chat_template)
-        return cls(prompts, evaluation, order, reward, total, findings)
+        return cls(prompts, evaluation, order, reward, total, findings, tokenizer)
 
 
 @dataclass(slots=True)
@@ -98,6 +100,7 @@ class Startup:
     reporting: Reporting
     stop: Stop
     clock: float  # time.monotonic() when the run began
+    watchdog: Watchdog
 
     def run(self, state: RunState, checkpoint: Path | None) -> TrainingLoop:
         """Start everything, and take it back to `checkpoint`, whose `state` is loaded already."""
@@ -107,6 +110,8 @@ class Startup:
         roles = self.supervisor.roles
         weight_sync = WeightSync(config, roles[ACTOR], self._engines(), self.supervisor.sync_host)
         gpus = self._gpus(weight_sync)
+        self.reporting.recorder.watch(roles)
+        self.reporting.recorder.transfer = lambda: weight_sync.connection
         colocation = Colocation(roles, self._engines(), config.ds.enable_sleep) if config.train.colocate_all else None
         pool = self._start_roles(weight_sync, colocation)
         step = self._step(pool, colocation)
@@ -127,6 +132,10 @@ class Startup:
             most, fixed = config.vllm.max_num_seqs, config.train.full_determinism
             beside = Dispatcher(self._engines(), config.train.seed, most, fixed).run
         return Evaluation(config, sets, self.directory.evaluations, step.generate, step.reward, beside)
+
+    def _phase(self, name: str) -> None:
+        self.reporting.phase(name)
+        self.watchdog.phase(name)
 
     def _engines(self) -> EngineHandle:
         rollout = self.supervisor.roles[ROLLOUT]
@@ -210,7 +219,7 @@ class Startup:
             scale=scale,
             self_check=SelfCheck(config, roles[ACTOR], note, inputs.findings, self.reporting.self_check),
             engine_metrics=EngineMetrics([group.node for group in self.ranks.tp_groups if group.role == ROLLOUT], note),
-            phases=Phases(self.reporting.phase),
+            phases=Phases(self._phase, self.watchdog.ended),
             stop=self.stop,
         )
 

@@ -164,7 +164,7 @@ class Step:
         """
         experience = pack(batch.trajectories, [0.0] * len(batch.trajectories))
         lost = mask_not_finite(experience)
-        rewards = self._score(batch, experience)
+        rewards = batch.scored = self._score(batch, experience)
         judged = counting(self.config, rewards, batch.step)
         experience.rewards = judged.rewards
         with self.phases("advantages"):

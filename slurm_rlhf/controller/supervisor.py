@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -99,6 +99,10 @@ class Supervisor:
             self.failure = self.failure or error
         for name in self._ranks.roles:
             self.server.fail_role(name, self.failure)
+
+    def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
+        """Let each node write what it sees of its processes into `directory`, as `Launcher.look` does."""
+        self._launcher.look(pids, directory, within_s)
 
     @property
     def sync_host(self) -> str:

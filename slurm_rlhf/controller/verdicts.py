@@ -150,14 +150,20 @@ def compare(check: str, ours: F32, theirs: F32, mask: Bool, param_dtype: str, en
     """
     bound = bounds(param_dtype)[check]
     apart = np.abs(ours.astype(np.float64) - theirs.astype(np.float64))
-    detail = f"{bound.statistic} of {int(mask.sum())} tokens{_worst(apart, mask, engines, bound)}"
-    return Verdict(check, _figure(apart[mask], bound), bound, detail)
+    found = f"{_beyond(apart[mask], bound)}{_worst(apart, mask, engines, bound)}"
+    return Verdict(check, _figure(apart[mask], bound), bound, f"{bound.statistic} of {int(mask.sum())} tokens{found}")
 
 
 def _figure(apart: np.ndarray, bound: Bound) -> float:
     if not apart.size:
         return 0.0
     return float(apart.max() if bound.statistic == "largest" else apart.mean())
+
+
+def _beyond(apart: np.ndarray, bound: Bound) -> str:
+    """Say how many tokens are beyond the bound: one that is off means another cause than all of them."""
+    beyond = int((~(apart <= bound.limit)).sum())
+    return f", {beyond} of them beyond; mean {apart.mean():.2g}" if beyond and bound.statistic == "largest" else ""
 
 
 def _worst(apart: np.ndarray, mask: Bool, engines: I32 | None, bound: Bound) -> str:

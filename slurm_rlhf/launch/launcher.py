@@ -10,13 +10,14 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from slurm_rlhf.launch.child_process import exit_text, start_child
 from slurm_rlhf.launch.node import visible_gpus, without_gpu_choice
+from slurm_rlhf.launch.node_look import look_here
 from slurm_rlhf.launch.step_spec import StepSpec, torchrun_command
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
@@ -47,6 +48,13 @@ class Launcher(Protocol):
 
     def ended(self) -> list[Ended]:
         """Return the process groups that ended since the last call, in order. The supervisor's thread polls it."""
+
+    def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
+        """Let each node write what it sees of the processes `pids[node]` to `directory` (`launch.node_look`).
+
+        The watchdog calls it, from its thread, when a run hangs. Blocks for `within_s` at most; raises OSError and
+        RunError. A node may write nothing.
+        """
 
     def stop(self, done: bool, grace_s: float) -> None:
         """End every process of every role, and wait until they are gone: a little longer than `grace_s`.
@@ -93,6 +101,9 @@ class LocalLauncher:
                 item.reported = True
                 news.append(Ended(item.role, self._node, exit_text(code), item.log))
         return news
+
+    def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
+        look_here(self._node, pids[self._node], directory)
 
     def stop(self, done: bool, grace_s: float) -> None:
         if not done:

@@ -6,7 +6,7 @@ import json
 import secrets
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
 from slurm_rlhf.config.roles import ROLES, role_order
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node import RANK_MAP
+from slurm_rlhf.launch.node_look import arguments
 from slurm_rlhf.launch.srun import HOST, Container, RunningStep, Step
 from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
@@ -94,6 +95,17 @@ class SlurmLauncher:
                 news += [Ended(item.spec.role, node, how, item.step.log) for node, how in fresh]
         return news
 
+    def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
+        step = look_step(self._ranks, list(pids), self._container)
+        gpus = bool(step.gpus)
+        command = self._container.command("slurm_rlhf.launch.node_look", str(directory), *arguments(pids), gpus=gpus)
+        running = RunningStep(step, command, directory / "look.srun.log")
+        running.start()
+        wait_until(lambda: running.code is not None, within_s, 0.05, 0.2)
+        running.signal(signal.SIGTERM)
+        if running.log.exists() and running.log.stat().st_size == 0:
+            running.log.unlink()
+
     def stop(self, done: bool, grace_s: float) -> None:
         with self._lock:
             self._stopping = True
@@ -163,12 +175,30 @@ def role_step(ranks: RankMap, role: str, logs: Path, container: Container = HOST
     )
 
 
+def look_step(ranks: RankMap, names: Sequence[str], container: Container = HOST) -> Step:
+    """Return a step of one task on each of the nodes `names`, beside the roles."""
+    nodes = [ranks.topology.node(name) for name in names]
+    uneven = len({node.gpus for node in ranks.topology.nodes}) > 1
+    gpus = tuple(node.gpus for node in nodes) if uneven else ()
+    return Step(
+        "look", tuple(names), cpus=1, gpus=gpus, uneven=uneven, together=False, options=container.step_options()
+    )
+
+
 def ephemeral_start(table: Path = _EPHEMERAL) -> int:
     """Return the first port that the kernel assigns to sockets without a fixed port; on some machines 9000."""
     try:
         return int(table.read_text().split()[0])
     except (OSError, ValueError, IndexError):
         return _USUAL_EPHEMERAL
+
+
+def port_candidates(role: str, nodes: int, job: int, restart: int) -> tuple[int, ...]:
+    """Return the ports that are tried for the rendezvous of `role`, in this order; empty if it needs none."""
+    if nodes < 2 or ROLES[role].kind == "engine":
+        return ()
+    number, ephemeral = role_order(role)[0], ephemeral_start()
+    return tuple(rendezvous_port(job, restart, number, attempt, ephemeral) for attempt in range(ATTEMPTS))
 
 
 def rendezvous_port(job: int, restart: int, role: int, attempt: int, ephemeral: int) -> int:

@@ -13,13 +13,17 @@ class Phases:
     """Add up wall time per phase: `with phases("rollout"): ...`, then `take()` once a step.
 
     Time in a phase inside another one counts for the inner one alone, so that phases add up to at most the step.
-    `watch` is called with each phase that begins and, when it is over, with the phase around it or "".
+    `watch` is called with each phase that begins and, when it is over, with the phase around it or ""; `ended`, just
+    before that, with the one that is over.
     """
 
-    def __init__(self, watch: Callable[[str], None] = lambda name: None) -> None:
+    def __init__(
+        self, watch: Callable[[str], None] = lambda name: None, ended: Callable[[str], None] = lambda name: None
+    ) -> None:
         self._seconds: dict[str, float] = {}
         self._open: list[str] = []
         self._watch = watch
+        self._ended = ended
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -30,6 +34,7 @@ class Phases:
             yield
         finally:
             self._open.pop()
+            self._ended(name)
             self._watch(self._open[-1] if self._open else "")
             seconds = time.monotonic() - start
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
@@ -71,8 +76,8 @@ class GpuTime:
         self._busy = {slot: _Busy() for ranks in self._of.values() for of in ranks for slot in of}
         self._taken = clock()
 
-    def began(self, role: str, rank: int) -> Callable[[], None]:
-        """Note that a call was sent; call the returned function once, when its answer has arrived."""
+    def began(self, role: str, rank: int, call: str = "") -> Callable[[], None]:
+        """Note that a call was sent, whichever; call the returned function once, when its answer has arrived."""
         slots = self._of[role][rank]
         with self._lock:
             now = self._clock()

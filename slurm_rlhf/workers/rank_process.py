@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +24,9 @@ from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import RankCalls
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.messages import TERMINATION
+from slurm_rlhf.observe.stacks import late_s
 from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.workers.own_stacks import answer, expect_beat, expect_none, record_flights
 from slurm_rlhf.workers.worker import RankInfo, Worker
 
 if TYPE_CHECKING:
@@ -174,6 +177,9 @@ def main() -> None:
     info = rank_info(arguments.role, arguments.first_rank, arguments.world)
     log_to(directory.role_log(info.role, info.node, info.rank))
     config = load_config(directory.config, [])
+    # An import from a slow file system holds the interpreter's lock for minutes.
+    expect_beat(config.timeout.connect / 2)
+    record_flights(directory.keys.parent, info.role)
     cache = take_caches(config, info)
     store = open_store()  # alive as long as this process
     # Before there is a client: from its hello on, a silent rank counts as lost.
@@ -189,6 +195,8 @@ def main() -> None:
         heartbeat_interval=config.timeout.heartbeat_interval,
         heartbeat_limit=config.timeout.heartbeat,
         on_conductor_lost=_leave,
+        on_beat=partial(expect_beat, late_s(config.timeout.heartbeat)),
+        beside={RankCalls.stacks.__name__: answer},
     )
     client.connect(config.timeout.connect)
     if held:
@@ -196,6 +204,7 @@ def main() -> None:
     try:
         serve(client, make_worker(config, info, client), cache)
         client.close()
+        expect_none()
         del store
     except BaseException:
         traceback.print_exc()

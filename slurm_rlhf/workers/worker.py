@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import DeviceReport, RankCalls
+from slurm_rlhf.control.calls import DeviceReport, RankCalls, StacksAnswer
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.declarations import calls_of
 from slurm_rlhf.control.messages import Request
 from slurm_rlhf.errors import RunError
+from slurm_rlhf.workers.own_stacks import answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,9 @@ class Worker(RankCalls):
             allocated=int(torch.cuda.memory_allocated()),
             attention=self.attention(),
         )
+
+    def stacks(self) -> StacksAnswer:
+        return answer()
 
     def shutdown(self) -> str:
         self.close()

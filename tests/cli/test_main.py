@@ -23,6 +23,8 @@ from slurm_rlhf.errors import RemoteError, RewardError, RoleDied
 
 WITHOUT_FILE = {"status", "cancel", "docs"}
 """Commands whose argument is a run and not a configuration."""
+OTHERS = {"bench", "check-parity"}
+"""Commands whose tests have their help pages."""
 
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"]
 
@@ -49,7 +51,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"slurm-rlhf {__version__}\n"
 
 
-@pytest.mark.parametrize("name", sorted(set(cli.COMMANDS) - WITHOUT_FILE - {"bench"}))
+@pytest.mark.parametrize("name", sorted(set(cli.COMMANDS) - WITHOUT_FILE - OTHERS))
 @pytest.mark.parametrize("columns", [80, 200])
 def test_help_of_a_command(
     name: str, columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

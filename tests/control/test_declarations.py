@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 import slurm_rlhf
 from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control import calls
-from slurm_rlhf.control.calls import RankCalls
+from slurm_rlhf.control.calls import RankCalls, StacksAnswer
 from slurm_rlhf.control.codec import decode, encode
 from slurm_rlhf.control.declarations import call, calls_of, read, reader, spec_of
 from slurm_rlhf.errors import RunError, WireError
@@ -42,7 +42,10 @@ def test_an_implementation_has_the_declarations_of_its_role() -> None:
         def about(self) -> None:
             return None
 
-    assert set(calls_of(Half)) == {"about", "shutdown"}
+        def stacks(self) -> StacksAnswer:
+            return StacksAnswer("", "")
+
+    assert set(calls_of(Half)) == {"about", "shutdown", "stacks"}
     with pytest.raises(TypeError, match=r"abstract method '?shutdown"):
         Half()  # type: ignore[abstract]
 

@@ -97,7 +97,8 @@ def test_an_error_says_check_figure_meaning_and_key() -> None:
     error = compare("reference", off_by(0.25), LOGPROBS, ALL, "fp32").error()
     assert error == (
         "self-check failed (reference): the log-probs of actor and reference, which are the same model before the "
-        "first step, are 0.25 nats apart (largest of 8 tokens); at most 0.0001 can be rounding. Usually: one of the "
+        "first step, are 0.25 nats apart (largest of 8 tokens, 1 of them beyond; mean 0.031); at most 0.0001 can be "
+        "rounding. Usually: one of the "
         "two was loaded in another precision, or computes with other kernels. What to change: look at ds.param_dtype, "
         "ds.zero_stage (0 computes 16 bits under autocast), ref.zero_stage and ds.attn_implementation. "
         "train.self_check = false leaves the self-check out."

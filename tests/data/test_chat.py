@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_models import tiny_tokenizer
 
 from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.parity.random_models import tiny_tokenizer
 
 pytestmark = pytest.mark.timeout(60)
 TEMPLATES = {

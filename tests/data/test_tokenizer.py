@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_models import CHARACTERS, EOS, PAD, tiny_tokenizer
 
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ModelError
+from slurm_rlhf.parity.random_models import CHARACTERS, EOS, PAD, tiny_tokenizer
 
 TEXTS = ["1+1=2", "a b  c", CHARACTERS, f"ab{EOS}{PAD}c", "ü?", ""]
 

@@ -35,15 +35,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "placement": BASE,
     "cluster": BASE | {"placement"},
     "launch": BASE | {"placement", "cluster"},
+    "preflight": BASE | {"placement", "cluster", "launch", "weight_sync"},
+    "generation": ALL - {"workers", "training", "bench", "cli", "api", "parity"},
     "rollout": BASE | {"observe", "placement"},
     "training": BASE | {"observe", "algorithms", "data", "placement"},
     "weight_sync": BASE | {"observe", "cluster"},
     "checkpoint": BASE | {"observe"},
     "observe": BASE,
+    "report": BASE | {"observe", "placement"},
     "docs": BASE,
-    "workers": ALL - {"launch", "controller", "bench", "cli"},
+    "workers": ALL - {"launch", "preflight", "controller", "bench", "cli"},
     "controller": ALL - {"workers", "training", "rollout", "bench", "cli"},
-    "generation": ALL - {"workers", "training", "bench", "cli", "api"},
+    "parity": ALL - {"workers", "bench", "cli"},
     "bench": ALL,
     "cli": ALL,
     "api": ALL,
@@ -55,9 +58,9 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "mpi4py": ("launch/mpi/",),
     "submitit": ("launch/",),
     "zmq": ("control/",),
-    "transformers": ("training/", "rollout/", "bench/"),
+    "transformers": ("training/", "rollout/", "parity/", "bench/"),
     "tensorboard": ("observe/",),
-    "torch": ("training/", "rollout/", "weight_sync/", "workers/", "bench/"),
+    "torch": ("training/", "rollout/", "weight_sync/", "workers/", "parity/", "bench/", "preflight/group_rank.py"),
 }
 """Library -> the beginnings of the paths that may import it, at the top or inside a function."""
 
@@ -201,14 +204,16 @@ LIGHT_ROOMS = (
     "config",
     "data",
     "placement",
+    "generation",
     "cluster",
     "launch",
+    "preflight",
     "control",
     "controller",
     "rewards",
     "cli",
     "checkpoint",
-    "generation",
+    "report",
 )
 LIGHT = [dotted(module) for module in MODULES if room(module) in LIGHT_ROOMS] + [
     "slurm_rlhf.records",
@@ -253,5 +258,7 @@ def test_every_public_name_is_where_it_is_said_to_be() -> None:
 
 
 def test_the_command_line_and_the_planner_load_no_numpy_either() -> None:
-    names = [dotted(module) for module in MODULES if room(module) in ("config", "cli", "cluster", "placement")]
+    names = [
+        dotted(module) for module in MODULES if room(module) in ("config", "cli", "cluster", "placement", "report")
+    ]
     assert loaded(HEAVY | {"numpy", "zmq", "rich", "tokenizers"}, names) == []

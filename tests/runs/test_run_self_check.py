@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_matrix import make_model
 from patched_engines import write_patch
 from training_runs import metrics, started, workspace
+
+from slurm_rlhf.parity.random_models import make_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -57,6 +58,9 @@ def test_one_error_names_the_check_the_figure_and_what_to_change(stopped: tuple[
     summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
     assert "self-check failed (engine): " in told
     assert f" are {summary['self_check']['engine']:.3g} nats apart (largest of " in told
+    # The actor's numbers are the same again, so it is the engine's that are off.
+    figure = f"{summary['self_check']['engine']:.3g}"
+    assert f"; computed again, the actor's are 0 from its first and {figure} from the engine's)" in told
     assert "rollout.temperature" in told
     assert summary["status"] == "failed"
     assert summary["self_check"]["engine"] > 0.01

@@ -2,37 +2,10 @@
 
 from __future__ import annotations
 
-import string
 from pathlib import Path
 from typing import Any
 
-PAD, EOS = "<pad>", "<eos>"
-CHARACTERS = string.digits + "+-*= " + string.ascii_letters
-MAX_POSITIONS = 512
-
-
-def tiny_tokenizer() -> Any:
-    """A `PreTrainedTokenizerFast` with one token per character; other characters are dropped in encoding.
-
-    `<pad>` is 0, `<eos>` is 1, nothing is added around the text. Spelled as byte-level BPE without merges and with
-    an unknown token that is in the vocabulary: transformers ignores the saved class of a Qwen2 directory, rebuilds
-    the tokenizer as a byte-level `Qwen2Tokenizer` and would otherwise lose the space and add a token of its own.
-    """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    vocab = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS.replace(" ", "Ġ")])}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=PAD,
-        clean_up_tokenization_spaces=False,
-        model_max_length=MAX_POSITIONS,
-    )
+from slurm_rlhf.parity.random_models import MAX_POSITIONS, tiny_tokenizer
 
 
 def make_tiny(

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from model_matrix import make_model
 from safetensors.torch import load_file, save_file
 from tiny_models import make_reward, make_tiny
 from training_ranks import make_config, make_experience, parameters, share, torchrun
+
+from slurm_rlhf.parity.random_models import make_model
 
 pytestmark = pytest.mark.slow
 

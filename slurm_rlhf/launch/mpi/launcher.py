@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.launch.launcher import Ended
+from slurm_rlhf.launch.node_look import look_here
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 
@@ -84,6 +86,12 @@ class MpiLauncher:
                 how = "was ended by the MPI launcher, which ends all ranks when one is gone; its own output names it"
                 news.append(Ended(role, shares[0].node, how, Path("/dev/null")))
         return news
+
+    def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
+        """Look at the ranks of this node alone: no other process of the run can start anything elsewhere."""
+        here = node_name()
+        if here in pids:
+            look_here(here, pids[here], directory)
 
     def stop(self, done: bool, grace_s: float) -> None:
         """Tell rank 0 to stop all ranks; it closes the channel when every worker is gone."""

@@ -1,4 +1,4 @@
-"""Tiny models of many architectures, in every way unlike the plain ones: caps, factors, windows shorter than the text.
+"""Make tiny random models of many architectures, unlike the plain ones: caps, factors, windows shorter than the text.
 
 All of their dropout and noise is on in config.json: whoever loads them has to switch it off.
 """
@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from pathlib import Path
 from typing import Any
 
-from tiny_models import MAX_POSITIONS, tiny_tokenizer
-
+PAD, EOS = "<pad>", "<eos>"
+CHARACTERS = string.digits + "+-*= " + string.ascii_letters
+MAX_POSITIONS = 512
 WINDOW = 16
 ALTERNATE = ["sliding_attention", "full_attention"]
 ORIGINAL = 32  # positions that the model with longrope was trained on
@@ -85,6 +87,30 @@ REFUSED = {"phimoe"}
 
 UNKNOWN = {"falcon": ["head_dim"], "gpt_neox": ["head_dim", "num_key_value_heads"]}
 """model_type -> shared sizes that it does not have, where vLLM would take them at their word."""
+
+
+def tiny_tokenizer() -> Any:
+    """Make a `PreTrainedTokenizerFast` with one token per character; other characters are dropped in encoding.
+
+    `<pad>` is 0, `<eos>` is 1, nothing is added around the text. Spelled as byte-level BPE without merges and with
+    an unknown token that is in the vocabulary: transformers ignores the saved class of a Qwen2 directory, rebuilds
+    the tokenizer as a byte-level `Qwen2Tokenizer` and would otherwise lose the space and add a token of its own.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: index for index, token in enumerate([PAD, EOS, *CHARACTERS.replace(" ", "Ġ")])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=PAD,
+        clean_up_tokenization_spaces=False,
+        model_max_length=MAX_POSITIONS,
+    )
 
 
 def make_model(path: Path, arch: str, noisy: bool = True, **changes: Any) -> Path:

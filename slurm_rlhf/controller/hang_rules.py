@@ -1,0 +1,259 @@
+"""Who is behind when nothing moves, by pure functions over the stacks of all ranks and the calls in flight."""
+
+from __future__ import annotations
+
+import linecache
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import slurm_rlhf
+from slurm_rlhf.errors import shortened
+from slurm_rlhf.observe.stacks import Frame, ThreadStack
+
+Source = Literal["itself", "lock", "py-spy", ""]
+"""Where a stack comes from: the rank; its log, while something held the interpreter's lock; py-spy; nowhere."""
+
+Kind = Literal["collective", "device", "sync", "idle", "follows", "busy", "locked", "unknown"]
+
+CONDUCTOR = "conductor"
+REWARD_THREAD = "reward"
+"""Name of the threads in which the user's reward function runs (`rewards.model.in_background`)."""
+
+_WAITS: tuple[tuple[str, Kind], ...] = (
+    ("/slurm_rlhf/control/client.py", "idle"),
+    ("/slurm_rlhf/workers/follower_links.py", "follows"),
+    ("/slurm_rlhf/workers/engine_follower.py", "follows"),
+    ("/slurm_rlhf/weight_sync/", "sync"),
+    ("/torch/distributed/", "collective"),
+    ("/vllm/distributed/", "collective"),
+    ("/deepspeed/comm/", "collective"),
+)
+"""Part of a file's path -> what a thread waits for whose innermost call is there."""
+_WORK_LINES = (".wait(",)
+_DEVICE_LINES = ("synchronize(", ".item()", ".cpu()", ".tolist()")
+"""What a line has where a thread waits for its device: with NCCL, that is where it waits for a collective."""
+_WAITERS = ("/torch/", "/deepspeed/", "/vllm/", "/slurm_rlhf/training/")
+_WAITING = ("collective", "device", "sync", "follows")
+_INSTALLED = ("/site-packages/", "/dist-packages/")
+_STANDARD = ("/lib/python3", "<frozen", "<string>")
+_OWN = f"{Path(slurm_rlhf.__file__).parent}/"
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """Holds what is known of one rank."""
+
+    role: str
+    rank: int
+    node: str
+    pid: int
+    call: str = ""  # in flight; empty: none
+    call_s: float = 0.0  # how long
+    silent_s: float = 0.0
+    threads: tuple[ThreadStack, ...] = ()  # the main thread first; empty: unknown
+    source: Source = ""
+    process: str = ""  # what the node says of it: "T (stopped)"
+
+    @property
+    def name(self) -> str:
+        return f"{self.role} rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Says where a rank stands."""
+
+    kind: Kind
+    at: Frame | None = None  # the innermost call that says it
+    by: Frame | None = None  # the innermost call that is not a library's
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Names who is behind: ranks, or the conductor; and says what the others wait in."""
+
+    behind: tuple[Sighting, ...]
+    words: str
+
+    @property
+    def alive(self) -> bool:
+        """Tell whether the process of one that is behind has been seen."""
+        return not self.behind or any(each.threads or each.process for each in self.behind)
+
+
+def standing(seen: Sighting, line_of: Callable[[str, int], str] = linecache.getline) -> Standing:
+    """Classify a rank by its main thread; `line_of`: the text of a line of a file."""
+    if not seen.threads:
+        return Standing("unknown")
+    held = next((thread for thread in seen.threads if thread.holds_lock), None)
+    frames = (held or seen.threads[0]).frames
+    if not frames:
+        return Standing("unknown")
+    by = next((frame for frame in frames if not _library(frame)), None)
+    if seen.source == "lock" or (held is not None and seen.silent_s > 0):
+        return Standing("locked", frames[0], by)
+    inner = next((frame for frame in frames if not _standard(frame)), frames[0])
+    kind = _kind(inner, line_of)
+    return Standing(kind, frames[0] if kind == "busy" else inner, by)
+
+
+def _kind(inner: Frame, line_of: Callable[[str, int], str]) -> Kind:
+    for part, kind in _WAITS:
+        if part in inner.file:
+            return kind
+    line = line_of(inner.file, inner.line) if any(part in inner.file for part in _WAITERS) else ""
+    if any(text in line for text in _WORK_LINES):
+        return "collective"
+    return "device" if any(text in line for text in _DEVICE_LINES) else "busy"
+
+
+def _standard(frame: Frame) -> bool:
+    return any(part in frame.file for part in _STANDARD) and not any(part in frame.file for part in _INSTALLED)
+
+
+def _library(frame: Frame) -> bool:
+    return _standard(frame) or any(part in frame.file for part in _INSTALLED)
+
+
+def judge(ranks: Sequence[Sighting], conductor: Sequence[ThreadStack], width: int = 1) -> Verdict:
+    """Name who is behind.
+
+    `ranks`: all of the run; `conductor`: its threads, the main thread first; `width`: ranks of an engine. In this
+    order: ranks that hold their interpreter's lock; ranks that compute while others of their role stand in a
+    collective; ranks in another collective than most; ranks that are not heard; ranks that compute; and where no call
+    is in flight, the conductor, with the user's reward function.
+    """
+    places = {seen.name: standing(seen) for seen in ranks}
+    called = [seen for seen in ranks if seen.call or _engine_called(seen, ranks, width)]
+    if behind := next((found for found in _candidates(ranks, called, places) if found), None):
+        return _verdict(behind, places, called)
+    if not called:
+        return Verdict((), _of_conductor(conductor))
+    if stuck := _those(called, places, "collective", "device", "sync"):
+        where = shortened(sorted({seen.node for seen in stuck}), 8)
+        told = _waiting(stuck, places)
+        return Verdict(tuple(stuck), f"no rank is behind: {told}. Look at the network between its nodes ({where})")
+    return Verdict(
+        tuple(called), f"{_names(called)} did not answer, and nobody computes: the call or its answer is lost"
+    )
+
+
+def _candidates(
+    ranks: Sequence[Sighting], called: Sequence[Sighting], places: Mapping[str, Standing]
+) -> Iterator[list[Sighting]]:
+    """Yield who may be behind, beginning with the strongest evidence."""
+    yield _those(ranks, places, "locked")
+    for role in dict.fromkeys(seen.role for seen in called):
+        own = [seen for seen in called if seen.role == role]
+        if _those(own, places, "collective", "device"):
+            yield _those(own, places, "busy", "unknown", "idle")
+    if _those(called, places, "sync"):
+        yield _those(called, places, "busy", "unknown", "idle", "collective")
+    stuck = _those(called, places, "collective")
+    for role in dict.fromkeys(seen.role for seen in stuck):
+        yield _minority([seen for seen in stuck if seen.role == role], places)
+    if _those(called, places, "unknown") or not called:
+        yield _those(ranks, places, "unknown")
+    yield _those(called, places, "busy")
+
+
+def _those(among: Sequence[Sighting], places: Mapping[str, Standing], *kinds: Kind) -> list[Sighting]:
+    return [seen for seen in among if places[seen.name].kind in kinds]
+
+
+def _engine_called(seen: Sighting, ranks: Sequence[Sighting], width: int) -> bool:
+    """Tell whether a call is in flight to the engine of a rank; its leader takes them all."""
+    leader = seen.rank - seen.rank % width
+    return width > 1 and any(other.rank == leader and other.role == seen.role and other.call for other in ranks)
+
+
+def _minority(stuck: Sequence[Sighting], places: Mapping[str, Standing]) -> list[Sighting]:
+    """Return the ranks that stand in another collective than most of the role, or at another line of the program."""
+    kinds = [(_function(places[seen.name].at), str(places[seen.name].by)) for seen in stuck]
+    ((most, count), *others) = Counter(kinds).most_common()
+    if not others or others[0][1] == count:
+        return []
+    return [seen for seen, kind in zip(stuck, kinds, strict=True) if kind != most]
+
+
+def _verdict(behind: list[Sighting], places: Mapping[str, Standing], called: Sequence[Sighting]) -> Verdict:
+    told = "; ".join(_behind(seen, places[seen.name]) for seen in behind[:3])
+    if len(behind) > 3:
+        told += f"; and {len(behind) - 3} more"
+    others = [seen for seen in called if seen not in behind]
+    waiting = _waiting([s for s in others if places[s.name].kind in _WAITING], places)
+    return Verdict(
+        tuple(behind), f"behind {'is' if len(behind) == 1 else 'are'} {told}{f'. {waiting}' * bool(waiting)}"
+    )
+
+
+def _behind(seen: Sighting, place: Standing) -> str:
+    call = f", in {seen.call} for {seen.call_s:.0f} s" if seen.call else ""
+    who = f"{seen.name} on {seen.node} (pid {seen.pid}{call})"
+    state = f"; its process is {seen.process}" if seen.process and not seen.process.startswith(("S", "R")) else ""
+    match place.kind:
+        case "unknown":
+            return f"{who}: not heard from for {seen.silent_s:.0f} s, and no stack of it could be taken{state}"
+        case "idle":
+            return f"{who}: it waits for its next call, so this one has not reached it"
+        case "locked":
+            return f"{who}: a call into C that holds the interpreter's lock, in {_at(place)}{state}"
+    return f"{who}: it is in {_at(place)}{state}"
+
+
+def _waiting(ranks: Sequence[Sighting], places: Mapping[str, Standing]) -> str:
+    """Say who waits in what, by role."""
+    groups: dict[tuple[str, str], list[Sighting]] = {}
+    for seen in ranks:
+        groups.setdefault((seen.role, _wait_words(places[seen.name])), []).append(seen)
+    return "; ".join(f"{_names(group)} wait{'s' * (len(group) == 1)} {words}" for (_, words), group in groups.items())
+
+
+def _wait_words(place: Standing) -> str:
+    if place.kind == "follows":
+        return "for the other ranks of its engine"
+    for_device = "for its device in " if place.kind == "device" else "in "
+    where = f", called from {_where(place.by)}" if place.by is not None and place.by != place.at else ""
+    return f"{for_device}{'weight sync, ' if place.kind == 'sync' else ''}{_function(place.at)}{where}"
+
+
+def _names(ranks: Sequence[Sighting]) -> str:
+    roles: dict[str, list[int]] = {}
+    for seen in ranks:
+        roles.setdefault(seen.role, []).append(seen.rank)
+    return " and ".join(
+        f"{role} rank{'s' * (len(numbers) > 1)} {shortened(map(str, numbers), 8)}" for role, numbers in roles.items()
+    )
+
+
+def _at(place: Standing) -> str:
+    at, by = place.at, place.by
+    called = f", called from {_where(by)}" if by is not None and by != at else ""
+    return f"{_where(at)}{called}"
+
+
+def _where(frame: Frame | None) -> str:
+    return "nowhere" if frame is None else f"{frame.function} ({'/'.join(frame.file.split('/')[-2:])}:{frame.line})"
+
+
+def _function(frame: Frame | None) -> str:
+    return "nowhere" if frame is None else frame.function
+
+
+def _of_conductor(threads: Sequence[ThreadStack]) -> str:
+    """Say where the conductor stands, whom no rank keeps waiting."""
+    for thread in threads:
+        frames = [frame for frame in thread.frames if not _library(frame) and not frame.file.startswith(_OWN)]
+        if thread.name == REWARD_THREAD and frames:
+            inner = f", in {_where(thread.frames[0])}" if thread.frames[0] != frames[0] else ""
+            return (
+                f"behind is the reward function, at {frames[0].function} ({frames[0].file}:{frames[0].line}){inner}; "
+                "no call to a rank is in flight"
+            )
+    main = threads[0].frames if threads else ()
+    own = next((frame for frame in main if not _library(frame)), None)
+    place = Standing("busy", main[0] if main else None, own)
+    return f"behind is the conductor, in {_at(place)}; no call to a rank is in flight"

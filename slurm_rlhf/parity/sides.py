@@ -1,0 +1,115 @@
+"""The three ways to compute log-probs of the same tokens: vLLM samples them, the trainer and transformers follow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from slurm_rlhf.algorithms.batching import shards
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import ModelError
+from slurm_rlhf.parity.texts import NEW_TOKENS, SAMPLES, TEMPERATURE, prompts
+from slurm_rlhf.parity.verdicts import Precision
+from slurm_rlhf.records import F32, Experience, Sampling, Trajectory, pack
+from slurm_rlhf.rollout.engine import GenerateRequest, request_seed
+from slurm_rlhf.training.batch import TokenBatch, per_action
+from slurm_rlhf.training.distributed import local_device
+from slurm_rlhf.training.models import DTYPES, load_policy
+
+
+def settings(directory: str, precision: Precision, max_len: int) -> Config:
+    """Make the configuration with which both engine and trainer load the model."""
+    config = Config()
+    config.actor.model_name_or_path = directory
+    config.ds.param_dtype = precision.dtype
+    config.ds.fp32_lm_head = precision.fp32_head
+    config.data.max_len = max_len
+    config.vllm.max_num_seqs = 64
+    return config
+
+
+def sample(config: Config, seed: int) -> list[Trajectory]:
+    """Have vLLM sample responses, all prompts at once, with the log-prob of each token. Raises ModelError."""
+    from slurm_rlhf.rollout.vllm_engine import VllmEngine
+
+    engine = VllmEngine(config)
+    sampling = Sampling(max_new_tokens=NEW_TOKENS, temperature=TEMPERATURE)
+    tokenizer = Tokenizer.load(config.actor.model_name_or_path)
+    for number, ids in enumerate(prompts(tokenizer, config.data.max_len)):
+        for again in range(SAMPLES):
+            at = request_seed(seed, number, again, 0)
+            engine.add(GenerateRequest(f"{number}.{again}", number, again, ids, sampling, at))
+    done: list[Trajectory] = []
+    while engine.unfinished:
+        done += engine.step()
+    return sorted(done, key=lambda t: (t.prompt, t.sample))
+
+
+def packed(trajectories: list[Trajectory]) -> Experience:
+    """Pack what was sampled, with vLLM's log-probs in its column `rollout_logprobs`."""
+    return pack(trajectories, [0.0] * len(trajectories))
+
+
+def trained(config: Config, exp: Experience) -> F32:
+    """Compute the log-probs as training does, [A]: in train mode, rows of unlike lengths padded in micro-batches."""
+    policy = load_policy(
+        config.actor.model_name_or_path, config.ds, config.train.logprob_chunk_tokens, max_len=config.data.max_len
+    ).to(local_device())
+
+    def answer(batch: TokenBatch) -> torch.Tensor:
+        logprobs: torch.Tensor = policy(batch.input_ids, batch.action_index, batch.targets, TEMPERATURE)[0]
+        return logprobs
+
+    (shard,) = shards(exp, 1, 4 * config.data.max_len)
+    column = per_action(shard.experience, shard.micro, local_device(), answer)
+    order = np.argsort(np.array(shard.indices))
+    offsets = shard.experience.action_offsets
+    return np.concatenate([column[offsets[row] : offsets[row + 1]] for row in order])
+
+
+def plain(config: Config, exp: Experience) -> F32:
+    """Compute the log-probs by transformers' own model and its logits, row by row, [A]: eval mode, eager attention.
+
+    Rows are as long as the run's longest, behind their end filled up with a token that none before it sees: some rotary
+    embeddings go by the length of a text, and an engine by data.max_len.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        config.actor.model_name_or_path,
+        attn_implementation="eager",
+        dtype=DTYPES[config.ds.param_dtype],
+        local_files_only=True,
+    )
+    model = model.to(local_device()).eval()
+    if config.ds.fp32_lm_head:
+        _widen_head(model, config.actor.model_name_or_path)
+    found = []
+    for index in range(len(exp)):
+        row = exp.select([index])
+        prompt, length = int(row.prompt_lens[0]), int(row.lengths[0])
+        ids = torch.full((1, config.data.max_len), int(row.token_ids[-1]))
+        ids[0, :length] = torch.from_numpy(row.token_ids.astype(np.int64))
+        ids = ids.to(local_device())
+        at = torch.arange(prompt, length, device=ids.device)
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[0, at - 1].double() / TEMPERATURE
+        found.append(logits.log_softmax(-1)[torch.arange(len(at), device=ids.device), ids[0, at]])
+    return torch.cat(found).float().cpu().numpy()
+
+
+def _widen_head(model: Any, where: str) -> None:
+    """Give the model a head that multiplies in fp32; what the model does with its logits follows in fp32."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear):
+        raise ModelError(f"{where}: its head is a {type(head).__name__}; only a linear layer has an fp32 form")
+    wide = torch.nn.Linear(head.in_features, head.out_features, head.bias is not None, device=head.weight.device)
+    with torch.no_grad():
+        wide.weight.copy_(head.weight)
+        if head.bias is not None:
+            wide.bias.copy_(head.bias)
+    wide.register_forward_pre_hook(lambda _, given: (given[0].float(),))
+    model.set_output_embeddings(wide)

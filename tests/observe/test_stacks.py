@@ -1,0 +1,97 @@
+"""Stacks of a process: taken inside it, written by a timer in C, by py-spy; and how long a phase may stand still."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from slurm_rlhf.observe.stacks import MAIN, Frame, last_late_dump, own_stacks, read_spy, read_stacks, written
+from slurm_rlhf.observe.wait_budget import FACTOR, LEARNED, WaitBudgets
+
+HOLDS = """
+import ctypes, faulthandler, sys, threading
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+print("words of before")
+sys.stdout.flush()
+
+def inner():
+    ctypes.PyDLL(None).usleep(700_000)  # PyDLL keeps the interpreter's lock
+
+faulthandler.dump_traceback_later(0.2, file=2)
+inner()
+faulthandler.cancel_dump_traceback_later()
+print("words of after", file=sys.stderr)
+"""
+
+
+def test_own_stacks_begin_with_the_main_thread_and_have_names() -> None:
+    leave = threading.Event()
+    other = threading.Thread(target=leave.wait, name="reward", daemon=True)
+    other.start()
+    found = own_stacks()
+    leave.set()
+    assert found[0].name == MAIN
+    assert any(
+        frame.function == "test_own_stacks_begin_with_the_main_thread_and_have_names" for frame in found[0].frames
+    )
+    (reward,) = (thread for thread in found if thread.name == "reward")
+    assert reward.frames[0].function == "wait"
+    assert read_stacks(written(found)) == found
+
+
+def test_a_timer_in_c_writes_them_while_a_call_holds_the_interpreters_lock() -> None:
+    done = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, check=True, timeout=30)
+    log = f"{done.stdout}{done.stderr}"
+    found = read_stacks(last_late_dump(log))
+    assert [thread.name == MAIN for thread in found] == [True, False]
+    assert found[0].frames == (Frame("<string>", 8, "inner"), Frame("<string>", 11, "<module>"))
+    assert "words of after" not in last_late_dump(log)
+
+
+def test_only_the_last_dump_of_a_log_counts() -> None:
+    one = 'Timeout (0:00:05)!\nThread 0x1 (most recent call first):\n  File "a.py", line 1 in f\n'
+    two = one.replace("a.py", "b.py")
+    (thread,) = read_stacks(last_late_dump(f"{one}much else\n{two}"))
+    assert thread.frames[0].file == "b.py"
+    assert last_late_dump("nothing of the kind") == ""
+
+
+def test_what_py_spy_prints_is_read_with_the_thread_that_holds_the_lock() -> None:
+    text = """Process 12: python -m rank
+Python v3.11.7 (/usr/bin/python3.11)
+
+Thread 13 (idle): "control-client"
+    poll (zmq/sugar/poll.py:106)
+    _run (/x/client.py:160)
+Thread 12 (active+gil): "MainThread"
+    inner (/x/plugin.py:8)
+    <module> (/x/plugin.py:11)
+"""
+    main, other = read_spy(text)
+    assert (main.name, main.holds_lock) == (MAIN, True)
+    assert main.frames[0] == Frame("/x/plugin.py", 8, "inner")
+    assert (other.name, other.holds_lock) == ("control-client", False)
+
+
+def test_a_budget_is_the_ceiling_until_the_phase_is_known_and_never_above_it() -> None:
+    budgets = WaitBudgets(30.0)
+    for _ in range(LEARNED):
+        assert budgets.of("update", 900.0).seconds == 900.0
+        for wait in (2.0, 7.0, 1.0):
+            budgets.waited("update", wait)
+        budgets.passed("update")
+    assert budgets.of("update", 900.0).seconds == FACTOR * 7.0
+    assert budgets.of("update", 50.0).seconds == 50.0
+    assert budgets.of("rollout", 900.0).usual_s is None
+
+
+def test_a_budget_has_a_floor_and_one_long_wait_does_not_widen_it() -> None:
+    budgets = WaitBudgets(30.0)
+    for wait in (0.1, 0.1, 60.0, 0.1, 0.1):
+        budgets.waited("sync", wait)
+        budgets.passed("sync")
+    assert budgets.of("sync", 900.0).seconds == 30.0
+    assert budgets.of("sync", 900.0).usual_s == pytest.approx(0.1)

@@ -1,0 +1,108 @@
+"""What `check-parity` takes for a model, and what it answers to words that name none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_models import make_tiny
+
+from slurm_rlhf.cli.main import main
+from slurm_rlhf.config.architectures import COMPARED, REFUSED
+from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.parity.random_models import ARCHITECTURES
+from slurm_rlhf.parity.subjects import all_architectures, known_architecture, model
+
+
+@pytest.mark.parametrize("name", ["gemma2", "Gemma2ForCausalLM", "gemma2forcausallm"])
+def test_an_architecture_has_two_names(name: str) -> None:
+    subject = known_architecture(name)
+    assert (subject.name, subject.model_type, subject.refused) == ("Gemma2ForCausalLM", "gemma2", "")
+
+
+@pytest.mark.parametrize("name", ["apertus", "ApertusForCausalLM", "phimoe", "gemma3n"])
+def test_a_refused_one_is_named_with_its_reason(name: str) -> None:
+    assert known_architecture(name).refused in REFUSED.values()
+
+
+def test_the_whole_table_can_be_made() -> None:
+    subjects = all_architectures()
+    assert {subject.architecture for subject in subjects} == COMPARED.keys() | REFUSED.keys()
+    assert {subject.model_type for subject in subjects if not subject.refused} <= ARCHITECTURES.keys()
+
+
+def test_a_model_of_the_hub_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    stored = tmp_path / "models--me--tiny"
+    make_tiny(stored / "snapshots" / "1234")
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text("1234")
+    subject = model("me/tiny", 320)
+    assert (subject.directory, subject.failed) == (str(stored / "snapshots" / "1234"), "")
+    assert subject.architecture == "Qwen2ForCausalLM"
+    other = model("me/other", 320)
+    assert other.failed.startswith("me/other: no such directory, and the Hugging Face hub did not give")
+    assert "hf download me/other --local-dir DIR" in other.failed
+
+
+def test_what_cannot_be_trained_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    capped = make_tiny(tmp_path / "capped")
+    config = json.loads((capped / "config.json").read_text())
+    (capped / "config.json").write_text(json.dumps(config | {"final_logit_softcapping": 30.0}))
+    assert "how a qwen2 does it is not known here" in model(str(capped), 320).refused
+    assert "lower data.max_len to at most 512" in model(str(make_tiny(tmp_path / "short")), 600).refused
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "no config.json" in model(str(empty), 320).refused
+    with pytest.raises(ConfigError, match="no such directory, and no name of a model on the Hugging Face hub"):
+        model("./nowhere", 320)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name a model, an architecture or --all\nusage: slurm-rlhf check-parity"),
+        (
+            ["--architecture=gema2"],
+            "is not in the table of compared architectures; did you mean gemma2",
+        ),
+        (["--architecture"], "--architecture takes a value: a tiny random model"),
+        (["--al"], "unknown option 'al'; did you mean all?"),
+        (["--all=yes"], "unknown option 'all'"),
+        (["--all", "--precision=fp8"], "--precision: unknown 'fp8' (valid: fp32, bf16, "),
+        (["--all", "--precision="], "--precision takes a value: fp32, bf16"),
+        (["--all", "--max_len=3"], "--max_len takes a whole number of at least 48, got '3'"),
+        (["--all", "--timeout", "soon"], "--timeout takes a number of at least 1, got 'soon'"),
+        (["./nowhere"], "./nowhere: no such directory"),
+    ],
+)
+def test_bad_words(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-parity", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_help(columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["check-parity", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: slurm-rlhf check-parity [MODEL ...]")
+    assert all(f"--{name} " in out for name in ("architecture", "all", "precision", "timeout", "json"))
+    assert max(map(len, out.splitlines()[1:])) <= int(columns)
+
+
+def test_a_refused_model_is_a_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check-parity", "--architecture=apertus"]) == 1
+    out = capsys.readouterr().out
+    assert "ApertusForCausalLM: refused: with random weights its log-probs in vLLM and in transformers are" in out
+    assert out.endswith("\n1 refused\n")
+    assert main(["check-parity", "--architecture=apertus,phimoe", "--json"]) == 1
+    lines = json.loads(capsys.readouterr().out)["lines"]
+    assert [line["model"] for line in lines] == ["ApertusForCausalLM", "PhiMoEForCausalLM"]

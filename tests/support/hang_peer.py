@@ -1,0 +1,52 @@
+"""A rank in a process of its own that hangs on demand; it answers for its stacks as every rank does."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+from slurm_rlhf.control.auth import RunKeys
+from slurm_rlhf.control.client import ControlClient
+from slurm_rlhf.errors import RoleDied
+from slurm_rlhf.observe.stacks import late_s
+from slurm_rlhf.workers.own_stacks import answer, expect_beat
+from slurm_rlhf.workers.rank_process import log_to
+
+INTERVAL = 0.2
+
+
+def hold_the_lock(seconds: float) -> None:
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+
+
+def work_in_python(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+def main(endpoint: str, keys: str, role: str, rank: str, world: str, limit: str, log: str) -> None:
+    log_to(Path(log))
+    client = ControlClient(
+        endpoint,
+        RunKeys.load(keys),
+        role,
+        int(rank),
+        int(world),
+        host="n1",
+        heartbeat_interval=INTERVAL,
+        heartbeat_limit=float(limit),
+        on_beat=partial(expect_beat, late_s(float(limit))),
+        beside={"stacks": answer},
+    )
+    while (request := client.receive()) is not None:
+        globals()[request.method](request.args["seconds"])
+        request.reply(None)
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except RoleDied:
+        sys.exit(3)
