@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from slurm_rlhf.cli.generate import engine_launcher, refuse_many_processes
+from slurm_rlhf.cli.generate import SETTINGS, engine_launcher, refuse_many_processes
 from slurm_rlhf.cli.main import Command, parse
 from slurm_rlhf.cli.train import given_twice
 from slurm_rlhf.cluster.resources import nodes_here
@@ -41,7 +41,8 @@ def run(words: list[str]) -> int:
             print(f"evaluation {one.settings.name}: {one.prompts.dropped} prompts are too long and are dropped")
     per_node = config.generate.engines_per_node
     ranks = engines_everywhere(nodes_here(os.environ), config.vllm.tensor_parallel_size, per_node)
-    code = job.run(ranks, engine_launcher(config, job.root, ranks))
+    places = [(f"eval.datasets, {one.settings.name}", one.settings.path) for one in job.sets]
+    code = job.run(ranks, engine_launcher(config, job.root, ranks, places))
     if code:
         return code
     print(f"\n{report_text(job.report().reports)}\n\nreport: {job.root / 'eval.json'}", flush=True)
@@ -74,6 +75,6 @@ COMMANDS = {
         "prompts that are missing.",
         run,
         OPTIONS,
-        ["eval", "run_dir", "data", "rollout", "vllm", "reward", "train", "ds", "logger", "timeout", "slurm"],
+        ["eval", "run_dir", "data", "rollout", "vllm", "reward", *SETTINGS],
     ),
 }
