@@ -156,6 +156,8 @@ def parse_line(line: bytes, number: int, path: Path | str) -> dict[str, Any]:
         raise DataError(f"{where}: not valid JSON: {what} at column {error.colno}{_hint(line)}") from None
     except RecursionError:
         raise DataError(f"{where}: nested too deeply") from None
+    except ValueError as error:  # Python reads no integer of more than 4300 digits
+        raise DataError(f"{where}: not a number that can be read: {error}") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: a JSON object is needed, got {_shown(row)}{_hint(line)}")
     return row
