@@ -15,7 +15,7 @@ from attackers import Fire, counted, record
 from browser import open_page
 from call_times import Call, calls, noted
 from mpi_runs import mpirun
-from training_runs import COMMAND, assert_close_metrics, metrics, started, timeless, train, workspace
+from training_runs import assert_close_metrics, metrics, started, timeless, train, workspace
 from warm_runs import WarmRun
 
 from slurm_rlhf.control.auth import RunKeys
@@ -208,6 +208,8 @@ def test_evaluations_are_kept_and_the_best_checkpoint_is_named(whole: tuple[Path
 
 def test_eval_of_the_final_model_finds_what_the_last_evaluation_found(config: Path, whole: tuple[Path, str]) -> None:
     """Killed in the middle and started again: the greedy responses are those of the training's last evaluation."""
+    from training_runs import COMMAND
+
     out = config.parent / "evaluated"
     words = (f"--model={whole[0]}", f"--output={out}", *EVALUATED, "--vllm.max_num_seqs=4")
     eval_command = [*COMMAND[:-1], "eval"]
