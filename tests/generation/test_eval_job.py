@@ -127,3 +127,12 @@ def test_the_report_of_an_output(file: Path, tmp_path: Path) -> None:
     assert written["eval"] == pytest.approx(0.375)
     assert written["model"] == str(file.parent / "model")
     assert len((tmp_path / "out" / "eval.jsonl").read_text().splitlines()) == 72
+
+
+def test_its_help_has_its_options_and_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["eval", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert "--model " in out
+    assert "--output " in out
+    assert cli.main(["eval", "--help", "eval"]) == 0
+    assert "--eval.datasets PATH ..." in capsys.readouterr().out
