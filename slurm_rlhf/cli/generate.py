@@ -112,6 +112,7 @@ def _look(config: Config, directory: Path, ranks: RankMap, places: Places, slurm
         versions=versions(),
         ranks=ranks,
         place=lambda names: ranks,
+        measure=False,
         inside=container != HOST,
         job=str(slurm.job_id) if slurm is not None else "",
         started=" ".join(container.command("...", gpus=False)[:-2]),
