@@ -93,6 +93,10 @@ def test_the_report_shows_the_run(whole: tuple[Path, str], tmp_path: Path) -> No
     for line, row in zip(files.timeline, files.rows, strict=True):
         assert line["step"] == row["step"]
         assert 0.8 * row["time/step"] < line["seconds"]
+    assert files.layout["weight_transfer"]["backend"] == "gloo"
+    used = [memory["used"] for ranks in files.layout["memory"].values() for memory in ranks.values()]
+    assert len(used) == 6
+    assert all(100 << 20 < each < 20 << 30 for each in used)
     with open_page(tmp_path) as page:
         page.open(run_dir / "report.html", 1280, 800, dark=False)
         assert page.complaints == []
