@@ -14,7 +14,7 @@ from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.cluster.slurm_job import granted_types
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.model_directory import check_tensor_parallel
-from slurm_rlhf.config.roles import ROLLOUT, colocations
+from slurm_rlhf.config.roles import ROLLOUT, colocations, has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, PlacementError
 from slurm_rlhf.placement.gpus import TELL, GpuSize, found_size, told_size
@@ -98,7 +98,8 @@ def memory_of(config: Config, found: GpuSize | None) -> Memory:
     except ModelError as error:
         return Memory(size, str(error))
     actor = config.actor.model_name_or_path
-    check_tensor_parallel("actor.model_name_or_path", actor, config.vllm.tensor_parallel_size)
+    if has_engines(config):
+        check_tensor_parallel("actor.model_name_or_path", actor, config.vllm.tensor_parallel_size)
     return Memory(size, "", account(config, models, size.memory), models)
 
 
@@ -151,6 +152,11 @@ def draw_memory(config: Config, memory: Memory) -> str:
 
 def _kv_line(config: Config, found: Account) -> str:
     engine, wanted = found.engine, found.wanted
+    if engine is None:
+        return (
+            f"A rank of the actor samples {config.rollout.hf_max_num_seqs} responses at a time, of up to data.max_len "
+            f"= {config.data.max_len} tokens (rollout.engine = hf)."
+        )
     fewer = " (not all fit at once: sampling takes longer)" if engine.sequences < wanted else ""
     return (
         f"KV cache of an engine: {engine.blocks} blocks, {int(engine.sequences)} sequences of data.max_len = "
@@ -181,7 +187,8 @@ def memory_json(memory: Memory) -> dict[str, Any]:
             }
             for row in found.rows
         ],
-        "kv_cache": {
+        "kv_cache": found.engine
+        and {
             "block_bytes": found.engine.block,
             "blocks": found.engine.blocks,
             "sequences": found.engine.sequences,
@@ -212,7 +219,7 @@ def require_fit(config: Config, memory: Memory) -> None:
 
 def _problem(row: Row, config: Config, found: Account) -> str:
     largest = ", ".join(f"{what} {gib(size)}" for what, size in row.terms[:_LARGEST])
-    if row.role == ROLLOUT and row.fits:
+    if row.role == ROLLOUT and row.fits and found.engine is not None:
         text = (
             f"rollout: {gib(max(found.engine.kv, 0))} GiB are left for the KV cache, {found.engine.sequences:.2f} of a "
             f"sequence of data.max_len = {config.data.max_len}; the rest is taken by {largest}"

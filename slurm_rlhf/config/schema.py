@@ -47,6 +47,15 @@ class Data:
 
 @dataclass(slots=True)
 class Rollout:
+    engine: Literal["vllm", "hf"] = "vllm"
+    """vllm: engines of their own. hf: the actor's ranks sample with transformers' `generate`, for models that vLLM does
+    not run: slower, without a rollout role and without weight transfers. Keys of vllm and sync then have no effect."""
+    hf_max_num_seqs: Annotated[int, COUNT] = 64
+    """With rollout.engine = hf: responses that a rank of the actor works on at once."""
+    hf_gather: Literal["auto", "batch", "layer"] = "auto"
+    """With rollout.engine = hf and ds.zero_stage = 3: batch gathers all parameters on every rank, once for the
+    responses of a step; layer gathers each layer for each token, all ranks together. auto: batch where memory allows.
+    """
     batch_size: Annotated[int, COUNT] = 128
     """Prompts per training step."""
     vllm_generate_batch_size: Annotated[int, NOT_NEGATIVE] = 0

@@ -281,6 +281,15 @@ class RoleHandle(Generic[C]):
         """
         return gather(self.start_all(method, argument))
 
+    def phases(self) -> dict[int, str]:
+        """Return what each rank is doing, as of its last heartbeat: rank -> phase."""
+        return {peer.rank: peer.phase for peer in self._server.peers(self.role)}
+
+    def names(self, rank: int) -> str:
+        """Name a rank, with its node and process id."""
+        found = [str(peer) for peer in self._server.peers(self.role) if peer.rank == rank]
+        return found[0] if found else f"{self.role} rank {rank}"
+
     def shut_down(self, rank: int) -> Future[str]:
         """Ask one process of the role to end, an engine's followers included."""
         return self._send(rank, spec_of(RankCalls.shutdown), {})
