@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patched_ranks import patched
 from training_runs import Run, metrics, started, timeless, train, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
@@ -33,11 +35,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def late(config: Path) -> Iterator[Run]:
     """A run of two engines, of which the second starts when `hold` exists."""
-    (config.parent / "site").mkdir()
-    (config.parent / "site" / "sitecustomize.py").write_text(LATE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{config.parent / 'site'}:{os.environ.get('PYTHONPATH', '')}")
-        patch.setenv("TEST_HOLD", str(config.parent / "hold"))
+    with patched(config.parent / "site", LATE, TEST_HOLD=str(config.parent / "hold")):
         run = Run(
             config, config.parent / "late", *TP, ENDLESS, "--vllm.num_engines=2", "--train.full_determinism=false"
         )
@@ -82,6 +80,9 @@ def test_the_late_engine_joins_with_the_current_weights(late: Run) -> None:
 
 def test_a_failed_engine_ends_the_run_by_name_within_seconds(late: Run) -> None:
     [follower] = [pid for pid in late.ranks("rollout") if _rank(pid) == "3"]
+    # The queues between the ranks have no name by now, so that a killed rank leaves nothing in /dev/shm.
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in late.ranks("rollout"))
+    assert set(re.findall(r"/dev/shm/psm_\w+(.*)", maps)) == {" (deleted)"}
     begun = time.monotonic()
     os.kill(follower, signal.SIGKILL)
     code, output = late.wait(30)

@@ -1,7 +1,7 @@
 "use strict";
 // The head of the page, the sections in their order, light and dark.
 
-const SECTIONS = [["Curves", curvesSection], ["Time", timesSection], ["Who waits", timelineSection], ["Ranks", nodesSection], ["Weights", syncSection], ["Samples", samplesSection], ["Events", historySection], ["Configuration", settingsSection]];
+const SECTIONS = [["Curves", curvesSection], ["Time", timesSection], ["Who waits", timelineSection], ["Ranks", nodesSection], ["Weights", syncSection], ["Evaluation", evaluationSection], ["Samples", samplesSection], ["Events", historySection], ["Configuration", settingsSection]];
 
 function theme(name) {
   document.documentElement.dataset.theme = name;
