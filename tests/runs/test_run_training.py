@@ -7,14 +7,14 @@ import json
 import os
 import statistics
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from attackers import Fire, counted, record
 from browser import open_page
-from call_times import Call, calls, noted
-from mpi_runs import mpirun
-from training_runs import assert_close_metrics, metrics, started, timeless, train, workspace
+from patched_ranks import Call, calls, noted
+from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train, workspace
 from warm_runs import WarmRun
 
 from slurm_rlhf.control.auth import RunKeys
@@ -30,8 +30,11 @@ EVALUATED = (
     *("--eval.steps=1", "--eval.overlap=true", "--eval.temperature=1", "--eval.n_samples_per_prompt=4"),
     "--ckpt.best_metric=eval/sampled/mean",
 )
-WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", NORMALIZED, *EVALUATED)
-SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2", NORMALIZED)
+# A term of the loss beside that of the policy, with a column of weights of its own.
+NLL = "--actor.nll_coef=0.1"
+SAME = (NORMALIZED, NLL, *EVALUATED)
+WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", *SAME)
+SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2", NORMALIZED, NLL)
 STEPS = 4
 
 
@@ -59,6 +62,7 @@ def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
         assert {"reward", "kl", "accuracy", "time/rollout", "time/update", "time/sync", "perf/tokens_per_s"} <= set(row)
+    assert any(row["nll_loss"] > 0 for row in rows)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["steps"] == STEPS
@@ -76,12 +80,11 @@ def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
 
 
 def test_the_report_shows_the_run(whole: tuple[Path, str], tmp_path: Path) -> None:
-    """In a browser; its data, and what it cost."""
+    """In a browser, and its data."""
     run_dir, _ = whole
     files = RunFiles.read(RunDirectory(run_dir))
-    assert [event.event for event in files.events if event.event != "warning"] == [
-        *("start", "checkpoint", "checkpoint", "finish")
-    ]
+    kinds = [event.event for event in files.events if event.event != "warning"]
+    assert (kinds[0], kinds[-1], set(kinds[1:-1])) == ("start", "finish", {"checkpoint"})
     assert [sample.step for sample in files.samples] == [1, 1, 2, 2, 3, 3, 4, 4]
     for sample in files.samples:
         assert "".join(sample.tokens).startswith(sample.response)
@@ -93,6 +96,10 @@ def test_the_report_shows_the_run(whole: tuple[Path, str], tmp_path: Path) -> No
     for line, row in zip(files.timeline, files.rows, strict=True):
         assert line["step"] == row["step"]
         assert 0.8 * row["time/step"] < line["seconds"]
+    assert files.layout["weight_transfer"]["backend"] == "gloo"
+    used = [memory["used"] for ranks in files.layout["memory"].values() for memory in ranks.values()]
+    assert len(used) == 6
+    assert all(100 << 20 < each < 20 << 30 for each in used)
     with open_page(tmp_path) as page:
         page.open(run_dir / "report.html", 1280, 800, dark=False)
         assert page.complaints == []
@@ -170,7 +177,7 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
 def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, whole: tuple[Path, str]) -> None:
     """From the whole run's checkpoint: the actor shrinks, the critic grows, one engine is left of two."""
     run_dir, half = config.parent / "resized", whole[0] / "checkpoints" / "step_000002"
-    words = (f"--resume={half}", "--critic.num_gpus_per_node=2", NORMALIZED, *EVALUATED)
+    words = (f"--resume={half}", "--critic.num_gpus_per_node=2", *SAME)
     code, output = train(config, run_dir, *words, warm=True)
     assert code == 0, output
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -203,6 +210,39 @@ def test_evaluations_are_kept_and_the_best_checkpoint_is_named(whole: tuple[Path
     assert summary["best"]["value"] == best["eval/sampled/mean"]
     assert (run_dir / summary["best"]["checkpoint"] / "manifest.json").exists()
     assert "evaluation of step 1: " in output
+
+
+def test_eval_of_the_final_model_finds_what_the_last_evaluation_found(config: Path, whole: tuple[Path, str]) -> None:
+    """Killed in the middle and started again: the greedy responses are those of the training's last evaluation."""
+    from training_runs import COMMAND
+
+    out = config.parent / "evaluated"
+    words = (f"--model={whole[0]}", f"--output={out}", *EVALUATED, "--vllm.max_num_seqs=4")
+    eval_command = [*COMMAND[:-1], "eval"]
+    with started(config, out, *words, command=eval_command, warm=True) as job:
+        job.wait_for_file("output.jsonl", 90)
+        end = time.monotonic() + 90
+        while (out / "output.jsonl").read_bytes().count(b"\n") < 5:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        job.process.kill()
+        job.assert_gone(15)
+    before = (out / "output.jsonl").read_bytes().count(b"\n")
+    code, output = train(config, out, *words, command=eval_command, warm=True)
+    assert code == 0, output
+    assert 5 <= before < 120
+    assert "are there from before" in output
+    ours = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
+    theirs = [json.loads(line) for line in (whole[0] / "eval" / f"step_{STEPS:06d}.jsonl").read_text().splitlines()]
+    kept = ("dataset", "index", "sample", "source", "prompt", "label", "prompt_tokens")
+    assert [[one[name] for name in kept] for one in ours] == [[one[name] for name in kept] for one in theirs]
+    told = ("response", "score", "answer", "response_tokens", "finish_reason")
+    assert [[one[name] for name in told] for one in ours[:24]] == [[one[name] for name in told] for one in theirs[:24]]
+    figures = json.loads((out / "eval.json").read_text())["datasets"]
+    trained = json.loads((whole[0] / "eval" / f"step_{STEPS:06d}.json").read_text())["datasets"]
+    assert figures[0] == trained[0]
+    assert "data set  prompts" in output
+    assert "sampled, by source:" in output
 
 
 def test_ten_thousand_attacks_on_the_control_port_change_nothing(config: Path, whole: tuple[Path, str]) -> None:
@@ -307,8 +347,8 @@ def test_on_shared_slots_one_after_the_other_computes(colocated: tuple[Path, lis
     learn = [{"actor.logprobs"}, {"critic.values"}, *[{"actor.train_step"}, {"critic.train_step"}] * 4]
     start = [{"rollout.start"}, {"rollout.sleep"}, {"actor.start", "critic.start"}]
     evaluate, step = turn, [*turn, *learn]
-    first = [*turn, *learn[:2], {"actor.self_check"}, *learn[2:]]
-    stages = [*start, *first_turn, *first, *step, *evaluate, {"actor.save", "critic.save"}, {"actor.export"}]
+    first = [*first_turn, *learn[:2], {"actor.self_check"}, *evaluate, *learn[2:]]
+    stages = [*start, *first, *step, *evaluate, {"actor.save", "critic.save"}, {"actor.export"}]
     left = iter(call for call in done if call.method != "shutdown")
     before = 0
     for stage in stages:
