@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cluster": BASE | {"placement"},
     "launch": BASE | {"placement", "cluster"},
     "rollout": BASE | {"observe", "placement"},
-    "training": BASE | {"observe", "algorithms", "data", "placement"},
+    "training": BASE | {"observe", "algorithms", "data", "placement", "checkpoint"},
     "weight_sync": BASE | {"observe", "cluster"},
     "checkpoint": BASE | {"observe"},
     "observe": BASE,
