@@ -28,7 +28,7 @@ set -euo pipefail
 # A site with modules:   module load python/3.11 cuda/12.8
 # A venv, or conda:      source ~/rlhf/bin/activate, or: set +u; source ~/miniconda3/bin/activate rlhf; set -u
 # A container:           this script stays outside; options=(--slurm.container=/images/rlhf.sif)
-#                        with pyxis also --slurm.container_runtime=pyxis (all: slurm-rlhf train --help, group slurm)
+#                        with pyxis also --slurm.container_runtime=pyxis (all: slurm-rlhf train --help slurm)
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # if the nodes' names lead to a slow network
 command=slurm-rlhf
 options=()

@@ -14,6 +14,12 @@ class RunDirectory:
         self.root: Final = root
         self.config: Final = root / "config.toml"
         self.metrics: Final = root / "metrics.jsonl"
+        self.samples: Final = root / "samples.jsonl"
+        self.events: Final = root / "events.jsonl"
+        self.timeline: Final = root / "timeline.jsonl"
+        self.layout: Final = root / "layout.json"
+        self.report: Final = root / "report.html"
+        self.trace: Final = root / "trace.json"
         self.tensorboard: Final = root / "tensorboard"
         self.evaluations: Final = root / "eval"
         self.logs: Final = root / "logs"

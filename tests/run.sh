@@ -8,14 +8,14 @@
 #                                          at most, then a table, gpu_report.md and gpu_report.json (--gpu_report=DIR)
 #   bash tests/run.sh -m gpu --rehearse    the same checks on CPUs
 #
-# Some tests start a Slurm cluster of their own on this machine, some ask shellcheck. As root on Debian or Ubuntu their
+# Some tests start a Slurm cluster of their own on this machine, some ask shellcheck or a browser. As root on Debian or Ubuntu their
 # packages are installed if they are missing; elsewhere those tests skip and say so.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 install_packages() {
-  local -a wanted=() packages=(slurm-wlm:slurmctld slurm-client:scontrol munge:munged iproute2:ip shellcheck:shellcheck)
+  local -a wanted=() packages=(slurm-wlm:slurmctld slurm-client:scontrol munge:munged iproute2:ip shellcheck:shellcheck chromium:chromium)
   local pair
   for pair in "${packages[@]}"; do
     PATH=$PATH:/usr/sbin:/sbin command -v "${pair#*:}" >/dev/null || wanted+=("${pair%:*}")

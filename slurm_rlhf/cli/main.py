@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Protocol
 
 from slurm_rlhf import __version__
-from slurm_rlhf.config.key_text import help_text
+from slurm_rlhf.config.key_text import help_text, key_names, listed
+from slurm_rlhf.config.keys import all_keys, groups
 from slurm_rlhf.disk import refusal
 from slurm_rlhf.errors import ConfigError, SlurmRlhfError
 
@@ -27,8 +28,10 @@ WIDEST = 120
 KEYS_INTRO = (
     "Set keys in FILE.toml (`[actor]` and below it `num_nodes = 2`) or on the command line (`--actor.num_nodes=2` or "
     "`--actor.num_nodes 2`), which wins. Relative paths start at the directory of the file, on the command line at the "
-    "working directory. Defaults are in brackets."
+    "working directory."
 )
+ALL = "all"
+"""The word behind --help that lists every key of a command."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +45,8 @@ class Command:
     keys: Collection[str] = ()  # groups and keys of the configuration to list; empty: it takes none
 
     def help_page(self) -> str:
-        """Return all of `slurm-rlhf <name> --help`."""
-        width = min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
+        """Return what `slurm-rlhf <name> --help` prints: of the keys, their names."""
+        width = _width()
         parts = [self.usage, textwrap.fill(self.about, width)]
         if self.options:
             column = max(map(len, self.options)) + 6
@@ -54,7 +57,30 @@ class Command:
             parts.append("\n".join(lines))
         if not self.keys:
             return "\n\n".join(parts) + "\n"
-        return "\n\n".join([*parts, textwrap.fill(KEYS_INTRO, width), help_text(self.keys, width)])
+        more = "Keys by group; `--help GROUP` or `--help KEY` explains them, `--help all` every one:"
+        return "\n\n".join([*parts, textwrap.fill(KEYS_INTRO, width), f"{more}\n\n{key_names(self.keys, width)}"])
+
+    def help_on(self, names: Collection[str]) -> str:
+        """Return what `slurm-rlhf <name> --help NAME ...` prints: keys with texts, and defaults in brackets.
+
+        Raises ConfigError for a name that is neither a key of this command, nor a group of them, nor `all`.
+        """
+        known = {part for key in all_keys().values() if listed(key, self.keys) for part in _parts(key.name)}
+        for name in names:
+            if name not in known | {ALL}:
+                found = ", ".join(sorted(groups() & known))
+                raise ConfigError(f"no help on {unknown(name, known)} (groups: {found}; or {ALL})")
+        return help_text(self.keys if ALL in names else names, _width())
+
+
+def _parts(name: str) -> set[str]:
+    """`algo.kl.target` -> itself, `algo.kl`, `algo`; a key without a group is in `run`."""
+    words = name.split(".")
+    return {".".join(words[:count]) for count in range(1, len(words) + 1)} | ({"run"} if len(words) == 1 else set())
+
+
+def _width() -> int:
+    return min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +114,19 @@ def parse(words: list[str], usage: str, flags: Collection[str] = ()) -> Argument
 
 
 COMMANDS = {
+    "init": ("init", "write the files of a new run for this cluster"),
     "train": ("train", "train a policy by PPO, GRPO or an algorithm of your own"),
     "check": ("check", "look at everything that a run reads, and start nothing"),
+    "preflight": ("preflight", "look at the nodes that a run would start on"),
     "sft": ("train", "train a model on examples, the usual step before PPO"),
     "submit": ("train", "submit `train` as a Slurm job"),
     "status": ("status", "show the state of a job and how far its run is"),
+    "report": ("report", "write a page that shows a run, or several beside each other"),
     "cancel": ("cancel", "end a run, at once or after it has saved"),
     "plan": ("plan", "show which rank of which role goes on which node"),
     "check-parity": ("check_parity", "compare the log-probs of vLLM, transformers and the trainer on a model"),
+    "migrate": ("migrate", "translate a command of OpenRLHF into a TOML file"),
+    "completion": ("completion", "print what completes words in bash or zsh"),
     "docs": ("docs", "show a page of the documentation"),
     "bench": ("bench", "measure parts of a run and compare them with plain loops"),
 }
@@ -210,9 +241,16 @@ def _dispatch(words: list[str]) -> int:
     command: CommandPage = importlib.import_module(f"slurm_rlhf.cli.{COMMANDS[name][0]}").COMMANDS[name]
     # Each bench has its own help page.
     if rest[:1] in (["-h"], ["--help"]) or (name != "bench" and ("-h" in rest or "--help" in rest)):
-        print(command.help_page(), end="")
+        place = next(place for place, word in enumerate(rest) if word in ("-h", "--help"))
+        print(_help(command, [word.lstrip("-") for word in rest[place + 1 :]]), end="")
         return 0
     return command.run(rest)
+
+
+def _help(command: CommandPage, names: list[str]) -> str:
+    if names and isinstance(command, Command) and command.keys:
+        return command.help_on(names)
+    return command.help_page()
 
 
 def _overview() -> str:
@@ -222,5 +260,6 @@ def _overview() -> str:
         "usage: slurm-rlhf COMMAND FILE.toml [FILE.toml ...] [--KEY=VALUE ...]\n\n"
         "RLHF on Slurm, MPI or one machine: one process group per role, DeepSpeed, vLLM, no Ray.\n\n"
         f"commands:\n{commands}\n\n"
-        "`slurm-rlhf COMMAND --help` explains a command and lists its keys; `slurm-rlhf --version` prints the version."
+        "`slurm-rlhf COMMAND --help` explains a command and names its keys, `slurm-rlhf COMMAND --help GROUP` explains "
+        "those;\n`slurm-rlhf docs` has the documentation, `slurm-rlhf --version` prints the version."
     )

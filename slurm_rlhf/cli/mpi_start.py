@@ -9,12 +9,15 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.cli import mpi_preflight
 from slurm_rlhf.cli.main import Arguments, guarded
 from slurm_rlhf.cli.placement_report import check_memory, memory_on, print_resolved
+from slurm_rlhf.cli.preflight import OFF, show
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.slurm_environment import read_slurm
@@ -22,28 +25,33 @@ from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SlurmRlhfError
-from slurm_rlhf.launch.accelerators import judge_accelerators, seen_by_processes
 from slurm_rlhf.launch.mpi.assignment import Assignment, Launched, Placed, Process, place_processes, this_process
 from slurm_rlhf.launch.mpi.communicator import Communicator
 from slurm_rlhf.launch.mpi.launcher import Channel, MpiLauncher
 from slurm_rlhf.launch.mpi.rank import follow, lead
-from slurm_rlhf.launch.preflight import canary_in, judge
-from slurm_rlhf.launch.probe import answer, versions
 from slurm_rlhf.placement.rank_map import RankMap, draw
-from slurm_rlhf.placement.topology import GPU
 
 NO_RECOVERY = "no role can be restarted alone: if a rank fails the run ends, and the same command resumes it"
 
 
 def train(arguments: Arguments, start: Launched) -> int:
     """Return the exit code of the run on rank 0, 0 on the others: the launcher's own. Raises SlurmRlhfError."""
+    return _together(start, lambda world: _first(world, arguments, start))
+
+
+def preflight(arguments: Arguments, start: Launched) -> int:
+    """Look at the nodes and print what is found on rank 0; return the exit codes as `train`."""
+    return _together(start, lambda world: _look(world, arguments, start))
+
+
+def _together(start: Launched, first: Callable[[Communicator], int]) -> int:
     try:
         world = Communicator(start)
     except SlurmRlhfError as error:
         if start.rank:
             return error.exit_code  # rank 0 prints it
         raise
-    code = _first(world, arguments, start) if world.rank == 0 else _other(world)
+    code = first(world) if world.rank == 0 else _other(world)
     world.leave()
     return code
 
@@ -56,13 +64,13 @@ def _first(world: Communicator, arguments: Arguments, start: Launched) -> int:
         check(config)
         placed = place_processes(config, processes, start)
         check_memory(config, placed.ranks)
-        if "dry_run" not in arguments.flags:
-            for note in _check_processes(world, config, placed.ranks, processes):
+        if "dry_run" not in arguments.flags and config.preflight != OFF:
+            report = mpi_preflight.lead(world, config, placed.ranks, processes)
+            report.require()
+            for note in report.notes():
                 print(note, flush=True)
     except SlurmRlhfError as error:
-        world.broadcast(None)
-        print(f"slurm-rlhf: error: {error}", file=sys.stderr)
-        return error.exit_code
+        return _refuse(world, error)
     if "dry_run" in arguments.flags:
         world.broadcast(None)
         from slurm_rlhf.cli.check import look, read
@@ -70,6 +78,25 @@ def _first(world: Communicator, arguments: Arguments, start: Launched) -> int:
         print_resolved(config, draw(placed.ranks), memory_on(config, placed.ranks), look(config, read(config)))
         return 0
     return _run(world, config, placed, arguments)
+
+
+def _look(world: Communicator, arguments: Arguments, start: Launched) -> int:
+    processes = [_process(fields) for fields in world.gather(asdict(this_process()))]
+    try:
+        config = load_config(arguments.files, arguments.overrides)
+        check(config)
+        placed = place_processes(config, processes, start)
+        report = mpi_preflight.lead(world, config, placed.ranks, processes, full=True)
+    except SlurmRlhfError as error:
+        return _refuse(world, error)
+    world.broadcast(None)
+    return show(report, "json" in arguments.flags)
+
+
+def _refuse(world: Communicator, error: SlurmRlhfError) -> int:
+    world.broadcast(None)
+    print(f"slurm-rlhf: error: {error}", file=sys.stderr)
+    return error.exit_code
 
 
 def _run(world: Communicator, config: Config, placed: Placed, arguments: Arguments) -> int:
@@ -90,29 +117,11 @@ def _run(world: Communicator, config: Config, placed: Placed, arguments: Argumen
 
 def _other(world: Communicator) -> int:
     world.gather(asdict(this_process()))
-    message = world.broadcast()
-    if message is not None and "canary" in message:
-        world.gather(answer(Path(message["canary"]), gpus=message["gpus"]))
-        message = world.broadcast()
+    message = mpi_preflight.follow(world)
     if message is not None:
         own = Assignment(*message["assignments"][world.rank])
         follow(world, RankMap.from_json(message["ranks"]), own, message["start_s"])
     return 0
-
-
-def _check_processes(world: Communicator, config: Config, ranks: RankMap, processes: list[Process]) -> list[str]:
-    """Check that every process sees the run directory, with the same packages and usable GPUs; return notes.
-
-    Raises as `judge` and `judge_accelerators` do.
-    """
-    run_dir, gpus = Path(config.run_dir), ranks.topology.accelerator == GPU
-    with canary_in(run_dir) as (canary, token):
-        world.broadcast({"canary": str(canary), "gpus": gpus})
-        answers: list[dict[str, Any]] = world.gather(answer(canary, gpus=gpus))
-    nodes = list(dict.fromkeys(process.node for process in processes))
-    judge({said["node"]: said for said in answers}, nodes, run_dir, token, versions(), "")
-    wanted, equipment = seen_by_processes(answers, gpus, config.ds.attn_implementation)
-    return judge_accelerators(equipment, wanted, "start it with a GPU for each process")
 
 
 def _process(fields: dict[str, Any]) -> Process:

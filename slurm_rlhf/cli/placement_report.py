@@ -14,7 +14,7 @@ from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.cluster.slurm_job import granted_types
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.model_directory import check_tensor_parallel
-from slurm_rlhf.config.roles import ROLLOUT, colocations
+from slurm_rlhf.config.roles import ROLLOUT, colocations, has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError, PlacementError
 from slurm_rlhf.placement.gpus import TELL, GpuSize, found_size, told_size
@@ -23,6 +23,7 @@ from slurm_rlhf.placement.rank_map import RankMap, draw, place
 from slurm_rlhf.placement.rank_memory import Models, read_models
 from slurm_rlhf.placement.remedies import Remedy, changed, fits, remedies
 from slurm_rlhf.placement.role_sizes import role_sizes
+from slurm_rlhf.placement.spares import chosen
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names
 
 EXAMPLE_NODES = "Not in a Slurm allocation: these nodes stand for those that sbatch --nodes={nodes} would get."
@@ -30,13 +31,17 @@ _WIDTH = 100
 _LARGEST = 3
 
 
-def layout_here(config: Config, environ: Mapping[str, str] = os.environ) -> RankMap:
+def layout_here(config: Config, environ: Mapping[str, str] = os.environ, nodes: Sequence[str] = ()) -> RankMap:
     """Place the ranks of a run that starts now, on this machine or in its Slurm allocation.
 
-    Raises PlacementError when the roles do not fit.
+    `nodes`: these of the allocation; empty: all but the last `cluster.spares`. Raises PlacementError when roles do not
+    fit.
     """
     colocate = colocations(config)
-    return place(current_topology(config, colocate, environ), role_sizes(config), colocate)
+    slurm = read_slurm(environ) if config.cluster.spares and not nodes else None
+    if slurm is not None:
+        nodes = chosen(slurm.job_nodes, (), config.cluster.spares)
+    return place(current_topology(config, colocate, environ, nodes), role_sizes(config), colocate)
 
 
 def layout_on(config: Config, names: Sequence[str], gpus: Sequence[int]) -> RankMap:
@@ -93,7 +98,8 @@ def memory_of(config: Config, found: GpuSize | None) -> Memory:
     except ModelError as error:
         return Memory(size, str(error))
     actor = config.actor.model_name_or_path
-    check_tensor_parallel("actor.model_name_or_path", actor, config.vllm.tensor_parallel_size)
+    if has_engines(config):
+        check_tensor_parallel("actor.model_name_or_path", actor, config.vllm.tensor_parallel_size)
     return Memory(size, "", account(config, models, size.memory), models)
 
 
@@ -146,6 +152,11 @@ def draw_memory(config: Config, memory: Memory) -> str:
 
 def _kv_line(config: Config, found: Account) -> str:
     engine, wanted = found.engine, found.wanted
+    if engine is None:
+        return (
+            f"A rank of the actor samples {config.rollout.hf_max_num_seqs} responses at a time, of up to data.max_len "
+            f"= {config.data.max_len} tokens (rollout.engine = hf)."
+        )
     fewer = " (not all fit at once: sampling takes longer)" if engine.sequences < wanted else ""
     return (
         f"KV cache of an engine: {engine.blocks} blocks, {int(engine.sequences)} sequences of data.max_len = "
@@ -176,7 +187,8 @@ def memory_json(memory: Memory) -> dict[str, Any]:
             }
             for row in found.rows
         ],
-        "kv_cache": {
+        "kv_cache": found.engine
+        and {
             "block_bytes": found.engine.block,
             "blocks": found.engine.blocks,
             "sequences": found.engine.sequences,
@@ -207,7 +219,7 @@ def require_fit(config: Config, memory: Memory) -> None:
 
 def _problem(row: Row, config: Config, found: Account) -> str:
     largest = ", ".join(f"{what} {gib(size)}" for what, size in row.terms[:_LARGEST])
-    if row.role == ROLLOUT and row.fits:
+    if row.role == ROLLOUT and row.fits and found.engine is not None:
         text = (
             f"rollout: {gib(max(found.engine.kv, 0))} GiB are left for the KV cache, {found.engine.sequences:.2f} of a "
             f"sequence of data.max_len = {config.data.max_len}; the rest is taken by {largest}"

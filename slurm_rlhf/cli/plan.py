@@ -21,7 +21,7 @@ from slurm_rlhf.cli.placement_report import (
 from slurm_rlhf.cluster.slurm_notation import expand, gpus_of_nodes, slurm_order
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_weights import stored_parameters
-from slurm_rlhf.config.roles import ROLES
+from slurm_rlhf.config.roles import ROLES, has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, ModelError, shortened
 from slurm_rlhf.placement.rank_map import RankMap, draw
@@ -58,13 +58,14 @@ RATES = {
 }
 SIZES = ("num_nodes", "num_gpus_per_node")
 KEYS = [f"{role.group}.{size}" for role in ROLES.values() if role.kind != "engine" for size in SIZES]
-KEYS += ["vllm.num_engines", "vllm.tensor_parallel_size", "vllm.num_nodes"]
+KEYS += ["rollout.engine", "vllm.num_engines", "vllm.tensor_parallel_size", "vllm.num_nodes"]
 KEYS += ["algo.advantage.estimator", "train.plugins", "algo.kl.init_coef", "reward.model_name_or_path"]
 KEYS += ["train.colocate_all", *filter(None, (role.colocation_key for role in ROLES.values()))]
 KEYS += ["ds.zero_stage", "ds.param_dtype", "sync.bucket_mb"]
 KEYS += ["train.gpu", "train.gpu_memory_gb", "train.max_tokens_per_gpu", "train.forward_max_tokens_per_gpu"]
 KEYS += ["train.logprob_chunk_tokens", "actor.gradient_checkpointing_enable", "data.max_len", "ds.enable_sleep"]
 KEYS += ["ref.zero_stage", "ref.offload", "vllm.gpu_memory_utilization", "vllm.max_num_seqs"]
+KEYS += ["rollout.hf_max_num_seqs", "rollout.hf_gather", "rollout.max_new_tokens"]
 
 
 def run(words: list[str]) -> int:
@@ -145,7 +146,12 @@ def _rate(name: str, text: str) -> float:
 
 
 def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
-    """Plan the transfer of the actor's model over `ranks`; None if the model's files do not tell its shapes."""
+    """Plan the transfer of the actor's model over `ranks`.
+
+    None where there are no engines, or the model's files do not tell its shapes.
+    """
+    if not has_engines(config):
+        return None
     try:
         stored = stored_parameters(config.actor.model_name_or_path)
     except ModelError:

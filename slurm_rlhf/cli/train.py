@@ -17,6 +17,7 @@ from slurm_rlhf.cli.placement_report import (
     print_resolved,
     require_fit,
 )
+from slurm_rlhf.cli.preflight import before_run
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_sft, warnings
@@ -26,6 +27,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.launch.launcher import Launcher, LocalLauncher
 from slurm_rlhf.launch.mpi.assignment import launched
+from slurm_rlhf.launch.srun import container_of
 from slurm_rlhf.placement.rank_map import RankMap
 
 USAGE = "usage: slurm-rlhf train FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--dry_run]"
@@ -83,30 +85,23 @@ def train_here(config: Config) -> int:
     check(config)
     ranks = layout_here(config)
     check_memory(config, ranks)
+    ranks = before_run(config, ranks)
     from slurm_rlhf.controller import conductor
 
     return conductor.run_here(config, ranks, _launcher(config, ranks))
 
 
 def _launcher(config: Config, ranks: RankMap) -> Launcher:
-    """Check the nodes and make their launcher: srun steps in a Slurm allocation, else child processes."""
-    from slurm_rlhf.launch.accelerators import Wanted
-    from slurm_rlhf.launch.preflight import check_here, check_nodes
-
-    slurm, run_dir, wanted = read_slurm(os.environ), Path(config.run_dir), Wanted.by(ranks, config)
+    """Make the launcher of the nodes: srun steps in a Slurm allocation, else child processes."""
+    slurm, run_dir = read_slurm(os.environ), Path(config.run_dir)
     if slurm is None:
-        _print_notes(check_here(wanted, os.environ))
         return LocalLauncher(run_dir, ranks)
     from slurm_rlhf.launch.slurm import SlurmLauncher, used_nodes
-    from slurm_rlhf.launch.srun import container_of
 
     nodes = used_nodes(ranks)
-    container = container_of(config)
-    gpus = [ranks.topology.node(node).gpus for node in nodes] if wanted.slots else []
-    _print_notes(check_nodes(run_dir, nodes, container, wanted, gpus))
     print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}, run directory {run_dir}")
     print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
-    return SlurmLauncher(run_dir, ranks, slurm, container)
+    return SlurmLauncher(run_dir, ranks, slurm, container_of(config))
 
 
 def _print_notes(notes: list[str]) -> None:

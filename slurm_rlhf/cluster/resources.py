@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from slurm_rlhf.cluster.gpu_query import local_gpus
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
@@ -68,9 +69,14 @@ def node_name(environ: Mapping[str, str] = os.environ) -> str:
 
 
 def current_topology(
-    config: Config, colocate: Sequence[frozenset[str]] = (), environ: Mapping[str, str] | None = None
+    config: Config,
+    colocate: Sequence[frozenset[str]] = (),
+    environ: Mapping[str, str] | None = None,
+    nodes: Sequence[str] = (),
 ) -> Topology:
     """Return nodes and slots for a run with `config` here. An allocation without GPUs gets process slots.
+
+    `nodes`: take only these of the allocation; empty: all.
 
     Raises PlacementError where the environment contradicts itself or does not hold what `config` asks for.
     """
@@ -79,6 +85,8 @@ def current_topology(
     if slurm is None:
         return local_topology(config, colocate, environ)
     topology = slurm.topology(*_gpus(slurm))
+    if nodes:
+        topology = replace(topology, nodes=tuple(node for node in topology.nodes if node.name in nodes))
     return process_slots(topology, role_sizes(config), colocate) if topology.accelerator == CPU else topology
 
 

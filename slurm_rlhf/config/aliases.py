@@ -98,5 +98,5 @@ def meaning(name: str) -> str:
     if name in _instead():
         return f"OpenRLHF's {name} is no key here: {_instead()[name]}"
     if name in VERL:
-        return f"verl's {name} is {VERL[name]} here (`slurm-rlhf train --help` says what it takes)"
+        return f"verl's {name} is {VERL[name]} here (`slurm-rlhf train --help {VERL[name]}` says what it takes)"
     return ""

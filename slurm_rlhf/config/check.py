@@ -11,6 +11,7 @@ from typing import Any
 
 from slurm_rlhf.config.architectures import problem as attention_problem
 from slurm_rlhf.config.correction import bypass_note
+from slurm_rlhf.config.engine_rules import unused_note
 from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import (
@@ -22,7 +23,7 @@ from slurm_rlhf.config.model_directory import (
     require_tokenizer,
     uncompared,
 )
-from slurm_rlhf.config.roles import ACTOR, ROLES, running_roles
+from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, running_roles
 from slurm_rlhf.config.rules import key_problems, rule_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_cluster import minutes
@@ -51,7 +52,8 @@ def check_sft(config: Config) -> None:
 def warnings(config: Config) -> list[str]:
     """Return what a checked configuration is told although it can be run."""
     key, actor = ROLES[ACTOR].model(config)
-    return list(filter(None, [uncompared(key, actor), bypass_note(config)]))
+    compared = uncompared(key, actor) if has_engines(config) else ""
+    return list(filter(None, [compared, bypass_note(config), unused_note(config)]))
 
 
 def _model_problems(config: Config) -> Iterator[UserError]:
@@ -63,12 +65,14 @@ def _model_problems(config: Config) -> Iterator[UserError]:
     sound = True
     for key, (path, head) in directories.items():
         if path:
-            told = list(_told(_check_model, key, path, config.data.max_len, head=head, sampled=head))
+            how = {"head": head, "sampled": head, "engines": has_engines(config)}
+            told = list(_told(_check_model, key, path, config.data.max_len, **how))
             yield from told
             sound = sound and not told
     actor_key, actor = ROLES[ACTOR].model(config)
     if actor and sound:
-        yield from _told(check_tensor_parallel, actor_key, actor, config.vllm.tensor_parallel_size)
+        if has_engines(config):
+            yield from _told(check_tensor_parallel, actor_key, actor, config.vllm.tensor_parallel_size)
         if config.reward.model_name_or_path:
             yield from _told(check_reward_model, config)
 
@@ -81,10 +85,10 @@ def _told(rule: Callable[..., None], *arguments: Any, **named: Any) -> Iterator[
         yield error
 
 
-def _check_model(key: str, path: str, max_len: int, *, head: bool, sampled: bool) -> None:
+def _check_model(key: str, path: str, max_len: int, *, head: bool, sampled: bool, engines: bool = True) -> None:
     check_model_directory(key, path, tokenizer=head or key == MODEL)
     check_length(key, path, max_len)
-    check_architecture(key, path, head=head, sampled_len=max_len if sampled else 0)
+    check_architecture(key, path, head=head, sampled_len=max_len if sampled and engines else 0, engines=engines)
 
 
 def _raise(problems: Iterable[str], of_models: Iterable[UserError]) -> None:

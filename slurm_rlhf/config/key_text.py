@@ -181,20 +181,21 @@ def dump_toml(config: Config) -> str:
         if key.group != group:
             group = key.group
             lines += ["", f"[{group}]"]
-        lines.append(f"{key.name.rpartition('.')[2]} = {_literal(get(config, key.name))}")
+        lines.append(f"{key.name.rpartition('.')[2]} = {toml_value(get(config, key.name))}")
     return "\n".join(lines) + "\n"
 
 
-def _literal(value: Any) -> str:
+def toml_value(value: Any) -> str:
+    """Write a value of a key as TOML does."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str):
         # JSON escapes what TOML wants escaped, but for DEL.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list):
-        return f"[{', '.join(_literal(item) for item in value)}]"
+        return f"[{', '.join(toml_value(item) for item in value)}]"
     if isinstance(value, EvalDataSet):
-        inner = ", ".join(f"{name} = {_literal(each)}" for name, each in entry_table(value).items())
+        inner = ", ".join(f"{name} = {toml_value(each)}" for name, each in entry_table(value).items())
         return f"{{ {inner} }}"
     return repr(value)
 
@@ -202,12 +203,33 @@ def _literal(value: Any) -> str:
 LEFT = 44  # columns of `--key TYPE` before the text starts beside it
 
 
+def key_names(only: Collection[str] = (), width: int = 100) -> str:
+    """Write the names of keys by group, without their texts. `only` as in `help_text`."""
+    names: dict[str, list[str]] = {}
+    for key in all_keys().values():
+        if listed(key, only):
+            names.setdefault(key.group or "run", []).append(key.name.removeprefix(f"{key.group}."))
+    column = max(map(len, names)) + 4
+    return "".join(
+        textwrap.fill(", ".join(of), width, initial_indent=f"  {group}".ljust(column), subsequent_indent=" " * column)
+        + "\n"
+        for group, of in names.items()
+    )
+
+
+def listed(key: Key, only: Collection[str]) -> bool:
+    """Tell whether `only` names the key or a group that it is in; `run` is the group of keys without one."""
+    if not key.group and "run" in only:
+        return True
+    return not only or any(key.name == part or key.name.startswith(f"{part}.") for part in only)
+
+
 def help_text(only: Collection[str] = (), width: int = 100) -> str:
     """Write keys by group, each with type, docstring and default. `only` names groups or keys (empty: all)."""
     lines: list[str] = []
     group = None
     for key in all_keys().values():
-        if only and not any(key.name == part or key.name.startswith(f"{part}.") for part in only):
+        if not listed(key, only):
             continue
         if key.group != group:
             group = key.group

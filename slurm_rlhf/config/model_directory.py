@@ -73,17 +73,18 @@ def check_length(key: str, path: str, max_len: int) -> None:
         )
 
 
-def check_architecture(key: str, path: str, *, head: bool = True, sampled_len: int = 0) -> None:
+def check_architecture(key: str, path: str, *, head: bool = True, sampled_len: int = 0, engines: bool = True) -> None:
     """Check that the model can be trained. Raises ModelError, which names its architecture.
 
     `architectures` has what is known. `head`: its own head gives log-probs; without, its body alone gives values or
-    scores. `sampled_len`: engines sample texts of up to so many tokens from it; 0: no engine does.
+    scores. `sampled_len`: engines sample texts of up to so many tokens from it; 0: no engine does. `engines` False: nor
+    will any, so that REFUSED, whose models are refused because of them, does not count.
     """
     config = read_config(key, Path(path))
     text = _text_config(config)
     names = config.get("architectures") or []
     for name in names:
-        if name in REFUSED:
+        if engines and name in REFUSED:
             raise ModelError(f"{key}: {path} is a {name}, which cannot be trained here: {REFUSED[name]}")
         window = text.get("sliding_window")
         if name in COMPARED and COMPARED[name].window_differs and isinstance(window, int) and sampled_len > window:

@@ -38,6 +38,11 @@ Kind = Literal["trained", "frozen", "engine"]
 Phase = Literal["training", "rollout"]
 
 
+def has_engines(config: Config) -> bool:
+    """Tell whether engines of their own sample; otherwise the actor's ranks do."""
+    return config.rollout.engine == "vllm"
+
+
 def _always(config: Config) -> bool:
     return True
 
@@ -140,6 +145,7 @@ _ROWS = (
         model_keys=("actor.model_name_or_path",),
         head=True,
         phase="rollout",
+        runs=has_engines,
     ),
 )
 

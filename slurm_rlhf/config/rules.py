@@ -12,10 +12,11 @@ from slurm_rlhf.config.algorithm_rules import (
     sampling_problems,
 )
 from slurm_rlhf.config.correction import correction_problems
+from slurm_rlhf.config.engine_rules import engine_problems
 from slurm_rlhf.config.evaluation import eval_problems
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.loss_rules import loss_problems
-from slurm_rlhf.config.roles import ROLES, running_roles
+from slurm_rlhf.config.roles import ROLES, has_engines, running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_models import Ds
 
@@ -33,6 +34,7 @@ def rule_problems(config: Config) -> Iterator[str]:
         yield from _batches(config)
         yield from loss_problems(config)
     yield from _relations(config)
+    yield from engine_problems(config)
     if not algorithm:
         yield from _colocated(config)
     yield from sampling_problems(config)
@@ -118,7 +120,7 @@ def _relations(config: Config) -> Iterator[str]:
     yield from filter_problems(config)
     ds = config.ds
     holds = ("auto", "fp32") if ds.param_dtype == "fp32" else ("auto", ds.param_dtype, "fp32")
-    if config.vllm.dtype not in holds:
+    if config.vllm.dtype not in holds and has_engines(config):
         yield (
             f"vllm.dtype = {config.vllm.dtype} would round the weights that the actor trains in ds.param_dtype = "
             f"{ds.param_dtype}, at every update: use {' or '.join(holds)}"
@@ -183,6 +185,8 @@ def _colocated(config: Config) -> Iterator[str]:
             )
         return
     yield from _colocated_trainers(config)
+    if not has_engines(config):
+        return
     yield from _colocated_engines(config)
     if config.vllm.sync_mode == "inflight":
         yield (

@@ -3,7 +3,7 @@
 `load.py` reads TOML and dotted overrides into these classes, `rules.py` and `algorithm_rules.py` have the rules that
 span several keys. The docstrings are the help, and the range of each number stands in its type. Groups of their own
 files: actor, critic, ref, reward and ds in `schema_models.py`, algo in `schema_algorithm.py`, eval in
-`schema_eval.py`, slurm and timeout in `schema_cluster.py`.
+`schema_eval.py`, slurm, cluster and timeout in `schema_cluster.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 
 from slurm_rlhf.config.ranges import COUNT, NOT_NEGATIVE, POSITIVE, TEMPERATURE, FilePath, Range
 from slurm_rlhf.config.schema_algorithm import Algo
-from slurm_rlhf.config.schema_cluster import Slurm, Timeout
+from slurm_rlhf.config.schema_cluster import Cluster, Slurm, Timeout
 from slurm_rlhf.config.schema_eval import Eval
 from slurm_rlhf.config.schema_models import Actor, Critic, Ds, Ref, Reward
 
@@ -47,6 +47,15 @@ class Data:
 
 @dataclass(slots=True)
 class Rollout:
+    engine: Literal["vllm", "hf"] = "vllm"
+    """vllm: engines of their own. hf: the actor's ranks sample with transformers' `generate`, for models that vLLM does
+    not run: slower, without a rollout role and without weight transfers. Keys of vllm and sync then have no effect."""
+    hf_max_num_seqs: Annotated[int, COUNT] = 64
+    """With rollout.engine = hf: responses that a rank of the actor works on at once."""
+    hf_gather: Literal["auto", "batch", "layer"] = "auto"
+    """With rollout.engine = hf and ds.zero_stage = 3: batch gathers all parameters on every rank, once for the
+    responses of a step; layer gathers each layer for each token, all ranks together. auto: batch where memory allows.
+    """
     batch_size: Annotated[int, COUNT] = 128
     """Prompts per training step."""
     vllm_generate_batch_size: Annotated[int, NOT_NEGATIVE] = 0
@@ -196,6 +205,13 @@ class Logger:
     """Write TensorBoard events."""
     progress: Literal["auto", "rich", "plain", "none"] = "auto"
     """auto (rich on a terminal, plain lines elsewhere), rich, plain or none."""
+    samples: Annotated[int, NOT_NEGATIVE] = 2
+    """Responses of each step, drawn by train.seed, that samples.jsonl, the report and TensorBoard show; 0: none."""
+    print_samples: bool = False
+    """Print them, too."""
+    report_steps: Annotated[int, NOT_NEGATIVE] = 10
+    """Write report.html after the first step, then every so many steps, if that costs less than 1 % of the time, and at
+    the end; 0: at the end only."""
 
 
 @dataclass(slots=True)
@@ -224,6 +240,9 @@ class Config:
     """Where everything of the run goes; empty: runs/<name of the TOML file>."""
     resume: FilePath = "auto"
     """auto (from the newest checkpoint in run_dir, anew if there is none), never, or a checkpoint directory."""
+    preflight: Literal["auto", "quick", "off"] = "auto"
+    """Look at the nodes before weights load. auto: on several nodes also the links between them and all process groups
+    of the run; quick: each node by itself; off: not at all. `slurm-rlhf preflight` does only this."""
     data: Data = field(default_factory=Data)
     actor: Actor = field(default_factory=Actor)
     critic: Critic = field(default_factory=Critic)
@@ -240,4 +259,5 @@ class Config:
     logger: Logger = field(default_factory=Logger)
     timeout: Timeout = field(default_factory=Timeout)
     slurm: Slurm = field(default_factory=Slurm)
+    cluster: Cluster = field(default_factory=Cluster)
     sft: Sft = field(default_factory=Sft)

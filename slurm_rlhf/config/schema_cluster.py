@@ -1,4 +1,4 @@
-"""The groups of the configuration that belong to the cluster and not to the training: `slurm` and `timeout`."""
+"""The groups of the configuration that belong to the cluster and not to the training: `slurm`, `cluster`, `timeout`."""
 
 from __future__ import annotations
 
@@ -85,6 +85,15 @@ def minutes(text: str) -> int:
 
 
 @dataclass(slots=True)
+class Cluster:
+    """The nodes."""
+
+    spares: Annotated[int, NOT_NEGATIVE] = 0
+    """Nodes of a Slurm allocation that are kept in reserve: a node that preflight finds bad is left out, and the run
+    starts without it. `slurm-rlhf submit` asks for so many more."""
+
+
+@dataclass(slots=True)
 class Timeout:
     """The one table of time-outs, in seconds."""
 
@@ -115,5 +124,7 @@ class Timeout:
     hang: Annotated[float, POSITIVE] = 30.0
     """The least time without an answer or a change of phase that the watchdog calls a hang. It learns 10 times what is
     usual in the phase, and stays below the deadlines above. train.on_hang says what follows."""
+    preflight: Annotated[float, POSITIVE] = 60.0
+    """The look at all nodes before weights load."""
     shutdown: Annotated[float, POSITIVE] = 8.0
     """From the request to leave to SIGTERM, and again to SIGKILL (half each)."""

@@ -170,6 +170,18 @@ class GenerateBatch:
     answer: int = 0  # 0: as many as this call asks for
 
 
+@dataclass(frozen=True, slots=True)
+class ResponseBatch:
+    """Asks a rank of the actor for one response to each of N prompts; a prompt comes as often as it has samples."""
+
+    prompts: PackedPrompts  # may be empty: the rank takes part in what all ranks do together
+    samples: I32  # [N], number of the sample
+    sampling: Sampling
+    run_seed: int
+    version: int  # of the policy
+    last: bool  # of the batches that are sampled with the present weights
+
+
 class Sampled(NamedTuple):
     position: int  # as in PromptTokens
     trajectory: Trajectory
@@ -260,6 +272,14 @@ class ActorCalls(TrainerCalls, LogprobCalls, SyncCalls, Protocol):
     @call(deadline="checkpoint")
     def export(self, request: DirectoryRequest) -> None:
         """Write the policy and its tokenizer as a Hugging Face directory."""
+
+    @call(deadline="generate")
+    def generate(self, batch: ResponseBatch) -> GenerateAnswer:
+        """Sample responses (rollout.engine = hf). Every rank gets as many of these calls, in the same order."""
+
+    @call(deadline="generate")
+    def drop(self) -> None:
+        """End sampling, also in the calls that came before: they are answered with nothing."""
 
     @call(deadline="sync")
     def sync_listen(self, request: ListenRequest) -> StoreAddress:

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -68,6 +69,9 @@ class ControlClient:
         self._on_beat = on_beat
         self._beside = beside or {}
         self._inbox: SimpleQueue[Request | None] = SimpleQueue()
+        # Each has one writer: the I/O thread, and the thread that takes calls.
+        self._arrived: Counter[str] = Counter()
+        self._taken: Counter[str] = Counter()
         self._outbox: SimpleQueue[tuple[str, list[Part], int]] = SimpleQueue()
         self._sent = self._received = 0
         self._welcomed = threading.Event()
@@ -105,7 +109,12 @@ class ControlClient:
             self._inbox.put(None)
             self._raise_if_lost()
             raise RunError(f"{self._me}: its control client is closed")
+        self._taken[request.method] += 1
         return request
+
+    def waits(self, method: str) -> bool:
+        """Tell whether a call of `method` has arrived that nobody has taken yet."""
+        return self._arrived[method] > self._taken[method]
 
     def event(self, name: str, /, **data: Any) -> None:
         """Tell the conductor something unasked. Does not block; raises WireError as `Request.reply` does."""
@@ -235,6 +244,7 @@ class ControlClient:
                     request = Request(method, {}, call, self._post)
                     threading.Thread(target=self._answer, args=(request,), name=method, daemon=True).start()
                 case {"method": str(method), "args": dict(args)}:
+                    self._arrived[method] += 1
                     self._inbox.put(Request(method, args, call, self._post))
                 case _:
                     raise WireError("a call without method and arguments")

@@ -228,8 +228,8 @@ class RoleHandle(Generic[C]):
         self.world = world
         self._server = server
         self._timeout = timeout
-        self.watch: Callable[[int], Callable[[], None]] | None = None
-        """Gets the rank of each call, and returns what to call when the answer is there."""
+        self.watchers: list[Callable[[int, str], Callable[[], None]]] = []
+        """Each gets the rank and the name of every call, and returns what to call when the answer is there."""
 
     @overload
     def call(self, rank: int, method: Callable[[C], R], /) -> Future[R]: ...
@@ -248,9 +248,9 @@ class RoleHandle(Generic[C]):
             wanted = spec.argument.__name__ if spec.argument else "no argument"
             raise RunError(f"{self.role}.{spec.name} takes {wanted}, and got a {type(argument).__name__}")
         future = self._send(self._rank(rank), spec, {} if argument is None else argument)
-        if self.watch is not None:
-            ended = self.watch(self._rank(rank))
-            future.add_done_callback(lambda _: ended())
+        for watch in self.watchers:
+            ended = watch(self._rank(rank), spec.name)
+            future.add_done_callback(lambda _, ended=ended: ended())  # type: ignore[misc]
         return future
 
     @overload
@@ -280,6 +280,15 @@ class RoleHandle(Generic[C]):
         waited for, and end by themselves.
         """
         return gather(self.start_all(method, argument))
+
+    def phases(self) -> dict[int, str]:
+        """Return what each rank is doing, as of its last heartbeat: rank -> phase."""
+        return {peer.rank: peer.phase for peer in self._server.peers(self.role)}
+
+    def names(self, rank: int) -> str:
+        """Name a rank, with its node and process id."""
+        found = [str(peer) for peer in self._server.peers(self.role) if peer.rank == rank]
+        return found[0] if found else f"{self.role} rank {rank}"
 
     def shut_down(self, rank: int) -> Future[str]:
         """Ask one process of the role to end, an engine's followers included."""

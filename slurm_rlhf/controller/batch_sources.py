@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import cast
 
 from slurm_rlhf.algorithms.dynamic_filter import refill
+from slurm_rlhf.config.roles import has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.batches import (
     Batch,
@@ -19,7 +21,7 @@ from slurm_rlhf.controller.batches import (
     prompts_at_once,
     sampling_of,
 )
-from slurm_rlhf.controller.dispatch import Dispatcher
+from slurm_rlhf.controller.dispatch import Dispatcher, Sampler
 from slurm_rlhf.controller.engine_feed import EngineFeed
 from slurm_rlhf.controller.group_rules import Standing, first_passing
 from slurm_rlhf.controller.group_stream import GroupStream, Rule
@@ -74,7 +76,7 @@ class Awakened:
 
 @dataclass(slots=True)
 class Rounds:
-    """Samples filtered batches in rounds, for `OnDemand`: train.full_determinism.
+    """Samples filtered batches in rounds, for `OnDemand`: train.full_determinism, and rollout.engine = hf.
 
     The size of a round depends on what passed in those before it and never on time, and so does which engine gets what,
     so the metrics are equal bit for bit. The price: engines wait for the last response of a round.
@@ -83,7 +85,7 @@ class Rounds:
     config: Config
     prompts: PromptSet
     order: PromptOrder
-    dispatcher: Dispatcher
+    dispatcher: Sampler
     reward: Scoring
     awake: Awake
 
@@ -138,7 +140,7 @@ class Parts:
     prompts: PromptSet
     order: PromptOrder
     last: int  # step of the run
-    dispatcher: Dispatcher
+    dispatcher: Sampler
     reward: Scoring
     awake: Awake
 
@@ -150,18 +152,19 @@ def make_batches(parts: Parts, sample: Callable[[int], Batch]) -> Batches:
     if not ahead and not filtered:
         return OnDemand(sample)
     dispatcher, batch = parts.dispatcher, config.rollout.batch_size
-    if not ahead and config.train.full_determinism:
+    if not has_engines(config) or (not ahead and config.train.full_determinism):
         rounds = Rounds(config, parts.prompts, parts.order, dispatcher, parts.reward, parts.awake)
         return OnDemand(rounds.sample)
+    engines = cast(Dispatcher, dispatcher)
     size = config.train.async_queue_size if ahead else None
     stream = GroupStream(
         Rule(batch, parts.last, size, prompts_at_once(config), config.algo.dynamic_filtering_max_tries),
         parts.prompts,
         parts.order,
         sampling_of(config),
-        EngineFeed(dispatcher.rollout, dispatcher.run_seed, dispatcher.max_num_seqs),
+        EngineFeed(engines.rollout, engines.run_seed, engines.max_num_seqs),
         parts.reward if filtered else None,
         Tally(config.algo.dynamic_filtering_range) if filtered else None,
-        None if ahead or dispatcher.pool is None else dispatcher.pool.admit,
+        None if ahead or engines.pool is None else engines.pool.admit,
     )
     return stream if ahead else Awakened(stream, parts.awake)

@@ -37,6 +37,7 @@ class Batch:
     seconds: float  # from the first request to the last response
     order: dict[str, Any]  # state of the prompt order once a step has trained on this batch
     rewards: Rewards | None = None  # where they are known already: dynamic sampling asks for them
+    scored: Rewards | None = None  # once the step has its rewards
     metrics: dict[str, float] = field(default_factory=dict)
     judged: int = 0  # groups that dynamic sampling looked at since the batch before; 0: it is off
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -34,6 +35,9 @@ from slurm_rlhf.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
+WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What a file system without locks answers: NFS without its lock daemon, Lustre that is mounted without -o flock."""
+
 MOST_RESTARTS = 5
 """Allocations in a row that may end before a single step: the job would otherwise requeue itself for ever."""
 
@@ -53,9 +57,10 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
     directory = RunDirectory(Path(config.run_dir))
     with run_directory_kept(directory.root):
         directory.make()
-    with _exclusive(directory), _logging(directory.role_log("conductor", node, 0)):
+    reporting = Reporting(config, directory, ranks.worlds)
+    logged = _logging(directory.role_log("conductor", node, 0))
+    with _exclusive(directory), logged, reporting.recorder.listening():
         Session.here(os.environ).write(directory.root)
-        reporting = Reporting(config, directory, ranks.worlds)
         try:
             with Stop(directory.root, continuation.end_time(), config.slurm.signal_lead_s) as stop:
                 try:
@@ -63,7 +68,7 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
                         Conductor(config, directory, ranks, launcher, reporting, stop).run()
                 except StopRequested as stopped:
                     newest = None if stopped.saved else CheckpointDir(directory.root).resolve("auto")
-                    reporting.stopped(stopped.reason.what, stopped.saved, newest)
+                    reporting.stopped(stopped.reason.what, stopped.saved, newest, stopped.reason.requeue)
                     if stopped.reason.requeue:
                         refuse_restart(directory.restart_guard, reporting.moved, config.slurm.signal_lead_s)
                         # Last: Slurm may end this process before it returns.
@@ -100,6 +105,8 @@ class Conductor:
             return
         self.directory.config.write_text(dump_toml(self.config), encoding="utf-8")
         self.reporting.begin(state, inputs.total_steps, checkpoint)
+        self.reporting.recorder.place(self.ranks)
+        self.reporting.recorder.pieces = inputs.tokenizer.pieces
         supervisor = Supervisor(self.config, self.directory, self.ranks, self.launcher)
         watchdog = Watchdog(
             self.config, self.directory, supervisor, self.stop, self.reporting.note, lambda: state.step + 1
@@ -171,10 +178,16 @@ def _exclusive(directory: RunDirectory) -> Iterator[None]:
     with open(directory.lock, "a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise ConfigError(
                 f"{directory.root} is in use by another run. Wait for it, or give this one its own --run_dir."
             ) from None
+        except OSError as error:
+            if error.errno not in WITHOUT_LOCKS:
+                raise
+            print(
+                f"warning: {directory.root} cannot be locked ({error.strerror}): start no second run in it", flush=True
+            )
         yield
 
 

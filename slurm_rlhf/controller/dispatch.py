@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from slurm_rlhf.control.calls import EngineCalls, GenerateAnswer, GenerateBatch, PackedPrompts, PromptTokens
 from slurm_rlhf.control.server import EngineHandle
@@ -20,9 +21,25 @@ Responses = dict[int, list[Trajectory]]
 POLL_S = 0.2
 
 
+class Sampler(Protocol):
+    """Samples responses, whoever computes them: `Dispatcher` with engines, `ActorSampler` with the actor's ranks."""
+
+    run_seed: int
+    loads: dict[int, EngineLoad]
+    """What each engine (rank of the actor) did in the last `run`."""
+
+    def run(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
+        """Sample `sampling.n` responses to each prompt, ordered by (position in `prompts`, sample).
+
+        `version` of the policy seeds them. Blocks; a stop may interrupt it, and drops everything. Calls have the
+        deadline timeout.generate.
+        """
+        ...
+
+
 @dataclass(slots=True)
 class Dispatcher:
-    """Samples with all engines of the rollout role.
+    """Implements `Sampler` with all engines of the rollout role.
 
     Prompts travel in small chunks. Each engine holds enough of them to stay busy and gets the next when one comes
     back, so a slow engine takes fewer prompts. With `deterministic`, prompt i goes to engine i modulo their
@@ -39,7 +56,6 @@ class Dispatcher:
     runs: int = field(default=0, init=False)  # so far
 
     def run(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
-        """Sample `sampling.n` responses to each prompt, ordered by (position in `prompts`, sample)."""
         self.runs += 1
         self.loads = {engine: EngineLoad() for engine in self.rollout.ready}
         found = (

@@ -112,7 +112,7 @@ class GpuAccount:
         """Count the calls of `handles` from here on."""
         self._handles = handles
         for role, handle in handles.items():
-            handle.watch = partial(self._time.began, role)
+            handle.watchers.append(partial(self._time.began, role))
 
     def started(self) -> list[str]:
         """Ask the ranks about their GPUs, and answer notes for the user; all roles have started."""
@@ -146,7 +146,8 @@ class GpuAccount:
         if self._steps == 0:
             self._ask()  # which attention it is shows when it is first used
             notes.append("attention: " + ", ".join(f"{role} {name}" for role, name in self.attention().items()))
-            notes.append("weight transfer: " + " over ".join(self.transfer().values()))
+            if way := self.transfer():
+                notes.append("weight transfer: " + " over ".join(way.values()))
         if self._steps % EVERY == 0:
             notes.append(self.line(metrics))
         self._steps += 1

@@ -76,6 +76,7 @@ class TrainingLoop:
         batch, experience, metrics = self.step.run(number, version, _Overlap(self) if due else None)
         tokens = int(metrics["response_tokens"])
         self._count(number, version + 1, batch.judged or len(batch.prompts), tokens, metrics)
+        self.reporting.samples(batch, experience)
         self.checkpoints.order = batch.order
 
         def timed() -> dict[str, Any]:

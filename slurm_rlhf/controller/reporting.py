@@ -9,12 +9,17 @@ from typing import Any
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.controller.best_checkpoint import Best
 from slurm_rlhf.controller.gpu_account import GpuAccount
+from slurm_rlhf.controller.recording import Recorder
 from slurm_rlhf.controller.run_state import RunState
+from slurm_rlhf.observe import events
 from slurm_rlhf.observe.live import make_progress
 from slurm_rlhf.observe.metrics import MetricsLog, TensorBoardEvents
 from slurm_rlhf.observe.run_status import Summary
+from slurm_rlhf.observe.samples import console_text, markdown_text
+from slurm_rlhf.records import Experience
 from slurm_rlhf.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -29,6 +34,7 @@ class Reporting:
         self._progress = make_progress(config.logger)
         self._metrics = MetricsLog(directory.metrics)
         self._events = TensorBoardEvents(directory.tensorboard) if config.logger.tensorboard else None
+        self._print_samples = config.logger.print_samples
         self._state: RunState | None = None
         self._total = 0
         self._lead_s = config.slurm.signal_lead_s
@@ -40,15 +46,19 @@ class Reporting:
         """A step was done since `begin`."""
         self.gpus: GpuAccount | None = None
         """Set where the run has GPUs: what the summary says of them."""
+        self.recorder = Recorder(config, directory, self.note)
+        """Records what the report shows beside the metrics."""
         self.best: Best | None = None
         """The best step so far, by ckpt.best_metric."""
 
     def note(self, text: str) -> None:
-        """Write a line for the user, and into the log."""
+        """Write a line for the user, and into the log; a warning is an event, too."""
         log.info("%s", text)
         self._progress.note(text)
         if self._starting:
             self._write("running", starting=text)  # for `slurm-rlhf status`
+        if kind := events.kind_of_note(text):
+            self.recorder.event(kind, text)
 
     def begin(self, state: RunState, total: int, checkpoint: Path | None) -> None:
         """Tell that a run of `total` steps starts, or goes on from `checkpoint` at `state`."""
@@ -58,6 +68,8 @@ class Reporting:
         if checkpoint is None:
             self._put_aside()
         dropped = self._metrics.truncate_after(state.step)
+        self.recorder.begin(state.step)
+        self.recorder.event(events.START if checkpoint is None else events.RESUME, f"step {state.step} of {total}")
         if checkpoint is not None:
             again = f", {dropped} later steps are done again" if dropped else ""
             self.note(f"resuming from {checkpoint} at step {state.step}/{total}{again}")
@@ -68,7 +80,9 @@ class Reporting:
         if not self._directory.metrics.exists():
             return
         number = next(n for n in count(1) if not self._directory.aside(self._directory.metrics, n).exists())
-        for path in (self._directory.metrics, self._directory.tensorboard, self._directory.evaluations):
+        directory = self._directory
+        moved = (directory.metrics, directory.tensorboard, directory.evaluations, directory.samples, directory.timeline)
+        for path in moved:
             if path.exists():
                 path.rename(self._directory.aside(path, number))
         self.note(
@@ -82,10 +96,12 @@ class Reporting:
         self._starting = False
         self._write("running")
         self._progress.begin(self._state.step, self._total)
+        self.recorder.stepping()
 
     def phase(self, name: str) -> None:
         """Show the phase of the step that begins; empty: none."""
         self._progress.phase(name)
+        self.recorder.phase(name)
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step that is done."""
@@ -94,6 +110,15 @@ class Reporting:
         if self._events is not None:
             self._events.scalars(step, metrics)
         self._progress.step(step, total, metrics)
+        self.recorder.done(step)
+
+    def samples(self, batch: Batch, experience: Experience) -> None:
+        """Keep a few responses of a step, and show them where they are wanted."""
+        for place, sample in enumerate(self.recorder.samples(batch, experience) or ()):
+            if self._print_samples:
+                self._progress.note(console_text(sample))
+            if self._events is not None:
+                self._events.text(sample.step, f"samples/{place}", markdown_text(sample))
 
     def step_again(self, step: int, total: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step in place of the line that it may have already."""
@@ -112,6 +137,9 @@ class Reporting:
         """Tell that all steps are done and everything is written."""
         self._end()
         self._write("finished")
+        assert self._state is not None
+        self.recorder.event(events.FINISH, f"{self._state.step} steps in {self._state.wall_s:.0f} s")
+        self.recorder.end()
         state = self._state
         assert state is not None
         if state.eval_before is not None and state.eval_after is not None:
@@ -133,6 +161,7 @@ class Reporting:
     def saved(self, step: int, seconds: float) -> None:
         """Tell that a checkpoint is on disk; warn when saving takes longer than Slurm's signal leaves time for."""
         log.info("checkpoint of step %d saved in %.1f s", step, seconds)
+        self.recorder.event(events.CHECKPOINT, f"saved in {seconds:.1f} s")
         lead = self._lead_s
         if seconds > lead / 2 and not self._warned:
             self._warned = True
@@ -141,8 +170,11 @@ class Reporting:
                 f"{lead:.0f} s (slurm.signal_lead_s): raise it and --signal=B:USR1@SECONDS to {3 * seconds:.0f} or more"
             )
 
-    def stopped(self, why: str, saved: bool = True, newest: Path | None = None) -> None:
-        """Tell that the run stops before its last step; `newest`: the checkpoint to go on from, if not all is saved."""
+    def stopped(self, why: str, saved: bool = True, newest: Path | None = None, goes_on: bool = False) -> None:
+        """Tell that the run stops before its last step; `newest`: the checkpoint to go on from, if not all is saved.
+
+        `goes_on`: it asks to go on in another allocation.
+        """
         self._end()
         if self._state is not None:
             self._write("stopped")
@@ -154,6 +186,11 @@ class Reporting:
             else:
                 kept = "no step was done, so there is nothing to save"
             self.note(f"stopped by {why}; {kept}")
+            self.recorder.event(events.STOP, f"stopped by {why}; {kept}")
+            if goes_on:
+                # Before it is asked for: Slurm may end this process first.
+                self.recorder.event(events.REQUEUE, f"asks to go on later, because {why}")
+            self.recorder.end()
 
     def failed(self, error: BaseException) -> None:
         """Tell that `error` ends the run; whoever catches it prints the message."""
@@ -161,6 +198,9 @@ class Reporting:
         if self._state is not None:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)
             self._write("interrupted" if stopped else "failed", str(error))
+            kind = events.STOP if stopped else events.kind_of_failure(str(error))
+            self.recorder.event(kind, str(error) or type(error).__name__)
+            self.recorder.end()
 
     def _best_checkpoint(self) -> dict[str, Any] | None:
         if self.best is None:

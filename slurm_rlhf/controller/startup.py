@@ -18,8 +18,9 @@ from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, ROLLOUT, algor
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import StartAnswer, StartCalls, StartRequest
 from slurm_rlhf.control.server import EngineHandle, gather
+from slurm_rlhf.controller.actor_sampler import ActorSampler
 from slurm_rlhf.controller.colocation import Colocation
-from slurm_rlhf.controller.dispatch import Dispatcher
+from slurm_rlhf.controller.dispatch import Dispatcher, Sampler
 from slurm_rlhf.controller.engine_pool import EnginePool, WeightSync
 from slurm_rlhf.controller.evaluation import EvalSet, Evaluation, read_eval_sets
 from slurm_rlhf.controller.gpu_account import GpuAccount
@@ -57,6 +58,7 @@ class Inputs:
     reward: RewardFunction | None  # None: a model's
     total_steps: int
     findings: PromptFindings  # for the self-check
+    tokenizer: Tokenizer
 
     @classmethod
     def read(cls, config: Config, note: Callable[[str], None]) -> Inputs:
@@ -84,7 +86,7 @@ class Inputs:
         total = config.train.max_steps or order.total
         reward = None if config.reward.model_name_or_path else RewardFunction.of(config.reward)
         findings = PromptFindings.of(prompts, tokenizer, config.data.apply_chat_template)
-        return cls(prompts, evaluation, order, reward, total, findings)
+        return cls(prompts, evaluation, order, reward, total, findings, tokenizer)
 
 
 @dataclass(slots=True)
@@ -107,11 +109,21 @@ class Startup:
         self.supervisor.start(role_environment(config, self.ranks, len(os.sched_getaffinity(0))))
         self.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.ranks.worlds.items()))
         roles = self.supervisor.roles
-        weight_sync = WeightSync(config, roles[ACTOR], self._engines(), self.supervisor.sync_host)
-        gpus = self._gpus(weight_sync)
-        colocation = Colocation(roles, self._engines(), config.ds.enable_sleep) if config.train.colocate_all else None
-        pool = self._start_roles(weight_sync, colocation)
-        step = self._step(pool, colocation)
+        self.reporting.recorder.watch(roles)
+        engines = roles.get(ROLLOUT)
+        if isinstance(engines, EngineHandle):
+            weight_sync = WeightSync(config, roles[ACTOR], engines, self.supervisor.sync_host)
+            gpus = self._gpus(weight_sync)
+            self.reporting.recorder.transfer = lambda: weight_sync.connection
+            colocation = Colocation(roles, engines, config.ds.enable_sleep) if config.train.colocate_all else None
+            pool = self._start_engines(engines, weight_sync, colocation)
+            self._start_trainers(pool)
+            step = self._step(self._dispatcher(engines, pool), pool, colocation)
+        else:
+            gpus = self._gpus(None)
+            self._start_trainers(None)
+            sampler = ActorSampler(roles[ACTOR], config.train.seed, config.rollout.hf_max_num_seqs)
+            step = self._step(sampler, None, None)
         directory, saved = CheckpointDir(self.directory.root), self.reporting.saved
         checkpoints = RunCheckpoints(directory, config.ckpt.max_num, roles, state, step, saved, self.clock, gpus)
         if checkpoint is not None:
@@ -123,57 +135,65 @@ class Startup:
         config, sets = self.config, self.inputs.evaluation
         if not sets:
             return None
-        beside = None
-        if config.eval.overlap:
+        beside, engines = None, self.supervisor.roles.get(ROLLOUT)
+        if config.eval.overlap and isinstance(engines, EngineHandle):
             # Of its own, and without a pool: while the actor trains it has no weights to give to late engines.
             most, fixed = config.vllm.max_num_seqs, config.train.full_determinism
-            beside = Dispatcher(self._engines(), config.train.seed, most, fixed).run
+            beside = Dispatcher(engines, config.train.seed, most, fixed).run
         return Evaluation(config, sets, self.directory.evaluations, step.generate, step.reward, beside)
 
     def _phase(self, name: str) -> None:
         self.reporting.phase(name)
         self.watchdog.phase(name)
 
-    def _engines(self) -> EngineHandle:
-        rollout = self.supervisor.roles[ROLLOUT]
-        assert isinstance(rollout, EngineHandle)
-        return rollout
-
-    def _gpus(self, weight_sync: WeightSync) -> GpuAccount | None:
+    def _gpus(self, weight_sync: WeightSync | None) -> GpuAccount | None:
         if self.ranks.topology.accelerator == CPU:
             return None
-        self.reporting.gpus = GpuAccount(self.config, self.ranks, self.clock, lambda: weight_sync.connection)
+        self.reporting.gpus = GpuAccount(
+            self.config, self.ranks, self.clock, lambda: weight_sync.connection if weight_sync else None
+        )
         self.reporting.gpus.watch(self.supervisor.roles)
         return self.reporting.gpus
 
-    def _start_roles(self, weight_sync: WeightSync, colocation: Colocation | None) -> EnginePool:
-        """Start engines and trainers side by side; colocated engines before the trainers, which find them asleep."""
-        config, engines = self.config, self._engines()
+    def _start_engines(
+        self, engines: EngineHandle, weight_sync: WeightSync, colocation: Colocation | None
+    ) -> EnginePool:
+        """Begin to start the engines; colocated ones before the trainers, which find them asleep."""
+        config = self.config
         all_at_once = config.train.full_determinism or config.train.colocate_all
         pool = EnginePool(self.supervisor, engines, weight_sync, config.timeout.connect, all_at_once)
         pool.begin()
         if colocation is not None:
             log.info("engines %s have started, before any trainer", pool.wait([]))
             colocation.put_engines_to_sleep()
-        trainers = [role for role, handle in self.supervisor.roles.items() if handle is not engines]
-        self.reporting.note(f"loading {', '.join(trainers)}; starting {engines.world} engines")
+        return pool
+
+    def _start_trainers(self, pool: EnginePool | None) -> None:
+        """Start the trainers, beside the engines of `pool`, and wait for them and the first engine."""
+        config = self.config
+        trainers = {
+            role: handle for role, handle in self.supervisor.roles.items() if not isinstance(handle, EngineHandle)
+        }
+        beside = f"; starting {self.supervisor.roles[ROLLOUT].world} engines" if pool else ""
+        self.reporting.note(f"loading {', '.join(trainers)}{beside}")
         starts: dict[str, list[Future[StartAnswer]]] = {
             role: handle.start_all(
                 StartCalls.start, StartRequest(optimizer_steps(config, role, self.inputs.total_steps))
             )
-            for role, handle in self.supervisor.roles.items()
-            if handle is not engines
+            for role, handle in trainers.items()
         }
         for role, futures in starts.items():
             self._tell_when_ready(role, futures)
         gather([future for futures in starts.values() for future in futures])
-        for role in (CRITIC, REWARD):
-            if role in starts:
-                self.reporting.note(starts[role][0].result().note)
+        for role in (ACTOR, CRITIC, REWARD):
+            if role in starts and (note := starts[role][0].result().note):
+                self.reporting.note(note)
+        if pool is None:
+            return
         first = pool.wait(starts[ACTOR][0].result().parameters or [])
-        if len(first) < engines.world:
-            self.reporting.note(f"{len(first)} of {engines.world} engines are ready; the others join when they are")
-        return pool
+        count = self.supervisor.roles[ROLLOUT].world
+        if len(first) < count:
+            self.reporting.note(f"{len(first)} of {count} engines are ready; the others join when they are")
 
     def _tell_when_ready(self, role: str, futures: list[Future[StartAnswer]]) -> None:
         """Note when all ranks of `role` have loaded their model; called back by the thread that gets the answers."""
@@ -187,16 +207,19 @@ class Startup:
         for future in futures:
             future.add_done_callback(answered)
 
-    def _step(self, pool: EnginePool, colocation: Colocation | None) -> Step:
-        config, inputs, roles, note = self.config, self.inputs, self.supervisor.roles, self.reporting.note
-        dispatcher = Dispatcher(
-            self._engines(),
+    def _dispatcher(self, engines: EngineHandle, pool: EnginePool) -> Dispatcher:
+        config = self.config
+        return Dispatcher(
+            engines,
             config.train.seed,
             config.vllm.max_num_seqs,
             config.train.full_determinism,
             # While the actor trains it has no weights to give: late engines get theirs with the next update.
             None if config.vllm.sync_mode == "inflight" else pool,
         )
+
+    def _step(self, sampler: Sampler, pool: EnginePool | None, colocation: Colocation | None) -> Step:
+        config, inputs, roles, note = self.config, self.inputs, self.supervisor.roles, self.reporting.note
         scale, told = reward_scale(config)
         if told:
             note(told)
@@ -206,7 +229,7 @@ class Startup:
             algorithm=algorithm_of(config),
             roles=roles,
             pool=pool,
-            dispatcher=dispatcher,
+            dispatcher=sampler,
             colocation=colocation,
             prompts=inputs.prompts,
             order=inputs.order,
@@ -215,10 +238,16 @@ class Startup:
             kl=KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon),
             scale=scale,
             self_check=SelfCheck(config, roles[ACTOR], note, inputs.findings, self.reporting.self_check),
-            engine_metrics=EngineMetrics([group.node for group in self.ranks.tp_groups if group.role == ROLLOUT], note),
+            engine_metrics=EngineMetrics(sampling_nodes(self.ranks), note),
             phases=Phases(self._phase, self.watchdog.ended),
             stop=self.stop,
         )
+
+
+def sampling_nodes(ranks: RankMap) -> list[str]:
+    """List the node of each engine; of each rank of the actor, where there are no engines."""
+    engines = [group.node for group in ranks.tp_groups if group.role == ROLLOUT]
+    return engines or [share.node for share in ranks.roles[ACTOR] for _ in share.ranks]
 
 
 def optimizer_steps(config: Config, role: str, steps: int) -> int:

@@ -5,6 +5,7 @@
 - drain: engines finish a batch before they get new weights.
 - inflight (vllm.sync_mode): a stream of groups is sampled while the actor trains (`group_stream`), batches are made of
   those that are finished, and the sync changes the weights under the responses in flight.
+- actor (rollout.engine = hf): the actor's ranks sample themselves, between their updates. Nothing is transferred.
 - colocated (train.colocate_all): engines sleep while the trainers compute, and lose their weights by it. So the sync of
   an update is the first part of the next generation, and not the last of the step: between the two, a checkpoint or an
   evaluation's reward model may need the accelerators, and engines that had the weights by then would lose them again.
@@ -36,7 +37,7 @@ from slurm_rlhf.control.server import RoleHandle, gather, send_shards
 from slurm_rlhf.controller.batch_sources import Parts, make_batches
 from slurm_rlhf.controller.batches import Batch, Batches, EpisodesOver, sampling_of
 from slurm_rlhf.controller.colocation import Colocation
-from slurm_rlhf.controller.dispatch import Dispatcher
+from slurm_rlhf.controller.dispatch import Sampler
 from slurm_rlhf.controller.engine_pool import EnginePool
 from slurm_rlhf.controller.experience import counting, fill_advantages, fill_correction, fill_passes, one_at_a_time
 from slurm_rlhf.controller.loss_weights import fill_loss_weights
@@ -71,8 +72,8 @@ class Step:
     config: Config
     algorithm: Algorithm
     roles: Mapping[str, RoleHandle[Any]]
-    pool: EnginePool
-    dispatcher: Dispatcher
+    pool: EnginePool | None  # None: the actor samples
+    dispatcher: Sampler
     colocation: Colocation | None  # None: every role has accelerators of its own
     prompts: PromptSet
     order: PromptOrder
@@ -150,7 +151,9 @@ class Step:
         self.batches.updated(version)
 
     def _transfer(self, version: int) -> None:
-        """Update the engines' weights; wake them up around it where they sleep."""
+        """Update the engines' weights, if there are engines; wake them up around it where they sleep."""
+        if self.pool is None:
+            return
         with self.phases("sync"), self.colocation.waking(version) if self.colocation else nullcontext():
             self._synced = self.pool.update(version)
 
@@ -164,7 +167,7 @@ class Step:
         """
         experience = pack(batch.trajectories, [0.0] * len(batch.trajectories))
         lost = mask_not_finite(experience)
-        rewards = self._score(batch, experience)
+        rewards = batch.scored = self._score(batch, experience)
         judged = counting(self.config, rewards, batch.step)
         experience.rewards = judged.rewards
         with self.phases("advantages"):

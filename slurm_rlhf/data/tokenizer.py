@@ -118,6 +118,16 @@ class Tokenizer:
         """Return the text of token ids."""
         return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each token, special ones included; joined they are the whole text.
+
+        A character of several tokens stands at the last of them, and what is no whole character is left out.
+        """
+        from tokenizers.decoders import DecodeStream
+
+        stream = DecodeStream(skip_special_tokens=False)
+        return [stream.step(self._backend, int(token)) or "" for token in ids]
+
     def chat(self, messages: Sequence[dict[str, Any]]) -> str:
         """Render the messages with the model's chat template, up to where its answer starts.
 

@@ -19,6 +19,7 @@ TOPICS: dict[str, str] = {
     "evaluation": "pass@k, majority vote and intervals, and the best checkpoint",
     "weights": "how new weights reach the engines",
     "resume": "time limits, preemption, checkpoints",
+    "report": "one page that shows a run, its samples and events",
     "trouble": "what you see, and what to do",
     "migration": "from OpenRLHF, verl or TRL",
     "speed": "benches, and the figures of a run",

@@ -1,17 +1,11 @@
-"""Report what one node has before a run starts: `python -m slurm_rlhf.launch.probe CANARY [--gpus]` prints JSON.
-
-CANARY is a file that the conductor has just written into the run directory; `--gpus`: look at the GPUs, too. Imports no
-torch, so it takes one second.
-"""
+"""Look at what one node has before a run starts: packages and GPUs. Imports no torch, so it takes one second."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import platform
 import re
-import sys
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, distribution, version
 from importlib.util import find_spec
@@ -19,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.gpu_query import GpuLook, ask_gpus, is_busy, local_gpus
-from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.architectures import wanted_modules
 from slurm_rlhf.polling import wait_until
 
@@ -27,24 +20,8 @@ PACKAGES = ("slurm_rlhf", "torch", "vllm", "deepspeed", "transformers", "numpy",
 """Packages that need the same version everywhere: they compute the same numbers, or exchange messages."""
 
 MISSING = "missing"
-_CANARY_S = 5.0  # for a file system that is slow to show a new file
 _LEAVING_S = 5.0  # for processes of an earlier run that are about to leave a GPU
 _CUDA = re.compile(r"^cuda(?::[^=]*)? = ['\"](\d+\.\d+)", re.MULTILINE)
-
-
-def main() -> None:
-    print(json.dumps(answer(Path(sys.argv[1]), gpus="--gpus" in sys.argv[2:])), flush=True)
-
-
-def answer(canary: Path, wait_s: float = _CANARY_S, gpus: bool = False) -> dict[str, Any]:
-    """Return `node`, `canary` (contents of the file; empty: it is missing), `writable`, `versions`, and `equipment`."""
-    return {
-        "node": node_name(),
-        "canary": _read(canary, wait_s),
-        "writable": os.access(canary.parent, os.W_OK | os.X_OK),
-        "versions": versions(),
-        **equipment(gpus),
-    }
 
 
 def equipment(gpus: bool) -> dict[str, Any]:
@@ -95,7 +72,7 @@ def _is_there(module: str) -> bool:
 
 def versions() -> dict[str, str]:
     """Map each package to the version that this Python would import."""
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), "nccl": _nccl()}
     for name in PACKAGES:
         try:
             found[name] = version(name)
@@ -104,12 +81,10 @@ def versions() -> dict[str, str]:
     return found
 
 
-def _read(file: Path, wait_s: float) -> str:
-    with contextlib.suppress(OSError):
-        wait_until(file.exists, wait_s, 0.2, 0.2)
-        return file.read_text(encoding="utf-8")
-    return ""
-
-
-if __name__ == "__main__":
-    main()
+def _nccl() -> str:
+    """Return the version of the NCCL that torch brings, whose package has CUDA's version in its name."""
+    names = [f"nvidia-nccl-cu{major}" for major in (11, 12, 13, 14)]
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return MISSING

@@ -193,6 +193,14 @@ def ephemeral_start(table: Path = _EPHEMERAL) -> int:
         return _USUAL_EPHEMERAL
 
 
+def port_candidates(role: str, nodes: int, job: int, restart: int) -> tuple[int, ...]:
+    """Return the ports that are tried for the rendezvous of `role`, in this order; empty if it needs none."""
+    if nodes < 2 or ROLES[role].kind == "engine":
+        return ()
+    number, ephemeral = role_order(role)[0], ephemeral_start()
+    return tuple(rendezvous_port(job, restart, number, attempt, ephemeral) for attempt in range(ATTEMPTS))
+
+
 def rendezvous_port(job: int, restart: int, role: int, attempt: int, ephemeral: int) -> int:
     """Compute a port below `ephemeral` for role number `role` of a job that was restarted `restart` times.
 

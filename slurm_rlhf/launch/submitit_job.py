@@ -116,7 +116,7 @@ def slurm_parameters(config: Config) -> dict[str, Any]:
         "setup": slurm.setup,
     }
     more = {
-        "nodes": wanted_nodes(config),
+        "nodes": config.slurm.nodes or wanted_nodes(config) + config.cluster.spares,
         "ntasks-per-node": 1,
         "signal": f"B:{SIGNAL.name.removeprefix('SIG')}@{int(slurm.signal_lead_s)}",
         "requeue": True,

@@ -13,11 +13,10 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slurm_rlhf.run_directory import write_atomically
+from slurm_rlhf.observe.jsonl import truncate_after
 
 # Metrics that depend on the clock; all others are equal bit for bit in two runs under full determinism.
 TIMED = ("time/", "perf/")
@@ -45,23 +44,7 @@ class MetricsLog:
 
         The lines that stay keep every byte.
         """
-        if not self._path.exists():
-            return 0
-        lines = list(whole_lines(self._path.read_text(encoding="utf-8", errors="replace")))
-        kept = [line for line, row in lines if row["step"] <= step]
-        write_atomically(self._path, "".join(line + "\n" for line in kept), durable=True)
-        return len(lines) - len(kept)
-
-
-def whole_lines(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (line, row) for each whole line of metrics.jsonl. Lines that a kill or a cut has shortened are skipped."""
-    for line in text.splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and "step" in row:
-            yield line, row
+        return truncate_after(self._path, step)
 
 
 def finite(value: float | None) -> float | int | None:
@@ -94,6 +77,18 @@ class TensorBoardEvents:
         file = self._file or self._open(step)
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
         self._write(file, step=step, summary=Summary(value=values))
+        file.flush()
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Write a text, which TensorBoard shows as Markdown."""
+        from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+        from tensorboard.compat.proto.tensor_pb2 import TensorProto
+        from tensorboard.compat.proto.types_pb2 import DT_STRING
+
+        file = self._file or self._open(step)
+        kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
+        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode("utf-8", "replace")])
+        self._write(file, step=step, summary=Summary(value=[Summary.Value(tag=name, metadata=kind, tensor=tensor)]))
         file.flush()
 
     def close(self) -> None:

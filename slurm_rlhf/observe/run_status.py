@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.observe.jsonl import whole_lines
 from slurm_rlhf.observe.log_tail import read_end
-from slurm_rlhf.observe.metrics import finite, whole_lines
+from slurm_rlhf.observe.metrics import finite
 from slurm_rlhf.run_directory import write_atomically
 
 

@@ -76,8 +76,8 @@ class GpuTime:
         self._busy = {slot: _Busy() for ranks in self._of.values() for of in ranks for slot in of}
         self._taken = clock()
 
-    def began(self, role: str, rank: int) -> Callable[[], None]:
-        """Note that a call was sent; call the returned function once, when its answer has arrived."""
+    def began(self, role: str, rank: int, call: str = "") -> Callable[[], None]:
+        """Note that a call was sent, whichever; call the returned function once, when its answer has arrived."""
         slots = self._of[role][rank]
         with self._lock:
             now = self._clock()

@@ -114,7 +114,7 @@ def tiny_tokenizer() -> Any:
 
 
 def make_model(path: Path, arch: str, noisy: bool = True, **changes: Any) -> Path:
-    """Write a model of `arch`, a key of ARCHITECTURES, with `changes` to its config; `noisy`: with dropout."""
+    """Write a model of `arch` with what ARCHITECTURES says of it and `changes`; `noisy`: with dropout."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
@@ -133,7 +133,7 @@ def make_model(path: Path, arch: str, noisy: bool = True, **changes: Any) -> Pat
     }
     for name in UNKNOWN.get(arch, ()):
         del sizes[name]
-    config = AutoConfig.for_model(arch, **{**sizes, **special, **ARCHITECTURES[arch], **changes})
+    config = AutoConfig.for_model(arch, **{**sizes, **special, **ARCHITECTURES.get(arch, {}), **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slurm_rlhf.config.roles import ROLES, ROLLOUT, roles_by_slots
+from slurm_rlhf.config.roles import ROLES, ROLLOUT, has_engines, roles_by_slots
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.engine_memory import GIB, Engine
 from slurm_rlhf.placement.rank_memory import Models, RankMemory, rank_memories, the_engine
@@ -50,12 +50,17 @@ class Account:
 
     gpu: int  # bytes
     rows: tuple[Row, ...]
-    engine: Engine
+    engine: Engine | None  # None: the actor's ranks sample (rollout.engine = hf)
     wanted: int  # sequences that an engine gets at once
 
     @property
+    def holds_a_sequence(self) -> bool:
+        """Tell whether the KV cache of an engine is large enough for one; True where there is no engine."""
+        return self.engine is None or self.engine.sequences >= 1
+
+    @property
     def fits(self) -> bool:
-        return self.engine.sequences >= 1 and all(row.fits for row in self.rows)
+        return self.holds_a_sequence and all(row.fits for row in self.rows)
 
 
 def account(config: Config, models: Models, gpu: int) -> Account:
@@ -68,7 +73,7 @@ def account(config: Config, models: Models, gpu: int) -> Account:
             rows.append(_row(role, held[role].worst(), 0 if shared else gpu, role, ROLES[role].ranks(config)))
         if shared:
             rows += _together(config, [held[role] for role in group], gpu)
-    rank = the_engine(config, models[ROLLOUT], gpu)
+    rank = the_engine(config, models[ROLLOUT], gpu) if has_engines(config) else None
     return Account(gpu, tuple(rows), rank, wanted_sequences(config))
 
 
@@ -90,15 +95,16 @@ def _together(config: Config, held: list[RankMemory], gpu: int) -> Iterator[Row]
             occasions.append(_row(f"  together: {phase}", terms, gpu, worker.role))
         yield max(occasions, key=lambda row: row.needed)
         return
-    engine = next(one for one in held if one.role == ROLLOUT)
+    engine = next((one for one in held if one.role == ROLLOUT), None)
     trainers = [one for one in held if one.role != ROLLOUT]
-    awake = _named(engine, "generation")
-    for other in trainers:
-        awake |= _named(other, "parked")
-    yield _row("  together: generation", awake, gpu, ROLLOUT)
+    if engine is not None:
+        awake = _named(engine, "generation")
+        for other in trainers:
+            awake |= _named(other, "parked")
+        yield _row("  together: generation", awake, gpu, ROLLOUT)
     for one in trainers:
         worst = max(one.phases, key=lambda phase: sum(one.at(phase).values()))
-        terms = _named(engine, "")
+        terms = _named(engine, "") if engine is not None else {}
         for other in trainers:
             terms |= _named(other, worst if other is one else "")
         yield _row(f"  together: {one.role} {worst}", terms, gpu, one.role)

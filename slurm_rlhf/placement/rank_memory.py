@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, RoleSpec, running_roles
+from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, RoleSpec, has_engines, running_roles
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ModelError
 from slurm_rlhf.placement import trainer_memory as tm
 from slurm_rlhf.placement.engine_memory import GIB, Engine, engine
+from slurm_rlhf.placement.generation_memory import fits_whole, terms
 from slurm_rlhf.placement.model_shape import ModelShape, read_shape
 from slurm_rlhf.placement.trainer_memory import Pass
 
@@ -59,6 +61,33 @@ def read_models(config: Config) -> Models:
 
 def rank_memories(config: Config, models: Models, gpu: int) -> dict[str, RankMemory]:
     """Estimate what a rank of each role that `config` starts holds, on GPUs of `gpu` bytes."""
+    found = _alone(config, models, gpu)
+    if not has_engines(config):
+        generation = {"generation": terms(config, models[ACTOR], gathers_once(config, gpu, models))}
+        found[ACTOR] = replace(found[ACTOR], phases={**found[ACTOR].phases, **generation})
+    return found
+
+
+def gathers_once(config: Config, gpu: int, models: Models | None = None) -> bool:
+    """Decide whether every rank of the actor has all parameters while it samples (rollout.engine = hf).
+
+    Otherwise it gathers layer by layer. `gpu`: its bytes; 0: a CPU, whose memory is not estimated. Without `models` it
+    reads their directories. A model of unknown shape is gathered layer by layer, which needs least.
+    """
+    if config.ds.zero_stage != 3 or config.rollout.hf_gather != "auto":
+        return config.ds.zero_stage != 3 or config.rollout.hf_gather == "batch"
+    if not gpu:
+        return True
+    try:
+        models = models or read_models(config)
+        held = {role: sum(one.resting.values()) for role, one in _alone(config, models, gpu).items()}
+    except ModelError:
+        return False
+    return fits_whole(config, models[ACTOR], held, gpu)
+
+
+def _alone(config: Config, models: Models, gpu: int) -> dict[str, RankMemory]:
+    """Estimate the roles without what the actor needs to sample."""
     found = {}
     for role in running_roles(config):
         shape = models[role.name]
@@ -144,7 +173,7 @@ def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
         "forward": _forward(config, shape, role.head, ds.zero_stage == 3, elements, largest),
         "step": moment | {"optimizer's work": _step_work(elements, ranks, ds.zero_stage, largest)},
     }
-    if role.name == ACTOR:
+    if role.name == ACTOR and has_engines(config):
         sent = {"sync buffers": _sync_buffers(config, elements)}
         if config.train.colocate_all:
             resting |= sent  # slots that the engines of the GPU have mapped

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurm_rlhf.config.keys import get, put
-from slurm_rlhf.config.roles import ROLES, ROLLOUT, RoleSpec, colocations
+from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, RoleSpec, colocations, has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.memory import Account, Row, account
 from slurm_rlhf.placement.rank_memory import Models
@@ -26,7 +26,9 @@ _HELP = {
     "optimizer": ("ds.", "num_nodes"),
     "gradient": ("ds.", "num_nodes"),
     "parameters": ("ds.", "ref.", "reward.", "num_nodes"),
-    "KV cache": ("vllm.gpu_memory",),
+    "KV cache": ("vllm.gpu_memory", "rollout.hf_max"),
+    "of prompts": ("rollout.hf_max",),
+    "gathered parameters": ("rollout.hf_gather",),
     "weights": ("vllm.tensor",),
 }
 """Word in a term -> beginnings of the keys that reduce it most."""
@@ -91,7 +93,7 @@ def changed(config: Config, change: Change) -> Config:
 
 def fits(result: Account, role: str) -> bool:
     """Tell whether `role` always fits; for an engine, the KV cache must hold a whole sequence, too."""
-    engine = role != ROLLOUT or result.engine.sequences >= 1
+    engine = role != ROLLOUT or result.holds_a_sequence
     return engine and all(row.fits for row in result.rows if row.role == role)
 
 
@@ -115,7 +117,11 @@ def _chains(config: Config, models: Models, role: str) -> Iterator[list[Change]]
     row = ROLES[role]
     chains = {"trained": _trainer, "frozen": _frozen, "engine": _engine}[row.kind]
     yield from (chain for chain in chains(config, models, row) if chain)
-    if config.train.colocate_all:
+    if role == ACTOR and not has_engines(config):
+        yield from filter(None, [_halves(config, "rollout.hf_max_num_seqs", config.rollout.hf_max_num_seqs, 1)])
+        if config.rollout.hf_gather == "batch":
+            yield [{"rollout.hf_gather": "layer"}]
+    if config.train.colocate_all and has_engines(config):
         if not config.ds.enable_sleep and config.ds.zero_stage >= 2:
             yield [{"ds.enable_sleep": True}]
         share = config.vllm.gpu_memory_utilization

@@ -47,6 +47,18 @@ def local_device() -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
 
 
+def all_agree(value: bool, world: World) -> bool:
+    """Tell whether `value` is true on every rank. Collective."""
+    answer = torch.tensor(float(value), device=world.device)
+    dist.all_reduce(answer, dist.ReduceOp.MIN)
+    return bool(answer.item())
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU; 0 for a CPU."""
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+
+
 def release_cache() -> None:
     """Give the memory that PyTorch keeps for later back to the GPU. Does nothing without one."""
     if torch.cuda.is_available():

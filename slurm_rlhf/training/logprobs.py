@@ -89,11 +89,14 @@ class LogprobHead(nn.Module):
         self.head_math = head_math
 
     def forward(
-        self, hidden: Tensor, targets: Tensor, temperature: float, entropy_grad: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """Call `chunked_logprobs` with the head's formula."""
+        self, hidden: Tensor, targets: Tensor | None, temperature: float = 1.0, entropy_grad: bool = False
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        """Call `chunked_logprobs` with the head's formula; without `targets`, return the logits, fp32 [A, V]."""
+        logits = self._fp32_logits() if self.fp32 else self.logits
+        if targets is None:
+            return self.head_math(logits(hidden).float())
         return chunked_logprobs(
-            self._fp32_logits() if self.fp32 else self.logits,
+            logits,
             hidden,
             targets,
             temperature,

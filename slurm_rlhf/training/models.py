@@ -39,15 +39,23 @@ class PolicyModule(nn.Module):
     def forward(
         self,
         input_ids: Tensor,
-        action_index: Tensor,
-        targets: Tensor,
+        action_index: Tensor | None = None,
+        targets: Tensor | None = None,
         temperature: float = 1.0,
         entropy_grad: bool = False,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (log-probs, entropies), fp32 [A] each; arguments as in `TokenBatch` and `chunked_logprobs`."""
+        **generation: Any,
+    ) -> Any:
+        """Return (log-probs, entropies), fp32 [A] each; arguments as in `TokenBatch` and `chunked_logprobs`.
+
+        Without `action_index` it takes a step of transformers' `generate`, whose other arguments are `generation`: the
+        body's output, and in it `logits` [B, 1, V] in fp32 after the last tokens.
+        """
+        if action_index is None:
+            output = self.model.base_model(input_ids=input_ids, **generation)
+            output.logits = self.head(output.last_hidden_state[:, -1], None)[:, None]
+            return output
         hidden = _action_states(self.model.base_model, input_ids, action_index)
-        answer: tuple[Tensor, Tensor] = self.head(hidden, targets, temperature, entropy_grad)
-        return answer
+        return self.head(hidden, targets, temperature, entropy_grad)
 
 
 class ValueModule(nn.Module):

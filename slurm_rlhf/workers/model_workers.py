@@ -6,14 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.roles import has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import (
     ActorCalls,
     CriticCalls,
     DirectoryRequest,
     ForwardBatch,
+    GenerateAnswer,
     ListenRequest,
     ReferenceCalls,
+    ResponseBatch,
     RewardCalls,
     SelfCheckAnswer,
     StartAnswer,
@@ -30,6 +33,7 @@ from slurm_rlhf.training.distributed import release_cache
 from slurm_rlhf.training.frozen_models import FrozenPolicy, RewardModel
 from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
 from slurm_rlhf.weight_sync.sender import ActorEnd
+from slurm_rlhf.workers.actor_generation import ActorGeneration
 from slurm_rlhf.workers.worker import RankInfo, Worker
 
 
@@ -83,7 +87,17 @@ class ActorWorker(TrainerWorker, ActorCalls):
 
     def start(self, request: StartRequest) -> StartAnswer:
         self.trainer = PolicyTrainer(self.config, request.total_steps)
-        return StartAnswer(parameters=self.trainer.describe())
+        note = ""
+        if not has_engines(self.config):
+            self.generation = ActorGeneration(self.config, self.info, self.client, self.trainer)
+            note = self.generation.note
+        return StartAnswer(note, self.trainer.describe())
+
+    def generate(self, batch: ResponseBatch) -> GenerateAnswer:
+        return self.generation.run(batch)
+
+    def drop(self) -> None:
+        self.generation.release()
 
     def logprobs(self, batch: ForwardBatch) -> F32:
         return self.trainer.logprobs(batch.experience, batch.micro)["logprobs"]

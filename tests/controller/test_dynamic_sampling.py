@@ -208,6 +208,9 @@ def test_streams_and_rounds_are_chosen_by_the_configuration(tmp_path: Path) -> N
         return make_batches(parts, sample=lambda _: cast(Any, "sampled"))
 
     assert made().take(1) == "sampled"
+    config.rollout.engine, config.algo.dynamic_filtering_enable = "hf", True
+    assert isinstance(made(), OnDemand)  # rounds: the actor has no stream
+    config.rollout.engine, config.algo.dynamic_filtering_enable = "vllm", False
     config.vllm.sync_mode = "inflight"
     stream = made()
     assert isinstance(stream, GroupStream)

@@ -35,13 +35,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "placement": BASE,
     "cluster": BASE | {"placement"},
     "launch": BASE | {"placement", "cluster"},
+    "preflight": BASE | {"placement", "cluster", "launch", "weight_sync"},
     "rollout": BASE | {"observe", "placement"},
     "training": BASE | {"observe", "algorithms", "data", "placement", "checkpoint"},
     "weight_sync": BASE | {"observe", "cluster"},
     "checkpoint": BASE | {"observe"},
     "observe": BASE,
+    "report": BASE | {"observe", "placement"},
     "docs": BASE,
-    "workers": ALL - {"launch", "controller", "bench", "cli"},
+    "workers": ALL - {"launch", "preflight", "controller", "bench", "cli"},
     "controller": ALL - {"workers", "training", "rollout", "bench", "cli"},
     "parity": ALL - {"workers", "bench", "cli"},
     "bench": ALL,
@@ -57,7 +59,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "zmq": ("control/",),
     "transformers": ("training/", "rollout/", "parity/", "bench/"),
     "tensorboard": ("observe/",),
-    "torch": ("training/", "rollout/", "weight_sync/", "workers/", "parity/", "bench/"),
+    "torch": ("training/", "rollout/", "weight_sync/", "workers/", "parity/", "bench/", "preflight/group_rank.py"),
 }
 """Library -> the beginnings of the paths that may import it, at the top or inside a function."""
 
@@ -203,11 +205,13 @@ LIGHT_ROOMS = (
     "placement",
     "cluster",
     "launch",
+    "preflight",
     "control",
     "controller",
     "rewards",
     "cli",
     "checkpoint",
+    "report",
 )
 LIGHT = [dotted(module) for module in MODULES if room(module) in LIGHT_ROOMS] + [
     "slurm_rlhf.records",
@@ -252,5 +256,7 @@ def test_every_public_name_is_where_it_is_said_to_be() -> None:
 
 
 def test_the_command_line_and_the_planner_load_no_numpy_either() -> None:
-    names = [dotted(module) for module in MODULES if room(module) in ("config", "cli", "cluster", "placement")]
+    names = [
+        dotted(module) for module in MODULES if room(module) in ("config", "cli", "cluster", "placement", "report")
+    ]
     assert loaded(HEAVY | {"numpy", "zmq", "rich", "tokenizers"}, names) == []

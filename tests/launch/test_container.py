@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from golden_files import LOGS, assert_golden, lines, ranks
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.launch.preflight import judge
 from slurm_rlhf.launch.slurm import role_step
 from slurm_rlhf.launch.srun import HOST, container_of, step_command
+from slurm_rlhf.preflight.network_checks import answers
 
 
 def config(runtime: str) -> Config:
@@ -44,5 +41,6 @@ def test_without_a_container_nothing_changes() -> None:
 
 def test_a_container_that_does_not_start_is_named() -> None:
     started = container_of(config("apptainer")).command("...", gpus=False)[:-2]
-    with pytest.raises(PlacementError, match=r"apptainer exec .* /images/rlhf.sif python3 did not run there"):
-        judge({}, ["n1"], Path("/runs/a"), "token", {}, "srun: error: apptainer: not found", started)
+    check = answers({}, ["n1"], "srun: error: apptainer: not found", " ".join(started))
+    assert "apptainer: not found" in check.findings[0].said
+    assert "/images/rlhf.sif python3 did not run there" in check.findings[0].remedy

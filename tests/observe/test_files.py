@@ -15,7 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_rlhf.observe.metrics import MetricsLog, TensorBoardEvents, _masked_crc, whole_lines
+from slurm_rlhf.observe.jsonl import whole_lines
+from slurm_rlhf.observe.metrics import MetricsLog, TensorBoardEvents, _masked_crc
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.observe.timing import Phases
 

@@ -11,6 +11,8 @@ from held_runs import ENGINE, PLUGIN, REWARD, Holds
 from patched_engines import write_patch
 from training_runs import metrics, started, summary, workspace
 
+from slurm_rlhf.observe.events import read_events
+
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
 WORLD = (
@@ -133,6 +135,10 @@ def test_one_paragraph_each_and_the_run_goes_on_where_it_can(run) -> None:
     # The trainers had nothing to do while the reward slept: all is saved, and the job would be requeued.
     assert code == 1
     done = summary(path)
+    hangs = [event for event in read_events(path / "events.jsonl") if event.event == "hang"]
+    assert len(hangs) == len(PLACES)  # they stand on the time axis of the report
+    assert all(" hangs in phase " in event.text for event in hangs)
+    assert (path / "report.html").read_text().count('"event":"hang"') == len(PLACES)
     assert done["status"] == "stopped"
     assert f"stopped by a hang in phase reward of step {done['steps'] + 1}: " in output
     assert f"saved at step {done['steps']}/" in output

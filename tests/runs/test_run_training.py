@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 from attackers import Fire, counted, record
+from browser import open_page
 from call_times import Call, calls, noted
 from mpi_runs import mpirun
 from training_runs import assert_close_metrics, metrics, started, timeless, train, workspace
 from warm_runs import WarmRun
 
 from slurm_rlhf.control.auth import RunKeys
+from slurm_rlhf.report.run_files import RunFiles
+from slurm_rlhf.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -70,6 +73,33 @@ def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
     assert (run_dir / "config.toml").read_text().count("full_determinism = true") == 1
     assert not (run_dir / ".control" / "keys.json").exists()  # they end with the run
     assert f"{STEPS}/{STEPS}" in output
+
+
+def test_the_report_shows_the_run(whole: tuple[Path, str], tmp_path: Path) -> None:
+    """In a browser; its data, and what it cost."""
+    run_dir, _ = whole
+    files = RunFiles.read(RunDirectory(run_dir))
+    assert [event.event for event in files.events if event.event != "warning"] == [
+        *("start", "checkpoint", "checkpoint", "finish")
+    ]
+    assert [sample.step for sample in files.samples] == [1, 1, 2, 2, 3, 3, 4, 4]
+    for sample in files.samples:
+        assert "".join(sample.tokens).startswith(sample.response)
+        assert sample.reward == float(sample.label in sample.response)
+        assert len(sample.tokens) == len(sample.logprobs) == len(sample.actor_logprobs) <= 8
+        assert sample.logprobs == pytest.approx(sample.actor_logprobs, abs=1e-4)
+    busy = {(role, rank, name) for line in files.timeline for role, rank, name, *_ in line["calls"]}
+    assert {("rollout", 1, "generate"), ("actor", 1, "train_step"), ("reference", 0, "logprobs")} <= busy
+    for line, row in zip(files.timeline, files.rows, strict=True):
+        assert line["step"] == row["step"]
+        assert 0.8 * row["time/step"] < line["seconds"]
+    with open_page(tmp_path) as page:
+        page.open(run_dir / "report.html", 1280, 800, dark=False)
+        assert page.complaints == []
+        plots = page.value("[...document.querySelectorAll('[data-plot]')].filter(p => p.querySelector('.mark')).length")
+        assert plots == page.value("document.querySelectorAll('[data-plot]').length") > 20
+        assert page.value("document.querySelectorAll('#sample-list .token').length") > 8
+        assert page.value("document.querySelectorAll('#ranks .rank').length") == 6
 
 
 def test_the_self_check_passed(whole: tuple[Path, str]) -> None:

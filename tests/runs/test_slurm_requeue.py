@@ -14,6 +14,9 @@ from slurm_undisturbed import STEPS, Calm, calm_run
 from training_runs import metrics, saved, steps, summary, timeless
 
 from slurm_rlhf.config.load import load_config
+from slurm_rlhf.report.content import content
+from slurm_rlhf.report.run_files import RunFiles
+from slurm_rlhf.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -125,6 +128,19 @@ def test_requeued_preempted_and_followed_it_writes_the_same_metrics(slurm: Clust
     assert (run_dir / "final" / "config.json").exists()
     assert said(run_dir).count("resuming from") == 3
     assert timeless(metrics(run_dir)) == calm.metrics
+    assert_report_shows(run_dir, requeues=3)
+
+
+def assert_report_shows(run_dir: Path, requeues: int) -> None:
+    """Each requeue stands on the time axis of the report, and a new session follows it; samples are as of one run."""
+    files = RunFiles.read(RunDirectory(run_dir))
+    kinds = [event.event for event in files.events if event.event in ("start", "stop", "requeue", "resume", "finish")]
+    assert kinds == ["start", *["stop", "requeue", "resume"] * requeues, "finish"]
+    told = content([files], time.time())["runs"][0]
+    assert told["requeues"] == requeues
+    assert [session["how"] for session in told["sessions"]] == ["stop"] * requeues + ["finish"]
+    assert [sample.step for sample in files.samples] == sorted([*range(1, STEPS + 1)] * 2)
+    assert (run_dir / "report.html").read_text().count('"event":"requeue"') == requeues
 
 
 def followers(run_dir: Path) -> list[int]:

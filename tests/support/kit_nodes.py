@@ -13,18 +13,35 @@ from training_runs import metrics, train, workspace
 
 from slurm_rlhf.bench.sync import World, measure, parameters_of
 from slurm_rlhf.cluster.network import address_towards
+from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.launch.accelerators import Wanted
-from slurm_rlhf.launch.preflight import check_nodes
+from slurm_rlhf.launch.probe import versions
 from slurm_rlhf.launch.srun import STEP_VARIABLES, Step, step_command
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.preflight.examination import Examination, Question
+from slurm_rlhf.preflight.needs import Needs
+from slurm_rlhf.preflight.starters import by_srun
 
 
 def look(place: Place) -> Finding:
     """What every run does first: one directory, the same packages, usable GPUs on all nodes."""
     gpus = len(place.gpus)
-    wanted = Wanted(dict.fromkeys(place.nodes, gpus))
-    notes = check_nodes(Path(place.scratch, "run"), place.nodes, wanted=wanted, gpus=[gpus] * len(place.nodes))
-    if notes and not place.rehearse:
-        raise AssertionError(" ".join(notes))
+    nodes = tuple(place.nodes)
+    ranks = RankMap(Topology.uniform(nodes, gpus), {})
+    asked = Question(
+        nodes=nodes,
+        here=node_name(),
+        address=address_towards(next(node for node in nodes if node != node_name())),
+        needs=Needs(str(Path(place.scratch, "run")), Wanted(dict.fromkeys(nodes, gpus)), dict.fromkeys(nodes, gpus)),
+        versions=versions(),
+        ranks=ranks,
+        place=lambda names: ranks,
+    )
+    report = Examination(asked, by_srun(nodes, gpus=[gpus] * len(nodes))).run().report
+    report.require()
+    if report.notes() and not place.rehearse:
+        raise AssertionError(" ".join(report.notes()))
     return Finding(
         f"{len(place.nodes)} nodes share a directory, have the same packages and {len(place.gpus)} GPUs each"
     )

@@ -22,8 +22,15 @@ NODES = 4
 PROGRAMS = ("slurmctld", "slurmd", "srun", "munged", "munge", "ip", "unshare", "nsenter")
 OVER = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY"}
 COMMAND = str(CHECKOUT / ".venv" / "bin" / "slurm-rlhf")
-PLACES = ("--actor.num_nodes=2", "--vllm.num_engines=2", "--vllm.num_nodes=2", "--train.threads_per_rank=1")
-"""Actor with two ranks on two nodes, critic, reference, two engines on different nodes."""
+PLACES = (
+    "--actor.num_nodes=2",
+    "--vllm.num_engines=2",
+    "--vllm.num_nodes=2",
+    "--train.threads_per_rank=1",
+    "--preflight=quick",
+)
+"""Actor with two ranks on two nodes, critic, reference, two engines on different nodes. The links and groups of the
+nodes are measured in test_slurm_preflight.py."""
 SMALL = ("--vllm.num_engines=1", "--vllm.num_nodes=1", "--algo.kl.init_coef=0", "--eval.dataset=")
 """Fewer processes to start, where it is not they that matter."""
 ENDLESS = ("--train.max_steps=100000", "--train.num_episodes=100000")

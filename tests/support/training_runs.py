@@ -141,10 +141,14 @@ class Run:
         ]
 
     def worker(self, role: str) -> int:
-        """Process id of the only rank of `role`; its torchrun has the role in its command line, too."""
-        words = (f"--run_dir={self.run_dir}", f"--role={role}")
-        (found,) = (pid for pid, line in _command_lines() if all(word in line for word in words) and is_worker(line))
+        """Process id of the only rank of `role`."""
+        (found,) = self.workers(role)
         return found
+
+    def workers(self, role: str) -> list[int]:
+        """Process ids of the ranks of `role`; their torchrun has the role in its command line, too."""
+        words = (f"--run_dir={self.run_dir}", f"--role={role}")
+        return [pid for pid, line in _command_lines() if all(word in line for word in words) and is_worker(line)]
 
     def assert_gone(self, seconds: float) -> None:
         """All processes that the conductor started end within `seconds`."""

@@ -115,6 +115,11 @@ def place_processes(config: Config, processes: Sequence[Process], start: Launche
             f"train.colocate_... does not work with {start.by}: there every rank is a process with a slot of its own. "
             "Switch colocation off, or start the run by sbatch and without MPI"
         )
+    if config.cluster.spares:
+        raise ConfigError(
+            f"cluster.spares does not work with {start.by}: there every process holds a rank. Start the run by sbatch "
+            "and without MPI, or set it to 0"
+        )
     if config.slurm.container:
         raise ConfigError(
             f"slurm.container does not work with {start.by}: put the container between it and slurm-rlhf, as in "

@@ -1,0 +1,143 @@
+"""Run `slurm-rlhf init NAME`: write the files of a new run for this cluster."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from slurm_rlhf.cli.main import Command, unknown
+from slurm_rlhf.cluster.partitions import Partition, ask_partitions, best
+from slurm_rlhf.errors import ConfigError, RunError
+from slurm_rlhf.launch.starter import Start, reward, script, toml
+
+USAGE = (
+    "usage: slurm-rlhf init NAME [--model=DIR] [--prompts=FILE] [--nodes=N] [--gpus_per_node=N] [--partition=NAME] ..."
+)
+OPTIONS = {
+    "model": "directory of the Hugging Face model to train",
+    "prompts": "JSONL file with the prompts",
+    "partition": "of Slurm; by default the one with the most GPUs per node",
+    "nodes": "nodes of the job",
+    "gpus_per_node": "GPUs of each; by default as many as a node of the partition has",
+    "tensor_parallel_size": "GPUs of an engine",
+    "time": "limit of the job",
+    "account": "that the job is charged to",
+    "yes": "ask nothing: what is not given has its default",
+}
+Ask = Callable[[str, str], str]
+"""(question, default) -> answer."""
+
+
+def run(words: list[str]) -> int:
+    """Write NAME.toml, NAME_reward.py and, where there is Slurm, NAME.sh; none of them over a file that is there."""
+    names = [word for word in words if not word.startswith("--")]
+    given = _options([word for word in words if word.startswith("--")])
+    if len(names) != 1 or not re.fullmatch(r"[A-Za-z0-9_]+", names[0]):
+        raise ConfigError(f"give the run a name of letters, digits and _\n{USAGE}")
+    asked = "yes" not in given and sys.stdin.isatty()
+    try:
+        partitions = ask_partitions()
+    except RunError as error:
+        print(f"warning: {error}. The files are written without what it would have told", file=sys.stderr)
+        partitions = []
+    start = choose(names[0], given, partitions, _question if asked else _default)
+    files = {f"{start.name}.toml": toml(start), f"{start.name}_reward.py": reward()}
+    if partitions:
+        files[f"{start.name}.sh"] = script(start)
+    there = [name for name in files if Path(name).exists()]
+    if there:
+        raise ConfigError(f"{', '.join(there)} is there already: choose another name, or move it away")
+    for name, text in files.items():
+        Path(name).write_text(text, encoding="utf-8")
+        print(f"wrote {name}")
+    print("\n".join(next_steps(start, bool(partitions))))
+    return 0
+
+
+def choose(name: str, given: dict[str, str], partitions: list[Partition], ask: Ask) -> Start:
+    """Settle what is in `given` or asked for. Raises ConfigError for a partition that is not there or too small."""
+
+    def value(option: str, question: str, default: str) -> str:
+        return given[option] if option in given else ask(question, default)
+
+    partition = best(partitions)
+    if partitions:
+        assert partition
+        lines = "\n".join(f"  {each.describe()}" for each in partitions)
+        wanted = value("partition", f"Partitions:\n{lines}\nWhich one?", partition.name)
+        partition = next((each for each in partitions if each.name == wanted), None)
+        if partition is None:
+            raise ConfigError(
+                f"no partition {unknown(wanted, [each.name for each in partitions])}; there are:\n{lines}"
+            )
+    nodes = _number("nodes", value("nodes", "How many nodes?", "1"), 1, partition.nodes if partition else 0)
+    most = partition.gpus if partition else 0
+    gpus = _number("gpus_per_node", value("gpus_per_node", "GPUs per node?", str(most)), 0, most)
+    size = _number("tensor_parallel_size", given.get("tensor_parallel_size", "1"), 1, max(gpus, 1))
+    if gpus % size:
+        raise ConfigError(f"--tensor_parallel_size={size} does not divide the {gpus} GPUs of a node")
+    limit = partition.time if partition and partition.time != "infinite" else ""
+    return Start(
+        name,
+        value("model", "Directory of the model?", "models/MY_MODEL"),
+        value("prompts", "File with the prompts?", "prompts.jsonl"),
+        nodes,
+        gpus,
+        size,
+        "" if partition is None else partition.name,
+        given.get("time", limit),
+        given.get("account", ""),
+    )
+
+
+def next_steps(start: Start, slurm: bool) -> list[str]:
+    """List what to do now, the first thing that is missing first."""
+    steps = []
+    if not Path(start.model).is_dir():
+        steps.append(f"put a Hugging Face model into {start.model} (hf download NAME --local-dir {start.model})")
+    if not Path(start.prompts).is_file():
+        steps.append(f'write your prompts to {start.prompts}: {{"input": "2+3=", "label": "5"}} in each line')
+    steps.append(f"say in {start.name}_reward.py how good a response is")
+    steps.append(f"slurm-rlhf check {start.name}.toml")
+    steps.append(f"sbatch {start.name}.sh" if slurm else f"slurm-rlhf train {start.name}.toml")
+    return ["", "Next:", *(f"  {number}. {step}" for number, step in enumerate(steps, 1))]
+
+
+def _options(words: list[str]) -> dict[str, str]:
+    given = {}
+    for word in words:
+        name, equals, value = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if name not in OPTIONS or (not equals and name != "yes") or (equals and not value):
+            known = unknown(name, OPTIONS) if name not in OPTIONS else f"{name!r} without a value"
+            raise ConfigError(f"unknown option {known} (options: {', '.join(f'--{each}' for each in OPTIONS)})")
+        given[name] = value
+    return given
+
+
+def _number(name: str, text: str, least: int, most: int) -> int:
+    if not text.isdigit() or int(text) < least or (most and int(text) > most):
+        limits = f"{least} to {most}" if most else f"at least {least}"
+        raise ConfigError(f"--{name} takes a number, {limits}; got {text!r}")
+    return int(text)
+
+
+def _question(question: str, default: str) -> str:
+    return input(f"{question} [{default}] ").strip() or default
+
+
+def _default(question: str, default: str) -> str:
+    return default
+
+
+COMMANDS = {
+    "init": Command(
+        USAGE,
+        "Writes the files of a new run into this directory: NAME.toml with comments, NAME_reward.py, and a batch "
+        "script for this cluster, from what sinfo tells. Asks a few questions on a terminal.",
+        run,
+        OPTIONS,
+    )
+}

@@ -1,0 +1,73 @@
+"""Run `slurm-rlhf report RUN [RUN ...]`: write the page that shows a run, or several beside each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slurm_rlhf.cli.main import Command
+from slurm_rlhf.cli.status import find
+from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.run_directory import RunDirectory
+
+USAGE = "usage: slurm-rlhf report RUN [RUN ...] [--output=FILE]"
+OPTIONS = {
+    "output FILE": "where the page goes [report.html in the directory of the run; of several runs: in this directory]"
+}
+
+
+def run(words: list[str]) -> int:
+    """Write the page and print where it is. Raises ConfigError when a RUN names no run."""
+    output, names = _sorted(words)
+    directories = [_directory(name) for name in names]
+    from slurm_rlhf.report.run_files import RunFiles
+    from slurm_rlhf.report.write import write_page, write_report
+
+    if len(directories) == 1 and output is None:
+        write_report(directories[0])
+        output = directories[0].report
+    else:
+        output = output or Path("report.html").absolute()
+        if not output.parent.is_dir():
+            raise ConfigError(f"--output={output}: there is no directory {output.parent}")
+        write_page(output, [RunFiles.read(directory) for directory in directories])
+    print(f"{output} ({output.stat().st_size / 1e6:.1f} MB): open it in a browser, here or after scp")
+    return 0
+
+
+def _sorted(words: list[str]) -> tuple[Path | None, list[str]]:
+    output, names = None, []
+    rest = iter(words)
+    for word in rest:
+        option, equals, value = word.partition("=")
+        if option == "--output":
+            value = value if equals else next(rest, "")
+            if not value:
+                raise ConfigError(f"--output takes a file\n{USAGE}")
+            output = Path(value).expanduser().absolute()
+        elif word.startswith("-"):
+            raise ConfigError(f"unknown option {word}; did you mean --output=FILE?\n{USAGE}")
+        else:
+            names.append(word)
+    if not names:
+        raise ConfigError(f"report takes run directories or job numbers\n{USAGE}")
+    return output, names
+
+
+def _directory(name: str) -> RunDirectory:
+    found = find(name)
+    if found.directory is None:
+        raise ConfigError(f"the directory of job {name} is not known: give the run directory in its place")
+    return RunDirectory(found.directory)
+
+
+COMMANDS = {
+    "report": Command(
+        USAGE,
+        "Writes a page that shows a run: curves, times, who computed and who waited, samples, events, the "
+        "configuration. It is one file that needs no network. Of several runs it shows the curves in one plot each "
+        "(runs that differ in nothing but their seed: mean and range), and where their configurations differ. A run "
+        "writes its own report.html as it goes on (logger.report_steps).",
+        run,
+        OPTIONS,
+    ),
+}

@@ -1,0 +1,74 @@
+"""Ask Slurm for its partitions: GPUs and CPUs of a node, nodes, the longest time. Source: `man sinfo`, --format."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import dataclass
+
+from slurm_rlhf.cluster.slurm_notation import parse_gpus
+from slurm_rlhf.errors import RunError
+
+_TIMEOUT_S = 20.0
+_FORMAT = "%P|%D|%G|%l|%c|%a"
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """Describe nodes of one kind in a partition."""
+
+    name: str
+    default: bool
+    nodes: int
+    gpus: int  # of a node
+    time: str  # in Slurm's words: 1-00:00:00, infinite
+    cpus: int  # of a node
+    up: bool
+
+    def describe(self) -> str:
+        """Put it into a line for a user who has to choose."""
+        gpus = f"{self.gpus} GPUs" if self.gpus else "no GPUs"
+        mark = " (default)" if self.default else ""
+        return f"{self.name}{mark}: {self.nodes} nodes of {gpus} and {self.cpus} CPUs, at most {self.time}"
+
+
+def parse_partitions(text: str) -> list[Partition]:
+    """Parse the output of `sinfo --noheader --format=...`; lines of another form are left out."""
+    found = []
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.split("|")]
+        if len(fields) != 6 or not fields[1].isdigit():
+            continue
+        name, nodes, gres, time, cpus, state = fields
+        gpus = 0 if gres.startswith("(") else parse_gpus(gres)  # (null): no generic resources
+        found.append(
+            Partition(
+                name.rstrip("*"),
+                name.endswith("*"),
+                int(nodes),
+                gpus,
+                time,
+                int(cpus.rstrip("+") or 0) if cpus.rstrip("+").isdigit() else 0,
+                state == "up",
+            )
+        )
+    return found
+
+
+def ask_partitions() -> list[Partition]:
+    """Ask sinfo; empty where there is no Slurm. Raises RunError where slurmctld does not answer."""
+    if shutil.which("sinfo") is None:
+        return []
+    command = ["sinfo", "--noheader", f"--format={_FORMAT}"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise RunError(f"sinfo has not answered for {_TIMEOUT_S:g} s: is slurmctld up?") from None
+    if done.returncode:
+        raise RunError(f"sinfo failed: {done.stderr.strip()}")
+    return [partition for partition in parse_partitions(done.stdout) if partition.up]
+
+
+def best(partitions: list[Partition]) -> Partition | None:
+    """Choose the one to propose: most GPUs per node, then the default one, then most nodes."""
+    return max(partitions, key=lambda each: (each.gpus, each.default, each.nodes), default=None)

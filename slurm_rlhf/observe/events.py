@@ -1,0 +1,92 @@
+"""Record what happens to a run beside its steps, with the time: events.jsonl, one line each, over all of its starts."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from slurm_rlhf.observe.jsonl import append_line, read_rows
+
+START: Final = "start"
+RESUME: Final = "resume"
+STOP: Final = "stop"
+REQUEUE: Final = "requeue"
+WARNING: Final = "warning"
+HANG: Final = "hang"
+ERROR: Final = "error"
+CHECKPOINT: Final = "checkpoint"
+FINISH: Final = "finish"
+"""Kinds of events. A hang: a rank was silent, or did not answer in time."""
+
+BEGINS, ENDS = (START, RESUME), (STOP, HANG, ERROR, FINISH)
+"""Kinds that begin and end a session, which is one start of the run."""
+
+_LONGEST = 2000  # characters of a text
+
+
+@dataclass(frozen=True, slots=True)
+class RunEvent:
+    """Says what happened after `step` steps, at the Unix time `at`."""
+
+    event: str
+    at: float
+    step: int
+    text: str
+
+
+class EventLog:
+    """Append events to a file."""
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time) -> None:
+        self._path = path
+        self._clock = clock
+
+    def append(self, event: str, step: int, text: str) -> None:
+        """Write one event. Raises OSError."""
+        append_line(self._path, asdict(RunEvent(event, round(self._clock(), 3), step, text[:_LONGEST])))
+
+
+def read_events(path: Path) -> list[RunEvent]:
+    """Read all events, in the order in which they were written; lines that hold something else are skipped."""
+    found = []
+    for row in read_rows(path, "event"):
+        try:
+            found.append(RunEvent(str(row["event"]), float(row["at"]), int(row["step"]), str(row["text"])))
+        except (KeyError, TypeError, ValueError):
+            continue
+    return found
+
+
+_HANGS = (" hung in ", "not heard from", "did not answer", "no answer from", "heard nothing from", "sent nothing for")
+
+
+def kind_of_note(text: str) -> str:
+    """Return the kind of a line that the user was shown; empty: none, it only tells how the run goes on."""
+    if re.match(r"step \d+ hangs in ", text):
+        return HANG
+    warns = text.startswith("warning") or ": warning: " in text or "is far below its peers" in text
+    return WARNING if warns else ""
+
+
+def kind_of_failure(text: str) -> str:
+    """Return whether what ended a run is a hang or another error."""
+    return HANG if any(words in text for words in _HANGS) else ERROR
+
+
+class WarningEvents(logging.Handler):
+    """Passes on what the package logs as a warning: ranks that are lost, updates that are repeated."""
+
+    def __init__(self, tell: Callable[[str, str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell = tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Tell kind and text. Errors have events of their own."""
+        if record.levelno == logging.WARNING:
+            text = record.getMessage()
+            self._tell(HANG if kind_of_failure(text) == HANG else WARNING, text)

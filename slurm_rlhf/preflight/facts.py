@@ -1,0 +1,80 @@
+"""What one node reports of itself: plain records that travel as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+UNKNOWN = -1
+"""A number that the node could not find out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Describe a path that the run reads; `problem` is empty if it can be read."""
+
+    key: str
+    path: str
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Describe a port that the run wants and another process has."""
+
+    port: int
+    by: str  # "python (pid 4021 of alice)"; empty: not seen from here
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Describe how a node sees another one by its name."""
+
+    node: str
+    address: str  # that the name has; empty: it has none
+    name: str  # that the address has; empty: it has none
+    problem: str  # of a connection; empty: it was answered
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """Hold what a node says of itself. Sizes are bytes."""
+
+    node: str
+    clock: float  # seconds since the epoch
+    versions: Mapping[str, str]
+    equipment: Mapping[str, Any]  # as `launch.probe.equipment`
+    canary: str  # contents of the file that the conductor wrote into the run directory; empty: it is not there
+    run_dir: str  # why the run directory cannot be written; empty: it can
+    places: tuple[Place, ...] = ()
+    free_bytes: int = UNKNOWN  # in the run directory
+    free_files: int = UNKNOWN
+    shm_free: int = UNKNOWN
+    shm: str = ""  # why /dev/shm cannot be written
+    memlock: int = UNKNOWN  # that a process may lock; UNKNOWN: without a limit
+    open_files: int = UNKNOWN  # limit of a process; UNKNOWN: none
+    most_files: int = UNKNOWN  # to which a process may raise it
+    infiniband: bool = False
+    addresses: tuple[str, ...] = ()
+    interface: str = ""  # by which it reaches the conductor
+    address: str = ""
+    subnet: str = ""
+    exported: tuple[str, ...] = ()  # what is wrong with NCCL_SOCKET_IFNAME and the like
+    held: tuple[Held, ...] = ()
+    unhealthy: tuple[str, ...] = ()  # GPUs with errors of memory, or throttled
+    conductor: str = ""  # why it does not reach the conductor
+    skew_s: float = 0.0  # of its clock to the conductor's, beyond what the measurement leaves open
+    reached: tuple[Reach, ...] = field(default=())
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> NodeFacts:
+        """Read `dataclasses.asdict` of a record, or what JSON made of it. Raises TypeError for another record."""
+        records: dict[str, Any] = {
+            "places": tuple(Place(**each) for each in data.get("places", ())),
+            "held": tuple(Held(**each) for each in data.get("held", ())),
+            "reached": tuple(Reach(**each) for each in data.get("reached", ())),
+        }
+        for name in ("addresses", "exported", "unhealthy"):
+            records[name] = tuple(data.get(name, ()))
+        return cls(**{**data, **records})

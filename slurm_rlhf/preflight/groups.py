@@ -1,0 +1,159 @@
+"""Which processes join which collectives: pure, from the nodes and the rank map."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT
+from slurm_rlhf.placement.rank_map import RankMap
+
+LINK, ZERO, TP, SYNC = "link", "ZeRO", "TP", "sync"
+MOST_ROUNDS = 4
+"""Partners of a node, at most: more say nothing more about it, and take longer."""
+
+
+class Seat(NamedTuple):
+    """Name a process of the tests: it stands for the ranks on one slot of a node."""
+
+    node: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Describe one group of processes; `seats` are indexes into `Lineup.seats`."""
+
+    name: str
+    kind: str
+    seats: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lineup:
+    """Hold processes and the stages that they go through; the groups of a stage share no seat."""
+
+    name: str
+    seats: tuple[Seat, ...]
+    stages: tuple[tuple[Group, ...], ...]
+
+    @property
+    def groups(self) -> list[Group]:
+        return [group for stage in self.stages for group in stage]
+
+    def nodes(self, group: Group) -> tuple[str, ...]:
+        """Return the nodes of a group, each once."""
+        return tuple(dict.fromkeys(self.seats[seat].node for seat in group.seats))
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Hold what the slowest member of a group measured; seconds."""
+
+    latency_s: float
+    all_reduce_s: float
+    broadcast_s: float
+    size: int  # bytes
+
+    @property
+    def rate(self) -> float:
+        """Return bytes per second of the slower of the two operations."""
+        return self.size / max(self.all_reduce_s, self.broadcast_s, 1e-9)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """Hold what became of a group: figures, or why there are none and on which of its nodes."""
+
+    group: Group
+    nodes: tuple[str, ...]
+    figures: Figures | None = None
+    error: str = ""
+    culprits: tuple[str, ...] = ()
+    tried: bool = True  # False: not all of its members came, which need not be the group's fault
+
+
+def links(nodes: Sequence[str], slots: Mapping[str, int]) -> Lineup:
+    """Pair the nodes anew in each round, as in a tournament; `slots`: the slot that stands for a node."""
+    seats = tuple(Seat(node, slots.get(node, 0)) for node in nodes)
+    table: list[int | None] = [*range(len(nodes)), *([None] if len(nodes) % 2 else [])]
+    rounds = []
+    for _ in range(min(len(table) - 1, MOST_ROUNDS) if len(nodes) > 1 else 0):
+        half = len(table) // 2
+        pairs = list(zip(table[:half], reversed(table[half:]), strict=True))
+        rounds.append(tuple(_link(nodes, a, b) for a, b in pairs if a is not None and b is not None))
+        table = [table[0], table[-1], *table[1:-1]]
+    return Lineup("links", seats, tuple(rounds))
+
+
+def _link(nodes: Sequence[str], one: int, other: int) -> Group:
+    first, second = sorted((one, other))
+    return Group(f"{nodes[first]} - {nodes[second]}", LINK, (first, second))
+
+
+def role_groups(ranks: RankMap, without: Collection[str] = ()) -> Lineup:
+    """List the groups that a run with this rank map makes: of each engine, each role, and of the weight sync.
+
+    Nodes in `without` do not take part; a group that has fewer than two members then is left out.
+    """
+    slots = {(share.node, slot) for shares in ranks.roles.values() for share in shares for slot in share.gpus}
+    order = {node.name: number for number, node in enumerate(ranks.topology.nodes)}
+    seats = tuple(Seat(*at) for at in sorted(slots, key=lambda at: (order[at[0]], at[1])) if at[0] not in without)
+    number = {seat: index for index, seat in enumerate(seats)}
+
+    def members(places: Iterator[tuple[str, int]]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(number[seat] for place in places if (seat := Seat(*place)) in number))
+
+    engines = [Group(f"engine {tp.engine}", TP, members((tp.node, slot) for slot in tp.gpus)) for tp in ranks.tp_groups]
+    stages = [engines]
+    stages += [
+        [Group(role, ZERO, members(_places(ranks, role)))] for role in ranks.roles if ROLES[role].kind != "engine"
+    ]
+    actor = members(_places(ranks, ACTOR))
+    everyone = members(place for role in (ACTOR, ROLLOUT) if role in ranks.roles for place in _places(ranks, role))
+    if set(everyone) != set(actor):
+        stages.append([Group("weight sync", SYNC, everyone)])
+    kept = [tuple(group for group in stage if len(group.seats) > 1) for stage in stages]
+    return Lineup("groups", seats, tuple(stage for stage in kept if stage))
+
+
+def _places(ranks: RankMap, role: str) -> Iterator[tuple[str, int]]:
+    return ((share.node, slot) for share in ranks.roles[role] for slot in share.gpus)
+
+
+def orders_for(lineup: Lineup, node: str) -> dict[str, Any]:
+    """Return what the agent of `node` is told: its seats with their slots, and the groups in which they are."""
+    mine = {number: seat.slot for number, seat in enumerate(lineup.seats) if seat.node == node}
+    stages = [
+        [[group.name, list(group.seats)] for group in stage if any(seat in mine for seat in group.seats)]
+        for stage in lineup.stages
+    ]
+    return {"name": lineup.name, "seats": [[seat, slot] for seat, slot in mine.items()], "stages": stages}
+
+
+def outcomes(lineup: Lineup, reports: Sequence[Mapping[str, Any]]) -> list[Outcome]:
+    """Put together what the members reported of each group."""
+    of: dict[str, dict[int, Mapping[str, Any]]] = {group.name: {} for group in lineup.groups}
+    for report in reports:
+        if report.get("group") in of and isinstance(report.get("seat"), int):
+            of[report["group"]].setdefault(report["seat"], report)
+            if "begun" not in report:
+                of[report["group"]][report["seat"]] = report
+    return [_outcome(lineup, group, of[group.name]) for group in lineup.groups]
+
+
+def _outcome(lineup: Lineup, group: Group, reports: Mapping[int, Mapping[str, Any]]) -> Outcome:
+    nodes = lineup.nodes(group)
+    absent = [lineup.seats[seat].node for seat in group.seats if seat not in reports]
+    stuck = [lineup.seats[seat].node for seat in group.seats if "begun" in reports.get(seat, {})]
+    errors = {lineup.seats[seat].node: str(said["error"]) for seat, said in reports.items() if said.get("error")}
+    if absent:
+        return Outcome(group, nodes, None, "nobody came in time", tuple(dict.fromkeys(absent)), tried=False)
+    if errors:
+        return Outcome(group, nodes, None, next(iter(errors.values())), tuple(errors))
+    if stuck:
+        return Outcome(group, nodes, None, "did not get through in time", tuple(dict.fromkeys(stuck)))
+    said = list(reports.values())
+    worst = {name: max(float(each[name]) for each in said) for name in ("latency_s", "all_reduce_s", "broadcast_s")}
+    return Outcome(group, nodes, Figures(**worst, size=int(said[0]["size"])))

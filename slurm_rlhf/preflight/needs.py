@@ -1,0 +1,163 @@
+"""What a run wants of its nodes, from its configuration and rank map."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
+from slurm_rlhf.cluster.slurm_job import ask_jobs
+from slurm_rlhf.cluster.slurm_notation import expand
+from slurm_rlhf.config.keys import get
+from slurm_rlhf.config.roles import running_roles
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.disk import mount_of, size_of
+from slurm_rlhf.errors import ModelError, PlacementError, RunError
+from slurm_rlhf.launch.accelerators import Wanted
+from slurm_rlhf.launch.node import RANK_MAP
+from slurm_rlhf.launch.slurm import port_candidates
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.rank_memory import read_models
+from slurm_rlhf.run_directory import RunDirectory
+
+_FILES_OF_A_RANK = 4
+_FILES_BESIDE = 32
+_FP32 = 4
+_ADAM = 12  # bytes of a parameter: a master copy and two moments, all fp32
+_SLURM_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Hold what the checkpoints of a run take: bytes and files of one, how many are kept, what is there already."""
+
+    one: int
+    files: int
+    kept: int
+    there: int  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """State what is wanted of the nodes."""
+
+    run_dir: str
+    wanted: Wanted
+    ranks_on: Mapping[str, int]  # node -> processes of the run
+    places: tuple[tuple[str, str], ...] = ()  # (key, path) that every node reads
+    space: Space | None = None  # None: the models' sizes are not known
+    ports: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)  # node -> role -> in this order
+    granted_by: str = ""
+    lock: str = ""  # why the run directory cannot be locked
+    earlier: tuple[str, ...] = ()  # nodes of the last start in this directory; empty: there was none
+    allocation: str = ""  # how the job differs from what its environment says
+
+    @property
+    def ports_on(self) -> dict[str, tuple[int, ...]]:
+        return {node: tuple(port for ports in roles.values() for port in ports) for node, roles in self.ports.items()}
+
+
+def needs_of(config: Config, ranks: RankMap, slurm: SlurmEnvironment | None, granted_by: str) -> Needs:
+    """Find out what a run wants. Reads the run directory and asks Slurm; blocks for up to 10 s if that is silent."""
+    run_dir = Path(config.run_dir)
+    ranks_on: dict[str, int] = {}
+    for shares in ranks.roles.values():
+        for share in shares:
+            ranks_on[share.node] = ranks_on.get(share.node, 0) + len(share.ranks)
+    return Needs(
+        run_dir=str(run_dir),
+        wanted=Wanted.by(ranks, config),
+        ranks_on=ranks_on,
+        places=places_of(config),
+        space=space_of(config),
+        ports=ports_of(ranks, slurm) if slurm is not None else {},
+        granted_by=granted_by,
+        lock=lock_problem(run_dir),
+        earlier=earlier_nodes(run_dir),
+        allocation=allocation_problem(slurm) if slurm is not None else "",
+    )
+
+
+def places_of(config: Config) -> tuple[tuple[str, str], ...]:
+    """List what ranks and conductor read: models, data, the user's files. After a requeue any node may be the first."""
+    found = {role.model(config)[1]: role.model(config)[0] for role in running_roles(config)}
+    for key in ("data.prompt_dataset", "eval.dataset"):
+        found.setdefault(str(get(config, key)), key)
+    for path in config.train.plugins:
+        found.setdefault(path, "train.plugins")
+    return tuple((key, str(Path(path).absolute())) for path, key in found.items() if path)
+
+
+def space_of(config: Config) -> Space | None:
+    """Estimate what the checkpoints of a run take: weights, and AdamW's states, of every role that is saved."""
+    try:
+        models = read_models(config)
+    except ModelError:
+        return None
+    saved = [role for role in running_roles(config) if role.saves]
+    width = _FP32 if config.ds.param_dtype == "fp32" else 2
+    one = sum(models[role.name].parameters * (width + _ADAM) for role in saved)
+    files = _FILES_BESIDE + sum(_FILES_OF_A_RANK * role.ranks(config) for role in saved)
+    there = size_of(RunDirectory(Path(config.run_dir)).checkpoints)
+    return Space(one, files, config.ckpt.max_num, there)
+
+
+def ports_of(ranks: RankMap, slurm: SlurmEnvironment) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the ports at which the torchruns of roles on several nodes meet, on the node that opens them."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for role, shares in ranks.roles.items():
+        candidates = port_candidates(role, len(shares), slurm.job_id, slurm.restart_count)
+        if candidates:
+            found.setdefault(shares[0].node, {})[role] = candidates
+    return found
+
+
+def lock_problem(run_dir: Path) -> str:
+    """Say why files in the run directory cannot be locked, and on which file system; empty where they can."""
+    file = run_dir / f".lock.{os.getpid()}"
+    try:
+        with file.open("w", encoding="utf-8") as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return ""
+    except OSError as error:
+        point, kind = mount_of(run_dir)
+        return f"{error.strerror or error} on {point}{f' ({kind})' if kind else ''}"
+    finally:
+        file.unlink(missing_ok=True)
+    return ""
+
+
+def earlier_nodes(run_dir: Path) -> tuple[str, ...]:
+    """Return the nodes of the last start in this directory; empty where there was none."""
+    try:
+        ranks = RankMap.from_json(json.loads((run_dir / RANK_MAP).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, PlacementError):
+        return ()
+    return tuple(node.name for node in ranks.topology.nodes)
+
+
+def allocation_problem(slurm: SlurmEnvironment) -> str:
+    """Say how the nodes of the job differ from those that its environment names; empty where Slurm does not answer."""
+    try:
+        jobs = [job for job in ask_jobs(str(slurm.job_id), _SLURM_S) if job.number == str(slurm.job_id)]
+        now = expand(jobs[0].nodes) if jobs else []
+    except (RunError, PlacementError):
+        return ""
+    return nodes_differ(slurm.job_nodes, now) if now else ""
+
+
+def nodes_differ(named: Sequence[str], now: Sequence[str]) -> str:
+    """Say which nodes one list has and the other has not; empty where they are the same."""
+    gone = [node for node in named if node not in now]
+    more = [node for node in now if node not in named]
+    told = []
+    if gone:
+        told.append(f"{', '.join(gone)} no longer belong{'' if len(gone) > 1 else 's'} to it")
+    if more:
+        told.append(f"it has {', '.join(more)} as well")
+    return " and ".join(told)

@@ -1,0 +1,75 @@
+"""Read a run directory: what is missing or half written is left out, so that a report of any run can be made."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.observe.events import RunEvent, read_events
+from slurm_rlhf.observe.jsonl import read_rows
+from slurm_rlhf.observe.samples import Sample, read_samples
+from slurm_rlhf.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class RunFiles:
+    """Holds what a run has written."""
+
+    name: str  # of the directory
+    root: str
+    rows: list[dict[str, Any]]  # of metrics.jsonl
+    samples: list[Sample]
+    events: list[RunEvent]
+    timeline: list[dict[str, Any]]  # as `CallSpans.take` makes them
+    layout: dict[str, Any]
+    summary: dict[str, Any]
+    config: dict[str, Any]  # dotted key -> value
+
+    @classmethod
+    def read(cls, directory: RunDirectory) -> RunFiles:
+        """Read everything."""
+        root = directory.root.absolute()
+        return cls(
+            name=root.name,
+            root=str(root),
+            rows=read_rows(directory.metrics),
+            samples=read_samples(directory.samples),
+            events=read_events(directory.events),
+            timeline=read_rows(directory.timeline),
+            layout=_json(directory.layout),
+            summary=_json(directory.summary),
+            config=_config(directory.config),
+        )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(_text(path))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        return dict(_flat(tomllib.loads(_text(path)), ""))
+    except ValueError:
+        return {}
+
+
+def _text(path: Path) -> str:
+    """Read a file; empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8") if path.is_file() else ""
+    except (OSError, UnicodeError):
+        return ""
+
+
+def _flat(table: dict[str, Any], prefix: str) -> list[tuple[str, Any]]:
+    found: list[tuple[str, Any]] = []
+    for name, value in table.items():
+        found += _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else [(prefix + name, value)]
+    return found

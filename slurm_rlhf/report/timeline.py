@@ -1,0 +1,117 @@
+"""Who computed and who waited in the last steps: rows for the page, means per role, and a trace for Perfetto."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from slurm_rlhf.observe.spans import joined
+
+CONDUCTOR = "conductor"
+MOST_STEPS = 8
+"""Steps on the page."""
+MOST_ROWS = 128
+"""Ranks on the page; the trace has all of them."""
+
+Line = dict[str, Any]
+"""Of timeline.jsonl, as `CallSpans.take` makes them."""
+
+
+def timeline(lines: Sequence[Line], layout: dict[str, Any]) -> dict[str, Any]:
+    """Return {"names", "rows", "steps"}: a span is [row, name, begin, end], by their places in the two lists."""
+    last = lines[-MOST_STEPS:]
+    rows = rank_rows(last, layout)
+    names = list(dict.fromkeys([name for line in last for name, *_ in line["phases"]]))
+    calls = list(dict.fromkeys([name for line in last for _, _, name, *_ in line["calls"]]))
+    place = {(row["role"], row["rank"]): index for index, row in enumerate(rows)}
+    kinds = {name: index for index, name in enumerate([*names, *calls])} | {}
+    steps = []
+    for line in last:
+        spans = [[0, names.index(name), start, end] for name, start, end in line["phases"]]
+        spans += [
+            [place[role, rank], kinds[name], start, end]
+            for role, rank, name, start, end in line["calls"]
+            if (role, rank) in place
+        ]
+        steps.append({key: line[key] for key in ("step", "began", "seconds")} | {"spans": spans})
+    return {"names": [*names, *calls], "rows": rows, "steps": steps, "left_out": len(_ranks(last)) - len(rows) + 1}
+
+
+def rank_rows(lines: Sequence[Line], layout: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for the conductor and one for each rank that took calls, with its node."""
+    nodes = _nodes(layout)
+    ranks = _ranks(lines)[: MOST_ROWS - 1]
+    return [
+        {"role": CONDUCTOR, "rank": 0, "node": ""},
+        *({"role": role, "rank": rank, "node": nodes.get((role, rank), "")} for role, rank in ranks),
+    ]
+
+
+def role_times(lines: Sequence[Line]) -> dict[str, dict[str, float]]:
+    """Return role -> call -> mean seconds per step and rank; `waits`: without a call in progress."""
+    ranks: dict[str, set[int]] = defaultdict(set)
+    spent: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    busy: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
+    for line in lines:
+        for role, rank, name, start, end in line["calls"]:
+            ranks[role].add(rank)
+            spent[role][name] += end - start
+            busy[role, rank, line["step"]].append((start, end))
+    whole = sum(line["seconds"] for line in lines)
+    found = {}
+    for role, calls in spent.items():
+        count = len(lines) * len(ranks[role])
+        worked = sum(end - start for key, spans in busy.items() if key[0] == role for start, end in joined(spans, 0.0))
+        scale = min(1.0, worked / max(sum(calls.values()), 1e-9))  # calls that overlap share the time
+        times = {name: round(scale * seconds / count, 6) for name, seconds in calls.items()}
+        found[role] = times | {"waits": round(max(0.0, whole * len(ranks[role]) - worked) / count, 6)}
+    return found
+
+
+def trace(lines: Sequence[Line], layout: dict[str, Any]) -> dict[str, Any]:
+    """Return the Chrome trace of the steps, for Perfetto or chrome://tracing: a process per node, a thread per rank.
+
+    Source: Duffy and others, Trace Event Format; complete events, times in microseconds.
+    """
+    nodes = _nodes(layout)
+    names = ["", *dict.fromkeys(nodes.get(rank, "") or "ranks" for rank in _ranks(lines))]
+    events: list[dict[str, Any]] = [
+        {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": name or CONDUCTOR}}
+        for pid, name in enumerate(names)
+    ]
+    threads = {rank: index + 1 for index, rank in enumerate(_ranks(lines))}
+    where = {rank: names.index(nodes.get(rank, "") or "ranks") for rank in threads}
+    for (role, rank), thread in threads.items():
+        events.append(
+            {
+                **{"ph": "M", "name": "thread_name", "pid": where[role, rank], "tid": thread},
+                "args": {"name": f"{role} {rank}"},
+            }
+        )
+    for line in lines:
+        began = line["began"] * 1e6
+
+        def complete(name: str, kind: str, pid: int, tid: int, start: float, end: float, began: float = began) -> None:
+            times = {"ts": round(began + start * 1e6), "dur": round((end - start) * 1e6)}
+            events.append({"ph": "X", "name": name, "cat": kind, "pid": pid, "tid": tid, **times})
+
+        complete(f"step {line['step']}", "step", 0, 0, 0.0, line["seconds"])
+        for name, start, end in line["phases"]:
+            complete(name, "phase", 0, 1, start, end)
+        for role, rank, name, start, end in line["calls"]:
+            complete(name, role, where[role, rank], threads[role, rank], start, end)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _ranks(lines: Sequence[Line]) -> list[tuple[str, int]]:
+    """List the ranks that took calls, by role in the order of their first call."""
+    roles = list(dict.fromkeys(role for line in lines for role, *_ in line["calls"]))
+    found = {(role, rank) for line in lines for role, rank, *_ in line["calls"]}
+    return sorted(found, key=lambda each: (roles.index(each[0]), each[1]))
+
+
+def _nodes(layout: dict[str, Any]) -> dict[tuple[str, int], str]:
+    """Map each (role, rank) to its node."""
+    shares = layout.get("ranks", {}).get("roles", {})
+    return {(role, rank): share["node"] for role, each in shares.items() for share in each for rank in share["ranks"]}

@@ -1,0 +1,164 @@
+"""Samples, events and calls in the files of a run: what is kept, over kills and resumes, too."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from recorded_run import Clock, sample
+
+from slurm_rlhf.observe.events import EventLog, WarningEvents, kind_of_failure, kind_of_note, read_events
+from slurm_rlhf.observe.jsonl import append_line, read_rows, truncate_after
+from slurm_rlhf.observe.samples import SampleLog, choose, console_text, markdown_text, read_samples
+from slurm_rlhf.observe.spans import KEPT, CallSpans, TimelineLog, joined, thinned
+
+
+def test_lines_with_any_text_are_read_back_and_half_lines_are_not(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    texts = ["a\u2028b\x85c", "line\nline\r", "\ud800", "ü"]
+    for step, text in enumerate(texts, 1):
+        append_line(path, {"step": step, "text": text})
+    with path.open("a") as file:
+        file.write('{"step": 9, "te')
+    assert [row["text"] for row in read_rows(path)] == [*texts[:2], "?", "ü"]
+    assert truncate_after(path, 2) == 2
+    assert [row["step"] for row in read_rows(path)] == [1, 2]
+    assert read_rows(tmp_path / "missing") == []
+
+
+def test_samples_are_drawn_by_seed_and_step() -> None:
+    assert choose(7, 3, 2, 100) == choose(7, 3, 2, 100)
+    drawn = {tuple(choose(7, step, 2, 100)) for step in range(20)}
+    assert len(drawn) == 20
+    assert len({tuple(choose(seed, 3, 2, 100)) for seed in range(20)}) == 20
+    assert choose(7, 3, 5, 2) == [0, 1]
+    assert choose(7, 3, 0, 2) == []
+
+
+def test_samples_are_read_back(tmp_path: Path) -> None:
+    import random
+
+    path, made = tmp_path / "samples.jsonl", [sample(step, 0, random.Random(1)) for step in (1, 2)]
+    for each in made:
+        SampleLog(path).append(each)
+    append_line(path, {"step": 3, "prompt": "of another version"})
+    assert read_samples(path) == made
+
+
+def test_a_sample_on_a_terminal_cannot_change_it() -> None:
+    import random
+    from dataclasses import replace
+
+    made = replace(sample(2, 1, random.Random(1)), response="red \x1b[31m\n" + "x" * 900, reward=0.25)
+    text = console_text(made)
+    assert "\x1b" not in text
+    assert "red \\x1b[31m" in text
+    assert "reward 0.25, score 1, stop" in text
+    assert "(910 characters)" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert "\n    xxx" in markdown_text(made)
+
+
+def test_events_are_kept_over_starts_with_their_time_and_step(tmp_path: Path) -> None:
+    clock = Clock(5.0)
+    events = EventLog(tmp_path / "events.jsonl", clock)
+    events.append("start", 0, "")
+    clock.now = 7.25
+    EventLog(tmp_path / "events.jsonl", clock).append("error", 3, "x" * 9999)
+    first, last = read_events(tmp_path / "events.jsonl")
+    assert (first.event, first.at, first.step) == ("start", 5.0, 0)
+    assert (last.at, last.step, len(last.text)) == (7.25, 3, 2000)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("warning: saving took 300 s", "warning"),
+        ("step 3: engine 1 on gpu02 is far below its peers for 2 steps", "warning"),
+        ("step 3 hangs in phase update: actor rank 1 on n2 is behind", "hang"),
+        ("roles: actor x 2", ""),
+    ],
+)
+def test_which_notes_are_events(text: str, kind: str) -> None:
+    assert kind_of_note(text) == kind
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("actor rank 1 on n2 did not answer train_step within 600 s; it was last heard", "hang"),
+        ("rank 0 is lost: it was not heard from for 10 s, last phase 'update'", "hang"),
+        ("no answer from rollout 3 on n2 (timeout.sync)", "hang"),
+        ("step 3 hung in phase update: actor rank 1 is behind", "hang"),
+        ("role actor died: its process group on n1 ended with exit code 1", "error"),
+    ],
+)
+def test_which_failures_are_hangs(text: str, kind: str) -> None:
+    assert kind_of_failure(text) == kind
+
+
+def test_logged_warnings_are_events_and_errors_are_not() -> None:
+    told: list[tuple[str, str]] = []
+    logger = logging.getLogger("slurm_rlhf.test_records")
+    handler = WarningEvents(lambda kind, text: told.append((kind, text)))
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.warning("%s; once more over a new group", "a peer left")
+    logger.warning("rank 0 is lost: it was not heard from for 20 s")
+    logger.error("an error")
+    logger.removeHandler(handler)
+    assert told == [
+        ("warning", "a peer left; once more over a new group"),
+        ("hang", "rank 0 is lost: it was not heard from for 20 s"),
+    ]
+
+
+def test_calls_that_overlap_or_follow_at_once_are_one_span() -> None:
+    clock = Clock(100.0)
+    spans = CallSpans(clock)
+    first = spans.began("rollout", 0, "generate")
+    clock.now += 1
+    second = spans.began("rollout", 0, "generate")
+    clock.now += 1
+    first()
+    spans.phase("update")
+    long = spans.began("actor", 1, "train_step")
+    clock.now += 2
+    second()
+    row = spans.take(1)
+    assert row["seconds"] == 4.0
+    assert row["calls"] == [["actor", 1, "train_step", 2.0, 4.0], ["rollout", 0, "generate", 0.0, 4.0]]
+    assert row["phases"] == [["update", 2.0, 4.0]]
+    clock.now += 1
+    long()
+    spans.phase("")
+    clock.now += 1
+    row = spans.take(2)  # what was in progress goes on
+    assert row["calls"] == [["actor", 1, "train_step", 0.0, 1.0]]
+    assert row["phases"] == [["update", 0.0, 1.0]]
+    assert spans.take(3)["calls"] == []
+
+
+def test_spans_are_joined_until_they_are_few() -> None:
+    assert joined([(3, 4), (0, 1), (1, 2), (1.5, 1.7)], 0) == [(0, 2), (3, 4)]
+    many = {("actor", 0, "a"): [(float(n), n + 0.5) for n in range(1000)], ("actor", 1, "a"): [(0.0, 1.0), (9.0, 9.5)]}
+    found = thinned(many, 10, 0.001)
+    assert sum(map(len, found.values())) <= 10
+    assert found["actor", 0, "a"][0][0] == 0.0
+    assert found["actor", 0, "a"][-1][1] == 999.5
+    assert len(thinned(many, 1, 0.001)) == 2
+
+
+def test_the_timeline_keeps_the_last_steps_only(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.jsonl"
+    log = TimelineLog(path)
+    for step in range(1, 6 * KEPT):
+        if step % 7 == 0:
+            log = TimelineLog(path)  # of a resumed run
+        log.append({"step": step})
+        assert len(path.read_text().splitlines()) <= 2 * KEPT
+    steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+    assert steps == list(range(steps[0], 6 * KEPT))
+    assert len(steps) >= KEPT

@@ -1,0 +1,138 @@
+"""The page in a real browser: three widths, light and dark; what it draws, says, and does with hostile texts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browser import Page, open_page
+from recorded_run import SPITE, write_run
+
+from slurm_rlhf.cli.main import main
+from slurm_rlhf.run_directory import RunDirectory
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+WIDTHS = ((375, 812), (1280, 800), (1920, 1080))
+BARE = "[...document.querySelectorAll('[data-plot]')].filter(p => !p.querySelector('.mark')).map(p => p.dataset.plot)"
+PLOTS = "[...document.querySelectorAll('[data-plot]')].map(p => p.dataset.plot)"
+OVERFLOW = "document.documentElement.scrollWidth - innerWidth"
+CONTRAST = """
+(() => {
+  const linear = (value) => value <= 0.03928 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4;
+  const light = (text) => {
+    const [r, g, b] = text.match(/[\\d.]+/g).map((each) => linear(each / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const style = getComputedStyle(document.body);
+  const pair = [light(style.color), light(style.backgroundColor)].sort();
+  return [(pair[1] + 0.05) / (pair[0] + 0.05), light(style.backgroundColor)];
+})()
+"""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with open_page(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[RunDirectory]:
+    """Two seeds of one run, and one with another key."""
+    root = tmp_path_factory.mktemp("runs")
+    return [
+        write_run(root / "first", seed=1),
+        write_run(root / "second", seed=2),
+        write_run(root / "other", seed=1, max_epochs=3),
+    ]
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", WIDTHS, ids=lambda size: str(size[0]))
+def test_every_plot_has_marks_and_the_console_is_silent(
+    browser: Page, runs: list[RunDirectory], size: tuple[int, int], dark: bool, tmp_path: Path
+) -> None:
+    assert main(["report", str(runs[0].root)]) == 0
+    copied = tmp_path / "elsewhere.html"  # nothing beside it
+    shutil.copy(runs[0].report, copied)
+    browser.open(copied, *size, dark)
+    assert browser.complaints == []
+    assert browser.requests == [copied.as_uri()]
+    assert browser.value(BARE) == []
+    plots = browser.value(PLOTS)
+    assert {"Reward", "Evaluation", "The last steps", "Ranks", "Time axis", "Rewards of the samples"} <= set(plots)
+    assert len(plots) >= 20
+    assert browser.value(OVERFLOW) <= 0
+    contrast, light = browser.value(CONTRAST)
+    assert contrast > 7
+    assert (light < 0.1) == dark
+
+
+def test_the_page_follows_its_width(browser: Page, runs: list[RunDirectory]) -> None:
+    assert main(["report", str(runs[0].root)]) == 0
+    browser.open(runs[0].report, 1280, 800, False)
+    wide = "Math.max(...[...document.querySelectorAll('[data-plot] svg')].map(p => p.viewBox.baseVal.width))"
+    assert browser.value(wide) > 600
+    browser.call("Emulation.setDeviceMetricsOverride", width=400, height=800, deviceScaleFactor=1, mobile=False)
+    frames = (
+        "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => requestAnimationFrame(done))))"
+    )
+    browser.value(frames)
+    assert browser.value(wide) <= 400
+    assert browser.value(OVERFLOW) <= 0
+    assert browser.value(BARE) == []
+
+
+def test_a_response_that_holds_html_is_shown_as_it_is(browser: Page, runs: list[RunDirectory]) -> None:
+    assert main(["report", str(runs[0].root)]) == 0
+    browser.open(runs[0].report, 1280, 800, False)
+    search = "document.querySelector('#samples input')"
+    browser.value(f"{search}.value = 'ONERROR', {search}.dispatchEvent(new Event('input')), 0")
+    shown = browser.value("[...document.querySelectorAll('#sample-list pre.response')].map(p => p.textContent)")
+    assert shown == [SPITE]
+    assert browser.value("document.querySelector('#sample-list mark').textContent") == "onerror"
+    assert browser.value("document.querySelectorAll('img, #sample-list b').length") == 0
+    assert browser.value("document.scripts.length") == 2
+    assert browser.complaints == []  # a dialog would be one
+
+
+def test_tokens_are_coloured_by_their_log_probs(browser: Page, runs: list[RunDirectory]) -> None:
+    assert main(["report", str(runs[0].root)]) == 0
+    browser.open(runs[0].report, 1280, 800, False)
+    coloured = "[...document.querySelectorAll('#sample-list .token')].filter(t => t.style.background).length"
+    assert browser.value(coloured) > 20
+    chooser = "document.querySelectorAll('#samples select')[1]"
+    browser.value(f"{chooser}.value = 'no colour', {chooser}.dispatchEvent(new Event('input')), 0")
+    assert browser.value(coloured) == 0
+
+
+def test_stops_and_requeues_stand_on_the_time_axis_and_in_the_curves(browser: Page, runs: list[RunDirectory]) -> None:
+    assert main(["report", str(runs[0].root)]) == 0
+    browser.open(runs[0].report, 1280, 800, False)
+    for kind in ("start", "stop", "requeue", "resume", "warning", "checkpoint", "finish"):
+        assert browser.value(f"document.querySelectorAll('#history svg [data-event={kind}]').length") == 1
+    assert browser.value("document.querySelectorAll('#history svg rect.mark').length") == 2  # sessions
+    assert browser.value("document.querySelector('[data-plot=Reward] svg').querySelectorAll('.event').length") == 4
+
+
+def test_several_runs_share_plots_and_show_where_they_differ(
+    browser: Page, runs: list[RunDirectory], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "compared.html"
+    assert main(["report", *(str(run.root) for run in runs), f"--output={output}"]) == 0
+    assert str(output) in capsys.readouterr().out
+    browser.open(output, 1280, 800, False)
+    assert browser.complaints == []
+    assert browser.value(BARE) == []
+    reward = "document.querySelector('[data-plot=reward] svg')"
+    assert browser.value(f"{reward}.querySelectorAll('path.line').length") == 4  # two seeds, their mean, another run
+    assert browser.value(f"{reward}.querySelectorAll('path.area').length") == 1  # the range of the seeds
+    differ = browser.value(
+        "[...document.querySelectorAll('#settings tr.differs td:first-child')].map(c => c.textContent)"
+    )
+    assert differ == ["run_dir", "train.max_epochs", "train.seed"]
+    assert json.loads(runs[0].summary.read_text())["status"] == "finished"

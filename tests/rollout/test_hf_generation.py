@@ -1,0 +1,89 @@
+"""Batches of unlike prompts through transformers' `generate`: log-probs are those of single passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from slurm_rlhf.config.schema import Ds
+from slurm_rlhf.parity.random_models import ARCHITECTURES, make_model
+from slurm_rlhf.records import LENGTH, STOP, Sampling, Trajectory
+from slurm_rlhf.rollout.engine import GenerateRequest
+from slurm_rlhf.rollout.hf_generation import HfSampler, Vocabulary
+from slurm_rlhf.training._torch import bare_copy
+from slurm_rlhf.training.generation import stepping
+from slurm_rlhf.training.models import load_policy
+
+# transformers imports with `generate` a library that sets a path of its own.
+pytestmark = pytest.mark.usefixtures("own_environment")
+
+CPU = torch.device("cpu")
+# A window shorter than the text, positions that are learned, soft caps, no positions at all (alibi), one that vLLM has
+# no model of, experts.
+FEW = ("mistral", "gpt2", "gemma2", "bloom", "qwen3_moe")
+NOT_IN_VLLM: dict[str, dict[str, Any]] = {
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16, "num_layers": 2}
+}
+
+
+def load(path: Path) -> Any:
+    """The policy as it samples while it trains."""
+    module = bare_copy(load_policy(path, Ds(param_dtype="fp32"), 64, max_len=100), {}).eval()
+    return stepping(module.model, module)
+
+
+def plain_logprobs(model: Any, one: Trajectory, temperature: float) -> Any:
+    """By one forward pass over one sequence: without a cache, padding or anything of this package."""
+    ids = torch.from_numpy(np.concatenate([one.prompt_ids, one.response_ids]).astype(np.int64))[None]
+    with torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits[0, len(one.prompt_ids) - 1 : -1]
+    logprobs = torch.log_softmax(logits / temperature, dim=-1)
+    return logprobs.gather(-1, ids[0, len(one.prompt_ids) :, None])[:, 0].numpy()
+
+
+def requests(count: int, sampling: Sampling) -> list[GenerateRequest]:
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(2, 60, length).astype(np.int32) for length in (1, 30, 7, 19, 3)[:count]]
+    return [GenerateRequest(str(row), row, 0, ids, sampling, 100 + row) for row, ids in enumerate(prompts)]
+
+
+def sampler(path: Path, dropped: Any = lambda: False) -> HfSampler:
+    return HfSampler(Vocabulary.read(str(path)), CPU, 4, False, lambda chosen, ended: None, dropped)
+
+
+@pytest.fixture(scope="module", params=[*FEW, *NOT_IN_VLLM])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp(request.param), request.param, **NOT_IN_VLLM.get(request.param, {}))
+
+
+def test_a_batch_of_unlike_prompts_is_what_each_is_alone(model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    sampling = Sampling(temperature=0.7, max_new_tokens=40)
+    policy, asked = load(model), requests(5, sampling)
+    found, steps = sampler(model).sample(policy, asked, 6)
+    assert steps == max(len(one.response_ids) for one in found)
+    assert [one.prompt for one in found] == [0, 1, 2, 3, 4]
+    for one, request in zip(found, asked, strict=True):
+        expected = plain_logprobs(plain, one, 0.7)
+        np.testing.assert_allclose(one.rollout_logprobs, expected, atol=1e-5)
+        assert one.finish_reason == (STOP if one.response_ids[-1] == 1 else LENGTH)
+        alone = sampler(model).sample(policy, [request], 6)[0][0]
+        assert alone.response_ids.tolist() == one.response_ids.tolist()
+        assert (one.engine, one.versions[0].version) == (4, 6)
+
+
+def test_what_is_dropped_is_not_answered(model: Path) -> None:
+    looks = iter([False, False, True])
+    found, steps = sampler(model, lambda: next(looks)).sample(load(model), requests(2, Sampling()), 0)
+    assert (found, steps) == ([], 3)
+    assert sampler(model).sample(None, [], 0) == ([], 0)
+
+
+def test_every_architecture_of_the_table_is_known_here() -> None:
+    assert set(FEW) < set(ARCHITECTURES)

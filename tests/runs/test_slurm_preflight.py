@@ -1,0 +1,180 @@
+"""Preflight on a real Slurm: defects of nodes are named with their remedies, and a run starts without a bad node."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from slurm_cluster import BASE, CHECKOUT, COMMAND, PLACES, SMALL, Cluster, said
+from training_runs import steps, workspace
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+
+LIMIT_S = 60
+NOT_QUICK = [word for word in PLACES if not word.startswith("--preflight")]
+FOUR = ["--nodes=4", "--ntasks-per-node=1", "--gres=gpu:2", "--cpus-per-task=4", "--mem=4000"]
+HELD = """
+import socket, sys, time
+from slurm_rlhf.launch.slurm import port_candidates
+held = socket.create_server(("", port_candidates("actor", 2, int(sys.argv[1]), 0)[0]))
+print("held", flush=True)
+time.sleep(120)
+"""
+SCRIPT = """#!/bin/bash
+export PYTHONPATH=/tmp/site${{PYTHONPATH:+:$PYTHONPATH}}
+{before}
+SECONDS=0
+{command} preflight {config} --run_dir={run_dir} --json {words}
+echo "status $? after $SECONDS s"
+{after}
+"""
+
+
+@pytest.fixture(scope="module")
+def config(slurm: Cluster) -> Path:
+    return workspace(slurm.shared / "work")
+
+
+def preflight(
+    slurm: Cluster, config: Path, run_dir: Path, before: str = "", after: str = ""
+) -> tuple[dict[str, Any], int, int]:
+    """One preflight of four nodes: its report, its exit code, its seconds."""
+    script = run_dir.with_suffix(".sh")
+    words = " ".join(NOT_QUICK)
+    text = SCRIPT.format(command=COMMAND, config=config, run_dir=run_dir, words=words, before=before, after=after)
+    script.write_text(text)
+    job = slurm.sbatch(*FOUR, f"--output={run_dir}.log", str(script))
+    slurm.wait_over(job, 120)
+    printed = said(run_dir)
+    ended = re.search(r"^status (\d+) after (\d+) s$", printed, re.MULTILINE)
+    report = next((line for line in printed.splitlines() if line.startswith('{"verdict"')), None)
+    assert ended is not None, printed
+    assert report is not None, printed
+    return json.loads(report), int(ended[1]), int(ended[2])
+
+
+def findings(report: dict[str, Any], check: str) -> list[dict[str, Any]]:
+    return next(each["findings"] for each in report["checks"] if each["name"] == check)
+
+
+def inside(slurm: Cluster, node: str, command: str) -> None:
+    slurm.cluster("exec", node, "bash", "-c", command)
+
+
+@contextmanager
+def links(rates: dict[str, str]) -> Iterator[None]:
+    """Links of nodes at a rate, in both directions."""
+    ends = {node: (["dev", f"sr{int(node[3:])}-a"], ["-n", f"srlhf-{node}", "dev", "eth0"]) for node in rates}
+    shape = ["burst", "64kb", "latency", "50ms"]
+    try:
+        for node, rate in rates.items():
+            for outer in ends[node]:
+                tc(outer, "add", "root", "tbf", "rate", rate, *shape)
+        yield
+    finally:
+        for both in ends.values():
+            for outer in both:
+                tc(outer, "del", "root", check=False)
+
+
+def tc(end: Sequence[str], verb: str, *words: str, check: bool = True) -> None:
+    *space, dev, name = end
+    subprocess.run(["tc", *space, "qdisc", verb, dev, name, *words], check=check, capture_output=True, timeout=20)
+
+
+def test_each_defect_is_named_with_its_remedy(slurm: Cluster, config: Path) -> None:
+    """A held port, other packages, a clock an hour off, no run directory, a full /dev/shm, a slow link: in one look."""
+    run_dir = slurm.shared / "runs" / "defects"
+    run_dir.parent.mkdir()
+    holder = slurm.shared / "hold.py"
+    holder.write_text(HELD)
+    other = "/tmp/site/numpy-1.0.0.dist-info"
+    metadata = "Metadata-Version: 2.1\\nName: numpy\\nVersion: 1.0.0\\n"
+    inside(slurm, "gpu002", f"mkdir -p {other} && printf '{metadata}' >{other}/METADATA")
+    late = "import time\\n_time = time.time\\ntime.time = lambda: _time() + 3600\\n"
+    inside(slurm, "gpu003", f"mkdir -p /tmp/site && printf '{late}' >/tmp/site/sitecustomize.py")
+    inside(slurm, "gpu003", f"mount -t tmpfs -o size=1m tmpfs {run_dir.parent}")
+    inside(slurm, "gpu004", "mount -t tmpfs -o size=64k tmpfs /dev/shm; head -c 64k /dev/zero >/dev/shm/left; true")
+    until = "until grep -q held /tmp/held; do sleep 0.1; done"
+    hold = f"{CHECKOUT}/.venv/bin/python {holder} $SLURM_JOB_ID >/tmp/held & {until}"
+    try:
+        with links({"gpu001": "400mbit", "gpu002": "400mbit", "gpu003": "400mbit", "gpu004": "40mbit"}):
+            report, code, seconds = preflight(slurm, config, run_dir, hold, "kill $!")
+    finally:
+        inside(slurm, "gpu002", "rm -r /tmp/site")
+        inside(slurm, "gpu003", f"rm -r /tmp/site; umount {run_dir.parent}")
+        inside(slurm, "gpu004", "umount /dev/shm")
+    assert (report["verdict"], code) == ("failed", 2)
+    assert seconds < LIMIT_S
+    expected = {
+        "ports": (
+            "gpu001",
+            r"port \d+ of gpu001, .* of actor .* is held by python\w* \(pid \d+ of root\)",
+            "takes port",
+        ),
+        "packages": ("gpu002", r"gpu002: numpy 1.0.0, here 2", "--exclude=gpu002"),
+        "clocks": ("gpu003", r"the clock of gpu003 is 60 min ahead", "chronyc makestep"),
+        "run directory": ("gpu003", r"not shared by all nodes: gpu003 cannot see", "--run_dir=/SHARED"),
+        "shared memory": ("gpu004", r"/dev/shm of gpu004 cannot be used, 0 MiB are free: No space", "ls -l /dev/shm"),
+        "links": ("gpu004", r"the link of gpu004 carries [\d.]+ MB/s, those of its peers [\d.]+", "--exclude=gpu004"),
+    }
+    for check, (node, words, remedy) in expected.items():
+        (finding,) = findings(report, check)
+        assert finding["nodes"] == [node], finding
+        assert re.search(words, finding["said"]), finding
+        assert remedy in finding["remedy"], finding
+    others = [each["name"] for each in report["checks"] if each["findings"] and each["name"] not in expected]
+    assert others in ([], ["GPUs"])  # these nodes have a CPU build beside GPUs that are none
+    groups = next(each["said"] for each in report["checks"] if each["name"] == "groups")
+    assert "ZeRO group actor (2 ranks)" in groups
+    assert "sync group weight sync (4 ranks)" in groups
+
+
+def test_a_name_that_leads_into_an_unreachable_subnet(slurm: Cluster, config: Path) -> None:
+    run_dir = slurm.shared / "runs" / "names"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    before = {"accelerator": "gpu", "nodes": [{"name": "old1", "gpus": 2}], "roles": {}}
+    (run_dir / "rank_map.json").write_text(json.dumps(before))
+    hosts = BASE / "etc" / "hosts"
+    good = hosts.read_text()
+    inside(slurm, "gpu003", "ip addr add 10.99.0.103/24 dev ib0")
+    try:
+        hosts.write_text(re.sub(r"^\S+ gpu003$", "10.99.0.103 gpu003", good, flags=re.MULTILINE))  # Slurm has NodeAddr
+        report, code, seconds = preflight(slurm, config, run_dir)
+    finally:
+        hosts.write_text(good)
+        inside(slurm, "gpu003", "ip addr del 10.99.0.103/24 dev ib0")
+    assert (report["verdict"], code) == ("failed", 2)
+    assert seconds < LIMIT_S
+    (finding,) = findings(report, "names")
+    assert finding["nodes"] == ["gpu003"]
+    said = r"gpu001, gpu002, gpu004 cannot reach gpu003, whose name is 10.99.0.103 there: Network is unreachable"
+    assert re.search(said, finding["said"]), finding
+    assert "(eth0): let gpu003 resolve to 10.78.0.103 on all nodes, or --exclude=gpu003" in finding["remedy"]
+    (moved,) = findings(report, "allocation")
+    assert "was on old1, this one is on gpu001" in moved["said"]
+
+
+def test_a_run_starts_without_the_bad_node(slurm: Cluster, config: Path) -> None:
+    run_dir = slurm.shared / "runs" / "spare"
+    run_dir.parent.mkdir(exist_ok=True)
+    inside(slurm, "gpu002", f"mount -t tmpfs -o size=1m tmpfs {run_dir.parent}")
+    script = run_dir.with_suffix(".sh")
+    words = " ".join([*NOT_QUICK, *SMALL, "--cluster.spares=1", "--train.max_steps=1"])
+    script.write_text(f"#!/bin/bash\nexec {COMMAND} train {config} --run_dir={run_dir} {words}\n")
+    try:
+        options = ["--nodes=3", "--nodelist=gpu[001-003]", *FOUR[1:], f"--output={run_dir}.log"]
+        state, code = slurm.wait_over(slurm.sbatch(*options, str(script)), 200)
+    finally:
+        inside(slurm, "gpu002", f"umount {run_dir.parent}")
+    assert (state, code) == ("COMPLETED", 0), said(run_dir)
+    assert "preflight: left out gpu002, a spare takes over: run_dir" in said(run_dir)
+    ranks = json.loads((run_dir / "rank_map.json").read_text())
+    assert [node["name"] for node in ranks["nodes"]] == ["gpu001", "gpu003"]
+    assert steps(run_dir) == 1
