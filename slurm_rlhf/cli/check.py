@@ -100,6 +100,6 @@ COMMANDS = {
         "prompts, the reward function, which is called with a few rows. Shows how many prompts are left, for how many "
         "steps, and the first one as the model sees it.",
         run,
-        keys=[field.name for field in fields(Config) if field.name != "sft"],
+        keys=[field.name for field in fields(Config) if field.name not in ("sft", "generate")],
     ),
 }

@@ -119,6 +119,7 @@ COMMANDS = {
     "check": ("check", "look at everything that a run reads, and start nothing"),
     "preflight": ("preflight", "look at the nodes that a run would start on"),
     "sft": ("train", "train a model on examples, the usual step before PPO"),
+    "generate": ("generate", "answer the rows of a file with engines on every GPU"),
     "submit": ("train", "submit `train` as a Slurm job"),
     "status": ("status", "show the state of a job and how far its run is"),
     "report": ("report", "write a page that shows a run, or several beside each other"),

@@ -47,6 +47,7 @@ def lead(
         address=address_towards(elsewhere) if elsewhere else "127.0.0.1",
         needs=replace(asked.needs, wanted=wanted),
         equipment=seen,
+        thorough=full,
         measure=full or (config.preflight != QUICK and len(nodes) > 1),
     )
     first = {node: next(rank for rank, each in enumerate(processes) if each.node == node) for node in nodes}

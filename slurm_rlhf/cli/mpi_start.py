@@ -17,7 +17,7 @@ from typing import Any
 from slurm_rlhf.cli import mpi_preflight
 from slurm_rlhf.cli.main import Arguments, guarded
 from slurm_rlhf.cli.placement_report import check_memory, memory_on, print_resolved
-from slurm_rlhf.cli.preflight import OFF, show
+from slurm_rlhf.cli.preflight import OFF, show, tell
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.slurm_environment import read_slurm
@@ -65,10 +65,7 @@ def _first(world: Communicator, arguments: Arguments, start: Launched) -> int:
         placed = place_processes(config, processes, start)
         check_memory(config, placed.ranks)
         if "dry_run" not in arguments.flags and config.preflight != OFF:
-            report = mpi_preflight.lead(world, config, placed.ranks, processes)
-            report.require()
-            for note in report.notes():
-                print(note, flush=True)
+            tell(mpi_preflight.lead(world, config, placed.ranks, processes))
     except SlurmRlhfError as error:
         return _refuse(world, error)
     if "dry_run" in arguments.flags:

@@ -40,7 +40,7 @@ def layout_here(config: Config, environ: Mapping[str, str] = os.environ, nodes: 
     colocate = colocations(config)
     slurm = read_slurm(environ) if config.cluster.spares and not nodes else None
     if slurm is not None:
-        nodes = chosen(slurm.job_nodes, (), config.cluster.spares)
+        nodes = chosen(slurm.job_nodes, (), (), config.cluster.spares)
     return place(current_topology(config, colocate, environ, nodes), role_sizes(config), colocate)
 
 

@@ -59,13 +59,18 @@ def before_run(config: Config, ranks: RankMap) -> RankMap:
     if config.preflight == OFF:
         return ranks
     answer = examine(config, ranks)
-    report = answer.report
+    tell(answer.report)
+    return answer.ranks
+
+
+def tell(report: Report) -> None:
+    """Print what the user of a run should know. Raises PlacementError if the run cannot start."""
     report.require()
     for note in report.notes():
         print(note, flush=True)
     if len(report.nodes) > 1:
-        print(f"preflight: {len(report.checks)} checks of {len(report.nodes)} nodes in {report.seconds:.1f} s")
-    return answer.ranks
+        count, nodes = len(report.checks), len(report.nodes)
+        print(f"preflight: {count} checks of {nodes} nodes in {report.seconds:.1f} s", flush=True)
 
 
 def examine(config: Config, ranks: RankMap, full: bool = False) -> Answer:
@@ -123,6 +128,7 @@ def _slurm_question(config: Config, ranks: RankMap, slurm: SlurmEnvironment, ful
         ranks=ranks,
         place=lambda names: layout_here(config, nodes=names),
         spares=config.cluster.spares,
+        thorough=full,
         measure=full or (config.preflight != QUICK and len(nodes) > 1),
         inside=container != HOST,
         job=str(slurm.job_id),

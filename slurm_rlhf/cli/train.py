@@ -36,6 +36,8 @@ SFT_USAGE = "usage: slurm-rlhf sft FILE.toml [FILE.toml ...] [--KEY=VALUE ...]"
 SUBMIT_USAGE = "usage: slurm-rlhf submit FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--local]"
 SUBMIT_FLAGS = {"local": "run it on this machine instead, as a process that goes on after this command has ended"}
 GROUPS = [field.name for field in fields(Config)]
+OTHER_COMMANDS = ("sft", "generate")
+"""Commands with a group of keys of their own."""
 
 
 def train(words: list[str]) -> int:
@@ -46,7 +48,7 @@ def train(words: list[str]) -> int:
         from slurm_rlhf.cli import mpi_start
 
         return mpi_start.train(arguments, start)
-    refuse_sft_keys(arguments.overrides)
+    refuse_foreign_keys(arguments.overrides)
     config = load_config(arguments.files, arguments.overrides)
     _print_notes(given_twice(arguments.overrides) if "dry_run" not in arguments.flags else [])
     if "dry_run" in arguments.flags:
@@ -61,11 +63,14 @@ def train(words: list[str]) -> int:
     return train_here(config)
 
 
-def refuse_sft_keys(overrides: list[str]) -> None:
-    """Raise ConfigError for a key of `slurm-rlhf sft` on the command line of a training run."""
-    names = [name for name, _ in split_overrides(overrides)[0] if name.startswith("sft.")]
-    if names:
-        raise ConfigError(f"--{names[0]} is a key of `slurm-rlhf sft`, and training has no use for it: leave it out")
+def refuse_foreign_keys(overrides: list[str]) -> None:
+    """Raise ConfigError for a key of another command on the command line of a training run."""
+    for name, _ in split_overrides(overrides)[0]:
+        command = name.partition(".")[0]
+        if command in OTHER_COMMANDS and "." in name:
+            raise ConfigError(
+                f"--{name} is a key of `slurm-rlhf {command}`, and training has no use for it: leave it out"
+            )
 
 
 def given_twice(overrides: list[str]) -> list[str]:
@@ -129,7 +134,7 @@ def sft(words: list[str]) -> int:
 def submit(words: list[str]) -> int:
     """Submit a job that trains. Raises SlurmRlhfError."""
     arguments = parse(words, SUBMIT_USAGE, SUBMIT_FLAGS)
-    refuse_sft_keys(arguments.overrides)
+    refuse_foreign_keys(arguments.overrides)
     config = load_config(arguments.files, arguments.overrides)
     _print_notes(given_twice(arguments.overrides))
     require_fit(config, memory_of(config, None))  # if train.gpu names the GPUs: an error now, not after the queue
@@ -149,7 +154,7 @@ COMMANDS = {
         "newest checkpoint.",
         train,
         FLAGS,
-        [group for group in GROUPS if group != "sft"],
+        [group for group in GROUPS if group not in OTHER_COMMANDS],
     ),
     "sft": Command(
         SFT_USAGE,
@@ -166,6 +171,6 @@ COMMANDS = {
         "which returns a submitit job.",
         submit,
         SUBMIT_FLAGS,
-        ["slurm", *(group for group in GROUPS if group not in ("sft", "slurm"))],
+        ["slurm", *(group for group in GROUPS if group not in (*OTHER_COMMANDS, "slurm"))],
     ),
 }

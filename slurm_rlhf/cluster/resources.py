@@ -90,6 +90,19 @@ def current_topology(
     return process_slots(topology, role_sizes(config), colocate) if topology.accelerator == CPU else topology
 
 
+def nodes_here(environ: Mapping[str, str]) -> Topology:
+    """Return all nodes and GPUs that a process with `environ` may use: those of its allocation, or of this machine.
+
+    Without GPUs the topology has 0 slots. Raises PlacementError where the environment contradicts itself.
+    """
+    slurm = read_slurm(environ)
+    if slurm is not None:
+        return slurm.topology(*_gpus(slurm))
+    gpus = local_gpus(environ)
+    name, cpus = socket.gethostname().partition(".")[0], len(os.sched_getaffinity(0))
+    return Topology((Node(name, len(gpus), cpus, gpus),), GPU if gpus else CPU)
+
+
 def _gpus(slurm: SlurmEnvironment) -> tuple[tuple[int, ...], str]:
     """Return the GPUs on each node, and where the numbers come from.
 

@@ -31,8 +31,6 @@ COUNT = Range(1)
 NOT_NEGATIVE = Range(0)
 POSITIVE = Range(0, above=True)
 SHARE = Range(0, 1)
-TEMPERATURE = Range(0, 2, above=True)
-"""vLLM refuses requests above 2."""
 
 FilePath = Annotated[str, "path"]
 """A file or directory: made absolute when it is read. Empty stays empty."""

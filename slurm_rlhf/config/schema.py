@@ -3,7 +3,7 @@
 `load.py` reads TOML and dotted overrides into these classes, `rules.py` and `algorithm_rules.py` have the rules that
 span several keys. The docstrings are the help, and the range of each number stands in its type. Groups of their own
 files: actor, critic, ref, reward and ds in `schema_models.py`, algo in `schema_algorithm.py`, eval in
-`schema_eval.py`, slurm, cluster and timeout in `schema_cluster.py`.
+`schema_eval.py`, slurm, cluster and timeout in `schema_cluster.py`, generate in `schema_generate.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from slurm_rlhf.config.ranges import COUNT, NOT_NEGATIVE, POSITIVE, TEMPERATURE, FilePath, Range
+from slurm_rlhf.config.ranges import COUNT, NOT_NEGATIVE, POSITIVE, FilePath, Range
 from slurm_rlhf.config.schema_algorithm import Algo
 from slurm_rlhf.config.schema_cluster import Cluster, Slurm, Timeout
 from slurm_rlhf.config.schema_eval import Eval
+from slurm_rlhf.config.schema_generate import Generate
 from slurm_rlhf.config.schema_models import Actor, Critic, Ds, Ref, Reward
 
 FORWARD_SHARE = 4
@@ -65,10 +66,12 @@ class Rollout:
     """Responses per prompt."""
     max_new_tokens: Annotated[int, COUNT] = 1024
     """Longest response in tokens."""
-    temperature: Annotated[float, TEMPERATURE] = 1.0
-    """Sampling temperature, 0.01 to 2; log-probs and entropy are taken at the same temperature."""
+    temperature: Annotated[float, Range(0, 2)] = 1.0
+    """Sampling temperature, 0.01 to 2; log-probs and entropy are taken at the same temperature. 0, which is greedy, is
+    for `slurm-rlhf generate` alone."""
     top_p: Annotated[float, Range(0, 1, above=True)] = 1.0
-    """1: the trainer's log-probs are over the whole vocabulary, so nucleus sampling is refused."""
+    """1: the trainer's log-probs are over the whole vocabulary, so nucleus sampling is refused, but for
+    `slurm-rlhf generate`."""
     top_k: Annotated[int, Range(-1)] = -1
     """-1 (all), for the same reason."""
     stop: list[str] = field(default_factory=list)
@@ -261,3 +264,4 @@ class Config:
     slurm: Slurm = field(default_factory=Slurm)
     cluster: Cluster = field(default_factory=Cluster)
     sft: Sft = field(default_factory=Sft)
+    generate: Generate = field(default_factory=Generate)

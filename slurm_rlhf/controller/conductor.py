@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import logging
 import os
 import time
-import traceback
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +15,7 @@ from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.possession import exclusive, log_error, logging_to
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import UNEVALUATED, RunState
 from slurm_rlhf.controller.startup import Inputs, Startup
@@ -27,16 +23,11 @@ from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.controller.watchdog import Watchdog
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.disk import run_directory_kept
-from slurm_rlhf.errors import ConfigError, RemoteError, RunError
+from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.launch.launcher import Launcher
 from slurm_rlhf.launch.requeue import continuation_of
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory
-
-log = logging.getLogger(__name__)
-
-WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What a file system without locks answers: NFS without its lock daemon, Lustre that is mounted without -o flock."""
 
 MOST_RESTARTS = 5
 """Allocations in a row that may end before a single step: the job would otherwise requeue itself for ever."""
@@ -58,8 +49,8 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
     with run_directory_kept(directory.root):
         directory.make()
     reporting = Reporting(config, directory, ranks.worlds)
-    logged = _logging(directory.role_log("conductor", node, 0))
-    with _exclusive(directory), logged, reporting.recorder.listening():
+    logged = logging_to(directory.role_log("conductor", node, 0))
+    with exclusive(directory), logged, reporting.recorder.listening():
         Session.here(os.environ).write(directory.root)
         try:
             with Stop(directory.root, continuation.end_time(), config.slurm.signal_lead_s) as stop:
@@ -75,7 +66,7 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
                         reporting.note(continuation.go_on())
                     return stopped.reason.exit_code
         except BaseException as error:
-            _log(error)
+            log_error(error)
             with contextlib.suppress(OSError):  # of a disk that cannot take the summary: `error` says so already
                 reporting.failed(error)
             raise
@@ -170,53 +161,3 @@ def refuse_restart(file: Path, moved: bool, lead_s: float) -> None:
         f"itself once more: ask for more time (--time), or let it stop later (slurm.signal_lead_s = {lead_s:g}, and "
         "--signal=B:USR1@SECONDS in the batch script). Checkpoints are intact."
     )
-
-
-@contextlib.contextmanager
-def _exclusive(directory: RunDirectory) -> Iterator[None]:
-    """Keep a second run out of the directory."""
-    with open(directory.lock, "a", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"{directory.root} is in use by another run. Wait for it, or give this one its own --run_dir."
-            ) from None
-        except OSError as error:
-            if error.errno not in WITHOUT_LOCKS:
-                raise
-            print(
-                f"warning: {directory.root} cannot be locked ({error.strerror}): start no second run in it", flush=True
-            )
-        yield
-
-
-class _LogFile(logging.FileHandler):
-    """Writes what the disk takes: when it is full, the run says so itself."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Drop the record, without the traceback that the library would print."""
-
-
-@contextlib.contextmanager
-def _logging(path: Path) -> Iterator[None]:
-    """Write the package's log messages into the conductor's own file."""
-    handler = _LogFile(path, encoding="utf-8")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logger = logging.getLogger("slurm_rlhf")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        with contextlib.suppress(OSError):
-            handler.close()
-
-
-def _log(error: BaseException) -> None:
-    text = "".join(traceback.format_exception(error))
-    if isinstance(error, RemoteError) and error.remote_traceback:
-        text += f"\nin the role:\n{error.remote_traceback}"
-    log.error("%s", text)

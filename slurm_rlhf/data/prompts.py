@@ -47,8 +47,8 @@ class PromptSet:
         dropped = 0
         rows = enumerate(read_jsonl(path, max_samples))
         while chunk := list(islice(rows, CHUNK)):
-            texts = [_text(row, f"{path}:{line}", tokenizer, data) for _, (line, row) in chunk]
-            encoded = _encode(texts, tokenizer, data.apply_chat_template, max_prompt_tokens)
+            texts = [prompt_text(row, f"{path}:{line}", tokenizer, data) for _, (line, row) in chunk]
+            encoded = encode_up_to(texts, tokenizer, data.apply_chat_template, max_prompt_tokens)
             for (index, (line, row)), text, ids in zip(chunk, texts, encoded, strict=True):
                 if not ids:
                     raise DataError(f"{path}:{line}: the prompt is empty: give {data.input_key!r} some text")
@@ -84,7 +84,7 @@ class PromptSet:
         return digest.hexdigest()
 
 
-def _encode(texts: list[str], tokenizer: Tokenizer, templated: bool, max_tokens: int) -> list[list[int]]:
+def encode_up_to(texts: list[str], tokenizer: Tokenizer, templated: bool, max_tokens: int) -> list[list[int]]:
     """Tokenize prompts, as `encode_prompts`; of one that is far too long only as much as shows that it is.
 
     A tokenizer takes minutes for 50 MB. A token stands for at most `longest_token` characters, unless the tokenizer
@@ -100,8 +100,8 @@ def _encode(texts: list[str], tokenizer: Tokenizer, templated: bool, max_tokens:
     ]
 
 
-def _text(row: dict[str, Any], where: str, tokenizer: Tokenizer, data: Data) -> str:
-    """Return the text of a prompt as it is tokenized."""
+def prompt_text(row: dict[str, Any], where: str, tokenizer: Tokenizer, data: Data) -> str:
+    """Return the text of a prompt as it is tokenized. Raises DataError, its message starting with `where`."""
     if data.input_key not in row:
         columns = ", ".join(row) or "none"
         raise DataError(
@@ -139,14 +139,16 @@ def read_jsonl(path: Path | str, max_rows: int = 0) -> Iterator[tuple[int, dict[
                 if max_rows and rows == max_rows:
                     return
                 rows += 1
-                yield number, _parse(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, f"{path}:{number}")
+                yield number, parse_line(line, number, path)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _parse(line: bytes, where: str) -> dict[str, Any]:
+def parse_line(line: bytes, number: int, path: Path | str) -> dict[str, Any]:
+    """Read line `number` (from 1) of a JSONL file. Raises DataError as `read_jsonl`."""
+    where = f"{path}:{number}"
     try:
-        row = json.loads(line.decode("utf-8").rstrip())
+        row = json.loads(line.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").decode("utf-8").rstrip())
     except UnicodeDecodeError as error:
         raise DataError(f"{where}: not UTF-8 text (byte {error.start} of the line)") from None
     except json.JSONDecodeError as error:
@@ -154,6 +156,8 @@ def _parse(line: bytes, where: str) -> dict[str, Any]:
         raise DataError(f"{where}: not valid JSON: {what} at column {error.colno}{_hint(line)}") from None
     except RecursionError:
         raise DataError(f"{where}: nested too deeply") from None
+    except ValueError as error:  # Python reads no integer of more than 4300 digits
+        raise DataError(f"{where}: not a number that can be read: {error}") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: a JSON object is needed, got {_shown(row)}{_hint(line)}")
     return row

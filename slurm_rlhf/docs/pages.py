@@ -12,6 +12,7 @@ TOPICS: dict[str, str] = {
     "first_run": "see it learn, and what a run leaves behind",
     "data_and_reward": "your model, your prompts, your reward function",
     "models": "which models were compared, and the self-check",
+    "generate": "answers to a file of prompts",
     "cluster": "Slurm, MPI, containers, networks, does a GPU work",
     "layout": "which role gets which GPUs, and whether it fits",
     "algorithms": "PPO, GRPO and their kin, recipes, an algorithm of your own",

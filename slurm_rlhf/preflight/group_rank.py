@@ -27,6 +27,8 @@ _ENOUGH_S = 0.3  # of repeating an operation: a slow one is not repeated
 _REPEATS = 3
 _SMALL = 5  # repeats of the smallest message
 _PARTING_S = 10.0
+GROUP_S = {"gloo": 6.0, "nccl": 15.0}
+"""Deadline of the operations of a group. It begins only if twice as much is left: what is killed then was stuck."""
 SIZE = {"gloo": 2 << 20, "nccl": 64 << 20}
 """Bytes of the large message."""
 
@@ -80,24 +82,43 @@ def _take_part(order: dict[str, Any], seat: int, listening: int, tell: Tell) -> 
     from torch.distributed import PrefixStore, TCPStore
 
     torch.set_num_threads(1)
-    groups = [(name, seats) for stage in order["stages"] for name, seats in stage if seat in seats]
-    name, first = groups[0][0] if groups else "", seat == 0
+    end = time.monotonic() + order["limit_s"]
+    first = seat == 0
     own_socket = {"master_listen_fd": os.dup(listening)} if first else {}
     limit = timedelta(seconds=order["limit_s"])
-    try:
-        tell({"seat": seat, "group": name, "begun": True})
-        store = TCPStore(
-            order["host"], order["port"], is_master=first, wait_for_workers=False, timeout=limit, **own_socket
-        )
-        for name, seats in groups:
-            tell({"seat": seat, "group": name, "begun": True})
-            own = PrefixStore(f"{order['name']}/{name}", store)
-            tell({"seat": seat, "group": name, **_measure(order, own, seats.index(seat), len(seats))})
-        store.add("through", 1)
-        if first:
-            _stay(store, order["seats_in_all"])
-    except Exception as error:
-        tell({"seat": seat, "group": name, "error": str(error).strip().splitlines()[0][:300]})
+    # Without the store nothing is known of any group: what goes wrong here is no report.
+    store = TCPStore(order["host"], order["port"], is_master=first, wait_for_workers=False, timeout=limit, **own_socket)
+    for name, seats in ((name, seats) for stage in order["stages"] for name, seats in stage if seat in seats):
+        own = PrefixStore(f"{order['name']}/{name}", store)
+        rank = seats.index(seat)
+        if not _together(own, rank, len(seats), end, GROUP_S[order["backend"]]):
+            tell({"seat": seat, "group": name, "late": True})
+            continue
+        tell({"seat": seat, "group": name, "together": True})
+        try:
+            tell({"seat": seat, "group": name, **_measure(order, own, rank, len(seats))})
+        except Exception as error:
+            tell({"seat": seat, "group": name, "error": str(error).strip().splitlines()[0][:300]})
+            return
+    store.add("through", 1)
+    if first:
+        _stay(store, order["seats_in_all"])
+
+
+def _together(store: Any, rank: int, world: int, end: float, group_s: float) -> bool:
+    """Wait for all members of a group; its first rank says whether they came, with enough time left."""
+    store.add("here", 1)
+    while rank == 0:
+        late = time.monotonic() > end - 2 * group_s
+        if late or store.add("here", 0) == world:
+            store.set("go", "no" if late else "yes")
+            break
+        time.sleep(_POLL_S)
+    while not store.check(["go"]):
+        if time.monotonic() > end:
+            return False
+        time.sleep(_POLL_S)
+    return bool(store.get("go") == b"yes")
 
 
 def _stay(store: Any, seats: int) -> None:
@@ -118,9 +139,9 @@ def _measure(order: dict[str, Any], store: Any, rank: int, world: int) -> dict[s
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-        group = nccl_group(store, rank, world, order["limit_s"])
+        group = nccl_group(store, rank, world, GROUP_S[order["backend"]])
     else:
-        group = gloo_group(store, rank, world, order["address"], order["limit_s"])
+        group = gloo_group(store, rank, world, order["address"], GROUP_S[order["backend"]])
     from_first = BroadcastOptions()
     from_first.rootRank = 0
     small = torch.ones(1, device=device)
@@ -153,7 +174,7 @@ def _measure(order: dict[str, Any], store: Any, rank: int, world: int) -> dict[s
 
     all_reduce(small)  # and with it everybody is there
     latency = sorted(all_reduce(small) for _ in range(_SMALL))[_SMALL // 2]
-    figures = {"latency_s": latency, "all_reduce_s": best(all_reduce), "broadcast_s": best(broadcast), "size": size}
+    figures = {"latency_s": latency, "there_s": best(all_reduce), "back_s": best(broadcast), "size": size}
     all_reduce(small)  # nobody leaves before all are through
     return figures
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -51,15 +51,15 @@ class Lineup:
 class Figures:
     """Hold what the slowest member of a group measured; seconds."""
 
-    latency_s: float
-    all_reduce_s: float
-    broadcast_s: float
+    latency_s: float  # of the smallest all-reduce, or a round trip
+    there_s: float  # a large all-reduce, or sending over a link
+    back_s: float  # a large broadcast, or the way back
     size: int  # bytes
 
     @property
     def rate(self) -> float:
-        """Return bytes per second of the slower of the two operations."""
-        return self.size / max(self.all_reduce_s, self.broadcast_s, 1e-9)
+        """Return bytes per second of the slower of the two."""
+        return self.size / max(self.there_s, self.back_s, 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,27 +133,31 @@ def orders_for(lineup: Lineup, node: str) -> dict[str, Any]:
 
 
 def outcomes(lineup: Lineup, reports: Sequence[Mapping[str, Any]]) -> list[Outcome]:
-    """Put together what the members reported of each group."""
+    """Put together what the members reported of each group; the last report of a member counts."""
     of: dict[str, dict[int, Mapping[str, Any]]] = {group.name: {} for group in lineup.groups}
     for report in reports:
         if report.get("group") in of and isinstance(report.get("seat"), int):
-            of[report["group"]].setdefault(report["seat"], report)
-            if "begun" not in report:
-                of[report["group"]][report["seat"]] = report
+            of[report["group"]][report["seat"]] = report
     return [_outcome(lineup, group, of[group.name]) for group in lineup.groups]
 
 
 def _outcome(lineup: Lineup, group: Group, reports: Mapping[int, Mapping[str, Any]]) -> Outcome:
+    """Judge one group. Only what went wrong after all members had come is the group's fault."""
     nodes = lineup.nodes(group)
-    absent = [lineup.seats[seat].node for seat in group.seats if seat not in reports]
-    stuck = [lineup.seats[seat].node for seat in group.seats if "begun" in reports.get(seat, {})]
-    errors = {lineup.seats[seat].node: str(said["error"]) for seat, said in reports.items() if said.get("error")}
-    if absent:
-        return Outcome(group, nodes, None, "nobody came in time", tuple(dict.fromkeys(absent)), tried=False)
-    if errors:
-        return Outcome(group, nodes, None, next(iter(errors.values())), tuple(errors))
+
+    def where(seats: Iterable[int]) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(lineup.seats[seat].node for seat in seats))
+
+    late = [seat for seat in group.seats if seat not in reports or "late" in reports[seat]]
+    broken = [seat for seat, said in reports.items() if said.get("error")]
+    stuck = [seat for seat, said in reports.items() if "together" in said]
+    if broken:
+        return Outcome(group, nodes, None, str(reports[broken[0]]["error"]), where(broken))
+    if late:
+        absent = [seat for seat in late if seat not in reports]
+        return Outcome(group, nodes, None, "not all of its ranks came in time", where(absent), tried=False)
     if stuck:
-        return Outcome(group, nodes, None, "did not get through in time", tuple(dict.fromkeys(stuck)))
+        return Outcome(group, nodes, None, "they did not get through", where(stuck))
     said = list(reports.values())
-    worst = {name: max(float(each[name]) for each in said) for name in ("latency_s", "all_reduce_s", "broadcast_s")}
+    worst = {name: max(float(each[name]) for each in said) for name in ("latency_s", "there_s", "back_s")}
     return Outcome(group, nodes, Figures(**worst, size=int(said[0]["size"])))

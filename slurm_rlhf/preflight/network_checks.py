@@ -29,7 +29,7 @@ def answers(facts: Facts, nodes: Sequence[str], said: str, started: str) -> Chec
         return Check("answers", f"{len(nodes)} of {len(nodes)} nodes")
     lines = said.strip().splitlines()[-8:]
     words = "".join(f"\n    {line}" for line in lines)
-    told = f"no answer from {shortened(silent, 4)}{'; the launcher says:' if lines else ''}{words}\n"
+    told = f"no answer from {shortened(silent, 4)}{'; the launcher says:' if lines else ''}{words}"
     remedy = (
         f"If that names nothing to mend: {started} did not run there. Install the environment on a file system that "
         f"all nodes share, or at the same place on each; leave a broken node out with {exclude(*silent)}"
@@ -73,6 +73,7 @@ def names(facts: Facts) -> Check:
         elif strange is not None:
             said = f"the name {culprit} is {strange.address} elsewhere, and {culprit} has only {', '.join(own)}"
             found.append(Finding(FAILED, (culprit,), said, f"In /etc/hosts or DNS {mend}, or {exclude(culprit)}"))
+    found += _back(facts)
     nameless = sorted(
         {each.node for there in facts.values() for each in there.reached if each.address and not each.name}
     )
@@ -83,6 +84,25 @@ def names(facts: Facts) -> Check:
         else ", and their addresses have names"
     )
     return Check("names", said if count else "one node: none is looked up", tuple(found))
+
+
+def _back(facts: Facts) -> list[Finding]:
+    """Warn of addresses that have the name of another node of the job; an alias such as gpu007-ib is none."""
+    wrong = {
+        (each.node, each.address, each.name.partition(".")[0])
+        for there in facts.values()
+        for each in there.reached
+        if each.name.partition(".")[0] in facts and each.name.partition(".")[0] != each.node
+    }
+    return [
+        Finding(
+            WARNING,
+            (node,),
+            f"{address}, the address of {node}, has the name {name}, which is another node's",
+            "Mend /etc/hosts or the reverse zone of DNS: log lines and libraries that look up a peer's name mislead",
+        )
+        for node, address, name in sorted(wrong)
+    ]
 
 
 def interfaces(facts: Facts, here: str) -> Check:

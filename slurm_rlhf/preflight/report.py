@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -59,11 +59,17 @@ class Report:
     def verdict(self) -> str:
         return max((finding.verdict for finding in self.findings), key=_ORDER.index, default=OK)
 
+    def failed_nodes(self) -> tuple[str, ...]:
+        """Return the nodes on which a run cannot start."""
+        return self._named(lambda finding: finding.verdict == FAILED)
+
     def bad_nodes(self) -> tuple[str, ...]:
         """Return the nodes on which a run cannot start, or should not while there are others."""
-        bad = [each for check in self.checks for each in check.findings if each.verdict == FAILED or each.avoid]
-        named = {node for finding in bad for node in finding.nodes}
-        return tuple(node for node in self.nodes if node in named)
+        return self._named(lambda finding: finding.verdict == FAILED or finding.avoid)
+
+    def _named(self, counts: Callable[[Finding], bool]) -> tuple[str, ...]:
+        found = {node for check in self.checks for each in check.findings if counts(each) for node in each.nodes}
+        return tuple(node for node in self.nodes if node in found)
 
     def to_json(self) -> dict[str, Any]:
         checks = [
@@ -117,7 +123,8 @@ def draw(report: Report) -> str:
 
 
 def _told(finding: Finding) -> str:
-    return f"{finding.said}. {finding.remedy}" if finding.remedy else finding.said
+    end = "\n" if "\n" in finding.said else ". "
+    return f"{finding.said}{end}{finding.remedy}" if finding.remedy else finding.said
 
 
 def _wrapped(head: str, text: str) -> list[str]:

@@ -77,8 +77,8 @@ def _broken(outcome: Outcome) -> Finding:
     whose = f" on {', '.join(outcome.culprits)}" if outcome.culprits else ""
     if not outcome.tried:
         said = f"{_called(outcome)} was not tried: {outcome.error}{whose}"
-        return Finding(WARNING, (), said, "Importing torch is slow there, or an earlier group stands still")
-    said = f"all-reduce and broadcast of {_called(outcome)} fail{whose}: {outcome.error}"
+        return Finding(WARNING, (), said, "Importing torch is slow there, or an earlier group failed")
+    said = f"{_called(outcome)} does not work{whose}: {outcome.error}"
     remedy = "Let connections between the nodes pass, look at NCCL_SOCKET_IFNAME, or "
     return Finding(FAILED, culprits, said, remedy + exclude(*(culprits or outcome.nodes)))
 

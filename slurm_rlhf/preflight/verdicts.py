@@ -38,6 +38,8 @@ def judge(seen: Evidence) -> tuple[Check, ...]:
     checks = [network_checks.answers(facts, seen.nodes, seen.said, seen.started)]
     if seen.job:
         checks.append(node_checks.allocation(needs, seen.nodes, seen.job))
+    if not facts:
+        return tuple(checks)  # nothing is known of anything else
     if several:
         checks += [
             network_checks.names(facts),

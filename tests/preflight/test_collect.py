@@ -72,11 +72,11 @@ def test_a_file_system_without_locks(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path\n"
         "from slurm_rlhf.preflight.needs import lock_problem\n"
-        "from slurm_rlhf.controller.conductor import _exclusive\n"
+        "from slurm_rlhf.controller.possession import exclusive\n"
         "from slurm_rlhf.run_directory import RunDirectory\n"
         "directory = RunDirectory(Path(sys.argv[1])); directory.make()\n"
         "print(lock_problem(directory.root))\n"
-        "with _exclusive(directory): print('it runs')\n"
+        "with exclusive(directory): print('it runs')\n"
     )
     command = [sys.executable, str(WITHOUT_LOCKS), sys.executable, "-c", code, str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

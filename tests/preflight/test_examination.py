@@ -105,7 +105,7 @@ def test_strangers_get_nowhere() -> None:
     try:
         agent = _connected(desk)
         number = _number(desk, agent)
-        right = {"node": "n1", "proof": proof("secret", number, "n1"), "clock": time.time() + 3600.0, "port": 7}
+        right = {"node": "n1", "proof": proof("secret", number, "n1"), "clock": time.time() + 3600.0}
         agent.sendall(encode(right))
         assert _heard(desk) == [("n1", right)]
         assert 3590 < desk.skews["n1"] <= 3600.1

@@ -150,6 +150,17 @@ def test_a_name_that_leads_nowhere(reach: Reach, said: str) -> None:
     assert "let n3 resolve to 10.1.0.3 on all nodes" in finding.remedy
 
 
+def test_an_address_with_the_name_of_another_node() -> None:
+    nodes = {node: facts(node) for node in NODES}
+    swapped = Reach("n3", "10.1.0.3", "n2.cluster", "")
+    nodes["n1"] = replace(nodes["n1"], reached=(swapped,))
+    (finding,) = examined(nodes=nodes).findings
+    assert (finding.verdict, finding.nodes) == (WARNING, ("n3",))
+    assert "10.1.0.3, the address of n3, has the name n2" in finding.said
+    nodes["n1"] = replace(nodes["n1"], reached=(replace(swapped, name="n3-ib"),))
+    assert examined(nodes=nodes).verdict == OK
+
+
 def test_a_node_that_does_not_answer_is_named_with_what_srun_says() -> None:
     words = "slurmstepd: error: execve(): /opt/venv/bin/python: No such file or directory"
     nodes = {node: facts(node) for node in ("n1", "n2")}

@@ -37,6 +37,8 @@ def test_srun_with_pmix_writes_the_metrics_of_torchrun(slurm: Cluster) -> None:
     assert silent.count("srun started 5 processes (SLURM_STEP_NUM_TASKS=5), but COMM_WORLD has 1:") == 1
     assert "Start them with srun --mpi=pmix" in silent
     assert "MPI: 5 ranks on 2 nodes;" in run
+    assert " checks of 2 nodes in " in run  # preflight, with an agent on each
+    assert "warning: preflight" not in run
     assert f"to look inside: srun --jobid={job} --overlap --pty" in run
     assert timeless(metrics(run_dir)) == timeless(metrics(torchrun))
     assert len(metrics(run_dir)) == 2

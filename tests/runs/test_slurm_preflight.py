@@ -104,7 +104,7 @@ def test_each_defect_is_named_with_its_remedy(slurm: Cluster, config: Path) -> N
     until = "until grep -q held /tmp/held; do sleep 0.1; done"
     hold = f"{CHECKOUT}/.venv/bin/python {holder} $SLURM_JOB_ID >/tmp/held & {until}"
     try:
-        with links({"gpu001": "400mbit", "gpu002": "400mbit", "gpu003": "400mbit", "gpu004": "40mbit"}):
+        with links({"gpu001": "200mbit", "gpu002": "200mbit", "gpu003": "200mbit", "gpu004": "20mbit"}):
             report, code, seconds = preflight(slurm, config, run_dir, hold, "kill $!")
     finally:
         inside(slurm, "gpu002", "rm -r /tmp/site")

@@ -115,7 +115,10 @@ def environment(pid: int) -> dict[str, str]:
 
 
 BAD = """
-try() { timeout 60 {command} train {config} --eval.dataset= "$@" 2>&1; echo "status $? after $SECONDS s"; SECONDS=0; }
+try() {
+  timeout 60 {command} train {config} --eval.dataset= --preflight=quick "$@" 2>&1
+  echo "status $? after $SECONDS s"; SECONDS=0
+}
 SECONDS=0
 try --run_dir=/tmp/private --actor.num_nodes=2
 try --run_dir={shared}/bad --actor.num_gpus_per_node=16

@@ -32,6 +32,7 @@ REGISTRY = "SLURM_RLHF_TEST_COMMANDS"
 TORCHRUN = "torch.distributed.run"
 MODULES = (TORCHRUN, "slurm_rlhf.workers.rank_process")
 """What is forked in place of a new Python."""
+WRAPPER = "slurm_rlhf.launch.child_process"
 
 
 class Forker:
@@ -278,9 +279,10 @@ def _take_popen(forker: Forker) -> None:
         module = next((word for word in command if word in MODULES), None)
         if not (module or _is_ranks_program(command)) or options.get("pass_fds"):
             return usual(args, **options)
-        bound = module != MODULES[1]  # what stands before torchrun binds it to its parent
-        if module == TORCHRUN:
-            command = [sys.executable, "-m", *command[command.index(module) :]]
+        wrapped = WRAPPER in command
+        bound = wrapped or module != MODULES[1]  # what stands before a module binds it to its parent
+        if wrapped or module == TORCHRUN:
+            command = [sys.executable, "-m", *command[command.index(str(module)) :]]
         out = _number(options.get("stdout"), 1)
         err = out if options.get("stderr") == subprocess.STDOUT else _number(options.get("stderr"), 2)
         with open(os.devnull) as nothing:

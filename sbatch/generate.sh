@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=generate
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gres=gpu:8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+#SBATCH --signal=B:USR1@600
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x.%j.log
+# Your site (one # less to switch on; Slurm reads no #SBATCH line behind the first command):
+##SBATCH --partition=gpu
+##SBATCH --account=project
+#
+# Answers a file of prompts: 2 nodes of 8 GPUs, an engine on each GPU, every engine on its own.
+#
+#   sbatch sbatch/generate.sh [--KEY=VALUE ...]                 from the top of the checkout; keys: generate.toml
+#   sbatch --array=0-9 sbatch/generate.sh [--KEY=VALUE ...]     ten jobs, each with a tenth of the rows; afterwards
+#   slurm-rlhf generate merge RUN_DIR                           puts their rows into one file, in order
+#
+# Ten minutes before its time is up the job requeues itself; submitted again with the same run_dir, it goes on with the
+# rows that are missing.
+set -euo pipefail
+
+# ---- Your site: modules, environment, network. ---------------------------------------------------------------------
+# A site with modules:   module load python/3.11 cuda/12.8
+# A venv, or conda:      source ~/rlhf/bin/activate, or: set +u; source ~/miniconda3/bin/activate rlhf; set -u
+# A container:           this script stays outside; options=(--slurm.container=/images/rlhf.sif)
+#                        with pyxis also --slurm.container_runtime=pyxis (all: slurm-rlhf generate --help, group slurm)
+# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0   # if the nodes' names lead to a slow network
+command=slurm-rlhf
+options=()
+# ---- End of your site. ----------------------------------------------------------------------------------------------
+
+# Slurm runs a copy of this script: the place of submission says where the checkout is.
+checkout=${SLURM_SUBMIT_DIR:-$PWD}
+for place in "$(dirname "${BASH_SOURCE[0]}")/.." "$checkout" "$checkout/.."; do
+  [[ -f $place/sbatch/generate.toml ]] && root=$(cd "$place" && pwd) && break
+done
+if [[ -z ${root:-} ]]; then
+  echo "generate: no checkout around $checkout. Submit from its top: sbatch sbatch/generate.sh" >&2
+  exit 2
+fi
+[[ -x $root/.venv/bin/$command ]] && command=$root/.venv/bin/$command
+
+if ! command -v "$command" >/dev/null; then
+  echo "generate: no $command on $(hostname): put what leads to it into 'Your site' of sbatch/generate.sh" >&2
+  echo "(source VENV/bin/activate, module load ...), or make .venv here: bash sbatch/environment.sh --gpu" >&2
+  exit 127
+fi
+
+# exec: Slurm's signals reach the job's own process, and its exit code is the job's.
+exec "$command" generate "$root/sbatch/generate.toml" "${options[@]}" "$@"

@@ -1,0 +1,144 @@
+"""The desk of a job: hands rows to engines, and makes the lines of the output of what comes back."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from slurm_rlhf.control.calls import GenerateBatch, PackedPrompts, PromptTokens
+from slurm_rlhf.controller.dispatch import allowance
+from slurm_rlhf.errors import CallTimeout, RemoteError
+from slurm_rlhf.generation.fleet import Answered, Fleet
+from slurm_rlhf.generation.output import Answer
+from slurm_rlhf.generation.progress import Progress
+from slurm_rlhf.generation.prompts import BadRow
+from slurm_rlhf.generation.row_queue import RowQueue
+from slurm_rlhf.generation.scoring import Scores
+from slurm_rlhf.records import Prompt, Sampling, Trajectory
+from slurm_rlhf.rollout.engine import request_seed
+
+VERSION = 0
+"""Of the weights, which do not change: a part of the seed of each request."""
+
+
+@dataclass(slots=True)
+class Desk:
+    """Knows the prompts that are left, and what of them is in the output already."""
+
+    prompts: dict[int, Prompt]  # row -> prompt
+    bad: list[BadRow]
+    sampling: Sampling
+    seed: int
+    width: int  # sequences an engine works on at once
+    scores: Scores
+    logprobs: bool
+    written: set[tuple[int, int]]  # (row, sample)
+    queue: RowQueue = field(init=False)
+    _streams: int = field(default=0, init=False)  # of calls: each is answered with its own responses
+
+    def __post_init__(self) -> None:
+        self.queue = RowQueue.of(sorted(self.prompts))
+
+    @classmethod
+    def of(cls, rows: Iterable[Prompt | BadRow], **settings: object) -> Desk:
+        """Make it of the rows that are not complete yet."""
+        prompts, bad = {}, []
+        for row in rows:
+            if isinstance(row, BadRow):
+                bad.append(row)
+            else:
+                prompts[row.index] = row
+        return cls(prompts, bad, **settings)  # type: ignore[arg-type]
+
+    def refuse_bad_rows(self) -> list[Answer]:
+        """Make the lines of the rows that no engine is asked for."""
+        return [line for row in self.bad for line in self._errors(row.index, row.text, row.why)]
+
+    def _errors(self, row: int, text: str | None, why: str) -> list[Answer]:
+        return [Answer(row, sample, text, error=why) for sample in self._missing(row)]
+
+    def _missing(self, row: int) -> list[int]:
+        return [sample for sample in range(self.sampling.n) if (row, sample) not in self.written]
+
+    def feed(self, fleet: Fleet, engine: int, now: float) -> None:
+        """Hand rows to an engine as long as it has room: as much as it works on at once, and a reserve."""
+        n = self.sampling.n
+        most = max(1, allowance(self.queue.waiting * n, len(fleet.ready), self.width) // n)
+        while self.queue.held(engine) < most:
+            row = self.queue.take(engine, now)
+            if row is None:
+                return
+            self._streams += 1
+            prompt = self.prompts[row]
+            packed = PackedPrompts.pack([PromptTokens(0, row, prompt.token_ids)])
+            fleet.ask(engine, row, GenerateBatch(packed, self.sampling, self.seed, VERSION, self._streams))
+
+    def take(self, fleet: Fleet, answered: Sequence[Answered], progress: Progress) -> list[Answer]:
+        """Make the lines of what engines have answered; each is made once. Raises RewardError."""
+        now = time.monotonic()
+        lines: list[Answer] = []
+        found: list[Trajectory] = []
+        for news in answered:
+            error = news.call.exception()
+            if error is not None:
+                lines += self._failed(fleet, news, error)
+                continue
+            answer = news.call.result()
+            progress.took(news.engine, answer.load)
+            if self.queue.finish(news.engine, news.row, now):
+                found += [trajectory for _, trajectory in answer.found if self._is_new(trajectory)]
+        lines += self._lines(found)
+        self.written.update((line.row, line.sample) for line in lines)
+        for row, count in self._counts(lines).items():
+            if count and not self._missing(row):
+                self.prompts.pop(row, None)
+        return lines
+
+    @staticmethod
+    def _counts(lines: Sequence[Answer]) -> dict[int, int]:
+        counts: dict[int, int] = defaultdict(int)
+        for line in lines:
+            counts[line.row] += 1
+        return counts
+
+    def _is_new(self, trajectory: Trajectory) -> bool:
+        return (trajectory.prompt, trajectory.sample) not in self.written
+
+    def _failed(self, fleet: Fleet, news: Answered, error: BaseException) -> list[Answer]:
+        """Let others try a row, or give it up; an engine that was silent for too long is given up as well."""
+        if isinstance(error, RemoteError):
+            hopeless, broken = self.queue.fail(news.engine, news.row)
+            if broken:
+                fleet.give_up(news.engine, f"its calls fail one after the other, the last with: {error}")
+            return self._errors(news.row, self.prompts[news.row].text, str(error)) if hopeless else []
+        if isinstance(error, CallTimeout):
+            fleet.give_up(news.engine, f"{error} (timeout.generate)")
+        return []  # of an engine that is gone: its rows are taken back when that is told
+
+    def _lines(self, found: list[Trajectory]) -> list[Answer]:
+        found.sort(key=lambda trajectory: (trajectory.prompt, trajectory.sample))
+        prompts = [self.prompts[trajectory.prompt] for trajectory in found]
+        scores = self.scores(prompts, found)
+        return [
+            self._line(prompt, trajectory, *score)
+            for prompt, trajectory, score in zip(prompts, found, scores, strict=True)
+        ]
+
+    def _line(self, prompt: Prompt, trajectory: Trajectory, score: float | None, error: str) -> Answer:
+        return Answer(
+            row=prompt.index,
+            sample=trajectory.sample,
+            prompt=prompt.text,
+            response=trajectory.text,
+            finish_reason=trajectory.finish_reason,
+            prompt_tokens=len(trajectory.prompt_ids),
+            tokens=len(trajectory.response_ids),
+            score=score,
+            seed=request_seed(self.seed, prompt.index, trajectory.sample, VERSION),
+            engine=trajectory.engine,
+            error=error,
+            token_ids=trajectory.response_ids.tolist() if self.logprobs else None,
+            logprobs=trajectory.rollout_logprobs.tolist() if self.logprobs else None,
+        )

@@ -1,0 +1,170 @@
+"""The output of a job: one line for each (row, sample), appended as soon as it is known, and what is in it already."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.errors import DataError
+
+OUTPUT = "output.jsonl"
+MERGED = "merged.jsonl"
+SYNC_S = 1.0
+"""So much work a node that crashes can cost; a process that is killed costs none that was written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """Holds what a line of the output says of one sample of one row."""
+
+    row: int  # of the file, from 0
+    sample: int
+    prompt: str | None  # as it was tokenized; None where the row has none
+    response: str | None = None
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    tokens: int | None = None  # of the response
+    score: float | None = None
+    seed: int | None = None
+    engine: int | None = None
+    error: str = ""
+    token_ids: Sequence[int] | None = None  # with their log-probs, if asked for
+    logprobs: Sequence[float] | None = None
+
+
+def line_of(answer: Answer) -> bytes:
+    """Write a line of the output, with its end."""
+    row: dict[str, Any] = {
+        "row": answer.row,
+        "sample": answer.sample,
+        "prompt": answer.prompt,
+        "response": answer.response,
+        "finish_reason": answer.finish_reason,
+        "prompt_tokens": answer.prompt_tokens,
+        "tokens": answer.tokens,
+        "score": answer.score,
+        "seed": answer.seed,
+        "engine": answer.engine,
+    }
+    if answer.logprobs is not None:
+        row |= {"token_ids": list(answer.token_ids or ()), "logprobs": list(answer.logprobs)}
+    if answer.error:
+        row["error"] = answer.error
+    # ASCII: a lone surrogate of a prompt has no UTF-8, and no reader takes an escaped line end for one.
+    return json.dumps(row).encode("ascii") + b"\n"
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts what an output holds."""
+
+    samples: Counter[int] = field(default_factory=Counter)  # row -> lines
+    done: set[tuple[int, int]] = field(default_factory=set)  # (row, sample)
+    errors: int = 0
+    tokens: int = 0
+    finish_reasons: Counter[str] = field(default_factory=Counter)
+    scored: int = 0
+    score_sum: float = 0.0
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Count a line. Raises KeyError for one that is none of an output."""
+        key = (int(line["row"]), int(line["sample"]))
+        self.done.add(key)
+        self.samples[key[0]] += 1
+        self.errors += bool(line.get("error"))
+        self.tokens += line.get("tokens") or 0
+        if reason := line.get("finish_reason"):
+            self.finish_reasons[reason] += 1
+        if (score := line.get("score")) is not None:
+            self.scored += 1
+            self.score_sum += score
+
+    def complete(self, row: int, n: int) -> bool:
+        """Tell whether all `n` samples of a row are there."""
+        return self.samples[row] == n
+
+
+def whole_lines(path: Path) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """Yield (where it begins, where it ends, what it says) of each line; a torn last one is left out.
+
+    Torn: a process was killed, or a node crashed, while it was written. Raises DataError for another line that is none
+    of an output: that one was not left by us.
+    """
+    begin, torn = 0, ""
+    with open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if torn:
+                raise DataError(
+                    f"{path}:{number - 1}: {torn}. Nothing is changed: mend or remove that line, and the job goes on; "
+                    "a row that is removed is answered again"
+                )
+            end = begin + len(line)
+            found = _read(line)
+            if found is None:
+                torn = "this line is no row of an output"
+            else:
+                yield begin, end, found
+            begin = end
+
+
+def _read(line: bytes) -> dict[str, Any] | None:
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        found = json.loads(line)
+        return found if {"row", "sample"} <= found.keys() else None
+    except (ValueError, AttributeError):
+        return None
+
+
+class OutputFile:
+    """Appends to the output of a job. A line is there as a whole or not at all for whoever opens it next."""
+
+    def __init__(self, path: Path) -> None:
+        """Open `path`, cut a torn last line off, and count what is there. Raises OSError, DataError."""
+        self.path = path
+        self.tally = Tally()
+        self._unsynced = False
+        self._synced_at = 0.0
+        end = 0
+        if path.exists():
+            for _, end, line in whole_lines(path):  # noqa: B007 `end` of the last one counts
+                self.tally.add(line)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        os.ftruncate(self._descriptor, end)
+        self._end = end
+
+    def append(self, answers: Sequence[Answer]) -> None:
+        """Write lines behind the others. Raises OSError, and leaves the file as it was then."""
+        data = b"".join(map(line_of, answers))
+        view = memoryview(data)
+        written = 0
+        try:
+            while written < len(data):
+                written += os.pwrite(self._descriptor, view[written:], self._end + written)
+        except OSError:
+            os.ftruncate(self._descriptor, self._end)
+            raise
+        self._end += len(data)
+        self._unsynced = True
+        for line in data.splitlines():
+            self.tally.add(json.loads(line))
+
+    def sync(self, now: float, least_s: float = SYNC_S) -> None:
+        """Force what was written to the disk, unless that was done less than `least_s` seconds ago. Raises OSError."""
+        if self._unsynced and now - self._synced_at >= least_s:
+            os.fsync(self._descriptor)
+            self._unsynced, self._synced_at = False, now
+
+    def close(self) -> None:
+        """Force everything to the disk and close the file. Raises OSError."""
+        try:
+            if self._unsynced:
+                os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)

@@ -1,0 +1,127 @@
+"""Which row goes to which engine, and what becomes of rows whose engine is slow, refuses them or dies. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+SLOW_FACTOR = 3.0
+"""A row that takes so many times as long as rows usually do is given to a second engine that has nothing else to do."""
+LEAST_SLOW_S = 5.0
+_REMEMBERED = 512  # durations that "usually" is made of
+FAILURES = 2
+"""A row that failed so often, alone on an engine, becomes an error."""
+ENGINE_FAILURES = 3
+"""An engine that failed so often in a row is given up."""
+
+
+@dataclass(slots=True)
+class RowQueue:
+    """Knows the rows that are left, and which engine has which since when (seconds of any clock).
+
+    Rows go out in their order. A row that an engine failed with others is a suspect: it goes out again alone, so that
+    one bad row costs no good one.
+    """
+
+    left: deque[int]
+    _held: dict[int, dict[int, float]] = field(default_factory=dict)  # engine -> row -> since when
+    _suspects: deque[int] = field(default_factory=deque)
+    _failures: dict[int, int] = field(default_factory=dict)  # row -> alone
+    _engine_failures: dict[int, int] = field(default_factory=dict)  # engine -> since its last answer
+    _durations: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED))
+
+    @classmethod
+    def of(cls, rows: Iterable[int]) -> RowQueue:
+        return cls(deque(rows))
+
+    @property
+    def waiting(self) -> int:
+        """Count the rows that no engine has."""
+        return len(self.left) + len(self._suspects)
+
+    @property
+    def unfinished(self) -> int:
+        """Count the rows that are not answered."""
+        return self.waiting + len({row for rows in self._held.values() for row in rows})
+
+    def held(self, engine: int) -> int:
+        """Count the rows that an engine has."""
+        return len(self._held.get(engine, {}))
+
+    def take(self, engine: int, now: float) -> int | None:
+        """Take the next row for an engine; None: there is none that it may have now."""
+        held = self._held.setdefault(engine, {})
+        if any(row in self._failures for row in held):
+            return None  # a suspect is alone
+        if self._suspects and not held:
+            row = self._suspects.popleft()
+        elif self.left:
+            row = self.left.popleft()
+        elif held or (late := self._overdue(engine, now)) is None:
+            return None
+        else:
+            row = late
+        held[row] = now
+        return row
+
+    def _overdue(self, engine: int, now: float) -> int | None:
+        """Find the row that one other engine has had for longest, if that is much longer than usual."""
+        if not self._durations:
+            return None
+        limit = max(LEAST_SLOW_S, SLOW_FACTOR * statistics.median(self._durations))
+        owners: dict[int, int] = {}
+        for rows in self._held.values():
+            for row in rows:
+                owners[row] = owners.get(row, 0) + 1
+        late = [
+            (since, row)
+            for other, rows in self._held.items()
+            for row, since in rows.items()
+            if other != engine and owners[row] == 1 and now - since > limit and row not in self._failures
+        ]
+        return min(late)[1] if late else None
+
+    def finish(self, engine: int, row: int, now: float) -> bool:
+        """Note an answer; False: another engine was faster, and this answer is not wanted."""
+        self._engine_failures.pop(engine, None)
+        since = self._held.get(engine, {}).pop(row, None)
+        if since is None:
+            return False
+        self._durations.append(now - since)
+        for rows in self._held.values():
+            rows.pop(row, None)
+        self._failures.pop(row, None)
+        return True
+
+    def fail(self, engine: int, row: int) -> tuple[bool, bool]:
+        """Note that an engine failed a row; answer whether the row is now an error, and whether the engine is broken.
+
+        An engine drops all that it has when one request fails, so each of its rows comes here.
+        """
+        held = self._held.get(engine, {})
+        if row not in held:
+            return False, False
+        alone = row in self._failures
+        del held[row]
+        if not held:  # the last of one failure
+            self._engine_failures[engine] = self._engine_failures.get(engine, 0) + 1
+        broken = self._engine_failures.get(engine, 0) >= ENGINE_FAILURES
+        if any(row in rows for rows in self._held.values()):
+            return False, broken  # the other engine may answer it
+        self._failures[row] = self._failures.get(row, 0) + (1 if alone else 0)
+        if self._failures[row] >= FAILURES and not broken:
+            del self._failures[row]
+            return True, False
+        self._suspects.append(row)
+        return False, broken
+
+    def lose(self, engine: int) -> list[int]:
+        """Take back the rows of an engine that is gone; answer those that nobody else has. They go out first."""
+        rows = self._held.pop(engine, {})
+        self._engine_failures.pop(engine, None)
+        alone = [row for row in sorted(rows) if not any(row in others for others in self._held.values())]
+        for row in reversed(alone):
+            (self._suspects if row in self._failures else self.left).appendleft(row)
+        return alone

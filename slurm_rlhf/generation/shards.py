@@ -1,0 +1,97 @@
+"""Divide a file among the tasks of a job array: task i of n has the rows i, i + n, i + 2n, ..."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_rlhf.errors import ConfigError
+
+SPLIT = "shards.json"
+"""In the run directory: into how many parts the file is divided, for good."""
+ID, COUNT, LAST = "SLURM_ARRAY_TASK_ID", "SLURM_ARRAY_TASK_COUNT", "SLURM_ARRAY_TASK_MAX"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Says which part of the rows a job has."""
+
+    index: int = 0
+    count: int = 1
+
+    def rows(self, total: int) -> range:
+        """Return the numbers of its rows."""
+        return range(self.index, total, self.count)
+
+    def directory(self, root: Path) -> Path:
+        """Return where its files go: `root` itself if the file is not divided."""
+        return root / f"shard_{self.index:05d}" if self.count > 1 else root
+
+
+def shard_here(root: Path, wanted: int, environ: Mapping[str, str]) -> Shard:
+    """Find the part of this process: that of its task in a job array, or all.
+
+    `wanted`: generate.num_shards. The first start of a task writes down the number of parts in `root`, so that a few
+    tasks that are submitted again (--array=3,7) have the parts they had. Raises ConfigError.
+    """
+    if ID not in environ:
+        count = _known(root) or wanted
+        if count > 1:
+            raise ConfigError(
+                f"run_dir {root}: the rows are divided into {count} parts, and this is not a task of a job array: "
+                f"submit it with --array=0-{count - 1}, or give another run_dir"
+            )
+        return Shard()
+    index, tasks = int(environ[ID]), int(environ.get(COUNT) or 1)
+    known = _known(root)
+    count = known or wanted or tasks
+    if known is None:
+        last = int(environ.get(LAST) or index)
+        if last >= count:
+            raise ConfigError(
+                f"--array has tasks up to {last}, and the rows are divided into {count} parts, numbered from 0: use "
+                f"--array=0-{count - 1}, or set generate.num_shards to the number of parts"
+            )
+        count = _settle(root, count)
+    if wanted and wanted != count:
+        raise ConfigError(
+            f"generate.num_shards = {wanted}, and the rows in {root} are divided into {count} parts ({SPLIT}): leave "
+            "the key out, or give another run_dir"
+        )
+    if index >= count:
+        raise ConfigError(
+            f"{ID} = {index}, and the rows in {root} are divided into {count} parts, numbered from 0 ({SPLIT}): use "
+            f"tasks of --array=0-{count - 1}"
+        )
+    return Shard(index, count)
+
+
+def known_count(root: Path) -> int:
+    """Return into how many parts the rows of a job are divided; 1: they are not."""
+    return _known(root) or 1
+
+
+def _known(root: Path) -> int | None:
+    try:
+        return int(json.loads((root / SPLIT).read_text(encoding="utf-8"))["count"])
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{root / SPLIT} cannot be read: remove it if no shard of {root} was started yet") from None
+
+
+def _settle(root: Path, count: int) -> int:
+    """Write the number of parts down, unless another task was faster; return what counts."""
+    root.mkdir(parents=True, exist_ok=True)
+    temporary = root / f".{SPLIT}.{os.urandom(8).hex()}"
+    temporary.write_text(json.dumps({"count": count}) + "\n", encoding="utf-8")
+    try:
+        os.link(temporary, root / SPLIT)  # whole or not at all, and never over another
+    except FileExistsError:
+        pass
+    finally:
+        temporary.unlink()
+    return _known(root) or count

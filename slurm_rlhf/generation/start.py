@@ -1,0 +1,111 @@
+"""Put a job together: where it works, with what model, which rows are left; then run it."""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.config.generate_rules import check_generate
+from slurm_rlhf.config.roles import ROLLOUT
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.generation.answers import Desk
+from slurm_rlhf.generation.identity import claim, identity_of
+from slurm_rlhf.generation.job import Plan, run
+from slurm_rlhf.generation.model_source import Source, check_model, find_source, provide
+from slurm_rlhf.generation.output import OUTPUT, OutputFile
+from slurm_rlhf.generation.progress import Progress
+from slurm_rlhf.generation.prompts import PromptRows
+from slurm_rlhf.generation.scoring import Scores
+from slurm_rlhf.generation.shards import Shard, shard_here
+from slurm_rlhf.launch.engine_launcher import EngineLauncher
+from slurm_rlhf.launch.requeue import continuation_of
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.records import Sampling
+from slurm_rlhf.run_directory import RunDirectory
+
+
+def prepare(config: Config, environ: Mapping[str, str]) -> tuple[Shard, Source]:
+    """Check what can be known before anything is written. Raises UserError."""
+    check_generate(config)
+    root = Path(config.run_dir)
+    shard = shard_here(root, config.generate.num_shards, environ)
+    source = find_source(config, root)
+    check_model(config, source.base or source.model)
+    return shard, source
+
+
+def engine_config(config: Config, model: Path, ranks: RankMap, directory: Path) -> Config:
+    """Return the configuration that the engines read: that of a rollout role which nobody trains."""
+    made = copy.deepcopy(config)
+    made.run_dir = str(directory)
+    made.actor.model_name_or_path = str(model)
+    made.vllm = replace(
+        made.vllm,
+        num_engines=len(ranks.tp_groups),
+        num_nodes=len(ranks.roles[ROLLOUT]),
+        sync_mode="drain",
+    )
+    made.train.colocate_all = made.ds.enable_sleep = False
+    return made
+
+
+def sampling_of(config: Config) -> Sampling:
+    """Return how responses are sampled."""
+    rollout = config.rollout
+    return Sampling(
+        n=rollout.n_samples_per_prompt,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=rollout.max_new_tokens,
+        stop=list(rollout.stop),
+        max_pattern_size=rollout.repetition_detection_max_pattern_size,
+        min_pattern_size=rollout.repetition_detection_min_pattern_size,
+        min_count=rollout.repetition_detection_min_count,
+    )
+
+
+def generate(config: Config, shard: Shard, source: Source, ranks: RankMap, launcher: EngineLauncher) -> int:
+    """Answer the rows of `shard` that are not answered yet; returns the exit code. Raises SlurmRlhfError."""
+    began = time.monotonic()
+    root = shard.directory(Path(config.run_dir))
+    plan = Plan(engine_config(config, source.model, ranks, root), root, ranks, node_name())
+
+    def opened(directory: RunDirectory) -> tuple[OutputFile, Desk, Progress]:
+        return _open(config, shard, source, ranks, directory, began)
+
+    return run(plan, launcher, continuation_of(config.slurm, root, os.environ), opened)
+
+
+def _open(
+    config: Config, shard: Shard, source: Source, ranks: RankMap, directory: RunDirectory, began: float
+) -> tuple[OutputFile, Desk, Progress]:
+    """Open the output of a directory that this process has to itself, and find out what is left to do."""
+    scores = Scores.of(config, directory.reward_log)
+    model = provide(source, print, directory.role_log("model", node_name(), 0))
+    rows = PromptRows.read(config, model)
+    claim(directory.root, identity_of(config, model, shard, len(rows)))
+    output = OutputFile(directory.root / OUTPUT)
+    n = config.rollout.n_samples_per_prompt
+    own = shard.rows(len(rows))
+    left = [row for row in own if not output.tally.complete(row, n)]
+    desk = Desk.of(
+        rows.prompts(left),
+        sampling=sampling_of(config),
+        seed=config.train.seed,
+        width=config.vllm.max_num_seqs,
+        scores=scores,
+        logprobs=config.generate.logprobs,
+        written=output.tally.done,
+    )
+    groups = {group.engine: group for group in ranks.tp_groups}
+    progress = Progress(len(own) * n, groups, began, len(output.tally.done))
+    part = f", part {shard.index} of {shard.count}" if shard.count > 1 else ""
+    done = f"; {progress.before} are there from before" if progress.before else ""
+    print(f"run directory {directory.root}: {progress.total} responses to {len(own)} rows{part}{done}", flush=True)
+    return output, desk, progress

@@ -1,0 +1,158 @@
+"""`slurm-rlhf generate` on one machine with real engines: killed and started again, it writes every row once."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from generation_runs import BAD, COMMAND, SAMPLES, answers, assert_whole, generation_workspace, lines_of, written
+from training_runs import Run, started, summary
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+
+ROWS = 160
+TWO = "--generate.engines_per_node=2"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return generation_workspace(tmp_path_factory.mktemp("generation"), ROWS)
+
+
+@pytest.fixture(scope="module")
+def calm(config: Path) -> Path:
+    """The directory of a job that was left alone, on one engine."""
+    run_dir = config.parent / "calm"
+    code, said = generate(config, run_dir, "--generate.ordered=true")
+    assert code == 0, said
+    return run_dir
+
+
+def generate(config: Path, run_dir: Path, *overrides: str) -> tuple[int, str]:
+    with started(config, run_dir, *overrides, command=COMMAND, warm=True) as job:
+        return job.wait(150)
+
+
+def test_left_alone_it_answers_every_row_and_tells_of_bad_ones(calm: Path) -> None:
+    assert_whole(calm / "output.jsonl", ROWS)
+    found = lines_of(calm / "output.jsonl")
+    bad = {line["row"]: line["error"] for line in found if "error" in line}
+    assert sorted(bad) == sorted(BAD)
+    assert "longer than 40 tokens" in bad[59]
+    for line in found:
+        if "error" not in line:
+            assert line["finish_reason"] in ("stop", "length")
+            assert line["score"] == len(line["response"])
+            assert 0 < line["tokens"] <= 24
+            assert line["prompt_tokens"] == len(line["prompt"])
+    assert len({line["seed"] for line in found if line["seed"] is not None}) == (ROWS - len(BAD)) * SAMPLES
+    told = summary(calm)
+    assert (told["status"], told["responses"], told["errors"]) == ("finished", ROWS * SAMPLES, len(BAD) * SAMPLES)
+    assert told["engines"][0]["tokens"] == told["tokens"] == sum(line["tokens"] or 0 for line in found)
+    ordered = [(line["row"], line["sample"]) for line in lines_of(calm / "merged.jsonl")]
+    assert ordered == [(row, sample) for row in range(ROWS) for sample in range(SAMPLES)]
+
+
+def kill_at_random_moments(config: Path, run_dir: Path, kills: int, seed: int) -> list[int]:
+    """Start a job and kill it, again and again, and let the last start finish; lines after each kill.
+
+    Half of the moments are some time after the start, so that they hit imports and the start of engines; the others
+    come soon after some lines more have been written.
+    """
+    rng, after = random.Random(seed), []
+    output = run_dir / "output.jsonl"
+    for kill in range(kills):
+        before = written(output)
+        with started(config, run_dir, TWO, command=COMMAND, warm=True) as job:
+            if kill % 2:
+                wanted = before + rng.randrange(1, max(2, 2 * SAMPLES * ROWS // kills))
+                wait_for_lines(job, output, wanted)
+                time.sleep(rng.random() * 0.05)
+            else:
+                time.sleep(rng.random() * 5)
+            if job.process.poll() is None:
+                os.kill(job.process.pid, signal.SIGKILL)
+                job.assert_gone(10)
+        after.append(written(output))
+    code, said = generate(config, run_dir, TWO)
+    assert code == 0, said
+    return after
+
+
+def wait_for_lines(job: Run, output: Path, count: int) -> None:
+    end = time.monotonic() + 150
+    while written(output) < count and job.process.poll() is None:
+        assert time.monotonic() < end, f"{written(output)} of {count} lines"
+        time.sleep(0.005)
+
+
+def test_killed_four_times_it_writes_what_one_that_was_left_alone_does(
+    config: Path, calm: Path, tmp_path: Path
+) -> None:
+    after = kill_at_random_moments(config, tmp_path / "job", 4, seed=1)
+    assert after == sorted(after)
+    assert 0 < after[-1] < ROWS * SAMPLES
+    assert_whole(tmp_path / "job" / "output.jsonl", ROWS)
+    assert answers(tmp_path / "job" / "output.jsonl") == answers(calm / "output.jsonl")
+
+
+@pytest.mark.full
+def test_killed_twenty_times_it_writes_what_one_that_was_left_alone_does(
+    config: Path, calm: Path, tmp_path: Path
+) -> None:
+    after = kill_at_random_moments(config, tmp_path / "job", 20, seed=2)
+    assert len(set(after)) > 6  # kills came while it wrote
+    assert_whole(tmp_path / "job" / "output.jsonl", ROWS)
+    assert answers(tmp_path / "job" / "output.jsonl") == answers(calm / "output.jsonl")
+
+
+def test_a_killed_engine_costs_its_share_and_two_end_the_job_which_goes_on(
+    config: Path, calm: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "job"
+    output = run_dir / "output.jsonl"
+    with started(config, run_dir, TWO, command=COMMAND, warm=True) as job:
+        wait_for_lines(job, output, len(BAD) * SAMPLES + 10)
+        for rank in job.ranks("rollout"):
+            os.kill(rank, signal.SIGKILL)
+        code, said = job.wait(60)
+    assert code == 1
+    assert "Traceback" not in said
+    assert re.search(r"error: no engine is left; the last one: rank \d on \S+ \(pid \d+\) was killed by SIGKILL", said)
+    assert "the same command goes on from there" in said
+    kept = output.read_bytes()
+    with started(config, run_dir, TWO, command=COMMAND, warm=True) as job:
+        wait_for_lines(job, output, kept.count(b"\n") + 10)
+        os.kill(job.ranks("rollout")[0], signal.SIGKILL)
+        code, said = job.wait(150)
+    assert code == 0, said
+    assert "1 of 2 engines are left" in said
+    assert output.read_bytes().startswith(kept)
+    assert_whole(output, ROWS)
+    assert answers(output) == answers(calm / "output.jsonl")
+    assert sorted("SIGKILL" in engine["lost"] for engine in summary(run_dir)["engines"]) == [False, True]
+
+
+def test_another_model_or_sampling_is_refused_and_nothing_is_overwritten(config: Path, calm: Path) -> None:
+    kept = (calm / "output.jsonl").read_bytes()
+    code, said = generate(config, calm, "--rollout.temperature=0.5", "--train.seed=1")
+    assert code == 2
+    assert "rollout.temperature: 1.0 there, 0.5 here" in said
+    assert "train.seed: 42 there, 1 here" in said
+    code, said = generate(config, calm)
+    assert code == 0
+    assert f"{ROWS * SAMPLES} are there from before" in said
+    assert "starting" not in said  # nothing is left to do, so no engine is needed
+    assert (calm / "output.jsonl").read_bytes() == kept
+
+
+def test_engines_that_cannot_start_end_the_job_with_their_reason(config: Path, tmp_path: Path) -> None:
+    code, said = generate(config, tmp_path / "job", TWO, "--vllm.cpu_kvcache_gib=0.0000001")
+    assert code == 2, said
+    assert "Traceback" not in said
+    assert re.search(r"engine \d on \S+ is lost: it did not start: .*KV cache", said), said
