@@ -7,21 +7,32 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from slurm_rlhf.cli.main import Command, parse
+from slurm_rlhf.cli.preflight import OFF
 from slurm_rlhf.cli.train import given_twice
+from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.processes import attach_line
-from slurm_rlhf.cluster.resources import nodes_here
-from slurm_rlhf.cluster.slurm_environment import read_slurm
+from slurm_rlhf.cluster.resources import node_name, nodes_here
+from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.launch.accelerators import Wanted
 from slurm_rlhf.launch.engine_launcher import EngineLauncher, LocalEngines, SlurmEngines
 from slurm_rlhf.launch.mpi.assignment import launched
+from slurm_rlhf.launch.probe import versions
+from slurm_rlhf.launch.srun import HOST, container_of
 from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.preflight.examination import Examination, Question, look_here
+from slurm_rlhf.preflight.needs import Needs, lock_problem
+from slurm_rlhf.preflight.report import Report
+from slurm_rlhf.preflight.starters import by_srun
 
 USAGE = (
     "usage: slurm-rlhf generate FILE.toml [FILE.toml ...] [--KEY=VALUE ...]\n"
     "       slurm-rlhf generate merge RUN_DIR [--output FILE] [--partial]"
 )
+SETTINGS = ("train", "ds", "logger", "timeout", "slurm")
 OPTIONS = {
     "output": "of merge: the file to write; merged.jsonl in RUN_DIR without it. A file that is there is not replaced",
     "partial": "of merge: write what there is, although rows are missing",
@@ -53,28 +64,57 @@ def run(words: list[str]) -> int:
 
 
 def _launcher(config: Config, directory: Path, ranks: RankMap) -> EngineLauncher:
-    """Check the nodes and make the launcher of their engines."""
-    from slurm_rlhf.launch.accelerators import Wanted
-    from slurm_rlhf.launch.preflight import check_here, check_nodes
-
-    slurm, wanted = read_slurm(os.environ), Wanted.by(ranks, config)
-    if slurm is None:
-        _tell(check_here(wanted, os.environ))
-        return LocalEngines(directory, ranks)
+    """Look at the nodes, and make the launcher of their engines. Raises PlacementError if they cannot start there."""
     from slurm_rlhf.launch.slurm import used_nodes
-    from slurm_rlhf.launch.srun import container_of
 
-    nodes, container = used_nodes(ranks), container_of(config)
-    gpus = [ranks.topology.node(node).gpus for node in nodes] if wanted.slots else []
-    _tell(check_nodes(directory, nodes, container, wanted, gpus))
+    slurm = read_slurm(os.environ)
+    nodes = used_nodes(ranks)
+    if config.preflight != OFF:
+        report = _look(config, directory, ranks, nodes, slurm)
+        report.require()
+        for note in report.notes():
+            print(note, flush=True)
+    if slurm is None:
+        return LocalEngines(directory, ranks)
     print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}")
     print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
-    return SlurmEngines(directory, ranks, slurm, container)
+    return SlurmEngines(directory, ranks, slurm, container_of(config))
 
 
-def _tell(notes: Sequence[str]) -> None:
-    for note in notes:
-        print(note, flush=True)
+def _look(
+    config: Config, directory: Path, ranks: RankMap, nodes: Sequence[str], slurm: SlurmEnvironment | None
+) -> Report:
+    """Look at each node by itself: engines do not talk to each other, so links between nodes do not matter."""
+    directory.mkdir(parents=True, exist_ok=True)
+    container = container_of(config)
+    needs = Needs(
+        run_dir=str(directory),
+        wanted=Wanted.by(ranks, config),
+        ranks_on={share.node: len(share.ranks) for share in ranks.roles[ROLLOUT]},
+        places=(("generate.dataset", config.generate.dataset),),
+        granted_by="start it where nvidia-smi shows GPUs" if slurm is None else "ask for them with --gpus-per-node",
+        lock=lock_problem(directory),
+    )
+    own = node_name()
+    elsewhere = next((node for node in nodes if node != own), None)
+    asked = Question(
+        nodes=tuple(nodes),
+        here=own,
+        address=address_towards(elsewhere) if slurm is not None and elsewhere else "127.0.0.1",
+        needs=needs,
+        versions=versions(),
+        ranks=ranks,
+        place=lambda names: ranks,
+        measure=False,
+        inside=container != HOST,
+        job=str(slurm.job_id) if slurm is not None else "",
+        started=" ".join(container.command("...", gpus=False)[:-2]),
+        limit_s=config.timeout.preflight,
+    )
+    if slurm is None:
+        return look_here(asked, os.environ)
+    gpus = [ranks.topology.node(node).gpus for node in nodes] if needs.wanted.slots else []
+    return Examination(asked, by_srun(asked.nodes, container, gpus)).run().report
 
 
 def _merge(words: list[str]) -> int:
@@ -106,6 +146,19 @@ COMMANDS = {
         "together in the order of the rows.",
         run,
         OPTIONS,
-        ["generate", "run_dir", "data", "rollout", "vllm", "reward", "train", "ds", "logger", "timeout", "slurm"],
+        [
+            "generate",
+            "run_dir",
+            "preflight",
+            "data",
+            "rollout",
+            "vllm",
+            "reward",
+            "train",
+            "ds",
+            "logger",
+            "timeout",
+            "slurm",
+        ],
     ),
 }

@@ -11,9 +11,8 @@ _STATES = {
     "D": "waiting for the kernel, often a file system or a device that does not answer",
     "T": "stopped by a signal; SIGCONT lets it go on",
     "t": "stopped by a debugger",
-    "Z": "ended",
-    "X": "ended",
 }
+_ENDED = "ZX"
 
 
 def node_load(proc: Path = Path("/proc")) -> str:
@@ -40,10 +39,12 @@ def _memory(proc: Path) -> tuple[str, str]:
 
 
 def process_state(pid: int, proc: Path = Path("/proc")) -> str:
-    """Describe what a process of this node does: "S (sleeping), in futex_wait_queue"; empty: there is none."""
+    """Describe what a process of this node does: "S (sleeping), in futex_wait_queue"; empty: it has ended."""
     try:
         letter = (proc / str(pid) / "stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
+        return ""
+    if letter in _ENDED:
         return ""
     try:
         where = (proc / str(pid) / "wchan").read_text(encoding="ascii").strip()

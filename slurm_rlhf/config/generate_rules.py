@@ -15,7 +15,14 @@ MODEL = "generate.model_name_or_path"
 
 def check_generate(config: Config) -> None:
     """Raise one ConfigError with all that is wrong with keys and files; the model is looked at elsewhere."""
-    problems = [*key_problems(config), *_files(config), *_lengths(config), *_reward(config), *_run_dir(config)]
+    problems = [
+        *key_problems(config),
+        *_files(config),
+        *_lengths(config),
+        *_engine(config),
+        *_reward(config),
+        *_run_dir(config),
+    ]
     if problems:
         raise ConfigError(joined(problems))
 
@@ -37,6 +44,11 @@ def _lengths(config: Config) -> Iterator[str]:
             f"data.max_len = {config.data.max_len} leaves no room for a prompt beside "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: raise the one or lower the other"
         )
+
+
+def _engine(config: Config) -> Iterator[str]:
+    if config.rollout.engine != "vllm":
+        yield f"rollout.engine = {config.rollout.engine}: rows are answered by vLLM engines only: use vllm, the default"
 
 
 def _reward(config: Config) -> Iterator[str]:

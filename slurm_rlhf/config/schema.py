@@ -159,8 +159,9 @@ class Train:
     self_check_stop: Annotated[float, NOT_NEGATIVE] = 10.0
     """A later step that is beyond a bound of the self-check warns; at this multiple of it the run ends. 0: never."""
     on_hang: Literal["restart", "stop"] = "stop"
-    """When nothing moves for twice as long as the watchdog expects: stop ends the run with an error, saved where the
-    trainers can save; restart ends it as the end of an allocation does, so that it goes on from its last checkpoint."""
+    """When nothing has moved for timeout.hang_grace seconds after the report of a hang: stop ends the run with an
+    error, saved where the trainers can save; restart ends it as the end of an allocation does, so that it goes on from
+    its last checkpoint."""
     threads_per_rank: Annotated[int, NOT_NEGATIVE] = 0
     """CPU threads of a process; 0: the CPUs of the node divided by the busiest phase's processes."""
     kernel_cache: FilePath = "auto"

@@ -123,7 +123,9 @@ class Timeout:
     """Silence after which a rank is lost."""
     hang: Annotated[float, POSITIVE] = 30.0
     """The least time without an answer or a change of phase that the watchdog calls a hang. It learns 10 times what is
-    usual in the phase, and stays below the deadlines above. train.on_hang says what follows."""
+    usual in the phase, and stays below the deadlines above."""
+    hang_grace: Annotated[float, POSITIVE] = 300.0
+    """From the watchdog's report of a hang to what train.on_hang says, unless something moves again."""
     preflight: Annotated[float, POSITIVE] = 60.0
     """The look at all nodes before weights load."""
     shutdown: Annotated[float, POSITIVE] = 8.0

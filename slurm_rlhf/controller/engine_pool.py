@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -35,24 +36,32 @@ class EnginePool:
     """Starts every engine as soon as all of its ranks are there, and keeps `EngineHandle.ready` up to date.
 
     With `all_at_once` the run waits for all of them, so that which engine gets which prompt does not depend on time.
-    Otherwise it begins with the first one, and the others join when they are ready, in the middle of a batch, too.
+    Otherwise it begins with the first one, and the others join when they are ready, in the middle of a batch, too; one
+    that never comes is told of with `note`, and done without.
     """
 
     def __init__(
-        self, supervisor: Supervisor, handle: EngineHandle, weight_sync: WeightSync, timeout_s: float, all_at_once: bool
+        self,
+        supervisor: Supervisor,
+        handle: EngineHandle,
+        weight_sync: WeightSync,
+        timeout_s: float,
+        all_at_once: bool,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._supervisor = supervisor
         self._handle = handle
         self._weight_sync = weight_sync
         self._timeout_s = timeout_s
         self._all_at_once = all_at_once
+        self._note = note
         self._started: list[Future[None]] = [Future() for _ in range(handle.world)]
         self._connected: list[int] = []  # engines in the present sync group
         self._parameters: list[ParameterSpec] = []
         handle.ready = []
 
     def begin(self) -> None:
-        """Start the engines, and return at once. An engine that cannot start ends the run."""
+        """Start the engines, and return at once. An engine that fails to start ends the run."""
         threading.Thread(target=self._start_each, name="engines", daemon=True).start()
 
     def wait(self, parameters: list[ParameterSpec]) -> list[int]:
@@ -113,15 +122,22 @@ class EnginePool:
 
     def _start_each(self) -> None:
         absent = set(range(self._handle.world))
-        end = time.monotonic() + self._timeout_s
-        while absent:
+        end, late = time.monotonic() + self._timeout_s, None
+        while absent and not self._supervisor.leaving:
             here = self._supervisor.here(self._handle.role)
             for engine in sorted(absent):
                 if here.issuperset(self._ranks(engine)):
                     absent.discard(engine)
                     call = self._handle.call(engine, EngineCalls.start, StartRequest(0))
                     call.add_done_callback(partial(self._finish, engine))
-            if absent and (failure := self._supervisor.failure or self._late(absent, here, end)):
+            failure = self._supervisor.failure
+            if absent and late is None and time.monotonic() > end:
+                late = self._late(absent, here)
+                if self._all_at_once or len(absent) == self._handle.world:
+                    failure = failure or late
+                else:
+                    self._note(f"warning: {late}. The run goes on without them, and takes them in when they come")
+            if absent and failure is not None:
                 for engine in absent:
                     self._started[engine].set_exception(failure)
                 self._supervisor.fail(failure)
@@ -131,9 +147,7 @@ class EnginePool:
     def _ranks(self, engine: int) -> range:
         return range(engine * self._handle.width, (engine + 1) * self._handle.width)
 
-    def _late(self, absent: set[int], here: set[int], end: float) -> CallTimeout | None:
-        if time.monotonic() < end:
-            return None
+    def _late(self, absent: set[int], here: set[int]) -> CallTimeout:
         engine = min(absent)
         missing = ", ".join(str(rank) for rank in self._ranks(engine) if rank not in here)
         return CallTimeout(

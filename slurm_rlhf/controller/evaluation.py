@@ -127,7 +127,7 @@ class Evaluation:
             how = self.sets[left[0]].sampling(self.config)
             alike = [place for place in left if self.sets[place].sampling(self.config) == how]
             left = [place for place in left if place not in alike]
-            responses = sample([prompt for place in alike for prompt in self.sets[place].prompts], how, version)
+            responses = sample(numbered([self.sets[place] for place in alike]), how, version)
             for place in alike:
                 count = len(self.sets[place].prompts) * how.n
                 found[place], responses = responses[:count], responses[count:]
@@ -136,6 +136,19 @@ class Evaluation:
     def _judge(self, step: int, sampled: Sequence[Sequence[Trajectory]]) -> Evaluated:
         scored = [score(one, list(found), self.reward, step) for one, found in zip(self.sets, sampled, strict=True)]
         return keep(self.config, self.sets, scored, self.directory, f"step_{step:06d}", {"step": step})
+
+
+def numbered(sets: Sequence[EvalSet]) -> list[Prompt]:
+    """Return the prompts of data sets that go to the engines together: those of each behind those of the one before.
+
+    Rows of two files may have the same number, and engines know a request, and its seed, by the number of its prompt.
+    """
+    found: list[Prompt] = []
+    behind = 0
+    for one in sets:
+        found += [replace(prompt, index=behind + prompt.index) for prompt in one.prompts]
+        behind += 1 + max(prompt.index for prompt in one.prompts)
+    return found
 
 
 def score(one: EvalSet, found: list[Trajectory], reward: Scoring, step: int) -> list[ScoredResponse]:

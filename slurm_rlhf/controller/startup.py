@@ -161,7 +161,9 @@ class Startup:
         """Begin to start the engines; colocated ones before the trainers, which find them asleep."""
         config = self.config
         all_at_once = config.train.full_determinism or config.train.colocate_all
-        pool = EnginePool(self.supervisor, engines, weight_sync, config.timeout.connect, all_at_once)
+        pool = EnginePool(
+            self.supervisor, engines, weight_sync, config.timeout.connect, all_at_once, self.reporting.note
+        )
         pool.begin()
         if colocation is not None:
             log.info("engines %s have started, before any trainer", pool.wait([]))

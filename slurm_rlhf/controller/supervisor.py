@@ -105,6 +105,11 @@ class Supervisor:
         self._launcher.look(pids, directory, within_s)
 
     @property
+    def leaving(self) -> bool:
+        """Tell whether the run ends."""
+        return self._leaving.is_set()
+
+    @property
     def sync_host(self) -> str:
         """Name the node where the members of a weight transfer meet: that of the rank that sends."""
         return LOOPBACK if self._launcher.address == LOOPBACK else self._ranks.roles["actor"][0].node

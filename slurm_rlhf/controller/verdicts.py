@@ -97,7 +97,8 @@ WORDS: dict[str, Words] = {
     "engine": Words(
         "the log-probs of engine and actor of the tokens that the engine sampled",
         "the engine has other weights, samples at another temperature or with other parameters than the actor is "
-        "trained with, or vLLM computes this architecture otherwise than transformers",
+        "trained with, or vLLM (with rollout.engine = hf, transformers with a cache) computes this architecture "
+        "otherwise than transformers in one pass",
         "look at rollout.temperature and at the updates of the weights in the log, or set vllm.dtype = fp32",
     ),
     "reference": Words(

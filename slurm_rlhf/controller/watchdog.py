@@ -1,13 +1,14 @@
 """Finds out that nothing moves, tells who is behind, and ends the run as `train.on_hang` says.
 
 A run moves while its ranks answer calls and its phases change. How long nothing may move is learned for each phase from
-the earlier steps. A wait that is longer is reported: `hang-<step>/` and one paragraph. If nothing moves for as long
-again, the run ends. Calls keep the deadlines of the table; a call's deadline is the ceiling of every budget.
+the earlier steps. A wait that is longer is reported: `hang-<step>/` and one paragraph. If nothing moves for
+`timeout.hang_grace` more, the run ends. Calls keep the deadlines of the table, which are the ceiling of every budget.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import logging
 import threading
 import time
@@ -31,6 +32,7 @@ from slurm_rlhf.run_directory import RunDirectory
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
+_STDERR = 2
 _LONGEST_ROUND_S = 5.0  # of its thread: what takes longer is a suspension, or its own report
 CEILING = 0.9
 """Share of a call's deadline that is the most a budget can be: the stacks are taken before the call is given up."""
@@ -83,6 +85,7 @@ class Watchdog:
         self._moves = 0  # of the ranks, as of then
         self._hang: Hang | None = None
         self._stuck_since: float | None = None  # when something moved last, before the hang
+        self._stuck_phase = ""  # of then: an error leads out of it
         self._act_at = 0.0
         self._asked_to_stop = False
         self._silent: set[str] = set()  # ranks that were not heard from for half of their limit
@@ -119,8 +122,8 @@ class Watchdog:
             hang = self._hang
         if hang is None or not isinstance(error, CallTimeout | RoleDied | RunHung):
             return None
-        if isinstance(error, RoleDied) and not self._lost(hang.verdict):
-            return None
+        if isinstance(error, RoleDied) and not (hang.verdict.alive and self._lost(hang.verdict)):
+            return None  # its process or its node is gone
         if reason := self._restart(hang):
             return StopRequested(reason, saved=False)
         return hang.error()
@@ -133,10 +136,13 @@ class Watchdog:
 
     def _run(self) -> None:
         while not self._leaving.wait(POLL_S):
+            # A reward function may keep the interpreter's lock: then ranks lose this process, and nothing here runs.
+            faulthandler.dump_traceback_later(self._config.timeout.heartbeat, file=_STDERR)
             try:
                 self._look()
             except Exception:
                 log.exception("the watchdog failed")
+        faulthandler.cancel_dump_traceback_later()
 
     def _learn(self) -> float:
         """Learn how long nothing had moved, if something has since; returns how long nothing moves now."""
@@ -153,7 +159,7 @@ class Watchdog:
             waited, phase, moved = self._learn(), self._phase, self._moved
             budget = self._budgets.of(phase, self._ceiling(flights))
         if moved != self._stuck_since:
-            self._goes_on()
+            self._goes_on(moved)
         self._watch_silence()
         if self._hang is None:
             if (flights or phase != START) and waited > budget.seconds:
@@ -161,22 +167,31 @@ class Watchdog:
         elif time.monotonic() > self._act_at:
             self._act(flights)
 
+    @property
+    def _saving_s(self) -> float:
+        """Return how long nothing may move while the run saves because of a hang."""
+        usual = self._budgets.of("checkpoint", CEILING * self._config.timeout.checkpoint)
+        return max(self._config.timeout.hang, usual.seconds)
+
     def _ceiling(self, flights: Sequence[Flight]) -> float:
         """Return the most a budget can be: a share of the deadline that comes first."""
         deadlines = [flight.timeout_s for flight in flights] or [self._config.timeout.reward]
         return CEILING * min(deadlines)
 
-    def _goes_on(self) -> None:
-        if self._hang is not None and not self._asked_to_stop:
+    def _goes_on(self, moved: float) -> None:
+        if self._asked_to_stop:
+            # It saves, and gets on with that.
+            self._stuck_since, self._act_at = moved, time.monotonic() + self._saving_s
+        elif self._hang is not None:
             self._note(f"the run goes on: step {self._hang.step} moves again")
             self._hang = None
-        self._stuck_since = None
 
     def _watch_silence(self) -> None:
         """Take the stacks while a rank is silent, and before it is lost: afterwards its role cannot be asked."""
         silent = {str(peer) for peer in self._supervisor.server.silent(self._config.timeout.heartbeat / 2)}
         if silent - self._silent and self._hang is None:
             with self._reporting:
+                self._stuck_phase = self._phase
                 scene, verdict = self._ask()
                 held = any(seen.source == "lock" for seen in verdict.behind)
                 self._silence = (scene, verdict) if held else None
@@ -185,6 +200,7 @@ class Watchdog:
         self._silent = silent
 
     def _ask(self) -> tuple[Scene, Verdict]:
+        faulthandler.cancel_dump_traceback_later()  # the answers take their time
         scene = ask_ranks(self._supervisor, self._directory, self._config.timeout)
         return scene, self._judge(scene)
 
@@ -193,7 +209,7 @@ class Watchdog:
 
     def _find(self, budget: Budget, waited: float, moved: float) -> None:
         with self._reporting:
-            self._stuck_since = moved
+            self._stuck_since, self._stuck_phase = moved, self._phase
             scene, verdict = self._ask()
             self._report(scene, verdict, budget, waited)
 
@@ -206,17 +222,17 @@ class Watchdog:
             where.mkdir(parents=True)
             look_from_outside(scene, self._supervisor, where)
             verdict = verdict if silent else self._judge(scene)
-        hang = Hang(self._step(), self._phase, verdict, where, attempt)
+        hang = Hang(self._step(), self._stuck_phase, verdict, where, attempt)
         cause = "a rank has sent no heartbeat" if silent else f"nothing has moved for {waited:.0f} s ({budget.words()})"
         paragraph = (
             f"step {hang.step} hangs in {_phase_words(hang.phase)}: {cause}; {verdict.words}. Stacks of all ranks, the "
-            f"last messages and the load of the nodes are in {where}/. {self._next(hang, budget, silent)}"
+            f"last messages and the load of the nodes are in {where}/. {self._next(hang, silent)}"
         )
         with contextlib.suppress(OSError):
             take_flights(self._directory.logs, scene.when, where)
             write_scene(scene, verdict, paragraph, where)
         self._hang = hang
-        self._act_at = time.monotonic() + budget.seconds
+        self._act_at = time.monotonic() + self._config.timeout.hang_grace
         self._note(paragraph)
 
     def _place(self) -> tuple[Path, int]:
@@ -227,14 +243,14 @@ class Watchdog:
                 return path, number
         raise AssertionError("unreachable")
 
-    def _next(self, hang: Hang, budget: Budget, silent: bool) -> str:
+    def _next(self, hang: Hang, silent: bool) -> str:
         key = f"train.on_hang = {self._config.train.on_hang}"
         ends = "ends and goes on from its last checkpoint" if self._restart(hang) else "ends with an error"
         if self._config.train.on_hang == "restart" and not self._restart(hang):
             key += f", but this step has hung {hang.attempt} times"
         if silent:
             return f"The run {ends} ({key})."
-        return f"If nothing moves for {budget.seconds:.0f} s more, the run {ends} ({key})."
+        return f"If nothing moves for {self._config.timeout.hang_grace:g} s more, the run {ends} ({key})."
 
     def _restart(self, hang: Hang) -> Reason | None:
         if self._config.train.on_hang != "restart" or hang.attempt > MOST_RESTARTS:
@@ -245,13 +261,12 @@ class Watchdog:
         """End the run: with a checkpoint where the trainers wait for work, without one where they hang."""
         assert self._hang is not None
         hang = self._hang
+        if not hang.verdict.alive:
+            return  # a process or a node that is gone: its heartbeats tell
         stuck = any(ROLES[flight.peer.role].saves for flight in flights)
         if not stuck and not self._asked_to_stop and self._stop.can_drop:
             self._asked_to_stop = True
-            self._act_at = time.monotonic() + max(
-                self._config.timeout.hang,
-                self._budgets.of("checkpoint", CEILING * self._config.timeout.checkpoint).seconds,
-            )
+            self._act_at = time.monotonic() + self._saving_s
             what = f"a hang in {_phase_words(hang.phase)} of step {hang.step}: {hang.where}"
             self._stop.ask(self._restart(hang) or Reason(what, False, 1))
             return

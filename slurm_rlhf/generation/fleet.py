@@ -205,9 +205,7 @@ class Fleet:
         self.directory.keys.unlink(missing_ok=True)
 
     def _all_leave(self, seconds: float) -> bool:
-        """Ask all ranks to end, unless some cannot answer; True when all of them said that they do."""
-        if self.gone or self.coming:
-            return False
-        calls = [self._handle.shut_down(peer.rank) for peer in self._server.peers(ROLLOUT)]
+        """Ask all ranks of the engines that are ready to end; True when nobody else is left to be ended by force."""
+        calls = [self._handle.shut_down(rank) for engine in self.ready for rank in self.groups[engine].ranks]
         _, left = wait(calls, seconds)
-        return not left and all(call.exception() is None for call in calls)
+        return not left and not self.coming and not self.gone

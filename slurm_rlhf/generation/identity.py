@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.generation.output import OUTPUT
@@ -17,6 +17,17 @@ from slurm_rlhf.run_directory import write_atomically
 
 FILE = "generation.json"
 """In the directory of the output."""
+SAMPLING = (
+    "rollout.n_samples_per_prompt",
+    "rollout.max_new_tokens",
+    "rollout.temperature",
+    "rollout.top_p",
+    "rollout.top_k",
+    "rollout.stop",
+    "rollout.repetition_detection_max_pattern_size",
+    "rollout.repetition_detection_min_pattern_size",
+    "rollout.repetition_detection_min_count",
+)
 ROWS, SHARD = "rows", "shard"
 _ENDS = 1 << 20  # bytes of both ends of a large file
 _WEIGHTS = (".safetensors", ".bin", ".json", ".jinja", ".model")
@@ -30,8 +41,7 @@ def identity_of(config: Config, model: Path, shard: Shard, rows: int) -> Identit
 
     `rows`: of the file, all shards together.
     """
-    rollout = asdict(config.rollout)
-    sampling = {f"rollout.{name}": rollout[name] for name in rollout if name not in _NOT_SAMPLING}
+    sampling = {key: get(config, key) for key in SAMPLING}
     dataset = Path(config.generate.dataset)
     return {
         "generate.model_name_or_path": config.generate.model_name_or_path,
@@ -51,9 +61,6 @@ def identity_of(config: Config, model: Path, shard: Shard, rows: int) -> Identit
         ROWS: rows,
         SHARD: f"{shard.index} of {shard.count}",
     }
-
-
-_NOT_SAMPLING = ("batch_size", "vllm_generate_batch_size", "mask_truncated")
 
 
 def claim(directory: Path, identity: Identity) -> bool:

@@ -141,6 +141,8 @@ class OutputFile:
 
     def append(self, answers: Sequence[Answer]) -> None:
         """Write lines behind the others. Raises OSError, and leaves the file as it was then."""
+        if not answers:
+            return
         data = b"".join(map(line_of, answers))
         view = memoryview(data)
         written = 0

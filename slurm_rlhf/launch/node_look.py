@@ -65,10 +65,11 @@ def _process(pid: int, program: str | None) -> ProcessView:
     state = process_state(pid)
     if program is None:
         return ProcessView(pid, state, no_spy="py-spy is not installed (pip install py-spy)")
+    # It pauses the process for a moment, which one that is stopped already does not take.
+    how = ["--nonblocking"] if state.startswith("T") else []
+    words = [program, "dump", "--full-filenames", *how, "--pid", str(pid)]
     try:
-        done = subprocess.run(
-            [program, "dump", "--pid", str(pid)], capture_output=True, text=True, timeout=_SPY_S, check=False
-        )
+        done = subprocess.run(words, capture_output=True, text=True, timeout=_SPY_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return ProcessView(pid, state, no_spy=f"py-spy: {error}")
     if done.returncode == 0:

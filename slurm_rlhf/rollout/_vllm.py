@@ -49,6 +49,11 @@ v1/executor/uniproc_executor.py ExecutorWithExternalLauncher._init_executor(self
 v1/executor/uniproc_executor.py ExecutorWithExternalLauncher._distributed_args(self)
 v1/worker/gpu_worker.py Worker.model_runner
 v1/worker/gpu_model_runner.py GPUModelRunner.get_model(self)
+distributed/parallel_state.py get_tp_group()
+distributed/parallel_state.py GroupCoordinator.mq_broadcaster
+distributed/device_communicators/shm_broadcast.py MessageQueue.buffer
+distributed/device_communicators/shm_broadcast.py ShmRingBuffer.is_creator
+distributed/device_communicators/shm_broadcast.py ShmRingBuffer.shared_memory
 config/vllm.py set_current_vllm_config(vllm_config)
 model_executor/model_loader/reload/layerwise.py initialize_layerwise_reload(model)
 model_executor/model_loader/reload/layerwise.py finalize_layerwise_reload(model, model_config)
@@ -311,6 +316,7 @@ def tp_executor(identity: str, started: Callable[[], object]) -> Any:
     rank has opened the shared memory. `before_batch`, once it is set, gets the number of scheduled tokens of each
     request before the model runs on them.
     """
+    from vllm.distributed.parallel_state import get_tp_group
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     class TpExecutor(ExecutorWithExternalLauncher):
@@ -318,6 +324,10 @@ def tp_executor(identity: str, started: Callable[[], object]) -> Any:
 
         def _init_executor(self) -> None:
             super()._init_executor()
+            # All have opened their queue, psm_*: a creator that is killed would leave its name behind.
+            if (queue := get_tp_group().mq_broadcaster) is not None and queue.buffer.is_creator:
+                queue.buffer.shared_memory.unlink()
+                queue.buffer.is_creator = False
             started()
 
         def _distributed_args(self) -> tuple[str, int, int]:

@@ -106,6 +106,12 @@ def fix_frequencies(model: nn.Module, max_len: int, where: str) -> None:
                 _fix_dynamic(module, layer, max_len, where)
 
 
+def has_fixed_frequencies(model: nn.Module) -> bool:
+    """Tell whether `fix_frequencies` has changed a rotary embedding of `model`."""
+    types = [getattr(module, "rope_type", None) for module in model.modules()]
+    return any(FIXED in (kind.values() if isinstance(kind, dict) else [kind]) for kind in types)
+
+
 def _fix_longrope(module: Any, layer: str | None, max_len: int, where: str) -> None:
     config = module.config
     settings = config.rope_parameters if layer is None else config.rope_parameters[layer]

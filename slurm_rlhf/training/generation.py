@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.training._deepspeed import is_sharded
 from slurm_rlhf.training._torch import bare_copy, without_hooks
 from slurm_rlhf.training.distributed import undisturbed
+from slurm_rlhf.training.forward_fixes import has_fixed_frequencies
 from slurm_rlhf.training.models import DTYPES, PolicyModule
 from slurm_rlhf.training.parameters import full_parameters
 from slurm_rlhf.training.train_engine import TrainEngine
@@ -94,12 +96,15 @@ def stepping(model: Any, step: Callable[..., Any]) -> Any:
     """Return `model`, a causal language model, with `step` in place of its forward pass.
 
     `generate` reads the signature of the forward, and takes settings of the directory where it is not told any: the
-    copy has none, so that the distribution is that of the logits.
+    copy has none, so that the distribution is that of the logits. Models with longrope throw their cache away where a
+    text reaches the length at which frequencies would change; those are fixed here, and the cache stays.
     """
-    from transformers import GenerationConfig
+    from transformers import GenerationConfig, GenerationMixin
 
     sampler = without_hooks(model)
     sampler.generation_config = GenerationConfig()
+    if has_fixed_frequencies(model):
+        sampler.prepare_inputs_for_generation = MethodType(GenerationMixin.prepare_inputs_for_generation, sampler)
 
     @functools.wraps(model.forward)
     def forward(

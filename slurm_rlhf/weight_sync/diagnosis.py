@@ -53,6 +53,7 @@ class Names:
     ends: Mapping[int, str]  # with interface and address, as ends of a link
     timeout_s: float
     silence_s: float
+    nodes: Mapping[int, str]  # where each is
 
 
 class FailureBoard:
@@ -156,6 +157,11 @@ def cut(quiet: Mapping[int, Sequence[int]], spoke: Collection[int], names: Names
     for_so_long = f"for {names.silence_s:g} s (timeout.sync_silence)"
     if gone:
         witness = min(rank for rank, ranks in quiet.items() if set(ranks) & set(gone))
+        if _alone(witness, gone, names):
+            others = shortened(sorted({names.nodes[rank] for rank in gone}), _NAMED)
+            return (
+                f"{names.ends[witness]} heard nothing from any other node ({others}) {for_so_long}: its own link is cut"
+            )
         called = shortened([names.ends[rank] for rank in gone], _NAMED, " and ")
         return f"{names.ends[witness]} heard nothing from {called} {for_so_long}: its link is cut, or it hangs"
     one, other = next((rank, ranks[0]) for rank, ranks in sorted(quiet.items()) if ranks)
@@ -163,6 +169,12 @@ def cut(quiet: Mapping[int, Sequence[int]], spoke: Collection[int], names: Names
         f"{names.ends[one]} heard nothing from {names.ends[other]} {for_so_long}, though both are alive: the link "
         "between them is cut, or one of them stood still. Set sync.interface to a network that joins both nodes"
     )
+
+
+def _alone(witness: int, gone: Collection[int], names: Names) -> bool:
+    """Tell whether a member misses everybody on several other nodes: then it is its own link that they share."""
+    away = {rank for rank, node in names.nodes.items() if node != names.nodes[witness]}
+    return away <= set(gone) and len({names.nodes[rank] for rank in away}) > 1
 
 
 def _post(text: str) -> Post:

@@ -207,9 +207,12 @@ class SyncGroup:
         """Say why the group is spent; empty while it is not."""
         return self._ended
 
-    def abort(self, reason: str) -> None:
-        """Wake every thread that waits on the group, in this process and, as connections close, in the others."""
-        if not self._ended and not self.late and hasattr(self, "board"):
+    def abort(self, reason: str, told: bool = False) -> None:
+        """Wake every thread that waits on the group, in this process and, as connections close, in the others.
+
+        `told`: the others know what this rank has to say; `reason` is a verdict, and no refusal of its own.
+        """
+        if not told and not self._ended and not self.late and hasattr(self, "board"):
             self.board.post(reason)  # before the others see the connections close
         self._ended = self._ended or reason
         self.drop()
@@ -236,7 +239,7 @@ class SyncGroup:
     def names(self) -> Names:
         """Return how messages call the members."""
         short, ends = ({m.rank: call(m) for m in self.members} for call in (str, lambda m: m.end))
-        return Names(short, ends, self.timeout_s, self._silence_s)
+        return Names(short, ends, self.timeout_s, self._silence_s, {m.rank: m.node for m in self.members})
 
     def _stop_heartbeat(self) -> None:
         if hasattr(self, "heartbeat"):

@@ -226,7 +226,8 @@ def _broken(group: SyncGroup, version: int, lost: TransportFailure) -> SyncError
         verdict = Verdict(cut({group.rank: group.quiet}, {group.rank}, group.names()))
     if verdict is None:
         verdict = Verdict(f"{group.members[0]}, which leads the update, is gone or hangs: {lost}")
-    group.abort(verdict.text)
+    # A leader that stood still reads later what was posted here: a refusal of this rank would end the run.
+    group.abort(verdict.text, told=True)
     text = f"policy version {version} did not get through at {group.me}: {verdict.text}"
     return _error(Verdict(text, verdict.refused))
 

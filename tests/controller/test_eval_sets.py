@@ -62,6 +62,7 @@ def test_data_sets_that_are_sampled_alike_go_to_the_engines_together(tmp_path: P
 
     def sample(prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
         asked.append((len(prompts), sampling.temperature, version))
+        assert len({prompt.index for prompt in prompts}) == len(prompts)  # engines know requests by it
         one, mask = np.zeros(1, np.float32), np.ones(1, np.bool_)
         ids = np.ones(1, np.int32)
         return [

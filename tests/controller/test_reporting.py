@@ -8,15 +8,22 @@ from pathlib import Path
 import pytest
 from lookalikes import llama_like
 
+from slurm_rlhf.cluster.stop import Continuation, Reason, StopRequested
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.conductor import MOST_RESTARTS, refuse_restart
+from slurm_rlhf.controller.conductor import MOST_RESTARTS, Conductor, refuse_restart, run
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import RunState
 from slurm_rlhf.controller.startup import Inputs
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.launch.launcher import LocalLauncher
 from slurm_rlhf.observe.run_status import read_run_status
+from slurm_rlhf.placement.rank_map import place
+from slurm_rlhf.placement.role_sizes import RoleSize
+from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.run_directory import RunDirectory
+
+ONE = place(Topology.uniform(["n1"], 1), [RoleSize("actor", 1, 1)])
 
 
 def test_a_checkpoint_that_takes_too_long_for_the_signals_lead_is_warned_of_once(
@@ -115,6 +122,30 @@ def test_a_start_that_ends_is_no_start_any_more(tmp_path: Path, end: str) -> Non
     written = json.loads((tmp_path / "summary.json").read_text())
     assert written["status"] == end
     assert "starting" not in written
+
+
+def test_a_hang_that_is_restarted_goes_on_from_the_newest_checkpoint_and_ends_with_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trainers hung, so that nothing could be saved: what was arranged by the scheduler is said last."""
+
+    class Requeues(Continuation):
+        def go_on(self) -> str:
+            return "job 7 is requeued"
+
+    def hang(self: Conductor) -> None:
+        self.reporting.begin(RunState(seed=0, step=5), 9, None)
+        raise StopRequested(Reason("a hang in phase update of step 6: hang-6", True, 1), saved=False)
+
+    monkeypatch.setattr(Conductor, "run", hang)
+    config = Config(run_dir=str(tmp_path))
+    config.logger.progress, config.logger.tensorboard = "plain", False
+    launcher = LocalLauncher(tmp_path, ONE)
+    assert run(config, ONE, launcher, "n1", Requeues()) == 1
+    *_, stopped, last = capsys.readouterr().out.splitlines()
+    assert stopped == "stopped by a hang in phase update of step 6: hang-6; there is no checkpoint yet"
+    assert last == "job 7 is requeued"
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "stopped"
 
 
 def inputs_of(tmp_path: Path, rows: int) -> Config:

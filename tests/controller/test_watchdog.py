@@ -34,6 +34,24 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 
 ROOT = Path(__file__).parents[2]
 
+HELD_CONDUCTOR = """
+import ctypes, sys, time
+sys.path.insert(0, "{tests}")
+from test_watchdog import Config, Path, RunDirectory, Stop, Watchdog, roleless
+
+config = Config()
+config.timeout.heartbeat, config.timeout.heartbeat_interval = 1.0, 0.2
+with Stop(Path("{path}")) as stop:
+    dog = Watchdog(config, RunDirectory(Path("{path}")), roleless(config, Path("{path}")), stop, print, lambda: 1)
+    dog.start()
+    time.sleep(1.5)
+    print("so far nothing", file=sys.stderr, flush=True)
+    def reward_func():
+        ctypes.PyDLL(None).usleep(2_000_000)
+    reward_func()
+    dog.close()
+"""
+
 
 class Peers:
     """Implements `launch.launcher.Launcher`: two ranks of the actor on n1."""
@@ -108,7 +126,7 @@ def wait_for(ready: Callable[[], bool], timeout_s: float) -> None:
 def watched(path: Path, hang_s: float, limit_s: float, on_hang: str = "stop") -> Iterator[Watched]:
     config = Config()
     config.timeout.hang, config.timeout.heartbeat, config.timeout.heartbeat_interval = hang_s, limit_s, 0.2
-    config.timeout.shutdown = 1.0
+    config.timeout.shutdown, config.timeout.hang_grace = 1.0, hang_s
     config.train.on_hang = on_hang  # type: ignore[assignment]
     (path / "run").mkdir()
     with Stop(path / "run") as stop:
@@ -120,6 +138,14 @@ def watched(path: Path, hang_s: float, limit_s: float, on_hang: str = "stop") ->
             run.supervisor.stop()
 
 
+def roleless(config: Config, path: Path) -> Supervisor:
+    """What a watchdog asks where no role was started."""
+    directory = RunDirectory(path)
+    directory.make()
+    ranks = place(Topology.uniform(["n1"], 2), [RoleSize("actor", 1, 2)])
+    return Supervisor(config, directory, ranks, Peers(directory, config.timeout.heartbeat))
+
+
 def error_of(call: Future[Any]) -> RunError:
     error = call.exception(30)
     assert isinstance(error, RunError)
@@ -128,7 +154,7 @@ def error_of(call: Future[Any]) -> RunError:
 
 def test_a_rank_lost_with_its_interpreters_lock_held_is_a_hang_and_not_a_death(tmp_path: Path) -> None:
     """Its heartbeats stop before any budget has passed: its stacks are taken before it is given up."""
-    with watched(tmp_path, hang_s=60, limit_s=6) as run:
+    with watched(tmp_path, hang_s=60, limit_s=5) as run:
         error = error_of(run.call(1, "hold_the_lock"))
         assert isinstance(error, RoleDied)
         ended = run.dog.behind(error)
@@ -141,17 +167,17 @@ def test_a_rank_lost_with_its_interpreters_lock_held_is_a_hang_and_not_a_death(t
 
 
 def test_neither_a_deadline_nor_a_killed_rank_is_a_hang(tmp_path: Path) -> None:
-    with watched(tmp_path, hang_s=60, limit_s=2) as run:
+    with watched(tmp_path, hang_s=1, limit_s=5) as run:
         late = error_of(run.call(0, "work_in_python", timeout_s=0.2))
         assert isinstance(late, CallTimeout)
         assert run.dog.behind(late) is None
+        run.learn("update")
         call = run.call(1, "work_in_python")
         run.peers.started[1].kill()
         died = error_of(call)
         assert isinstance(died, RoleDied)
+        assert "behind is actor rank 1" in run.told()  # it is found before its heartbeats have stayed out for long
         assert run.dog.behind(died) is None
-        assert run.notes == []
-        assert not list(run.directory.root.glob("hang-*"))
 
 
 def test_a_stopped_trainer_is_seen_from_outside_and_ends_the_run_and_a_forbidden_py_spy_is_named(
@@ -162,7 +188,7 @@ def test_a_stopped_trainer_is_seen_from_outside_and_ends_the_run_and_a_forbidden
     spy.write_text("#!/bin/sh\necho 'Error: Permission Denied: Try running again with sudo' >&2\nexit 1\n")
     spy.chmod(0o755)
     monkeypatch.setenv("PATH", f"{spy.parent}:{os.environ['PATH']}")
-    with watched(tmp_path, hang_s=2, limit_s=60) as run:
+    with watched(tmp_path, hang_s=2, limit_s=20) as run:
         run.learn("update")
         began = time.monotonic()
         call = run.call(1, "work_in_python")
@@ -209,7 +235,7 @@ def test_a_run_that_moves_is_left_alone_and_one_whose_trainers_wait_is_stopped_s
 ) -> None:
     with watched(tmp_path, hang_s=1, limit_s=30) as run:
         run.learn("reward")
-        end = time.monotonic() + 2.5
+        end = time.monotonic() + 1.5
         while time.monotonic() < end:
             run.dog.phase("reward")
             time.sleep(0.05)
@@ -218,3 +244,20 @@ def test_a_run_that_moves_is_left_alone_and_one_whose_trainers_wait_is_stopped_s
             threading.Event().wait(30)
         assert (stopped.value.reason.requeue, stopped.value.reason.exit_code, stopped.value.saved) == (False, 1, True)
         assert "hang-7" in stopped.value.reason.what
+
+
+def test_a_conductor_whose_lock_a_reward_function_holds_writes_its_own_stack(tmp_path: Path) -> None:
+    script = HELD_CONDUCTOR.format(tests=Path(__file__).parent, path=tmp_path)
+    paths = f"{ROOT}:{ROOT / 'tests' / 'support'}"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    before, _, after = done.stderr.partition("so far nothing")
+    assert "Timeout" not in before
+    assert "Timeout (0:00:01)!" in after
+    assert "in reward_func" in after

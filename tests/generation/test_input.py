@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -63,6 +64,21 @@ def test_a_column_that_no_row_has_is_an_error_of_the_job(tmp_path: Path) -> None
         require_column(read_rows(file), "input", file)
     file.write_text("\n")
     with pytest.raises(DataError, match="the file holds no rows"):
+        read_rows(file)
+
+
+def test_parquet_is_read_where_pyarrow_is_and_asked_for_where_it_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    if importlib.util.find_spec("pyarrow") is None:
+        file.write_bytes(b"PAR1")
+        with pytest.raises(ConfigError, match="reading Parquet needs pyarrow, which is not installed: pip install"):
+            read_rows(file)
+        return
+    arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+    parquet.write_table(arrow.table({"input": ["1+1=", "2+2="], "label": [2, 4]}), file)
+    assert read_rows(file) == [{"input": "1+1=", "label": 2}, {"input": "2+2=", "label": 4}]
+    file.write_bytes(b"torn")
+    with pytest.raises(DataError, match="not a Parquet file that can be read"):
         read_rows(file)
 
 

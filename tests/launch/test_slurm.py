@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.launch.launcher import Ended
+from slurm_rlhf.launch.node_look import NodeView
 from slurm_rlhf.launch.slurm import SlurmLauncher
 from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import place
@@ -144,3 +146,30 @@ def test_stop_waits_for_ranks_that_are_done_and_is_hard_on_the_others(bench: Ben
     bench.launcher.stop(False, 5)
     assert time.monotonic() - begin < 6
     assert bench.launcher.ended()[-1].role == "actor"
+
+
+ON_EACH_NODE = """
+while [[ $1 == --* ]]; do [[ $1 == --nodelist=* ]] && nodes=${1#*=}; [[ $1 == --overlap ]] && beside=yes; shift; done
+[[ $beside == yes ]] || exit 1
+for node in ${nodes//,/ }; do SLURMD_NODENAME=$node "$@"; done
+"""
+
+
+def test_each_node_looks_at_its_own_processes(bench: Bench, tmp_path: Path) -> None:
+    bench.srun(ON_EACH_NODE)
+    bench.launcher.look({NODES[0]: [os.getpid()], NODES[1]: [os.getppid(), 2**22 + 1]}, tmp_path, 40)
+    one, other = (NodeView.read(tmp_path / f"{node}.json") for node in NODES)
+    assert [process.pid for process in one.processes] == [os.getpid()]
+    assert one.processes[0].state[0] in "RS"
+    assert one.load.startswith("load ")
+    assert [process.pid for process in other.processes] == [os.getppid(), 2**22 + 1]
+    assert other.processes[1].state == ""  # no such process
+    assert one.processes[0].spy or one.processes[0].no_spy
+
+
+def test_nodes_that_do_not_answer_are_not_waited_for(bench: Bench, tmp_path: Path) -> None:
+    bench.srun("exec sleep 60")
+    began = time.monotonic()
+    bench.launcher.look({node: [1] for node in NODES}, tmp_path, 1.0)
+    assert time.monotonic() - began < 10
+    assert not list(tmp_path.glob("*.json"))

@@ -25,6 +25,7 @@ WORLD = (
     "--train.self_check=false",
     "--eval.dataset=",
     "--timeout.hang=5",
+    "--timeout.hang_grace=6",
     "--timeout.heartbeat=16",
     "--timeout.heartbeat_interval=0.5",
     "--train.on_hang=restart",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -82,6 +83,9 @@ def test_the_late_engine_joins_with_the_current_weights(late: Run) -> None:
 
 def test_a_failed_engine_ends_the_run_by_name_within_seconds(late: Run) -> None:
     [follower] = [pid for pid in late.ranks("rollout") if _rank(pid) == "3"]
+    # The queues between the ranks have no name by now, so that a killed rank leaves nothing in /dev/shm.
+    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in late.ranks("rollout"))
+    assert set(re.findall(r"/dev/shm/psm_\w+(.*)", maps)) == {" (deleted)"}
     begun = time.monotonic()
     os.kill(follower, signal.SIGKILL)
     code, output = late.wait(30)

@@ -7,6 +7,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
@@ -26,6 +27,10 @@ def work_in_python(seconds: float) -> None:
     time.sleep(seconds)
 
 
+def start(total_steps: int) -> dict[str, Any]:
+    return {"note": "", "parameters": None}
+
+
 def main(endpoint: str, keys: str, role: str, rank: str, world: str, limit: str, log: str) -> None:
     log_to(Path(log))
     client = ControlClient(
@@ -41,8 +46,7 @@ def main(endpoint: str, keys: str, role: str, rank: str, world: str, limit: str,
         beside={"stacks": answer},
     )
     while (request := client.receive()) is not None:
-        globals()[request.method](request.args["seconds"])
-        request.reply(None)
+        request.reply(globals()[request.method](**request.args))
 
 
 if __name__ == "__main__":

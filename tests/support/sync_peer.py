@@ -286,6 +286,9 @@ class _Engine:
                 if number == 5 and self.act == "stop":
                     self.act = ""
                     os.kill(os.getpid(), signal.SIGSTOP)
+                if number == 5 and self.act.startswith("suspend "):
+                    pid, self.act = int(self.act.split()[1]), ""
+                    os.kill(pid, signal.SIGSTOP)
                 self.loaded[name] = digest(tensor)
 
         return asdict(self.end.receive(version, load))

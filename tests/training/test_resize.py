@@ -206,6 +206,26 @@ def test_loading_is_exact_whatever_the_number_of_ranks(out: Path, case: dict[str
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.parametrize("case", [case for case in CASES if case["kind"] == "policy"], ids=name)
+def test_a_checkpoint_becomes_a_model_without_a_process_group(out: Path, tmp_path: Path, case: dict[str, Any]) -> None:
+    """What `slurm-rlhf generate` samples from: the weights that two ranks had, of whatever ZeRO stage."""
+    from slurm_rlhf.training.checkpoint_export import export
+    from slurm_rlhf.training.models import DTYPES
+
+    export(out / f"{name(case)}.from2", out / "model", tmp_path / "model", case["param_dtype"])
+    found = load_file(tmp_path / "model" / "model.safetensors")
+    loaded = load_file(out / f"{name(case)}.from2to1loaded.safetensors")
+    expected = {
+        key.removeprefix("live.model."): value for key, value in loaded.items() if key.startswith("live.model.")
+    }
+    assert found.keys() == expected.keys()
+    for key, tensor in found.items():
+        assert tensor.dtype == DTYPES[case["param_dtype"]]
+        assert torch.equal(tensor.flatten(), expected[key].to(tensor.dtype))
+    assert (tmp_path / "model" / "tokenizer.json").read_bytes() == (out / "model" / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.timeout(400)
 def test_a_checkpoint_of_another_model_or_with_a_missing_file_is_refused(out: Path, tmp_path: Path) -> None:
     from slurm_rlhf.training.optimizer_state import Fragment, ShardReader
 

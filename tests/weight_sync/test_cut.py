@@ -98,6 +98,20 @@ def test_a_node_that_is_cut_off_is_named_in_seconds(cluster: tuple[Links, Weight
 
 
 @pytest.mark.skipif(not available(), reason="network namespaces need root")
+def test_the_leader_that_is_cut_off_blames_its_own_link_and_not_the_others(cluster: tuple[Links, WeightSync]) -> None:
+    links, weights = cluster
+    with cut_soon(lambda: links.vanish("near"), lambda: links.appear("near")) as outcome:
+        weights.update(4)
+    text, seconds = outcome()
+    print(f"after {seconds:.1f} s: {text}")
+    leader = f"actor 0 on near (eth0, {links.address('near')})"
+    assert f"{leader} heard nothing from any other node (far, mid) for 2 s" in text
+    assert text.rpartition(": ")[2].startswith("its own link is cut")
+    assert seconds < LATE
+    assert loaded(weights, 0) == sent(4)
+
+
+@pytest.mark.skipif(not available(), reason="network namespaces need root")
 def test_a_link_between_two_members_that_the_leader_hears_is_named(cluster: tuple[Links, WeightSync]) -> None:
     links, weights = cluster
     with cut_soon(lambda: links.part("mid", "far"), lambda: links.join("mid", "far")) as outcome:
@@ -156,7 +170,9 @@ def test_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_silences_mean() -> None:
-    names = Names({rank: f"m{rank}" for rank in range(9)}, {rank: f"M{rank} (ib0)" for rank in range(9)}, 300, 15)
+    short, ends = ({rank: f"{letter}{rank}" for rank in range(9)} for letter in ("m", "M"))
+    ends = {rank: f"{name} (ib0)" for rank, name in ends.items()}
+    names = Names(short, ends, 300, 15, {rank: "aabbbbccc"[rank] for rank in range(9)})
     for_so_long = "for 15 s (timeout.sync_silence)"
     assert cut({0: (3,), 1: (), 2: (3,)}, {0, 1, 2}, names) == (
         f"M0 (ib0) heard nothing from M3 (ib0) {for_so_long}: its link is cut, or it hangs"
@@ -164,5 +180,7 @@ def test_what_silences_mean() -> None:
     assert cut({0: (), 2: (3,), 3: (2,)}, {0, 2, 3}, names).startswith(
         f"M2 (ib0) heard nothing from M3 (ib0) {for_so_long}, though both are alive: the link between them is cut"
     )
+    own = cut({0: (2, 3, 4, 5, 6, 7, 8), 1: ()}, {0, 1}, names)
+    assert own == f"M0 (ib0) heard nothing from any other node (b, c) {for_so_long}: its own link is cut"
     whole_node = cut({0: (), 1: (3, 4, 5, 6, 7, 8)}, {0, 1, 2}, names)
     assert "M1 (ib0) heard nothing from M3 (ib0) and M4 (ib0) and M5 (ib0) and M6 (ib0) and 2 more for" in whole_node

@@ -73,6 +73,20 @@ def test_an_engine_that_hung_gets_the_whole_update_over_a_new_group(sync, roles)
     assert weights.update(3)["perf/sync_group"] == 2
 
 
+def test_a_leader_that_stood_still_repeats_the_update_and_does_the_next(sync, roles):
+    """The others find by its heartbeats that it is silent, and give up: that is no refusal when it reads of it."""
+    weights = sync(**{"timeout.sync": 60.0, "timeout.sync_silence": 2.0})
+    weights.connect(PARAMETERS, [0, 1])
+    leader = roles[0].peers[0]
+    weights.rollout.tell(1, "will", act=f"suspend {leader.pid}")
+    threading.Thread(target=_wake_after, args=(leader.pid, 5.0), daemon=True).start()
+    metrics = weights.update(1)
+    assert metrics["perf/sync_group"] == 2
+    for engine in range(ENGINES):
+        assert loaded(weights, engine) == sent(1)
+    assert weights.update(2)["perf/sync_group"] == 2
+
+
 def test_a_group_of_fewer_engines_and_one_that_comes_late(sync):
     weights = sync()
     weights.connect(PARAMETERS, [1])
