@@ -10,10 +10,21 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+
+from slurm_rlhf.algorithms.registry import load_plugins
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.records import LENGTH, STOP, Prompt, Trajectory
+from slurm_rlhf.rewards.function import RewardFunction
+from slurm_rlhf.rewards.values import Rewards
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +67,60 @@ class Curve:
         self._since = time.monotonic()
 
 
+class Judge:
+    """Calls the reward function of the run on what the peer has sampled, with what its signature asks for."""
+
+    def __init__(self, config: Config, eos: int) -> None:
+        """`eos`: the token that ends a response. Raises as `RewardFunction.of`."""
+        load_plugins(config.train.plugins)
+        self._function = RewardFunction.of(config.reward)
+        self.longest = config.rollout.max_new_tokens
+        self.eos = eos
+        self.step = 0  # so many are done
+
+    def __call__(
+        self, prompts: Sequence[Prompt], texts: Sequence[str], ids: Sequence[Sequence[int]], *, training: bool
+    ) -> Rewards:
+        """Judge one response to each of `prompts`, given as text and as tokens."""
+        found = [self._trajectory(*response) for response in zip(prompts, texts, ids, strict=True)]
+        return self._function(list(prompts), found, self.step + training)
+
+    def _trajectory(self, prompt: Prompt, text: str, ids: Sequence[int]) -> Trajectory:
+        ended = STOP if self.eos in ids or len(ids) < self.longest else LENGTH
+        tokens, unknown = np.asarray(ids, dtype=np.int32), np.zeros(len(ids), dtype=np.float32)
+        mask = np.ones(len(ids), dtype=np.bool_)
+        return Trajectory(prompt.index, 0, prompt.token_ids, tokens, unknown, mask, ended, text, [])
+
+
+def prompt_set(config: Config, file: str) -> PromptSet:
+    """Read prompts as the run does, its templates included."""
+    tokenizer = Tokenizer.load(config.actor.model_name_or_path)
+    return PromptSet.load(file, tokenizer, config.data, config.data.max_len - config.rollout.max_new_tokens)
+
+
+def accuracy(model: Any, tokenizer: Any, prompts: PromptSet, judge: Judge) -> float:
+    """Average the scores of greedy answers, or their rewards where the function gives no scores, as the run does."""
+    import torch
+
+    encoded = tokenizer.pad(
+        {"input_ids": [prompt.token_ids.tolist() for prompt in prompts]}, return_tensors="pt", padding_side="left"
+    )
+    training = model.training
+    model.eval()
+    with torch.no_grad():
+        whole = model.generate(
+            input_ids=encoded["input_ids"].to(model.device),
+            attention_mask=encoded["attention_mask"].to(model.device),
+            max_new_tokens=judge.longest,
+            do_sample=False,
+        )
+    model.train(training)
+    rows = whole[:, encoded["input_ids"].shape[1] :].tolist()
+    ids = [row[: row.index(judge.eos) + 1] if judge.eos in row else row for row in rows]
+    found = judge(list(prompts), tokenizer.batch_decode(ids, skip_special_tokens=True), ids, training=False)
+    return float(np.mean(found.rewards if found.scores is None else found.scores, dtype=np.float64))
+
+
 def main(spec: str) -> None:
     run = PeerRun(**json.loads(Path(spec).read_text(encoding="utf-8")))
     import torch
@@ -64,19 +129,50 @@ def main(spec: str) -> None:
     from datasets import Dataset
     from pyarrow import Table
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
-
-    from slurm_rlhf.config.load import load_config
+    from trl import GRPOTrainer
 
     config = load_config(run.config)
     path = config.actor.model_name_or_path
     tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
-    reward = _reward(config)
-    per_step = config.train.batch_size
-    arguments = GRPOConfig(
+    judge = Judge(config, tokenizer.eos_token_id)
+    prompts, evaluation = (prompt_set(config, file) for file in (config.data.prompt_dataset, config.eval.dataset))
+    curve = Curve(run, lambda: accuracy(model, tokenizer, evaluation, judge))
+
+    class Points(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            curve.point(0)
+
+        def on_step_end(self, arguments: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            judge.step = state.global_step
+            if state.global_step % run.every == 0 or state.global_step == run.steps:
+                curve.point(state.global_step)
+
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, completion_ids, place, **_: judge(
+            [prompts[each] for each in place], completions, completion_ids, training=True
+        ).rewards.tolist(),
+        args=_arguments(config, run),
+        # With a name of its own: pyarrow 26 has a type that datasets 5.2 cannot take into the one it would make up.
+        train_dataset=Dataset(
+            Table.from_pylist([{"prompt": prompt.text, "place": place} for place, prompt in enumerate(prompts)]),
+            fingerprint="prompts",
+        ),
+        processing_class=tokenizer,
+        callbacks=[Points()],
+    )
+    trainer.train()
+
+
+def _arguments(config: Config, run: PeerRun) -> Any:
+    """Say in TRL's words what the run is asked to do."""
+    import torch
+    from trl import GRPOConfig
+
+    return GRPOConfig(
         output_dir=str(Path(run.output).parent / "trl"),
-        per_device_train_batch_size=per_step,
+        per_device_train_batch_size=config.train.batch_size,
         num_generations=config.rollout.n_samples_per_prompt,
         max_completion_length=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
@@ -93,68 +189,6 @@ def main(spec: str) -> None:
         logging_steps=run.every,
         disable_tqdm=True,
     )
-    curve = Curve(run, lambda: _accuracy(model, tokenizer, config, reward))
-
-    class Points(TrainerCallback):
-        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-            curve.point(0)
-
-        def on_step_end(self, arguments: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step % run.every == 0 or state.global_step == run.steps:
-                curve.point(state.global_step)
-
-    trainer = GRPOTrainer(
-        model=model,
-        reward_funcs=lambda prompts, completions, labels, **_: reward(prompts, completions, labels),
-        args=arguments,
-        # With a name of its own: pyarrow 26 has a type that datasets 5.2 cannot take into the one it would make up.
-        train_dataset=Dataset(Table.from_pylist(_rows(config.data.prompt_dataset, config)), fingerprint="prompts"),
-        processing_class=tokenizer,
-        callbacks=[Points()],
-    )
-    trainer.train()
-
-
-def _rows(file: str, config: Any) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
-    return [{"prompt": row[config.data.input_key], "labels": row.get(config.data.label_key)} for row in rows]
-
-
-def _reward(config: Any) -> Callable[[list[str], list[str], list[Any]], list[float]]:
-    """Return the reward function of the run, called with prompts, what follows them, and labels."""
-    from slurm_rlhf.errors import ConfigError
-    from slurm_rlhf.user_files import run_file
-
-    function = run_file(Path(config.reward.remote_url), "reward.remote_url", ConfigError).reward_func
-
-    def reward(prompts: list[str], completions: list[str], labels: list[Any]) -> list[float]:
-        queries = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
-        answer = function(queries, prompts, labels)
-        return [float(value) for value in (answer["rewards"] if isinstance(answer, dict) else answer)]
-
-    return reward
-
-
-def _accuracy(model: Any, tokenizer: Any, config: Any, reward: Any) -> float:
-    """Average the rewards of greedy answers to the evaluation prompts."""
-    import torch
-
-    rows = _rows(config.eval.dataset, config)
-    prompts = [row["prompt"] for row in rows]
-    encoded = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
-    training = model.training
-    model.eval()
-    with torch.no_grad():
-        tokens = model.generate(
-            input_ids=encoded["input_ids"].to(model.device),
-            attention_mask=encoded["attention_mask"].to(model.device),
-            max_new_tokens=config.rollout.max_new_tokens,
-            do_sample=False,
-        )
-    model.train(training)
-    texts = tokenizer.batch_decode(tokens[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
-    found = reward(prompts, texts, [row["labels"] for row in rows])
-    return sum(found) / len(found)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.config.correction import corrects
+from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.shaping_rules import shaping_problems
@@ -61,6 +62,11 @@ def _advantage_problems(config: Config, algorithm: Algorithm) -> Iterator[str]:
                 "algo.advantage.no_std_norm = true keeps the mean of the whitening that algo.advantage.no_whitening = "
                 "true leaves out whole: set one of them"
             )
+    if advantage.no_whitening and not algorithm.whiten:
+        yield (
+            f"algo.advantage.no_whitening = true leaves out the whitening of advantages, and {chosen} has none: leave "
+            "the key out"
+        )
     yield from _component_problems(config, algorithm)
 
 
@@ -112,14 +118,21 @@ def filter_problems(config: Config) -> Iterator[str]:
     """Check the keys of dynamic sampling against each other."""
     algo, rollout = config.algo, config.rollout
     at_once, bounds = rollout.vllm_generate_batch_size, algo.dynamic_filtering_range
-    if len(bounds) not in (0, 2) or (bounds and not bounds[0] < bounds[1]):
+    wrong = len(bounds) not in (0, 2) or (len(bounds) == 2 and not bounds[0] < bounds[1])
+    if wrong:
         yield f"algo.dynamic_filtering_range takes nothing or two numbers, the lower first, got {bounds}"
     if not algo.dynamic_filtering_enable:
-        if at_once:
-            yield (
-                f"rollout.vllm_generate_batch_size = {at_once} has no effect while algo.dynamic_filtering_enable is "
-                "false, because nothing is sampled that is not trained on: switch that on, or leave the key out"
-            )
+        tries, usual = algo.dynamic_filtering_max_tries, all_keys()["algo.dynamic_filtering_max_tries"].default
+        for name, value, unset in (
+            ("rollout.vllm_generate_batch_size", at_once, 0),
+            ("algo.dynamic_filtering_range", [] if wrong else bounds, []),
+            ("algo.dynamic_filtering_max_tries", tries, usual),
+        ):
+            if value != unset:
+                yield (
+                    f"{name} = {value} has no effect while algo.dynamic_filtering_enable is false, because nothing is "
+                    "sampled that is not trained on: switch that on, or leave the key out"
+                )
         return
     if rollout.n_samples_per_prompt == 1:
         yield (

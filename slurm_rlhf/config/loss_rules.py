@@ -8,7 +8,8 @@ from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 
-TYPE = "actor.policy_loss_type"
+TYPE, EPS_CLIP = "actor.policy_loss_type", "actor.eps_clip"
+PPO = "ppo"  # the loss that has one range for both sides
 
 
 def loss_problems(config: Config) -> Iterator[str]:
@@ -41,6 +42,12 @@ def _ranges(config: Config) -> Iterator[str]:
                 f"actor.eps_clip_low_high = {low:g} {high:g} is the wrong way round: the range below comes first and "
                 f"is the narrower one, write {high:g} {low:g} (a range of 1 or more below is no bound at all)"
             )
+    if actor.eps_clip_low_high and actor.policy_loss_type == PPO and actor.eps_clip != all_keys()[EPS_CLIP].default:
+        yield (
+            f"{EPS_CLIP} = {actor.eps_clip:g} has no effect beside actor.eps_clip_low_high = "
+            f"{' '.join(f'{side:g}' for side in actor.eps_clip_low_high)}, which says how far on either side: leave "
+            "one of them out"
+        )
 
 
 def _kl(config: Config) -> Iterator[str]:
@@ -49,6 +56,11 @@ def _kl(config: Config) -> Iterator[str]:
         yield (
             "algo.kl.use_loss = true adds a KL term of weight algo.kl.init_coef = 0, and no reference is started: "
             "set algo.kl.init_coef above 0, or leave use_loss out"
+        )
+    if not kl.target and kl.horizon != all_keys()["algo.kl.horizon"].default:
+        yield (
+            f"algo.kl.horizon = {kl.horizon} has no effect without algo.kl.target, which it says how fast to reach: "
+            "set algo.kl.target, or leave the key out"
         )
     if kl.use_loss and kl.estimator == "k1":
         yield (
@@ -70,7 +82,7 @@ def _unused(config: Config) -> Iterator[str]:
         value = get(config, name)
         if chosen.name not in losses and value != all_keys()[name].default:
             instead = ""
-            if name == "actor.eps_clip" and chosen.clip_range:
+            if name == EPS_CLIP and chosen.clip_range:
                 instead = ", set actor.eps_clip_low_high for its range"
             yield (
                 f"{name} = {value} has no effect with {TYPE} = {chosen.name}, it belongs to {' and '.join(losses)}: "

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
-from slurm_rlhf.algorithms.dynamic_filter import refill
+from slurm_rlhf.algorithms.groups import refill
 from slurm_rlhf.config.roles import has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.batches import (
@@ -83,6 +83,7 @@ class Rounds:
     """
 
     config: Config
+    rule: Rule
     prompts: PromptSet
     order: PromptOrder
     dispatcher: Sampler
@@ -94,15 +95,16 @@ class Rounds:
 
         What passed beyond them would be stale in the next step: its prompts come first there.
         """
-        algo, batch, most = self.config.algo, self.config.rollout.batch_size, prompts_at_once(self.config)
-        tally, groups, loads = Tally(algo.dynamic_filtering_range), list[Group](), dict[int, EngineLoad]()
+        rule, batch = self.rule, self.rule.batch
+        tally, groups, loads = Tally(self.config.algo.dynamic_filtering_range), list[Group](), dict[int, EngineLoad]()
         with self.awake(step - 1):
             while (chosen := first_passing([group.verdict for group in groups], batch)) is None:
-                if tally.judged >= algo.dynamic_filtering_max_tries * most:
-                    raise tally.filtered_away(step, tally.passed, batch, algo.dynamic_filtering_max_tries)
-                left = algo.dynamic_filtering_max_tries * most - tally.judged
-                count = refill(batch - tally.passed, tally.passed, tally.judged, most) if groups else most
-                found = self._round(step, min(count, left), tally, loads)
+                if tally.judged >= rule.most:
+                    raise tally.filtered_away(step, tally.passed, batch, rule.tries)
+                count = rule.at_once
+                if groups:
+                    count = refill(batch - tally.passed, tally.passed, tally.judged, rule.at_once)
+                found = self._round(step, min(count, rule.most - tally.judged), tally, loads)
                 if not found:
                     raise episodes_over(step, tally.passed, batch)
                 groups += found
@@ -151,14 +153,15 @@ def make_batches(parts: Parts, sample: Callable[[int], Batch]) -> Batches:
     filtered = config.algo.dynamic_filtering_enable
     if not ahead and not filtered:
         return OnDemand(sample)
-    dispatcher, batch = parts.dispatcher, config.rollout.batch_size
+    dispatcher, size = parts.dispatcher, config.train.async_queue_size if ahead else None
+    tries = config.algo.dynamic_filtering_max_tries
+    rule = Rule(config.rollout.batch_size, parts.last, size, prompts_at_once(config), tries)
     if not has_engines(config) or (not ahead and config.train.full_determinism):
-        rounds = Rounds(config, parts.prompts, parts.order, dispatcher, parts.reward, parts.awake)
+        rounds = Rounds(config, rule, parts.prompts, parts.order, dispatcher, parts.reward, parts.awake)
         return OnDemand(rounds.sample)
     engines = cast(Dispatcher, dispatcher)
-    size = config.train.async_queue_size if ahead else None
     stream = GroupStream(
-        Rule(batch, parts.last, size, prompts_at_once(config), config.algo.dynamic_filtering_max_tries),
+        rule,
         parts.prompts,
         parts.order,
         sampling_of(config),

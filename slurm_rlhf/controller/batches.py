@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from slurm_rlhf.algorithms.dynamic_filter import passes
+from slurm_rlhf.algorithms.groups import passes
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.group_rules import Standing
 from slurm_rlhf.errors import FilteredAway

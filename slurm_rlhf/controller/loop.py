@@ -55,16 +55,16 @@ class TrainingLoop:
         self.checkpoints.count_wall()
 
     def _begin(self) -> None:
-        """Give the engines their first weights, and evaluate before training."""
+        """Give the engines their first weights; with vllm.sync_mode = inflight, evaluate before training."""
         self.step.sync(self.state.policy_version)
         for note in self.gpus.started() if self.gpus else ():
             self.reporting.note(note)
         self.reporting.best = self.checkpoints.best
-        if self.state.eval_before is None and self.evaluation:
+        if self.step.config.vllm.sync_mode == "inflight":
+            # Later it would have to wait until the groups that are sampled ahead are finished, the longest included,
+            # and the first update would find the engines empty.
             with self.step.stop.droppable():
-                found = self.evaluation.run(self.state.step, self.state.policy_version)
-            self.state.eval_before = found.mean
-            self.reporting.note(f"evaluation before training, mean score: {found}")
+                self._evaluate_before()
         self.step.phases.take()  # what start-up took belongs to no step
         self.reporting.stepping()
         if self.gpus is not None:
@@ -72,8 +72,8 @@ class TrainingLoop:
 
     def _do_step(self) -> None:
         started, number, version = time.monotonic(), self.state.step + 1, self.state.policy_version
-        due = self.checkpoints.unevaluated is not None
-        batch, experience, metrics = self.step.run(number, version, _Overlap(self) if due else None)
+        beside = _Overlap(self) if self.checkpoints.unevaluated is not None else None
+        batch, experience, metrics = self.step.run(number, version, self._evaluate_before, beside)
         tokens = int(metrics["response_tokens"])
         self._count(number, version + 1, batch.judged or len(batch.prompts), tokens, metrics)
         self.reporting.samples(batch, experience)
@@ -145,6 +145,18 @@ class TrainingLoop:
         for note in notes:
             self.reporting.note(note)
         return measured
+
+    def _evaluate_before(self) -> None:
+        """Evaluate before the first update of the run, unless that is done.
+
+        The self-check has seen the first batch by then, but for inflight: what is wrong with the engines is told as
+        such, and not after the time of an evaluation.
+        """
+        if self.state.eval_before is None and self.evaluation:
+            with self.step.phases("eval"), self.step.batches.alone():
+                found = self.evaluation.run(self.state.step, self.state.policy_version)
+            self.state.eval_before = found.mean
+            self.reporting.note(f"evaluation before training, mean score: {found}")
 
     def _evaluate_step(self, metrics: dict[str, Any]) -> None:
         """Evaluate after a step, into its `metrics`.

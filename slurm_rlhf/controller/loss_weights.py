@@ -22,7 +22,7 @@ def fill_loss_weights(config: Config, algorithm: Algorithm, batch: Experience, k
     their own, because what corrects the policy loss for the age of its samples does not belong to a term of the policy
     as it is now.
     """
-    mode = aggregation_of(config.actor.loss_agg_mode, config.actor.policy_loss_type, algorithm)
+    mode = aggregation_of(config.actor.loss_agg_mode, config.actor.policy_loss_type, algorithm.aggregation)
     longest = config.rollout.max_new_tokens
     denominator, weights = loss_weights(mode, batch.action_mask, batch.action_offsets, longest)
     if weights is not None and config.actor.entropy_coef != 0.0:

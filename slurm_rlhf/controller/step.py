@@ -17,7 +17,7 @@ Optimization (2017); Ouyang et al., Training language models to follow instructi
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -93,11 +93,14 @@ class Step:
         parts = Parts(self.config, self.prompts, self.order, last, self.dispatcher, self.reward, awake)
         self.batches = make_batches(parts, self.sample)
 
-    def run(self, number: int, version: int, beside: Beside | None = None) -> tuple[Batch, Experience, Metrics]:
+    def run(
+        self, number: int, version: int, checked: Callable[[], None], beside: Beside | None = None
+    ) -> tuple[Batch, Experience, Metrics]:
         """Do step `number`: train the actor's policy `version`, which becomes `version + 1`.
 
-        `beside` has the engines from the last response on, with policy `version`. A stop drops everything before the
-        update, and raises StopRequested; from there on the step is finished.
+        `beside` has the engines from the last response on, with policy `version`. `checked` is called when the batch
+        has passed the self-check. A stop drops everything before the update, and raises StopRequested; from there on
+        the step is finished.
         """
         with self.stop.droppable():
             with self.phases("rollout"):
@@ -107,6 +110,7 @@ class Step:
             experience, metrics = self.collect(batch, version)
             with self.phases("self_check"):
                 self.self_check.before_update(number, batch.trajectories, experience, metrics, version)
+            checked()
         metrics |= self.engine_metrics.step(number, batch.loads)
         metrics = self.update(number, experience, metrics)
         self.self_check.after_update(number, metrics)

@@ -302,7 +302,9 @@ def test_a_range_is_the_keys_or_the_usual_one() -> None:
 
 
 def test_an_aggregation_is_the_keys_or_the_losss_or_the_algorithms() -> None:
-    assert aggregation_of("", "ppo", GAE) == aggregation_of("", "cispo", GAE) == "token-mean"
-    assert aggregation_of("", "gspo", GAE) == aggregation_of("", "sapo", GAE) == "seq-mean-token-mean"
-    assert aggregation_of("", "ppo", DR_GRPO) == aggregation_of("", "dppo_tv", DR_GRPO) == "seq-mean-token-sum-norm"
-    assert aggregation_of("token-mean", "gspo", DR_GRPO) == "token-mean"
+    usual, own = GAE.aggregation, DR_GRPO.aggregation
+    assert (usual, own) == ("token-mean", "seq-mean-token-sum-norm")
+    assert aggregation_of("", "ppo", usual) == aggregation_of("", "cispo", usual) == usual
+    assert aggregation_of("", "gspo", usual) == aggregation_of("", "sapo", usual) == "seq-mean-token-mean"
+    assert aggregation_of("", "ppo", own) == aggregation_of("", "dppo_tv", own) == own
+    assert aggregation_of("token-mean", "gspo", own) == "token-mean"

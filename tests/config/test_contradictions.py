@@ -24,6 +24,10 @@ PAIRS = [
     ("algo.advantage.estimator=reinforce", "algo.advantage.lambd_critic=0.5"),
     ("algo.advantage.estimator=rloo", "algo.advantage.no_std_norm=true", *GROUPS),
     ("algo.advantage.no_whitening=true", "algo.advantage.no_std_norm=true"),
+    *(
+        ("algo.advantage.no_whitening=true", f"algo.advantage.estimator={name}", *GROUPS)
+        for name in ("rloo", "group_norm", "dr_grpo")
+    ),
     ("algo.advantage.estimator=group_norm", "algo.advantage.gdpo_reward_weights=1,2", *GROUPS),
     ("algo.advantage.estimator=gdpo", "reward.model_name_or_path=/model", *GROUPS),
     ("algo.advantage.estimator=gdpo", "reward.normalize_enable=true", *GROUPS),
@@ -38,11 +42,14 @@ PAIRS = [
     ("rollout.repetition_detection_min_pattern_size=5", "rollout.repetition_detection_max_pattern_size=4"),
     # policy losses
     ("actor.policy_loss_type=gspo", "actor.eps_clip=0.3"),
+    ("actor.eps_clip=0.3", "actor.eps_clip_low_high=0.2,0.28"),
+    ("actor.policy_loss_type=gspo", "actor.eps_clip=0.3", "actor.eps_clip_low_high=0.0003,0.0004"),
     ("actor.policy_loss_type=cispo", "actor.dual_clip=3"),
     ("actor.policy_loss_type=ppo", "actor.sapo_temperature_pos=2"),
     ("actor.policy_loss_type=gspo", "algo.advantage.estimator=dr_grpo", *GROUPS),
     # KL
     ("algo.kl.target=6", "algo.kl.init_coef=0"),
+    ("algo.kl.horizon=500", "algo.kl.target=0"),
     ("algo.kl.use_loss=true", "algo.kl.init_coef=0", "algo.kl.estimator=k2"),
     ("algo.kl.use_loss=true", "algo.kl.estimator=k1"),
     # what a response's end and length are worth
@@ -64,7 +71,14 @@ PAIRS = [
     ("algo.dynamic_filtering_enable=true", "rollout.n_samples_per_prompt=1"),
     ("algo.dynamic_filtering_enable=true", "reward.model_name_or_path=/model", *GROUPS),
     ("algo.dynamic_filtering_enable=true", "algo.advantage.estimator=gdpo", GROUPS[0]),
-    ("algo.dynamic_filtering_enable=false", "rollout.vllm_generate_batch_size=256"),
+    *(
+        ("algo.dynamic_filtering_enable=false", word)
+        for word in (
+            "rollout.vllm_generate_batch_size=256",
+            "algo.dynamic_filtering_range=0.1,0.9",
+            "algo.dynamic_filtering_max_tries=3",
+        )
+    ),
     ("rollout.vllm_generate_batch_size=8", "rollout.batch_size=32", "algo.dynamic_filtering_enable=true", GROUPS[0]),
     (
         "rollout.vllm_generate_batch_size=64",
@@ -96,6 +110,20 @@ def key(word: str) -> str:
 
 def test_the_configurations_that_the_pairs_change_are_good() -> None:
     assert problems() == problems(*GROUPS) == problems("ds.param_dtype=fp16", "ds.fp32_lm_head=true") == []
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("actor.eps_clip=0.2", "actor.eps_clip_low_high=0.2,0.28"),  # as verl writes all three
+        ("algo.kl.target=6", "algo.kl.horizon=500"),
+        ("algo.advantage.no_whitening=true",),
+        ("algo.dynamic_filtering_enable=true", "algo.dynamic_filtering_range=0.1,0.9", *GROUPS),
+    ],
+    ids=str,
+)
+def test_keys_that_go_together_are_no_contradiction(words: tuple[str, ...]) -> None:
+    assert problems(*words) == []
 
 
 @pytest.mark.parametrize("words", PAIRS, ids=lambda words: f"{words[0]} {words[1]}")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_variants import VARIANTS, make_config
+from model_configs import VARIANTS, make_config
 from transformers import AutoModelForCausalLM
 
 from slurm_rlhf.errors import ModelError

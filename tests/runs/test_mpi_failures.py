@@ -11,8 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from mpi_runs import MPIRUN, mpirun
-from training_runs import started, train, workspace
+from training_runs import MPIRUN, mpirun, started, train, workspace
 
 pytestmark = [pytest.mark.mpi, pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(200)]
 

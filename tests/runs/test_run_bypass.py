@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from call_times import Call, calls, noted
+from patched_ranks import Call, calls, noted
 from training_runs import metrics, train, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(200)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patched_engines import write_patch
+from patched_ranks import patched_engines
 from training_runs import metrics, started, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -48,8 +48,7 @@ def change(module):
 def slowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """(run directory, what it printed) of a run whose second engine sleeps four times as long as it computes."""
     path = tmp_path_factory.mktemp("slowed")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", write_patch(path / "patch", SLOWER, ranks=("1",)))
+    with patched_engines(path / "patch", SLOWER, ranks=("1",)):
         with started(workspace(path), path / "run", *WORLD, warm=True) as run:
             code, output = run.wait(200)
     assert code == 0, output

@@ -24,7 +24,7 @@ calls = 0
 def reward_func(queries, prompts, labels, **kwargs):
     global calls
     calls += 1
-    if calls > 3:  # the evaluation before training, then two steps
+    if calls > 3:  # a step, the evaluation before its update, and another step
         return [1.0 / (calls - 4) for _ in queries]
     return [1.0 for _ in queries]
 """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from held_runs import ENGINE, PLUGIN, REWARD, Holds
-from patched_engines import write_patch
+from patched_ranks import patched_engines
 from training_runs import metrics, started, summary, workspace
 
 from slurm_rlhf.observe.events import read_events
@@ -51,8 +51,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Told], int,
     holds, told = Holds(path / "hold"), {}
     (path / "plugin.py").write_text(PLUGIN)
     config = workspace(path, REWARD)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", write_patch(path / "patch", ENGINE.format(hold=str(path / "hold")), ranks=("0",)))
+    with patched_engines(path / "patch", ENGINE.format(hold=str(path / "hold")), ranks=("0",)):
         with started(config, path / "run", *WORLD, f"--train.plugins={path / 'plugin.py'}", warm=True) as run:
             run.wait_for_step(4, 120)
             for place in PLACES:

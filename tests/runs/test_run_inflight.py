@@ -8,7 +8,7 @@ from socket import gethostname
 from typing import Any
 
 import pytest
-from patched_engines import write_patch
+from patched_ranks import patched_engines
 from training_runs import metrics, started, train, workspace
 
 from slurm_rlhf.data.order import PromptOrder
@@ -90,8 +90,7 @@ class Whole:
         config = workspace(path, REWARD)
         self.run_dir = path / "run"
         self.path = path
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", write_patch(path / "patch", PATIENT))
+        with patched_engines(path / "patch", PATIENT):
             self._train(config)
         self.rows = metrics(self.run_dir)
 

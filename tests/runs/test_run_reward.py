@@ -17,6 +17,7 @@ SHARDED = (
     *("--actor.num_gpus_per_node=2", "--ds.zero_stage=3", "--actor.gradient_checkpointing_enable"),
     *("--ref.num_gpus_per_node=2", "--ref.zero_stage=3", "--reward.num_gpus_per_node=2", "--reward.remote_url="),
     *(f"--eval.max_samples={EVALUATED}", f"--train.max_steps={STEPS}"),
+    *("--algo.kl.use_loss=true", "--algo.kl.estimator=k3+"),
 )
 
 
@@ -71,6 +72,7 @@ def test_engines_and_reference_had_the_actors_weights(run_dir: Path) -> None:
         assert row["rollout_logprob_diff_max"] < 1e-5
     assert abs(rows[0]["kl"]) < 1e-5
     assert abs(rows[1]["kl"]) > 1e-4
+    assert rows[1]["kl_loss"] > 0  # the KL penalty is a term of the loss, on sharded actor and reference
     assert 0 < abs(rows[0]["reward"]) < 10
 
 

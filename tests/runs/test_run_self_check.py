@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from patched_engines import write_patch
+from patched_ranks import patched_engines
 from training_runs import metrics, started, workspace
 
 from slurm_rlhf.parity.random_models import make_model
@@ -40,9 +40,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     config = workspace(path, FAR_OUT)
     with (path / "prompts.jsonl").open("a") as file:
         file.writelines(json.dumps({"input": "1" * 60}) + "\n" for _ in range(30))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", write_patch(path / "patch", COLDER))
-        overrides = (*SMALL, "--train.max_steps=1")
+    with patched_engines(path / "patch", COLDER):
+        overrides = ("--algo.kl.init_coef=0", "--train.max_steps=1")
         with started(config, path / "run", *overrides, warm=True) as run:
             code, output = run.wait(150)
             run.assert_gone(1)
@@ -71,6 +70,7 @@ def test_one_error_names_the_check_the_figure_and_what_to_change(stopped: tuple[
 def test_nothing_was_trained_or_saved(stopped: tuple[Path, int, str]) -> None:
     run_dir = stopped[0]
     assert metrics(run_dir) == []
+    assert json.loads((run_dir / "summary.json").read_text())["eval_before"] is None  # nor was it evaluated
     assert not (run_dir / "final").exists()
     assert list(run_dir.glob("checkpoints/step_*")) == []
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from patched_ranks import patched
 from training_runs import Run, metrics, started, timeless, train, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
@@ -34,11 +35,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def late(config: Path) -> Iterator[Run]:
     """A run of two engines, of which the second starts when `hold` exists."""
-    (config.parent / "site").mkdir()
-    (config.parent / "site" / "sitecustomize.py").write_text(LATE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", f"{config.parent / 'site'}:{os.environ.get('PYTHONPATH', '')}")
-        patch.setenv("TEST_HOLD", str(config.parent / "hold"))
+    with patched(config.parent / "site", LATE, TEST_HOLD=str(config.parent / "hold")):
         run = Run(
             config, config.parent / "late", *TP, ENDLESS, "--vllm.num_engines=2", "--train.full_determinism=false"
         )

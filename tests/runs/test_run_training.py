@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 from attackers import Fire, counted, record
 from browser import open_page
-from call_times import Call, calls, noted
-from mpi_runs import mpirun
-from training_runs import assert_close_metrics, metrics, started, timeless, train, workspace
+from patched_ranks import Call, calls, noted
+from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train, workspace
 from warm_runs import WarmRun
 
 from slurm_rlhf.control.auth import RunKeys
@@ -30,8 +29,11 @@ EVALUATED = (
     *("--eval.steps=1", "--eval.overlap=true", "--eval.temperature=1", "--eval.n_samples_per_prompt=4"),
     "--ckpt.best_metric=eval/sampled/mean",
 )
-WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", NORMALIZED, *EVALUATED)
-SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2", NORMALIZED)
+# A term of the loss beside that of the policy, with a column of weights of its own.
+NLL = "--actor.nll_coef=0.1"
+SAME = (NORMALIZED, NLL, *EVALUATED)
+WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", *SAME)
+SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2", NORMALIZED, NLL)
 STEPS = 4
 
 
@@ -59,6 +61,7 @@ def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for row in rows:
         assert {"reward", "kl", "accuracy", "time/rollout", "time/update", "time/sync", "perf/tokens_per_s"} <= set(row)
+    assert any(row["nll_loss"] > 0 for row in rows)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["steps"] == STEPS
@@ -170,7 +173,7 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
 def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, whole: tuple[Path, str]) -> None:
     """From the whole run's checkpoint: the actor shrinks, the critic grows, one engine is left of two."""
     run_dir, half = config.parent / "resized", whole[0] / "checkpoints" / "step_000002"
-    words = (f"--resume={half}", "--critic.num_gpus_per_node=2", NORMALIZED, *EVALUATED)
+    words = (f"--resume={half}", "--critic.num_gpus_per_node=2", *SAME)
     code, output = train(config, run_dir, *words, warm=True)
     assert code == 0, output
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -307,8 +310,8 @@ def test_on_shared_slots_one_after_the_other_computes(colocated: tuple[Path, lis
     learn = [{"actor.logprobs"}, {"critic.values"}, *[{"actor.train_step"}, {"critic.train_step"}] * 4]
     start = [{"rollout.start"}, {"rollout.sleep"}, {"actor.start", "critic.start"}]
     evaluate, step = turn, [*turn, *learn]
-    first = [*turn, *learn[:2], {"actor.self_check"}, *learn[2:]]
-    stages = [*start, *first_turn, *first, *step, *evaluate, {"actor.save", "critic.save"}, {"actor.export"}]
+    first = [*first_turn, *learn[:2], {"actor.self_check"}, *evaluate, *learn[2:]]
+    stages = [*start, *first, *step, *evaluate, {"actor.save", "critic.save"}, {"actor.export"}]
     left = iter(call for call in done if call.method != "shutdown")
     before = 0
     for stage in stages:

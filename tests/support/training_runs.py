@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from kit_seats import visible
 from tiny_models import make_tiny
 from warm_runs import WarmRun, commands
 
+MPIRUN = str(Path(sys.executable).with_name("mpirun"))
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())", "train"]
 
 REWARD = """
@@ -247,3 +249,9 @@ def _command_lines() -> Iterator[tuple[int, str]]:
             # A process that has ended but was not waited for yet has an empty command line.
             line = words.replace(b"\0", b" ").decode(errors="replace")
             yield int(entry.name), forked.get(int(entry.name), line) if line else line
+
+
+def mpirun(processes: int) -> list[str]:
+    """The beginning of a command, `mpirun -np N slurm-rlhf`; more processes than cores are meant."""
+    program = MPIRUN if Path(MPIRUN).exists() else shutil.which("mpirun") or "mpirun"
+    return [program, "-np", str(processes), "--oversubscribe", "--bind-to", "none", "--allow-run-as-root", *COMMAND]

@@ -12,7 +12,7 @@ import pytest
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_cluster import Timeout
-from slurm_rlhf.control.calls import SyncUpdateRequest, WakeUpRequest
+from slurm_rlhf.control.calls import RankCalls, SyncUpdateRequest, WakeUpRequest
 from slurm_rlhf.control.declarations import calls_of, read, reader
 from slurm_rlhf.control.messages import Request
 from slurm_rlhf.errors import CallTimeout, RunError, WireError
@@ -142,7 +142,8 @@ def test_the_conductor_cannot_call_what_the_leader_can() -> None:
     """A step that one rank alone takes would stop the engine."""
     follower = EngineFollower.__new__(EngineFollower)
     assert set(calls_of(FollowerCalls)) <= set(dir(follower))
-    assert set(calls_of(EngineFollower)) == {"about", "shutdown"}
+    assert set(calls_of(EngineFollower)) == set(calls_of(RankCalls))
+    assert not set(calls_of(RankCalls)) & set(calls_of(FollowerCalls))
     sent: list[Any] = []
     follower.config, follower.info = Config(), type("Info", (), {"role": "rollout"})()
     follower.handle(Request("step", {}, 1, lambda kind, frames, call: sent.append(kind)))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slurm_rlhf.algorithms.masked import actions_only
-from slurm_rlhf.algorithms.policy_losses.inputs import Metrics, PolicyInputs
-from slurm_rlhf.algorithms.policy_losses.ratios import Ratios, aggregated
+from slurm_rlhf.algorithms.packed import actions_only
+from slurm_rlhf.algorithms.policy_losses.inputs import Metrics, PolicyInputs, Ratios, aggregated
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from slurm_rlhf.algorithms.policy_losses.clipped import gspo_loss, ppo_loss
 from slurm_rlhf.algorithms.policy_losses.inputs import PolicyLoss
 from slurm_rlhf.algorithms.policy_losses.reweighted import cispo_loss, dppo_tv_loss, sapo_loss
-
-if TYPE_CHECKING:
-    from slurm_rlhf.algorithms.registry import Algorithm
 
 LOW_HIGH, DUAL_CLIP = "eps_clip_low_high", "dual_clip"
 
@@ -54,6 +50,9 @@ def clip_range(loss_type: str, low_high: Sequence[float], both: float) -> tuple[
     return POLICY_LOSSES[loss_type].clip_range or (both, both)
 
 
-def aggregation_of(mode: str, loss_type: str, algorithm: Algorithm) -> str:
-    """Choose how losses of tokens become one number: what `actor.loss_agg_mode` says, else the loss, the algorithm."""
-    return mode or POLICY_LOSSES[loss_type].aggregation or algorithm.aggregation
+def aggregation_of(mode: str, loss_type: str, usual: str) -> str:
+    """Choose how losses of tokens become one number: `actor.loss_agg_mode`, else the loss, else `usual`, the algorithm.
+
+    All are names in `aggregation.AGGREGATIONS`; `mode` may be empty.
+    """
+    return mode or POLICY_LOSSES[loss_type].aggregation or usual

@@ -8,5 +8,6 @@ What lives here: `assignment` (which launcher started this, which rank each of i
    broadcast).
 2. Rank 0 starts the conductor as a child, collects which arguments each role gets, and broadcasts them.
 3. Every process starts its worker. Workers talk to the conductor over the control plane, as under any launcher.
-4. Two messages remain: a process tells rank 0 that its worker ended; rank 0 tells all to stop.
+4. Two messages remain: a process tells rank 0 that its worker ended; rank 0 tells all to stop. The control plane cannot
+   carry them: they are about workers that have no connection to it any more, because they are dead or hang.
 """

@@ -1,16 +1,38 @@
-"""What the ranks of a run were called to do, and when: each notes a call when it takes it and when it answers it."""
+"""Ranks of whole runs that are changed where Python starts: to behave otherwise, or to note which calls they take."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-NOTING = """
+_ENGINES = """
+import importlib.abc, importlib.machinery, os, sys
+
+NAME = "slurm_rlhf.rollout.vllm_engine"
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != NAME:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            change(module)
+        spec.loader.exec_module = exec_module
+        return spec
+
+if "--role=rollout" in sys.orig_argv and os.environ.get("LOCAL_RANK") in RANKS:
+    sys.meta_path.insert(0, Finder())
+"""
+
+
+_NOTING = """
 import os, sys, time
 
 role = next((word.partition("=")[2] for word in sys.orig_argv if word.startswith("--role=")), "")
@@ -52,13 +74,26 @@ class Call:
 
 
 @contextmanager
-def noted(directory: Path) -> Iterator[Path]:
-    """Runs that start within it note their calls, for `calls` to read."""
+def patched(directory: Path, source: str, **environment: str) -> Iterator[None]:
+    """All processes of runs that start within it run `source` first; it is written into `directory`."""
     directory.mkdir()
-    (directory / "sitecustomize.py").write_text(NOTING)
+    (directory / "sitecustomize.py").write_text(source)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", f"{directory}:{os.environ.get('PYTHONPATH', '')}")
-        patch.setenv("TEST_CALLS", str(directory / "calls"))
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield
+
+
+def patched_engines(directory: Path, change: str, ranks: tuple[str, ...] = ("0", "1")) -> AbstractContextManager[None]:
+    """`change` is source that defines `change(module)` for rollout/vllm_engine.py, for these local `ranks`."""
+    return patched(directory, f"{change}\nRANKS = {ranks!r}\n{_ENGINES}")
+
+
+@contextmanager
+def noted(directory: Path) -> Iterator[Path]:
+    """Ranks of runs that start within it note each call when they take it and when they answer it, for `calls`."""
+    with patched(directory, _NOTING, TEST_CALLS=str(directory / "calls")):
         yield directory / "calls"
 
 
