@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
 from slurm_rlhf.cluster.slurm_job import ask_jobs
 from slurm_rlhf.cluster.slurm_notation import expand
+from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.schema import Config
@@ -29,6 +31,9 @@ _FILES_BESIDE = 32
 _FP32 = 4
 _ADAM = 12  # bytes of a parameter: a master copy and two moments, all fp32
 _SLURM_S = 10.0
+
+WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What a file system without locks answers: NFS without its lock daemon, Lustre that is mounted without -o flock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,8 @@ def places_of(config: Config) -> tuple[tuple[str, str], ...]:
     found = {role.model(config)[1]: role.model(config)[0] for role in running_roles(config)}
     for key in ("data.prompt_dataset", "eval.dataset"):
         found.setdefault(str(get(config, key)), key)
+    for one in data_sets(config):
+        found.setdefault(one.path, "eval.datasets")
     for path in config.train.plugins:
         found.setdefault(path, "train.plugins")
     return tuple((key, str(Path(path).absolute())) for path, key in found.items() if path)
@@ -122,9 +129,9 @@ def lock_problem(run_dir: Path) -> str:
     try:
         with file.open("w", encoding="utf-8") as opened:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return ""
     except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            return ""
         point, kind = mount_of(run_dir)
         return f"{error.strerror or error} on {point}{f' ({kind})' if kind else ''}"
     finally:
