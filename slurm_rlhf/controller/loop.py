@@ -149,8 +149,8 @@ class TrainingLoop:
     def _evaluate_before(self) -> None:
         """Evaluate before the first update of the run, unless that is done.
 
-        The self-check has seen the first batch by then, but inflight and colocated: what is wrong with the engines is told as
-        such, and not after the time of an evaluation.
+        The self-check has seen the first batch by then, but inflight and colocated: what is wrong with the engines is
+        told as such, and not after the time of an evaluation.
         """
         if self.state.eval_before is None and self.evaluation:
             with self.step.phases("eval"), self.step.batches.alone():
