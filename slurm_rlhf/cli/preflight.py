@@ -17,6 +17,7 @@ from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.disk import run_directory_kept
 from slurm_rlhf.launch.mpi.assignment import launched
 from slurm_rlhf.launch.probe import versions
 from slurm_rlhf.launch.srun import HOST, container_of
@@ -76,8 +77,14 @@ def tell(report: Report) -> None:
 def examine(config: Config, ranks: RankMap, full: bool = False) -> Answer:
     """Look at the nodes of the allocation, or at this machine. `full`: with links and groups, whatever `preflight` is.
 
-    Blocks for `timeout.preflight` at most, and a few seconds to end what it started. Raises RunError.
+    Blocks for `timeout.preflight` at most, and a few seconds to end what it started. Raises RunError, and DiskError
+    for a run directory that cannot be written.
     """
+    with run_directory_kept(Path(config.run_dir)):
+        return _examine(config, ranks, full)
+
+
+def _examine(config: Config, ranks: RankMap, full: bool) -> Answer:
     slurm = read_slurm(os.environ)
     if slurm is None:
         asked = local_question(config, ranks)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import traceback
@@ -11,12 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from slurm_rlhf.errors import ConfigError, RemoteError
+from slurm_rlhf.preflight.needs import WITHOUT_LOCKS
 from slurm_rlhf.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
-
-WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What a file system without locks answers: NFS without its lock daemon, Lustre that is mounted without -o flock."""
 
 
 @contextlib.contextmanager

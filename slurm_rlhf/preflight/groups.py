@@ -111,7 +111,7 @@ def role_groups(ranks: RankMap, without: Collection[str] = ()) -> Lineup:
         [Group(role, ZERO, members(_places(ranks, role)))] for role in ranks.roles if ROLES[role].kind != "engine"
     ]
     actor = members(_places(ranks, ACTOR))
-    everyone = members(place for role in (ACTOR, ROLLOUT) if role in ranks.roles for place in _places(ranks, role))
+    everyone = members(place for role in (ACTOR, ROLLOUT) for place in _places(ranks, role))
     if set(everyone) != set(actor):
         stages.append([Group("weight sync", SYNC, everyone)])
     kept = [tuple(group for group in stage if len(group.seats) > 1) for stage in stages]
@@ -119,7 +119,7 @@ def role_groups(ranks: RankMap, without: Collection[str] = ()) -> Lineup:
 
 
 def _places(ranks: RankMap, role: str) -> Iterator[tuple[str, int]]:
-    return ((share.node, slot) for share in ranks.roles[role] for slot in share.gpus)
+    return ((share.node, slot) for share in ranks.roles.get(role, ()) for slot in share.gpus)
 
 
 def orders_for(lineup: Lineup, node: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -29,6 +30,9 @@ _FILES_BESIDE = 32
 _FP32 = 4
 _ADAM = 12  # bytes of a parameter: a master copy and two moments, all fp32
 _SLURM_S = 10.0
+
+WITHOUT_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What a file system without locks answers: NFS without its lock daemon, Lustre that is mounted without -o flock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +126,9 @@ def lock_problem(run_dir: Path) -> str:
     try:
         with file.open("w", encoding="utf-8") as opened:
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return ""
     except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            return ""
         point, kind = mount_of(run_dir)
         return f"{error.strerror or error} on {point}{f' ({kind})' if kind else ''}"
     finally:

@@ -72,6 +72,10 @@ def test_the_groups_are_those_of_the_rank_map() -> None:
     assert all(any(seat in group[1] for seat, _ in order["seats"]) for stage in order["stages"] for group in stage)
 
 
+def test_nodes_without_ranks_have_no_groups() -> None:
+    assert role_groups(RankMap(Topology.uniform(NODES, 2), {})).groups == []
+
+
 def test_a_slow_node_is_named_and_its_partners_are_not() -> None:
     lineup = links(NODES, {})
     check = judge_links(outcomes(lineup, reports(lineup, lambda nodes: FAST / 10 if "n4" in nodes else FAST)))
