@@ -21,6 +21,7 @@ from slurm_rlhf.launch.accelerators import Wanted
 from slurm_rlhf.launch.engine_launcher import EngineLauncher, LocalEngines, SlurmEngines
 from slurm_rlhf.launch.mpi.assignment import launched
 from slurm_rlhf.launch.probe import versions
+from slurm_rlhf.launch.slurm import used_nodes
 from slurm_rlhf.launch.srun import HOST, container_of
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.preflight.examination import Examination, Question, look_here
@@ -32,6 +33,8 @@ USAGE = (
     "usage: slurm-rlhf generate FILE.toml [FILE.toml ...] [--KEY=VALUE ...]\n"
     "       slurm-rlhf generate merge RUN_DIR [--output FILE] [--partial]"
 )
+Places = Sequence[tuple[str, str]]
+"""(key, path) of files that every node reads."""
 SETTINGS = ("train", "ds", "logger", "timeout", "slurm")
 OPTIONS = {
     "output": "of merge: the file to write; merged.jsonl in RUN_DIR without it. A file that is there is not replaced",
@@ -44,11 +47,7 @@ def run(words: list[str]) -> int:
     if words[:1] == ["merge"]:
         return _merge(words[1:])
     arguments = parse(words, USAGE)
-    if launched(os.environ) is not None:
-        raise ConfigError(
-            "this process is one of several that mpirun or srun --mpi started, and each would answer all rows: start "
-            "`slurm-rlhf generate` once, it starts the engines on all nodes itself"
-        )
+    refuse_many_processes("generate")
     config = load_config(arguments.files, arguments.overrides)
     for note in given_twice(arguments.overrides):
         print(note, flush=True)
@@ -60,17 +59,27 @@ def run(words: list[str]) -> int:
         nodes_here(os.environ), config.vllm.tensor_parallel_size, config.generate.engines_per_node
     )
     directory = shard.directory(Path(config.run_dir))
-    return generate(config, shard, source, ranks, _launcher(config, directory, ranks))
+    places = [("generate.dataset", config.generate.dataset)]
+    return generate(config, shard, source, ranks, engine_launcher(config, directory, ranks, places))
 
 
-def _launcher(config: Config, directory: Path, ranks: RankMap) -> EngineLauncher:
-    """Look at the nodes, and make the launcher of their engines. Raises PlacementError if they cannot start there."""
-    from slurm_rlhf.launch.slurm import used_nodes
+def refuse_many_processes(command: str) -> None:
+    """Raise ConfigError where MPI has started this process several times."""
+    if launched(os.environ) is not None:
+        raise ConfigError(
+            "this process is one of several that mpirun or srun --mpi started, and each would answer all rows: start "
+            f"`slurm-rlhf {command}` once, it starts the engines on all nodes itself"
+        )
 
-    slurm = read_slurm(os.environ)
-    nodes = used_nodes(ranks)
+
+def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Places) -> EngineLauncher:
+    """Look at the nodes, and make the launcher of their engines. Raises PlacementError if they cannot start there.
+
+    `places`: (key, path) of the files that are read.
+    """
+    slurm, nodes = read_slurm(os.environ), used_nodes(ranks)
     if config.preflight != OFF:
-        report = _look(config, directory, ranks, nodes, slurm)
+        report = _look(config, directory, ranks, places, slurm)
         report.require()
         for note in report.notes():
             print(note, flush=True)
@@ -81,17 +90,15 @@ def _launcher(config: Config, directory: Path, ranks: RankMap) -> EngineLauncher
     return SlurmEngines(directory, ranks, slurm, container_of(config))
 
 
-def _look(
-    config: Config, directory: Path, ranks: RankMap, nodes: Sequence[str], slurm: SlurmEnvironment | None
-) -> Report:
+def _look(config: Config, directory: Path, ranks: RankMap, places: Places, slurm: SlurmEnvironment | None) -> Report:
     """Look at each node by itself: engines do not talk to each other, so links between nodes do not matter."""
     directory.mkdir(parents=True, exist_ok=True)
-    container = container_of(config)
+    nodes, container = used_nodes(ranks), container_of(config)
     needs = Needs(
         run_dir=str(directory),
         wanted=Wanted.by(ranks, config),
         ranks_on={share.node: len(share.ranks) for share in ranks.roles[ROLLOUT]},
-        places=(("generate.dataset", config.generate.dataset),),
+        places=tuple(places),
         granted_by="start it where nvidia-smi shows GPUs" if slurm is None else "ask for them with --gpus-per-node",
         lock=lock_problem(directory),
     )

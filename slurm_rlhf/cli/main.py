@@ -129,6 +129,7 @@ COMMANDS = {
     "migrate": ("migrate", "translate a command of OpenRLHF into a TOML file"),
     "completion": ("completion", "print what completes words in bash or zsh"),
     "docs": ("docs", "show a page of the documentation"),
+    "eval": ("eval", "evaluate a model on several data sets: pass@k, majority votes, intervals"),
     "bench": ("bench", "measure parts of a run and compare them with plain loops"),
 }
 """Name -> (module of this room whose `COMMANDS` holds the command, summary)."""

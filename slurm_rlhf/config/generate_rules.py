@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from slurm_rlhf.config.evaluation import data_sets, eval_problems
 from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.rules import key_problems
 from slurm_rlhf.config.schema import Config
@@ -23,6 +24,23 @@ def check_generate(config: Config) -> None:
         *_reward(config),
         *_run_dir(config),
     ]
+    if problems:
+        raise ConfigError(joined(problems))
+
+
+def check_eval(config: Config) -> None:
+    """Raise one ConfigError with all that is wrong with keys and files of `slurm-rlhf eval`; as `check_generate`."""
+    problems = [*key_problems(config), *eval_problems(config), *_lengths(config), *_reward(config)]
+    sets = data_sets(config)
+    if not sets:
+        problems.append("there is nothing to evaluate: name JSONL files of prompts in eval.datasets")
+    for one in sets:
+        if not Path(one.path).is_file():
+            what = "is a directory, not a file" if Path(one.path).is_dir() else "no such file"
+            problems.append(f"eval.datasets, {one.name}: {what}: {one.path}")
+    reward = config.reward
+    if not (reward.remote_url or reward.function or reward.model_name_or_path):
+        problems.append("reward.remote_url is not set: name a Python file with reward_func, which scores the responses")
     if problems:
         raise ConfigError(joined(problems))
 

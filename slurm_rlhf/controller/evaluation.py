@@ -167,7 +167,7 @@ def _scored(
             dataset=settings.name,
             index=prompt.index,
             sample=one.sample,
-            source=str(prompt.row.get(settings.source_key, "")) if settings.source_key else "",
+            source=source_of(settings, prompt),
             prompt=prompt.text,
             response=one.text,
             label=prompt.label,
@@ -181,6 +181,11 @@ def _scored(
         )
         for place, (prompt, one) in enumerate(zip(owners, found, strict=True))
     ]
+
+
+def source_of(settings: EvalSettings, prompt: Prompt) -> str:
+    """Name where a prompt comes from; empty where the data set has no column for it."""
+    return str(prompt.row.get(settings.source_key, "")) if settings.source_key else ""
 
 
 def keep(

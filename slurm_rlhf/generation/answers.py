@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from slurm_rlhf.control.calls import GenerateBatch, PackedPrompts, PromptTokens
@@ -35,6 +35,7 @@ class Desk:
     scores: Scores
     logprobs: bool
     written: set[tuple[int, int]]  # (row, sample)
+    own: Mapping[int, Sampling] = field(default_factory=dict)  # row -> how it is sampled, if not by `sampling`
     queue: RowQueue = field(init=False)
     _streams: int = field(default=0, init=False)  # of calls: each is answered with its own responses
 
@@ -60,11 +61,14 @@ class Desk:
         return [Answer(row, sample, text, error=why) for sample in self._missing(row)]
 
     def _missing(self, row: int) -> list[int]:
-        return [sample for sample in range(self.sampling.n) if (row, sample) not in self.written]
+        return [sample for sample in range(self._how(row).n) if (row, sample) not in self.written]
+
+    def _how(self, row: int) -> Sampling:
+        return self.own.get(row, self.sampling)
 
     def feed(self, fleet: Fleet, engine: int, now: float) -> None:
         """Hand rows to an engine as long as it has room: as much as it works on at once, and a reserve."""
-        n = self.sampling.n
+        n = max((how.n for how in self.own.values()), default=self.sampling.n)
         most = max(1, allowance(self.queue.waiting * n, len(fleet.ready), self.width) // n)
         while self.queue.held(engine) < most:
             row = self.queue.take(engine, now)
@@ -73,7 +77,7 @@ class Desk:
             self._streams += 1
             prompt = self.prompts[row]
             packed = PackedPrompts.pack([PromptTokens(0, row, prompt.token_ids)])
-            fleet.ask(engine, row, GenerateBatch(packed, self.sampling, self.seed, VERSION, self._streams))
+            fleet.ask(engine, row, GenerateBatch(packed, self._how(row), self.seed, VERSION, self._streams))
 
     def take(self, fleet: Fleet, answered: Sequence[Answered], progress: Progress) -> list[Answer]:
         """Make the lines of what engines have answered; each is made once. Raises RewardError."""

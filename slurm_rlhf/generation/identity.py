@@ -63,8 +63,8 @@ def identity_of(config: Config, model: Path, shard: Shard, rows: int) -> Identit
     }
 
 
-def claim(directory: Path, identity: Identity) -> bool:
-    """Make `directory` the place of this output; answer whether it was begun before.
+def claim(directory: Path, identity: Identity, option: str = "run_dir") -> bool:
+    """Make `directory` the place of this output; answer whether it was begun before. `option` names the directory.
 
     Raises ConfigError where it holds an output of something else, with both values, or one of unknown origin.
     """
@@ -73,7 +73,7 @@ def claim(directory: Path, identity: Identity) -> bool:
         if (directory / OUTPUT).exists():
             raise ConfigError(
                 f"{directory / OUTPUT} is there, and no {FILE} says what it was made with: it is not overwritten. Give "
-                "another run_dir, or move the file away"
+                f"another {option}, or move the file away"
             )
         write_atomically(file, json.dumps(identity, indent=1) + "\n", durable=True)
         return False
@@ -87,7 +87,7 @@ def claim(directory: Path, identity: Identity) -> bool:
         told = "\n  ".join(unlike)
         raise ConfigError(
             f"{directory / OUTPUT} was made with other settings, and rows of two kinds do not belong in one file:\n"
-            f"  {told}\nGive this job another run_dir, or the settings that the file was begun with"
+            f"  {told}\nGive this job another {option}, or the settings that the file was begun with"
         )
     return True
 

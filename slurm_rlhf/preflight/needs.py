@@ -13,6 +13,7 @@ from pathlib import Path
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
 from slurm_rlhf.cluster.slurm_job import ask_jobs
 from slurm_rlhf.cluster.slurm_notation import expand
+from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.schema import Config
@@ -91,6 +92,8 @@ def places_of(config: Config) -> tuple[tuple[str, str], ...]:
     found = {role.model(config)[1]: role.model(config)[0] for role in running_roles(config)}
     for key in ("data.prompt_dataset", "eval.dataset"):
         found.setdefault(str(get(config, key)), key)
+    for one in data_sets(config):
+        found.setdefault(one.path, "eval.datasets")
     for path in config.train.plugins:
         found.setdefault(path, "train.plugins")
     return tuple((key, str(Path(path).absolute())) for path, key in found.items() if path)

@@ -46,6 +46,7 @@ def run_content(run: RunFiles, now: float) -> dict[str, Any]:
         "timeline": timeline(run.timeline, run.layout),
         "nodes": nodes(run.layout, run.rows),
         "sync": weight_sync(run.layout, run.rows),
+        "evaluations": run.evaluations,
         "samples": [short(sample) for sample in chosen],
         "samples_of": len(run.samples),
         "events": [asdict(event) for event in shown(run.events)],

@@ -14,6 +14,7 @@ SCRIPTS = (
     "timeline.js",
     "history.js",
     "nodes.js",
+    "evaluation.js",
     "samples.js",
     "settings.js",
     "main.js",

@@ -11,6 +11,7 @@ from typing import Any
 from slurm_rlhf.observe.events import RunEvent, read_events
 from slurm_rlhf.observe.jsonl import read_rows
 from slurm_rlhf.observe.samples import Sample, read_samples
+from slurm_rlhf.report.evaluations import read_evaluations
 from slurm_rlhf.run_directory import RunDirectory
 
 
@@ -27,6 +28,7 @@ class RunFiles:
     layout: dict[str, Any]
     summary: dict[str, Any]
     config: dict[str, Any]  # dotted key -> value
+    evaluations: list[dict[str, Any]]  # as `read_evaluations`
 
     @classmethod
     def read(cls, directory: RunDirectory) -> RunFiles:
@@ -42,6 +44,7 @@ class RunFiles:
             layout=_json(directory.layout),
             summary=_json(directory.summary),
             config=_config(directory.config),
+            evaluations=read_evaluations(directory.evaluations),
         )
 
 

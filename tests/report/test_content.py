@@ -141,6 +141,17 @@ def test_settings_tell_defaults_and_differences_apart() -> None:
     assert groups(configs) == [[0, 1], [2]]
 
 
+def test_the_newest_evaluation_of_the_run_and_those_beside_it(run: RunFiles, tmp_path: Path) -> None:
+    assert [each["title"] for each in run.evaluations] == [f"step {STEPS}", "mine"]
+    (sums,) = run.evaluations[0]["datasets"]
+    assert (sums["name"], sums["failed"], [part["name"] for part in sums["sources"]]) == ("sums", 4, ["large", "small"])
+    assert content([run], 0.0)["runs"][0]["evaluations"] == run.evaluations
+    for name, text in (("step_000001.json", '{"datasets": ['), ("step_000000.json", "{}"), ("x/eval.json", "[]")):
+        (tmp_path / "eval" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "eval" / name).write_text(text)
+    assert RunFiles.read(RunDirectory(tmp_path)).evaluations == []
+
+
 def test_samples_are_thinned_and_cut() -> None:
     made = Sample(1, 0, 0, "p" * 9999, "r" * 20, None, 1.0, None, None, "stop", 0, 0, ["r" * 10] * 2, [-1.0] * 2, [])
     assert short(made)["prompt"].endswith("(9999 characters)")

@@ -100,6 +100,19 @@ def test_a_response_that_holds_html_is_shown_as_it_is(browser: Page, runs: list[
     assert browser.complaints == []  # a dialog would be one
 
 
+def test_failed_prompts_of_an_evaluation_are_shown(browser: Page, runs: list[RunDirectory]) -> None:
+    assert main(["report", str(runs[0].root)]) == 0
+    browser.open(runs[0].report, 1280, 800, False)
+    titles = browser.value("[...document.querySelectorAll('#evaluation > .card > h3')].map(h => h.textContent)")
+    assert titles == ["step 30", "mine"]
+    cells = browser.value("[...document.querySelectorAll('#evaluation tbody tr')[0].cells].map(c => c.textContent)")
+    assert cells[:3] == ["sums", "12", "2 t=0.7"]
+    assert cells[3].startswith("0.6667 [")
+    failures = browser.value("[...document.querySelectorAll('#evaluation pre.response')].map(p => p.textContent)")
+    assert failures == [SPITE] * 8
+    assert browser.complaints == []
+
+
 def test_tokens_are_coloured_by_their_log_probs(browser: Page, runs: list[RunDirectory]) -> None:
     assert main(["report", str(runs[0].root)]) == 0
     browser.open(runs[0].report, 1280, 800, False)

@@ -7,6 +7,7 @@ import json
 import os
 import statistics
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -79,12 +80,11 @@ def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
 
 
 def test_the_report_shows_the_run(whole: tuple[Path, str], tmp_path: Path) -> None:
-    """In a browser; its data, and what it cost."""
+    """In a browser, and its data."""
     run_dir, _ = whole
     files = RunFiles.read(RunDirectory(run_dir))
-    assert [event.event for event in files.events if event.event != "warning"] == [
-        *("start", "checkpoint", "checkpoint", "finish")
-    ]
+    kinds = [event.event for event in files.events if event.event != "warning"]
+    assert (kinds[0], kinds[-1], set(kinds[1:-1])) == ("start", "finish", {"checkpoint"})
     assert [sample.step for sample in files.samples] == [1, 1, 2, 2, 3, 3, 4, 4]
     for sample in files.samples:
         assert "".join(sample.tokens).startswith(sample.response)
@@ -96,6 +96,10 @@ def test_the_report_shows_the_run(whole: tuple[Path, str], tmp_path: Path) -> No
     for line, row in zip(files.timeline, files.rows, strict=True):
         assert line["step"] == row["step"]
         assert 0.8 * row["time/step"] < line["seconds"]
+    assert files.layout["weight_transfer"]["backend"] == "gloo"
+    used = [memory["used"] for ranks in files.layout["memory"].values() for memory in ranks.values()]
+    assert len(used) == 6
+    assert all(100 << 20 < each < 20 << 30 for each in used)
     with open_page(tmp_path) as page:
         page.open(run_dir / "report.html", 1280, 800, dark=False)
         assert page.complaints == []
@@ -206,6 +210,39 @@ def test_evaluations_are_kept_and_the_best_checkpoint_is_named(whole: tuple[Path
     assert summary["best"]["value"] == best["eval/sampled/mean"]
     assert (run_dir / summary["best"]["checkpoint"] / "manifest.json").exists()
     assert "evaluation of step 1: " in output
+
+
+def test_eval_of_the_final_model_finds_what_the_last_evaluation_found(config: Path, whole: tuple[Path, str]) -> None:
+    """Killed in the middle and started again: the greedy responses are those of the training's last evaluation."""
+    from training_runs import COMMAND
+
+    out = config.parent / "evaluated"
+    words = (f"--model={whole[0]}", f"--output={out}", *EVALUATED, "--vllm.max_num_seqs=4")
+    eval_command = [*COMMAND[:-1], "eval"]
+    with started(config, out, *words, command=eval_command, warm=True) as job:
+        job.wait_for_file("output.jsonl", 90)
+        end = time.monotonic() + 90
+        while (out / "output.jsonl").read_bytes().count(b"\n") < 5:
+            assert time.monotonic() < end
+            time.sleep(0.005)
+        job.process.kill()
+        job.assert_gone(15)
+    before = (out / "output.jsonl").read_bytes().count(b"\n")
+    code, output = train(config, out, *words, command=eval_command, warm=True)
+    assert code == 0, output
+    assert 5 <= before < 120
+    assert "are there from before" in output
+    ours = [json.loads(line) for line in (out / "eval.jsonl").read_text().splitlines()]
+    theirs = [json.loads(line) for line in (whole[0] / "eval" / f"step_{STEPS:06d}.jsonl").read_text().splitlines()]
+    kept = ("dataset", "index", "sample", "source", "prompt", "label", "prompt_tokens")
+    assert [[one[name] for name in kept] for one in ours] == [[one[name] for name in kept] for one in theirs]
+    told = ("response", "score", "answer", "response_tokens", "finish_reason")
+    assert [[one[name] for name in told] for one in ours[:24]] == [[one[name] for name in told] for one in theirs[:24]]
+    figures = json.loads((out / "eval.json").read_text())["datasets"]
+    trained = json.loads((whole[0] / "eval" / f"step_{STEPS:06d}.json").read_text())["datasets"]
+    assert figures[0] == trained[0]
+    assert "data set  prompts" in output
+    assert "sampled, by source:" in output
 
 
 def test_ten_thousand_attacks_on_the_control_port_change_nothing(config: Path, whole: tuple[Path, str]) -> None:

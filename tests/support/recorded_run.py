@@ -8,8 +8,11 @@ import random
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config.evaluation import EvalSettings
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.evaluation.report import report_of
+from slurm_rlhf.evaluation.responses import ScoredResponse
 from slurm_rlhf.observe.events import EventLog
 from slurm_rlhf.observe.metrics import MetricsLog
 from slurm_rlhf.observe.run_status import Summary
@@ -70,9 +73,39 @@ def write_run(root: Path, steps: int = 30, seed: int = 1, **keys: Any) -> RunDir
         if step == steps // 3:
             events.append("warning", step, "warning: engine 1 on gpu002 is far below its peers")
     events.append("finish", steps, f"{steps} steps")
+    _evaluation(directory, steps)
     summary = Summary("finished", steps, steps, 0.4, 0.9, 0.4, 0.9, 9.0 * steps, 900.0, steps, RANKS.worlds, seed)
     summary.write(directory.summary)
     return directory
+
+
+def _evaluation(directory: RunDirectory, steps: int) -> None:
+    """Two evaluations of the run, and one of `slurm-rlhf eval`; the first failure of each holds HTML."""
+    settings = EvalSettings("sums", "/d/sums.jsonl", 2, 0.7, 0, (1, 2), 1.0, "", "part", "input", "label", False)
+    found = [
+        ScoredResponse(
+            dataset="sums",
+            index=index,
+            sample=number,
+            source="large" if index % 2 else "small",
+            prompt=f"{index}+1=",
+            response=str(index + 1) if index % 3 else SPITE,
+            label=str(index + 1),
+            answer=str(index + 1) if index % 3 else SPITE,
+            score=float(index % 3 > 0),
+            reward=0.0,
+            prompt_tokens=3 + index,
+            response_tokens=2 + index,
+            finish_reason="stop",
+        )
+        for index in range(12)
+        for number in range(2)
+    ]
+    figures = {"eval": 2 / 3, "datasets": [report_of(settings, found, 1).to_json()]}
+    for name in (f"step_{steps // 2:06d}.json", f"step_{steps:06d}.json", "mine/eval.json"):
+        path = directory.evaluations / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(figures))
 
 
 def _requeue(events: EventLog, clock: Clock, step: int) -> None:

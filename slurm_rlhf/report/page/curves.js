@@ -4,7 +4,7 @@
 // [title, metrics or a pattern, options]; `asked`: what a plot is missed for, if the run has not recorded it.
 const PLOTS = [
   ["Reward", ["reward", "accuracy"]],
-  ["Evaluation", ["eval"], { asked: "no eval.dataset" }],
+  ["Evaluation", /^eval(\/[^/]+\/(mean|maj@\d+))?$/, { asked: "no eval.datasets" }],
   ["KL to the reference", ["kl"]],
   ["Entropy", ["entropy"]],
   ["Response length, tokens", ["response_length"]],
@@ -43,7 +43,7 @@ function points(run, metric) {
     x.unshift(0);
     y.unshift(run.summary.eval_before);
   }
-  if (metric !== "eval") return { x, y };
+  if (!metric.startsWith("eval")) return { x, y };
   const kept = x.map((at, index) => [at, y[index]]).filter((pair) => pair[1] !== null && pair[1] !== undefined);
   return { x: kept.map((pair) => pair[0]), y: kept.map((pair) => pair[1]) };
 }

@@ -1,0 +1,135 @@
+"""Evaluate a model with engines only: `slurm-rlhf eval`. One job answers the prompts of all data sets; then a report.
+
+It is a job of `slurm-rlhf generate` with rows of several files: killed and started again, it goes on with the rows that
+are missing, and an engine that dies costs its share. Figures and files are made by the code that evaluates in training.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.config.generate_rules import MODEL, check_eval
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.evaluation import EvalSet, Evaluated, keep, read_eval_sets
+from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.errors import UserError
+from slurm_rlhf.generation.answers import Desk
+from slurm_rlhf.generation.eval_rows import EvalRows
+from slurm_rlhf.generation.identity import Identity, claim, directory_fingerprint, file_fingerprint
+from slurm_rlhf.generation.job import Plan, run
+from slurm_rlhf.generation.model_source import Source, check_model, find_source, provide
+from slurm_rlhf.generation.output import OUTPUT, OutputFile, whole_lines
+from slurm_rlhf.generation.progress import Progress
+from slurm_rlhf.generation.scoring import Scores
+from slurm_rlhf.generation.start import engine_config, sampling_of
+from slurm_rlhf.launch.engine_launcher import EngineLauncher
+from slurm_rlhf.launch.requeue import continuation_of
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.run_directory import RunDirectory
+
+REPORT = "eval"
+"""Name of the files of the report: eval.json, eval.jsonl."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalJob:
+    """Holds what is evaluated and where its files go."""
+
+    config: Config
+    source: Source
+    sets: list[EvalSet]
+    root: Path
+
+    @classmethod
+    def prepare(cls, config: Config, model: Path, output: Path | None) -> EvalJob:
+        """Read and check all that a user can have wrong. `output`: None is eval/<name of the model> in run_dir.
+
+        `model`: what generate.model_name_or_path may name. Raises UserError.
+        """
+        check_eval(config)
+        made = copy.deepcopy(config)
+        made.generate.model_name_or_path, made.generate.ordered = str(model), False
+        root = output or RunDirectory(Path(config.run_dir)).evaluations / model.name
+        try:
+            source = find_source(made, root)
+            there = source.base or source.model
+            check_model(made, there)
+        except UserError as error:
+            raise type(error)(str(error).replace(MODEL, "--model")) from None
+        return cls(made, source, read_eval_sets(made, Tokenizer.load(there)), root)
+
+    def run(self, ranks: RankMap, launcher: EngineLauncher) -> int:
+        """Answer what is not answered yet; returns the exit code. Raises SlurmRlhfError."""
+        began = time.monotonic()
+        plan = Plan(engine_config(self.config, self.source.model, ranks, self.root), self.root, ranks, node_name())
+
+        def opened(directory: RunDirectory) -> tuple[OutputFile, Desk, Progress]:
+            return self._open(ranks, directory, began)
+
+        return run(plan, launcher, continuation_of(self.config.slurm, self.root, os.environ), opened)
+
+    def report(self) -> Evaluated:
+        """Sum up the output, which is complete, into eval.json and eval.jsonl. Raises DataError, OSError."""
+        lines = (line for _, _, line in whole_lines(self.root / OUTPUT))
+        scored = EvalRows(self.sets).responses(lines)
+        about = {"model": self.config.generate.model_name_or_path, "seed": self.config.train.seed}
+        return keep(self.config, self.sets, scored, self.root, REPORT, about)
+
+    def _open(self, ranks: RankMap, directory: RunDirectory, began: float) -> tuple[OutputFile, Desk, Progress]:
+        """Open the output of a directory that this process has to itself, and find out what is left to do."""
+        scores = Scores.of(self.config, directory.reward_log)
+        model = provide(self.source, print, directory.role_log("model", node_name(), 0))
+        rows = EvalRows(self.sets)
+        claim(directory.root, self._identity(model), "--output")
+        output = OutputFile(directory.root / OUTPUT)
+        own = rows.sampling(self.config)
+        left = [prompt for prompt in rows.prompts() if not output.tally.complete(prompt.index, own[prompt.index].n)]
+        desk = Desk.of(
+            left,
+            sampling=sampling_of(self.config),
+            seed=self.config.train.seed,
+            width=self.config.vllm.max_num_seqs,
+            scores=scores,
+            logprobs=False,
+            written=output.tally.done,
+            own=own,
+        )
+        groups = {group.engine: group for group in ranks.tp_groups}
+        total = sum(how.n for how in own.values())
+        progress = Progress(total, groups, began, len(output.tally.done))
+        done = f"; {progress.before} are there from before" if progress.before else ""
+        named = ", ".join(f"{one.settings.name} ({len(one.prompts)} prompts)" for one in self.sets)
+        print(f"evaluation directory {directory.root}: {total} responses, {named}{done}", flush=True)
+        return output, desk, progress
+
+    def _identity(self, model: Path) -> Identity:
+        """Describe what the responses are to and from, for `claim`; what only the report uses is not in it."""
+        config = self.config
+        sets = {
+            f"eval.datasets, {one.settings.name}": {
+                **{name: value for name, value in asdict(one.settings).items() if name in _OF_RESPONSES},
+                "fingerprint": file_fingerprint(Path(one.settings.path), whole=True),
+            }
+            for one in self.sets
+        }
+        return {
+            "model": config.generate.model_name_or_path,
+            "model_fingerprint": directory_fingerprint(model),
+            **sets,
+            "data.input_template": config.data.input_template,
+            "data.apply_chat_template": config.data.apply_chat_template,
+            "data.max_len": config.data.max_len,
+            "rollout.max_new_tokens": config.rollout.max_new_tokens,
+            "rollout.stop": config.rollout.stop,
+            "train.seed": config.train.seed,
+            "vllm.dtype": config.vllm.dtype if config.vllm.dtype != "auto" else config.ds.param_dtype,
+            "reward": config.reward.remote_url or config.reward.function,
+        }
+
+
+_OF_RESPONSES = ("path", "n_samples_per_prompt", "temperature", "max_samples", "input_key", "label_key")
