@@ -142,6 +142,7 @@ class SyncConnection:
     interface: str
     address: str
     node: str
+    mbits: int = 0  # speed of the interface in Mbit/s; 0: not known, or nothing goes over it
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from datetime import datetime
 from pathlib import Path
 
 from slurm_rlhf.cli.main import Command
+from slurm_rlhf.cli.watch import INTERVAL_S, extra_lines, repeated, rows_of, show
 from slurm_rlhf.cluster.processes import SESSION_FILE, Session, attach_line, read_session
 from slurm_rlhf.cluster.slurm_job import OVER, Job, ask_jobs, reason_words, state_words
 from slurm_rlhf.errors import ConfigError, RunError
@@ -110,21 +111,39 @@ def _locked(path: Path) -> bool:
     return False
 
 
-USAGE = "usage: slurm-rlhf status RUN"
+USAGE = "usage: slurm-rlhf status RUN [--watch]"
 WIDTH = 12
 LINES = 12
 
 
 def run(words: list[str]) -> int:
     """Print the status. Raises ConfigError when RUN names no run, RunError if slurmctld does not answer."""
-    if len(words) != 1 or words[0].startswith("-"):
+    named = [word for word in words if word != "--watch"]
+    if len(named) != 1 or named[0].startswith("-"):
         raise ConfigError(f"status takes one run directory or job number\n{USAGE}")
-    found = find(words[0])
-    run_status = None
-    if found.directory is not None:
-        run_status = read_run_status(found.directory / "metrics.jsonl", found.directory / "summary.json")
+    if len(named) < len(words):
+        show(repeated(lambda: watched(named[0]), INTERVAL_S))
+        return 0
+    found = find(named[0])
+    run_status = _status_of(found)
     print("\n".join([*job_lines(found), *run_lines(found, run_status, time.time()), *failure_lines(found, run_status)]))
     return 0
+
+
+def watched(word: str) -> tuple[list[str], bool]:
+    """Return the status with the curves of the run, and whether the run is over."""
+    found = find(word)
+    run_status = _status_of(found)
+    more = extra_lines(rows_of(found.directory), _row) if found.directory else []
+    shown = [*job_lines(found), *run_lines(found, run_status, time.time()), *more, *failure_lines(found, run_status)]
+    over = run_status is not None and (run_status.status not in ("", "running") or _cut_off(found, run_status))
+    return shown, over
+
+
+def _status_of(found: Found) -> RunStatus | None:
+    if found.directory is None:
+        return None
+    return read_run_status(found.directory / "metrics.jsonl", found.directory / "summary.json")
 
 
 def job_lines(found: Found) -> list[str]:
@@ -235,5 +254,6 @@ COMMANDS = {
         "job and what to do about it, the step, the reward and the time that is left, and the last lines of what "
         "failed. Asks slurmctld once, needs no slurmdbd, and reads the rest from the run directory.",
         run,
+        {"watch": "show it until the run is over, with the rewards as a curve, phases and engines; Ctrl-C ends it"},
     ),
 }

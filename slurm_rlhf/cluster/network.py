@@ -55,6 +55,31 @@ def address_of(interface: str, key: str) -> str:
     )
 
 
+def link_mbits(interfaces: str, root: Path = Path("/sys/class/net")) -> int:
+    """Return the speed of a network interface, or of several (ib0,ib1) together, in Mbit/s; 0: it is not known.
+
+    The kernel tells it of Ethernet, and of InfiniBand as the rate of the port ("200 Gb/sec (4X HDR)").
+    """
+    speeds = [_ethernet_mbits(root / name) or _infiniband_mbits(root / name) for name in interfaces.split(",") if name]
+    return sum(speeds) if all(speeds) else 0
+
+
+def _ethernet_mbits(directory: Path) -> int:
+    try:
+        return max(0, int((directory / "speed").read_text(encoding="ascii")))
+    except (OSError, ValueError):  # the loopback interface, or one that is down
+        return 0
+
+
+def _infiniband_mbits(directory: Path) -> int:
+    for rate in sorted(directory.glob("device/infiniband/*/ports/*/rate")):
+        try:
+            return round(1000 * float(rate.read_text(encoding="ascii").split()[0]))
+        except (OSError, ValueError, IndexError):
+            continue
+    return 0
+
+
 def is_loopback(address: str) -> bool:
     """Tell whether an address can be reached from its own node only."""
     return _parsed(address).is_loopback

@@ -51,6 +51,14 @@ class StacksAnswer:
 
 
 @dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """Says how much memory is in use, in bytes: of the rank's accelerator by all processes, else of its process."""
+
+    used: int
+    total: int  # of the accelerator; 0: there is none
+
+
+@dataclass(frozen=True, slots=True)
 class StartRequest:
     total_steps: int  # optimizer steps of the whole run, for the learning-rate schedule
 
@@ -204,6 +212,10 @@ class RankCalls(Protocol):
     @call(deadline="forward")  # it waits behind whatever the rank computes
     def about(self) -> DeviceReport | None:
         """Describe this rank's accelerator; None: it has none."""
+
+    @call(deadline="forward")
+    def memory(self) -> MemoryReport:
+        """Measure the memory in use."""
 
     @call(deadline="heartbeat")
     def stacks(self) -> StacksAnswer:

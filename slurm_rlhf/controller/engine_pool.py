@@ -229,6 +229,9 @@ class WeightSync:
             "time/sync_transfer": leader.seconds,
             "time/sync_checksum": max(report.checksum_s for report in reports),
         }
+        if self.connection is not None and self.connection.mbits and leader.seconds > 0:
+            # Every node of engines receives all bytes.
+            metrics["perf/sync_link_share"] = 8e-6 * leader.nbytes / leader.seconds / self.connection.mbits
         return metrics, ""
 
     def _join(self) -> None:

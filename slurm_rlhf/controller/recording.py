@@ -10,14 +10,18 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.server import RoleHandle
+from slurm_rlhf.control.calls import MemoryReport, RankCalls
+from slurm_rlhf.control.declarations import spec_of
+from slurm_rlhf.control.server import EngineHandle, RoleHandle
 from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.observe.events import EventLog, WarningEvents
 from slurm_rlhf.observe.jsonl import truncate_after
@@ -30,6 +34,8 @@ from slurm_rlhf.report.write import write_report
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 
 log = logging.getLogger(__name__)
+
+MEMORY = spec_of(RankCalls.memory).name
 
 COST = 0.01
 """The share of the run's time that reports may take."""
@@ -51,6 +57,9 @@ def spared(method: Method) -> Method:
     return guarded  # type: ignore[return-value]
 
 
+def _nothing() -> None: ...
+
+
 class Recorder:
     """Keeps the records of one run directory up to date. `begin` comes first, `end` last."""
 
@@ -66,6 +75,8 @@ class Recorder:
         self._timeline = TimelineLog(directory.timeline)
         self._spans = CallSpans()
         self._layout: dict[str, Any] = {}
+        self._handles: Mapping[str, RoleHandle[Any]] = {}
+        self._memory: dict[str, dict[str, dict[str, int]]] = {}  # role -> rank -> bytes
         self._report_s = 0.0  # that the last report took
         self._reported = 0.0  # when it was written
         self.step = 0
@@ -110,8 +121,27 @@ class Recorder:
 
     def watch(self, handles: Mapping[str, RoleHandle[Any]]) -> None:
         """Record the calls of `handles` from here on."""
+        self._handles = handles
         for role, handle in handles.items():
-            handle.watchers.append(partial(self._spans.began, role))
+            handle.watchers.append(partial(self._began, role))
+
+    def _began(self, role: str, rank: int, name: str) -> Callable[[], None]:
+        """Note a call, but for this recorder's own."""
+        return self._spans.began(role, rank, name) if name != MEMORY else _nothing
+
+    def _ask_memory(self) -> None:
+        """Ask all ranks that take calls how much memory they use; the answers come when the ranks have the time."""
+        for role, handle in self._handles.items():
+            ready, width = list(range(handle.world)), 1
+            if isinstance(handle, EngineHandle):
+                ready, width = handle.ready, handle.width
+            for number in ready:
+                told = partial(self._measured, role, number * width)
+                handle.call(number, RankCalls.memory).add_done_callback(told)
+
+    def _measured(self, role: str, rank: int, answer: Future[MemoryReport]) -> None:
+        if answer.exception() is None:
+            self._memory.setdefault(role, {})[str(rank)] = asdict(answer.result())
 
     def phase(self, name: str) -> None:
         """Note the phase of the conductor that begins; empty: none."""
@@ -141,7 +171,10 @@ class Recorder:
         if way := self.transfer():
             self._put(weight_transfer={"backend": way.backend, "interface": way.interface})
         every = self._settings.report_steps
-        if every and (first or step % every == 0) and time.monotonic() - self._reported >= self._report_s / COST:
+        due = every and step % every == 0
+        if first or due:
+            self._ask_memory()
+        if every and (first or due) and time.monotonic() - self._reported >= self._report_s / COST:
             self._report()
 
     @spared
@@ -151,6 +184,8 @@ class Recorder:
 
     def _report(self) -> None:
         began = time.monotonic()
+        if self._memory:
+            self._put(memory={role: dict(ranks) for role, ranks in list(self._memory.items())})
         write_report(self._directory)
         self._reported = time.monotonic()
         self._report_s = self._reported - began

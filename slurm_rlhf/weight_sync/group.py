@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store
 
-from slurm_rlhf.cluster.network import address_of, address_towards, interface_of
+from slurm_rlhf.cluster.network import address_of, address_towards, interface_of, link_mbits
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
 from slurm_rlhf.polling import wait_until
@@ -320,7 +320,9 @@ def join_run(config: Config, label: str, parameters: Described, group: dict[str,
 
 def connection(group: SyncGroup) -> SyncConnection:
     """Return how this rank is connected."""
-    return SyncConnection(group.backend, group.me.interface, group.me.address, group.me.node)
+    over_network = group.backend in ("gloo", "nccl")
+    mbits = link_mbits(group.me.interface) if over_network else 0
+    return SyncConnection(group.backend, group.me.interface, group.me.address, group.me.node, mbits)
 
 
 def _known(backend: str) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import DeviceReport, RankCalls, StacksAnswer
+from slurm_rlhf.control.calls import DeviceReport, MemoryReport, RankCalls, StacksAnswer
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.declarations import calls_of
 from slurm_rlhf.control.messages import Request
@@ -53,6 +55,15 @@ class Worker(RankCalls):
             allocated=int(torch.cuda.memory_allocated()),
             attention=self.attention(),
         )
+
+    def memory(self) -> MemoryReport:
+        import torch
+
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            return MemoryReport(int(total - free), int(total))
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return MemoryReport(pages * os.sysconf("SC_PAGE_SIZE"), 0)
 
     def stacks(self) -> StacksAnswer:
         return answer()

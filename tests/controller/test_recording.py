@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import MemoryReport, RankCalls
+from slurm_rlhf.control.server import EngineHandle, RoleHandle
 from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.controller.recording import Recorder
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import RunState
+from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.observe.events import read_events
 from slurm_rlhf.observe.samples import read_samples
-from slurm_rlhf.records import Experience, Prompt, Trajectory, VersionSpan, pack
+from slurm_rlhf.records import Experience, Prompt, SyncConnection, Trajectory, VersionSpan, pack
 from slurm_rlhf.rewards.values import Rewards
 from slurm_rlhf.run_directory import RunDirectory
 
@@ -134,6 +139,40 @@ def test_the_report_is_written_when_it_is_due_and_costs_little(tmp_path: Path, m
     never = Recorder(config, RunDirectory(tmp_path), print)
     never.done(1)
     assert len(written) == 6
+
+
+class Answering:
+    """Calls of which one fails."""
+
+    def call(self, role: str, rank: int, method: str, *_: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        if (role, rank) == ("actor", 1):
+            future.set_exception(RoleDied("gone"))
+        else:
+            future.set_result(MemoryReport(100 + rank, 0))
+        return future
+
+
+def test_ranks_are_asked_for_their_memory_and_calls_are_recorded(tmp_path: Path) -> None:
+    timeout, server = Config().timeout, Answering()
+    handles: dict[str, RoleHandle[Any]] = {
+        "actor": RoleHandle(server, "actor", 2, timeout),  # type: ignore[arg-type]
+        "rollout": EngineHandle(server, "rollout", 4, 2, timeout),  # type: ignore[arg-type]
+    }
+    run = reporting(tmp_path)
+    run.begin(RunState(seed=0), 9, None)
+    run.recorder.watch(handles)
+    run.recorder.transfer = lambda: SyncConnection("gloo", "eth0", "10.0.0.1", "n1")
+    handles["actor"].call(0, RankCalls.stacks)
+    run.step(1, 9, {"reward": 0.5})
+    layout = json.loads((tmp_path / "layout.json").read_text())
+    assert layout["memory"] == {
+        "actor": {"0": {"used": 100, "total": 0}},
+        "rollout": {"0": {"used": 100, "total": 0}, "2": {"used": 102, "total": 0}},
+    }
+    assert layout["weight_transfer"] == {"backend": "gloo", "interface": "eth0"}
+    (line,) = (tmp_path / "timeline.jsonl").read_text().splitlines()
+    assert [call[:3] for call in json.loads(line)["calls"]] == [["actor", 0, "stacks"]]
 
 
 def test_what_goes_wrong_is_said_once_and_the_run_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,12 @@ def test_it_learns_without_a_network(tmp_path: Path) -> None:
     assert summary["world"] == {"actor": 1, "critic": 1, "reference": 1, "rollout": 1}
     assert summary["eval_before"] <= 0.65
     assert summary["eval_after"] >= summary["eval_before"] + 0.2
+    report = (run_dir / "report.html").read_text()
+    assert '"status":"finished"' in report
+    told = json.loads(report.partition('id="data">')[2].partition("</script>")[0])["runs"][0]
+    assert told["curves"]["steps"] == list(range(1, 11))
+    assert told["samples_of"] == 20
+    assert {row["role"] for row in told["timeline"]["rows"]} == {"conductor", "actor", "critic", "reference", "rollout"}
     # The self-check passes, and costs next to nothing.
     assert max(summary["self_check"][name] for name in ("again", "eval", "alone", "engine", "reference")) < 1e-4
     first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])

@@ -12,17 +12,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from held_runs import REWARD, Holds
 from slurm_cluster import COMMAND, ENDLESS, OVER, PLACES, SMALL, Cluster, said
 from training_runs import is_worker, steps, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
+HANG_S = 10
 WAIT_S = 150  # for the first steps of two runs on a busy machine
 
 
 @pytest.fixture(scope="module")
 def config(slurm: Cluster) -> Path:
-    return workspace(slurm.shared / "work")
+    (slurm.shared / "work").mkdir()
+    return workspace(slurm.shared / "work", REWARD)
 
 
 def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cluster, config: Path) -> None:
@@ -34,7 +37,8 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
     """
     first, second = slurm.shared / "interactive", slurm.shared / "second"
     half = ["--nodes=3", "--nodelist=gpu[001-003]", "--gres=gpu:4", "--cpus-per-task=4", "--mem=8000"]
-    job = slurm.submit(config, second, half, *SMALL, *ENDLESS)
+    holds = Holds(config.parent / "hold")
+    job = slurm.submit(config, second, half, *SMALL, *ENDLESS, f"--timeout.hang={HANG_S}")
     slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "start", 30)
     with interactive(slurm, config, first) as login:
         slurm.wait_until(lambda: steps(first) >= 1 or login.poll() is not None, "first step", WAIT_S)
@@ -53,7 +57,8 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
     assert not slurm.left(first, *slurm.names)  # though no batch step ended
     slurm.wait_until(lambda: slurm.job(allocation)["JobState"] in OVER, "release of the allocation", 10)
     done = steps(second)
-    slurm.wait_until(lambda: steps(second) > done + 1, "next step of the other run", 30)
+    slurm.wait_until(lambda: steps(second) > max(done + 1, 4), "next step of the other run", 30)
+    assert_hang_is_told_of_every_node(slurm, second, holds)
 
     slurm.cluster("crash", "gpu002")  # and with it one of the actor's ranks: the other's collective breaks at once
     ended = slurm.wait_until(lambda: slurm.job(job)["JobState"] != "RUNNING", "end of the job", 30)
@@ -67,6 +72,25 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
     assert named, said(second)
     assert named[3] == str(second / "logs" / f"{named[1]}.gpu002.{named[2]}.log")
     assert "Traceback" not in said(second)
+
+
+def assert_hang_is_told_of_every_node(slurm: Cluster, run_dir: Path, holds: Holds) -> None:
+    """The reward function hangs for a while: a step of srun looks at the ranks of all nodes, and the run goes on."""
+    holds.hold("reward")
+    slurm.wait_until(lambda: any(run_dir.glob("hang-*/nodes.txt")), "report of the hang", 60)
+    holds.let_go("reward")
+    (told,) = run_dir.glob("hang-*")
+    report = (told / "report.txt").read_text()
+    assert "behind is the reward function, at reward_func" in report
+    known = json.loads((run_dir / "rank_map.json").read_text())["roles"]
+    used = sorted({share["node"] for shares in known.values() for share in shares})
+    loads = [line.partition(": load ")[0] for line in (told / "nodes.txt").read_text().splitlines()]
+    assert loads == used
+    assert "py-spy" in report or list(told.glob("*.py-spy.txt"))
+    assert "was not looked at from outside" not in report
+    before = steps(run_dir)
+    slurm.wait_until(lambda: steps(run_dir) > before + 1, "step after the hang", 60)
+    assert "the run goes on" in said(run_dir)
 
 
 @contextmanager

@@ -47,10 +47,12 @@ function bytes(value) {
 
 function seconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value === 0) return "0 s";
   if (value < 1) return number(value * 1000) + " ms";
   if (value < 90) return Number(value.toPrecision(3)) + " s";
+  if (value < 5400) return Number((value / 60).toPrecision(2)) + " min";
   const minutes = Math.round(value / 60);
-  return minutes < 90 ? minutes + " min" : Math.floor(minutes / 60) + " h " + String(minutes % 60).padStart(2, "0");
+  return Math.floor(minutes / 60) + " h" + (minutes % 60 ? " " + String(minutes % 60).padStart(2, "0") : "");
 }
 
 const percent = (value) => (value === null || value === undefined ? "–" : Number((100 * value).toPrecision(3)) + " %");

@@ -31,7 +31,7 @@ function historyPlot(run) {
         ...tipped(el("b", {}, `${kind}, step ${event.step}`), moment(event.at), event.text),
       })),
     ]);
-    const marks = ticks(0, to - from, Math.max(2, Math.floor(width / (8 * unit)))).map((at) => svg("text", { x: x(from + at), y: height - 5, "text-anchor": "middle" }, seconds(at)));
+    const marks = timeTicks(to - from, Math.max(2, Math.floor(width / (8 * unit)))).map((at) => svg("text", { x: x(from + at), y: height - 5, "text-anchor": "middle" }, seconds(at)));
     return svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": title },
       svg("text", { class: "strong", x: left - 10, y: 1.3 * unit, "text-anchor": "end" }, "sessions"), bars, rows, marks);
   });
@@ -43,11 +43,11 @@ function eventsTable(run) {
   const kinds = [...new Set(run.events.map((event) => event.event))];
   const body = el("tbody");
   const fill = (kind) => body.replaceChildren(...run.events.filter((event) => !kind || event.event === kind).slice(-200).reverse().map((event) =>
-    el("tr", { "data-event": event.event }, el("td", {}, moment(event.at)), el("td", {}, String(event.step)), el("td", {}, key(eventColour(event.event), event.event)), el("td", {}, event.text))));
+    el("tr", { "data-event": event.event }, el("td", { class: "tight" }, moment(event.at)), el("td", { class: "tight" }, String(event.step)), el("td", { class: "tight" }, key(eventColour(event.event), event.event)), el("td", {}, event.text))));
   fill("");
   const chooser = el("select", { "aria-label": "kind of event", onchange: (event) => fill(event.target.value) }, el("option", { value: "" }, "all events"), kinds.map((kind) => el("option", { value: kind }, kind)));
   return el("div", { class: "card", style: "margin-top:0.7rem" }, el("div", { class: "row" }, chooser),
-    el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ["time", "step", "event", "text"].map((name) => el("th", {}, name)))), body)));
+    el("div", { class: "scroll" }, el("table", {}, el("thead", {}, el("tr", {}, ["time", "step", "event", "text"].map((name) => el("th", { class: "tight" }, name)))), body)));
 }
 
 function historySection() {

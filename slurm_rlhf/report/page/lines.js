@@ -11,6 +11,13 @@ function ticks(low, high, count) {
   return found;
 }
 
+// Of seconds: whole minutes and hours, where there are so many.
+function timeTicks(whole, count) {
+  const step = [15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800].find((candidate) => candidate >= whole / count);
+  if (whole < 60 || step === undefined) return ticks(0, whole, count);
+  return Array.from({ length: Math.floor(whole / step) + 1 }, (_, index) => index * step);
+}
+
 function extent(values) {
   let low = Infinity;
   let high = -Infinity;
@@ -25,7 +32,8 @@ function extent(values) {
 // Scales from numbers to pixels; with `log` in powers of ten, where all values are above 0.
 function scales(plot, width, height) {
   const margin = { left: 3.3 * rem(), right: 0.6 * rem(), top: 0.5 * rem(), bottom: 1.5 * rem() };
-  const xs = extent(plot.series.flatMap((each) => each.x)) || [0, 1];
+  let xs = extent(plot.series.flatMap((each) => each.x)) || [0, 1];
+  if (plot.steps) xs = [xs[0] - 0.5, xs[1] + 0.5]; // a column for each step
   let ys = extent(plot.series.flatMap((each) => [...each.y, ...(each.low || []), ...(each.high || [])])) || [0, 1];
   const log = plot.log && ys[0] > 0 && ys[1] / ys[0] > 20;
   if (plot.zero) ys = [0, ys[1] || 1];
@@ -33,8 +41,7 @@ function scales(plot, width, height) {
     const pad = (ys[1] - ys[0]) * 0.06 || Math.abs(ys[1]) * 0.1 || 1;
     ys = [ys[0] >= 0 && ys[0] < 2 * pad ? Math.min(0, ys[0]) : ys[0] - pad, ys[1] + pad];
   }
-  const edge = plot.steps && xs[1] === xs[0] ? 0.5 : 0;
-  const x = (value) => margin.left + ((value - xs[0] + edge) / (xs[1] - xs[0] || 1)) * (width - margin.left - margin.right);
+  const x = (value) => margin.left + ((value - xs[0]) / (xs[1] - xs[0] || 1)) * (width - margin.left - margin.right);
   const portion = (value) => (log ? Math.log(value / ys[0]) / Math.log(ys[1] / ys[0]) : (value - ys[0]) / (ys[1] - ys[0]));
   const y = (value) => height - margin.bottom - portion(value) * (height - margin.top - margin.bottom);
   let marks = ticks(ys[0], ys[1], 4);
@@ -68,6 +75,8 @@ function path(x, y, xs, ys) {
   return text;
 }
 
+// The first series comes last and so lies on top; single runs lie below the mean of their group.
+const inOrder = (series) => [...series.filter((each) => each.thin), ...series.filter((each) => !each.thin).reverse()];
 const present = (values) => values.filter((value) => value !== null && value !== undefined).length;
 
 function drawSeries(each, scale) {
@@ -106,7 +115,7 @@ function linePlot(plot) {
     const height = Math.max(130, Math.min(230, width * 0.48));
     const scale = scales(plot, width, height);
     const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": plot.title },
-      axes(scale, width, height, format), drawEvents(plot.events || [], scale, height), plot.series.slice().reverse().map((each) => drawSeries(each, scale)));
+      axes(scale, width, height, format), drawEvents(plot.events || [], scale, height), inOrder(plot.series).map((each) => drawSeries(each, scale)));
     crosshair(picture, scale, height, (at) => plotLines(plot, at, format), plot.series[0].x);
     return picture;
   });

@@ -7,28 +7,47 @@ function theme(name) {
   document.documentElement.dataset.theme = name;
 }
 
-function tiles(run) {
+const given = (value) => value !== null && value !== undefined;
+const arrow = (before, after) => (given(before) ? `${number(before)} → ${number(after)}` : number(after));
+
+// [value, name] of what one wants to know first.
+function facts(run) {
   const s = run.summary;
-  const arrow = (before, after) => (before === null || before === undefined ? number(after) : `${number(before)} → ${number(after)}`);
-  const found = [[`${s.steps ?? run.curves.steps.length} / ${s.total_steps ?? "–"}`, "steps"]];
-  if (s.eval_before !== null && s.eval_before !== undefined) found.push([arrow(s.eval_before, s.eval_after), "evaluation, before → after"]);
-  found.push([arrow(s.reward_first, s.reward_last), "reward, first → last step"], [seconds(s.wall_s), "wall time of all sessions"], [number(run.tokens_per_s), "sampled tokens per second"]);
-  if (run.mfu !== null) found.push([percent(run.mfu), "MFU"]);
-  if (run.gpu_idle !== null) found.push([percent(run.gpu_idle), "GPUs idle"]);
-  if (run.sessions.length > 1) found.push([String(run.sessions.length), `sessions, ${run.requeues} requeues`]);
-  return el("div", { class: "tiles" }, found.map(([value, name]) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, name))));
+  return [
+    [`${s.steps ?? run.curves.steps.length} / ${s.total_steps ?? "–"}`, "steps"],
+    [given(s.eval_before) || given(s.eval_after) ? arrow(s.eval_before, s.eval_after) : null, "evaluation, before → after"],
+    [arrow(s.reward_first, s.reward_last), "reward, first → last step"],
+    [seconds(s.wall_s), "time of all sessions"],
+    [number(run.tokens_per_s), "sampled tokens per second"],
+    [given(run.mfu) ? percent(run.mfu) : null, "MFU"],
+    [given(run.gpu_idle) ? percent(run.gpu_idle) : null, "GPUs idle"],
+    [run.sessions.length > 1 ? `${run.sessions.length}, after ${run.requeues} requeues` : null, "sessions"],
+  ];
+}
+
+const badge = (run) => run.summary.status && el("span", { class: `badge ${run.summary.status}` }, run.summary.status);
+
+function headOfOne(run) {
+  const shown = facts(run).filter(([value]) => value !== null);
+  return [el("div", { class: "tiles" }, shown.map(([value, name]) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, name)))),
+    run.summary.error && el("div", { class: "error" }, run.summary.error)];
+}
+
+function headOfMany() {
+  const all = RUNS.map(facts);
+  const columns = all[0].map(([, name], index) => [name, index]).filter(([, index]) => all.some((each) => each[index][0] !== null));
+  const rows = RUNS.map((run, place) => el("tr", { title: run.root },
+    el("td", {}, key(colour(DATA.groups.findIndex((group) => group.includes(place))), run.name)), el("td", {}, badge(run)), columns.map(([, index]) => el("td", {}, all[place][index][0] ?? "–"))));
+  return el("div", { class: "card scroll" }, el("table", { class: "tight" }, el("thead", {}, el("tr", {}, ["run", "status", ...columns.map(([name]) => name)].map((name) => el("th", {}, name)))), el("tbody", {}, rows)));
 }
 
 function head() {
   const title = COMPARES ? `${RUNS.length} runs` : RUNS[0].name;
   document.title = `${title} · slurm_rlhf`;
-  const badge = (run) => run.summary.status && el("span", { class: `badge ${run.summary.status}` }, run.summary.status);
   const toggle = el("button", { onclick: () => theme(document.documentElement.dataset.theme === "dark" ? "light" : "dark") }, "light / dark");
-  const one = (run, index) => [
-    COMPARES && el("div", { class: "row", style: "margin-top:0.9rem" }, el("i", { style: `background:${colour(DATA.groups.findIndex((group) => group.includes(index)))};width:0.9em;height:0.9em;border-radius:0.2em` }), el("h3", {}, run.name), badge(run)),
-    tiles(run), run.summary.error && el("div", { class: "error" }, run.summary.error)];
+  const written = `written ${moment(DATA.made)} by slurm_rlhf ${DATA.version}`;
   document.getElementById("head").append(el("div", { class: "row" }, el("h1", {}, title), !COMPARES && badge(RUNS[0]), el("span", { style: "flex:1" }), toggle),
-    el("p", { class: "soft small" }, COMPARES ? "" : `${RUNS[0].root} · `, `written ${moment(DATA.made)} by slurm_rlhf ${DATA.version}`), el("div", {}, RUNS.map(one)));
+    el("p", { class: "soft small" }, COMPARES ? written : `${RUNS[0].root} · ${written}`), el("div", {}, COMPARES ? headOfMany() : headOfOne(RUNS[0])));
 }
 
 function start() {

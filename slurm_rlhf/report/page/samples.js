@@ -56,7 +56,7 @@ function sampleCard(sample, state) {
   const wanted = state.wanted;
   const coloured = sample.tokens.length && state.colouring !== "no colour" && !wanted;
   const facts = [`step ${sample.step}`, COMPARES ? RUNS[sample.run].name : null, `row ${sample.prompt_index}`, sample.label === null ? null : `label ${sample.label}`, sample.score === null ? null : `score ${number(sample.score)}`,
-    sample.advantage === null ? null : `advantage ${number(sample.advantage)}`, `${sample.finish_reason}`, `engine ${sample.engine}`, `policy ${sample.version}`].filter(Boolean);
+    sample.advantage === null ? null : `advantage ${number(sample.advantage)}`, `ended by ${sample.finish_reason}`, `engine ${sample.engine}`, `policy ${sample.version}`].filter(Boolean);
   return el("div", { class: "card sample" },
     el("div", { class: "row" }, el("span", { class: "reward" }, `reward ${number(sample.reward)}`), el("span", { class: "soft small" }, facts.join(" · ")),
       el("button", { onclick: () => state.only(sample.prompt_index) }, "same prompt")),

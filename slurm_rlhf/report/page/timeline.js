@@ -49,7 +49,7 @@ function gantt(rows, steps, names, width) {
     svg("line", { class: "gridline", x1: x(step.began - first), x2: x(step.began - first), y1: 0, y2: bottom }),
     svg("text", { x: x(step.began - first) + 4, y: unit }, `step ${step.step}`),
   ]);
-  const marks = ticks(0, whole, Math.max(2, Math.floor(width / (7 * unit)))).map((at) => svg("text", { x: x(at), y: height - 5, "text-anchor": "middle" }, seconds(at)));
+  const marks = timeTicks(whole, Math.max(2, Math.floor(width / (7 * unit)))).map((at) => svg("text", { x: x(at), y: height - 5, "text-anchor": "middle" }, seconds(at)));
   return svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "calls of each rank over time" }, tracks, spans, borders, marks);
 }
 

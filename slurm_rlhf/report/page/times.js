@@ -20,12 +20,12 @@ function stackedPlot(title, times) {
   return el("figure", { class: "card" }, el("h3", {}, title), host, legend(names.map((name) => [name, workColour(name)])));
 }
 
-// Pixels at which the column of each step begins and ends.
+// Pixels at which the column of each step, or of a group of steps, begins and ends.
 function stepEdges(steps, scale, width) {
   const middle = steps.map((step) => scale.x(step));
   return middle.map((at, index) => [
-    index ? (middle[index - 1] + at) / 2 : Math.max(scale.margin.left, at - (steps.length > 1 ? 0 : width / 4)),
-    index < middle.length - 1 ? (middle[index + 1] + at) / 2 : Math.min(width - scale.margin.right, at + (steps.length > 1 ? 0 : width / 4)),
+    index ? (middle[index - 1] + at) / 2 : scale.margin.left,
+    index < middle.length - 1 ? (middle[index + 1] + at) / 2 : width - scale.margin.right,
   ]);
 }
 

@@ -1,0 +1,123 @@
+"""`slurm-rlhf status RUN --watch`: curves beside the status, to the end of the run, on a terminal and in a pipe."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurm_rlhf.cli import main as cli
+from slurm_rlhf.cli.status import watched
+from slurm_rlhf.cluster.processes import Session
+from slurm_rlhf.observe.run_status import Summary
+
+SUMMARY = Summary("running", 0, 4, None, None, None, None, 1.0, 2.0, 0, {"actor": 1}, 1)
+
+
+def row(step: int) -> dict[str, Any]:
+    return {
+        "step": step,
+        "reward": step / 4,
+        "time/step": 2.0,
+        "time/rollout": 1.0,
+        "time/update": 0.5,
+        "time/sync": 0.5,
+        "perf/engine/0/tokens_per_s": 900.0,
+        "perf/engine/1/tokens_per_s": 300.0,
+    }
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    SUMMARY.write(tmp_path / "summary.json")
+    Session.here({}).write(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("w") as file:
+        file.writelines(json.dumps(row(step)) + "\n" for step in (1, 2))
+    return tmp_path
+
+
+@contextmanager
+def held(run: Path) -> Iterator[None]:
+    """The run's lock is held, as by its conductor."""
+    (run / ".control").mkdir()
+    with (run / ".control" / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def finish(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(row(step)) + "\n" for step in (3, 4))
+    Summary("finished", 4, 4, None, None, 0.25, 1.0, 8.0, 2.0, 4, {"actor": 1}, 1).write(run / "summary.json")
+
+
+def test_a_frame_has_status_curve_phases_and_engines(run: Path) -> None:
+    finish(run)
+    lines, over = watched(str(run))
+    assert over
+    text = "\n".join(lines)
+    assert f"{run}: finished" in text
+    assert "step        4/4, reward 1" in text
+    assert "reward      ▁▃▆█  0.25 to 1 in 4 steps" in text
+    assert f"last step   {'r' * 30}{'u' * 15}{'s' * 15}" in text
+    assert "rollout 1 s, update 0.5 s, sync 0.5 s" in text
+    assert "1200 tokens/s, the slowest is engine 1 with 300" in text
+
+
+def test_into_a_pipe_each_frame_follows_the_last_until_the_run_is_over(run: Path) -> None:
+    with held(run):
+        command = [sys.executable, "-m", "slurm_rlhf.cli", "status", str(run), "--watch"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        finish(run)
+        rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert "started without Slurm" in first
+    assert rest.count(": finished") == 1
+    assert "step        4/4" in rest
+
+
+def test_on_a_terminal_it_stays_in_place(run: Path) -> None:
+    ours, theirs = pty.openpty()
+    env = {**os.environ, "COLUMNS": "80", "LINES": "40", "TERM": "xterm"}
+    with held(run):
+        command = [sys.executable, "-m", "slurm_rlhf.cli", "status", str(run), "--watch"]
+        process = subprocess.Popen(command, stdin=theirs, stdout=theirs, env=env)
+        os.close(theirs)
+        shown = bytearray()
+
+        def read() -> None:
+            try:
+                while part := os.read(ours, 65536):
+                    shown.extend(part)
+            except OSError:  # the other end is closed
+                pass
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        end = time.monotonic() + 60
+        while b"2/4" not in shown:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        finish(run)
+        assert process.wait(timeout=60) == 0
+        reader.join(10)
+    assert b"\x1b[1A" in shown  # up, over the frame before
+    assert b"4/4" in shown
+
+
+def test_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "--watch"]) == 2
+    assert "usage: slurm-rlhf status RUN [--watch]" in capsys.readouterr().err
