@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
 import signal
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from generation_runs import BAD, COMMAND, SAMPLES, answers, assert_whole, generation_workspace, lines_of, written
-from training_runs import Run, started, summary
+from training_runs import Run, started, summary, train, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -28,7 +31,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def calm(config: Path) -> Path:
     """The directory of a job that was left alone, on one engine."""
     run_dir = config.parent / "calm"
-    code, said = generate(config, run_dir, "--generate.ordered=true")
+    code, said = generate(config, run_dir, "--generate.ordered=true", "--generate.logprobs=true")
     assert code == 0, said
     return run_dir
 
@@ -50,6 +53,8 @@ def test_left_alone_it_answers_every_row_and_tells_of_bad_ones(calm: Path) -> No
             assert line["score"] == len(line["response"])
             assert 0 < line["tokens"] <= 24
             assert line["prompt_tokens"] == len(line["prompt"])
+            assert len(line["token_ids"]) == len(line["logprobs"]) == line["tokens"]
+            assert all(-50 < logprob <= 0 for logprob in line["logprobs"])
     assert len({line["seed"] for line in found if line["seed"] is not None}) == (ROWS - len(BAD)) * SAMPLES
     told = summary(calm)
     assert (told["status"], told["responses"], told["errors"]) == ("finished", ROWS * SAMPLES, len(BAD) * SAMPLES)
@@ -111,13 +116,35 @@ def test_killed_twenty_times_it_writes_what_one_that_was_left_alone_does(
     assert answers(tmp_path / "job" / "output.jsonl") == answers(calm / "output.jsonl")
 
 
-def test_a_killed_engine_costs_its_share_and_two_end_the_job_which_goes_on(
-    config: Path, calm: Path, tmp_path: Path
-) -> None:
-    run_dir = tmp_path / "job"
-    output = run_dir / "output.jsonl"
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of a few MiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], check=True)
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk_and_dead_engines_cost_no_row(config: Path, calm: Path, small_disk: Path) -> None:
+    """The same job is started three times, and each time something else happens to it while it writes."""
+    run_dir = small_disk / "job"
+    output, ballast = run_dir / "output.jsonl", small_disk / "ballast"
     with started(config, run_dir, TWO, command=COMMAND, warm=True) as job:
         wait_for_lines(job, output, len(BAD) * SAMPLES + 10)
+        with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+        code, said = job.wait(60)
+    assert code == 2, said
+    assert re.search(rf"No space left on device: the file system {small_disk} \(tmpfs\) has 0.0 MiB free", said)
+    assert "Traceback" not in said
+    kept = output.read_bytes()
+    assert kept.endswith(b"\n")
+    ballast.unlink()
+
+    with started(config, run_dir, TWO, command=COMMAND, warm=True) as job:
+        wait_for_lines(job, output, kept.count(b"\n") + 10)
         for rank in job.ranks("rollout"):
             os.kill(rank, signal.SIGKILL)
         code, said = job.wait(60)
@@ -125,17 +152,19 @@ def test_a_killed_engine_costs_its_share_and_two_end_the_job_which_goes_on(
     assert "Traceback" not in said
     assert re.search(r"error: no engine is left; the last one: rank \d on \S+ \(pid \d+\) was killed by SIGKILL", said)
     assert "the same command goes on from there" in said
+    assert output.read_bytes().startswith(kept)
     kept = output.read_bytes()
+
     with started(config, run_dir, TWO, command=COMMAND, warm=True) as job:
         wait_for_lines(job, output, kept.count(b"\n") + 10)
         os.kill(job.ranks("rollout")[0], signal.SIGKILL)
         code, said = job.wait(150)
     assert code == 0, said
     assert "1 of 2 engines are left" in said
+    assert sorted("SIGKILL" in engine["lost"] for engine in summary(run_dir)["engines"]) == [False, True]
     assert output.read_bytes().startswith(kept)
     assert_whole(output, ROWS)
     assert answers(output) == answers(calm / "output.jsonl")
-    assert sorted("SIGKILL" in engine["lost"] for engine in summary(run_dir)["engines"]) == [False, True]
 
 
 def test_another_model_or_sampling_is_refused_and_nothing_is_overwritten(config: Path, calm: Path) -> None:
@@ -144,7 +173,7 @@ def test_another_model_or_sampling_is_refused_and_nothing_is_overwritten(config:
     assert code == 2
     assert "rollout.temperature: 1.0 there, 0.5 here" in said
     assert "train.seed: 42 there, 1 here" in said
-    code, said = generate(config, calm)
+    code, said = generate(config, calm, "--generate.ordered=true", "--generate.logprobs=true")
     assert code == 0
     assert f"{ROWS * SAMPLES} are there from before" in said
     assert "starting" not in said  # nothing is left to do, so no engine is needed
@@ -155,4 +184,23 @@ def test_engines_that_cannot_start_end_the_job_with_their_reason(config: Path, t
     code, said = generate(config, tmp_path / "job", TWO, "--vllm.cpu_kvcache_gib=0.0000001")
     assert code == 2, said
     assert "Traceback" not in said
-    assert re.search(r"engine \d on \S+ is lost: it did not start: .*KV cache", said), said
+    assert re.search(r"engine \d on \S+ is lost: it did not start: .*memory for the cache blocks", said), said
+
+
+def test_what_a_training_run_has_left_answers_as_its_checkpoint_does(config: Path, tmp_path: Path) -> None:
+    """A run of one step has a final model and a checkpoint, which is made into a model without its ranks."""
+    trained = workspace(tmp_path)
+    run_dir = tmp_path / "run"
+    small = ("--algo.kl.init_coef=0", "--eval.dataset=", "--train.max_steps=1", "--algo.advantage.estimator=reinforce")
+    code, said = train(trained, run_dir, *small, warm=True)
+    assert code == 0, said
+    (checkpoint,) = (run_dir / "checkpoints").glob("step_*")
+    rows = ("--generate.max_samples=20", "--rollout.temperature=0")
+    for source, name in ((run_dir, "of_run"), (checkpoint, "of_checkpoint")):
+        code, said = generate(config, tmp_path / name, *rows, f"--generate.model_name_or_path={source}")
+        assert code == 0, said
+    assert f"making a model of {checkpoint}" in said
+    assert_whole(tmp_path / "of_run" / "output.jsonl", 20)
+    answered = answers(tmp_path / "of_run" / "output.jsonl")
+    assert answered == answers(tmp_path / "of_checkpoint" / "output.jsonl")
+    assert all(answered[row, 0][0] == answered[row, 1][0] for row in range(20))  # greedy
