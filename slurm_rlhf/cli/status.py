@@ -182,10 +182,12 @@ def run_lines(found: Found, run_status: RunStatus | None, now: float) -> list[st
         return lines
     reward = "" if run_status.reward is None else f", reward {run_status.reward:.4g}"
     lines.append(_row("step", f"{run_status.step}/{run_status.total}{reward}"))
+    running = run_status.status == "running" and not _cut_off(found, run_status)
+    if running and run_status.starting:  # the pace is that of an earlier start
+        return [*lines, _row("starting", f"{run_status.starting} ({duration(run_status.starting_s)} ago)")]
     if run_status.step_s is not None and run_status.age_s is not None:
         pace = f"{run_status.step_s:.3g} s" if run_status.step_s < 60 else duration(run_status.step_s)
         lines.append(_row("pace", f"{pace} a step, the last one {duration(run_status.age_s)} ago"))
-    running = run_status.status == "running" and not _cut_off(found, run_status)
     if running and run_status.left_s is not None:
         end = datetime.fromtimestamp(now + run_status.left_s)
         lines.append(_row("left", f"{duration(run_status.left_s)}, until {end:%a %H:%M}{_too_late(found.job, end)}"))

@@ -159,9 +159,10 @@ COMMANDS = {
     "sft": Command(
         SFT_USAGE,
         "Trains actor.model_name_or_path on the examples in sft.dataset (data.input_key, data.output_key) and writes a "
-        "Hugging Face model with its tokenizer to sft.output_dir. Runs in one process; use torchrun to start several.",
+        "Hugging Face model with its tokenizer to sft.output_dir. Metrics and a log are in <sft.output_dir>.run, with "
+        "the checkpoint from which it goes on when started again. Runs in one process; torchrun starts several.",
         sft,
-        keys=["sft", "data", "actor", "ds", "train", "timeout"],
+        keys=["sft", "resume", "data", "actor", "ds", "train", "timeout"],
     ),
     "submit": Command(
         SUBMIT_USAGE,

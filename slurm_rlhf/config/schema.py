@@ -234,6 +234,8 @@ class Sft:
     """Passes over the data."""
     max_steps: Annotated[int, NOT_NEGATIVE] = 0
     """Stop after this many optimizer steps; 0: when the epochs are over."""
+    save_steps: Annotated[int, NOT_NEGATIVE] = 100
+    """Steps between two checkpoints in <sft.output_dir>.run, from which resume = auto goes on; 0: none."""
 
 
 @dataclass(slots=True)

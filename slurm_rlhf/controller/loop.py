@@ -55,14 +55,14 @@ class TrainingLoop:
         self.checkpoints.count_wall()
 
     def _begin(self) -> None:
-        """Give the engines their first weights; with vllm.sync_mode = inflight, evaluate before training."""
+        """Give the engines their first weights; inflight and colocated, evaluate before training."""
         self.step.sync(self.state.policy_version)
         for note in self.gpus.started() if self.gpus else ():
             self.reporting.note(note)
         self.reporting.best = self.checkpoints.best
-        if self.step.config.vllm.sync_mode == "inflight":
-            # Later it would have to wait until the groups that are sampled ahead are finished, the longest included,
-            # and the first update would find the engines empty.
+        if self.step.config.vllm.sync_mode == "inflight" or self.step.colocation is not None:
+            # Inflight it would have to wait until the groups that are sampled ahead are finished, the longest included,
+            # and the first update would find the engines empty. Colocated it would need a turn within a step.
             with self.step.stop.droppable():
                 self._evaluate_before()
         self.step.phases.take()  # what start-up took belongs to no step
@@ -149,8 +149,8 @@ class TrainingLoop:
     def _evaluate_before(self) -> None:
         """Evaluate before the first update of the run, unless that is done.
 
-        The self-check has seen the first batch by then, but for inflight: what is wrong with the engines is told as
-        such, and not after the time of an evaluation.
+        The self-check has seen the first batch by then, but inflight and colocated: what is wrong with the engines is
+        told as such, and not after the time of an evaluation.
         """
         if self.state.eval_before is None and self.evaluation:
             with self.step.phases("eval"), self.step.batches.alone():

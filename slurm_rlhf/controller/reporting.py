@@ -39,6 +39,7 @@ class Reporting:
         self._total = 0
         self._lead_s = config.slurm.signal_lead_s
         self._warned = False
+        self._starting = False
         self.self_check: dict[str, float] = {}
         """What the self-check of this start found; `SelfCheck` fills it in."""
         self.moved = False
@@ -54,12 +55,15 @@ class Reporting:
         """Write a line for the user, and into the log; a warning is an event, too."""
         log.info("%s", text)
         self._progress.note(text)
+        if self._starting:
+            self._write("running", starting=text)  # for `slurm-rlhf status`
         if kind := events.kind_of_note(text):
             self.recorder.event(kind, text)
 
     def begin(self, state: RunState, total: int, checkpoint: Path | None) -> None:
         """Tell that a run of `total` steps starts, or goes on from `checkpoint` at `state`."""
         self._state, self._total = state, total
+        self._starting = True
         # Lines behind the checkpoint are of steps that are about to be done again.
         if checkpoint is None:
             self._put_aside()
@@ -70,7 +74,6 @@ class Reporting:
             again = f", {dropped} later steps are done again" if dropped else ""
             self.note(f"resuming from {checkpoint} at step {state.step}/{total}{again}")
         self.note(f"run directory {self._directory.root}, {total} steps")
-        self._write("running")
 
     def _put_aside(self) -> None:
         """Keep the metrics of an earlier start that has left no checkpoint to go on from."""
@@ -90,6 +93,8 @@ class Reporting:
     def stepping(self) -> None:
         """Tell that start-up is over."""
         assert self._state is not None
+        self._starting = False
+        self._write("running")
         self._progress.begin(self._state.step, self._total)
         self.recorder.stepping()
 
@@ -204,11 +209,12 @@ class Reporting:
         return {**self.best.to_json(), "checkpoint": str(place.relative_to(self._directory.root))}
 
     def _end(self) -> None:
+        self._starting = False
         self._progress.end()
         if self._events is not None:
             self._events.close()
 
-    def _write(self, status: str, error: str = "") -> None:
+    def _write(self, status: str, error: str = "", starting: str = "") -> None:
         state = self._state
         assert state is not None
         Summary(
@@ -226,6 +232,7 @@ class Reporting:
             seed=state.seed,
             self_check=self.self_check,
             error=error,
+            starting=starting,
             gpus=self.gpus.summary() if self.gpus else None,
             best=self._best_checkpoint(),
         ).write(self._directory.summary)

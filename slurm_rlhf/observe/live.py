@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from slurm_rlhf.config.schema import Logger
-from slurm_rlhf.observe.progress import EVERY, Cell, Clock, PlainProgress, Progress, duration, header, row
+from slurm_rlhf.observe.progress import Cell, Clock, Headers, PlainProgress, Progress, duration, row
 
 _REFRESH_HZ = 2
 _BAR = 32  # columns
@@ -26,7 +26,7 @@ class LiveProgress(Progress):
         self._console = console or Console(highlight=False)
         self._clock = Clock()
         self._live: Live | None = None
-        self._rows = 0
+        self._headers = Headers()
         self._done = self._total = 0
         self._phase = ""
         self._phase_began = 0.0
@@ -48,9 +48,8 @@ class LiveProgress(Progress):
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         self._clock.tick()
         self._done, self._total = step, total
-        if self._rows % EVERY == 0:
-            self._print(Text(header(), style="underline dim"))
-        self._rows += 1
+        if names := self._headers.before(metrics):
+            self._print(Text(names, style="underline dim"))
         self._print(_styled(row(step, total, metrics, duration(self._clock.remaining(total - step)))))
         if "eval" in metrics:
             self._print(Text(f"{'':9} evaluation {metrics['eval']:.4f}", style="bold magenta"))

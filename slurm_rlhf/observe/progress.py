@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -39,7 +40,7 @@ class PlainProgress(Progress):
 
     def __init__(self) -> None:
         self._clock = Clock()
-        self._rows = 0
+        self._headers = Headers()
 
     def begin(self, done: int, total: int) -> None:
         self._clock.tick()
@@ -49,9 +50,8 @@ class PlainProgress(Progress):
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         self._clock.tick()
-        if self._rows % EVERY == 0:
-            print(header())
-        self._rows += 1
+        if names := self._headers.before(metrics):
+            print(names)
         print(line(row(step, total, metrics, duration(self._clock.remaining(total - step)))))
         if "eval" in metrics:
             print(f"{'':9} evaluation {metrics['eval']:.4f}")
@@ -63,6 +63,9 @@ PHASES = ("rollout", "reward", "forward", "update", "sync")
 
 EVERY = 20
 """Rows from one header to the next."""
+
+SCORES = "accuracy"
+"""Metric whose column is there only if the reward function gives scores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ def row(step: int, total: int, metrics: dict[str, float], remaining: str) -> lis
         Cell(f"{step}/{total}".rjust(9), "bold"),
         Cell(_fixed(metrics.get("reward"), 7, 3), "bold green"),
         Cell(_fixed(metrics.get("kl"), 7, 4), ""),
-        Cell(_fixed(metrics.get("accuracy"), 5, 3), "green"),
+        *([Cell(_fixed(metrics[SCORES], 5, 3), "green")] if SCORES in metrics else []),
         Cell(_count(metrics.get("perf/tokens_per_s"), 6), ""),
         Cell(_fixed(seconds, 6, 2), "bold"),
     ]
@@ -89,11 +92,28 @@ def row(step: int, total: int, metrics: dict[str, float], remaining: str) -> lis
     return cells
 
 
-def header() -> str:
-    """Return the names over the columns of `row`."""
-    names = [("step", 9), ("reward", 7), ("kl", 7), ("acc", 5), ("tok/s", 6), ("sec", 6)]
+def header(metrics: Mapping[str, float]) -> str:
+    """Return the names over the columns of a `row` with these metrics."""
+    scores = [("acc", 5)] if SCORES in metrics else []
+    names = [("step", 9), ("reward", 7), ("kl", 7), *scores, ("tok/s", 6), ("sec", 6)]
     names += [*((name, max(5, len(name))) for name in PHASES), ("other", 5), ("eta", 7)]
     return " ".join(name.rjust(width) for name, width in names)
+
+
+class Headers:
+    """Says before which rows a header stands: the first one, every twentieth, and where the columns change."""
+
+    def __init__(self) -> None:
+        self._rows = 0  # since the last header
+        self._shown = ""
+
+    def before(self, metrics: Mapping[str, float]) -> str:
+        """Count a row, and return the header that belongs above it; empty: none."""
+        names = header(metrics)
+        due = names != self._shown or self._rows == EVERY
+        self._rows = 1 if due else self._rows + 1
+        self._shown = names
+        return names if due else ""
 
 
 def line(cells: list[Cell]) -> str:

@@ -32,6 +32,7 @@ class Summary:
     seed: int
     self_check: dict[str, float] = field(default_factory=dict)  # check -> figure, of the last start
     error: str = ""
+    starting: str = ""  # what the start-up said last; not written once the steps have begun
     gpus: dict[str, Any] | None = None  # `GpuAccount.summary` of the controller; without GPUs not written
     best: dict[str, Any] | None = None  # metric, value, step, checkpoint (ckpt.best_metric); without not written
 
@@ -44,8 +45,8 @@ class Summary:
     def write(self, path: Path) -> None:
         """Replace `path` atomically: readers always find a whole file, after a crash of the node too."""
         content = asdict(self)
-        for name in ("gpus", "best"):
-            if content[name] is None:
+        for name in ("gpus", "best", "starting"):
+            if not content[name]:
                 del content[name]
         content |= {name: finite(value) for name, value in content.items() if isinstance(value, float)}
         content["self_check"] = {name: finite(value) for name, value in self.self_check.items()}
@@ -67,6 +68,8 @@ class RunStatus:
     step_s: float | None  # mean of the last steps
     age_s: float | None  # since the last step
     error: str
+    starting: str = ""  # what a run that does no steps yet said last
+    starting_s: float = 0.0  # since it said so
 
     @property
     def left_s(self) -> float | None:
@@ -88,6 +91,8 @@ def read_run_status(metrics: Path, summary: Path) -> RunStatus:
         step_s=sum(seconds) / len(seconds) if seconds else None,
         age_s=max(0.0, time.time() - metrics.stat().st_mtime) if rows else None,
         error=str(ended.get("error", "")),
+        starting=str(ended.get("starting", "")),
+        starting_s=max(0.0, time.time() - summary.stat().st_mtime) if ended.get("starting") else 0.0,
     )
 
 

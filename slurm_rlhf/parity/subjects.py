@@ -71,7 +71,7 @@ def model(name: str, max_len: int) -> Subject:
         try:
             directory = _from_hub(name)
         except ModelError as error:
-            return Subject(name, failed=str(error))
+            return Subject(name, failed=str(error).removeprefix(f"{name}: "))
     else:
         raise ConfigError(
             f"{name}: no such directory, and no name of a model on the Hugging Face hub (OWNER/NAME): give one of them"

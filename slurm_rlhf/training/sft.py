@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from slurm_rlhf.records import Experience
 from slurm_rlhf.training.batch import collate
 from slurm_rlhf.training.deepspeed_engine import Schedule
 from slurm_rlhf.training.distributed import World, join_world
+from slurm_rlhf.training.sft_record import ROLE, SftRecord
 from slurm_rlhf.training.trainers import LanguageModelTrainer
 
 PROGRESS_LINES = 40  # about so many
@@ -81,7 +83,8 @@ def run(config: Config) -> None:
     """Train actor.model_name_or_path on sft.dataset and write the result to sft.output_dir.
 
     One process, or as many ranks as torchrun started. Betas, clipping, weight decay and warm-up are the actor's.
-    Raises ConfigError, DataError, ModelError, RunError; sft.output_dir exists only after success.
+    Beside it, in <sft.output_dir>.run, are metrics and a log, and while it trains the checkpoint to go on from.
+    Raises ConfigError, DataError, ModelError, CheckpointError, RunError; sft.output_dir exists only after success.
     """
     out = Path(config.sft.output_dir)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -93,29 +96,33 @@ def run(config: Config) -> None:
     tokenizer = Tokenizer.load(config.actor.model_name_or_path)
     examples = load_examples(Path(config.sft.dataset), tokenizer, config.data)
     world = join_world(config.timeout.collective)
-    order = _order(config, len(examples.experience), world)
+    order = _order(config, examples, world)
     steps = min(order.total, config.sft.max_steps or order.total)
-    _say(world, f"{len(examples.experience)} examples, {examples.dropped} dropped as too long, {steps} steps")
+    record = SftRecord(config, world)
+    checkpoint, state = record.begin(steps)
+    if checkpoint:
+        order.load_state_dict(state["order"])
+    record.say(f"{len(examples.experience)} examples, {examples.dropped} dropped as too long, {steps} steps")
     trainer = SftTrainer(config, steps)
-    _train(trainer, examples.experience, order, steps)
+    if checkpoint:
+        trainer.load(checkpoint / ROLE)
+        record.say(f"resuming from {checkpoint} at step {state['step']}/{steps}")
+    _train(trainer, examples.experience, order, record, state.get("step", 0), steps)
     trainer.export_hf(out)
-    _say(world, f"wrote {out}")
+    record.finished()
+    record.say(f"wrote {out}")
 
 
-def _say(world: World, text: str) -> None:
-    if world.rank == 0:
-        print(f"sft: {text}", flush=True)
-
-
-def _order(config: Config, examples: int, world: World) -> PromptOrder:
+def _order(config: Config, examples: Examples, world: World) -> PromptOrder:
     batch = config.sft.batch_size
     if batch % world.size:
         raise ConfigError(f"sft.batch_size = {batch} does not divide over {world.size} ranks: use a multiple of it")
-    if examples < batch:
-        raise DataError(
-            f"{config.sft.dataset}: {examples} usable examples, fewer than sft.batch_size = {batch}: lower it"
-        )
-    return PromptOrder(examples, batch, config.sft.max_epochs, config.train.seed, config.data.shuffle)
+    count = len(examples.experience)
+    if count < batch:
+        raise DataError(f"{config.sft.dataset}: {count} usable examples, fewer than sft.batch_size = {batch}: lower it")
+    tokens = examples.experience.token_ids
+    fingerprint = hashlib.sha256(tokens.tobytes() + examples.experience.response_lens.tobytes()).hexdigest()
+    return PromptOrder(count, batch, config.sft.max_epochs, config.train.seed, config.data.shuffle, fingerprint)
 
 
 class SftTrainer(LanguageModelTrainer):
@@ -132,23 +139,29 @@ class SftTrainer(LanguageModelTrainer):
         return total / denominator, {"loss": total.detach()}
 
 
-def _train(trainer: SftTrainer, examples: Experience, order: PromptOrder, steps: int) -> None:
+def _train(
+    trainer: SftTrainer, examples: Experience, order: PromptOrder, record: SftRecord, done: int, steps: int
+) -> None:
     start = time.monotonic()
-    world, max_tokens = trainer.world, trainer.config.train.max_tokens_per_gpu
-    for step in range(1, steps + 1):
+    world, config = trainer.world, trainer.config
+    for step in range(done + 1, steps + 1):
+        began = time.monotonic()
         batch = examples.select(order.next() or [])
         tokens = float(batch.response_lens.sum())
         lengths = batch.lengths.tolist()
-        micro = micro_batches(split_ranks(lengths, world.size), lengths, max_tokens)[world.rank]
+        micro = micro_batches(split_ranks(lengths, world.size), lengths, config.train.max_tokens_per_gpu)[world.rank]
         metrics = trainer.train_step(batch, micro, tokens)
+        loss = _sum_over_ranks(metrics["loss"], world) / tokens
+        grad_norm, seconds = metrics.get("grad_norm", math.nan), time.monotonic() - began
+        told = {"loss": loss, "lr": metrics["lr"], "grad_norm": grad_norm, "tokens": tokens}
+        record.step(step, {**told, "time/step": seconds, "perf/tokens_per_s": float(batch.lengths.sum()) / seconds})
         if step % math.ceil(steps / PROGRESS_LINES) == 0 or step in (1, steps):
-            loss = _sum_over_ranks(metrics["loss"], world) / tokens
-            _say(
-                world,
-                f"step {step}/{steps} loss {loss:.4f} lr {metrics['lr']:.2e} "
-                f"grad_norm {metrics.get('grad_norm', math.inf):.3f} "
-                f"{time.monotonic() - start:.1f} s",
+            record.say(
+                f"step {step}/{steps} loss {loss:.4f} lr {metrics['lr']:.2e} grad_norm {grad_norm:.3f} "
+                f"{time.monotonic() - start:.1f} s"
             )
+        if config.sft.save_steps and step % config.sft.save_steps == 0 and step < steps:
+            record.save(step, steps, order.state_dict(), trainer.save)
 
 
 def _sum_over_ranks(value: float, world: World) -> float:

@@ -80,6 +80,24 @@ def test_a_run_that_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) ->
     assert bench.calls == ["scontrol show job -o 12"] * 2  # one call of the controller a question
 
 
+def test_a_run_that_starts_says_what_it_does(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.says("RUNNING")
+    for steps in (0, 4):  # 4: resumed; the pace of the start before says nothing of this one
+        bench.wrote("running", steps)
+        summary = bench.run_dir / "summary.json"
+        said = {"starting": "loading actor, critic; starting 2 engines"}
+        summary.write_text(json.dumps(json.loads(summary.read_text()) | said))
+        out = shown(bench.run_dir, capsys)
+        assert f"step        {steps}/10" in out
+        assert "starting    loading actor, critic; starting 2 engines (0:0" in out
+        assert "pace  " not in out
+        assert "left  " not in out
+    bench.says("NODE_FAIL")
+    out = shown(bench.run_dir, capsys)
+    assert "it was cut off in the middle" in out
+    assert "starting    " not in out
+
+
 def test_a_pending_job_says_why(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.says("PENDING", "BeginTime")
     bench.wrote("stopped", 4)

@@ -17,6 +17,7 @@ from slurm_rlhf.controller.startup import Inputs
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.launch.launcher import LocalLauncher
+from slurm_rlhf.observe.run_status import read_run_status
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Topology
@@ -90,6 +91,37 @@ def test_a_stop_before_the_first_step_says_that_nothing_is_saved(
         reporting.begin(RunState(seed=0, step=step), 9, None)
         reporting.stopped("Ctrl-C")
         assert f"stopped by Ctrl-C; {told}" in capsys.readouterr().out
+
+
+def test_the_summary_says_how_far_a_start_is_until_the_steps_begin(tmp_path: Path) -> None:
+    summary = tmp_path / "summary.json"
+    reporting = plain_reporting(tmp_path)
+    reporting.note("before there is a run")
+    assert not summary.exists()
+    reporting.begin(RunState(seed=0), 9, None)
+    assert json.loads(summary.read_text())["starting"] == f"run directory {tmp_path}, 9 steps"
+    reporting.note("loading actor; starting 2 engines")
+    found = read_run_status(tmp_path / "metrics.jsonl", summary)
+    assert (found.status, found.total, found.starting) == ("running", 9, "loading actor; starting 2 engines")
+    assert 0 <= found.starting_s < 300
+    reporting.stepping()
+    reporting.note("warning: something")
+    assert "starting" not in json.loads(summary.read_text())
+    assert read_run_status(tmp_path / "metrics.jsonl", summary).starting == ""
+
+
+@pytest.mark.parametrize("end", ["stopped", "failed"])
+def test_a_start_that_ends_is_no_start_any_more(tmp_path: Path, end: str) -> None:
+    reporting = plain_reporting(tmp_path)
+    reporting.begin(RunState(seed=0), 9, None)
+    if end == "stopped":
+        reporting.stopped("Ctrl-C")
+    else:
+        reporting.failed(ConfigError("x"))
+        reporting.note("said later")
+    written = json.loads((tmp_path / "summary.json").read_text())
+    assert written["status"] == end
+    assert "starting" not in written
 
 
 def test_a_hang_that_is_restarted_goes_on_from_the_newest_checkpoint_and_ends_with_1(

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "preflight": BASE | {"placement", "cluster", "launch", "weight_sync"},
     "generation": ALL - {"workers", "training", "bench", "cli", "api", "parity"},
     "rollout": BASE | {"observe", "placement"},
-    "training": BASE | {"observe", "algorithms", "data", "placement"},
+    "training": BASE | {"observe", "algorithms", "data", "placement", "checkpoint"},
     "weight_sync": BASE | {"observe", "cluster"},
     "checkpoint": BASE | {"observe"},
     "observe": BASE,

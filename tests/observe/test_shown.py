@@ -29,7 +29,7 @@ METRICS = {
 
 def test_a_row_holds_the_numbers_under_their_names():
     shown = line(row(12, 120, METRICS, "3:20"))
-    names = header()
+    names = header(METRICS)
     assert len(names) == len(shown) <= 100
     under = {name: shown[: names.index(f" {name}") + len(name) + 1].split()[-1] for name in names.split()}
     assert under == {
@@ -55,6 +55,18 @@ def test_extreme_numbers_keep_their_columns_and_missing_ones_stop_nothing():
     assert " 12345.7 " in big
     assert len(big) <= 100
     assert set(line(row(1, 2, {}, "-")).split()) == {"1/2", "-"}
+
+
+def test_a_column_of_scores_is_there_if_there_are_scores(capsys):
+    without = {name: value for name, value in METRICS.items() if name != "accuracy"}
+    progress = PlainProgress()
+    progress.begin(0, 5)
+    for step, metrics in enumerate([without, without, METRICS, METRICS, without], start=1):
+        progress.step(step, 5, metrics)
+    lines = [text.split() for text in capsys.readouterr().out.splitlines()]
+    assert [number for number, words in enumerate(lines) if words[0] == "step"] == [0, 3, 6]
+    assert ["acc" in lines[number] for number in (0, 3, 6)] == [False, True, False]
+    assert {len(words) for words in lines[:3]} == {len(lines[0])}
 
 
 def test_remaining_time(monkeypatch):
@@ -83,7 +95,7 @@ def test_plain_lines_are_a_table_with_a_header_now_and_then(capsys):
     progress.end()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "run directory runs/x, 45 steps"
-    assert [number for number, text in enumerate(lines) if text == header()] == [1, 22, 43]
+    assert [number for number, text in enumerate(lines) if text == header(METRICS)] == [1, 22, 43]
     assert lines[2].startswith("     1/45   0.512  0.0123 0.750   2210   3.00    1.20")
     assert lines[-1] == "          evaluation 0.8125"
     assert max(map(len, lines)) <= 100
@@ -126,7 +138,7 @@ def test_a_terminal_gets_rows_over_a_bar():
     assert process.wait() == 0, raw.decode()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw.decode())
     assert "run directory runs/x [not/markup], 30 steps" in text
-    assert text.count(header()) == 1
+    assert text.count(header(METRICS)) == 1
     rows = [text.index(f"    {step}/30   0.512  0.0123 0.750   2210   3.00") for step in (1, 2, 3)]
     assert rows == sorted(rows)
     assert "━━━━━" in text

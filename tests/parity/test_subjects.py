@@ -45,7 +45,7 @@ def test_a_model_of_the_hub_is_found_in_the_cache(tmp_path: Path, monkeypatch: p
     assert (subject.directory, subject.failed) == (str(stored / "snapshots" / "1234"), "")
     assert subject.architecture == "Qwen2ForCausalLM"
     other = model("me/other", 320)
-    assert other.failed.startswith("me/other: no such directory, and the Hugging Face hub did not give")
+    assert other.failed.startswith("no such directory, and the Hugging Face hub did not give")
     assert "hf download me/other --local-dir DIR" in other.failed
 
 

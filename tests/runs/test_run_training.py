@@ -347,8 +347,8 @@ def test_on_shared_slots_one_after_the_other_computes(colocated: tuple[Path, lis
     learn = [{"actor.logprobs"}, {"critic.values"}, *[{"actor.train_step"}, {"critic.train_step"}] * 4]
     start = [{"rollout.start"}, {"rollout.sleep"}, {"actor.start", "critic.start"}]
     evaluate, step = turn, [*turn, *learn]
-    first = [*first_turn, *learn[:2], {"actor.self_check"}, *evaluate, *learn[2:]]
-    stages = [*start, *first, *step, *evaluate, {"actor.save", "critic.save"}, {"actor.export"}]
+    first = [*turn, *learn[:2], {"actor.self_check"}, *learn[2:]]
+    stages = [*start, *first_turn, *first, *step, *evaluate, {"actor.save", "critic.save"}, {"actor.export"}]
     left = iter(call for call in done if call.method != "shutdown")
     before = 0
     for stage in stages:

@@ -13,7 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny_models import make_tiny
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import CheckpointError
+from slurm_rlhf.training.distributed import World
+from slurm_rlhf.training.sft_record import SftRecord
 
 pytestmark = pytest.mark.slow
 
@@ -59,6 +65,10 @@ def run(command: list[str], cwd: Path, extra: dict[str, str]) -> subprocess.Comp
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
+    return make_job(tmp_path)
+
+
+def make_job(tmp_path: Path) -> Path:
     # What an installation puts on the PATH.
     (tmp_path / "slurm-rlhf").write_text("import sys\nfrom slurm_rlhf.cli.main import main\nsys.exit(main())\n")
     make_tiny(tmp_path / "model")
@@ -83,19 +93,75 @@ def losses(output: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+)/40 loss (\S+)", output)}
 
 
-@pytest.mark.timeout(280)
-def test_sft_learns_and_its_model_loads_everywhere(job: Path) -> None:
-    from transformers import AutoModelForCausalLM
+def metrics(record: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (record / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows]
 
+
+def test_metrics_of_a_start_without_a_checkpoint_are_put_aside(tmp_path: Path) -> None:
+    config, world = Config(), World(0, 1, torch.device("cpu"))
+    config.sft.output_dir = str(tmp_path / "out")
+    for start in range(3):
+        record = SftRecord(config, world)
+        assert record.begin(9) == (None, {})
+        record.step(1, {"loss": float(start)})
+    names = ["config.toml", "metrics.1.jsonl", "metrics.2.jsonl", "metrics.jsonl"]
+    assert sorted(path.name for path in (tmp_path / "out.run").iterdir()) == names
+    assert [row["loss"] for row in metrics(tmp_path / "out.run")] == [2.0]
+
+
+def test_a_checkpoint_is_of_one_number_of_steps(tmp_path: Path) -> None:
+    config, world = Config(), World(0, 1, torch.device("cpu"))
+    config.sft.output_dir = str(tmp_path / "out")
+    record = SftRecord(config, world)
+    record.begin(9)
+    for step in (1, 2, 3, 4):
+        record.step(step, {"loss": 0.5})
+        if step < 4:
+            record.save(step, 9, {"taken": step}, lambda directory: (directory / "weights").write_bytes(b"w") and None)
+    checkpoint, state = SftRecord(config, world).begin(9)
+    assert checkpoint is not None
+    assert (checkpoint.name, state["step"], state["order"]) == ("step_000003", 3, {"taken": 3})
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["step_000003"]
+    assert len(metrics(tmp_path / "out.run")) == 3, "the step behind the checkpoint is done again"
+    with pytest.raises(CheckpointError, match=r"of a training of 9 steps, and this one has 8.*--resume=never"):
+        SftRecord(config, world).begin(8)
+    config.resume = "never"
+    assert SftRecord(config, world).begin(8) == (None, {})
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The directory of a job that one process has done, and what it printed."""
+    job = make_job(tmp_path_factory.mktemp("sft"))
     result = run_sft(["job.toml"], [], job)
     assert result.returncode == 0, result.stderr
-    assert "100 examples, 1 dropped as too long, 40 steps" in result.stdout
-    alone = losses(result.stdout)
+    assert "DeepSpeed" not in result.stdout + result.stderr
+    return job, result.stdout
+
+
+@pytest.mark.timeout(200)
+def test_metrics_and_log_are_beside_the_model(trained: tuple[Path, str]) -> None:
+    job, printed = trained
+    assert "100 examples, 1 dropped as too long, 40 steps" in printed
+    alone = losses(printed)
     assert sorted(alone) == list(range(1, 41))
     assert alone[40] < 0.6 * alone[1]
-    assert "DeepSpeed" not in result.stdout + result.stderr
-    assert sorted(path.name for path in job.iterdir()) == ["job.toml", "model", "out", "slurm-rlhf", "sums.jsonl"]
+    left = ["job.toml", "model", "out", "out.run", "slurm-rlhf", "sums.jsonl"]
+    assert sorted(path.name for path in job.iterdir()) == left
+    assert sorted(path.name for path in (job / "out.run").iterdir()) == ["config.toml", "metrics.jsonl", "sft.log"]
+    assert losses((job / "out.run" / "sft.log").read_text()) == alone
+    measured = metrics(job / "out.run")
+    assert [row["step"] for row in measured] == list(range(1, 41))
+    assert {step: round(row["loss"], 4) for step, row in enumerate(measured, start=1)} == alone
+    assert all(row["lr"] > 0 and row["grad_norm"] > 0 and row["tokens"] > 20 for row in measured)
 
+
+@pytest.mark.timeout(280)
+def test_two_ranks_learn_the_same_and_the_model_loads_everywhere(trained: tuple[Path, str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    job, alone = trained[0], losses(trained[1])
     ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     both = run_sft(["job.toml", "--sft.output_dir=both"], ranks, job)
     assert both.returncode == 0, both.stderr
@@ -112,6 +178,31 @@ def test_sft_learns_and_its_model_loads_everywhere(job: Path) -> None:
             logprobs = model(torch.tensor([prompt + response])).logits[0].log_softmax(-1)
         ours = [float(logprobs[len(prompt) - 1 + place, token]) for place, token in enumerate(response)]
         assert ours == pytest.approx(told, abs=1e-5)
+
+
+@pytest.mark.timeout(280)
+def test_a_training_that_was_killed_goes_on_with_the_same_numbers(trained: tuple[Path, str]) -> None:
+    job, measured = trained[0], metrics(trained[0] / "out.run")
+    words = ["job.toml", "--sft.output_dir=again", "--sft.save_steps=8"]
+    command = [sys.executable, str(job / "slurm-rlhf"), "sft", *words]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    first = subprocess.Popen(command, cwd=job, env=environment, stdout=subprocess.PIPE, text=True)
+    assert first.stdout is not None
+    for line in first.stdout:
+        if line.startswith("sft: step 19/40"):
+            first.kill()
+    assert first.wait(timeout=60) == -signal.SIGKILL
+    assert not (job / "again").exists()
+    assert [path.name for path in (job / "again.run" / "checkpoints").glob("step_*[0-9]")] == ["step_000016"]
+
+    resumed = run_sft(words, [], job)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "step_000016 at step 16/40" in resumed.stdout
+    assert min(losses(resumed.stdout)) == 17
+    assert metrics(job / "again.run") == measured
+    assert not (job / "again.run" / "checkpoints").exists()
+    weights = [load_file(job / name / "model.safetensors") for name in ("out", "again")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 @pytest.mark.timeout(120)
