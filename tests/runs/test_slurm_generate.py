@@ -13,7 +13,7 @@ from generation_runs import COMMAND, assert_whole, generation_workspace, lines_o
 from slurm_cluster import CHECKOUT, OVER, Cluster
 from training_runs import is_worker, summary
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
 
 ROWS = 240
 START_S = 200  # until the first lines of several engines on a busy machine
