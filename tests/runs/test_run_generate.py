@@ -167,6 +167,56 @@ def test_a_full_disk_and_dead_engines_cost_no_row(config: Path, calm: Path, smal
     assert answers(output) == answers(calm / "output.jsonl")
 
 
+def wait_for_both(job: Run, output: Path) -> None:
+    """Until both engines have answered."""
+    while not {0, 1} <= {line["engine"] for line in lines_of(output)}:
+        assert job.process.poll() is None, job.wait(1)
+        time.sleep(0.02)
+
+
+def test_the_rows_of_an_engine_that_hangs_are_answered_by_the_other(config: Path, calm: Path, tmp_path: Path) -> None:
+    """One of two engines is stopped with rows in flight: it is given up after timeout.heartbeat, and not before."""
+    run_dir, limit_s = tmp_path / "job", 4
+    output = run_dir / "output.jsonl"
+    slow = ("--vllm.max_num_seqs=2", f"--timeout.heartbeat={limit_s}")  # so that the other is not done before
+    with started(config, run_dir, TWO, *slow, command=COMMAND, warm=True) as job:
+        wait_for_both(job, output)
+        stopped = job.workers("rollout")[0]
+        os.kill(stopped, signal.SIGSTOP)
+        begun = time.monotonic()
+        job.wait_for_log("is lost", limit_s + 10)
+        assert time.monotonic() - begun > limit_s - 1  # of the interval
+        code, said = job.wait(100)
+        job.assert_gone(1)
+    assert code == 0, said
+    told = re.search(r"engine (\d) on \S+ is lost: rank (\d) on \S+ \(pid (\d+)\): it was not heard from for 4 s", said)
+    assert told, said
+    assert (told[1], int(told[3])) == (told[2], stopped)
+    assert re.search(r"its [1-9]\d* rows go to others; 1 of 2 engines are left", said)
+    assert_whole(output, ROWS)
+    assert answers(output) == answers(calm / "output.jsonl")
+
+
+@pytest.mark.full
+def test_late_answers_of_an_engine_that_was_stopped_are_not_written_again(
+    config: Path, calm: Path, tmp_path: Path
+) -> None:
+    """The other engine has nothing else to do and takes its rows; then it goes on, and answers them, too."""
+    run_dir = tmp_path / "job"
+    output = run_dir / "output.jsonl"
+    with started(config, run_dir, TWO, "--vllm.max_num_seqs=2", command=COMMAND, warm=True) as job:
+        wait_for_both(job, output)
+        stopped = job.workers("rollout")[0]
+        os.kill(stopped, signal.SIGSTOP)
+        wait_for_lines(job, output, (ROWS - 2) * SAMPLES)
+        os.kill(stopped, signal.SIGCONT)
+        code, said = job.wait(60)
+    assert code == 0, said
+    assert "is lost" not in said
+    assert_whole(output, ROWS)
+    assert answers(output) == answers(calm / "output.jsonl")
+
+
 def test_another_model_or_sampling_is_refused_and_nothing_is_overwritten(config: Path, calm: Path) -> None:
     kept = (calm / "output.jsonl").read_bytes()
     code, said = generate(config, calm, "--rollout.temperature=0.5", "--train.seed=1")

@@ -123,6 +123,26 @@ class Cluster:
             time.sleep(0.2)
         return time.monotonic() - start
 
+    def drain(self, *nodes: str) -> None:
+        """Take nodes out of service: what runs there goes on, and nothing new starts."""
+        self.run("scontrol", "update", f"NodeName={','.join(nodes)}", "State=DRAIN", "Reason=test")
+
+    def undrain(self, *nodes: str) -> None:
+        """Take drained nodes back into service."""
+        self.run("scontrol", "update", f"NodeName={','.join(nodes)}", "State=RESUME")
+
+    @contextmanager
+    def drained(self, *nodes: str) -> Iterator[None]:
+        """Drain nodes; after the block every drained node is back in service, those too that the block drained."""
+        try:
+            self.drain(*nodes)
+            yield
+        finally:
+            states = [line.split() for line in self.run("sinfo", "-h", "-N", "-o", "%N %T").splitlines()]
+            left = {node for node, state in states if state.startswith("drain")}
+            if left:
+                self.undrain(*left)
+
     def restart(self, node: str) -> None:
         """Start a crashed node again; its daemon is the last that comes up."""
         self.cluster("restart", node)
