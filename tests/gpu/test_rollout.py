@@ -36,6 +36,7 @@ from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling, Trajectory
 from slurm_rlhf.rollout.sleep import DeviceMemory
 from slurm_rlhf.rollout.vllm_settings import prepare_environment
 from slurm_rlhf.training import _torch
+from slurm_rlhf.training.distributed import device_bytes
 from slurm_rlhf.workers.engine_worker import own_devices
 from slurm_rlhf.workers.worker import RankInfo, Worker
 
@@ -217,10 +218,16 @@ def test_a_rank_says_what_its_gpu_holds(cuda: FakeCuda) -> None:
     assert said.used >= said.allocated >= held.numel()
     assert said.gpu
     assert said.attention == "FLASH_ATTN"
+    seen = attending().memory()
+    assert (seen.used, seen.total) == (said.used, said.total)
+    assert device_bytes(torch.device("cuda", 0)) == 100 * MIB
 
 
-def test_without_a_gpu_a_rank_says_nothing() -> None:
+def test_without_a_gpu_a_rank_says_nothing_of_one() -> None:
     assert attending().about() is None
+    seen = attending().memory()
+    assert (seen.used > 0, seen.total) == (True, 0)  # of the process
+    assert device_bytes(torch.device("cpu")) == 0
 
 
 def test_the_attention_kernel_is_that_of_the_first_pass(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

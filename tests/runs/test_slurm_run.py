@@ -24,8 +24,7 @@ WAIT_S = 150  # for the first steps of two runs on a busy machine
 
 @pytest.fixture(scope="module")
 def config(slurm: Cluster) -> Path:
-    (slurm.shared / "work").mkdir()
-    return workspace(slurm.shared / "work", REWARD)
+    return workspace(slurm.shared / "two_runs", REWARD)  # other files of tests share the cluster
 
 
 def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cluster, config: Path) -> None:

@@ -16,6 +16,8 @@ from slurm_rlhf.control.messages import Request
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.workers.worker import RankInfo, Worker
 
+CALLS = "about, add, add_later, fail, memory, shutdown, stacks"
+
 
 @dataclass(frozen=True, slots=True)
 class Sum:
@@ -76,7 +78,7 @@ def test_what_is_not_declared_or_of_another_type_is_refused_by_name(worker: Addi
     for method in ("hidden", "handle", "nothing"):
         [(kind, failure)] = Asked(worker, method, {}).answers
         assert kind == "error"
-        assert failure["message"] == f"adder has no call {method!r}; its calls: about, add, add_later, fail, shutdown"
+        assert failure["message"] == f"adder has no call {method!r}; its calls: {CALLS}"
     for args, wrong in (({}, "numbers is missing"), ({"numbers": [1], "more": 1}, "more is unknown")):
         [(_, failure)] = Asked(worker, "add", args).answers
         assert failure["type"] == "WireError"
