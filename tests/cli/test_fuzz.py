@@ -30,6 +30,8 @@ from slurm_rlhf.control.messages import Envelope, body, unpack
 from slurm_rlhf.data.prompts import read_jsonl
 from slurm_rlhf.errors import SlurmRlhfError
 
+pytestmark = pytest.mark.slow
+
 COUNTS = {"toml": 1500, "values": 800, "overrides": 1700, "jsonl": 2200, "nodes": 2200, "slurm": 800, "wire": 1500}
 LIMIT_S = 10.0
 """For one input; it takes a thousandth of that."""
