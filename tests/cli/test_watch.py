@@ -22,6 +22,8 @@ from slurm_rlhf.cli.status import watched
 from slurm_rlhf.cluster.processes import Session
 from slurm_rlhf.observe.run_status import Summary
 
+pytestmark = pytest.mark.slow
+
 SUMMARY = Summary("running", 0, 4, None, None, None, None, 1.0, 2.0, 0, {"actor": 1}, 1)
 
 

@@ -18,6 +18,8 @@ from slurm_rlhf.generation.merge import merge
 from slurm_rlhf.generation.output import MERGED, OUTPUT, Answer, OutputFile, line_of
 from slurm_rlhf.generation.shards import COUNT, ID, LAST, Shard, shard_here
 
+pytestmark = pytest.mark.slow
+
 
 def answer(row: int, sample: int = 0, text: str = "four") -> Answer:
     return Answer(row, sample, "2+2=", text, "stop", 4, 2, 1.0, 7, 0)

@@ -19,6 +19,8 @@ from slurm_rlhf.parity.stages import Task
 from slurm_rlhf.parity.subjects import Subject
 from slurm_rlhf.parity.verdicts import Line
 
+pytestmark = pytest.mark.slow
+
 
 def sample(task: Task, precision: str) -> None:
     """Do to the process what the name of the subject says."""

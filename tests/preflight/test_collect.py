@@ -17,6 +17,8 @@ from slurm_rlhf.preflight.collect import collect, held
 from slurm_rlhf.preflight.facts import UNKNOWN
 from slurm_rlhf.preflight.orders import Orders
 
+pytestmark = pytest.mark.slow
+
 WITHOUT_LOCKS = Path(__file__).parents[1] / "support" / "without_locks.py"
 
 
