@@ -26,6 +26,10 @@ from slurm_rlhf.rewards.values import Rewards
 IDS = np.array([3], dtype=np.int32)
 
 
+Row = tuple[int, int, int, int, int]
+"""Of a response in flight: engine, place, prompt, sample, version at its begin."""
+
+
 class Engines:
     """In place of `EngineHandle`: keeps requests open until the test finishes them. Calls come from any thread."""
 
@@ -33,9 +37,10 @@ class Engines:
         self.ready = list(range(count))
         self.world = count
         self.version = 0
-        self.open: list[tuple[int, int, int, int, int]] = []  # engine, place, prompt, sample, version at its begin
+        self.open: list[Row] = []
         self.seeds: dict[int, int] = {}  # place -> version that seeds it
         self._calls: dict[int, list[Future[GenerateAnswer]]] = {index: [] for index in range(count)}
+        self._landed: list[Row] = []  # what no call has fetched yet
         self._lock = threading.Lock()
 
     def call(self, engine: int, method: Any, batch: GenerateBatch | None = None) -> Future[GenerateAnswer]:
@@ -50,6 +55,7 @@ class Engines:
                 self.seeds[place] = batch.version
                 for sample in range(batch.sampling.n):
                     self.open.append((engine, place, prompt, sample, self.version))
+        self._answer()
         return future
 
     def places(self) -> list[int]:
@@ -62,7 +68,20 @@ class Engines:
         with self._lock:
             done = [row for row in self.open if row[1] in places]
             self.open = [row for row in self.open if row[1] not in places]
-            calls = [(self._calls[row[0]].pop(0), row) for row in done]
+            self._landed += done
+        self._answer()
+
+    def _answer(self) -> None:
+        """Hand what has landed to the calls that wait, one to each; the rest waits for calls, as in a real engine."""
+        with self._lock:
+            calls, rest = [], []
+            for row in self._landed:
+                waiting = self._calls[row[0]]
+                if waiting:
+                    calls.append((waiting.pop(0), row))
+                else:
+                    rest.append(row)
+            self._landed = rest
         for call, (engine, place, prompt, sample, version) in calls:
             trajectory = answer(prompt, sample, version, engine)
             call.set_result(GenerateAnswer([Sampled(place, trajectory)], EngineLoad(tokens=1, responses=1)))
@@ -70,6 +89,7 @@ class Engines:
     def _drop(self, engine: int) -> None:
         with self._lock:
             self.open = [row for row in self.open if row[0] != engine]
+            self._landed = [row for row in self._landed if row[0] != engine]
             calls, self._calls[engine] = self._calls[engine], []
         for call in calls:
             call.set_exception(RemoteError("told to drop its requests"))
