@@ -50,7 +50,11 @@ def cases(names=tuple(LAYOUTS)):
         st.lists(st.sampled_from("wxypq"), min_size=1, max_size=9).map(sorted),
     )
     return st.tuples(
-        shapes, given_nodes | any_nodes | st.just(SHARED), st.integers(0, 3), st.integers(64, 9000), st.sampled_from([64, 192, 4096])
+        shapes,
+        given_nodes | any_nodes | st.just(SHARED),
+        st.integers(0, 3),
+        st.integers(64, 9000),
+        st.sampled_from([64, 192, 4096]),
     )
 
 
