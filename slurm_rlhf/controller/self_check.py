@@ -19,6 +19,7 @@ from slurm_rlhf.algorithms.reward_scale import clip_warning
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import ActorCalls, ForwardBatch, SelfCheckAnswer
 from slurm_rlhf.control.server import RoleHandle, gather, send_shards
+from slurm_rlhf.controller.step_metrics import skip_warning
 from slurm_rlhf.controller.verdicts import (
     ALL_THE_SAME,
     FEW_NOT_FINITE,
@@ -116,7 +117,10 @@ class SelfCheck:
             self._insist(verdict)
 
     def after_update(self, step: int, metrics: dict[str, float]) -> None:
-        """Check the metrics of `Step.update`."""
+        """Check the metrics of `Step.update`; warn of skipped steps, whether the self-check is on or not."""
+        # In fp16 that is how the loss scale is found.
+        if self.config.ds.param_dtype != "fp16" and (skipped := skip_warning(metrics)):
+            self.note(f"warning: step {step}: {skipped}")
         if not self.config.train.self_check or "first_ratio" not in metrics:  # critic.freezing_steps
             return
         if self.config.algo.correction.bypass:
