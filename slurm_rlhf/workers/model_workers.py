@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from slurm_rlhf.training._torch import attention_kernel
 from slurm_rlhf.training.distributed import release_cache
 from slurm_rlhf.training.frozen_models import FrozenPolicy, RewardModel
 from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
+from slurm_rlhf.weight_sync.group import abort_newest
 from slurm_rlhf.weight_sync.sender import ActorEnd
 from slurm_rlhf.workers.actor_generation import ActorGeneration
 from slurm_rlhf.workers.worker import RankInfo, Worker
@@ -65,6 +67,15 @@ class TrainerWorker(ModelWorker, TrainerCalls):
 
     def save(self, request: DirectoryRequest) -> None:
         self.trainer.save(Path(request.path))
+
+    def save_async(self, request: DirectoryRequest) -> float:
+        return self.trainer.save_async(Path(request.path))
+
+    def written(self) -> Future[None]:
+        return self.trainer.engine.written()
+
+    def finish_save(self) -> None:
+        self.trainer.engine.finish_save()
 
     def load(self, request: DirectoryRequest) -> None:
         self.trainer.load(Path(request.path))
@@ -113,6 +124,9 @@ class ActorWorker(TrainerWorker, ActorCalls):
 
     def sync_join(self, request: SyncGroupRequest) -> SyncConnection:
         return self.sync.join(request.parameters, **request.described())
+
+    def sync_abort(self) -> None:
+        abort_newest("an engine was lost before the group was formed")
 
     def sync_push(self, request: SyncUpdateRequest) -> SyncReport:
         return self.sync.push(self.trainer.local_parameters(), request.version)
