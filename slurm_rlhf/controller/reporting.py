@@ -139,6 +139,7 @@ class Reporting:
 
     def finished(self) -> None:
         """Tell that all steps are done and everything is written."""
+        self._starting = False
         self._progress.end()
         self._write("finished")
         self._trackers.close(failed=False)
