@@ -19,7 +19,7 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 FIRST = "test_sbatch_quickstart.py"
-"""Of the whole runs: what suffers most from a busy machine, while the lane of the rooms is at what starts no process."""
+"""What suffers most from a busy machine runs while the lane of the rooms is at what starts no process."""
 
 
 def chosen(tests: Path = TESTS) -> dict[str, list[str]]:
