@@ -162,6 +162,9 @@ class Train:
     """When nothing has moved for timeout.hang_grace seconds after the report of a hang: stop ends the run with an
     error, saved where the trainers can save; restart ends it as the end of an allocation does, so that it goes on from
     its last checkpoint."""
+    max_engine_restarts: Annotated[int, NOT_NEGATIVE] = 3
+    """Times that an engine which died is started again, on its node or a spare one, while the others go on; then the
+    run goes on without it. So often, too, a node may lose engines. Not under MPI, nor with train.colocate_all."""
     threads_per_rank: Annotated[int, NOT_NEGATIVE] = 0
     """CPU threads of a process; 0: the CPUs of the node divided by the busiest phase's processes."""
     kernel_cache: FilePath = "auto"

@@ -317,6 +317,10 @@ class ActorCalls(TrainerCalls, LogprobCalls, SyncCalls, Protocol):
     def sync_listen(self, request: ListenRequest) -> StoreAddress:
         """Open the store where the members of weight transfer groups meet; rank 0 only."""
 
+    @call(deadline="heartbeat")
+    def sync_abort(self) -> None:
+        """Give up the weight transfer group that is being formed; answered beside whatever the rank does."""
+
     @call(deadline="sync")
     def sync_push(self, request: SyncUpdateRequest) -> SyncReport:
         """Send this rank's share of the weights as policy `version`."""

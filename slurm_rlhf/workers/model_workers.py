@@ -35,6 +35,7 @@ from slurm_rlhf.training._torch import attention_kernel
 from slurm_rlhf.training.distributed import release_cache
 from slurm_rlhf.training.frozen_models import FrozenPolicy, RewardModel
 from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
+from slurm_rlhf.weight_sync.group import abort_newest
 from slurm_rlhf.weight_sync.sender import ActorEnd
 from slurm_rlhf.workers.actor_generation import ActorGeneration
 from slurm_rlhf.workers.worker import RankInfo, Worker
@@ -129,6 +130,9 @@ class ActorWorker(TrainerWorker, ActorCalls):
 
     def sync_join(self, request: SyncGroupRequest) -> SyncConnection:
         return self.sync.join(request.parameters, **request.described())
+
+    def sync_abort(self) -> None:
+        abort_newest("an engine was lost before the group was formed")
 
     def sync_push(self, request: SyncUpdateRequest) -> SyncReport:
         return self.sync.push(self.trainer.local_parameters(), request.version)
