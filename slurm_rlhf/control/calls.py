@@ -87,6 +87,14 @@ class TrainBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainAnswer:
+    """Says what one optimizer step did on a rank."""
+
+    metrics: dict[str, float]  # sums over this rank's tokens, and `lr` and `grad_norm` of the whole step
+    logprobs: F32 | None = None  # [A], from before the step; only of an actor whose batch came without them
+
+
+@dataclass(frozen=True, slots=True)
 class SelfCheckAnswer:
     """Holds log-probs of the same rows, computed in ways that must not matter, [A] each."""
 
@@ -246,8 +254,8 @@ class TrainerCalls(StartCalls, Protocol):
     """Declares the calls of the roles that are trained."""
 
     @call(deadline="train_step")
-    def train_step(self, batch: TrainBatch) -> dict[str, float]:
-        """Take one optimizer step; sums over this rank's tokens, and `lr` and `grad_norm` of the whole step."""
+    def train_step(self, batch: TrainBatch) -> TrainAnswer:
+        """Take one optimizer step."""
 
     @call(deadline="checkpoint")
     def save(self, request: DirectoryRequest) -> None:

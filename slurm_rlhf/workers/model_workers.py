@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from slurm_rlhf.control.calls import (
     StartRequest,
     SyncGroupRequest,
     SyncUpdateRequest,
+    TrainAnswer,
     TrainBatch,
     TrainerCalls,
 )
@@ -62,8 +64,8 @@ class TrainerWorker(ModelWorker, TrainerCalls):
 
     trainer: PolicyTrainer | ValueTrainer
 
-    def train_step(self, batch: TrainBatch) -> dict[str, float]:
-        return self.trainer.train_step(batch.experience, batch.micro, batch.denominator)
+    def train_step(self, batch: TrainBatch) -> TrainAnswer:
+        return TrainAnswer(self.trainer.train_step(batch.experience, batch.micro, batch.denominator))
 
     def save(self, request: DirectoryRequest) -> None:
         self.trainer.save(Path(request.path))
@@ -103,6 +105,10 @@ class ActorWorker(TrainerWorker, ActorCalls):
             self.generation = ActorGeneration(self.config, self.info, self.client, self.trainer)
             note = self.generation.note
         return StartAnswer(note, self.trainer.describe())
+
+    def train_step(self, batch: TrainBatch) -> TrainAnswer:
+        answer = super().train_step(batch)
+        return replace(answer, logprobs=self.trainer.old_logprobs)
 
     def generate(self, batch: ResponseBatch) -> GenerateAnswer:
         return self.generation.run(batch)
