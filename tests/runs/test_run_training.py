@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from attackers import Fire, counted, record
 from browser import open_page
+from open_ports import Strangers, listening
 from patched_ranks import Call, calls, noted
 from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train, workspace
 from warm_runs import WarmRun
@@ -274,6 +275,31 @@ def test_ten_thousand_attacks_on_the_control_port_change_nothing(config: Path, w
     assert counted(log)["replies too late"] == 0
     assert " is lost" not in log
     assert max(fire.latencies) < 5
+
+
+def test_strangers_at_every_port_change_nothing(config: Path, whole: tuple[Path, str]) -> None:
+    """Garbage, replays, commands for torch's stores, greetings of gloo, half messages and silence, from step 1 on.
+
+    All that listens is bound to the loopback of this machine, and stores listen no longer than until all have come.
+    """
+    run_dir = config.parent / "visited"
+    with started(config, run_dir, *WORLD, warm=True) as run:
+        run.wait_for_log("weight transfer group 1: ", 150)
+        endpoint, keys = run.endpoint(), RunKeys.load(run_dir / ".control" / "keys.json")
+        recorded = record(endpoint, keys, "actor", 2)
+        ports = listening([run.process.pid, *run.ranks()])
+        with Strangers(ports, recorded) as strangers:
+            code, output = run.wait(200)
+        log = run.log()
+    print(f"{len(ports)} ports, {strangers.rounds} rounds, {dict(strangers.sent)}, {strangers.refused} refused")
+    assert code == 0, output
+    assert {each.address for each in ports} == {"127.0.0.1"}
+    assert [each for each in ports if each.is_torchrun] == []
+    assert len({each.pid for each in ports}) >= 5  # conductor, two of the actor, an engine each
+    assert strangers.rounds >= 3
+    assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
+    assert counted(log)["connections refused"] >= 3 * 4
+    assert " is lost" not in log
 
 
 @pytest.mark.mpi
