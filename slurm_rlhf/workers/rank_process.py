@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from slurm_rlhf.cluster.doors import JOINED, shut_when_joined
 from slurm_rlhf.cluster.kernel_cache import KernelCache, cache_variables, take_kernel_cache
-from slurm_rlhf.cluster.processes import KEYS, STORE_FD, die_with_parent
+from slurm_rlhf.cluster.processes import KEYS, STORE_FD, STORE_RANKS, die_with_parent
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES
@@ -139,8 +139,8 @@ def open_store(environ: Mapping[str, str] = os.environ) -> TCPStore | None:
         wait_for_workers=False,
         master_listen_fd=number,
     )
-    if "WORLD_SIZE" in environ:
-        shut_when_joined(store, number, int(environ["WORLD_SIZE"]))
+    if STORE_RANKS in environ:
+        shut_when_joined(store, number, int(environ[STORE_RANKS]))
     return store
 
 
@@ -149,7 +149,7 @@ def tell_joined(environ: Mapping[str, str] = os.environ) -> None:
 
     With GPUs it goes on: NCCL makes connections to the store when it likes.
     """
-    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and STORE_RANKS not in environ:
         return
     import torch
     from torch.distributed import TCPStore

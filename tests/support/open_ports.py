@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
+import os
 import random
 import socket
 import struct
@@ -10,11 +12,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
-import psutil
 from attackers import GREETING
 from warm_runs import commands
 
+_LISTEN, _CLOSE = "0A", "07"  # states in /proc/net; the second is that of a UDP socket without a peer
 _MAGIC = 0x3C85F7CE  # of torch's TCPStore: a client begins with it
 _VALIDATE, _SET, _ADD, _DELETE = 0, 1, 4, 8  # its commands, by number
 HALF_OPEN = 40  # connections to a port that say half a message and stay
@@ -36,19 +39,28 @@ class Listening:
 
 
 def listening(pids: Iterable[int]) -> list[Listening]:
-    """What those processes listen on, in whichever network namespace each is."""
+    """What those processes listen on, in whichever network namespace each is (psutil knows that of this one only)."""
     found, forked = [], commands()
     for pid in pids:
+        proc = Path(f"/proc/{pid}")
         try:
-            process = psutil.Process(pid)
-            line = forked.get(pid) or " ".join(process.cmdline())
-            for each in process.net_connections("inet"):
-                if each.status == psutil.CONN_LISTEN or (each.type == socket.SOCK_DGRAM and not each.raddr):
-                    kind = "udp" if each.type == socket.SOCK_DGRAM else "tcp"
-                    found.append(Listening(pid, line, kind, each.laddr.ip, each.laddr.port))
-        except psutil.NoSuchProcess:
+            line = forked.get(pid) or (proc / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            links = [os.readlink(each) for each in (proc / "fd").iterdir()]
+            for table in ("tcp", "tcp6", "udp", "udp6"):
+                for row in (proc / "net" / table).read_text().splitlines()[1:]:
+                    words = row.split()
+                    if f"socket:[{words[9]}]" in links and words[3] == (_LISTEN if table.startswith("tcp") else _CLOSE):
+                        address, _, port = words[1].partition(":")
+                        found.append(Listening(pid, line, table[:3], _address(address), int(port, 16)))
+        except OSError:  # it has ended
             continue
     return found
+
+
+def _address(text: str) -> str:
+    """As the kernel writes it: words of four bytes, each in the order of this machine."""
+    data = b"".join(bytes.fromhex(text[at : at + 8])[::-1] for at in range(0, len(text), 8))
+    return str(ipaddress.ip_address(data))
 
 
 def store_commands(dice: random.Random) -> bytes:
