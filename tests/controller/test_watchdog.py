@@ -57,6 +57,7 @@ class Peers:
     """Implements `launch.launcher.Launcher`: two ranks of the actor on n1."""
 
     address = "127.0.0.1"
+    engines = None
 
     def __init__(self, directory: RunDirectory, limit: float) -> None:
         self.directory, self.limit = directory, limit
