@@ -22,8 +22,8 @@ STEPPING: Final = ("generate", "score", "train", "sync")
 ANY: Final = "any"
 """The phase of a fault that is not about one."""
 
-RANKS: Final = ("actor rank 0", "actor rank 1", "critic rank 0", "ref rank 0", "rollout rank 0")
-ROLES: Final = ("actor", "critic", "ref", "rollout")
+RANKS: Final = ("actor rank 0", "actor rank 1", "critic rank 0", "reference rank 0", "rollout rank 0")
+ROLES: Final = ("actor", "critic", "reference", "rollout")
 CONDUCTOR: Final = "conductor"
 
 HURTS, BORNE, STOPS = "hurts", "borne", "stops"
@@ -95,24 +95,32 @@ def others() -> Iterator[Fault]:
     """Yield the faults that are no signals."""
     hung = "reward function"
     yield Fault("hang", "reward function", "score", says=rf"behind is the {hung}")
-    yield Fault("exception", "reward function", "score", says=r"reward\.py", limit_s=KILLED_S)
-    yield Fault("too few rewards", "reward function", "score", says="reward", limit_s=KILLED_S)
-    yield Fault("sys.exit", "reward function", "score", says="reward", limit_s=KILLED_S)
+    yield Fault(
+        "exception",
+        "reward function",
+        "score",
+        says=r"reward\.py:\d+: reward_func raised RuntimeError",
+        limit_s=KILLED_S,
+    )
+    yield Fault("too few rewards", "reward function", "score", says=r"reward\.py: reward_func returned 1 rewards")
+    yield Fault("sys.exit", "reward function", "score", says=r"reward\.py:\d+: reward_func raised SystemExit")
     yield Fault("collective not entered", "actor rank 1", "train", says=r"behind is actor rank 1\b")
     yield Fault("interpreter's lock held", "actor rank 1", "train", says=r"behind is actor rank 1\b")
-    yield Fault("exception", "actor rank 1", "train", says=r"actor rank 1\b|rank 1\b.*actor", limit_s=KILLED_S)
+    yield Fault("exception", "actor rank 1", "train", says=r"plugin\.py:\d+", limit_s=KILLED_S)
     for jump in ("+1 h", "-1 h", "+10 years"):
         yield Fault(f"clock jump {jump}", "all of the run", ANY, does=BORNE)
     for attack in ("truncated", "replayed", "forged", "random"):
         yield Fault(f"{attack} messages", "control port", ANY, does=BORNE)
     for damage in ("truncated", "flipped bit", "without manifest", "without actor"):
         yield Fault(f"newest checkpoint {damage}", "run directory", ANY, says="is skipped")
-    yield Fault("deleted", "run directory", "train", says="has vanished", apart=True)
-    yield Fault("renamed", "run directory", "checkpoint", says="has vanished", apart=True)
+    yield Fault("deleted", "run directory", "train", says="error: .*has vanished", apart=True)
+    yield Fault("renamed", "run directory", "checkpoint", says="error: .*has vanished", apart=True)
     for phase in ("train", "checkpoint", "export"):
-        yield Fault("full disk", "run directory", phase, says="No space left on device", needs="root", apart=True)
-    yield Fault("file size limit", "actor rank 0", "checkpoint", says=r"could not be written|too large|actor")
-    yield Fault("file size limit", CONDUCTOR, "checkpoint", says=r"could not be written|too large")
+        yield Fault(
+            "full disk", "run directory", phase, says="error: .*No space left on device", needs="root", apart=True
+        )
+    yield Fault("file size limit", "actor rank 0", "checkpoint", says="error: .*File too large")
+    yield Fault("file size limit", CONDUCTOR, "checkpoint", says="error: .*File too large")
 
 
 SLURM: Final = (

@@ -46,8 +46,8 @@ def _send(endpoint: str, data: bytes) -> None:
 
 
 def _say_hello(endpoint: str, keys: RunKeys, wait_s: float) -> None:
-    """Introduce oneself as a rank that `ref` does not have."""
-    with ControlClient(endpoint, keys, "ref", 77, 78, heartbeat_interval=0.1, heartbeat_limit=20) as client:
+    """Introduce oneself as a rank that `reference` does not have."""
+    with ControlClient(endpoint, keys, "reference", 77, 78, heartbeat_interval=0.1, heartbeat_limit=20) as client:
         with contextlib.suppress(SlurmRlhfError):
             client.connect(wait_s)
 

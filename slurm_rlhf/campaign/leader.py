@@ -13,7 +13,7 @@ from slurm_rlhf.campaign import files
 from slurm_rlhf.campaign.draw import delay_s
 from slurm_rlhf.campaign.faults import ANY, BORNE, PHASES, START, Fault
 from slurm_rlhf.campaign.injection import SETTLED, Place, inject
-from slurm_rlhf.campaign.session import Session, Start, newest_step
+from slurm_rlhf.campaign.session import POLL_S, Session, Start, newest_step
 from slurm_rlhf.campaign.verdicts import Observation, Row, judge, unequal
 from slurm_rlhf.campaign.watch import look_at_rest, watch
 from slurm_rlhf.campaign.workload import HOLD, write_workload
@@ -23,7 +23,7 @@ from slurm_rlhf.observe.phase_file import PhaseNow
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 
-EXPORT_STEPS = 3
+EXPORT_STEPS = 6
 """Length of the runs whose export is disturbed."""
 LEARNED_STEPS = 4
 """Steps of a session before a fault that the watchdog finds: it learns three passes first."""
@@ -45,7 +45,11 @@ class Case:
 class Leader:
     """Runs faults one after the other below a directory, which is its own."""
 
-    def __init__(self, out: Path, start: Start, seed: int, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, out: Path, start: Start, seed: int, note: Callable[[str], None], calm_steps: int | None = None
+    ) -> None:
+        """`calm_steps`: the length of the run that is left alone; None: enough for all faults."""
+        self._calm_steps = calm_steps
         self._out = out
         self._start = start
         self._seed = seed
@@ -58,7 +62,7 @@ class Leader:
 
     def run(self, faults: Sequence[Fault]) -> Iterator[Row]:
         """Yield a row for each fault, some later than others; the last ones at the end."""
-        self._run_calm(max(40, 3 * len(faults)))
+        self._run_calm(self._calm_steps or max(40, 3 * len(faults)))
         try:
             for fault in faults:
                 began = time.monotonic()
@@ -67,8 +71,9 @@ class Leader:
                     yield from self._apart(case) if _stands_apart(fault) else self._chained(case)
                 except (SlurmRlhfError, OSError) as error:
                     case.seen.error = f"{type(error).__name__}: {error}"
-                    self._give_up()
-                    yield from self._resolved(resumed=False)
+                    if not _stands_apart(fault):
+                        self._give_up()
+                        yield from self._resolved(resumed=False)
                     yield judge(fault, case.seen)
                 self._note(f"{fault.name}: {time.monotonic() - began:.0f} s")
             yield from self._last()
@@ -122,7 +127,7 @@ class Leader:
 
     def _until_it_steps(self, session: Session, fault: Fault) -> Iterator[Row]:
         """Wait for the steps before the fault; they show that the same command went on after the ones before."""
-        session.wait_for_phase(("rollout", ""), 0)
+        session.wait_for_phase(("rollout", ""), 0, POLL_S)
         begun = session.began_at or 0
         ahead = LEARNED_STEPS if fault.kind in SETTLED else 1
         if fault.kind.startswith("newest checkpoint"):
@@ -137,10 +142,10 @@ class Leader:
             session.wait_for_phase(PHASES[fault.phase], session.steps)
         time.sleep(delay_s(fault, self._seed, LONGEST_DELAY_S.get(fault.phase, DELAY_S)))
         place = Place(session, self._config.parent / HOLD, self._seed)
-        known, checkpoint = session.count_events(), session.checkpoint
+        known = session.count_events()
         now, hit_at = session.phase() or PhaseNow("", 0, 0.0), time.monotonic()
         hit = inject(fault, place)
-        seen.hit_phase, seen.hit_step, seen.pid, seen.checkpoint = now.phase, now.step, hit.pid, checkpoint
+        seen.hit_phase, seen.hit_step, seen.pid, seen.checkpoint = now.phase, now.step, hit.pid, session.checkpoint
         try:
             watch(session, fault, seen, known, hit_at)
         finally:
@@ -178,7 +183,7 @@ class Leader:
             if session is not None:
                 case.seen.resumed_at = session.began_at or 0
                 # What a start says of damaged checkpoints.
-                case.seen.told += "\n".join(session.events(0)[-20:]) + session.process.output()
+                case.seen.told += "\n".join([*session.own_events(), session.process.output()])
                 case.rows = _rows(session, min(case.seen.checkpoint, case.seen.resumed_at))
             yield self._row(case)
 
@@ -192,7 +197,7 @@ class Leader:
             return
         session = self._session or self._open()
         try:
-            session.wait_for_phase(("rollout", ""), 0)
+            session.wait_for_phase(("rollout", ""), 0, POLL_S)
             session.wait_for_step((session.began_at or 0) + 2)
             yield from self._resolved(resumed=True, session=session)
         except RunError as error:
@@ -212,8 +217,7 @@ class Leader:
             length = [f"--train.max_steps={EXPORT_STEPS}"] if fault.phase == "export" else []
             session = Session(self._start, self._config, home / "run", *length)
             try:
-                if fault.phase != START:
-                    session.wait_for_step(2)
+                session.wait_for_step(1 if fault.phase == "export" else 2)
                 self._strike(session, case)
                 look_at_rest(session, case.seen)
             finally:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from slurm_rlhf.campaign import processes
 from slurm_rlhf.campaign.faults import START
-from slurm_rlhf.checkpoint.resume import entries
+from slurm_rlhf.checkpoint.resume import latest
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.events import CHECKPOINT, RESUME, read_events
 from slurm_rlhf.observe.events import START as BEGUN
@@ -32,9 +32,9 @@ ORDERLY = (CHECKPOINT, BEGUN, RESUME)
 
 
 def newest_step(run_dir: Path) -> int:
-    """Return the step of the newest checkpoint of a run; 0: there is none."""
-    found, _ = entries(run_dir / "checkpoints")
-    return found[0].manifest.step if found else 0
+    """Return the step of the newest whole checkpoint of a run; 0: there is none."""
+    whole = latest(run_dir / "checkpoints")
+    return int(whole.name.partition("_")[2].partition(".")[0]) if whole else 0
 
 
 class Started(Protocol):
@@ -104,7 +104,7 @@ class Session:
 
     @property
     def checkpoint(self) -> int:
-        """Return the step of the newest checkpoint; 0: there is none."""
+        """Return the step of the newest whole checkpoint; 0: there is none."""
         return newest_step(self.directory.root)
 
     @property
@@ -123,6 +123,10 @@ class Session:
         found = read_events(self.directory.events)[since:]
         return [f"{event.event}: {event.text}" for event in found if event.event not in ORDERLY]
 
+    def own_events(self) -> list[str]:
+        """Return the events of this start that are no sign of an orderly run."""
+        return self.events(self._known)
+
     def count_events(self) -> int:
         return len(read_events(self.directory.events))
 
@@ -133,18 +137,18 @@ class Session:
             self.members |= processes.tree(self.process.pid)
             self.shared_memory |= processes.shared_memory(processes.still_there(self.members))
 
-    def wait_for_step(self, step: int, limit_s: float = FIRST_STEP_S) -> None:
+    def wait_for_step(self, step: int) -> None:
         """Wait until `step` steps are done. Raises RunError when it ends before, or takes longer."""
-        self._wait(lambda: self.steps >= step, f"step {step}", limit_s, POLL_S)
+        self._wait(lambda: self.steps >= step, f"step {step}", FIRST_STEP_S, POLL_S)
 
-    def wait_for_phase(self, names: Sequence[str], step: int, limit_s: float = FIRST_STEP_S) -> None:
+    def wait_for_phase(self, names: Sequence[str], step: int, poll_s: float = QUICK_S) -> None:
         """Wait until it is in one of the phases, after `step` steps or more. Raises RunError as `wait_for_step`."""
 
         def there() -> bool:
             now = self.phase()
             return now is not None and now.phase in names and (now.step >= step or now.phase == START)
 
-        self._wait(there, f"phase {' or '.join(names)} after step {step}", limit_s, QUICK_S)
+        self._wait(there, f"phase {' or '.join(names)} after step {step}", FIRST_STEP_S, poll_s)
 
     def _wait(self, ready: Callable[[], bool], what: str, limit_s: float, poll_s: float) -> None:
         end = time.monotonic() + limit_s
@@ -153,7 +157,8 @@ class Session:
                 raise RunError(f"the run ended before {what}: {self.process.output()[-2000:]}")
             if time.monotonic() > end:
                 raise RunError(f"no {what} within {limit_s:g} s")
-            self.look_around()
+            if poll_s > QUICK_S:  # a look around takes longer than a short phase
+                self.look_around()
             time.sleep(poll_s)
 
     def stop(self) -> None:

@@ -125,7 +125,7 @@ def _problems(fault: Fault, seen: Observation, culprit: bool | None, outcome: st
         found.append("the culprit is not named")
     if seen.traceback:
         found.append("a traceback on the terminal")
-    if seen.resumed and seen.resumed_at < seen.checkpoint and not fault.kind.startswith("newest checkpoint"):
+    if seen.resumed and seen.resumed_at < seen.checkpoint:
         found.append(f"went on at step {seen.resumed_at}, before the checkpoint of step {seen.checkpoint}")
     if seen.unequal:
         found.append(f"other metrics than the calm run: {', '.join(seen.unequal[:3])}")

@@ -56,11 +56,10 @@ def watch(session: Session, fault: Fault, seen: Observation, known_events: int, 
             seen.error = f"{now:.0f} s after the fault the run had neither ended nor gone on"
             break
         time.sleep(POLL_S)
-    if stopped:
-        seen.told += written_since(session.directory.logs, marks)
-    seen.told += session.process.output() if seen.ended_s is not None else ""
+    output = session.process.output() if seen.ended_s is not None else ""
+    seen.traceback = "Traceback (most recent call last)" in output
+    seen.told += output + (written_since(session.directory.logs, marks) if stopped else "")
     seen.told += "\n" + "\n".join(session.events(known_events)) + "\n"
-    seen.traceback = "Traceback (most recent call last)" in seen.told
 
 
 def noticed(session: Session, fault: Fault, seen: Observation, known_events: int, over: bool) -> bool:

@@ -23,7 +23,7 @@ def test_there_are_enough_and_each_has_its_own_name() -> None:
 
 def test_every_role_and_phase_has_a_kill_and_a_stop() -> None:
     known = {(fault.kind, fault.target, fault.phase) for fault in LOCAL}
-    targets = ("actor rank 0", "critic rank 0", "ref rank 0", "rollout rank 0", "torchrun of actor", "conductor")
+    targets = ("actor rank 0", "critic rank 0", "reference rank 0", "rollout rank 0", "torchrun of actor", "conductor")
     wanted = {(kind, target, phase) for kind in ("SIGKILL", "SIGSTOP") for target in targets for phase in PHASES}
     assert wanted <= known
 
