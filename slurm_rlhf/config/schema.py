@@ -178,8 +178,15 @@ class Train:
 
 @dataclass(slots=True)
 class Ckpt:
-    save_steps: Annotated[int, NOT_NEGATIVE] = 20
-    """Checkpoint every so many steps; 0: only at the end and when told to stop, so that a node that fails costs all."""
+    save_steps: Annotated[int | Literal["auto"], NOT_NEGATIVE] = 20
+    """Checkpoint every so many steps; 0: only at the end and when told to stop, so that a node that fails costs all.
+    auto: as often as what saving takes and how often nodes fail make best (Young and Daly), once an hour at least."""
+    mtbf_hours: Annotated[float, POSITIVE] = 6000.0
+    """For save_steps = auto, mean time between failures of one node; the default is about what Llama 3 saw (419 stops
+    in 54 days of 2,048 nodes). Once this run was stopped without having saved, what it has seen itself counts."""
+    async_save: bool = False
+    """Copy the state to host memory and write it beside the next steps. Needs 12 bytes more of host memory for each
+    trained parameter, over the ranks of its role. What a resume finds is the same."""
     max_num: Annotated[int, COUNT] = 3
     """The newest checkpoints that are kept."""
     best_metric: str = ""

@@ -254,6 +254,18 @@ class TrainerCalls(StartCalls, Protocol):
         """Write the state for an exact resume."""
 
     @call(deadline="checkpoint")
+    def save_async(self, request: DirectoryRequest) -> float:
+        """Copy the state to host memory, and write it beside what follows; the seconds that copying took."""
+
+    @call(deadline="checkpoint")
+    def written(self) -> Future[None]:
+        """Wait, beside all other calls, until what `save_async` has begun is written; raises what went wrong."""
+
+    @call(deadline="checkpoint")
+    def finish_save(self) -> None:
+        """Do nothing else until what `save_async` has begun is written, or has failed."""
+
+    @call(deadline="checkpoint")
     def load(self, request: DirectoryRequest) -> None:
         """Continue from what `save` wrote."""
 

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, overload
 from slurm_rlhf.algorithms.batching import Shard, shards
 from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control.auth import RunKeys
-from slurm_rlhf.control.calls import EngineCalls, RankCalls, StacksAnswer
+from slurm_rlhf.control.calls import EngineCalls, RankCalls, StacksAnswer, TrainerCalls
 from slurm_rlhf.control.codec import encode
 from slurm_rlhf.control.declarations import CallSpec, spec_of
 from slurm_rlhf.control.io_loop import IoLoop
@@ -297,6 +297,13 @@ class RoleHandle(Generic[C]):
     def stacks(self, rank: int) -> Future[StacksAnswer]:
         """Ask one process of the role where it stands, an engine's followers included."""
         return self._send(rank, spec_of(RankCalls.stacks), {})
+
+    def written(self, rank: int) -> Future[None]:
+        """Wait, beside all other calls, until a trainer has written what `save_async` has begun.
+
+        No watcher hears of it: the rank and its accelerator are free meanwhile.
+        """
+        return self._send(rank, spec_of(TrainerCalls.written), {})
 
     def _send(self, rank: int, spec: CallSpec, argument: Any) -> Future[Any]:
         return self._server.call(self.role, rank, spec.name, argument, spec.seconds(self._timeout), spec.read_result)

@@ -158,10 +158,16 @@ class Reporting:
         mfu = "" if gpus["mfu"] is None else f"MFU {100 * gpus['mfu']:.1f} %, "
         return f"GPUs: {mfu}idle {100 * gpus['idle_share']:.0f} % of the steps; {gpus['hours']:.2f} GPU-hours"
 
-    def saved(self, step: int, seconds: float) -> None:
-        """Tell that a checkpoint is on disk; warn when saving takes longer than Slurm's signal leaves time for."""
-        log.info("checkpoint of step %d saved in %.1f s", step, seconds)
-        self.recorder.event(events.CHECKPOINT, f"saved in {seconds:.1f} s")
+    def saved(self, step: int, seconds: float, waited_s: float) -> None:
+        """Tell that a checkpoint is on disk; warn when saving takes longer than Slurm's signal leaves time for.
+
+        `seconds`: until it was there; the run waited for `waited_s` of them.
+        """
+        beside = f", {seconds - waited_s:.1f} s of it beside the steps" if waited_s < seconds else ""
+        log.info("checkpoint of step %d saved in %.1f s%s", step, seconds, beside)
+        self.recorder.event(
+            events.CHECKPOINT, f"saved in {seconds:.1f} s" + (f", of step {step}{beside}" * bool(beside))
+        )
         lead = self._lead_s
         if seconds > lead / 2 and not self._warned:
             self._warned = True

@@ -57,6 +57,10 @@ class Trainer(ABC):
         """Write the state for an exact resume into a directory that all ranks see."""
         self.engine.save(directory)
 
+    def save_async(self, directory: Path) -> float:
+        """Save as `save` does, but beside the next steps; returns the seconds that copying took. Not collective."""
+        return self.engine.save_async(directory)
+
     def load(self, directory: Path) -> None:
         """Continue where `save` was called. Raises CheckpointError."""
         self.engine.load(directory)

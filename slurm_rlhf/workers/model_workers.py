@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,15 @@ class TrainerWorker(ModelWorker, TrainerCalls):
 
     def save(self, request: DirectoryRequest) -> None:
         self.trainer.save(Path(request.path))
+
+    def save_async(self, request: DirectoryRequest) -> float:
+        return self.trainer.save_async(Path(request.path))
+
+    def written(self) -> Future[None]:
+        return self.trainer.engine.written()
+
+    def finish_save(self) -> None:
+        self.trainer.engine.finish_save()
 
     def load(self, request: DirectoryRequest) -> None:
         self.trainer.load(Path(request.path))

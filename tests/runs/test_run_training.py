@@ -142,10 +142,10 @@ def test_final_model_loads_in_transformers_and_vllm_and_they_agree(whole: tuple[
 def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple[Path, str]) -> None:
     """SIGTERM saves first; SIGKILL costs the steps behind the last checkpoint; neither shows in the numbers.
 
-    Nor does the self-check, which the first of the three sessions leaves out.
+    Nor does the self-check, which the first of the three sessions leaves out, nor when and how checkpoints are written.
     """
     run_dir = config.parent / "interrupted"
-    with started(config, run_dir, *WORLD, "--train.self_check=false", warm=True) as run:
+    with started(config, run_dir, *WORLD, "--train.self_check=false", "--ckpt.save_steps=auto", warm=True) as run:
         run.wait_for_step(1, 120)
         run.process.terminate()
         code, output = run.wait(30)
@@ -155,7 +155,7 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
     saved = json.loads((run_dir / "summary.json").read_text())
     assert saved["status"] == "stopped"
     assert (run_dir / "checkpoints" / f"step_{saved['steps']:06d}").is_dir()
-    with started(config, run_dir, *WORLD, warm=True) as run:
+    with started(config, run_dir, *WORLD, "--ckpt.async_save=true", warm=True) as run:
         run.wait_for_step(3, 120)
         run.process.kill()
         run.process.communicate()
