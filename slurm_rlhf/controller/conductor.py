@@ -131,7 +131,7 @@ class Conductor:
         self.reporting.finished()
 
     def _exported(self) -> bool:
-        """Tell whether the model of the last step was written: a run that was killed at that has its checkpoint only."""
+        """Tell whether the model of the last step was written: a run that was killed at that has a checkpoint only."""
         status = read_run_status(self.directory.metrics, self.directory.summary).status
         return status == "finished" and self.directory.final.is_dir()
 
