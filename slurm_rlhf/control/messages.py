@@ -214,6 +214,10 @@ class Roster:
         """Return the newest peer of each rank, in rank order, lost ones included."""
         return sorted((peer for peer in self._by_name.values() if peer.role == role), key=lambda peer: peer.rank)
 
+    def on(self, host: str) -> list[Peer]:
+        """Return the newest peer of each rank on a node, lost ones included."""
+        return [peer for peer in self._by_name.values() if peer.host == host]
+
     def present(self) -> Iterator[Peer]:
         """Yield all peers that are not lost."""
         return (peer for peer in list(self._by_name.values()) if not peer.lost)

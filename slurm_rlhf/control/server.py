@@ -94,6 +94,18 @@ class ControlServer:
         with self._lock:
             return self.loop.roster.of_role(role)
 
+    def peers_on(self, host: str) -> list[Peer]:
+        """Return the newest peer of each rank that is on a node, lost ones included."""
+        with self._lock:
+            return self.loop.roster.on(host)
+
+    def give_up(self, role: str, rank: int, why: str) -> None:
+        """Count a rank as lost because its launcher or its conductor says so, a moment after this returns.
+
+        Its calls fail with RoleDied, and another process may say hello in its place. `on_lost` is not called.
+        """
+        self.loop.give_up(role, rank, why)
+
     def silent(self, seconds: float) -> list[Peer]:
         """Return the ranks that are present and were not heard from for `seconds`, the most silent first."""
         now = self.loop.now
@@ -324,6 +336,10 @@ class EngineHandle(RoleHandle[EngineCalls]):
         super().__init__(server, role, ranks // width, timeout)
         self.width = width
         self.ready: list[int] = list(range(self.world))
+        self.goes_on_without: Callable[[int, BaseException], bool] = lambda engine, error: False
+        """Tells whether the run goes on without an engine whose call has failed; `EngineRecovery` decides."""
+        self.give_up: Callable[[int, str], bool] = lambda engine, why: False
+        """Gives an engine up, and says why; False: the run cannot do without it."""
 
     def _rank(self, number: int) -> int:
         return number * self.width

@@ -113,6 +113,8 @@ class Startup:
         self.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.ranks.worlds.items()))
         roles = self.supervisor.roles
         self.reporting.recorder.watch(roles)
+        if self.supervisor.recovery is not None:
+            self.supervisor.recovery.tell = self.reporting.note
         engines = roles.get(ROLLOUT)
         if isinstance(engines, EngineHandle):
             weight_sync = WeightSync(config, roles[ACTOR], engines, self.supervisor.sync_host)
@@ -228,6 +230,7 @@ class Startup:
             config.train.full_determinism,
             # While the actor trains it has no weights to give: late engines get theirs with the next update.
             None if config.vllm.sync_mode == "inflight" else pool,
+            pool.rescue,
         )
 
     def _step(self, sampler: Sampler, pool: EnginePool | None, colocation: Colocation | None) -> Step:

@@ -24,11 +24,11 @@ from tiny_models import make_tiny
 from training_ranks import make_config
 
 from slurm_rlhf.algorithms.correction import mask_not_finite
+from slurm_rlhf.config.old_logprobs import before_update, of_the_update
 from slurm_rlhf.config.schema import Data
-from slurm_rlhf.control.calls import SelfCheckAnswer
+from slurm_rlhf.control.calls import SelfCheckAnswer, TrainAnswer
 from slurm_rlhf.controller.experience import fill_passes
 from slurm_rlhf.controller.self_check import PER_RANK, PromptFindings, SelfCheck, few
-from slurm_rlhf.controller.step_metrics import update_metrics
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
@@ -37,6 +37,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 CASES = ("sound", "dropout", "batch mates", "old log-probs", "stale engine", "off")
 BYPASS = ("bypass", "bypass, colder engine", "bypass, stale engine")
+OF_THE_UPDATE = ("update", "pass", "update, colder", "update, stale engine", "update, off")
+"""Cases whose old log-probs are of the update's own pass, and one, `pass`, which is alike but for them."""
 NOT_FINITE = {"a NaN": 1, "NaNs": 5, "later NaNs": 5, "a later NaN": 1}
 """Case -> how many of the engine's log-probs, of some 160, are NaN or infinite."""
 WEIGHTS = {"weights of 1": 1.0, "weights of 0": 0.0}
@@ -58,7 +60,10 @@ class Here:
         (batch,), name = batches, method.__name__
         arguments = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "experience"}
         found, answer = getattr(self.trainer, name)(batch.experience, **arguments), Future[Any]()
-        answer.set_result(SelfCheckAnswer(**found) if name == "self_check" else found.get(name, found))
+        if name == "train_step":
+            answer.set_result(TrainAnswer(found, getattr(self.trainer, "old_logprobs", None)))
+        else:
+            answer.set_result(SelfCheckAnswer(**found) if name == "self_check" else found.get(name, found))
         return [answer]
 
 
@@ -112,16 +117,21 @@ class Bench:
         given = {"reward_clipped": 0.0, "reward_constant": 0.0, "truncated": 0.0}
         given["correction/not_finite"] = float(mask_not_finite(exp))
         fill_passes(self.config, self.step.roles, exp)
-        if not self.config.algo.correction.bypass:
-            drift = np.abs(exp.columns["rollout_logprobs"] - exp.columns["logprobs"])
-            given["rollout_logprob_diff"] = float(drift[exp.action_mask].mean())
+        if before_update(self.config):
+            given["rollout_logprob_diff"] = self.drift(exp)
         self.check.before_update(number, found, exp, given, number - 1)
         if self.weight is not None:
             exp.columns["correction"] = np.full_like(exp.columns["values"], self.weight)
         exp.columns["advantages"] = exp.columns["returns"] = np.ones_like(exp.columns["values"])
-        metrics = update_metrics(self.step._train(number, exp))
-        self.check.after_update(number, metrics)
+        metrics = self.step.update(number, exp, {"kl": 0.0})
+        if of_the_update(self.config):
+            metrics["rollout_logprob_diff"] = self.drift(exp)
+        self.check.after_update(number, exp, metrics)
         return metrics
+
+    def drift(self, exp: Experience) -> float:
+        """Mean distance of the engine's log-probs from the actor's."""
+        return float(np.abs(exp.columns["rollout_logprobs"] - exp.columns["logprobs"])[exp.action_mask].mean())
 
 
 def functional_dropout(bench: Bench) -> None:
@@ -158,6 +168,20 @@ def another_temperature(bench: Bench) -> None:
     bench.check.config.train.self_check_stop = 0.0
 
 
+def colder_update(bench: Bench) -> None:
+    """The update's pass is made at another temperature."""
+    loss = bench.actor._loss
+
+    def colder(part: Experience, denominator: float) -> Any:
+        bench.config.rollout.temperature *= 0.95
+        try:
+            return loss(part, denominator)
+        finally:
+            bench.config.rollout.temperature /= 0.95
+
+    bench.actor._loss = colder  # type: ignore[method-assign]
+
+
 def colder_engine(bench: Bench) -> None:
     """The engine's log-probs are taken at another temperature."""
     bench.engine.temperature *= 0.95
@@ -173,15 +197,19 @@ def run_case(case: str, models: Path) -> dict[str, Any]:
         "batch mates": dynamic_frequencies,
         "old log-probs": another_temperature,
         "bypass, colder engine": colder_engine,
+        "update, colder": colder_update,
     }
-    bench = Bench(models / ("opt" if case == "dropout" else "qwen2"), self_check=case != "off")
+    bench = Bench(models / ("opt" if case == "dropout" else "qwen2"), self_check=not case.endswith("off"))
+    if case in OF_THE_UPDATE:
+        bench.config.algo.kl.init_coef = 0.0  # no reference needs them before
+        bench.config.actor.old_logprobs = "pass" if case == "pass" else "auto"
     bench.config.algo.correction.bypass = case in BYPASS
     bench.weight = WEIGHTS.get(case)
     bench.spoilt = {1: NOT_FINITE.get(case, 0)}
     bench.check._begun = "later" in case
     if case in faults:
         faults[case](bench)
-    twice = ("stale engine", "off", "bypass, stale engine")
+    twice = ("stale engine", "off", "bypass, stale engine", "update, stale engine")
     torch.manual_seed(3)
     error, metrics = "", []
     try:
@@ -202,7 +230,8 @@ def run_case(case: str, models: Path) -> dict[str, Any]:
 
 def main() -> None:
     models, out = Path(sys.argv[1]), Path(sys.argv[2])
-    out.write_text(json.dumps({case: run_case(case, models) for case in (*CASES, *BYPASS, *NOT_FINITE, *WEIGHTS)}))
+    cases = (*CASES, *BYPASS, *OF_THE_UPDATE, *NOT_FINITE, *WEIGHTS)
+    out.write_text(json.dumps({case: run_case(case, models) for case in cases}))
 
 
 # --- the tests -------------------------------------------------------------------------------------------------------
@@ -301,6 +330,30 @@ def test_with_bypass_the_engine_is_still_compared(found: dict[str, Any]) -> None
     assert 0 < sound["metrics"][0]["approx_kl"] < 1e-9
     assert found["bypass, colder engine"]["error"].startswith("self-check failed (engine): ")
     stale = found["bypass, stale engine"]
+    assert len(stale["metrics"]) == 1
+    assert stale["error"].startswith("step 2: the log-probs of engine and actor of the tokens that the engine sampled")
+
+
+def test_old_log_probs_of_the_update_give_the_same_update_without_the_pass(found: dict[str, Any]) -> None:
+    without, with_pass, off = (found[case]["metrics"][0] for case in ("update", "pass", "update, off"))
+    assert without["actor_grad_norm"] == pytest.approx(with_pass["actor_grad_norm"], rel=1e-5)
+    assert without["ratio"] == 1.0
+    assert without["approx_kl"] == 0.0
+    assert without["rollout_logprob_diff"] == pytest.approx(0, abs=1e-5)
+    assert without == off
+
+
+def test_old_log_probs_of_the_update_are_compared_with_a_pass_of_the_self_check_and_with_the_engine(
+    found: dict[str, Any],
+) -> None:
+    figures = found["update"]["figures"]
+    assert 0 < figures["engine"] < 1e-5
+    assert 0 < figures["alone"] < 1e-5
+    assert figures["ratio"] == pytest.approx(1.0, abs=1e-6)
+    colder = found["update, colder"]
+    assert colder["error"].startswith("self-check failed (ratio): new and old log-probs in the first update")
+    assert colder["figures"]["engine"] < 1e-5
+    stale = found["update, stale engine"]
     assert len(stale["metrics"]) == 1
     assert stale["error"].startswith("step 2: the log-probs of engine and actor of the tokens that the engine sampled")
 
