@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 from campaign_runs import WarmStart
-from campaign_slurm import ClusterCampaign
-from slurm_cluster import Cluster
 
 from slurm_rlhf.campaign.draw import draw, runnable
-from slurm_rlhf.campaign.faults import NEEDS, SLURM, Fault, all_faults
+from slurm_rlhf.campaign.faults import NEEDS, Fault, all_faults
 from slurm_rlhf.campaign.leader import Leader
 from slurm_rlhf.campaign.result import Campaign, left_out
 from slurm_rlhf.campaign.verdicts import FAILED, Row
-from slurm_rlhf.campaign.workload import write_workload
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -69,18 +66,3 @@ def test_sixty_faults(tmp_path: Path, seed: int) -> None:
     assert wrong(campaign.rows) == []
     assert len(campaign.rows) == 60
     assert not [row for row in campaign.rows if row.outcome == FAILED or row.left]
-
-
-@pytest.mark.campaign
-@pytest.mark.timeout(7200)
-def test_faults_of_a_cluster(slurm: Cluster, tmp_path: Path) -> None:
-    """Nodes that crash and are cut off, srun and slurmd that are killed, slurmctld that starts anew."""
-    began, rows = time.monotonic(), []
-    for row in ClusterCampaign(slurm, write_workload(slurm.shared / "work")).run(SLURM):
-        rows.append(row)
-        print(row, flush=True)
-    campaign = Campaign(0, rows, seconds=time.monotonic() - began)
-    campaign.write(tmp_path)
-    print("\n".join(campaign.summary()), f"\nthe table is {tmp_path / 'campaign.html'}")
-    assert wrong(rows) == []
-    assert len(rows) == len(SLURM)
