@@ -208,7 +208,7 @@ def call_roll(store: Store, joining: Membership, ended: Callable[[], str]) -> di
             )
         except ConfigError as refused:
             error = str(refused)
-    found = {"error": error, "backend": backend, "why": why, "token": secrets.token_hex(8)}
+    found = {"error": error, "backend": backend, "why": why, "token": secrets.token_hex(8), "rates": joining.rates}
     return {"members": [asdict(member) for member in members], **found}
 
 

@@ -14,9 +14,10 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SyncBroken, SyncError
 from slurm_rlhf.records import StoreAddress, SyncConnection, SyncReport
 from slurm_rlhf.weight_sync.backends.backend import Pending
-from slurm_rlhf.weight_sync.backends.table import make_backend
+from slurm_rlhf.weight_sync.backends.table import make_backend, remake_backend
 from slurm_rlhf.weight_sync.bucket import Pool, Source, fill
 from slurm_rlhf.weight_sync.group import Described, SyncGroup, connection, join_run
+from slurm_rlhf.weight_sync.pace import Adviser
 from slurm_rlhf.weight_sync.rendezvous import SyncStore
 from slurm_rlhf.weight_sync.transfer_plan import ITEM_SIZE, Part, Span, SyncPlan, dtype_name
 from slurm_rlhf.weight_sync.update import following, leading
@@ -48,6 +49,8 @@ class Sender:
         self.plan = plan
         self.backend = make_backend(group, plan)
         self._pool = Pool(self.backend.device)
+        self._adviser = Adviser()
+        group.advise = lambda reports: self._adviser.advise(self.plan, reports)
 
     @property
     def peak(self) -> int:
@@ -62,6 +65,9 @@ class Sender:
         start = time.monotonic()
         frame = leading if self.group.rank == 0 else following
         with frame(self.group, version):
+            if self.group.advised not in ((), self.plan.layout.rates):
+                self.plan = self.plan.at_rates(self.group.advised)
+                self.backend = remake_backend(self.group, self.plan, self.backend)
             source = span_source(self.plan, held)
             sent, filling = self._send(source, version)
             self.backend.flush()
@@ -117,6 +123,7 @@ class ActorEnd:
         """
         if self._sender is not None:
             self._sender.group.close()
+            group = {"rates": self._sender.plan.layout.rates} | group
         joined, plan = join_run(self._config, self._label, parameters, group)
         self._sender = Sender(joined, plan)
         return connection(joined)
