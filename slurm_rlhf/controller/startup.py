@@ -12,6 +12,7 @@ from pathlib import Path
 
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.checkpoint.interval import failures
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.check import warnings
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, ROLLOUT, algorithm_of
@@ -27,6 +28,7 @@ from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
+from slurm_rlhf.controller.save_cadence import SaveCadence
 from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.controller.step import Step
 from slurm_rlhf.controller.step_metrics import EngineMetrics
@@ -35,6 +37,7 @@ from slurm_rlhf.controller.watchdog import Watchdog
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.observe.events import read_events
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import CPU
@@ -110,6 +113,8 @@ class Startup:
         self.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.ranks.worlds.items()))
         roles = self.supervisor.roles
         self.reporting.recorder.watch(roles)
+        if self.supervisor.recovery is not None:
+            self.supervisor.recovery.tell = self.reporting.note
         engines = roles.get(ROLLOUT)
         if isinstance(engines, EngineHandle):
             weight_sync = WeightSync(config, roles[ACTOR], engines, self.supervisor.sync_host)
@@ -124,12 +129,19 @@ class Startup:
             self._start_trainers(None)
             sampler = ActorSampler(roles[ACTOR], config.train.seed, config.rollout.hf_max_num_seqs)
             step = self._step(sampler, None, None)
-        directory, saved = CheckpointDir(self.directory.root), self.reporting.saved
-        checkpoints = RunCheckpoints(directory, config.ckpt.max_num, roles, state, step, saved, self.clock, gpus)
+        directory, saved, cadence = CheckpointDir(self.directory.root), self.reporting.saved, self._cadence(state.step)
+        checkpoints = RunCheckpoints(
+            directory, config.ckpt.max_num, roles, state, step, saved, cadence, self.clock, gpus
+        )
         if checkpoint is not None:
             checkpoints.load(checkpoint, self.reporting.note)
         final = self.directory.final
         return TrainingLoop(step, self._evaluation(step), state, checkpoints, self.reporting, final, gpus)
+
+    def _cadence(self, step: int) -> SaveCadence:
+        ckpt = self.config.ckpt
+        known = failures(read_events(self.directory.events), len(self.ranks.topology.nodes), ckpt.mtbf_hours)
+        return SaveCadence(ckpt.save_steps, known, self.reporting.note, last=step)
 
     def _evaluation(self, step: Step) -> Evaluation | None:
         config, sets = self.config, self.inputs.evaluation
@@ -218,6 +230,7 @@ class Startup:
             config.train.full_determinism,
             # While the actor trains it has no weights to give: late engines get theirs with the next update.
             None if config.vllm.sync_mode == "inflight" else pool,
+            pool.rescue,
         )
 
     def _step(self, sampler: Sampler, pool: EnginePool | None, colocation: Colocation | None) -> Step:

@@ -18,6 +18,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.messages import FAILURE, TERMINATION, Peer
 from slurm_rlhf.control.server import ControlServer, EngineHandle, RoleHandle
+from slurm_rlhf.controller.engine_recovery import EngineRecovery
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError
 from slurm_rlhf.launch.launcher import Ended, Launcher
 from slurm_rlhf.observe.log_tail import first_failure, tail
@@ -64,6 +65,8 @@ class Supervisor:
         # What earlier starts of the run have written into the logs: it is not what this one died of.
         self._marks = {path: path.stat().st_size for path in directory.logs.glob("*.log")}
         self.roles: dict[str, RoleHandle[Any]] = {}
+        self.recovery: EngineRecovery | None = None
+        """Starts engines again that died; None: with the first one that dies the run ends."""
 
     def start(self, environment: Mapping[str, Mapping[str, Mapping[str, str]]]) -> None:
         """Start all roles, with the variables of `environment[role][node]`; wait until each rank has said hello.
@@ -79,6 +82,7 @@ class Supervisor:
             ]
             self._launcher.start(role, arguments, environment[role])
             self.roles[role] = self._handle(role)
+        self.recovery = self._make_recovery()
         threading.Thread(target=self._watch, name="supervisor", daemon=True).start()
         for role, handle in self.roles.items():
             if not isinstance(handle, EngineHandle):
@@ -90,9 +94,26 @@ class Supervisor:
             return EngineHandle(self.server, role, world, self._config.vllm.tensor_parallel_size, timeout)
         return RoleHandle(self.server, role, world, timeout)
 
+    def _make_recovery(self) -> EngineRecovery | None:
+        engines, launcher = self.roles.get(ROLLOUT), self._launcher.engines
+        # Where engines share accelerators with trainers, vLLM would measure memory that is in use while it starts.
+        if launcher is None or not isinstance(engines, EngineHandle) or self._config.train.colocate_all:
+            return None
+        homes = {group.engine: group.node for group in self._ranks.tp_groups if group.role == ROLLOUT}
+        most = self._config.train.max_engine_restarts
+        return EngineRecovery(engines, self.server, launcher, homes, self._config.timeout, most, self.fail, self._over)
+
+    def _over(self) -> bool:
+        return self.failure is not None or self._leaving.is_set()
+
+    @property
+    def bereft(self) -> bool:
+        """Tell whether the run waits for engines that are being started again, because all were lost."""
+        return self.recovery is not None and self.recovery.bereft
+
     def here(self, role: str) -> set[int]:
-        """List the ranks of `role` that have said hello."""
-        return {peer.rank for peer in self.server.peers(role)}
+        """List the ranks of `role` that have said hello and are not lost."""
+        return {peer.rank for peer in self.server.peers(role) if not peer.lost}
 
     def fail(self, error: Exception) -> None:
         """Break the run by an error that no call of the loop sees: every pending and every later call raises it."""
@@ -141,6 +162,8 @@ class Supervisor:
     def stop(self) -> None:
         """End every process: ask, then end by force what is left, within `timeout.shutdown` seconds each."""
         self._leaving.set()
+        if self.recovery is not None:
+            self.recovery.close()
         self._launcher.stop(self._all_ended(), self._config.timeout.shutdown / 2)
         self._gone.set()
         self.server.close()
@@ -169,8 +192,13 @@ class Supervisor:
     def _watch_engines(self) -> None:
         engines = self._launcher.engines
         for engine, how in engines.ended() if engines else ():
-            if not self._leaving.is_set():
+            if not self._leaving.is_set() and not self._goes_on_without(engine, how):
                 self._fail(ROLLOUT, how, self._engine_logs(engine))
+        if self.recovery is not None and self.recovery.armed:
+            self.recovery.look()
+
+    def _goes_on_without(self, engine: int, why: str, silent: bool = False) -> bool:
+        return self.recovery is not None and self.recovery.lost(engine, why, silent=silent)
 
     def _engine_logs(self, engine: int) -> list[Path]:
         group = next(group for group in self._ranks.tp_groups if group.engine == engine)
@@ -219,6 +247,8 @@ class Supervisor:
 
     def _lose(self, peer: Peer, why: str) -> None:
         what = f"{self._named(peer)} on {peer.host} (pid {peer.pid}) is lost: {why}"
+        if (engine := self._engine_of(peer)) is not None and self._goes_on_without(engine, what, silent=True):
+            return
         if not self._leaving.is_set():
             self._fail(peer.role, what, [self._directory.role_log(peer.role, peer.host, peer.rank)])
 
@@ -230,6 +260,8 @@ class Supervisor:
         """
         if event == FAILURE and not self._leaving.is_set():
             reason = str(data.get("reason"))
+            if (engine := self._engine_of(peer)) is not None and self._goes_on_without(engine, reason):
+                return
             self._fail(peer.role, reason, [self._directory.role_log(peer.role, peer.host, peer.rank)])
         if event == TERMINATION and not self._terminated and not self._leaving.is_set():
             self._terminated = True
@@ -251,10 +283,13 @@ class Supervisor:
         ranks = ", ".join(f"{self._named(p)} (pid {p.pid})" for p in gone)
         return f"its process group on {end.node} {end.how}" + (f"; gone: {ranks}" if ranks else "")
 
-    def _named(self, peer: Peer) -> str:
+    def _engine_of(self, peer: Peer) -> int | None:
         handle = self.roles[peer.role]
-        engine = f" of engine {peer.rank // handle.width}" if isinstance(handle, EngineHandle) else ""
-        return f"rank {peer.rank}{engine}"
+        return peer.rank // handle.width if isinstance(handle, EngineHandle) else None
+
+    def _named(self, peer: Peer) -> str:
+        engine = self._engine_of(peer)
+        return f"rank {peer.rank}" if engine is None else f"rank {peer.rank} of engine {engine}"
 
     def _role_logs(self, role: str) -> list[Path]:
         return [*self._directory.logs.glob(f"{role}.*.[0-9]*.log"), *self._directory.logs.glob(f"{role}.*torchrun.log")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from attackers import Fire, counted, record
 from browser import open_page
+from dying_engines import HELD_REWARD, dying_engine, wait_until_started
 from patched_ranks import Call, calls, noted
 from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train, workspace
 from warm_runs import WarmRun
@@ -129,6 +131,31 @@ def test_engines_sampled_with_the_actors_weights_in_every_step(whole: tuple[Path
         assert 0 < row["rollout_logprob_diff_max"] < 1e-5 or row["rollout_logprob_diff_max"] == 0
 
 
+def test_an_engine_that_dies_twice_comes_back_and_changes_no_metric(
+    config: Path, whole: tuple[Path, str], tmp_path: Path
+) -> None:
+    """Killed in the middle of a batch, and in the middle of the update with which it is back."""
+    (tmp_path / "reward.py").write_text(HELD_REWARD)
+    world = (*WORLD, f"--reward.remote_url={tmp_path / 'reward.py'}")
+    seconds = []
+    with dying_engine(tmp_path), started(config, tmp_path / "run", *world, warm=True) as run:
+        for start, when in ((2, "generation"), (3, "update")):
+            back = wait_until_started(run, 1, start, 120)
+            seconds.append(back - float((tmp_path / when).read_text()))
+            (tmp_path / "hold").unlink()
+        code, output = run.wait(150)
+        run.assert_gone(1)
+    assert code == 0, output
+    assert timeless(metrics(tmp_path / "run")) == timeless(metrics(whole[0]))
+    killed = r"rank 1 of engine 1 on \S+ \(pid \d+\) was killed by SIGKILL"
+    assert len(re.findall(rf"engine 1 on \S+ is lost: {killed}. 1 of 2 engines go on", output)) == 2
+    assert len(re.findall(r"engine 1 on \S+ takes part again from policy version 3 on", output)) == 1
+    events = [event.event for event in RunFiles.read(RunDirectory(tmp_path / "run")).events]
+    assert [event for event in events if event.startswith("engine")] == ["engine lost", "engine lost", "engine joined"]
+    print(f"from its death to its start: {seconds[0]:.1f} s, {seconds[1]:.1f} s")
+    assert max(seconds) < 20
+
+
 def test_final_model_loads_in_transformers_and_vllm_and_they_agree(whole: tuple[Path, str]) -> None:
     program = Path(__file__).parents[1] / "support" / "final_model.py"
     done = WarmRun([sys.executable, "-u", str(program), str(whole[0] / "final")], dict(os.environ))
@@ -142,10 +169,10 @@ def test_final_model_loads_in_transformers_and_vllm_and_they_agree(whole: tuple[
 def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple[Path, str]) -> None:
     """SIGTERM saves first; SIGKILL costs the steps behind the last checkpoint; neither shows in the numbers.
 
-    Nor does the self-check, which the first of the three sessions leaves out.
+    Nor does the self-check, which the first of the three sessions leaves out, nor when and how checkpoints are written.
     """
     run_dir = config.parent / "interrupted"
-    with started(config, run_dir, *WORLD, "--train.self_check=false", warm=True) as run:
+    with started(config, run_dir, *WORLD, "--train.self_check=false", "--ckpt.save_steps=auto", warm=True) as run:
         run.wait_for_step(1, 120)
         run.process.terminate()
         code, output = run.wait(30)
@@ -155,7 +182,7 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
     saved = json.loads((run_dir / "summary.json").read_text())
     assert saved["status"] == "stopped"
     assert (run_dir / "checkpoints" / f"step_{saved['steps']:06d}").is_dir()
-    with started(config, run_dir, *WORLD, warm=True) as run:
+    with started(config, run_dir, *WORLD, "--ckpt.async_save=true", warm=True) as run:
         run.wait_for_step(3, 120)
         run.process.kill()
         run.process.communicate()
