@@ -32,6 +32,8 @@ class SlurmRlhfError(Exception):
     """Stand at the root of the tree."""
 
     exit_code = 1
+    hang = False
+    """Somebody was silent for too long; False: something ended, failed or was refused."""
 
 
 class UserError(SlurmRlhfError):
@@ -77,11 +79,17 @@ class RunError(SlurmRlhfError):
 
 
 class RoleDied(RunError):
-    """Report that a process of a role ended, or was not heard from within its deadline."""
+    """Report that a process of a role ended, or (`hang`) was not heard from within its deadline."""
+
+    def __init__(self, message: str, *, hang: bool = False) -> None:
+        super().__init__(message)
+        self.hang = hang
 
 
 class CallTimeout(RunError):
     """Report that a call to a role did not return within the deadline of the table."""
+
+    hang = True
 
 
 class RemoteError(RunError):
@@ -91,8 +99,11 @@ class RemoteError(RunError):
     `remote_traceback` belongs into the log, never on the user's terminal.
     """
 
-    def __init__(self, message: str, *, remote_traceback: str = "", user_error: bool = False) -> None:
+    def __init__(
+        self, message: str, *, remote_traceback: str = "", user_error: bool = False, hang: bool = False
+    ) -> None:
         super().__init__(message)
+        self.hang = hang
         self.remote_traceback = remote_traceback
         self.user_error = user_error
         if user_error:
@@ -101,6 +112,8 @@ class RemoteError(RunError):
 
 class RunHung(RunError):
     """Report that nothing moved for too long; names who is behind."""
+
+    hang = True
 
 
 class FilteredAway(RunError):
@@ -112,11 +125,20 @@ class WireError(RunError):
 
 
 class SyncError(RunError):
-    """Report weights that did not arrive, or arrived different from what was sent."""
+    """Report weights that did not arrive, or arrived different from what was sent; `hang`: a member was silent."""
+
+    def __init__(self, message: str, *, hang: bool = False) -> None:
+        super().__init__(message)
+        self.hang = hang
 
 
 class SyncBroken(SyncError):
     """Report a transfer that a connection or a member cut off, not what it carried: a new group may carry it."""
+
+
+def of_hang(hang: bool) -> dict[str, bool]:
+    """Return the `extra` of a logged warning that says whether it is about a hang; see `observe.events`."""
+    return {"hang": hang}
 
 
 def shortened(items: Iterable[str], most: int = 5, separator: str = ", ") -> str:

@@ -101,7 +101,13 @@ class Conductor:
         self.reporting.recorder.pieces = inputs.tokenizer.pieces
         supervisor = Supervisor(self.config, self.directory, self.ranks, self.launcher)
         watchdog = Watchdog(
-            self.config, self.directory, supervisor, self.stop, self.reporting.note, lambda: state.step + 1
+            self.config,
+            self.directory,
+            supervisor,
+            self.stop,
+            self.reporting.note,
+            self.reporting.hung,
+            lambda: state.step + 1,
         )
         startup = Startup(
             self.config,

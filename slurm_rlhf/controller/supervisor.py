@@ -240,6 +240,7 @@ class Supervisor:
         enough = self._config.timeout.heartbeat / 2
         for peer in self.server.silent(enough):
             if peer in suspects:
+                peer.silent = True
                 self._lose(peer, f"it was not heard from for {enough:g} s, last phase {peer.phase!r}, and {evidence}")
 
     def _on_lost(self, peer: Peer) -> None:
@@ -250,7 +251,7 @@ class Supervisor:
         if (engine := self._engine_of(peer)) is not None and self._goes_on_without(engine, what, silent=True):
             return
         if not self._leaving.is_set():
-            self._fail(peer.role, what, [self._directory.role_log(peer.role, peer.host, peer.rank)])
+            self._fail(peer.role, what, [self._directory.role_log(peer.role, peer.host, peer.rank)], hang=peer.silent)
 
     def _on_event(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         """Act on the event of a rank: it cannot go on, or it got SIGTERM.
@@ -294,7 +295,7 @@ class Supervisor:
     def _role_logs(self, role: str) -> list[Path]:
         return [*self._directory.logs.glob(f"{role}.*.[0-9]*.log"), *self._directory.logs.glob(f"{role}.*torchrun.log")]
 
-    def _fail(self, role: str, what: str, logs: list[Path]) -> None:
+    def _fail(self, role: str, what: str, logs: list[Path], hang: bool = False) -> None:
         """Break the run: quote the newest of `logs`, without what earlier starts in this directory have written."""
         with self._failure_lock:
             if self.failure is not None:
@@ -304,7 +305,8 @@ class Supervisor:
             words = "\n".join(f"    {line}" for line in tail(newest, 12, self._marks.get(newest, 0)))
             self.failure = RoleDied(
                 f"role {role} died: {what}.\nThe last lines of {newest}:\n{words}\n"
-                f"Earlier checkpoints are intact; the same command goes on from the newest."
+                f"Earlier checkpoints are intact; the same command goes on from the newest.",
+                hang=hang,
             )
         log.error("%s", self.failure)
         for name in self._ranks.roles:
