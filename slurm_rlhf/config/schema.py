@@ -162,6 +162,9 @@ class Train:
     """When nothing has moved for timeout.hang_grace seconds after the report of a hang: stop ends the run with an
     error, saved where the trainers can save; restart ends it as the end of an allocation does, so that it goes on from
     its last checkpoint."""
+    max_skipped_steps: Annotated[int, NOT_NEGATIVE] = 3
+    """Optimizer steps in a row that may be skipped on all ranks because loss or gradient is not finite; one more ends
+    the run. They are counted (actor_skipped_steps, critic_skipped_steps). In fp16 ds.min_loss_scale is the bound."""
     max_engine_restarts: Annotated[int, NOT_NEGATIVE] = 3
     """Times that an engine which died is started again, on its node or a spare one, while the others go on; then the
     run goes on without it. So often, too, a node may lose engines. Not under MPI, nor with train.colocate_all."""
