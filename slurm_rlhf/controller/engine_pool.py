@@ -78,6 +78,16 @@ class EnginePool:
         return self._arrived()
 
     @property
+    def whole(self) -> bool:
+        """Tell whether every engine has started."""
+        return all(started.done() and started.exception() is None for started in self._started)
+
+    def renew(self, handle: EngineHandle, weight_sync: WeightSync) -> None:
+        """Go on with the engines that there are, called through `handle`, and the weights of an actor that is new."""
+        handle.ready = list(range(handle.world))
+        self._handle, self._weight_sync, self._connected = handle, weight_sync, []
+
+    @property
     def coming(self) -> bool:
         """Tell whether some engines are not ready yet."""
         return len(self._handle.ready) < self._handle.world
@@ -179,6 +189,12 @@ class WeightSync:
     _parameters: list[ParameterSpec] = field(default_factory=list, init=False)
     _store: StoreAddress | None = field(default=None, init=False)  # serves all generations
     _fallback: bool = field(default=False, init=False)  # sync.fallback is in use
+
+    def renewed(self, actor: RoleHandle[ActorCalls], rollout: EngineHandle, host: str) -> WeightSync:
+        """Lead the updates of an actor that was started again: its store and its groups are new ones."""
+        sync = WeightSync(self.config, actor, rollout, host)
+        sync.generation, sync._fallback = self.generation, self._fallback
+        return sync
 
     def connect(self, parameters: list[ParameterSpec], engines: list[int]) -> None:
         """Form the group anew. `parameters` are what the actor will send.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from attackers import Fire, counted, record
 from browser import open_page
+from dying_ranks import Death, dying
 from patched_ranks import Call, calls, noted
 from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train, workspace
 from warm_runs import WarmRun
@@ -172,6 +174,38 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
     assert other == 2
     assert "rollout.batch_size is 4 and was 8 when the checkpoint was written" in output
     assert "roles: " not in output  # nothing was started
+
+
+def test_trainers_that_die_start_again_in_the_same_run_beside_its_engines(
+    config: Path, whole: tuple[Path, str]
+) -> None:
+    """An actor's rank dies in the first update, with no checkpoint to go back to; the critic in the forward of step 3.
+    The engines live through both, and the numbers are those of the undisturbed run.
+    """
+    run_dir, deaths = config.parent / "restarted", [Death("actor", 1, "train_step", 3), Death("critic", 0, "values", 3)]
+    with dying(config.parent / "deaths", deaths), started(config, run_dir, *WORLD, warm=True) as run:
+        run.wait_for_file("logs/rollout.*.1.log", 60)
+        engines, actors = sorted(run.workers("rollout")), sorted(run.workers("actor"))
+        run.wait_for_file("eval/step_000003.json", 120)
+        assert sorted(run.workers("rollout")) == engines
+        assert not set(run.workers("actor")) & set(actors)
+        code, output = run.wait(60)
+        run.assert_gone(1)
+    assert code == 0, output
+    assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
+    assert "restart 1 of 3 in this job: actor, critic, reference start again; the engines go on" in output
+    assert "there is no checkpoint yet: the run begins anew, with the initial weights" in output
+    assert "restart 2 of 3 in this job" in output
+    assert "step_000002 at step 2/4" in output
+    found = RunFiles.read(RunDirectory(run_dir)).events
+    told = [event.text for event in found if event.event == "restart"]
+    assert [
+        re.search(r"role (\w+) died: rank (\d) on \S+ \(pid \d+\) was killed by SIGKILL", one)[1] for one in told
+    ] == [
+        "actor",
+        "critic",
+    ]
+    assert json.loads((run_dir / "summary.json").read_text())["restarts"][0].startswith("role actor died: rank 1 on ")
 
 
 def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, whole: tuple[Path, str]) -> None:
