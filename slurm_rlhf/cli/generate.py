@@ -18,10 +18,11 @@ from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.launch.accelerators import Wanted
-from slurm_rlhf.launch.engine_launcher import EngineLauncher, LocalEngines, SlurmEngines
+from slurm_rlhf.launch.engine_launcher import EngineLauncher, LocalEngines
 from slurm_rlhf.launch.mpi.assignment import launched
 from slurm_rlhf.launch.probe import versions
-from slurm_rlhf.launch.slurm import used_nodes
+from slurm_rlhf.launch.role_steps import used_nodes
+from slurm_rlhf.launch.slurm_engines import SlurmEngines
 from slurm_rlhf.launch.srun import HOST, container_of
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.preflight.examination import Examination, Question, look_here

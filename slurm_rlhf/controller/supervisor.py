@@ -15,6 +15,7 @@ from typing import Any
 
 from slurm_rlhf.cluster.processes import running
 from slurm_rlhf.cluster.slurm_notation import expand
+from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.messages import FAILURE, TERMINATION, Peer
@@ -219,11 +220,23 @@ class Supervisor:
         # Not before all is over: a launcher may start a process anew here, and its life may hang on this thread's.
         while not self._gone.wait(POLL_S):
             with self._looking:
+                self._watch_engines()
                 news = self._launcher.ended()
                 first = first if self._ends else time.monotonic()
                 self._ends += news
                 if self._ends and self.failure is None and not self._leaving.is_set():
                     self._judge(time.monotonic() - first)
+
+    def _watch_engines(self) -> None:
+        engines = self._launcher.engines
+        for engine, how in engines.ended() if engines else ():
+            if not self._leaving.is_set():
+                self._fail(Casualty(ROLLOUT), how, self._engine_logs(engine))
+
+    def _engine_logs(self, engine: int) -> list[Path]:
+        group = next(group for group in self._ranks.tp_groups if group.engine == engine)
+        names = [name for rank in group.ranks for name in (rank, f"{rank}.start")]
+        return [self._directory.role_log(ROLLOUT, group.node, name) for name in names]
 
     def _judge(self, waited_s: float) -> None:
         """Name the process group that ended first, unless it ended because another node is dead.

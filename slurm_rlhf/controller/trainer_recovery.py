@@ -20,7 +20,7 @@ from slurm_rlhf.controller.watchdog import Watchdog
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError, shortened
 from slurm_rlhf.launch.launcher import Launcher
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.replacement import replaced, used_nodes
+from slurm_rlhf.placement.replacement import replaced
 from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.topology import Topology
 
@@ -146,11 +146,11 @@ class TrainerRecovery:
 
     def _moved(self, ranks: RankMap, broken: Casualty) -> RankMap:
         """Return where the ranks go: elsewhere if nodes are gone, or have killed ranks twice. Raises PlacementError."""
-        if len(used_nodes(ranks)) == 1:
+        if len(ranks.used_nodes) == 1:
             return ranks
         gone = self.supervisor.silent_nodes() - {self.here} if broken.silent else set()
         bad = (gone | offenders(self.failures) | self.left_out) - {self.here}
-        if not bad & set(used_nodes(ranks)):
+        if not bad & set(ranks.used_nodes):
             return ranks
         colocate = colocations(self.config)
         try:
@@ -174,5 +174,5 @@ class TrainerRecovery:
 
 
 def _changes(before: RankMap, after: RankMap) -> str:
-    fresh = sorted(set(used_nodes(after)) - set(used_nodes(before)))
-    return f"{', '.join(fresh)} takes over" if fresh else f"the run goes on with {len(used_nodes(after))} nodes"
+    fresh = sorted(set(after.used_nodes) - set(before.used_nodes))
+    return f"{', '.join(fresh)} takes over" if fresh else f"the run goes on with {len(after.used_nodes)} nodes"

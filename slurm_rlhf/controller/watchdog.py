@@ -8,7 +8,6 @@ the earlier steps. A wait that is longer is reported: `hang-<step>/` and one par
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import logging
 import threading
 import time
@@ -26,13 +25,14 @@ from slurm_rlhf.controller.hang_rules import Verdict, judge
 from slurm_rlhf.controller.hang_scene import Scene, ask_ranks, look_from_outside, take_flights, write_scene
 from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung
+from slurm_rlhf.observe.late_stacks import LateStacks
+from slurm_rlhf.observe.stacks import MAIN
 from slurm_rlhf.observe.wait_budget import Budget, WaitBudgets
 from slurm_rlhf.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.25
-_STDERR = 2
 _LONGEST_ROUND_S = 5.0  # of its thread: what takes longer is a suspension, or its own report
 CEILING = 0.9
 """Share of a call's deadline that is the most a budget can be: the stacks are taken before the call is given up."""
@@ -40,6 +40,8 @@ START = "start"
 """The phase before the first step."""
 MOST_RESTARTS = 3
 """Hangs of the same step: one that hangs each time would otherwise be started again for ever."""
+_REWARDING = (MAIN, "groups")
+"""Names of the threads that call the user's reward function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class Watchdog:
         self._silence: tuple[Scene, Verdict] | None = None  # taken then, where such a rank's process is alive
         self._lock = threading.Lock()  # of what is learned
         self._reporting = threading.Lock()  # held while a hang is looked at
+        self._late = LateStacks()
         self._leaving = threading.Event()
 
     def start(self) -> None:
@@ -148,12 +151,13 @@ class Watchdog:
     def _run(self) -> None:
         while not self._leaving.wait(POLL_S):
             # A reward function may keep the interpreter's lock: then ranks lose this process, and nothing here runs.
-            faulthandler.dump_traceback_later(self._config.timeout.heartbeat, file=_STDERR)
+            rewarding = [thread for thread in threading.enumerate() if thread.name in _REWARDING]
+            self._late.put_off(self._config.timeout.heartbeat, rewarding)
             try:
                 self._look()
             except Exception:
                 log.exception("the watchdog failed")
-        faulthandler.cancel_dump_traceback_later()
+        self._late.stop()
 
     def _learn(self) -> float:
         """Learn how long nothing had moved, if something has since; returns how long nothing moves now."""
@@ -211,7 +215,7 @@ class Watchdog:
         self._silent = silent
 
     def _ask(self) -> tuple[Scene, Verdict]:
-        faulthandler.cancel_dump_traceback_later()  # the answers take their time
+        self._late.stop()  # the answers take their time
         scene = ask_ranks(self._supervisor, self._directory, self._config.timeout)
         return scene, self._judge(scene)
 

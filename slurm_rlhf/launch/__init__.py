@@ -1,6 +1,7 @@
 """Start the processes of a run, on one machine, under Slurm or under MPI, and submit runs as jobs.
 
-What lives here: `launcher` (the protocol, and one machine), `slurm` with `srun` and `node`, `mpi/` (all of MPI);
+What lives here: `launcher` (the protocol, and one machine), `slurm` with `srun`, `role_steps` and `node`, `mpi/` (all
+of MPI); `engine_launcher` (the protocol of engines, and one machine), `slurm_engines`, `engine_ranks`, `engine_node`;
 `step_spec` (what a role's processes are started with), `child_process`; `preflight`, `probe` and `accelerators` (checks
 before a start); `requeue` (the next job of a run); `submitit_job`.
 

@@ -1,6 +1,7 @@
 """Keep the engines of one node: `python -m slurm_rlhf.launch.engine_node SPEC.json`, run by the step of a job.
 
-How an engine ended is told through a file of the run directory, because nobody listens to this process.
+How an engine ended is told through a file of the run directory, because nobody listens to this process; and a file
+there says that an engine is to be ended.
 """
 
 from __future__ import annotations
@@ -31,11 +32,18 @@ from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import write_atomically
 
 POLL_S = 0.2
+_LOOKS_S = 1.0
+"""Between two looks for orders, on a file system that all nodes share."""
 
 
 def ended_file(run_dir: Path, run_id: str, engine: int) -> Path:
     """Name the file that says how an engine of one start ended."""
     return run_dir / ".control" / f"ended.{run_id}.{engine}"
+
+
+def end_file(run_dir: Path, run_id: str, engine: int) -> Path:
+    """Name the file that tells the node of an engine to end what is left of it."""
+    return run_dir / ".control" / f"end.{run_id}.{engine}"
 
 
 def main() -> None:
@@ -47,10 +55,21 @@ def main() -> None:
     except PlacementError as error:
         sys.exit(f"error: {error}")
     engines.start()
+    looked = time.monotonic()
     while engines.running:
         tell(spec, engines)
         time.sleep(POLL_S)
+        if time.monotonic() - looked > _LOOKS_S:
+            looked = time.monotonic()
+            obey(spec, engines)
     tell(spec, engines)
+
+
+def obey(spec: StepSpec, engines: EngineRanks) -> None:
+    """End the engines that are to be ended: a process that is stopped does not hear its conductor."""
+    for engine in engines.numbers:
+        if not engines.gone(engine) and end_file(Path(spec.run_dir), spec.run_id, engine).exists():
+            engines.kill_engine(engine)
 
 
 def tell(spec: StepSpec, engines: EngineRanks) -> None:
@@ -75,7 +94,7 @@ def prepare(file: Path, environ: Mapping[str, str]) -> tuple[StepSpec, EngineRan
     logs, interface = run_dir / "logs", interface_to_others(ranks, node)
     environment = node_environment(environ, ROLLOUT, logs, cache, own, interface)
     print(f"{node}: ranks {share.ranks[0]} to {share.ranks[-1]}, slots {','.join(map(str, share.gpus))}", flush=True)
-    return spec, EngineRanks(run_dir, ranks, node, spec.arguments, environment)
+    return spec, EngineRanks(run_dir, ranks, node, spec.arguments, environment, spec.engines)
 
 
 if __name__ == "__main__":

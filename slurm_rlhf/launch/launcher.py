@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.launch.child_process import exit_text, start_child
+from slurm_rlhf.launch.engine_launcher import EngineLauncher, LocalEngines
 from slurm_rlhf.launch.node import visible_gpus, without_gpu_choice
 from slurm_rlhf.launch.node_look import look_here
 from slurm_rlhf.launch.step_spec import StepSpec, torchrun_command
@@ -42,6 +44,13 @@ class Launcher(Protocol):
     @property
     def address(self) -> str:
         """Return the address of this process for the run's nodes; loopback if all are this machine."""
+
+    @property
+    def engines(self) -> EngineLauncher | None:
+        """Return what keeps the engines that `start` has started: it, and not `ended`, tells of those that end.
+
+        None: there are none, or they are started like any other role and none can start again.
+        """
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         """Start `role` on all its nodes, with the variables of `environment[node]`.
@@ -83,7 +92,7 @@ class _Started:
 
 
 class LocalLauncher:
-    """Start torchruns as children of this process; implements `launch.launcher.Launcher`."""
+    """Start torchruns and engines as children of this process; implements `launch.launcher.Launcher`."""
 
     fixed = ""
 
@@ -92,12 +101,21 @@ class LocalLauncher:
         self._ranks = ranks
         self._node = ranks.topology.nodes[0].name
         self._started: list[_Started] = []
+        self._engines: LocalEngines | None = None
 
     @property
     def address(self) -> str:
         return "127.0.0.1"
 
+    @property
+    def engines(self) -> EngineLauncher | None:
+        return self._engines
+
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
+        if ROLES[role].kind == "engine":
+            self._engines = LocalEngines(self._run_dir, self._ranks)
+            self._engines.start(arguments, environment)
+            return
         log = self._run_dir / "logs" / f"{role}.{self._node}.torchrun.log"
         spec = StepSpec(role, str(self._run_dir), f"{self._run_dir.name}.{os.getpid()}", arguments, environment)
         command = torchrun_command(spec, self._ranks, self._node, str(self._run_dir / ".control" / "torchrun"))
@@ -122,6 +140,8 @@ class LocalLauncher:
         _signal(ended, signal.SIGKILL)
         for item in ended:
             item.process.wait()
+        if ROLLOUT in roles and self._engines is not None:
+            self._engines.stop(False, 0.0)
 
     def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
         look_here(self._node, pids[self._node], directory)
@@ -133,6 +153,8 @@ class LocalLauncher:
         # If all ranks are done, ending torchrun gently would only cost seconds. Its workers are sessions of their own,
         # but the kernel ends them with their parent.
         _signal(self._started, signal.SIGKILL)
+        if self._engines is not None:
+            self._engines.stop(done, grace_s)
         for item in self._started:
             item.process.wait()
 

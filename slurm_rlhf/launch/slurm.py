@@ -1,4 +1,7 @@
-"""Start the roles in a Slurm allocation: one `srun` step per role, one torchrun on each of its nodes."""
+"""Start the roles in a Slurm allocation: one `srun` step per role, one torchrun on each of its nodes.
+
+Engines are children of their step's tasks, without a torchrun: `slurm_engines`.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,13 @@ from pathlib import Path
 
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
-from slurm_rlhf.config.roles import ROLES, role_order
+from slurm_rlhf.config.roles import ROLES, ROLLOUT, role_order
+from slurm_rlhf.launch.engine_launcher import EngineLauncher
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node import RANK_MAP
 from slurm_rlhf.launch.node_look import arguments
+from slurm_rlhf.launch.role_steps import look_step, role_step, used_nodes
+from slurm_rlhf.launch.slurm_engines import SlurmEngines
 from slurm_rlhf.launch.srun import HOST, Container, RunningStep, Step
 from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
@@ -67,9 +73,10 @@ class SlurmLauncher:
         self._ephemeral = ephemeral_start()
         self._roles: list[_Role] = []
         self._starts: Counter[str] = Counter()
-        self._written: RankMap | None = None  # in the run directory
+        self._written = False  # the rank map, into the run directory
         self._stopping = False
         self._lock = threading.Lock()
+        self._engines: SlurmEngines | None = None
         elsewhere = [node for node in used_nodes(ranks) if node != slurm.node_name]
         self._address = address_towards(elsewhere[0]) if elsewhere else "127.0.0.1"
 
@@ -77,10 +84,21 @@ class SlurmLauncher:
     def address(self) -> str:
         return self._address
 
+    @property
+    def engines(self) -> EngineLauncher | None:
+        return self._engines
+
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
-        if self._written is not self._ranks:
-            self._written = self._ranks
-            write_atomically(self._run_dir / RANK_MAP, json.dumps(self._ranks.to_json(), indent=1) + "\n")
+        if ROLES[role].kind == "engine":
+            self._engines = SlurmEngines(self._run_dir, self._ranks, self._slurm, self._container, self._run_id)
+            self._engines.start(arguments, environment)
+            return
+        if not self._written:
+            self._written = True
+            if self._engines is not None:
+                self._engines.place_others(self._ranks)
+            else:
+                write_atomically(self._run_dir / RANK_MAP, json.dumps(self._ranks.to_json(), indent=1) + "\n")
         step = role_step(self._ranks, role, self._run_dir / "logs", self._container)
         first = ATTEMPTS * self._starts[role]
         self._starts[role] += 1
@@ -98,7 +116,10 @@ class SlurmLauncher:
         with self._lock:
             ended = [item for item in self._roles if item.spec.role in roles]
             self._roles = [item for item in self._roles if item.spec.role not in roles]
-            self._ranks = ranks
+            self._ranks, self._written = ranks, False
+        if ROLLOUT in roles and self._engines is not None:
+            self._engines.stop(False, 0.0)
+            self._engines = None
         # SIGTERM makes srun kill its tasks; where a node does not answer, it would wait for SlurmdTimeout.
         for number in (signal.SIGTERM, signal.SIGKILL):
             for item in ended:
@@ -165,45 +186,15 @@ class SlurmLauncher:
     def _signal(self, number: signal.Signals) -> None:
         for item in self._roles:
             item.step.signal(number)
+        if self._engines is not None:
+            self._engines.signal(number)
+
+    def _running(self) -> bool:
+        engines = self._engines is not None and self._engines.running
+        return engines or any(item.step.code is None for item in self._roles)
 
     def _wait_gone(self, seconds: float) -> None:
-        wait_until(lambda: not any(item.step.code is None for item in self._roles), seconds, 0.05, 0.05)
-
-
-def used_nodes(ranks: RankMap) -> list[str]:
-    """Return the nodes that hold a rank, in the order of the topology."""
-    used = {share.node for shares in ranks.roles.values() for share in shares}
-    return [node.name for node in ranks.topology.nodes if node.name in used]
-
-
-def role_step(ranks: RankMap, role: str, logs: Path, container: Container = HOST) -> Step:
-    """Return the step of `role`.
-
-    Engines never span nodes: the torchruns of rollout do not know of each other, and the others survive when one ends.
-    """
-    nodes = [ranks.topology.node(share.node) for share in ranks.roles[role]]
-    has_gpus = ranks.topology.accelerator == GPU
-    return Step(
-        name=role,
-        nodes=tuple(node.name for node in nodes),
-        cpus=min(node.cpus for node in nodes),
-        # All that the job has there: `launch.node` chooses among them, and NCCL needs to see the neighbours.
-        gpus=tuple(node.gpus for node in nodes) if has_gpus else (),
-        output=str(logs / f"{role}.%N.torchrun.log"),
-        together=ROLES[role].kind != "engine",
-        uneven=len({node.gpus for node in ranks.topology.nodes}) > 1,
-        options=container.step_options(),
-    )
-
-
-def look_step(ranks: RankMap, names: Sequence[str], container: Container = HOST) -> Step:
-    """Return a step of one task on each of the nodes `names`, beside the roles."""
-    nodes = [ranks.topology.node(name) for name in names]
-    uneven = len({node.gpus for node in ranks.topology.nodes}) > 1
-    gpus = tuple(node.gpus for node in nodes) if uneven else ()
-    return Step(
-        "look", tuple(names), cpus=1, gpus=gpus, uneven=uneven, together=False, options=container.step_options()
-    )
+        wait_until(lambda: not self._running(), seconds, 0.05, 0.05)
 
 
 def ephemeral_start(table: Path = _EPHEMERAL) -> int:

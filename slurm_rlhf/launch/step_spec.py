@@ -21,7 +21,7 @@ class StepSpec:
 
     `run_id` names this start of the role, the same on every node. At `port` of the first node its torchruns find each
     other; 0: each works alone on its node, so that none ends when another node does. `environment` maps a node to the
-    variables of the role's processes there.
+    variables of the role's processes there. `engines`: those of a node that are meant; None: all.
     """
 
     role: str
@@ -30,6 +30,7 @@ class StepSpec:
     arguments: list[str]
     environment: Mapping[str, Mapping[str, str]]
     port: int = 0
+    engines: list[int] | None = None
 
     def write(self, path: Path) -> None:
         """Write it as JSON; readers find a whole file or none."""

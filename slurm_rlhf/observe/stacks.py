@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 MAIN = "MainThread"
 """The name of a process's first thread, as in `threading`."""
-LATE = re.compile(r"^Timeout \(\d+:\d\d:\d\d(?:\.\d+)?\)!$", re.MULTILINE)
-"""What `faulthandler.dump_traceback_later` writes above the threads."""
+LATE = re.compile(r"^(?=Stack \(most recent call first\):$)", re.MULTILINE)
+"""How the stack that a thread writes of itself begins, as in `late_stacks`."""
 
-_THREAD = re.compile(r"^(?:Current thread|Thread) (?P<name>.+?) \(most recent call first\):$")
+_THREAD = re.compile(r"^(?:Current thread|Thread|(?=Stack)) ?(?P<name>.+?) \(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _SPY_THREAD = re.compile(r'^Thread \S+ \((?P<state>[^)]*)\)(?:: "(?P<name>.*)")?$')
 _SPY_FRAME = re.compile(r"^ {4}(?P<function>.+) \((?P<file>.+?)(?::(?P<line>\d+))?\)$")
@@ -85,7 +85,7 @@ def read_stacks(text: str) -> list[ThreadStack]:
 
 
 def last_late_dump(log: str) -> str:
-    """Return the last thing that `faulthandler.dump_traceback_later` wrote into a log; empty: nothing."""
+    """Return the last stack that a thread wrote of itself into a log, as `late_stacks` has it; empty: none."""
     marks = list(LATE.finditer(log))
     if not marks:
         return ""

@@ -11,12 +11,6 @@ from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import CPU, Node, Topology
 
 
-def used_nodes(ranks: RankMap) -> list[str]:
-    """Return the nodes that hold a rank, in the order of the topology."""
-    used = {share.node for shares in ranks.roles.values() for share in shares}
-    return [node.name for node in ranks.topology.nodes if node.name in used]
-
-
 def replaced(
     ranks: RankMap,
     bad: Collection[str],
@@ -30,7 +24,7 @@ def replaced(
     they are. Otherwise all `roles` are placed anew on the nodes that are left, at their sizes. Raises PlacementError
     that says what is missing.
     """
-    used = used_nodes(ranks)
+    used = ranks.used_nodes
     gone = [node for node in ranks.topology.nodes if node.name in bad and node.name in used]
     free = [node for node in allocation.nodes if node.name not in used and node.name not in bad]
     stand_ins = _stand_ins(gone, free, ranks.topology.accelerator)
@@ -41,7 +35,7 @@ def replaced(
     if not left:
         raise PlacementError(f"{spares}, and no node is left. Keep one in reserve: cluster.spares")
     try:
-        return place(Topology(left, ranks.topology.accelerator), roles, colocate)
+        return place(Topology(left, ranks.topology.accelerator, ranks.topology.origin), roles, colocate)
     except PlacementError as error:
         raise PlacementError(
             f"{spares} ({len(free)} are free), and the roles do not fit the {len(left)} nodes that are left: "
@@ -72,4 +66,4 @@ def _renamed(ranks: RankMap, stand_ins: dict[str, Node]) -> RankMap:
         ]
         for role, shares in ranks.roles.items()
     }
-    return RankMap(Topology(nodes, ranks.topology.accelerator), roles)
+    return RankMap(Topology(nodes, ranks.topology.accelerator, ranks.topology.origin), roles)

@@ -1,37 +1,38 @@
 """The stacks of a rank: on request, and into its log while something holds the interpreter's lock.
 
 A thread answers the request, so a main thread that hangs does not matter, as long as Python runs at all. A call into C
-that keeps the interpreter's lock stops every thread. For that, a timer in C is started anew with each heartbeat: when
-heartbeats stop, it writes all stacks through the log's descriptor, which is open already, and needs no lock.
+that keeps the interpreter's lock stops every thread. For that, a timer of the kernel is started anew with each
+heartbeat: when heartbeats stop, it interrupts the main thread, which writes its stack through the log's descriptor,
+open already, and needs no lock for it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
 import sys
 from pathlib import Path
 
 from slurm_rlhf.cluster.node_load import node_load
 from slurm_rlhf.control.calls import StacksAnswer
+from slurm_rlhf.observe.late_stacks import LateStacks
 from slurm_rlhf.observe.stacks import own_stacks, written
 
-STDERR = 2
 PIPE = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 """Variable with the beginning of the name of a pipe: what comes through it makes NCCL's flight recorder write."""
 
+_LATE = LateStacks()
 _DEVICES = ("/dev/nvidiactl", "/dev/kfd")
 
 
 def expect_beat(within_s: float) -> None:
-    """Write the stacks of all threads to standard error unless this is called again within so many seconds."""
-    faulthandler.dump_traceback_later(within_s, file=STDERR)
+    """Write the main thread's stack to standard error unless this is called again within so many seconds."""
+    _LATE.put_off(within_s)
 
 
 def expect_none() -> None:
     """Stop what `expect_beat` has started: no more heartbeats are due."""
-    faulthandler.cancel_dump_traceback_later()
+    _LATE.stop()
 
 
 def record_flights(control: Path, role: str) -> None:

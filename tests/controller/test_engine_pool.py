@@ -33,6 +33,7 @@ class Engines:
     """Implements `launch.launcher.Launcher`: two engines of one rank, each started by hand."""
 
     address = "127.0.0.1"
+    engines = None
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory

@@ -30,6 +30,7 @@ class Processes:
     """Implements `cluster.launcher.Launcher`: a rank of the actor and one of the critic on n1, another actor on n2."""
 
     address = "127.0.0.2"  # not that of a run on one machine alone
+    engines = None
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory

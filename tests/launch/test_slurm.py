@@ -35,14 +35,14 @@ def allocation() -> SlurmEnvironment:
 
 
 class Bench:
-    """A launcher with actor on both nodes and rollout on both; `srun` is a shell script."""
+    """A launcher with actor on both nodes and reference on both; `srun` is a shell script."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.run_dir = root / "run"
         (self.run_dir / "logs").mkdir(parents=True)
         (self.run_dir / ".control").mkdir()
-        sizes = [RoleSize("actor", 2, 2), RoleSize("rollout", 2, engines=4)]
+        sizes = [RoleSize("actor", 2, 2), RoleSize("reference", 2, 2)]
         ranks = place(Topology.uniform(NODES, 8), sizes)
         self.launcher = SlurmLauncher(self.run_dir, ranks, allocation())
 
@@ -82,9 +82,9 @@ def bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 def test_a_step_that_returns_0_before_anybody_said_done_has_ended(bench: Bench) -> None:
     bench.srun("exit 0")
-    bench.start("rollout")
+    bench.start("reference")
     (ended,) = bench.news()
-    assert (ended.role, ended.how) == ("rollout", "ended (srun ended with status 0)")
+    assert (ended.role, ended.how) == ("reference", "ended (srun ended with status 0)")
     assert bench.launcher.ended() == []  # told once
 
 
@@ -93,11 +93,11 @@ def test_the_first_task_that_failed_is_named_while_srun_still_waits_for_the_othe
         "echo 'srun: error: gpu002: task 1: Exited with exit code 1'; "
         "echo 'srun: error: gpu[001,003]: tasks 0,2: Killed'; exec sleep 60"
     )
-    bench.start("rollout")
+    bench.start("reference")
     first, second = bench.news()
     assert (first.node, first.how) == ("gpu002", "ended: Exited with exit code 1")
     assert (second.node, second.how) == ("gpu[001,003]", "ended: Killed")
-    assert first.log.name == "rollout.srun.log"
+    assert first.log.name == "reference.srun.log"
     assert bench.launcher.ended() == []
 
 
@@ -133,9 +133,9 @@ def test_what_an_earlier_run_wrote_into_the_logs_is_no_news(bench: Bench) -> Non
 
 def test_stop_waits_for_ranks_that_are_done_and_is_hard_on_the_others(bench: Bench) -> None:
     bench.srun("trap 'echo ended by TERM; exit 0' TERM; sleep 0.7 & wait; echo went by itself")
-    bench.start("rollout")
+    bench.start("reference")
     bench.launcher.stop(True, 5)
-    log = bench.run_dir / "logs" / "rollout.srun.log"
+    log = bench.run_dir / "logs" / "reference.srun.log"
     assert log.read_text() == "went by itself\n"
 
     bench.srun("trap '' TERM; exec sleep 60")

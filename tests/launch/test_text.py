@@ -11,7 +11,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.startup import role_environment
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.node import node_environment
-from slurm_rlhf.launch.slurm import role_step, used_nodes
+from slurm_rlhf.launch.role_steps import role_step, used_nodes
 from slurm_rlhf.launch.srun import Step, step_command, step_environment
 from slurm_rlhf.launch.step_spec import StepSpec, share_on, torchrun_command
 from slurm_rlhf.placement.rank_map import place

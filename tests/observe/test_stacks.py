@@ -1,4 +1,4 @@
-"""Stacks of a process: taken inside it, written by a timer in C, by py-spy; and how long a phase may stand still."""
+"""Stacks of a process: taken inside it, by an interrupted thread, by py-spy; and how long a phase may stand still."""
 
 from __future__ import annotations
 
@@ -8,22 +8,62 @@ import threading
 
 import pytest
 
-from slurm_rlhf.observe.stacks import MAIN, Frame, last_late_dump, own_stacks, read_spy, read_stacks, written
+from slurm_rlhf.observe.stacks import (
+    MAIN,
+    Frame,
+    ThreadStack,
+    last_late_dump,
+    own_stacks,
+    read_spy,
+    read_stacks,
+    written,
+)
 from slurm_rlhf.observe.wait_budget import FACTOR, LEARNED, WaitBudgets
 
 HOLDS = """
-import ctypes, faulthandler, sys, threading
-threading.Thread(target=threading.Event().wait, daemon=True).start()
+import ctypes, subprocess, sys, threading
+from slurm_rlhf.observe.late_stacks import LateStacks
+wait = threading.Thread(target=threading.Event().wait, daemon=True)
+wait.start()
 print("words of before")
 sys.stdout.flush()
 
 def inner():
-    ctypes.PyDLL(None).usleep(700_000)  # PyDLL keeps the interpreter's lock
+    ctypes.PyDLL(None).waitpid(child.pid, None, 0)  # PyDLL keeps the interpreter's lock
 
-faulthandler.dump_traceback_later(0.2, file=2)
+late = LateStacks()
+child = subprocess.Popen(["sleep", "0.7"])
+late.put_off(0.2)
 inner()
-faulthandler.cancel_dump_traceback_later()
+late.stop()
 print("words of after", file=sys.stderr)
+child = subprocess.Popen(["sleep", "0.7"])
+late.put_off(60)
+late.put_off(0.2, [wait])
+inner()
+"""
+
+RUNS = """
+import sys, threading, time
+from slurm_rlhf.observe.late_stacks import LateStacks
+late = LateStacks()
+
+def deep(left):
+    return deep(left - 1) if left else 0
+
+def work():
+    while True:
+        deep(300)  # its frames take memory, and give it back at once
+
+threading.Thread(target=work, name="groups", daemon=True).start()
+end = time.monotonic() + 2
+while time.monotonic() < end:
+    late.put_off(0.001, threading.enumerate())
+    until = time.monotonic() + 0.01
+    while time.monotonic() < until:
+        deep(300)
+late.stop()
+print("alive")
 """
 
 
@@ -42,19 +82,28 @@ def test_own_stacks_begin_with_the_main_thread_and_have_names() -> None:
     assert read_stacks(written(found)) == found
 
 
-def test_a_timer_in_c_writes_them_while_a_call_holds_the_interpreters_lock() -> None:
+def test_a_thread_writes_its_stack_while_a_call_into_c_holds_the_interpreters_lock() -> None:
     done = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, check=True, timeout=30)
-    log = f"{done.stdout}{done.stderr}"
-    found = read_stacks(last_late_dump(log))
-    assert [thread.name == MAIN for thread in found] == [True, False]
-    assert found[0].frames == (Frame("<string>", 8, "inner"), Frame("<string>", 11, "<module>"))
-    assert "words of after" not in last_late_dump(log)
+    main, after, other = done.stderr.partition("words of after\n")
+    assert after
+    (thread,) = read_stacks(last_late_dump(f"{done.stdout}{main}{after}"))
+    assert thread == ThreadStack(MAIN, (Frame("<string>", 10, "inner"), Frame("<string>", 15, "<module>")))
+    assert other.count("Stack (most recent call first):") == 1  # the main thread's was stopped
+    assert "in wait" in other
+
+
+def test_a_process_that_runs_when_its_stacks_are_due_goes_on() -> None:
+    """A thread that reads the frames of running threads ends this process by SIGSEGV within a second."""
+    done = subprocess.run([sys.executable, "-c", RUNS], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr[-2000:]
+    assert done.stderr.count("in deep") > 100
 
 
 def test_only_the_last_dump_of_a_log_counts() -> None:
-    one = 'Timeout (0:00:05)!\nThread 0x1 (most recent call first):\n  File "a.py", line 1 in f\n'
+    one = 'Stack (most recent call first):\n  File "a.py", line 1 in f\n'
     two = one.replace("a.py", "b.py")
     (thread,) = read_stacks(last_late_dump(f"{one}much else\n{two}"))
+    assert thread.name == MAIN
     assert thread.frames[0].file == "b.py"
     assert last_late_dump("nothing of the kind") == ""
 

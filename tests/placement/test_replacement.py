@@ -6,7 +6,7 @@ import pytest
 
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.replacement import replaced, used_nodes
+from slurm_rlhf.placement.replacement import replaced
 from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import CPU, Node, Topology
 
@@ -17,7 +17,7 @@ def test_a_free_node_takes_the_ranks_and_nobody_else_moves() -> None:
     ranks = place(Topology.uniform(["n1", "n2"], 8), ROLES)
     allocation = Topology((Node("n1", 8), Node("n2", 8), Node("n3", 4), Node("n4", 8)))
     after = replaced(ranks, {"n1"}, allocation, ROLES)
-    assert used_nodes(after) == ["n4", "n2"]
+    assert after.used_nodes == ["n4", "n2"]
     for role in ("actor", "rollout"):
         assert after.roles[role][1] == ranks.roles[role][1]
         assert after.roles[role][0].ranks == ranks.roles[role][0].ranks
@@ -36,9 +36,9 @@ def test_fewer_nodes_hold_the_same_sizes_where_there_is_room() -> None:
     roles = [RoleSize("actor", 1, 2), RoleSize("critic", 1, 2), RoleSize("rollout", 1, tp=1, engines=2)]
     topology = Topology.uniform(["n1", "n2", "n3"], 8)
     ranks = place(topology, roles)
-    assert len(used_nodes(ranks)) == 3
+    assert len(ranks.used_nodes) == 3
     after = replaced(ranks, {"n2"}, topology, roles)
-    assert set(used_nodes(after)) <= {"n1", "n3"}
+    assert set(after.used_nodes) <= {"n1", "n3"}
     assert after.worlds == ranks.worlds
 
 

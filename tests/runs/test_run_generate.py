@@ -174,7 +174,6 @@ def wait_for_both(job: Run, output: Path) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.full  # vLLM 0.32.0 on CPUs: with vllm.max_num_seqs = 2 the engine that is left often dies by SIGSEGV
 def test_the_rows_of_an_engine_that_hangs_are_answered_by_the_other(config: Path, calm: Path, tmp_path: Path) -> None:
     """One of two engines is stopped with rows in flight: it is given up after timeout.heartbeat, and not before."""
     run_dir, limit_s = tmp_path / "job", 4

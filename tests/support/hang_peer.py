@@ -20,7 +20,12 @@ INTERVAL = 0.2
 
 
 def hold_the_lock(seconds: float) -> None:
-    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+    """Wait in C, where PyDLL keeps the lock; for a timer's file, because a signal ends `sleep`, and no read."""
+    libc = ctypes.PyDLL(None)
+    timer = libc.timerfd_create(1, 0)
+    libc.timerfd_settime(timer, 0, (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9)), None)
+    libc.read(timer, ctypes.create_string_buffer(8), 8)
+    libc.close(timer)
 
 
 def work_in_python(seconds: float) -> None:

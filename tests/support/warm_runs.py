@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import json
 import os
@@ -33,6 +34,7 @@ TORCHRUN = "torch.distributed.run"
 MODULES = (TORCHRUN, "slurm_rlhf.workers.rank_process")
 """What is forked in place of a new Python."""
 WRAPPER = "slurm_rlhf.launch.child_process"
+_ABOVE = 900  # numbers of files that nobody uses
 
 
 class Forker:
@@ -60,15 +62,21 @@ class Forked:
     stdout: TextIO | None = None
 
     def __init__(
-        self, forker: Forker, command: Sequence[str], environment: dict[str, str], files: Sequence[int], bound: bool
+        self,
+        forker: Forker,
+        command: Sequence[str],
+        environment: dict[str, str],
+        files: Sequence[int],
+        bound: bool,
+        kept: Sequence[int] = (),
     ) -> None:
-        """`bound`: it is killed when the process that forks it ends."""
+        """`bound`: it is killed when the process that forks it ends. `kept`: open there under the same numbers."""
         self.args = list(command)
         self.returncode: int | None = None
         self._forker = forker
         self._polling = threading.Lock()  # its end is told once, to whoever asks first
         request = {"command": self.args, "environment": environment, "directory": os.getcwd(), "bound": bound}
-        self.pid: int = forker.ask(request, files)
+        self.pid: int = forker.ask({**request, "kept": list(kept)}, [*files, *kept])
 
     def poll(self) -> int | None:
         with self._polling:
@@ -181,7 +189,7 @@ def _line(connection: socket.socket) -> tuple[bytes, list[int]]:
     """A line, and the files that came with it; nothing where the other end is gone. No more follows unanswered."""
     data, files = b"", []
     while not data.endswith(b"\n"):
-        part, more, _, _ = socket.recv_fds(connection, 1 << 16, 3)
+        part, more, _, _ = socket.recv_fds(connection, 1 << 16, 5)
         if not part:
             return b"", files
         data += part
@@ -236,9 +244,13 @@ def _prepare(request: dict[str, Any], files: list[int], parent: int) -> None:
     os.setsid()
     if request["bound"]:
         _die_with(parent)
-    for target, file in enumerate(files):
+    targets = [0, 1, 2, *request["kept"]]
+    # First away from the numbers that they are to have.
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, _ABOVE) for file in files]
+    for file in files:
+        os.close(file)
+    for file, target in zip(moved, targets, strict=False):
         os.dup2(file, target)
-    for file in set(files) - {0, 1, 2}:
         os.close(file)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[attr-defined]
     atexit._clear()
@@ -277,7 +289,7 @@ def _take_popen(forker: Forker) -> None:
     def popen(args: Any, **options: Any) -> Any:
         command = list(args) if isinstance(args, (list, tuple)) else []
         module = next((word for word in command if word in MODULES), None)
-        if not (module or _is_ranks_program(command)) or options.get("pass_fds"):
+        if not (module or _is_ranks_program(command)):
             return usual(args, **options)
         wrapped = WRAPPER in command
         bound = wrapped or module != MODULES[1]  # what stands before a module binds it to its parent
@@ -286,7 +298,9 @@ def _take_popen(forker: Forker) -> None:
         out = _number(options.get("stdout"), 1)
         err = out if options.get("stderr") == subprocess.STDOUT else _number(options.get("stderr"), 2)
         with open(os.devnull) as nothing:
-            return Forked(forker, command, dict(options["env"]), (nothing.fileno(), out, err), bound)
+            return Forked(
+                forker, command, dict(options["env"]), (nothing.fileno(), out, err), bound, options.get("pass_fds", ())
+            )
 
     subprocess.Popen = popen  # type: ignore[assignment,misc]
     subprocess_handler.Popen = popen  # type: ignore[assignment]

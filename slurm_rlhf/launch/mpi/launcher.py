@@ -76,6 +76,11 @@ class MpiLauncher:
     def address(self) -> str:
         return self._address
 
+    @property
+    def engines(self) -> None:
+        """Return None: no engine can be started again."""
+        return None
+
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         self._channel.send(start=role, arguments=arguments, environment=environment)
 

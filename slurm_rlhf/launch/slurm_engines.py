@@ -1,0 +1,202 @@
+"""Start the engines of a Slurm job: one step with a task on each of their nodes, and a step for each further start."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slurm_rlhf.cluster.network import address_towards
+from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
+from slurm_rlhf.cluster.slurm_notation import expand
+from slurm_rlhf.config.roles import ROLLOUT
+from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.launch.engine_launcher import Environment
+from slurm_rlhf.launch.engine_node import end_file, ended_file
+from slurm_rlhf.launch.engine_ranks import LOOPBACK
+from slurm_rlhf.launch.node import RANK_MAP
+from slurm_rlhf.launch.role_steps import role_step, used_nodes
+from slurm_rlhf.launch.srun import HOST, Container, RunningStep
+from slurm_rlhf.launch.step_spec import StepSpec
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.spares import with_engine_on
+from slurm_rlhf.placement.topology import GPU, Topology
+from slurm_rlhf.polling import wait_until
+from slurm_rlhf.run_directory import write_atomically
+
+_KILL_S = 3.0
+
+
+@dataclass(slots=True)
+class _Start:
+    """Is one step, with the engines that it has started."""
+
+    run_id: str
+    step: RunningStep
+    node_of: dict[int, str]  # engine -> node
+    told: dict[int, str] = field(default_factory=dict)  # engine -> how it ended
+
+    def look(self, run_dir: Path) -> dict[int, str]:
+        """Return the engines that have ended since the last look, and how."""
+        news = {}
+        for engine in self.node_of.keys() - self.told.keys():
+            file = ended_file(run_dir, self.run_id, engine)
+            if file.exists():
+                news[engine] = file.read_text(encoding="utf-8")
+        left = {engine: node for engine, node in self.node_of.items() if engine not in {*self.told, *news}}
+        if left and (self.step.code is not None or self.step.failures()):
+            ended = {node: how for nodes, how in self.step.failures() for node in _names(nodes)}
+            for engine, node in left.items():
+                if node in ended:
+                    news[engine] = f"its step on {node} {ended[node]}; see {self.step.log}"
+                elif self.step.code is not None:
+                    news[engine] = f"the step on {node} is over; see {self.step.log}"
+        self.told.update(news)
+        return news
+
+
+class SlurmEngines:
+    """Implements `EngineLauncher` in a Slurm allocation; a node that is lost costs its own engines."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        ranks: RankMap,
+        slurm: SlurmEnvironment,
+        container: Container = HOST,
+        run_id: str = "",
+    ) -> None:
+        """Raise PlacementError if this process cannot reach the nodes."""
+        self._run_dir = run_dir
+        self._ranks = ranks
+        self._container = container
+        self._job_nodes = slurm.job_nodes
+        self._run_id = run_id or f"{slurm.job_id}.{slurm.restart_count}.{secrets.token_hex(4)}"
+        self._arguments: list[str] = []
+        self._environment: Environment = {}
+        self._starts: list[_Start] = []  # every one so far
+        self._ended: set[tuple[str, int]] = set()  # (run_id, engine) that were told to end
+        self._lock = threading.Lock()
+        self._stopping = False
+        elsewhere = [node for node in used_nodes(ranks) if node != slurm.node_name]
+        self._address = address_towards(elsewhere[0]) if elsewhere else LOOPBACK
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    @property
+    def spares(self) -> list[str]:
+        used = set(used_nodes(self._ranks))
+        return [node for node in self._job_nodes if node not in used]
+
+    def start(self, arguments: list[str], environment: Environment) -> None:
+        self._arguments, self._environment = arguments, environment
+        for pattern in ("ended.*", "end.*"):
+            for old in (self._run_dir / ".control").glob(pattern):
+                old.unlink(missing_ok=True)
+        self._write_map()
+        node_of = {group.engine: group.node for group in self._ranks.tp_groups if group.role == ROLLOUT}
+        self._start(self._run_id, f"{ROLLOUT}", self._ranks, node_of, None)
+
+    def _start(
+        self, run_id: str, name: str, ranks: RankMap, node_of: dict[int, str], only: Sequence[int] | None
+    ) -> None:
+        engines = None if only is None else list(only)
+        spec = StepSpec(ROLLOUT, str(self._run_dir), run_id, self._arguments, self._environment, engines=engines)
+        file = self._run_dir / ".control" / f"{name}.json"
+        spec.write(file)
+        gpus = ranks.topology.accelerator == GPU
+        command = self._container.command("slurm_rlhf.launch.engine_node", str(file), gpus=gpus)
+        logs = self._run_dir / "logs"
+        nodes = None if only is None else list(dict.fromkeys(node_of.values()))
+        step = role_step(ranks, ROLLOUT, logs, self._container, nodes)
+        self._starts.append(_Start(run_id, RunningStep(step, command, logs / f"{name}.srun.log"), node_of))
+        self._starts[-1].step.start()
+
+    def _write_map(self) -> None:
+        write_atomically(self._run_dir / RANK_MAP, json.dumps(self._ranks.to_json(), indent=1) + "\n")
+
+    def place_others(self, ranks: RankMap) -> None:
+        """Note where the other roles are from now on, for the run directory and for `spares`."""
+        with self._lock:
+            own = {share.node: self._ranks.topology.node(share.node) for share in self._ranks.roles[ROLLOUT]}
+            known = {node.name for node in ranks.topology.nodes}
+            nodes = (*ranks.topology.nodes, *(node for name, node in own.items() if name not in known))
+            topology = Topology(nodes, ranks.topology.accelerator, ranks.topology.origin)
+            self._ranks = RankMap(topology, {**ranks.roles, ROLLOUT: self._ranks.roles[ROLLOUT]})
+            self._write_map()
+
+    def ended(self) -> list[tuple[int, str]]:
+        with self._lock:
+            found = {}
+            for start in self._starts:
+                for engine, how in start.look(self._run_dir).items():
+                    if (start.run_id, engine) not in self._ended:
+                        found[engine] = how
+            return sorted(found.items())
+
+    def _last_start(self, engine: int) -> _Start:
+        return next(start for start in reversed(self._starts) if engine in start.node_of)
+
+    def end(self, engine: int) -> None:
+        with self._lock:
+            start = self._last_start(engine)
+            self._ended.add((start.run_id, engine))
+            if engine not in start.told:
+                end_file(self._run_dir, start.run_id, engine).touch()
+
+    def gone(self, engine: int) -> bool:
+        with self._lock:
+            start = self._last_start(engine)
+            start.look(self._run_dir)
+            return engine in start.told
+
+    def start_again(self, engine: int, node: str) -> None:
+        with self._lock:
+            if self._stopping:
+                return
+            home = self._last_start(engine).node_of[engine]
+            if node != home:
+                self._ranks = with_engine_on(self._ranks, ROLLOUT, engine, node)
+                self._environment = {**self._environment, node: self._environment.get(node, self._environment[home])}
+                self._write_map()
+            number = sum(engine in start.node_of for start in self._starts)
+            name = f"{ROLLOUT}.engine{engine}"
+            self._start(f"{self._run_id}.e{engine}.{number}", name, self._ranks, {engine: node}, [engine])
+
+    def stop(self, done: bool, grace_s: float) -> None:
+        with self._lock:
+            self._stopping = True
+        if done:
+            self._wait_gone(grace_s)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self.signal(number)
+            self._wait_gone(_KILL_S)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal every step, as part of the end of the whole job."""
+        with self._lock:
+            self._stopping = True
+        for start in self._starts:
+            start.step.signal(number)
+
+    @property
+    def running(self) -> bool:
+        """Tell whether a step is left."""
+        return any(start.step.code is None for start in self._starts)
+
+    def _wait_gone(self, seconds: float) -> None:
+        wait_until(lambda: not self.running, seconds, 0.05, 0.05)
+
+
+def _names(nodes: str) -> list[str]:
+    """List the nodes that srun named; empty where it wrote something else."""
+    try:
+        return expand(nodes)
+    except PlacementError:
+        return []
