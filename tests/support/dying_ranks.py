@@ -17,7 +17,8 @@ role = next((word.partition("=")[2] for word in sys.orig_argv if word.startswith
 if role and "LOCAL_RANK" in os.environ:
     from slurm_rlhf.control.client import ControlClient
 
-    deaths = [death for death in json.loads(os.environ["TEST_DEATHS"]) if death[:2] == [role, int(os.environ["RANK"])]]
+    me = [role, int(os.environ.get("RANK", "-1"))]
+    deaths = [death for death in json.loads(os.environ["TEST_DEATHS"]) if death[:2] == me]
     receive, taken = ControlClient.receive, {}
 
     def dying_receive(self, *args):
@@ -25,7 +26,7 @@ if role and "LOCAL_RANK" in os.environ:
         if request is not None:
             taken[request.method] = taken.get(request.method, 0) + 1
             for number, (_, _, method, count) in enumerate(deaths):
-                if (method, count) == (request.method, taken[method] if method in taken else 0):
+                if (method, count) == (request.method, taken.get(method)):
                     try:
                         os.close(os.open(f"{os.environ['TEST_DEAD']}.{role}.{number}", os.O_CREAT | os.O_EXCL))
                     except FileExistsError:
