@@ -21,6 +21,7 @@ class RunDirectory:
         self.report: Final = root / "report.html"
         self.trace: Final = root / "trace.json"
         self.tensorboard: Final = root / "tensorboard"
+        self.trackers: Final = root / "trackers"
         self.evaluations: Final = root / "eval"
         self.logs: Final = root / "logs"
         self.reward_log: Final = self.logs / "reward.log"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the environment, or reuses it, and runs the tests: bash tests/run.sh [pytest's arguments]
 #
-#   bash tests/run.sh                      all tests but -m full and -m gpu, in two sessions side by side (lanes.py)
+#   bash tests/run.sh                      all tests but -m full and -m gpu, in three sessions side by side (lanes.py)
 #   bash tests/run.sh -m fast              what starts no process group, engine or Slurm: about two minutes
 #   bash tests/run.sh tests/training -x    any arguments of pytest: one session
 #   bash tests/run.sh -m gpu               the acceptance kit on this machine's GPUs, in the GPU environment: ten minutes

@@ -87,7 +87,7 @@ def _compare(
     def ours(number: int) -> int:
         (part,) = shards(batch, 1, config.train.max_tokens_per_gpu)
         answer = role.train_step(TrainBatch(part.experience, part.micro, denominator))
-        losses.setdefault("ours", answer["policy_loss"] / denominator)
+        losses.setdefault("ours", answer.metrics["policy_loss"] / denominator)
         return int(batch.lengths.sum())
 
     def plain(number: int) -> int:

@@ -27,6 +27,7 @@ from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, running_roles
 from slurm_rlhf.config.rules import key_problems, rule_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_cluster import minutes
+from slurm_rlhf.config.trackers import tracker_problems
 from slurm_rlhf.errors import ConfigError, ModelError, UserError
 
 
@@ -113,6 +114,7 @@ def _training_problems(config: Config) -> Iterator[str]:
         yield f"resume takes auto, never or a checkpoint directory; no such directory: {config.resume or repr('')}"
     yield from filter(None, [attention_problem(config.ds.attn_implementation)])
     yield from _slurm(config)
+    yield from tracker_problems(config)
 
 
 def _needed(key: str, value: str, what: str) -> Iterator[str]:

@@ -40,6 +40,8 @@ def from_toml(key: Key, value: Any) -> Any:
             return [from_toml(item, each) for each in value]
         except BadValue:
             raise BadValue(key, value) from None
+    if isinstance(value, str) and value in key.words:
+        return value
     if not isinstance(value, accepted[key.kind]) or (isinstance(value, bool) and key.kind != "bool"):
         raise BadValue(key, value)
     if key.kind == "float":
@@ -73,6 +75,8 @@ def from_text(key: Key, words: list[str]) -> Any:
         raise BadValue(key, " ".join(words) if words else None)
     word = words[0]
     value: Any = word
+    if word in key.words:
+        return word
     try:
         if key.kind == "bool":
             value = {"true": True, "false": False}[word.lower()]
@@ -259,7 +263,7 @@ def value_text(key: Key) -> str:
     names = {"str": "TEXT", "path": "PATH", "int": "INT", "float": "NUMBER", "bool": "BOOL", "dataset": "PATH"}
     if key.kind.startswith("list["):
         return f"{names[key.kind[len('list[') : -1]]} ..."
-    return names[key.kind]
+    return "|".join((names[key.kind], *key.words))
 
 
 def default_text(key: Key) -> str:

@@ -30,6 +30,7 @@ class Key:
     default: Any
     choices: tuple[str, ...] = ()
     allowed: Range | None = None  # of a number, or of each number of a list
+    words: tuple[str, ...] = ()  # that it takes in place of a number
 
     @property
     def group(self) -> str:
@@ -41,6 +42,7 @@ class Key:
         """Describe the kind, for error messages."""
         if self.choices:
             return "one of " + ", ".join(choice or '""' for choice in self.choices)
+        instead = "".join(f" or {word}" for word in self.words)
         return {
             "str": "a string",
             "path": "a path (a string)",
@@ -52,7 +54,7 @@ class Key:
             "list[str]": "a list of strings",
             "list[path]": "a list of paths (strings)",
             DATA_SETS: "a list of paths (strings) and of tables with path, name, n_samples_per_prompt, ...",
-        }[self.kind]
+        }[self.kind] + instead
 
 
 @cache
@@ -70,7 +72,9 @@ def _walk(group: Any, prefix: str) -> Iterable[Key]:
         elif get_origin(hint) is Literal:
             yield Key(name, "str", value, get_args(hint))
         elif get_origin(hint) is Annotated and isinstance(hint.__metadata__[0], Range):
-            yield Key(name, _kind(hint.__origin__), value, allowed=hint.__metadata__[0])
+            kind, *instead = get_args(hint.__origin__) or (hint.__origin__,)
+            kind, words = (kind, get_args(instead[0])) if instead else (hint.__origin__, ())
+            yield Key(name, _kind(kind), value, allowed=hint.__metadata__[0], words=words)
         elif get_origin(hint) is Annotated:
             yield Key(name, "path", value)
         elif EvalDataSet in get_args(hint):

@@ -31,7 +31,7 @@ def _no(now: str, before: str, instead: str) -> Flag:
 _RAY = "no Ray starts processes here"
 _TRAINED = "actor and critic share it: use "
 _TOKENS = "micro-batches are cut by tokens, not by sequences: use train.max_tokens_per_gpu"
-_TRACKERS = "metrics go to run_dir/metrics.jsonl and TensorBoard (logger.tensorboard)"
+_TRACKERS = "metrics go to run_dir/metrics.jsonl and to the trackers that logger.use names"
 _MUON = "AdamW is the only optimizer"
 _LORA = "all parameters are trained"
 _PICTURES = "models see text only"
@@ -204,9 +204,10 @@ FLAGS: tuple[Flag, ...] = (
     _no("ckpt.disable_ds", "disable_ds_ckpt", "ckpt.save_steps = 0 saves at the end only"),
     _no("ckpt.best_metric_key", "best_metric_key", "the newest checkpoints are kept, not the best"),
     _no("logger.logging_steps", "logging_steps", "every step is logged"),
-    _no("logger.tensorboard_dir", "use_tensorboard", "events go to run_dir/tensorboard (logger.tensorboard)"),
-    _no("", "use_wandb", _TRACKERS),
+    _no("logger.tensorboard_dir", "use_tensorboard", "events go to run_dir/tensorboard (logger.use)"),
+    _no("", "use_wandb", 'logger.use = ["wandb"]; its key comes from `wandb login` or WANDB_API_KEY'),
     _no("", "perf", "perf/... is among the metrics of every step"),
-    *(_no(f"logger.wandb.{name}", f"wandb_{name}", _TRACKERS) for name in ("org", "group", "project", "run_name")),
-    _no("logger.wandb.key", "", _TRACKERS),
+    *(_no(f"logger.wandb.{name}", f"wandb_{name}", _TRACKERS) for name in ("org", "group")),
+    *(_no(f"logger.wandb.{name}", f"wandb_{name}", f"logger.{name} does it") for name in ("project", "run_name")),
+    _no("logger.wandb.key", "", "a key does not belong into a configuration: `wandb login`, or WANDB_API_KEY"),
 )

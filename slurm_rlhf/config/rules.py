@@ -56,7 +56,7 @@ def out_of_range(config: Config) -> Iterator[str]:
     for name, key in all_keys().items():
         value = get(config, name)
         for number in value if isinstance(value, list) else [value]:
-            if key.allowed is not None and number not in key.allowed:
+            if key.allowed is not None and number not in key.words and number not in key.allowed:
                 yield f"{name} must be {key.allowed}, got {number}"
 
 

@@ -128,5 +128,7 @@ class Timeout:
     """From the watchdog's report of a hang to what train.on_hang says, unless something moves again."""
     preflight: Annotated[float, POSITIVE] = 60.0
     """The look at all nodes before weights load."""
+    tracker: Annotated[float, POSITIVE] = 60.0
+    """At the end of a run, until a tracker (wandb, trackio, mlflow) has taken what it was given."""
     shutdown: Annotated[float, POSITIVE] = 8.0
     """From the request to leave to SIGTERM, and again to SIGKILL (half each)."""

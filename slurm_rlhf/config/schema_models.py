@@ -43,6 +43,11 @@ class Actor:
     """The loss of the policy: ppo (clipped ratio of each token), gspo (clipped ratio of whole responses), cispo
     (clipped importance weight, every token learns), sapo (a soft gate in place of the range), dppo_tv (tokens whose
     probability moved too far are left out). slurm_rlhf/algorithms/policy_losses has formulas and sources."""
+    old_logprobs: Literal["auto", "pass"] = "auto"
+    """The log-probs that the ratio is taken to. pass: of a forward pass before the update. auto: of the update's own
+    forward pass where a batch is one optimizer step (train.batch_size = rollout.batch_size x
+    rollout.n_samples_per_prompt, train.max_epochs = 1) and neither a correction, a reference nor critic.freezing_steps
+    needs them before; one pass less, the same gradient. The engine's: algo.correction.bypass."""
     loss_agg_mode: Literal["", "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", "seq-mean-token-sum-norm"] = (
         ""
     )

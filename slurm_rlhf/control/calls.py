@@ -87,6 +87,14 @@ class TrainBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class TrainAnswer:
+    """Says what one optimizer step did on a rank."""
+
+    metrics: dict[str, float]  # sums over this rank's tokens, and `lr` and `grad_norm` of the whole step
+    logprobs: F32 | None = None  # [A], from before the step; only of an actor whose batch came without them
+
+
+@dataclass(frozen=True, slots=True)
 class SelfCheckAnswer:
     """Holds log-probs of the same rows, computed in ways that must not matter, [A] each."""
 
@@ -246,12 +254,24 @@ class TrainerCalls(StartCalls, Protocol):
     """Declares the calls of the roles that are trained."""
 
     @call(deadline="train_step")
-    def train_step(self, batch: TrainBatch) -> dict[str, float]:
-        """Take one optimizer step; sums over this rank's tokens, and `lr` and `grad_norm` of the whole step."""
+    def train_step(self, batch: TrainBatch) -> TrainAnswer:
+        """Take one optimizer step."""
 
     @call(deadline="checkpoint")
     def save(self, request: DirectoryRequest) -> None:
         """Write the state for an exact resume."""
+
+    @call(deadline="checkpoint")
+    def save_async(self, request: DirectoryRequest) -> float:
+        """Copy the state to host memory, and write it beside what follows; the seconds that copying took."""
+
+    @call(deadline="checkpoint")
+    def written(self) -> Future[None]:
+        """Wait, beside all other calls, until what `save_async` has begun is written; raises what went wrong."""
+
+    @call(deadline="checkpoint")
+    def finish_save(self) -> None:
+        """Do nothing else until what `save_async` has begun is written, or has failed."""
 
     @call(deadline="checkpoint")
     def load(self, request: DirectoryRequest) -> None:
@@ -296,6 +316,10 @@ class ActorCalls(TrainerCalls, LogprobCalls, SyncCalls, Protocol):
     @call(deadline="sync")
     def sync_listen(self, request: ListenRequest) -> StoreAddress:
         """Open the store where the members of weight transfer groups meet; rank 0 only."""
+
+    @call(deadline="heartbeat")
+    def sync_abort(self) -> None:
+        """Give up the weight transfer group that is being formed; answered beside whatever the rank does."""
 
     @call(deadline="sync")
     def sync_push(self, request: SyncUpdateRequest) -> SyncReport:

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -73,6 +74,7 @@ class IoLoop:
         self._on_lost = on_lost
         self._on_event = on_event
         self._outbox: SimpleQueue[tuple[Call, list[Part]]] = SimpleQueue()
+        self._given_up: SimpleQueue[tuple[Peer, str]] = SimpleQueue()
         self._context: zmq.Context[Any] = zmq.Context()
         self._router = make_socket(self._context, zmq.ROUTER, _LINGER_MS)
         self._router.router_mandatory = True
@@ -112,6 +114,14 @@ class IoLoop:
         self._wakeup.signal()
         return call.future
 
+    def give_up(self, role: str, rank: int, why: str) -> None:
+        """Count the present process of a rank as lost. For any thread, not under the lock."""
+        with self._lock:
+            peer = self.roster.find(role, rank)
+        if peer is not None and not peer.lost:
+            self._given_up.put((peer, why))
+            self._wakeup.signal()
+
     def close(self) -> None:
         """Close the sockets, and return when they are closed. For any thread but the I/O thread."""
         with self._lock:
@@ -130,6 +140,7 @@ class IoLoop:
                 self._now = self._clock.tick()
                 self._wakeup.clear()
                 self._send_calls()
+                self._drop_given_up()
                 self._auth.answer()
                 self._receive()
                 if self._heartbeat.due(self._now):
@@ -166,6 +177,14 @@ class IoLoop:
                     self._send(call.peer, "call", parts, call.id)
         except Empty:
             pass
+
+    def _drop_given_up(self) -> None:
+        with suppress(Empty):
+            while True:
+                peer, why = self._given_up.get_nowait()
+                if not peer.lost:
+                    self._drop(peer, why)
+                    self._transmit([peer.route, Envelope("lost", peer.sent).pack()])
 
     def _send(self, peer: Peer, kind: str, parts: Sequence[Part] = (), call: int = 0) -> None:
         peer.sent += kind in NUMBERED

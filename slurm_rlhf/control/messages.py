@@ -36,9 +36,10 @@ TERMINATION = "termination"
 FAILURE = "failure"
 """Event: the rank cannot go on; with the field `reason`."""
 
-LOOKING = frozenset({"stacks"})
-"""Calls that only look: that they are answered is no sign that the run moves."""
+LOOKING = frozenset({"stacks", "written"})
+"""Calls that only look, beside the others: that they are answered is no sign that the run moves."""
 
+_FORGOTTEN = 256  # deadlines of calls that have ended, at most, beside as many as there are calls
 _MAX_ENVELOPE_BYTES = 64
 _MAX_CHARACTERS = 100_000
 
@@ -224,6 +225,10 @@ class Roster:
             del self._by_name[peer.role, peer.rank]
         return dismissed
 
+    def on(self, host: str) -> list[Peer]:
+        """Return the newest peer of each rank on a node, lost ones included."""
+        return [peer for peer in self._by_name.values() if peer.host == host]
+
     def present(self) -> Iterator[Peer]:
         """Yield all peers that are not lost."""
         return (peer for peer in list(self._by_name.values()) if not peer.lost)
@@ -279,6 +284,10 @@ class PendingCalls:
         call = Call(self._newest, peer, method, timeout_s, read, now)
         call.future.set_running_or_notify_cancel()
         self._calls[call.id] = call
+        if len(self._deadlines) > 2 * len(self._calls) + _FORGOTTEN:
+            # Calls that are answered leave theirs behind, and deadlines are hours.
+            self._deadlines = [each for each in self._deadlines if each[1] in self._calls]
+            heapq.heapify(self._deadlines)
         heapq.heappush(self._deadlines, (now + timeout_s, call.id))
         return call
 

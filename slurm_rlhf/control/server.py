@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar, overload
 from slurm_rlhf.algorithms.batching import Shard, shards
 from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control.auth import RunKeys
-from slurm_rlhf.control.calls import EngineCalls, RankCalls, StacksAnswer
+from slurm_rlhf.control.calls import EngineCalls, RankCalls, StacksAnswer, TrainerCalls
 from slurm_rlhf.control.codec import encode
 from slurm_rlhf.control.declarations import CallSpec, spec_of
 from slurm_rlhf.control.io_loop import IoLoop
@@ -93,6 +93,18 @@ class ControlServer:
         """Return the ranks of `role` that said hello, in rank order, lost ones included (`peer.lost`)."""
         with self._lock:
             return self.loop.roster.of_role(role)
+
+    def peers_on(self, host: str) -> list[Peer]:
+        """Return the newest peer of each rank that is on a node, lost ones included."""
+        with self._lock:
+            return self.loop.roster.on(host)
+
+    def give_up(self, role: str, rank: int, why: str) -> None:
+        """Count a rank as lost because its launcher or its conductor says so, a moment after this returns.
+
+        Its calls fail with RoleDied, and another process may say hello in its place. `on_lost` is not called.
+        """
+        self.loop.give_up(role, rank, why)
 
     def silent(self, seconds: float) -> list[Peer]:
         """Return the ranks that are present and were not heard from for `seconds`, the most silent first."""
@@ -330,6 +342,13 @@ class RoleHandle(Generic[C]):
         """Ask one process of the role where it stands, an engine's followers included."""
         return self._send(rank, spec_of(RankCalls.stacks), {})
 
+    def written(self, rank: int) -> Future[None]:
+        """Wait, beside all other calls, until a trainer has written what `save_async` has begun.
+
+        No watcher hears of it: the rank and its accelerator are free meanwhile.
+        """
+        return self._send(rank, spec_of(TrainerCalls.written), {})
+
     def _send(self, rank: int, spec: CallSpec, argument: Any) -> Future[Any]:
         if self._retired is not None:
             refused: Future[Any] = Future()
@@ -353,6 +372,10 @@ class EngineHandle(RoleHandle[EngineCalls]):
         super().__init__(server, role, ranks // width, timeout)
         self.width = width
         self.ready: list[int] = list(range(self.world))
+        self.goes_on_without: Callable[[int, BaseException], bool] = lambda engine, error: False
+        """Tells whether the run goes on without an engine whose call has failed; `EngineRecovery` decides."""
+        self.give_up: Callable[[int, str], bool] = lambda engine, why: False
+        """Gives an engine up, and says why; False: the run cannot do without it."""
 
     def _rank(self, number: int) -> int:
         return number * self.width

@@ -169,5 +169,6 @@ def make_batches(parts: Parts, sample: Callable[[int], Batch]) -> Batches:
         parts.reward if filtered else None,
         Tally(config.algo.dynamic_filtering_range) if filtered else None,
         None if ahead or engines.pool is None else engines.pool.admit,
+        engines.rescue,
     )
     return stream if ahead else Awakened(stream, parts.awake)

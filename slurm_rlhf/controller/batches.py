@@ -72,6 +72,7 @@ class Group:
     place: int  # in the prompt order
     prompt: Prompt
     standing: Standing
+    engine: int = -1  # that samples it
     begun: float = field(default_factory=time.monotonic)
     ended: float = 0.0  # when its last response came
     trajectories: list[Trajectory] = field(default_factory=list)

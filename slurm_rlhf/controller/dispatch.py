@@ -5,7 +5,9 @@ The sizes of what an engine gets, holds and answers with are pure functions; all
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,6 +15,7 @@ from typing import Protocol
 from slurm_rlhf.control.calls import EngineCalls, GenerateAnswer, GenerateBatch, PackedPrompts, PromptTokens
 from slurm_rlhf.control.server import EngineHandle
 from slurm_rlhf.controller.engine_pool import EnginePool
+from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 
 Responses = dict[int, list[Trajectory]]
@@ -45,6 +48,9 @@ class Dispatcher:
     back, so a slow engine takes fewer prompts. With `deterministic`, prompt i goes to engine i modulo their
     number, all at once: the batch composition inside an engine, and with it the last bit of its log-probs, then no
     longer depends on timing.
+
+    What an engine that is lost had finished is kept; its other prompts go to those that are left. The seeds are the
+    requests' own, so the responses are the same.
     """
 
     rollout: EngineHandle
@@ -52,6 +58,7 @@ class Dispatcher:
     max_num_seqs: int  # sequences an engine works on at once
     deterministic: bool
     pool: EnginePool | None = None  # brings in engines that start late; None: all are ready, or somebody else does
+    rescue: Callable[[], Sequence[int]] | None = None  # brings in an engine where none is left; answers which
     loads: dict[int, EngineLoad] = field(default_factory=dict, init=False)  # engine -> what it did in the last `run`
     runs: int = field(default=0, init=False)  # so far
 
@@ -67,21 +74,42 @@ class Dispatcher:
         return trajectories
 
     def _fixed(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Responses:
-        ready = self.rollout.ready[: len(prompts)]
-        calls = [
-            self._ask(engine, list(range(place, len(prompts), len(ready))), prompts, sampling, version)
-            for place, engine in enumerate(ready)
-        ]
+        """Cut the prompts into one part for each engine of the run, and give each engine its own.
+
+        The part of an engine that is lost goes to one that has done its own. So what an engine works on at a time, and
+        with it the last bit of its log-probs, is the same whoever does it.
+        """
+        width = min(self.rollout.world, len(prompts))
+        parts = {place: list(range(place, len(prompts), width)) for place in range(width)}
+        waiting, working = list(parts), dict[int, int]()  # parts; engine -> part
+        pending: dict[Future[GenerateAnswer], int] = {}  # call -> engine
         found: Responses = {}
-        for engine, parts in zip(ready, calls, strict=True):
-            for call in parts:
-                self._take(engine, call.result(), found)
+        while waiting or pending:
+            if not pending:
+                self._await_engine()
+            for engine in [engine for engine in self.rollout.ready if engine not in working]:
+                part = next((part for part in waiting if part == engine or part not in self.rollout.ready), None)
+                if part is not None:
+                    waiting.remove(part)
+                    working[engine] = part
+                    left = unfinished(parts[part], found, sampling.n)
+                    pending |= dict.fromkeys(self._ask(engine, left, prompts, sampling, version), engine)
+            done, _ = wait(pending, POLL_S if waiting else None, FIRST_COMPLETED)
+            for call in done:
+                if (engine := pending.pop(call, -1)) < 0:
+                    continue  # its engine was lost, as another call has told
+                if not self._take(engine, call, found):
+                    waiting.append(working.pop(engine))
+                    pending = {other: owner for other, owner in pending.items() if owner != engine}
+                elif engine not in pending.values():
+                    del working[engine]
         return found
 
     def _stream(self, prompts: list[Prompt], sampling: Sampling, version: int) -> Responses:
         width, n = self.max_num_seqs, sampling.n
         left = deque(range(len(prompts)))
         held = [0] * self.rollout.world  # responses that each engine owes
+        given: dict[int, list[int]] = {}  # engine -> positions that it was given
         pending: dict[Future[GenerateAnswer], tuple[int, int]] = {}  # call -> engine, how many responses
         found: Responses = {}
         begun = set(self.rollout.ready)
@@ -89,13 +117,16 @@ class Dispatcher:
         def feed(engine: int) -> bool:
             """Hand out one chunk, if the engine may hold it."""
             ready = len(self.rollout.ready)
+            if not left or engine not in self.rollout.ready:
+                return False
             count = min(max(1, chunk(len(left) * n, ready, width) // n), len(left))
             room = allowance(len(left) * n, ready, width) - held[engine]
             if self.rollout.world == 1 and len(left) * n <= room:
                 count = len(left)  # nobody else could take it: one message, so that one batch begins with all of it
-            if not left or (held[engine] and room < count * n):
+            if held[engine] and room < count * n:
                 return False
             positions = [left.popleft() for _ in range(count)]
+            given.setdefault(engine, []).extend(positions)
             for call, responses in self._ask(engine, positions, prompts, sampling, version).items():
                 pending[call] = (engine, responses)
             held[engine] += count * n
@@ -105,8 +136,19 @@ class Dispatcher:
             while sum(feed(engine) for engine in engines):
                 pass  # in turn, so that all of them begin with as much
 
-        fill(self.rollout.ready)
-        while pending:
+        def lose(engine: int) -> None:
+            """Take back what an engine that is lost has not finished."""
+            left.extendleft(reversed(unfinished(given.pop(engine, []), found, n)))
+            for call in [call for call, (owner, _) in pending.items() if owner == engine]:
+                del pending[call]
+            held[engine] = 0
+            begun.discard(engine)
+            fill(self.rollout.ready)
+
+        while pending or left:
+            if not pending:
+                self._await_engine()
+                fill(self.rollout.ready)
             done, _ = wait(pending, self._poll_s(bool(left)), return_when=FIRST_COMPLETED)
             if left and self.pool is not None:
                 self.pool.admit(version)
@@ -114,11 +156,23 @@ class Dispatcher:
             begun.update(late)
             fill(late)
             for call in done:
+                if call not in pending:
+                    continue  # its engine was lost, as another call has told
                 engine, count = pending.pop(call)
+                if not self._take(engine, call, found):
+                    lose(engine)
+                    continue
                 held[engine] -= count
-                self._take(engine, call.result(), found)
                 fill([engine])  # several small chunks may fit where a large one was
         return found
+
+    def _await_engine(self) -> None:
+        """Wait until there is an engine, where all were lost. Raises RoleDied, and what has ended the run meanwhile."""
+        while not self.rollout.ready:
+            if self.rescue is None:
+                raise RoleDied("no engine is left, and while the actor trains (eval.overlap) none can get its weights")
+            if not self.rescue():
+                time.sleep(POLL_S)
 
     def _poll_s(self, more: bool) -> float | None:
         """Choose how many seconds to wait for an answer before looking for engines that have become ready."""
@@ -142,10 +196,24 @@ class Dispatcher:
             calls[self.rollout.call(engine, EngineCalls.generate, batch)] = count
         return calls
 
-    def _take(self, engine: int, answer: GenerateAnswer, found: Responses) -> None:
+    def _take(self, engine: int, call: Future[GenerateAnswer], found: Responses) -> bool:
+        """Take the answer to a call; False: its engine is lost, and the run goes on without it."""
+        error = call.exception()
+        if error is not None and self.rollout.goes_on_without(engine, error):
+            return False
+        answer = call.result()
         self.loads.setdefault(engine, EngineLoad()).add(answer.load)
         for position, trajectory in answer.found:
-            found.setdefault(position, []).append(trajectory)
+            known = found.setdefault(position, [])
+            # A prompt whose engine was lost is sampled once more as a whole; what had come of it is kept.
+            if trajectory.sample not in [other.sample for other in known]:
+                known.append(trajectory)
+        return True
+
+
+def unfinished(positions: Sequence[int], found: Responses, samples: int) -> list[int]:
+    """List the positions that have fewer than `samples` responses."""
+    return [position for position in positions if len(found.get(position, ())) < samples]
 
 
 # An engine that is slow must not sit on prompts that others could have started: when the last prompt is handed out,

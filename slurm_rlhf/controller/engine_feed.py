@@ -53,8 +53,12 @@ class EngineFeed:
 
     def took(self, engine: int, answer: GenerateAnswer) -> None:
         """Note an answer of an engine."""
-        self._owed[engine] -= len(answer.found)
+        self._owed[engine] = max(0, self._owed.get(engine, 0) - len(answer.found))
         self.loads.setdefault(engine, EngineLoad()).add(answer.load)
+
+    def lost(self, engine: int) -> None:
+        """Note that an engine is lost: it owes nothing any more."""
+        self._owed.pop(engine, None)
 
     def take_loads(self) -> dict[int, EngineLoad]:
         """Return what engines did since the last call; one that answered nothing meanwhile is not among them."""

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,13 +23,22 @@ from slurm_rlhf.control.calls import (
 )
 from slurm_rlhf.control.server import EngineHandle, RoleHandle, gather
 from slurm_rlhf.controller.supervisor import Supervisor
+from slurm_rlhf.controller.transfer_calls import LEADER, EngineLost, settle_forming, settle_update
 from slurm_rlhf.errors import CallTimeout, RemoteError, SyncError
 from slurm_rlhf.records import ParameterSpec, StoreAddress, SyncConnection
 
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-LEADER = 0  # the actor rank that leads an update; it is rank 0 of the sync group
+_STARTED_S = 0.02
+
+
+@dataclass(slots=True)
+class _Start:
+    """Is one start of an engine: the `life` that `EngineRecovery` counts, and how far it is."""
+
+    life: int
+    done: bool = False
 
 
 class EnginePool:
@@ -37,7 +46,8 @@ class EnginePool:
 
     With `all_at_once` the run waits for all of them, so that which engine gets which prompt does not depend on time.
     Otherwise it begins with the first one, and the others join when they are ready, in the middle of a batch, too; one
-    that never comes is told of with `note`, and done without.
+    that never comes is told of with `note`, and done without. An engine that was lost and started again joins in the
+    same way.
     """
 
     def __init__(
@@ -50,14 +60,18 @@ class EnginePool:
         note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._supervisor = supervisor
+        self._recovery = supervisor.recovery
         self._handle = handle
         self._weight_sync = weight_sync
         self._timeout_s = timeout_s
         self._all_at_once = all_at_once
         self._note = note
-        self._started: list[Future[None]] = [Future() for _ in range(handle.world)]
-        self._connected: list[int] = []  # engines in the present sync group
+        self._starts: dict[int, _Start] = {}
+        self._failure: BaseException | None = None  # what kept an engine from starting
+        self._connected: list[tuple[int, int]] = []  # (engine, life) in the present sync group
         self._parameters: list[ParameterSpec] = []
+        self._version = 0  # of the actor's policy
+        self._closed = False
         handle.ready = []
 
     def begin(self) -> None:
@@ -67,30 +81,47 @@ class EnginePool:
     def wait(self, parameters: list[ParameterSpec]) -> list[int]:
         """Wait until the first engine has started, or all; answer which have.
 
-        `parameters`: what the actor is going to send.
+        `parameters`: what the actor is going to send. Raises what kept an engine from starting.
         """
         self._parameters = parameters
-        if self._all_at_once:
-            for started in self._started:
-                started.result()
-        else:
-            wait(self._started, return_when=FIRST_COMPLETED)
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            arrived = self._arrived()
+            if len(arrived) >= (self._expected() if self._all_at_once else 1):
+                return arrived
+            time.sleep(_STARTED_S)
+
+    def _expected(self) -> int:
+        return self._recovery.left if self._recovery else self._handle.world
+
+    def close(self) -> None:
+        """Start no engine any more: another pool takes over."""
+        self._closed = True
+
+    @property
+    def arrived(self) -> list[int]:
+        """List the engines that have started, and were not lost since."""
         return self._arrived()
 
     @property
-    def whole(self) -> bool:
-        """Tell whether every engine has started."""
-        return all(started.done() and started.exception() is None for started in self._started)
+    def begun(self) -> list[int]:
+        """List the engines that were told to start, and have not answered."""
+        return [engine for engine, start in self._starts.items() if not start.done and start.life == self._life(engine)]
 
-    def renew(self, handle: EngineHandle, weight_sync: WeightSync) -> None:
-        """Go on with the engines that there are, called through `handle`, and the weights of an actor that is new."""
-        handle.ready = list(range(handle.world))
-        self._handle, self._weight_sync, self._connected = handle, weight_sync, []
+    @property
+    def started(self) -> dict[int, _Start]:
+        """Return the starts that engines have answered."""
+        return {engine: start for engine, start in self._starts.items() if start.done}
+
+    def take_over(self, before: EnginePool) -> None:
+        """Take the engines over that have started in the pool before, which is closed."""
+        self._starts = before.started
 
     @property
     def coming(self) -> bool:
         """Tell whether some engines are not ready yet."""
-        return len(self._handle.ready) < self._handle.world
+        return len(self._handle.ready) < self._expected()
 
     def admit(self, version: int) -> list[int]:
         """Give engines that have started meanwhile the actor's weights, policy `version`; answer which they are.
@@ -98,66 +129,104 @@ class EnginePool:
         The others are not disturbed: they may be generating.
         """
         new = [engine for engine in self._arrived() if engine not in self._handle.ready] if self.coming else []
-        if new:
+        if not new:
+            return []
+        try:
             self._join(new)
             self._weight_sync.update(version)
-            self._set_ready(sorted([*self._handle.ready, *new]), version)
+        except EngineLost:
+            return []
+        self._set_ready(sorted([*self._handle.ready, *new]), version)
         return new
 
+    def rescue(self) -> list[int]:
+        """Where no engine is left, admit those that have started again; answer which. Raises what ended the run."""
+        if self._handle.ready:
+            return []
+        if self._supervisor.failure is not None:
+            raise self._supervisor.failure
+        return self.admit(self._version)
+
     def update(self, version: int) -> dict[str, float]:
-        """Give every engine that has started the actor's weights, as `WeightSync.update` does."""
-        arrived = self._arrived() if self.coming else self._handle.ready
-        if arrived != self._connected:
-            self._join(arrived)
-        metrics = self._weight_sync.update(version)
-        self._set_ready(arrived, version)
-        return metrics
+        """Give every engine that has started the actor's weights, as `WeightSync.update` does.
+
+        Engines that are lost meanwhile are done without. Where none is left, `rescue` is what waits for one.
+        """
+        self._version = version
+        while arrived := self._arrived():
+            try:
+                if self._lives(arrived) != self._connected:
+                    self._join(arrived)
+                metrics = self._weight_sync.update(version)
+            except EngineLost as lost:
+                log.warning("%s; the update to policy version %d goes on without", lost, version)
+                continue
+            self._set_ready(arrived, version)
+            return metrics
+        return {}
 
     def _set_ready(self, engines: list[int], version: int) -> None:
         for engine in engines:
             if engine not in self._handle.ready:
                 log.info("engine %d takes part from policy version %d on", engine, version)
-        self._handle.ready = engines
+                if self._recovery:
+                    self._recovery.joined(engine, version)
+        self._handle.ready = [engine for engine in engines if self._life(engine) is not None]
 
     def _join(self, engines: list[int]) -> None:
+        self._connected = []
+        lives = self._lives(engines)
         self._weight_sync.connect(self._parameters, engines)
-        self._connected = engines
+        self._connected = lives
+
+    def _life(self, engine: int) -> int | None:
+        """Return which start of an engine counts; None: none does."""
+        return self._recovery.life(engine) if self._recovery else 0
+
+    def _lives(self, engines: list[int]) -> list[tuple[int, int]]:
+        return [(engine, self._starts[engine].life) for engine in engines]
 
     def _arrived(self) -> list[int]:
-        """List the engines that have started. Raises what kept one from it."""
-        done = [engine for engine, started in enumerate(self._started) if started.done()]
-        for engine in done:
-            self._started[engine].result()
-        return done
+        """List the engines that have started."""
+        starts = sorted(self._starts.items())
+        return [engine for engine, start in starts if start.done and start.life == self._life(engine)]
+
+    def _absent(self) -> list[int]:
+        """List the engines that were not told to start since their processes were started."""
+        lives = ((engine, self._life(engine)) for engine in range(self._handle.world))
+        return [e for e, life in lives if life is not None and (e not in self._starts or self._starts[e].life != life)]
 
     def _start_each(self) -> None:
-        absent = set(range(self._handle.world))
-        end, late = time.monotonic() + self._timeout_s, None
-        while absent and not self._supervisor.leaving:
-            here = self._supervisor.here(self._handle.role)
-            for engine in sorted(absent):
+        end, late = time.monotonic() + self._timeout_s, False
+        while not self._supervisor.leaving and self._failure is None and not self._closed:
+            here = self._supervisor.here(self._handle.role) if (absent := self._absent()) else set()
+            for engine in absent:
                 if here.issuperset(self._ranks(engine)):
-                    absent.discard(engine)
-                    call = self._handle.call(engine, EngineCalls.start, StartRequest(0))
-                    call.add_done_callback(partial(self._finish, engine))
-            failure = self._supervisor.failure
-            if absent and late is None and time.monotonic() > end:
-                late = self._late(absent, here)
-                if self._all_at_once or len(absent) == self._handle.world:
-                    failure = failure or late
+                    self._start(engine)
+            self._failure = self._supervisor.failure
+            never = [engine for engine in self._absent() if engine not in self._starts]
+            if never and not late and time.monotonic() > end:
+                late, what = True, self._late(never, here)
+                if self._all_at_once or len(never) == self._handle.world:
+                    self._failure = self._failure or what
                 else:
-                    self._note(f"warning: {late}. The run goes on without them, and takes them in when they come")
-            if absent and failure is not None:
-                for engine in absent:
-                    self._started[engine].set_exception(failure)
-                self._supervisor.fail(failure)
-                return
+                    self._note(f"warning: {what}. The run goes on without them, and takes them in when they come")
+            if never and isinstance(self._failure, Exception) and not self._closed:
+                self._supervisor.fail(self._failure)
             time.sleep(POLL_S)
+
+    def _start(self, engine: int) -> None:
+        life = self._life(engine)
+        if life is None:
+            return
+        start = self._starts[engine] = _Start(life)
+        call = self._handle.call(engine, EngineCalls.start, StartRequest(0))
+        call.add_done_callback(partial(self._finish, engine, start))
 
     def _ranks(self, engine: int) -> range:
         return range(engine * self._handle.width, (engine + 1) * self._handle.width)
 
-    def _late(self, absent: set[int], here: set[int]) -> CallTimeout:
+    def _late(self, absent: list[int], here: set[int]) -> CallTimeout:
         engine = min(absent)
         missing = ", ".join(str(rank) for rank in self._ranks(engine) if rank not in here)
         return CallTimeout(
@@ -165,12 +234,19 @@ class EnginePool:
             f"(timeout.connect); engines without all of their ranks: {len(absent)}. Their log files say why"
         )
 
-    def _finish(self, engine: int, call: Future[Any]) -> None:
+    def _finish(self, engine: int, start: _Start, call: Future[Any]) -> None:
         error = call.exception()
         if error is None:
-            self._started[engine].set_result(None)
+            log.info("engine %d has started", engine)
+            start.done = True
+            if self._recovery:
+                self._recovery.arm()
             return
-        self._started[engine].set_exception(error)
+        if self._closed or self._handle.goes_on_without(engine, error):
+            return  # it is started once more
+        if start.life and self._recovery and self._recovery.lost(engine, f"it did not start: {error}", start.life):
+            return
+        self._failure = error
         if isinstance(error, Exception):
             self._supervisor.fail(error)
 
@@ -183,23 +259,22 @@ class WeightSync:
     actor: RoleHandle[ActorCalls]
     rollout: EngineHandle
     host: str  # of the leader, as the engines' nodes know it
-    generation: int = field(default=0, init=False)  # of the group; a new one after a failure has a new name
+    generation: int = 0  # of the group; a new one after a failure has a new name
+    fell_back: bool = False  # sync.fallback is in use
     engines: list[int] = field(default_factory=list, init=False)  # that take part
     connection: SyncConnection | None = field(default=None, init=False)  # the leader's, for the user
     _parameters: list[ParameterSpec] = field(default_factory=list, init=False)
     _store: StoreAddress | None = field(default=None, init=False)  # serves all generations
-    _fallback: bool = field(default=False, init=False)  # sync.fallback is in use
 
     def renewed(self, actor: RoleHandle[ActorCalls], rollout: EngineHandle, host: str) -> WeightSync:
         """Lead the updates of an actor that was started again: its store and its groups are new ones."""
-        sync = WeightSync(self.config, actor, rollout, host)
-        sync.generation, sync._fallback = self.generation, self._fallback
-        return sync
+        return WeightSync(self.config, actor, rollout, host, self.generation, self.fell_back)
 
     def connect(self, parameters: list[ParameterSpec], engines: list[int]) -> None:
         """Form the group anew. `parameters` are what the actor will send.
 
-        Goes over to sync.fallback where the members cannot be connected. Raises RemoteError naming who cannot.
+        Goes over to sync.fallback where the members cannot be connected. Raises RemoteError naming who cannot, and
+        EngineLost.
         """
         self._parameters, self.engines = parameters, list(engines)
         if self._store is None:
@@ -215,7 +290,8 @@ class WeightSync:
         """Bring the actor's weights into every engine as policy `version`.
 
         An update that is cut off is repeated, whole, over a new group: once, and once more over sync.fallback. Raises
-        RemoteError for weights that arrived different, and RunError naming the member when it is cut off again.
+        RemoteError for weights that arrived different, RunError naming the member when it is cut off again, and
+        EngineLost when it was cut off because an engine is gone.
         """
         metrics, why = self._update(version)
         if why:
@@ -234,6 +310,7 @@ class WeightSync:
         request = SyncUpdateRequest(version)
         sends = self.actor.start_all(ActorCalls.sync_push, request)
         receipts = [self.rollout.call(engine, EngineCalls.sync_receive, request) for engine in self.engines]
+        settle_update(self.rollout, sends, dict(zip(receipts, self.engines, strict=True)))
         reports = gather([*sends, *receipts])
         broken = [report.broken for report in reports if report.broken]
         if broken:
@@ -263,21 +340,24 @@ class WeightSync:
             port=self._store.port,
             parameters=self._parameters,
             # The interface that was asked for may be what does not work.
-            backend=self.config.sync.fallback if self._fallback else None,
-            interface="" if self._fallback else None,
+            backend=self.config.sync.fallback if self.fell_back else None,
+            interface="" if self.fell_back else None,
         )
         joins = self.actor.start_each(ActorCalls.sync_join, [replace(group, rank=rank) for rank in range(actors)])
-        for place, engine in enumerate(self.engines):
-            joins.append(self.rollout.call(engine, EngineCalls.sync_join, replace(group, rank=actors + tp * place)))
-        connections = gather(joins)
+        engines = [
+            self.rollout.call(engine, EngineCalls.sync_join, replace(group, rank=actors + tp * place))
+            for place, engine in enumerate(self.engines)
+        ]
+        settle_forming(self.rollout, self.actor, joins, dict(zip(engines, self.engines, strict=True)))
+        connections = gather([*joins, *engines])
         self.connection = connections[LEADER]
         for member in {tuple(sorted(asdict(connection).items())) for connection in connections}:
             log.info("weight transfer group %d: %s", self.generation, dict(member))
 
     def _fall_back(self, why: str) -> bool:
         """Go over to sync.fallback for good; False when there is none, or it is in use already."""
-        if self.config.sync.fallback == "none" or self._fallback:
+        if self.config.sync.fallback == "none" or self.fell_back:
             return False
         log.warning("%s; going on over sync.fallback = %s", why, self.config.sync.fallback)
-        self._fallback = True
+        self.fell_back = True
         return True

@@ -21,6 +21,7 @@ from slurm_rlhf.algorithms.policy_distance import approx_kl
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale, clipped_share
 from slurm_rlhf.config.correction import correction_of
+from slurm_rlhf.config.old_logprobs import before_update
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import CriticCalls, ForwardBatch, LogprobCalls
@@ -40,15 +41,15 @@ COLUMNS: tuple[tuple[str, Callable[[Any, ForwardBatch], F32], str], ...] = (
 def fill_passes(config: Config, roles: Mapping[str, RoleHandle[Any]], experience: Experience) -> None:
     """Fill the columns of log-probs and values, all roles at once.
 
-    With algo.correction.bypass the engine's log-probs are the old ones, and the actor computes none.
+    With algo.correction.bypass the engine's log-probs are the old ones, and the actor computes none; nor does it where
+    they are of the update's own pass (`config.old_logprobs`), after which `Step.update` fills the column.
     """
-    bypass = config.algo.correction.bypass
-    if bypass:
+    if config.algo.correction.bypass:
         engine = experience.columns["rollout_logprobs"]
         experience.columns["logprobs"] = np.where(experience.action_mask, engine, np.float32(0.0))
     running: list[tuple[str, list[Shard], list[Future[F32]]]] = []
     for role, method, column in COLUMNS:
-        if role in roles and not (bypass and role == ACTOR):
+        if role in roles and (role != ACTOR or before_update(config)):
             parts, calls = send_shards(roles[role], method, ForwardBatch, experience, config.train.forward_tokens)
             one_at_a_time(config, calls)
             running.append((column, parts, calls))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from slurm_rlhf.config.old_logprobs import before_update
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import DeviceReport, RankCalls
@@ -52,7 +53,7 @@ class StepFlops:
         except ModelError:
             return None
         epochs, samples = config.train.max_epochs, config.rollout.n_samples_per_prompt
-        scored = not config.algo.correction.bypass
+        scored = before_update(config)
         return cls(models[ACTOR], models.get(CRITIC), models.get(REWARD), REFERENCE in models, epochs, samples, scored)
 
     def update(self, experience: Experience, actor_trains: bool) -> float:

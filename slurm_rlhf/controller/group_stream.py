@@ -66,8 +66,10 @@ class GroupStream:
     reward: Scoring | None = None  # of dynamic sampling; None: every group is trained on
     tally: Tally | None = None
     admit: Callable[[int], Any] | None = None  # brings in engines that start late, in the middle of a batch
+    rescue: Callable[[], Any] | None = None  # brings in an engine where none is left
     _groups: list[Group] = field(default_factory=list, init=False)  # since the last batch, by their begin
     _open: dict[int, Group] = field(default_factory=dict, init=False)  # place -> group in flight
+    _orphans: list[Group] = field(default_factory=list, init=False)  # in flight, on an engine that was lost
     _held_back: list[tuple[int, Prompt]] = field(default_factory=list, init=False)  # their prompts are in flight
     _finished: list[Group] = field(default_factory=list, init=False)  # and not judged
     _judging: list[Group] = field(default_factory=list, init=False)
@@ -130,7 +132,7 @@ class GroupStream:
 
     def _work(self) -> None:
         while not self._closed:
-            looking = self._wanted and self.admit is not None and self._failure is None
+            looking = self._failure is None and (self._actor_idle if self._bereft else self._admits)
             try:
                 task = self._inbox.get(timeout=LATE_S if looking else None)
             except Empty:
@@ -143,6 +145,20 @@ class GroupStream:
             except BaseException as error:
                 self._failure = error
             self._tell()
+
+    @property
+    def _admits(self) -> bool:
+        return self._wanted and self.admit is not None
+
+    @property
+    def _actor_idle(self) -> bool:
+        """Tell whether the main thread waits here, so that the actor has time to give its weights away."""
+        return self._wanted or (self._paused and not self._told)
+
+    @property
+    def _bereft(self) -> bool:
+        """Tell whether no engine is left."""
+        return not self.feed.rollout.ready and self.rescue is not None
 
     def _tell(self) -> None:
         """Tell the main thread of a failure, and that it has the engines to itself."""
@@ -162,6 +178,10 @@ class GroupStream:
             self._deliver(chosen)
         if self._wanted and self.admit is not None:
             self.admit(self._version)
+        if self._bereft and self._actor_idle and self.rescue is not None:
+            self.rescue()
+        while self._orphans and (engine := self.feed.free(self.sampling.n)) is not None:
+            self._ask(self._orphans.pop(0), engine)
         while not self._paused and (engine := self.feed.free(self.sampling.n)) is not None:
             if self._room() <= 0 or not self._begin(engine):
                 break
@@ -188,9 +208,14 @@ class GroupStream:
         place, prompt = found
         self._groups.append(group := Group(place, prompt, Standing(self._version)))
         self._open[place] = group
-        arrived = partial(self._arrived, self.feed.stream)
-        self.feed.ask(engine, place, prompt, self.sampling, place // self.rule.batch, arrived)
+        self._ask(group, engine)
         return True
+
+    def _ask(self, group: Group, engine: int) -> None:
+        """Ask an engine for the responses of a group; those that are there already are kept."""
+        group.engine = engine
+        arrived = partial(self._arrived, self.feed.stream)
+        self.feed.ask(engine, group.place, group.prompt, self.sampling, group.place // self.rule.batch, arrived)
 
     def _next_prompt(self) -> tuple[int, Prompt] | None:
         """Take the next prompt that no engine is working on: the rows of small data sets come back soon."""
@@ -212,10 +237,16 @@ class GroupStream:
     def _answered(self, stream: int, engine: int, call: Future[GenerateAnswer]) -> None:
         if stream != self.feed.stream:  # forgotten: whatever it is, nobody wants it
             return
+        error = call.exception()
+        if error is not None and self.feed.rollout.goes_on_without(engine, error):
+            self._lose(engine)
+            return
         answer = call.result()
         self.feed.took(engine, answer)
         for place, trajectory in answer.found:
-            group = self._open[place]
+            group = self._open.get(place)
+            if group is None or trajectory.sample in [known.sample for known in group.trajectories]:
+                continue  # it came from an engine that was lost later, and once more from another one
             group.trajectories.append(trajectory)
             if len(group.trajectories) == self.sampling.n:
                 del self._open[place]
@@ -224,6 +255,12 @@ class GroupStream:
                     group.verdict = group.standing.finished = self._changed = True
                 else:
                     self._finished.append(group)
+
+    def _lose(self, engine: int) -> None:
+        """Keep the groups of an engine that is lost for others; each of its calls comes here."""
+        self.feed.lost(engine)
+        found = [group for group in self._open.values() if group.engine == engine and group not in self._orphans]
+        self._orphans += found
 
     def _judge(self) -> None:
         """Let the reward function judge what has finished since it was called last: one call at a time."""
@@ -267,6 +304,7 @@ class GroupStream:
             self.order.give_back([*held_back, *(group.place for group in behind)])
             self._groups, self._held_back, self._finished, owed = [], [], [], []
             self._open.clear()
+            self._orphans.clear()
             self.feed.forget()
         else:
             self._groups = [g for g in self._groups if g.verdict is not False and g.place not in taken]

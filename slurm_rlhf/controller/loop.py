@@ -48,6 +48,9 @@ class TrainingLoop:
             self.step.batches.close()
             self.checkpoints.save_once()
             raise
+        except BaseException:
+            self.checkpoints.abandon(self.step.config.timeout.hang_grace)
+            raise
         finally:
             self.step.batches.close()
         self.checkpoints.save_once()
@@ -67,6 +70,7 @@ class TrainingLoop:
                 self._evaluate_before()
         self.step.phases.take()  # what start-up took belongs to no step
         self.reporting.stepping()
+        self.checkpoints.cadence.begin()
         if self.gpus is not None:
             self.gpus.begin()
 
@@ -102,12 +106,14 @@ class TrainingLoop:
 
     def _between_steps(self) -> None:
         last = self.state.step == self.step.total_steps
-        due = self._due(self.step.config.ckpt.save_steps) or self.checkpoints.candidate
+        self.checkpoints.poll()
+        due = self.checkpoints.cadence.due(self.state.step) or self.checkpoints.candidate
         if self.step.stop.save_wanted() or (not last and due):
             with self.step.phases("checkpoint"):
-                self.checkpoints.save()
+                self.checkpoints.save(behind=self.step.config.ckpt.async_save and not last)
         if not last:
             self.step.stop.check()
+        self.checkpoints.cadence.begin()
 
     def _end_early(self, over: EpisodesOver) -> None:
         """Do what the last step of a run does after it: dynamic sampling has used up the prompts before."""

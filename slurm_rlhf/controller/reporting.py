@@ -1,4 +1,4 @@
-"""Tells what a run does: on the terminal, in metrics.jsonl, in TensorBoard, in summary.json."""
+"""Tells what a run does: on the terminal, in metrics.jsonl, to trackers, in summary.json."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from slurm_rlhf.controller.recording import Recorder
 from slurm_rlhf.controller.run_state import RunState
 from slurm_rlhf.observe import events
 from slurm_rlhf.observe.live import make_progress
-from slurm_rlhf.observe.metrics import MetricsLog, TensorBoardEvents
+from slurm_rlhf.observe.metrics import MetricsLog
 from slurm_rlhf.observe.run_status import Summary
-from slurm_rlhf.observe.samples import console_text, markdown_text
+from slurm_rlhf.observe.samples import console_text
+from slurm_rlhf.observe.trackers.trackers import Trackers
 from slurm_rlhf.records import Experience
 from slurm_rlhf.run_directory import RunDirectory
 
@@ -33,7 +34,8 @@ class Reporting:
         self._world = world
         self._progress = make_progress(config.logger)
         self._metrics = MetricsLog(directory.metrics)
-        self._events = TensorBoardEvents(directory.tensorboard) if config.logger.tensorboard else None
+        self._config = config
+        self._trackers = Trackers(config, directory, self.note)
         self._print_samples = config.logger.print_samples
         self._state: RunState | None = None
         self._total = 0
@@ -74,13 +76,15 @@ class Reporting:
         """Tell that a run of `total` steps starts, or goes on from `checkpoint` at `state`."""
         self._state, self._total = state, total
         self._starting = True
-        if self.restarts and self._events is not None:
-            self._events.close()  # the next entry opens another file, which voids those behind the checkpoint
+        if self.restarts:
+            self._trackers.close(failed=False)
+            self._trackers = Trackers(self._config, self._directory, self.note)
         # Lines behind the checkpoint are of steps that are about to be done again.
         if checkpoint is None:
             self._put_aside()
         dropped = self._metrics.truncate_after(state.step)
         self.recorder.begin(state.step)
+        self._trackers.open()
         if not self.restarts:
             self.recorder.event(events.START if checkpoint is None else events.RESUME, f"step {state.step} of {total}")
         if checkpoint is not None:
@@ -94,7 +98,10 @@ class Reporting:
             return
         number = next(n for n in count(1) if not self._directory.aside(self._directory.metrics, n).exists())
         directory = self._directory
-        moved = (directory.metrics, directory.tensorboard, directory.evaluations, directory.samples, directory.timeline)
+        moved = (
+            *(directory.metrics, directory.tensorboard, directory.trackers),
+            *(directory.evaluations, directory.samples, directory.timeline),
+        )
         for path in moved:
             if path.exists():
                 path.rename(self._directory.aside(path, number))
@@ -120,18 +127,18 @@ class Reporting:
         """Write the metrics of a step that is done."""
         self.moved = True
         self._metrics.append(step, metrics)
-        if self._events is not None:
-            self._events.scalars(step, metrics)
+        self._trackers.metrics(step, metrics)
         self._progress.step(step, total, metrics)
         self.recorder.done(step)
 
     def samples(self, batch: Batch, experience: Experience) -> None:
         """Keep a few responses of a step, and show them where they are wanted."""
-        for place, sample in enumerate(self.recorder.samples(batch, experience) or ()):
+        found = self.recorder.samples(batch, experience) or []
+        for sample in found:
             if self._print_samples:
                 self._progress.note(console_text(sample))
-            if self._events is not None:
-                self._events.text(sample.step, f"samples/{place}", markdown_text(sample))
+        if found:
+            self._trackers.samples(batch.step, found)
 
     def step_again(self, step: int, total: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step in place of the line that it may have already."""
@@ -142,14 +149,15 @@ class Reporting:
         """Write `line` in place of that of a step that is evaluated late; `found`: what is new in it."""
         self._metrics.truncate_after(step - 1)
         self._metrics.append(step, line)
-        if self._events is not None:
-            self._events.scalars(step, found)
+        self._trackers.metrics(step, found)
         self.note(f"evaluation of step {step}: {told}")
 
     def finished(self) -> None:
         """Tell that all steps are done and everything is written."""
-        self._end()
+        self._starting = False
+        self._progress.end()
         self._write("finished")
+        self._trackers.close(failed=False)
         assert self._state is not None
         self.recorder.event(events.FINISH, f"{self._state.step} steps in {self._state.wall_s:.0f} s")
         self.recorder.end()
@@ -171,10 +179,16 @@ class Reporting:
         mfu = "" if gpus["mfu"] is None else f"MFU {100 * gpus['mfu']:.1f} %, "
         return f"GPUs: {mfu}idle {100 * gpus['idle_share']:.0f} % of the steps; {gpus['hours']:.2f} GPU-hours"
 
-    def saved(self, step: int, seconds: float) -> None:
-        """Tell that a checkpoint is on disk; warn when saving takes longer than Slurm's signal leaves time for."""
-        log.info("checkpoint of step %d saved in %.1f s", step, seconds)
-        self.recorder.event(events.CHECKPOINT, f"saved in {seconds:.1f} s")
+    def saved(self, step: int, seconds: float, waited_s: float) -> None:
+        """Tell that a checkpoint is on disk; warn when saving takes longer than Slurm's signal leaves time for.
+
+        `seconds`: until it was there; the run waited for `waited_s` of them.
+        """
+        beside = f", {seconds - waited_s:.1f} s of it beside the steps" if waited_s < seconds else ""
+        log.info("checkpoint of step %d saved in %.1f s%s", step, seconds, beside)
+        self.recorder.event(
+            events.CHECKPOINT, f"saved in {seconds:.1f} s" + (f", of step {step}{beside}" * bool(beside))
+        )
         lead = self._lead_s
         if seconds > lead / 2 and not self._warned:
             self._warned = True
@@ -188,7 +202,8 @@ class Reporting:
 
         `goes_on`: it asks to go on in another allocation.
         """
-        self._end()
+        self._starting = False
+        self._progress.end()
         if self._state is not None:
             self._write("stopped")
             step = self._state.step
@@ -200,6 +215,7 @@ class Reporting:
                 kept = "no step was done, so there is nothing to save"
             self.note(f"stopped by {why}; {kept}")
             self.recorder.event(events.STOP, f"stopped by {why}; {kept}")
+            self._trackers.close(failed=False)
             if goes_on:
                 # Before it is asked for: Slurm may end this process first.
                 self.recorder.event(events.REQUEUE, f"asks to go on later, because {why}")
@@ -207,10 +223,14 @@ class Reporting:
 
     def failed(self, error: BaseException) -> None:
         """Tell that `error` ends the run; whoever catches it prints the message."""
-        self._end()
+        self._starting = False
+        self._progress.end()
         if self._state is not None:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-            self._write("interrupted" if stopped else "failed", str(error))
+            try:
+                self._write("interrupted" if stopped else "failed", str(error))
+            finally:
+                self._trackers.close(failed=not stopped)
             kind = events.STOP if stopped else events.kind_of_failure(str(error))
             self.recorder.event(kind, str(error) or type(error).__name__)
             self.recorder.end()
@@ -220,12 +240,6 @@ class Reporting:
             return None
         place = CheckpointDir(self._directory.root).of(self.best.step)
         return {**self.best.to_json(), "checkpoint": str(place.relative_to(self._directory.root))}
-
-    def _end(self) -> None:
-        self._starting = False
-        self._progress.end()
-        if self._events is not None:
-            self._events.close()
 
     def _write(self, status: str, error: str = "", starting: str = "") -> None:
         state = self._state

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -17,11 +18,14 @@ from slurm_rlhf.control.calls import DirectoryRequest, TrainerCalls
 from slurm_rlhf.control.server import RoleHandle, gather
 from slurm_rlhf.controller.best_checkpoint import Best, better, resumed
 from slurm_rlhf.controller.gpu_account import GpuAccount
+from slurm_rlhf.controller.pending_save import PendingSave, written
+from slurm_rlhf.controller.save_cadence import SaveCadence
 from slurm_rlhf.controller.step import Step
-from slurm_rlhf.errors import CheckpointError
+from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.observe.metrics import finite
 
 REWARD_SCALE, UNEVALUATED, GPUS, PLUGINS, BEST = "reward_scale", "unevaluated", "gpus", "plugins", "best"
+CADENCE = "cadence"
 """Keys of a checkpoint's state that are there only where the run has something to say."""
 
 
@@ -64,32 +68,85 @@ class RunCheckpoints:
     roles: Mapping[str, RoleHandle[Any]]
     state: RunState
     step: Step
-    saved: Callable[[int, float], None]  # told the step of each checkpoint, and the seconds that it took
+    saved: Callable[[int, float, float], None]
+    """Told the step of each checkpoint, the seconds until it was on disk, and those that it kept the run waiting."""
+    cadence: SaveCadence
     clock: float  # time.monotonic() up to which `state.wall_s` has counted
     gpus: GpuAccount | None = None
     order: dict[str, Any] = field(default_factory=dict, init=False)  # state after the last batch that was trained on
     unevaluated: dict[str, Any] | None = field(default=None, init=False)  # metrics of a step: see `TrainingLoop`
     best: Best | None = field(default=None, init=False)  # by ckpt.best_metric; its checkpoint is never pruned
     _saved_step: int = field(default=-1, init=False)
+    _pending: PendingSave | None = field(default=None, init=False)  # what is being written
 
-    def save(self) -> None:
-        """Write a checkpoint of the last step that was done."""
+    def save(self, behind: bool = False) -> None:
+        """Write a checkpoint of the last step that was done; `behind`: beside the next steps. Blocks no longer then
+        than the copy takes, and until the checkpoint before is written. Raises CheckpointError, of either of them.
+        """
+        self.finish()
         number, started = self.state.step, time.monotonic()
         self.count_wall()
         path = self.directory.begin(number)
-        saves: list[Future[None]] = []
+        call = TrainerCalls.save_async if behind else TrainerCalls.save
+        saves: list[Future[Any]] = []
         with self.directory.explained(number):
             for role in self._saving():
                 (path / role).mkdir()
-                saves += self.roles[role].start_all(TrainerCalls.save, DirectoryRequest(str(path / role)))
+                saves += self.roles[role].start_all(call, DirectoryRequest(str(path / role)))
             gather(saves)
-        self.directory.commit(number, self._state_dict())
-        self.directory.prune(self.keep, () if self.best is None else (self.best.step,))
+        state, kept = self._state_dict(), () if self.best is None else (self.best.step,)
         self._saved_step = number
-        self.saved(number, time.monotonic() - started)
+        self.cadence.begun(number)
+        pending = PendingSave(number, started, time.monotonic() - started)
+        if behind:
+            roles = [self.roles[role] for role in self._saving()]
+            pending.begin(lambda: self._complete(number, state, kept, written(roles)))
+            self._pending = pending
+        else:
+            pending.complete(lambda: self._complete(number, state, kept, ()))
+            self._finished(pending)
+
+    def _complete(
+        self, number: int, state: dict[str, Any], kept: tuple[int, ...], writes: Sequence[Future[None]]
+    ) -> None:
+        """Make a whole checkpoint of what the roles write. Any thread."""
+        with self.directory.explained(number):
+            gather(writes)
+        self.directory.commit(number, state)
+        self.directory.prune(self.keep, kept)
+
+    def poll(self) -> None:
+        """Take note of a checkpoint that is written by now. Raises what went wrong with it."""
+        if self._pending is not None and self._pending.done():
+            self._finished(self._pending)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written. Raises what goes wrong with it."""
+        if self._pending is None:
+            return
+        if not self._pending.done():
+            with self.step.phases("checkpoint_wait"):
+                # Trainers that die have the error that counts; those that cannot write have told `PendingSave`.
+                for role in self._saving():
+                    self.roles[role].call_all(TrainerCalls.finish_save)
+                self._pending.wait_for(None)
+        self._finished(self._pending)
+
+    def abandon(self, timeout_s: float) -> None:
+        """Wait for the checkpoint that is being written while the run fails: it may be the newest there will be."""
+        if self._pending is not None and self._pending.wait_for(timeout_s):
+            with contextlib.suppress(CheckpointError, RunError):
+                self._finished(self._pending)
+
+    def _finished(self, pending: PendingSave) -> None:
+        self._pending = None
+        seconds = pending.result()
+        self.cadence.saved(pending.cost_s, seconds)
+        self.saved(pending.step, seconds, pending.cost_s)
 
     def save_once(self) -> None:
-        """Write a checkpoint unless the last step that was done has one."""
+        """Write a checkpoint unless the last step that was done has one, and wait for one that is being written."""
+        self.finish()
         if self._saved_step != self.state.step:
             self.save()
 
@@ -129,6 +186,7 @@ class RunCheckpoints:
             note(f"warning: {told}")
         if self.gpus is not None:
             self.gpus.load_state_dict(state.get(GPUS, {}))
+        self.cadence.load_state_dict(state.get(CADENCE, {}), self.state.step)
         loads: list[Future[None]] = []
         for role in self._saving():
             loads += self.roles[role].start_all(TrainerCalls.load, DirectoryRequest(str(path / role)))
@@ -158,6 +216,8 @@ class RunCheckpoints:
             state[BEST] = self.best.to_json()
         if self.gpus is not None:
             state[GPUS] = self.gpus.state_dict()
+        if self.cadence.every == "auto":
+            state[CADENCE] = self.cadence.state_dict()
         if plugins := load_plugins(self.step.config.train.plugins):
             state[PLUGINS] = plugins
         return state

@@ -16,6 +16,7 @@ import numpy as np
 from slurm_rlhf.algorithms.batching import assemble
 from slurm_rlhf.algorithms.policy_distance import ages
 from slurm_rlhf.algorithms.reward_scale import clip_warning
+from slurm_rlhf.config.old_logprobs import before_update, of_the_update
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import ActorCalls, ForwardBatch, SelfCheckAnswer
 from slurm_rlhf.control.server import RoleHandle, gather, send_shards
@@ -84,6 +85,7 @@ class SelfCheck:
     figures: dict[str, float]  # check -> what was found: filled by the first step
     _begun: bool = field(default=False, init=False)
     _updated: bool = field(default=False, init=False)
+    _passed: F32 | None = field(default=None, init=False)  # what the first update's own pass is compared with, [A]
     _clipped: float = field(default=0.0, init=False)  # the largest share of clipped rewards that was warned of
     _warned: dict[str, float] = field(default_factory=dict, init=False)  # check -> figure of the last warning
 
@@ -106,8 +108,9 @@ class SelfCheck:
         self._shares("rewards", metrics, REWARD_SHARES)
         if wrong := not_finite(exp.rewards):
             raise SelfCheckError(wrong)
-        if self.config.algo.correction.bypass:
+        if not before_update(self.config):
             exp = self._with_pass(exp)
+            self._passed = exp.columns["logprobs"]
         repeated = self._repeated(exp)
         self._line("actor's forward", repeated, {"again": "twice", "eval": "in eval mode", "alone": "alone"})
         agreement = self._agreement(trajectories, exp, version)
@@ -115,8 +118,8 @@ class SelfCheck:
         for verdict in [*repeated, *agreement]:
             self._insist(verdict)
 
-    def after_update(self, step: int, metrics: dict[str, float]) -> None:
-        """Check the metrics of `Step.update`."""
+    def after_update(self, step: int, exp: Experience, metrics: dict[str, float]) -> None:
+        """Check the metrics of `Step.update`; `exp` has the old log-probs."""
         if not self.config.train.self_check or "first_ratio" not in metrics:  # critic.freezing_steps
             return
         if self.config.algo.correction.bypass:
@@ -124,7 +127,12 @@ class SelfCheck:
             if self.config.vllm.sync_mode == "drain":
                 self._watch(step, drift(metrics["correction/log_rho_mean"], self.config.ds.param_dtype))
             return
-        verdict = first_ratio(metrics["first_ratio"], metrics["first_approx_kl"], self.config.ds.param_dtype)
+        if of_the_update(self.config) and self._updated:
+            # The ratio of such a step is 1: what tells is the engine, which was not compared before.
+            if (mean := metrics.get("rollout_logprob_diff")) is not None:
+                self._watch(step, drift(mean, self.config.ds.param_dtype))
+            return
+        verdict = first_ratio(*self._first_ratio(exp, metrics), self.config.ds.param_dtype)
         if self._updated:
             self._watch(step, verdict)
             return
@@ -132,6 +140,17 @@ class SelfCheck:
         self.figures["ratio"] = metrics["first_ratio"]
         self.note(ratio_line(verdict))
         self._insist(verdict)
+
+    def _first_ratio(self, exp: Experience, metrics: dict[str, float]) -> tuple[float, float]:
+        """Return mean ratio and k3 of the first optimizer step to the old log-probs.
+
+        Where these are of the update's own pass, the step is compared with the pass of the self-check.
+        """
+        if self._passed is None or not of_the_update(self.config):
+            return metrics["first_ratio"], metrics["first_approx_kl"]
+        log_ratio = (exp.columns["logprobs"] - self._passed)[exp.action_mask].astype(np.float64)
+        self._passed = None
+        return float(np.exp(log_ratio).mean()), float((np.expm1(log_ratio) - log_ratio).mean())
 
     def _warn_of_clipping(self, step: int, metrics: dict[str, float]) -> None:
         """Warn of many clipped rewards, whether the self-check is on or not, and again when they become more."""
@@ -154,7 +173,7 @@ class SelfCheck:
             self.note(f"warning: step {step}: {told}")
 
     def _with_pass(self, exp: Experience) -> Experience:
-        """Compute the log-probs that algo.correction.bypass leaves out; the step goes on with `exp` as it is."""
+        """Compute the log-probs that are not computed before the update; the step goes on with `exp` as it is."""
         parts, calls = send_shards(self.actor, ActorCalls.logprobs, ForwardBatch, exp, self.config.train.forward_tokens)
         return replace(exp, columns=exp.columns | {"logprobs": assemble(exp, parts, gather(calls))})
 

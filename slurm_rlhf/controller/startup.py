@@ -12,6 +12,7 @@ from pathlib import Path
 
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.checkpoint.interval import failures
 from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.check import warnings
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, ROLLOUT, algorithm_of
@@ -27,6 +28,7 @@ from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
+from slurm_rlhf.controller.save_cadence import SaveCadence
 from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.controller.step import Step
 from slurm_rlhf.controller.step_metrics import EngineMetrics
@@ -35,6 +37,7 @@ from slurm_rlhf.controller.watchdog import Watchdog
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.observe.events import read_events
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import CPU
@@ -114,15 +117,24 @@ class Startup:
         return self._lead(state, checkpoint)
 
     def engines_are_idle(self) -> bool:
-        """Make the engines, whose trainers have ended, drop what they work on; False: they have to start again, too.
+        """Make the engines, whose trainers have ended, drop what they work on; those that cannot are lost.
 
-        Blocks while they find out that a weight update has broken.
+        Blocks while they find out that a weight update has broken. False: all engines have to start again, too.
         """
-        if self._pool is None or not self._pool.whole:
+        recovery, pool = self.supervisor.recovery, self._pool
+        if recovery is None or pool is None or not recovery.armed:
             return False
-        calls = self.supervisor.roles[ROLLOUT].start_all(EngineCalls.drop)
-        done, _ = wait(calls, 2 * self.config.timeout.sync_silence)
-        return all(call in done and call.exception() is None for call in calls)
+        pool.close()
+        for engine in pool.begun:
+            recovery.lost(engine, "its start was cut off by that of the trainers")
+        engines = self.supervisor.roles[ROLLOUT]
+        calls = {engine: engines.call(engine, EngineCalls.drop) for engine in pool.arrived}
+        done, _ = wait(calls.values(), 2 * self.config.timeout.sync_silence)
+        for engine, call in calls.items():
+            if call not in done or call.exception() is not None:
+                why = call.exception() if call in done else "it does not answer"
+                recovery.lost(engine, f"{why}, after its trainers have ended", silent=True)
+        return True
 
     def again(
         self, state: RunState, checkpoint: Path | None, spent_s: float, roles: Collection[str], ranks: RankMap
@@ -150,6 +162,8 @@ class Startup:
         config = self.config
         roles = self.supervisor.roles
         self.reporting.recorder.watch(roles)
+        if self.supervisor.recovery is not None:
+            self.supervisor.recovery.tell = self.reporting.note
         engines = roles.get(ROLLOUT)
         if isinstance(engines, EngineHandle):
             weight_sync = self._weight_sync(engines)
@@ -164,8 +178,10 @@ class Startup:
             self._start_trainers(None)
             sampler = ActorSampler(roles[ACTOR], config.train.seed, config.rollout.hf_max_num_seqs)
             step = self._step(sampler, None, None)
-        directory, saved = CheckpointDir(self.directory.root), self.reporting.saved
-        checkpoints = RunCheckpoints(directory, config.ckpt.max_num, roles, state, step, saved, self.clock, gpus)
+        directory, saved, cadence = CheckpointDir(self.directory.root), self.reporting.saved, self._cadence(state.step)
+        checkpoints = RunCheckpoints(
+            directory, config.ckpt.max_num, roles, state, step, saved, cadence, self.clock, gpus
+        )
         self._checkpoints = checkpoints
         if checkpoint is not None:
             checkpoints.load(checkpoint, self.reporting.note)
@@ -179,6 +195,11 @@ class Startup:
         fresh = WeightSync(self.config, actor, engines, host)
         self._sync = before.renewed(actor, engines, host) if before else fresh
         return self._sync
+
+    def _cadence(self, step: int) -> SaveCadence:
+        ckpt = self.config.ckpt
+        known = failures(read_events(self.directory.events), len(self.ranks.topology.nodes), ckpt.mtbf_hours)
+        return SaveCadence(ckpt.save_steps, known, self.reporting.note, last=step)
 
     def _evaluation(self, step: Step) -> Evaluation | None:
         config, sets = self.config, self.inputs.evaluation
@@ -209,13 +230,12 @@ class Startup:
     ) -> EnginePool:
         """Begin to start the engines; colocated ones before the trainers, which find them asleep."""
         config = self.config
-        if self._pool is not None:
-            self._pool.renew(engines, weight_sync)
-            return self._pool
         all_at_once = config.train.full_determinism or config.train.colocate_all
         pool = EnginePool(
             self.supervisor, engines, weight_sync, config.timeout.connect, all_at_once, self.reporting.note
         )
+        if self._pool is not None:
+            pool.take_over(self._pool)
         pool.begin()
         self._pool = pool
         if colocation is not None:
@@ -271,6 +291,7 @@ class Startup:
             config.train.full_determinism,
             # While the actor trains it has no weights to give: late engines get theirs with the next update.
             None if config.vllm.sync_mode == "inflight" else pool,
+            pool.rescue,
         )
 
     def _step(self, sampler: Sampler, pool: EnginePool | None, colocation: Colocation | None) -> Step:

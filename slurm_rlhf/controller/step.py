@@ -24,15 +24,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
-from slurm_rlhf.algorithms.batching import mini_batches
+from slurm_rlhf.algorithms.batching import Shard, assemble, mini_batches
 from slurm_rlhf.algorithms.correction import mask_not_finite
 from slurm_rlhf.algorithms.policy_distance import KLController, ages
 from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale
 from slurm_rlhf.cluster.stop import Stop
+from slurm_rlhf.config.old_logprobs import of_the_update
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import TrainBatch, TrainerCalls
+from slurm_rlhf.control.calls import TrainAnswer, TrainBatch, TrainerCalls
 from slurm_rlhf.control.server import RoleHandle, gather, send_shards
 from slurm_rlhf.controller.batch_sources import Parts, make_batches
 from slurm_rlhf.controller.batches import Batch, Batches, EpisodesOver, sampling_of
@@ -43,7 +44,7 @@ from slurm_rlhf.controller.experience import counting, fill_advantages, fill_cor
 from slurm_rlhf.controller.loss_weights import fill_loss_weights
 from slurm_rlhf.controller.self_check import SelfCheck
 from slurm_rlhf.controller.shaping import loss_mask
-from slurm_rlhf.controller.step_metrics import EngineMetrics, Trained, sample_metrics, update_metrics
+from slurm_rlhf.controller.step_metrics import EngineMetrics, Trained, agreement_metrics, sample_metrics, update_metrics
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.errors import FilteredAway
@@ -113,7 +114,9 @@ class Step:
             checked()
         metrics |= self.engine_metrics.step(number, batch.loads)
         metrics = self.update(number, experience, metrics)
-        self.self_check.after_update(number, metrics)
+        if of_the_update(self.config):
+            metrics |= self._compare(batch, experience, version)
+        self.self_check.after_update(number, experience, metrics)
         if beside is not None:
             beside.finish()
         self.sync(version + 1)
@@ -167,7 +170,8 @@ class Step:
         The ratio of the update is taken to the actor's own log-probs at `version`, whichever policies sampled the
         tokens: what is clipped is the distance from the newest policy. The distance of that to the policy which sampled
         a token is corrected by a weight, which `algo.correction` chooses (`algorithms.correction`); its `bypass` takes
-        the ratio to the policy that sampled instead.
+        the ratio to the policy that sampled instead. Where nothing needs the actor's log-probs before the update, they
+        are of its own pass (`config.old_logprobs`), and are compared with the engines' afterwards.
         """
         experience = pack(batch.trajectories, [0.0] * len(batch.trajectories))
         lost = mask_not_finite(experience)
@@ -176,9 +180,15 @@ class Step:
         experience.rewards = judged.rewards
         with self.phases("advantages"):
             metrics = fill_advantages(self.config, self.algorithm, experience, judged, self.kl.coef, self.scale)
-            metrics |= fill_correction(self.config, experience, ages(batch.trajectories, version))
+            if not of_the_update(self.config):
+                metrics |= self._compare(batch, experience, version)
             metrics["correction/not_finite"] = float(lost)
-        return experience, metrics | sample_metrics(self.config, batch.trajectories, rewards, experience, version)
+        return experience, metrics | sample_metrics(self.config, batch.trajectories, rewards, experience)
+
+    def _compare(self, batch: Batch, experience: Experience, version: int) -> Metrics:
+        """Compare the policies that sampled with the actor's policy `version`, and fill the weights of a correction."""
+        metrics = fill_correction(self.config, experience, ages(batch.trajectories, version))
+        return metrics | agreement_metrics(self.config, batch.trajectories, experience, version)
 
     def _score(self, batch: Batch, experience: Experience) -> Rewards:
         """Get the rewards of the user's function or of a model, while the others compute log-probs and values."""
@@ -204,7 +214,10 @@ class Step:
         """Train actor and critic on what `collect` answered; add the metrics of the training."""
         with self.phases("update"):
             in_loss = replace(experience, action_mask=loss_mask(self.config, experience))
-            trained = update_metrics(self._train(number, in_loss))
+            steps = self._train(number, in_loss)
+            trained = update_metrics(steps)
+        if of_the_update(self.config):
+            (experience.columns["logprobs"],) = (step.logprobs for step in steps if step.logprobs is not None)
         self.kl.update(metrics["kl"], len(experience))
         if self.scale is not None:
             self.scale = self.scale.with_batch(experience.rewards)
@@ -215,7 +228,7 @@ class Step:
         train = self.config.train
         frozen = (ACTOR,) if number <= self.config.critic.freezing_steps else ()
         trained = [role for role in (ACTOR, CRITIC) if role in self.roles and role not in frozen]
-        pending: list[tuple[str, float, list[Future[Any]]]] = []
+        pending: list[_OptimizerStep] = []
         for epoch in range(train.max_epochs):
             for rows in mini_batches(len(experience), train.batch_size, train.seed * 1_000_003 + number, epoch):
                 batch = experience.select(rows)
@@ -225,7 +238,26 @@ class Step:
                 for role in trained:
                     request = partial(TrainBatch, denominator=weighed if role == ACTOR else tokens)
                     handle, budget = self.roles[role], train.max_tokens_per_gpu
-                    _, calls = send_shards(handle, TrainerCalls.train_step, request, batch, budget)
+                    parts, calls = send_shards(handle, TrainerCalls.train_step, request, batch, budget)
                     one_at_a_time(self.config, calls)
-                    pending.append((role, tokens, calls))
-        return [Trained(role, tokens, gather(calls)) for role, tokens, calls in pending]
+                    pending.append(_OptimizerStep(role, tokens, Shard(rows, batch, []), parts, calls))
+        return [each.trained(experience) for each in pending]
+
+
+@dataclass(frozen=True, slots=True)
+class _OptimizerStep:
+    """Holds the calls of an optimizer step on its way."""
+
+    role: str
+    tokens: float
+    batch: Shard  # of the whole batch: what this step trains on
+    parts: list[Shard]  # of `batch`, by rank
+    calls: list[Future[TrainAnswer]]
+
+    def trained(self, whole: Experience) -> Trained:
+        """Wait for the ranks; `whole` is what `batch` is a part of."""
+        answers = gather(self.calls)
+        metrics, passed = [answer.metrics for answer in answers], None
+        if columns := [answer.logprobs for answer in answers if answer.logprobs is not None]:
+            passed = assemble(whole, [self.batch], [assemble(self.batch.experience, self.parts, columns)])
+        return Trained(self.role, self.tokens, metrics, passed)

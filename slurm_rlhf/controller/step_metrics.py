@@ -13,7 +13,7 @@ from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.verdicts import constant_share
 from slurm_rlhf.observe.engine_load import STEPS, Stragglers
-from slurm_rlhf.records import REPETITION, STOP, EngineLoad, Experience, Trajectory
+from slurm_rlhf.records import F32, REPETITION, STOP, EngineLoad, Experience, Trajectory
 from slurm_rlhf.rewards.values import Rewards
 
 PER_STEP = ("lr", "grad_norm", "loss_scale", "skipped_steps")
@@ -30,18 +30,13 @@ class Trained:
     role: str
     tokens: float  # of all ranks
     answers: list[dict[str, float]]  # of each rank
+    logprobs: F32 | None = None  # [A] of the batch: the old ones, where they are of the update's own pass
 
 
 def sample_metrics(
-    config: Config, trajectories: list[Trajectory], rewards: Rewards, experience: Experience, version: int
+    config: Config, trajectories: list[Trajectory], rewards: Rewards, experience: Experience
 ) -> dict[str, float]:
-    """Describe a batch; the actor's log-probs in `experience` are those of policy `version`.
-
-    With algo.correction.bypass there are none, and the metrics that compare them with the engine's are left out.
-    """
-    mask, columns = experience.action_mask, experience.columns
-    bypass = config.algo.correction.bypass
-    drift = None if bypass else np.abs(columns["rollout_logprobs"] - columns["logprobs"])
+    """Describe a batch by what was sampled and how it was rewarded."""
     compared = experience.rewards
     if rewards.components and algorithm_of(config).needs_components:
         compared = np.stack(list(rewards.components.values()), axis=1)
@@ -54,6 +49,22 @@ def sample_metrics(
     }
     if config.rollout.repetition_detection_max_pattern_size:
         metrics["repetition"] = float(np.mean([t.finish_reason == REPETITION for t in trajectories]))
+    if rewards.scores is not None:
+        metrics["accuracy"] = float(np.mean(rewards.scores))
+    named = rewards.components | rewards.extra_logs
+    return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in named.items()}
+
+
+def agreement_metrics(
+    config: Config, trajectories: list[Trajectory], experience: Experience, version: int
+) -> dict[str, float]:
+    """Compare engine and actor on a batch; the actor's log-probs in `experience` are those of policy `version`.
+
+    With algo.correction.bypass there are none, and the metrics that compare them with the engine's are left out.
+    """
+    mask, columns, metrics = experience.action_mask, experience.columns, dict[str, float]()
+    bypass = config.algo.correction.bypass
+    drift = None if bypass else np.abs(columns["rollout_logprobs"] - columns["logprobs"])
     age = ages(trajectories, version)
     ahead = config.vllm.sync_mode == "inflight"
     if drift is not None and ((fresh := drift[mask & (age == 0)]).size or not ahead):
@@ -62,10 +73,7 @@ def sample_metrics(
         metrics["rollout_logprob_diff_max"] = float(fresh.max(initial=0.0))
     if ahead:
         metrics |= staleness(trajectories, age, mask, drift)
-    if rewards.scores is not None:
-        metrics["accuracy"] = float(np.mean(rewards.scores))
-    named = rewards.components | rewards.extra_logs
-    return metrics | {f"reward/{name}": float(np.mean(values)) for name, values in named.items()}
+    return metrics
 
 
 def update_metrics(steps: list[Trained]) -> dict[str, float]:

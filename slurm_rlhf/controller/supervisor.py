@@ -9,18 +9,18 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.processes import running
-from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.messages import FAILURE, TERMINATION, Peer
 from slurm_rlhf.control.server import ControlServer, EngineHandle, RoleHandle
-from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError
+from slurm_rlhf.controller.casualty import Casualty, names_of
+from slurm_rlhf.controller.engine_recovery import EngineRecovery
+from slurm_rlhf.errors import RemoteError, RoleDied, RunError
 from slurm_rlhf.launch.launcher import Ended, Launcher
 from slurm_rlhf.observe.log_tail import first_failure, tail
 from slurm_rlhf.placement.rank_map import RankMap
@@ -34,15 +34,6 @@ VERDICT_S = 2.0
 SILENT_BEATS = 3  # so many missed heartbeats are no accident
 TERMINATION_S = 1.0
 LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True, slots=True)
-class Casualty:
-    """Says which role broke a run."""
-
-    role: str
-    nodes: tuple[str, ...] = ()  # on one of these; empty: that is not known
-    silent: bool = False  # it was given up, and perhaps with its node
 
 
 class Supervisor:
@@ -80,6 +71,8 @@ class Supervisor:
         # What earlier starts of the run have written into the logs: it is not what this one died of.
         self._marks = {path: path.stat().st_size for path in directory.logs.glob("*.log")}
         self.roles: dict[str, RoleHandle[Any]] = {}
+        self.recovery: EngineRecovery | None = None
+        """Starts engines again that died; None: with the first one that dies the run ends."""
 
     def start(self, environment: Mapping[str, Mapping[str, Mapping[str, str]]]) -> None:
         """Start all roles, with the variables of `environment[role][node]`; wait until each rank has said hello.
@@ -118,6 +111,11 @@ class Supervisor:
                 ]
                 self._launcher.start(role, arguments, environment[role])
             self.roles[role] = self._handle(role)
+        engines = self.roles.get(ROLLOUT)
+        if self.recovery is None or ROLLOUT in roles:
+            self.recovery = self._make_recovery()
+        elif isinstance(engines, EngineHandle):
+            self.recovery.renew(engines)
         if not self._watching:
             self._watching = True
             threading.Thread(target=self._watch, name="supervisor", daemon=True).start()
@@ -150,9 +148,32 @@ class Supervisor:
             return EngineHandle(self.server, role, world, self._config.vllm.tensor_parallel_size, timeout)
         return RoleHandle(self.server, role, world, timeout)
 
+    def _make_recovery(self) -> EngineRecovery | None:
+        engines, launcher = self.roles.get(ROLLOUT), self._launcher.engines
+        # Where engines share accelerators with trainers, vLLM would measure memory that is in use while it starts.
+        if launcher is None or not isinstance(engines, EngineHandle) or self._config.train.colocate_all:
+            return None
+        homes = {group.engine: group.node for group in self._ranks.tp_groups if group.role == ROLLOUT}
+        most = self._config.train.max_engine_restarts
+        return EngineRecovery(engines, self.server, launcher, homes, self._config.timeout, most, self.fail, self._over)
+
+    def move_engines(self, ranks: RankMap, left_out: Collection[str]) -> None:
+        """Let engines on nodes that are left out start where `ranks` has them."""
+        for group in ranks.tp_groups:
+            if self.recovery is not None and self.recovery.node(group.engine) in left_out:
+                self.recovery.move(group.engine, group.node)
+
+    def _over(self) -> bool:
+        return self.failure is not None or self._leaving.is_set()
+
+    @property
+    def bereft(self) -> bool:
+        """Tell whether the run waits for engines that are being started again, because all were lost."""
+        return self.recovery is not None and self.recovery.bereft
+
     def here(self, role: str) -> set[int]:
-        """List the ranks of `role` that have said hello."""
-        return {peer.rank for peer in self.server.peers(role)}
+        """List the ranks of `role` that have said hello and are not lost."""
+        return {peer.rank for peer in self.server.peers(role) if not peer.lost}
 
     def fail(self, error: Exception) -> None:
         """Break the run by an error that no call of the loop sees: every pending and every later call raises it."""
@@ -201,6 +222,8 @@ class Supervisor:
     def stop(self) -> None:
         """End every process: ask, then end by force what is left, within `timeout.shutdown` seconds each."""
         self._leaving.set()
+        if self.recovery is not None:
+            self.recovery.close()
         self._launcher.stop(self._all_ended(), self._config.timeout.shutdown / 2)
         self._gone.set()
         self.server.close()
@@ -230,8 +253,13 @@ class Supervisor:
     def _watch_engines(self) -> None:
         engines = self._launcher.engines
         for engine, how in engines.ended() if engines else ():
-            if not self._leaving.is_set():
+            if not self._leaving.is_set() and not self._goes_on_without(engine, how):
                 self._fail(Casualty(ROLLOUT), how, self._engine_logs(engine))
+        if self.recovery is not None and self.recovery.armed:
+            self.recovery.look()
+
+    def _goes_on_without(self, engine: int, why: str, silent: bool = False) -> bool:
+        return self.recovery is not None and self.recovery.lost(engine, why, silent=silent)
 
     def _engine_logs(self, engine: int) -> list[Path]:
         group = next(group for group in self._ranks.tp_groups if group.engine == engine)
@@ -250,7 +278,7 @@ class Supervisor:
             if dead or waited_s < self._patience_s:
                 return
         logs = [*filter(self._is_newer, self._directory.logs.glob(f"{end.role}.{end.node}.[0-9]*.log"))]
-        casualty = Casualty(end.role, tuple(_names(end.node)))
+        casualty = Casualty(end.role, tuple(names_of(end.node)))
         self._fail(casualty, self._describe(end), logs or [*self._role_logs(end.role), end.log])
 
     def _on_dead_nodes(self) -> list[Peer]:
@@ -258,7 +286,7 @@ class Supervisor:
         silent = self._silent()
         peers = [peer for role in self._ranks.roles for peer in self.server.peers(role)]
         alive = {peer.host for peer in peers if not peer.lost and peer not in silent}
-        reported = {node for end in self._ends for node in _names(end.node)}
+        reported = {node for end in self._ends for node in names_of(end.node)}
         return [peer for peer in silent if peer.host not in alive | reported]
 
     def silent_nodes(self) -> set[str]:
@@ -289,6 +317,8 @@ class Supervisor:
 
     def _lose(self, peer: Peer, why: str) -> None:
         what = f"{self._named(peer)} on {peer.host} (pid {peer.pid}) is lost: {why}"
+        if (engine := self._engine_of(peer)) is not None and self._goes_on_without(engine, what, silent=True):
+            return
         if not self._leaving.is_set():
             casualty = Casualty(peer.role, (peer.host,), silent=True)
             self._fail(casualty, what, [self._directory.role_log(peer.role, peer.host, peer.rank)])
@@ -301,6 +331,8 @@ class Supervisor:
         """
         if event == FAILURE and not self._leaving.is_set():
             reason = str(data.get("reason"))
+            if (engine := self._engine_of(peer)) is not None and self._goes_on_without(engine, reason):
+                return
             self._fail(
                 Casualty(peer.role, (peer.host,)), reason, [self._directory.role_log(peer.role, peer.host, peer.rank)]
             )
@@ -310,7 +342,7 @@ class Supervisor:
             threading.Timer(TERMINATION_S, os.kill, (os.getpid(), signal.SIGUSR1)).start()
 
     def _describe(self, end: Ended) -> str:
-        for node in _names(end.node):
+        for node in names_of(end.node):
             log = self._directory.logs / f"{end.role}.{node}.torchrun.log"
             failed = first_failure(log, self._marks.get(log, 0))
             if failed is not None:
@@ -324,10 +356,13 @@ class Supervisor:
         ranks = ", ".join(f"{self._named(p)} (pid {p.pid})" for p in gone)
         return f"its process group on {end.node} {end.how}" + (f"; gone: {ranks}" if ranks else "")
 
-    def _named(self, peer: Peer) -> str:
+    def _engine_of(self, peer: Peer) -> int | None:
         handle = self.roles[peer.role]
-        engine = f" of engine {peer.rank // handle.width}" if isinstance(handle, EngineHandle) else ""
-        return f"rank {peer.rank}{engine}"
+        return peer.rank // handle.width if isinstance(handle, EngineHandle) else None
+
+    def _named(self, peer: Peer) -> str:
+        engine = self._engine_of(peer)
+        return f"rank {peer.rank}" if engine is None else f"rank {peer.rank} of engine {engine}"
 
     def _role_logs(self, role: str) -> list[Path]:
         return [*self._directory.logs.glob(f"{role}.*.[0-9]*.log"), *self._directory.logs.glob(f"{role}.*torchrun.log")]
@@ -352,11 +387,3 @@ class Supervisor:
         log.error("%s", self.failure)
         for name in self._ranks.roles:
             self.server.fail_role(name, self.failure)
-
-
-def _names(nodes: str) -> list[str]:
-    """List the nodes of an `Ended`; another launcher may have written something that is no list."""
-    try:
-        return expand(nodes)
-    except PlacementError:
-        return [nodes]

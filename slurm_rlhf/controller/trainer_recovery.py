@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slurm_rlhf.cluster.stop import Stop, StopRequested
 from slurm_rlhf.config.roles import ROLES, ROLLOUT, colocations
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.supervisor import Casualty, Supervisor
+from slurm_rlhf.controller.casualty import Casualty
+from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.controller.watchdog import Watchdog
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError, shortened
 from slurm_rlhf.launch.launcher import Launcher
@@ -154,7 +155,7 @@ class TrainerRecovery:
             return ranks
         colocate = colocations(self.config)
         try:
-            moved = replaced(ranks, bad, self.allocation(), role_sizes(self.config), colocate)
+            moved = replaced(ranks, bad, self._free(ranks), role_sizes(self.config), colocate)
         except PlacementError as error:
             if not gone:
                 return ranks  # there is nothing better, and its nodes answer
@@ -163,14 +164,28 @@ class TrainerRecovery:
         self.note(f"left out from now on: {', '.join(sorted(bad))}; {_changes(ranks, moved)}")
         return moved
 
+    def _free(self, ranks: RankMap) -> Topology:
+        """Return the allocation without nodes to which engines have moved by themselves."""
+        recovery, allocation = self.supervisor.recovery, self.allocation()
+        moved = {recovery.node(group.engine) for group in ranks.tp_groups} if recovery else set()
+        taken = moved - set(ranks.used_nodes)
+        return replace(allocation, nodes=tuple(node for node in allocation.nodes if node.name not in taken))
+
     def _roles(self, ranks: RankMap, moved: RankMap, broken: Casualty) -> tuple[str, ...]:
-        """List what starts again: the engines, too, where they have moved, hang, or share their devices."""
+        """List what starts again: the engines, too, where they hang, share their devices, or have to move alive."""
+        before, after = (_places(each) for each in (ranks, moved))
+        stay = [engine for engine, (node, _) in before.items() if node not in self.left_out]
+        moves = before.keys() != after.keys() or any(before[engine] != after[engine] for engine in stay)
+        alone = self.supervisor.recovery is not None  # each engine can be started by itself
         engines_too = (
-            broken.role == ROLLOUT
-            or self.config.train.colocate_all
-            or ranks.roles.get(ROLLOUT) != moved.roles.get(ROLLOUT)
+            broken.role == ROLLOUT or self.config.train.colocate_all or moves or (before != after and not alone)
         )
         return tuple(role for role in moved.roles if engines_too or ROLES[role].kind != "engine")
+
+
+def _places(ranks: RankMap) -> dict[int, tuple[str, tuple[int, ...]]]:
+    """Return engine -> its node and slots."""
+    return {group.engine: (group.node, group.gpus) for group in ranks.tp_groups}
 
 
 def _changes(before: RankMap, after: RankMap) -> str:

@@ -171,6 +171,8 @@ class Watchdog:
         flights = self._supervisor.server.flights()
         with self._lock:
             self._clock.tick()
+            if self._supervisor.bereft:  # starts have deadlines of their own
+                self._moved = self._clock.now()
             waited, phase, moved = self._learn(), self._phase, self._moved
             budget = self._budgets.of(phase, self._ceiling(flights))
         if moved != self._stuck_since:

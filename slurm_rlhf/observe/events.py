@@ -22,6 +22,8 @@ HANG: Final = "hang"
 ERROR: Final = "error"
 CHECKPOINT: Final = "checkpoint"
 FINISH: Final = "finish"
+ENGINE_LOST: Final = "engine lost"
+ENGINE_JOINED: Final = "engine joined"
 """Kinds of events. A hang: a rank was silent, or did not answer in time. A restart: roles were started again in the
 same job, and the session goes on."""
 
@@ -71,6 +73,8 @@ def kind_of_note(text: str) -> str:
     """Return the kind of a line that the user was shown; empty: none, it only tells how the run goes on."""
     if re.match(r"step \d+ hangs in ", text):
         return HANG
+    if found := re.match(r"engine \d+ on \S+ (is lost|is left out|takes part again)", text):
+        return ENGINE_JOINED if found[1] == "takes part again" else ENGINE_LOST
     warns = text.startswith("warning") or ": warning: " in text or "is far below its peers" in text
     return WARNING if warns else ""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from slurm_rlhf.config.roles import ROLES, ROLLOUT, has_engines, roles_by_slots
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.engine_memory import GIB, Engine
-from slurm_rlhf.placement.rank_memory import Models, RankMemory, rank_memories, the_engine
+from slurm_rlhf.placement.rank_memory import Models, RankMemory, rank_memories, save_copies, the_engine
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,7 @@ class Account:
     rows: tuple[Row, ...]
     engine: Engine | None  # None: the actor's ranks sample (rollout.engine = hf)
     wanted: int  # sequences that an engine gets at once
+    copies: dict[str, int]  # role -> bytes of host memory of a rank, for ckpt.async_save
 
     @property
     def holds_a_sequence(self) -> bool:
@@ -74,7 +75,7 @@ def account(config: Config, models: Models, gpu: int) -> Account:
         if shared:
             rows += _together(config, [held[role] for role in group], gpu)
     rank = the_engine(config, models[ROLLOUT], gpu) if has_engines(config) else None
-    return Account(gpu, tuple(rows), rank, wanted_sequences(config))
+    return Account(gpu, tuple(rows), rank, wanted_sequences(config), save_copies(config, models))
 
 
 def wanted_sequences(config: Config) -> int:

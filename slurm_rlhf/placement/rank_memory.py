@@ -140,6 +140,17 @@ def trainer_states(config: Config, shape: ModelShape, role: str) -> tm.States:
     return tm.states(elements, row.ranks(config), config.ds.zero_stage, config.ds.param_dtype, small)
 
 
+def save_copies(config: Config, models: Models) -> dict[str, int]:
+    """Count the bytes of host memory that ckpt.async_save takes on a rank of each trained role.
+
+    They are fp32 masters and AdamW's two moments, which its ranks divide under every ZeRO stage.
+    """
+    if not config.ckpt.async_save:
+        return {}
+    roles = [ROLES[role] for role in models if ROLES[role].saves]
+    return {role.name: 12 * -(-_tensors(models[role.name], role.head)[0] // role.ranks(config)) for role in roles}
+
+
 def _tensors(shape: ModelShape, head: bool) -> tuple[int, list[tuple[int, int]]]:
     """Count the elements of all parameters and of each; a model without vocabulary head has one of a single row."""
     if head:

@@ -71,12 +71,16 @@ def per_action(
     `micro`: rows of `exp`; every row must be in exactly one. Under ZeRO-3 each is a collective, so that every rank
     needs as many.
     """
+    with torch.no_grad():
+        return in_order(exp, micro, [answer(collate(exp.select(rows), device)) for rows in micro])
+
+
+def in_order(exp: Experience, micro: list[list[int]], answers: list[Tensor]) -> F32:
+    """Put the numbers of all micro-batches, one for each action, in the order of `exp`, [A]."""
     offsets = exp.action_offsets
     result = np.full(int(offsets[-1]), np.nan, dtype=np.float32)
-    with torch.no_grad():
-        answers = [answer(collate(exp.select(rows), device)) for rows in micro]
-        # Once, after the last: waiting for each micro-batch would give the next one to an idle device.
-        values = torch.cat(answers).cpu().numpy() if answers else result[:0]
+    # Once, after the last: waiting for each micro-batch would give the next one to an idle device.
+    values = torch.cat(answers).cpu().numpy() if answers else result[:0]
     start = 0
     for row in (row for rows in micro for row in rows):
         end = start + int(exp.response_lens[row])

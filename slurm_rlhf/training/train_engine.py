@@ -9,7 +9,8 @@ micro-batches can differ from step to step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from slurm_rlhf.algorithms.policy_losses.inputs import Metrics
 from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.records import Experience
 from slurm_rlhf.training._deepspeed import copy_masters_to_parameters, set_loss_scale
+from slurm_rlhf.training.async_save import AsyncSave, flush
 from slurm_rlhf.training.deepspeed_engine import EngineConfig, learning_rate, start_deepspeed
 from slurm_rlhf.training.distributed import World
 from slurm_rlhf.training.loss_scale import LossScale
@@ -45,6 +47,7 @@ class TrainEngine:
         self.module = module
         self._engine = start_deepspeed(module, cfg, world)
         self._scale = LossScale.of(cfg.ds)
+        self._async_save = AsyncSave()
         self._use_scale()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,14 +101,31 @@ class TrainEngine:
 
     def save(self, directory: Path) -> None:
         """Write everything that the next steps depend on. Collective: every rank gives the same directory."""
-        optimizer = self._engine.optimizer
-        write_shard(directory, self.world.rank, local_fragments(self.module, optimizer, self.world))
-        cuda = torch.cuda.get_rng_state() if self.world.device.type == "cuda" else None
-        state = {"steps": self.steps, "sizes": sizes(self.module), "rng": torch.get_rng_state(), "cuda_rng": cuda}
-        if self._scale:
-            state["loss_scale"] = self._scale.state()
-        torch.save(state, _rank_file(directory, self.world.rank))
+        self._async_save.wait()
+        self._write(directory, local_fragments(self.module, self._engine.optimizer, self.world), self._state())
         torch.distributed.barrier()
+
+    def save_async(self, directory: Path) -> float:
+        """Copy what `save` writes and write it beside the next steps; returns the seconds that the copy took.
+
+        Not collective. Waits for the write before. The files are those of `save`, byte for byte.
+        """
+        state = self._state()
+
+        def write(fragments: list[Fragment]) -> None:
+            self._write(directory, fragments, state)
+            flush(directory, f"rank_{self.world.rank:05d}.*")
+
+        fragments = local_fragments(self.module, self._engine.optimizer, self.world)
+        return self._async_save.begin(fragments, self.world.device, write)
+
+    def written(self) -> Future[None]:
+        """Return what is done once the last `save_async` is written, and raises what went wrong."""
+        return self._async_save.written()
+
+    def finish_save(self) -> None:
+        """Wait until nothing is being written."""
+        self._async_save.wait()
 
     def load(self, directory: Path) -> None:
         """Continue where `save` was called, by as many ranks as now or by others, under any ZeRO stage. Collective.
@@ -114,6 +134,7 @@ class TrainEngine:
         they differ by the order in which ranks add up gradients. New ranks keep the random state of `seed_rank`.
         Raises CheckpointError for the checkpoint of another model and for a damaged one.
         """
+        self._async_save.wait()
         state = self._read_state(directory)
         optimizer = self._engine.optimizer
         if state["steps"]:
@@ -131,6 +152,16 @@ class TrainEngine:
             torch.set_rng_state(state["rng"])
             if state["cuda_rng"] is not None and self.world.device.type == "cuda":
                 torch.cuda.set_rng_state(state["cuda_rng"])
+
+    def _state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the fragments; a copy."""
+        cuda = torch.cuda.get_rng_state() if self.world.device.type == "cuda" else None
+        state = {"steps": self.steps, "sizes": sizes(self.module), "rng": torch.get_rng_state(), "cuda_rng": cuda}
+        return state | ({"loss_scale": self._scale.state()} if self._scale else {})
+
+    def _write(self, directory: Path, fragments: Iterable[Fragment], state: dict[str, Any]) -> None:
+        write_shard(directory, self.world.rank, fragments)
+        torch.save(state, _rank_file(directory, self.world.rank))
 
     def _read_state(self, directory: Path) -> dict[str, Any]:
         """Read the state that this rank has written; if there is none, rank 0's, with "own" False."""

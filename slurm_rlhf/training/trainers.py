@@ -17,7 +17,7 @@ from slurm_rlhf.config.check import reward_statistics
 from slurm_rlhf.config.roles import CRITIC, ROLES
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.records import F32, Experience, ParameterSpec
-from slurm_rlhf.training.batch import TokenBatch, collate, column, optional_column, per_action, to_device
+from slurm_rlhf.training.batch import TokenBatch, collate, column, in_order, optional_column, per_action, to_device
 from slurm_rlhf.training.deepspeed_engine import EngineConfig, Schedule, loading
 from slurm_rlhf.training.distributed import join_world, seed_rank, undisturbed
 from slurm_rlhf.training.models import DTYPES, load_critic, load_policy
@@ -57,6 +57,10 @@ class Trainer(ABC):
         """Write the state for an exact resume into a directory that all ranks see."""
         self.engine.save(directory)
 
+    def save_async(self, directory: Path) -> float:
+        """Save as `save` does, but beside the next steps; returns the seconds that copying took. Not collective."""
+        return self.engine.save_async(directory)
+
     def load(self, directory: Path) -> None:
         """Continue where `save` was called. Raises CheckpointError."""
         self.engine.load(directory)
@@ -80,7 +84,13 @@ class LanguageModelTrainer(Trainer):
 
 
 class PolicyTrainer(LanguageModelTrainer):
-    """Trains the policy on one rank of the actor. `train_step` needs the columns `logprobs` (old) and `advantages`."""
+    """Trains the policy on one rank of the actor. `train_step` needs the column `advantages`.
+
+    Without a column `logprobs` the old log-probs are those of the update's own pass, and `old_logprobs` has them
+    afterwards, [A]: the ratio is 1, and its gradient that of the log-probs.
+    """
+
+    old_logprobs: F32 | None = None
 
     def __init__(self, config: Config, total_steps: int) -> None:
         """Load the model; `total_steps`: optimizer steps of the whole run. Raises ModelError, ConfigError."""
@@ -93,6 +103,21 @@ class PolicyTrainer(LanguageModelTrainer):
     def logprobs(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
         """Compute {"logprobs": fp32 [A]} at the rollout temperature; micro-batches as rows of `exp`."""
         return {"logprobs": per_action(exp, micro, self.world.device, lambda batch: self._forward(batch)[0])}
+
+    def train_step(self, exp: Experience, micro: list[list[int]], denominator: float) -> dict[str, float]:
+        """Take one optimizer step, as `Trainer.train_step`."""
+        self._passed: list[Tensor] = []
+        metrics = super().train_step(exp, micro, denominator)
+        self.old_logprobs = in_order(exp, micro, self._passed) if self._passed else None
+        return metrics
+
+    def _old_logprobs(self, part: Experience, logprobs: Tensor) -> Tensor:
+        """Return what the ratio is taken to: the column of `part`, else the pass `logprobs` itself, which is noted."""
+        given = optional_column(part, "logprobs", self.world.device)
+        if given is None:
+            given = logprobs.detach()
+            self._passed.append(given)
+        return given
 
     def self_check(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
         """Compute `logprobs` in ways that must not matter, fp32 [A] each; nothing is changed by it.
@@ -115,7 +140,7 @@ class PolicyTrainer(LanguageModelTrainer):
         loss, metrics = self.policy_loss(
             PolicyInputs(
                 logprobs,
-                column(part, "logprobs", device),
+                self._old_logprobs(part, logprobs),
                 column(part, "advantages", device),
                 mask,
                 part.response_lens.tolist(),

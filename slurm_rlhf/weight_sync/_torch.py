@@ -1,7 +1,7 @@
 """The private and undocumented parts of torch that weight sync uses, written for torch 2.13.0.
 
 _C/_distributed_c10d.so ProcessGroupGloo.__init__(store, rank, size, options)
-_C/_distributed_c10d.so ProcessGroupGloo.create_device(*, hostname)
+_C/_distributed_c10d.so ProcessGroupGloo.create_device(*, hostname, lazy_init)
 _C/_distributed_c10d.so ProcessGroupGloo._Options()
 _C/_distributed_c10d.so ProcessGroupGloo._Options._timeout
 _C/_distributed_c10d.so ProcessGroupGloo._Options._devices
@@ -37,11 +37,16 @@ the process's first group, the training's, dump and end the process. Nothing her
 over."""
 
 
-def gloo_group(store: Store, rank: int, world: int, address: str, timeout_s: float) -> ProcessGroupGloo:
-    """Build a gloo group outside every WORLD; the others connect to `address` of this node. Raises RuntimeError."""
+def gloo_group(
+    store: Store, rank: int, world: int, address: str, timeout_s: float, lazy: bool = False
+) -> ProcessGroupGloo:
+    """Build a gloo group outside every WORLD; the others connect to `address` of this node. Raises RuntimeError.
+
+    `lazy`: two ranks connect when they exchange something first; else all with all others, at once.
+    """
     options = ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
-    options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy)]
     return ProcessGroupGloo(store, rank, world, options)
 
 

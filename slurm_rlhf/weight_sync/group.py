@@ -285,9 +285,20 @@ class SyncGroup:
         self.wait_for(lambda: self.store.check(["links"]), "the message of all nodes that they can reach the others")
 
 
+_newest: list[SyncGroup] = []
+"""The group that this process has begun to form last."""
+
+
+def abort_newest(reason: str) -> None:
+    """Abort the group that this process is forming, or has formed last; for any thread."""
+    for group in list(_newest):
+        group.abort(reason)
+
+
 def join(joining: Membership) -> SyncGroup:
     """Build a `SyncGroup` and wait until it is connected. Raises SyncError, ConfigError."""
     group = SyncGroup(joining)
+    _newest[:] = [group]
     group.open()
     log.info(
         "%s joined weight transfer group %s of %d ranks: %s over %s (%s)",

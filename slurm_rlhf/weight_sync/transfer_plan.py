@@ -16,10 +16,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 from slurm_rlhf.errors import SyncError
+from slurm_rlhf.weight_sync.balance import Duty, Link, duties
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,15 @@ class Stream:
 
     owners: tuple[int, ...]  # actor ranks; each sends a part of every bucket
     nodes: tuple[str, ...]  # with engines; each takes every byte once
+    duties: tuple[Duty, ...]  # of the owners
+
+    def others(self, home: str) -> tuple[str, ...]:
+        """Return the nodes that what an owner on `home` sends has to cross the network for."""
+        return tuple(node for node in self.nodes if node != home)
+
+    def share(self, owner: int) -> float:
+        """Return an owner's part of the bytes where every owner holds all of them."""
+        return self.duties[self.owners.index(owner)].weight / sum(duty.weight for duty in self.duties)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +49,7 @@ class Layout:
     engines: tuple[str, ...]
     zero_stage: int = 0
     interfaces: tuple[str, ...] = ()  # the network interface of each rank of the group; empty: nobody has a choice
+    rates: tuple[float, ...] = ()  # bytes/s at which each actor rank can send; 0: not known; empty: none is
 
     def __post_init__(self) -> None:
         if not self.actors or not self.engines:
@@ -50,6 +62,10 @@ class Layout:
     def node(self, rank: int) -> str:
         """Return the node of a rank of the group."""
         return (self.actors + self.engines)[rank]
+
+    def link(self, owner: int) -> Link:
+        """Return what the bytes of an actor rank leave on."""
+        return Link(self.actors[owner], self.interfaces[owner] if self.interfaces else "")
 
     def near(self, owner: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of `ranks` that use the owner's interface; all of them if none does."""
@@ -75,26 +91,31 @@ def streams(layout: Layout) -> tuple[Stream, ...]:
     everybody = tuple(range(len(layout.actors)))
     served = tuple(layout.by_node)
     if layout.zero_stage >= 3:
-        return (Stream(everybody, served),)
+        return (_stream(layout, everybody, served),)
     found: dict[tuple[int, ...], tuple[str, ...]] = {}
     for node in served:
         owners = tuple(rank for rank in everybody if layout.actors[rank] == node) or everybody
         found[owners] = (*found.get(owners, ()), node)
-    return tuple(Stream(owners, nodes) for owners, nodes in found.items())
+    return tuple(_stream(layout, owners, nodes) for owners, nodes in found.items())
+
+
+def _stream(layout: Layout, owners: tuple[int, ...], nodes: tuple[str, ...]) -> Stream:
+    links = [layout.link(owner) for owner in owners]
+    others = [len(nodes) - (link.node in nodes) for link in links]
+    ranks = layout.by_node
+    seats = [{len(layout.near(owner, ranks[node])) for node in nodes} for owner in owners]
+    rates = [layout.rates[owner] for owner in owners] if layout.rates else []
+    counts = [sizes.pop() if len(sizes) == 1 else 0 for sizes in seats]
+    return Stream(owners, nodes, duties(links, others, counts, rates, layout.zero_stage >= 3))
 
 
 def relays(layout: Layout) -> bool:
     """Tell whether engine nodes hand bytes on to other nodes."""
     return any(
-        len(set(stream.nodes) - {layout.actors[owner]}) > distinct([layout.actors[other] for other in stream.owners])
+        len(stream.others(layout.actors[owner])) > duty.copies
         for stream in streams(layout)
-        for owner in stream.owners
+        for owner, duty in zip(stream.owners, stream.duties, strict=True)
     )
-
-
-def distinct(nodes: Sequence[str]) -> int:
-    """Count the different nodes in `nodes`."""
-    return len(set(nodes))
 
 
 ALIGN = 64
@@ -168,6 +189,9 @@ class SyncPlan:
     streams: tuple[Stream, ...]
     chunk_bytes: int
     depth: int  # buckets that an engine rank has memory for
+    bucket_bytes: int  # that were asked for, and the bytes of a chunk; 0: as the layout wants it
+    asked_chunk: int
+    ways: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what `routes` has worked out
     _parts: dict[tuple[int, int], tuple[Part, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -189,9 +213,11 @@ class SyncPlan:
         """Return who sends what of a bucket in a stream, without those who own nothing of it."""
         key = (bucket, stream)
         if key not in self._parts:
-            owners = self.streams[stream].owners
-            cut = _shards if self.layout.zero_stage >= 3 else _even
-            owned = cut(self.buckets[bucket], self.parameters, len(owners))
+            owners, spans = self.streams[stream].owners, self.buckets[bucket]
+            if self.layout.zero_stage >= 3:
+                owned = _shards(spans, self.parameters, len(owners))
+            else:
+                owned = _by_weight(spans, [duty.weight for duty in self.streams[stream].duties])
             self._parts[key] = _lay_out([(owner, spans) for owner, spans in zip(owners, owned, strict=True) if spans])
         return self._parts[key]
 
@@ -204,6 +230,11 @@ class SyncPlan:
     def largest(self) -> int:
         """Return the bytes of the largest bucket's buffer."""
         return max(self.nbytes(b, s) for b in range(len(self.buckets)) for s in range(len(self.streams)))
+
+    def at_rates(self, rates: Sequence[float]) -> SyncPlan:
+        """Plan the same transfer for other links. `rates`: bytes/s of each actor rank."""
+        layout = replace(self.layout, rates=tuple(rates))
+        return make_plan(self.described, self.bucket_bytes, layout, self.asked_chunk)
 
     def fingerprint(self) -> str:
         """Return a text that is equal where two members would do the same."""
@@ -234,8 +265,8 @@ def make_plan(described: Sequence[Sequence[Any]], bucket_bytes: int, layout: Lay
     relayed = relays(layout)
     cut = _RELAY_CUT if relayed else 1
     buckets = tuple(_buckets(parameters, max(bucket_bytes // cut // ALIGN, 1) * ALIGN))
-    chunk_bytes = chunk_bytes or (CHUNK if relayed else _DIRECT_CHUNK)
-    return SyncPlan(parameters, buckets, layout, streams(layout), chunk_bytes, cut * DEPTH)
+    asked, chunk_bytes = chunk_bytes, chunk_bytes or (CHUNK if relayed else _DIRECT_CHUNK)
+    return SyncPlan(parameters, buckets, layout, streams(layout), chunk_bytes, cut * DEPTH, bucket_bytes, asked)
 
 
 def dtype_name(dtype: Any) -> str:
@@ -288,13 +319,16 @@ def _shards(spans: Sequence[Span], parameters: Sequence[Parameter], owners: int)
     return owned
 
 
-def _even(spans: Sequence[Span], parameters: Sequence[Parameter], owners: int) -> list[list[Span]]:
-    """Cut where every rank holds everything: as many bytes each, as ALIGN allows."""
+def _by_weight(spans: Sequence[Span], weights: Sequence[int]) -> list[list[Span]]:
+    """Cut where every rank holds everything: as the weights of the ranks say, as far as ALIGN allows."""
     total = sum(span.nbytes for span in spans)
-    owned: list[list[Span]] = [[] for _ in range(owners)]
+    before = [0, *accumulate(weights)]
+    owned: list[list[Span]] = [[] for _ in weights]
     start = 0
     for span in spans:
-        cuts = [min(max((total * k // owners - start) // ALIGN * ALIGN, 0), span.nbytes) for k in range(owners)]
+        cuts = [
+            min(max((total * weight // before[-1] - start) // ALIGN * ALIGN, 0), span.nbytes) for weight in before[:-1]
+        ]
         for owner, (low, high) in enumerate(zip(cuts, [*cuts[1:], span.nbytes], strict=True)):
             if high > low:
                 owned[owner].append(Span(span.parameter, span.low + low, span.low + high))

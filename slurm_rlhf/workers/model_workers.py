@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from slurm_rlhf.control.calls import (
     StartRequest,
     SyncGroupRequest,
     SyncUpdateRequest,
+    TrainAnswer,
     TrainBatch,
     TrainerCalls,
 )
@@ -32,6 +35,7 @@ from slurm_rlhf.training._torch import attention_kernel
 from slurm_rlhf.training.distributed import release_cache
 from slurm_rlhf.training.frozen_models import FrozenPolicy, RewardModel
 from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
+from slurm_rlhf.weight_sync.group import abort_newest
 from slurm_rlhf.weight_sync.sender import ActorEnd
 from slurm_rlhf.workers.actor_generation import ActorGeneration
 from slurm_rlhf.workers.worker import RankInfo, Worker
@@ -60,11 +64,20 @@ class TrainerWorker(ModelWorker, TrainerCalls):
 
     trainer: PolicyTrainer | ValueTrainer
 
-    def train_step(self, batch: TrainBatch) -> dict[str, float]:
-        return self.trainer.train_step(batch.experience, batch.micro, batch.denominator)
+    def train_step(self, batch: TrainBatch) -> TrainAnswer:
+        return TrainAnswer(self.trainer.train_step(batch.experience, batch.micro, batch.denominator))
 
     def save(self, request: DirectoryRequest) -> None:
         self.trainer.save(Path(request.path))
+
+    def save_async(self, request: DirectoryRequest) -> float:
+        return self.trainer.save_async(Path(request.path))
+
+    def written(self) -> Future[None]:
+        return self.trainer.engine.written()
+
+    def finish_save(self) -> None:
+        self.trainer.engine.finish_save()
 
     def load(self, request: DirectoryRequest) -> None:
         self.trainer.load(Path(request.path))
@@ -93,6 +106,10 @@ class ActorWorker(TrainerWorker, ActorCalls):
             note = self.generation.note
         return StartAnswer(note, self.trainer.describe())
 
+    def train_step(self, batch: TrainBatch) -> TrainAnswer:
+        answer = super().train_step(batch)
+        return replace(answer, logprobs=self.trainer.old_logprobs)
+
     def generate(self, batch: ResponseBatch) -> GenerateAnswer:
         return self.generation.run(batch)
 
@@ -113,6 +130,9 @@ class ActorWorker(TrainerWorker, ActorCalls):
 
     def sync_join(self, request: SyncGroupRequest) -> SyncConnection:
         return self.sync.join(request.parameters, **request.described())
+
+    def sync_abort(self) -> None:
+        abort_newest("an engine was lost before the group was formed")
 
     def sync_push(self, request: SyncUpdateRequest) -> SyncReport:
         return self.sync.push(self.trainer.local_parameters(), request.version)

@@ -21,7 +21,7 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
-from slurm_rlhf.control.calls import RankCalls
+from slurm_rlhf.control.calls import ActorCalls, RankCalls
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.messages import TERMINATION
 from slurm_rlhf.observe.stacks import late_s
@@ -154,6 +154,13 @@ def relay_termination(client: ControlClient) -> None:
     threading.Thread(target=wait, name="termination", daemon=True).start()
 
 
+def abort_forming() -> None:
+    """Give up the weight transfer group that is being formed: a member of it is gone."""
+    from slurm_rlhf.weight_sync.group import abort_newest  # it needs torch
+
+    abort_newest("an engine was lost before the group was formed")
+
+
 def _leave(reason: str) -> None:
     """End this process: its conductor is gone, and its main thread may sit in a collective that never ends."""
     print(f"the conductor is gone: {reason}", file=sys.stderr, flush=True)
@@ -198,7 +205,7 @@ def main() -> None:
         heartbeat_limit=config.timeout.heartbeat,
         on_conductor_lost=_leave,
         on_beat=partial(expect_beat, late_s(config.timeout.heartbeat)),
-        beside={RankCalls.stacks.__name__: answer},
+        beside={RankCalls.stacks.__name__: answer, ActorCalls.sync_abort.__name__: abort_forming},
     )
     client.connect(config.timeout.connect)
     if held:

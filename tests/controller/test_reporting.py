@@ -35,13 +35,13 @@ def test_a_checkpoint_that_takes_too_long_for_the_signals_lead_is_warned_of_once
     directory = RunDirectory(tmp_path)
     directory.make()
     reporting = Reporting(config, directory, {"actor": 1})
-    reporting.saved(1, 290)
+    reporting.saved(1, 290, 290)
     assert "warning" not in capsys.readouterr().out
-    reporting.saved(2, 310)  # a step may be under way when the signal comes
+    reporting.saved(2, 310, 310)  # a step may be under way when the signal comes
     said = capsys.readouterr().out
     assert "warning: saving took 310 s" in said
     assert "leaves 600 s (slurm.signal_lead_s): raise it and --signal=B:USR1@SECONDS to 930 or more" in said
-    reporting.saved(3, 700)
+    reporting.saved(3, 700, 700)
     assert "warning" not in capsys.readouterr().out
 
 

@@ -1,211 +1,27 @@
-"""The self-check with real trainers: what each fault in them is called, and that it leaves a sound run alone.
-
-Run as a program, this file is the process that holds the trainers.
-"""
+"""The self-check with real trainers: what each fault in them is called, and that it leaves a sound run alone."""
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import self_check_bench as bench
 from lookalikes import llama_like
-from steps import make_step
 from tiny_models import make_tiny
-from training_ranks import make_config
 
-from slurm_rlhf.algorithms.correction import mask_not_finite
 from slurm_rlhf.config.schema import Data
-from slurm_rlhf.control.calls import SelfCheckAnswer
-from slurm_rlhf.controller.experience import fill_passes
-from slurm_rlhf.controller.self_check import PER_RANK, PromptFindings, SelfCheck, few
-from slurm_rlhf.controller.step_metrics import update_metrics
+from slurm_rlhf.controller.self_check import PER_RANK, PromptFindings, few
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
+from slurm_rlhf.records import Experience
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
-
-CASES = ("sound", "dropout", "batch mates", "old log-probs", "stale engine", "off")
-BYPASS = ("bypass", "bypass, colder engine", "bypass, stale engine")
-NOT_FINITE = {"a NaN": 1, "NaNs": 5, "later NaNs": 5, "a later NaN": 1}
-"""Case -> how many of the engine's log-probs, of some 160, are NaN or infinite."""
-WEIGHTS = {"weights of 1": 1.0, "weights of 0": 0.0}
-RESPONSES = 12
-
-
-# --- what the process does -------------------------------------------------------------------------------------------
-
-
-class Here:
-    """A role of one rank in this process, in place of `control.server.RoleHandle`: its calls are answered at once."""
-
-    world = 1
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer = trainer
-
-    def start_each(self, method: Any, batches: list[Any], /) -> list[Future[Any]]:
-        (batch,), name = batches, method.__name__
-        arguments = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "experience"}
-        found, answer = getattr(self.trainer, name)(batch.experience, **arguments), Future[Any]()
-        answer.set_result(SelfCheckAnswer(**found) if name == "self_check" else found.get(name, found))
-        return [answer]
-
-
-class Bench:
-    """An actor, a critic and a frozen policy in the engine's place, which samples nothing: its tokens are given."""
-
-    def __init__(self, model: Path, **train: Any) -> None:
-        from slurm_rlhf.algorithms.policy_distance import KLController
-        from slurm_rlhf.training.frozen_models import FrozenPolicy
-        from slurm_rlhf.training.trainers import PolicyTrainer, ValueTrainer
-
-        self.config = make_config(model)
-        self.config.actor.max_norm, self.config.actor.learning_rate = 1.0, 1e-3
-        self.config.actor.lr_scheduler = "constant"
-        self.config.actor.lr_warmup_ratio = 0.0
-        self.config.train.batch_size, self.config.train.max_tokens_per_gpu = RESPONSES, 100
-        self.config.rollout.batch_size = RESPONSES
-        for name, value in train.items():
-            setattr(self.config.train, name, value)
-        self.actor, self.engine = PolicyTrainer(self.config, 10), FrozenPolicy(self.config)
-        roles: dict[str, Any] = {"actor": Here(self.actor), "critic": Here(ValueTrainer(self.config, 10))}
-        self.step = make_step(self.config, roles, kl=KLController(0.0, 0.0, 1))
-        self.notes: list[str] = []
-        self.spoilt: dict[int, int] = {}  # step -> log-probs of the engine that are no numbers
-        self.weight: float | None = None  # of every token, by a correction
-        findings = PromptFindings({"prompts_dropped": 0.25}, "the chat template ends an answer by nothing")
-        self.check = SelfCheck(self.config, roles["actor"], self.notes.append, findings, {})
-
-    def trajectories(self, version: int) -> list[Trajectory]:
-        """Prompts and responses of unlike lengths, with the log-probs that the frozen policy gives them."""
-        rng = np.random.default_rng(version)
-        found = []
-        for number in range(RESPONSES):
-            prompt, response = (rng.integers(2, 69, size).astype(np.int32) for size in rng.integers(3, 24, 2))
-            mask, engine = np.ones(len(response), dtype=np.bool_), number % 2
-            span = [VersionSpan(0, len(response), version)]
-            args = (response, np.zeros(len(response), np.float32), mask, "stop", "", span, engine)
-            found.append(Trajectory(number, 0, prompt, *args))
-        exp = pack(found, [0.0] * RESPONSES)
-        logprobs = self.engine.logprobs(exp, [[row] for row in range(RESPONSES)])["logprobs"]
-        for trajectory, start, end in zip(found, exp.action_offsets[:-1], exp.action_offsets[1:], strict=True):
-            trajectory.rollout_logprobs = logprobs[start:end]
-        return found
-
-    def train(self, number: int) -> dict[str, float]:
-        """Do what `Step.run` does; answer the metrics of the update. Raises SelfCheckError."""
-        found = self.trajectories(number - 1)
-        exp = pack(found, [float(t.prompt % 3) for t in found])
-        at = np.flatnonzero(exp.action_mask)[:: len(exp.action_mask) // 6][: self.spoilt.get(number, 0)]
-        exp.columns["rollout_logprobs"][at] = np.resize([np.nan, np.inf, -np.inf], len(at))
-        given = {"reward_clipped": 0.0, "reward_constant": 0.0, "truncated": 0.0}
-        given["correction/not_finite"] = float(mask_not_finite(exp))
-        fill_passes(self.config, self.step.roles, exp)
-        if not self.config.algo.correction.bypass:
-            drift = np.abs(exp.columns["rollout_logprobs"] - exp.columns["logprobs"])
-            given["rollout_logprob_diff"] = float(drift[exp.action_mask].mean())
-        self.check.before_update(number, found, exp, given, number - 1)
-        if self.weight is not None:
-            exp.columns["correction"] = np.full_like(exp.columns["values"], self.weight)
-        exp.columns["advantages"] = exp.columns["returns"] = np.ones_like(exp.columns["values"])
-        metrics = update_metrics(self.step._train(number, exp))
-        self.check.after_update(number, metrics)
-        return metrics
-
-
-def functional_dropout(bench: Bench) -> None:
-    """OPT's own dropout, a number on each layer, as its config.json has it."""
-    for layer in bench.actor.engine.module.model.model.decoder.layers:
-        layer.dropout = 0.1
-
-
-def dynamic_frequencies(bench: Bench) -> None:
-    """Rotary frequencies that transformers computes anew for the longest sequence of each batch."""
-    from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
-
-    model = bench.actor.engine.module.model
-    config = copy.deepcopy(model.config)
-    config.max_position_embeddings = 16
-    config.rope_parameters = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}
-    model.model.rotary_emb = Qwen2RotaryEmbedding(config)
-
-
-def another_temperature(bench: Bench) -> None:
-    """Old log-probs are taken at another temperature than the new ones."""
-    logprobs = bench.actor.logprobs
-
-    def colder(exp: Experience, micro: list[list[int]]) -> Any:
-        temperature = bench.config.rollout.temperature
-        bench.config.rollout.temperature = 0.95 * temperature
-        try:
-            return logprobs(exp, micro)
-        finally:
-            bench.config.rollout.temperature = temperature
-
-    bench.actor.logprobs = colder  # type: ignore[method-assign]
-    bench.check._begun = True  # the engine would be found to differ first
-    bench.check.config.train.self_check_stop = 0.0
-
-
-def colder_engine(bench: Bench) -> None:
-    """The engine's log-probs are taken at another temperature."""
-    bench.engine.temperature *= 0.95
-
-
-def run_case(case: str, models: Path) -> dict[str, Any]:
-    import torch
-
-    from slurm_rlhf.errors import SelfCheckError
-
-    faults: dict[str, Callable[[Bench], None]] = {
-        "dropout": functional_dropout,
-        "batch mates": dynamic_frequencies,
-        "old log-probs": another_temperature,
-        "bypass, colder engine": colder_engine,
-    }
-    bench = Bench(models / ("opt" if case == "dropout" else "qwen2"), self_check=case != "off")
-    bench.config.algo.correction.bypass = case in BYPASS
-    bench.weight = WEIGHTS.get(case)
-    bench.spoilt = {1: NOT_FINITE.get(case, 0)}
-    bench.check._begun = "later" in case
-    if case in faults:
-        faults[case](bench)
-    twice = ("stale engine", "off", "bypass, stale engine")
-    torch.manual_seed(3)
-    error, metrics = "", []
-    try:
-        # The frozen policy never gets an update: in the second step it is an engine with old weights.
-        for number in range(1, 3 if case in twice else 2):
-            metrics.append(bench.train(number))
-    except SelfCheckError as found:
-        error = str(found)
-    trained = bench.actor.engine.module.training
-    return {
-        "error": error,
-        "notes": bench.notes,
-        "figures": bench.check.figures,
-        "metrics": metrics,
-        "state": [trained, *torch.rand(2).tolist()],
-    }
-
-
-def main() -> None:
-    models, out = Path(sys.argv[1]), Path(sys.argv[2])
-    out.write_text(json.dumps({case: run_case(case, models) for case in (*CASES, *BYPASS, *NOT_FINITE, *WEIGHTS)}))
-
-
-# --- the tests -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +31,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     make_tiny(path / "opt", "opt")
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests' / 'support'}"}
-    command = [sys.executable, __file__, str(path), str(path / "found.json")]
+    command = [sys.executable, bench.__file__, str(path), str(path / "found.json")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return dict(json.loads((path / "found.json").read_text()))
@@ -305,6 +121,30 @@ def test_with_bypass_the_engine_is_still_compared(found: dict[str, Any]) -> None
     assert stale["error"].startswith("step 2: the log-probs of engine and actor of the tokens that the engine sampled")
 
 
+def test_old_log_probs_of_the_update_give_the_same_update_without_the_pass(found: dict[str, Any]) -> None:
+    without, with_pass, off = (found[case]["metrics"][0] for case in ("update", "pass", "update, off"))
+    assert without["actor_grad_norm"] == pytest.approx(with_pass["actor_grad_norm"], rel=1e-5)
+    assert without["ratio"] == 1.0
+    assert without["approx_kl"] == 0.0
+    assert without["rollout_logprob_diff"] == pytest.approx(0, abs=1e-5)
+    assert without == off
+
+
+def test_old_log_probs_of_the_update_are_compared_with_a_pass_of_the_self_check_and_with_the_engine(
+    found: dict[str, Any],
+) -> None:
+    figures = found["update"]["figures"]
+    assert 0 < figures["engine"] < 1e-5
+    assert 0 < figures["alone"] < 1e-5
+    assert figures["ratio"] == pytest.approx(1.0, abs=1e-6)
+    colder = found["update, colder"]
+    assert colder["error"].startswith("self-check failed (ratio): new and old log-probs in the first update")
+    assert colder["figures"]["engine"] < 1e-5
+    stale = found["update, stale engine"]
+    assert len(stale["metrics"]) == 1
+    assert stale["error"].startswith("step 2: the log-probs of engine and actor of the tokens that the engine sampled")
+
+
 def test_a_few_log_probs_that_are_no_numbers_are_left_out_and_more_end_the_run(found: dict[str, Any]) -> None:
     one = found["a NaN"]
     assert one["error"] == ""
@@ -315,7 +155,7 @@ def test_a_few_log_probs_that_are_no_numbers_are_left_out_and_more_end_the_run(f
     # In a later step a few more are a warning: train.self_check_stop times as many end the run.
     for case in ("a later NaN", "later NaNs"):
         assert found[case]["error"] == ""
-        assert found[case]["notes"][0].startswith(f"warning: step 1: {NOT_FINITE[case]} of ")
+        assert found[case]["notes"][0].startswith(f"warning: step 1: {bench.NOT_FINITE[case]} of ")
 
 
 def test_the_weights_of_a_correction_reach_the_policy_and_not_the_critic(found: dict[str, Any]) -> None:
@@ -373,9 +213,3 @@ def test_prompts_with_two_bos_and_templates_without_eos_are_found(
     assert bool(found.template) is unended
     assert "chat template" in found.template or not unended
     assert PromptFindings.of(prompts, tokenizer, False).template == ""
-
-
-if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    os._exit(0)

@@ -10,7 +10,7 @@ import pytest
 
 from slurm_rlhf.cluster.stop import TERM, Reason, StopRequested
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.supervisor import Casualty
+from slurm_rlhf.controller.casualty import Casualty
 from slurm_rlhf.controller.trainer_recovery import Failure, Plan, TrainerRecovery, offenders, refusal
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
 from slurm_rlhf.placement.rank_map import RankMap, place
@@ -93,7 +93,9 @@ class Parts:
             if self.casualty is not None and isinstance(error, CallTimeout):
                 raise RoleDied("role actor died: the true cause")
 
-        supervisor: Any = SimpleNamespace(blame=blame, casualty=self.casualty, silent_nodes=lambda: set(self.silent))
+        supervisor: Any = SimpleNamespace(
+            blame=blame, casualty=self.casualty, silent_nodes=lambda: set(self.silent), recovery=None
+        )
         watchdog: Any = SimpleNamespace(behind=lambda error: self.behind, culprits=lambda: self.culprits)
         names = [f"n{number}" for number in range(1, 5 + self.spares)]
         return TrainerRecovery(

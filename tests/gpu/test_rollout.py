@@ -29,7 +29,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import EngineCalls
 from slurm_rlhf.controller.colocation import Colocation
 from slurm_rlhf.controller.colocation import log as colocation_log
-from slurm_rlhf.controller.engine_pool import EnginePool
+from slurm_rlhf.controller.engine_pool import EnginePool, _Start
 from slurm_rlhf.controller.step import Step
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Sampling, Trajectory
@@ -154,8 +154,9 @@ class Engines:
 def colocated(told: list[str], offload: bool, generate: Callable[..., Any]) -> Engines:
     handle, roles = Handle(told, "engines"), {"actor": Handle(told, "actor"), "critic": Handle(told, "critic")}
     colocation = Colocation(roles, handle, offload)  # type: ignore[arg-type]
-    pool = EnginePool(None, handle, Weights(told), 1.0, all_at_once=True)  # type: ignore[arg-type]
-    pool._started = []
+    supervisor = SimpleNamespace(recovery=None)
+    pool = EnginePool(supervisor, handle, Weights(told), 1.0, all_at_once=True)  # type: ignore[arg-type]
+    pool._starts = {engine: _Start(0, done=True) for engine in range(handle.world)}
     dispatcher = SimpleNamespace(run=generate)
     return Engines(
         told, make_step(Config(), roles, colocation=colocation, pool=pool, dispatcher=dispatcher), colocation

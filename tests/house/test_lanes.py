@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -70,5 +71,13 @@ def test_every_test_file_is_in_one_lane(tmp_path: Path) -> None:
     assert collected[0] == f"tests/runs/{lanes.FIRST}"
 
 
-def test_the_lanes_name_files_that_are_there() -> None:
-    assert all((TESTS / "runs" / name).is_file() for name in (*lanes.MOVED, lanes.FIRST))
+def test_the_files_that_the_lanes_name_are_there() -> None:
+    assert (TESTS / "runs" / lanes.FIRST).is_file()
+    assert all(lanes.chosen().values())
+
+
+def test_only_the_lane_of_slurm_starts_a_cluster() -> None:
+    asking = {
+        path for path in TESTS.rglob("test_*.py") if re.search(r"^from slurm_cluster import", path.read_text(), re.M)
+    }
+    assert {str(path) for path in asking} == set(lanes.chosen()["slurm"])

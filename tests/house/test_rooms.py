@@ -60,6 +60,9 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "zmq": ("control/",),
     "transformers": ("training/", "rollout/", "parity/", "bench/"),
     "tensorboard": ("observe/",),
+    "wandb": ("observe/trackers/wandb.py",),
+    "trackio": ("observe/trackers/trackio.py",),
+    "mlflow": ("observe/trackers/mlflow.py",),
     "torch": ("training/", "rollout/", "weight_sync/", "workers/", "parity/", "bench/", "preflight/group_rank.py"),
 }
 """Library -> the beginnings of the paths that may import it, at the top or inside a function."""

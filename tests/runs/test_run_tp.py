@@ -78,18 +78,29 @@ def test_the_late_engine_joins_with_the_current_weights(late: Run) -> None:
     assert max(row["rollout_logprob_diff_max"] for row in rows) < 1e-5
 
 
-def test_a_failed_engine_ends_the_run_by_name_within_seconds(late: Run) -> None:
-    [follower] = [pid for pid in late.ranks("rollout") if _rank(pid) == "3"]
+def test_a_rank_that_is_killed_is_named_and_its_whole_engine_comes_back(late: Run) -> None:
+    before = {pid for pid in late.ranks("rollout") if _rank(pid) in ("2", "3")}
+    [follower] = [pid for pid in before if _rank(pid) == "3"]
     # The queues between the ranks have no name by now, so that a killed rank leaves nothing in /dev/shm.
     maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in late.ranks("rollout"))
     assert set(re.findall(r"/dev/shm/psm_\w+(.*)", maps)) == {" (deleted)"}
-    begun = time.monotonic()
     os.kill(follower, signal.SIGKILL)
+    late.wait_for_log("1 of 2 engines go on", 10)
+    assert re.search(r"engine 1 on \S+ is lost: .*rank 3", conductor_log(late))
+    late.wait_for_step(len(metrics(late.run_dir)) + 1, 100)
+    end = time.monotonic() + 200
+    while "takes part again" not in conductor_log(late):
+        assert time.monotonic() < end
+        assert late.process.poll() is None
+        time.sleep(0.1)
+    after = {pid for pid in late.ranks("rollout") if _rank(pid) in ("2", "3")}
+    assert len(after) == 2
+    assert not after & before
+    late.wait_for_step(len(metrics(late.run_dir)) + 2, 100)
+    assert max(row["rollout_logprob_diff_max"] for row in metrics(late.run_dir)) < 1e-5
+    late.process.send_signal(signal.SIGINT)
     code, output = late.wait(30)
-    assert time.monotonic() - begun < 30
-    assert code == 1
-    assert "engine 1" in output
-    assert "rank 3" in output
+    assert code == 130, output
     assert "Traceback" not in output
     late.assert_gone(1)
 

@@ -30,8 +30,9 @@ def config(slurm: Cluster) -> Path:
 def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cluster, config: Path) -> None:
     """Run two jobs on the same nodes: they do not collide, and each has the GPUs that Slurm granted it.
 
-    Inside salloc, where no batch step's end cleans up, a killed engine on another node ends the run with the role's
-    name, a true exit code, no orphan, and the allocation released. So ends a job that loses a node, long before
+    Inside salloc a killed engine on another node, the only one, is started again by a step of its own. Where no batch
+    step's end cleans up, a killed actor rank then ends the run with the role's name, a true exit code, no orphan, and
+    the allocation released. So ends a job that loses a node, long before
     SlurmdTimeout (300 s). The end of the first is nothing to the second.
     """
     first, second = slurm.shared / "interactive", slurm.shared / "second"
@@ -48,11 +49,15 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
         assert {slurm.job(number)["JobState"] for number in (job, allocation)} == {"RUNNING"}
         (engine,) = json.loads((first / "rank_map.json").read_text())["roles"]["rollout"]
         os.kill(worker(slurm, first, "rollout", engine["node"]), signal.SIGKILL)
+        slurm.wait_until(lambda: "takes part again" in said_events(first), "return of the engine", 60)
+        done = steps(first)
+        slurm.wait_until(lambda: steps(first) > done, "step after it", 30)
+        os.kill(worker(slurm, first, "actor", "gpu003"), signal.SIGKILL)
         words, _ = login.communicate(timeout=30)
     assert login.returncode == 1, words
-    assert re.search(
-        rf"error: role rollout died: rank \d of engine \d on {engine['node']} \(pid \d+\) was killed", words
-    )
+    killed = rf"rank \d of engine \d on {engine['node']} \(pid \d+\) was killed by SIGKILL"
+    assert re.search(rf"engine 0 on {engine['node']} is lost: {killed}. 0 of 1 engines go on", words), words
+    assert re.search(r"error: role actor died: rank \d on gpu003 ", words), words
     assert not slurm.left(first, *slurm.names)  # though no batch step ended
     slurm.wait_until(lambda: slurm.job(allocation)["JobState"] in OVER, "release of the allocation", 10)
     done = steps(second)
@@ -130,6 +135,10 @@ def worker(slurm: Cluster, run_dir: Path, role: str, node: str) -> int:
     words = (f"--role={role}", f"--run_dir={run_dir}")
     (found,) = (pid for pid, line in slurm.numbered(node) if all(word in line for word in words) and is_worker(line))
     return found
+
+
+def said_events(run_dir: Path) -> str:
+    return (run_dir / "events.jsonl").read_text()
 
 
 def environment(pid: int) -> dict[str, str]:

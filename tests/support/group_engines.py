@@ -18,7 +18,7 @@ from slurm_rlhf.controller.engine_feed import EngineFeed
 from slurm_rlhf.controller.group_stream import GroupStream, Rule
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
-from slurm_rlhf.errors import RemoteError
+from slurm_rlhf.errors import RemoteError, RoleDied
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory, VersionSpan
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.values import Rewards
@@ -36,6 +36,8 @@ class Engines:
     def __init__(self, count: int = 2) -> None:
         self.ready = list(range(count))
         self.world = count
+        self.lost: list[int] = []
+        self.death = RoleDied("it was killed")
         self.version = 0
         self.open: list[Row] = []
         self.seeds: dict[int, int] = {}  # place -> version that seeds it
@@ -93,6 +95,20 @@ class Engines:
             calls, self._calls[engine] = self._calls[engine], []
         for call in calls:
             call.set_exception(RemoteError("told to drop its requests"))
+
+    def lose(self, engine: int) -> None:
+        """Let an engine die: its calls fail, and the run goes on without it."""
+        self.lost.append(engine)
+        self.ready = [other for other in self.ready if other != engine]
+        with self._lock:
+            self.open = [row for row in self.open if row[0] != engine]
+            self._landed = [row for row in self._landed if row[0] != engine]
+            calls, self._calls[engine] = self._calls[engine], []
+        for call in calls:
+            call.set_exception(self.death)
+
+    def goes_on_without(self, engine: int, error: BaseException) -> bool:
+        return error is self.death
 
     def fail(self, error: Exception) -> None:
         """Let the oldest call of the first engine fail."""

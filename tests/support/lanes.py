@@ -19,20 +19,20 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 FIRST = "test_sbatch_quickstart.py"
-"""Of the whole runs: what suffers most from a busy machine, while the other lane is at what starts no process."""
-MOVED = ("test_mpi_failures.py", "test_run_engines.py", "test_run_failures.py", "test_submit_local.py")
-"""Whole runs that the lane of the rooms has, so that both lanes take as long."""
+"""What suffers most from a busy machine runs while the lane of the rooms is at what starts no process."""
 
 
 def chosen(tests: Path = TESTS) -> dict[str, list[str]]:
     """Arguments of pytest by lane. Every test file is in one of them: a new one of `runs` there, all others in `rooms`.
 
-    Whole runs that need Slurm stay in one lane: each has a cluster of its own, and the machine has room for one.
+    Whole runs that need Slurm have a lane of their own: most of their time is Slurm's, which waits, and they share one
+    cluster.
     """
-    whole = [path for path in (tests / "runs").glob("test_*.py") if path.name not in MOVED]
-    whole.sort(key=lambda path: (path.name != FIRST, path.name))
+    whole = sorted((tests / "runs").glob("test_*.py"), key=lambda path: (path.name != FIRST, path.name))
     # Each by its name: pytest leaves out a file whose folder is named as well, and with it its place in the order.
-    return {"runs": [str(path) for path in whole], "rooms": [str(tests), *(f"--ignore={path}" for path in whole)]}
+    slurm = [str(path) for path in whole if path.name.startswith("test_slurm_")]
+    runs = [str(path) for path in whole if not path.name.startswith("test_slurm_")]
+    return {"runs": runs, "slurm": slurm, "rooms": [str(tests), *(f"--ignore={path}" for path in whole)]}
 
 
 _HEADING = re.compile(r"=+ (?!test session starts).* =+|=+")

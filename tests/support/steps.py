@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.checkpoint.interval import failures
 from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
@@ -16,6 +17,7 @@ from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
+from slurm_rlhf.controller.save_cadence import SaveCadence
 from slurm_rlhf.controller.step import Step
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.observe.timing import Phases
@@ -44,7 +46,8 @@ def make_loop(
     checkpoint = checkpoints.latest() if resume else None
     state = RunState(**(checkpoints.load_state(checkpoint)["run"] if checkpoint else {"seed": 0}))
     keep = step.config.ckpt.max_num
-    saves = RunCheckpoints(checkpoints, keep, step.roles, state, step, reporting.saved, time.monotonic(), gpus)
+    cadence = SaveCadence(step.config.ckpt.save_steps, failures([], 1, 1.0), reporting.note)
+    saves = RunCheckpoints(checkpoints, keep, step.roles, state, step, reporting.saved, cadence, time.monotonic(), gpus)
     loop = TrainingLoop(
         step, _evaluation(step, directory, eval_prompts, beside), state, saves, reporting, directory.final, gpus
     )

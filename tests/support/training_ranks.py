@@ -7,6 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +161,7 @@ def run_case(case: dict[str, Any], model: Path, out: Path) -> None:
 
 
 def run_resume(model: Path, out: Path, zero_stage: int, param_dtype: str) -> None:
-    """Six steps at once, and three, a save, a new trainer, a load and three more."""
+    """Six steps at once, and three, a save, a new trainer, a load and three more. It is saved asynchronously."""
     from slurm_rlhf.training.trainers import PolicyTrainer
 
     # In fp16 the scale changes before the save and after it: the first step overflows, and two that do not double it.
@@ -168,8 +171,8 @@ def run_resume(model: Path, out: Path, zero_stage: int, param_dtype: str) -> Non
     first = train(whole, range(STEPS), 40)
     directory = out / f"checkpoint{whole.world.size}.{zero_stage}.{param_dtype}"
     directory.mkdir(exist_ok=True)
-    whole.save(directory)
-    last = train(whole, range(STEPS, 2 * STEPS), 40)
+    with written_late(whole, directory):
+        last = train(whole, range(STEPS, 2 * STEPS), 40)
     draw, expected = torch.rand(3), parameters(whole)
     if scale:
         for steps in (first, last):
@@ -188,6 +191,33 @@ def run_resume(model: Path, out: Path, zero_stage: int, param_dtype: str) -> Non
         assert torch.equal(value, expected[name]), name
     with pytest.raises(CheckpointError, match="not a checkpoint of this role"):
         resumed.load(out)
+
+
+@contextmanager
+def written_late(trainer: Any, directory: Path) -> Iterator[None]:
+    """Save asynchronously; the writing begins when the block is over. The files are those of `save`, byte for byte."""
+    from slurm_rlhf.training import train_engine
+
+    usual, free = train_engine.write_shard, threading.Event()
+
+    def late(*arguments: Any) -> None:
+        assert free.wait(60.0)
+        usual(*arguments)
+
+    now = directory.with_name(f"{directory.name}.now")
+    now.mkdir(exist_ok=True)
+    trainer.save(now)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train_engine, "write_shard", late)
+        trainer.save_async(directory)
+        yield
+        assert not trainer.engine.written().done()
+        free.set()
+        trainer.engine.written().result(60.0)
+    files = list(now.glob(f"rank_{trainer.world.rank:05d}.*"))
+    assert len(files) == 2
+    assert all((directory / file.name).read_bytes() == file.read_bytes() for file in files)
+    torch.distributed.barrier()
 
 
 def offload_and_reload(trainer: Any) -> None:

@@ -22,6 +22,7 @@ PARAMETERS = [
     ["e", [2], "fp32"],
 ]
 ONE = Layout(("n",), ("n",))
+SHARED = (list("xxyyzz"), ["x", *(f"n{i}" for i in range(11))])
 LAYOUTS = {
     "one of each": (["x"], ["y"]),
     "one of each on one node": (["x"], ["x"]),
@@ -34,6 +35,8 @@ LAYOUTS = {
     "one node shared, one not": (["x"] * 3, ["x"] * 4 + ["p"] * 4),
     "uneven": (["x"] * 5 + ["y"], ["x", "p", "p", "p", "q", "y"]),
     "many actors, one engine": (list("abcdefgh"), ["p"]),
+    "1 actor, 20 engine nodes": (["x"], [f"n{i}" for i in range(20)]),
+    "3x2 to 12 nodes": (list("xxyyzz"), [f"n{i}" for i in range(12)]),
 }
 
 
@@ -47,7 +50,11 @@ def cases(names=tuple(LAYOUTS)):
         st.lists(st.sampled_from("wxypq"), min_size=1, max_size=9).map(sorted),
     )
     return st.tuples(
-        shapes, given_nodes | any_nodes, st.integers(0, 3), st.integers(64, 9000), st.sampled_from([64, 192, 4096])
+        shapes,
+        given_nodes | any_nodes | st.just(SHARED),
+        st.integers(0, 3),
+        st.integers(64, 9000),
+        st.sampled_from([64, 192, 4096]),
     )
 
 

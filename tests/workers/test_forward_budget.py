@@ -11,6 +11,7 @@ from steps import make_step
 
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import TrainAnswer
 from slurm_rlhf.control.server import RoleHandle
 from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.records import Experience, Prompt, Trajectory
@@ -43,7 +44,7 @@ class Ranks:
             if method in ("logprobs", "values")
             else np.zeros(len(exp), dtype=np.float32)
             if method == "score"
-            else {"lr": 0.0, "grad_norm": 0.0, "ratio": 1.0, "approx_kl": 0.0}
+            else TrainAnswer({"lr": 0.0, "grad_norm": 0.0, "ratio": 1.0, "approx_kl": 0.0})
         )
         return future
 

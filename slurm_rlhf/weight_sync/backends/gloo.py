@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,11 +19,12 @@ from slurm_rlhf.weight_sync._torch import gloo_group
 from slurm_rlhf.weight_sync.backends.backend import Incoming, Pending, TransportFailure
 from slurm_rlhf.weight_sync.backends.shared_memory import SharedMemory
 from slurm_rlhf.weight_sync.bucket import Pool
-from slurm_rlhf.weight_sync.routes import Route, routes
+from slurm_rlhf.weight_sync.routes import Route, partners, routes
 from slurm_rlhf.weight_sync.transfer_plan import Part, SyncPlan
 
 T = TypeVar("T")
 _NEVER_SENT = 0x7FFFFFFF  # a tag
+_MEETING = 0x7FFFFFFE  # another
 _LEFT = ("closed by peer", "reset by peer", "broken pipe", "connection refused")
 
 
@@ -52,11 +53,33 @@ class GlooTransport:
     device = torch.device("cpu")
 
     def __init__(self, store: Store, rank: int, world: int, address: str, timeout_s: float) -> None:
-        """Connect all ranks; the others connect to `address` of this node. Raises TransportFailure."""
-        self._peers = [peer for peer in range(world) if peer != rank]
-        self._group = _raising(lambda: gloo_group(PrefixStore("gloo", store), rank, world, address, timeout_s))
+        """Connect rank 0 and all others; who exchanges chunks connects by `meet`. A full mesh would cost the square.
+
+        The others connect to `address` of this node. Raises TransportFailure.
+        """
+        self._rank = rank
+        self._met: set[int] = set()
+        self._group = _raising(
+            lambda: gloo_group(PrefixStore("gloo", store), rank, world, address, timeout_s, lazy=True)
+        )
         self.stop = _Stop()
         self._sends = _worker("sync-sends")
+        self.meet(range(1, world) if rank == 0 else (0,))
+
+    @property
+    def met(self) -> frozenset[int]:
+        """Return the ranks that this one is connected to."""
+        return frozenset(self._met)
+
+    def meet(self, peers: Iterable[int]) -> None:
+        """Connect to `peers`, while they do the same. Raises TransportFailure."""
+        fresh = sorted(set(peers) - self._met - {self._rank})
+        self._met.update(fresh)
+        greeting, answers = torch.zeros(1, dtype=torch.uint8), torch.zeros(len(fresh), dtype=torch.uint8)
+        works: list[Pending] = [self.receive(answers[at : at + 1], peer, _MEETING) for at, peer in enumerate(fresh)]
+        works += [self.send(greeting, peer, _MEETING) for peer in fresh]
+        for work in works:
+            work.wait()
 
     def send(self, buffer: torch.Tensor, to: int, tag: int) -> _Counted:
         """Start to send to one rank. Any thread; does not block; an abort wakes who waits, however much has gone."""
@@ -75,7 +98,7 @@ class GlooTransport:
         # connection of its group, and with them ends what is pending on them, here and at the peers; but for what is
         # half sent or half received, which `stop` is for.
         nothing = torch.zeros(1, dtype=torch.uint8)
-        for peer in self._peers:
+        for peer in list(self._met):
             with suppress(RuntimeError):
                 self._group.recv([nothing], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
         self.stop.set()
@@ -158,7 +181,10 @@ class Gloo:
     """Relay chunks; see `Backend`. One thread for each rank that chunks come from: a slow one delays nobody else's."""
 
     def __init__(self, plan: SyncPlan, rank: int, transport: GlooTransport, memory: SharedMemory | None = None) -> None:
-        """`memory`: that of this rank's node, where it shares some with other members."""
+        """`memory`: that of this rank's node, where it shares some with other members. Collective.
+
+        Raises TransportFailure.
+        """
         self.device = transport.device
         self.pool = Pool(self.device, memory.nbytes if memory else 0)
         self._plan = plan
@@ -171,6 +197,8 @@ class Gloo:
         self._arrivals: deque[_Counted] = deque()
         self._number = 0  # of the first bucket of this update in the shared memory
         self._mates = plan.layout.by_node.get(self._node, ())
+        by_wire = [peer for peer in partners(plan, rank) if memory is None or plan.layout.node(peer) != self._node]
+        transport.meet(by_wire)
 
     def send(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> Pending:
         works: list[Pending] = []

@@ -1,0 +1,59 @@
+"""Decides where an engine that died starts again, by pure functions over what died so far."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+INCIDENT_S = 60.0
+"""Engines of a node that are lost within this time are one loss of the node."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Says that an engine was lost on a node, at `at` seconds of some clock."""
+
+    engine: int
+    node: str
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Says where an engine starts again; `node` None: nowhere, for the reason `why`."""
+
+    node: str | None
+    why: str = ""
+
+
+def next_place(
+    engine: int, home: str, losses: Sequence[Loss], spares: Collection[str], home_gone: bool, most: int
+) -> Place:
+    """Choose where `engine`, which has just been lost on `home`, starts again.
+
+    `losses`: all of the run, in their order, this one included. `spares`: nodes without ranks. `home_gone`: nothing is
+    heard from that node. `most`: train.max_engine_restarts, the starts that an engine gets after its first; a node that
+    was lost more often gets no further engine.
+    """
+    died = sum(loss.engine == engine for loss in losses)
+    if died > most:
+        return Place(None, f"it died {died} times (train.max_engine_restarts = {most})")
+    bad = {node for node in {loss.node for loss in losses} if incidents(losses, node) > most}
+    good = [node for node in spares if node not in bad]
+    if home not in bad and not (home_gone and good):
+        return Place(home)
+    if good:
+        return Place(good[0])
+    return Place(
+        None, f"its node {home} lost engines {incidents(losses, home)} times (train.max_engine_restarts = {most})"
+    )
+
+
+def incidents(losses: Sequence[Loss], node: str) -> int:
+    """Count how often a node lost engines; several within a minute are one time."""
+    count, last = 0, -INCIDENT_S
+    for loss in losses:
+        if loss.node == node:
+            count += loss.at - last >= INCIDENT_S or count == 0
+            last = loss.at
+    return count

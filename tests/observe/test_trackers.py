@@ -1,0 +1,292 @@
+"""Trackers: what they are given arrives, over a resume, too, and nothing that they do ends or holds a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sqlite3
+import sys
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from recorded_run import sample
+
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.secrets import without_secrets
+from slurm_rlhf.config.trackers import tracker_problems
+from slurm_rlhf.observe.metrics import TensorBoardEvents
+from slurm_rlhf.observe.trackers.process import ProcessSink, TrackerFailed
+from slurm_rlhf.observe.trackers.sink import TrackedRun
+from slurm_rlhf.observe.trackers.trackers import Trackers, kept_id
+from slurm_rlhf.polling import wait_until
+from slurm_rlhf.run_directory import RunDirectory
+
+RUN = TrackedRun("0a1b2c3d", "run", "project", "/nowhere", False, {})
+
+
+def started(root: Path, *names: str, **settings: Any) -> tuple[Trackers, list[str]]:
+    """Open the trackers of a run directory; what they tell the user follows in the list."""
+    config = Config(run_dir=str(root))
+    config.logger.use = list(names)
+    config.timeout.tracker = 90
+    for name, value in settings.items():
+        setattr(config.logger, name, value)
+    directory, told = RunDirectory(root), list[str]()
+    directory.make()
+    trackers = Trackers(config, directory, told.append)
+    trackers.open()
+    return trackers, told
+
+
+def three_steps_and_a_resume(root: Path, *names: str) -> list[str]:
+    """Give trackers steps 1 to 3, then in second processes steps 3 and 4; answer what the user is told."""
+    said = []
+    for steps in ((1, 2, 3), (3, 4)):
+        trackers, told = started(root, *names)
+        for step in steps:
+            trackers.samples(step, [sample(step, place, random.Random(step)) for place in range(2)])
+            trackers.metrics(step, {"reward": step / 4, "time/step": 2.0, "nan": float("nan")})
+        trackers.metrics(1, {"eval/mean": 0.5})  # an evaluation that comes late
+        trackers.close(failed=False)
+        said += told
+    return said
+
+
+@pytest.mark.parametrize(
+    ("names", "problems"),
+    [
+        (["tensorboard"], []),
+        ([], []),
+        (["wandb", "weights"], ["there is no tracker 'weights' (valid: tensorboard, wandb, trackio, mlflow)"]),
+        (
+            ["mlflow", "mlflow"],
+            ["mlflow needs mlflow, alembic, which are not installed here: pip install 'slurm_rlhf[mlflow]'"],
+        ),
+        (["trackio"], ["trackio needs trackio, which is not installed here: pip install 'slurm_rlhf[trackio]'"]),
+    ],
+)
+def test_what_is_missing_is_said_before_the_start(
+    names: list[str], problems: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = ("wandb", "sqlalchemy")
+    monkeypatch.setattr("slurm_rlhf.config.trackers.find_spec", lambda name: name in there or None)
+    config = Config()
+    config.logger.use = names
+    found = list(tracker_problems(config))
+    assert len(found) == len(problems)
+    assert all(problem in text for problem, text in zip(problems, found, strict=True))
+
+
+def test_secrets_stay_out_of_files_and_messages() -> None:
+    config = Config()
+    config.slurm.setup = [
+        "module load cuda",
+        "export WANDB_API_KEY=abc; TOKENIZERS_PARALLELISM=false",
+        "HF_TOKEN=hf_x python",
+    ]
+    found = list(tracker_problems(config))
+    assert [text.split(",")[0] for text in found] == ["slurm.setup sets WANDB_API_KEY", "slurm.setup sets HF_TOKEN"]
+    environment = {
+        "WANDB_API_KEY": "0123456789",
+        "MLFLOW_TRACKING_PASSWORD": "hunter22",
+        "LANG": "0123456789",
+        "A_TOKEN": "",
+    }
+    said = without_secrets("401 for key 0123456789 and hunter22", environment)
+    assert said == "401 for key $WANDB_API_KEY and $MLFLOW_TRACKING_PASSWORD"
+
+
+def test_a_run_keeps_its_id_and_a_broken_one_is_replaced(tmp_path: Path) -> None:
+    first = kept_id(tmp_path / "trackers" / "id")
+    assert kept_id(tmp_path / "trackers" / "id") == first
+    assert kept_id(tmp_path / "others" / "id") != first
+    (tmp_path / "trackers" / "id").write_text("0a1b")
+    assert len(kept_id(tmp_path / "trackers" / "id")) == 8
+
+
+def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def full(events: TensorBoardEvents, step: int, metrics: object) -> None:
+        asked.append(step)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(TensorBoardEvents, "scalars", full)
+    trackers, told = started(tmp_path, "tensorboard")
+    for step in (1, 2, 3):
+        trackers.metrics(step, {"reward": 0.5})
+    trackers.close(failed=False)
+    assert asked == [1]
+    assert told == [
+        "warning: tensorboard gets nothing more of this run: [Errno 28] No space left on device. The run goes on"
+    ]
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_or_dies_is_told_of_with_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    sink = ProcessSink("nosuch", RUN, log, 60)
+    sink.open()
+    with pytest.raises(TrackerFailed, match=f"^ValueError: no tracker 'nosuch'; its log is {log}$"):
+        sink.close(False)
+    assert "ValueError" in log.read_text()
+    sink = ProcessSink("wandb", RUN, log, 60, _program(tmp_path, "kill -9 $$"))
+    sink.open()
+    with pytest.raises(TrackerFailed, match=f"^its process ended with exit code -9; its log is {log}$"):
+        sink.close(False)
+    with pytest.raises(TrackerFailed):
+        sink.metrics(1, {})
+    trackers, told = started(tmp_path / "run", "wandb")
+    sink = trackers._sinks["wandb"]
+    assert isinstance(sink, ProcessSink)
+    assert sink._process is not None
+    os.killpg(sink._process.pid, signal.SIGKILL)
+    assert wait_until(lambda: sink._failed, 60)
+    for step in range(3):
+        trackers.metrics(step, {})
+    trackers.close(failed=True)
+    assert len(told) == 1
+    assert told[0].startswith("warning: wandb gets nothing more of this run: its process ended with exit code -9")
+
+
+def test_a_process_that_hangs_holds_nobody_and_is_gone_at_the_end(tmp_path: Path) -> None:
+    """It reads nothing, and a process that it started would outlive it."""
+    sink = ProcessSink("wandb", RUN, tmp_path / "log", 0.5, _program(tmp_path, "sleep 1000 & echo $! > child; wait"))
+    sink.open()
+    began = time.monotonic()
+    for step in range(200):
+        sink.metrics(step, {"x" * 1000: 1.0})  # more than a pipe holds
+    assert time.monotonic() - began < 5
+    child = tmp_path / "child"
+    assert wait_until(lambda: child.exists() and child.read_text().strip(), 30)
+    with pytest.raises(TrackerFailed, match=r"did not finish within 0.5 s \(timeout.tracker\)"):
+        sink.close(False)
+    assert wait_until(lambda: _gone(int(child.read_text())), 10)
+
+
+def _program(root: Path, body: str) -> str:
+    """Write a program that stands for Python, and ignores what it is told to run."""
+    path = root / "python"
+    path.write_text(f"#!/bin/bash\ncd {root}\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def require(module: str) -> None:
+    """Skip where a package of sbatch/cpu.lock is missing; CI does not let that pass."""
+    if find_spec(module) is None:
+        pytest.skip(f"{module} of sbatch/cpu.lock is not installed: bash sbatch/environment.sh --cpu")
+
+
+@pytest.fixture(scope="module")
+def tracked(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[str]]:
+    """A run directory that two trackers were given, its id, what the user was told; both at once, which saves time."""
+    require("wandb")
+    require("trackio")
+    root = tmp_path_factory.mktemp("tracked")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("WANDB_MODE", raising=False)
+        run_id = kept_id(root / "trackers" / "id")
+        return root, run_id, three_steps_and_a_resume(root, "wandb", "trackio")
+
+
+@pytest.mark.slow
+def test_weights_and_biases_has_one_run_in_offline_directories(tracked: tuple[Path, str, list[str]]) -> None:
+    from wandb_files import history, records
+
+    root, run_id, said = tracked
+    place = root / "trackers" / "wandb" / "wandb"
+    assert said.count(f"wandb: offline; from a node with a network: wandb sync {place}/offline-run-*-{run_id}") == 2
+    starts = sorted(place.glob(f"offline-run-*-{run_id}"))
+    assert len(starts) == 2
+    first, second = (list(records(start / f"run-{run_id}.wandb")) for start in starts)
+    runs = [record.run for record in (*first, *second) if record.WhichOneof("record_type") == "run"]
+    assert {(run.run_id, run.project, run.display_name) for run in runs} == {(run_id, "slurm_rlhf", root.name)}
+    settings = {item.key: item.value_json for item in runs[0].config.update}
+    assert settings["logger.project"] == '"slurm_rlhf"'
+    rows = history(first)
+    assert [row["train/reward"] for row in rows] == [0.25, 0.5, 0.75]
+    assert [row["_step"] for row in rows] == [1, 2, 3]
+    assert "train/nan" not in rows[0]
+    assert (rows[2]["eval/mean"], rows[2]["evaluation_step"]) == (0.5, 1)
+    assert [row["_step"] for row in history(second)] == [3, 4]
+    table = json.loads((starts[0] / "files" / rows[0]["samples/path"]).read_text())
+    assert table["columns"][:2] == ["step", "prompt"]
+    assert [row[0] for row in table["data"]] == [1, 1]
+    ends = [record.exit.exit_code for record in second if record.WhichOneof("record_type") == "exit"]
+    assert ends == [0]
+
+
+@pytest.mark.slow
+def test_trackio_has_one_run_in_its_database(tracked: tuple[Path, str, list[str]]) -> None:
+    root, run_id, said = tracked
+    line = f"TRACKIO_DIR={root}/trackers/trackio trackio sync --project slurm_rlhf --space-id USER/SPACE"
+    assert [text.endswith(line) for text in said].count(True) == 2
+    assert len(said) == 4
+    with sqlite3.connect(root / "trackers" / "trackio" / "slurm_rlhf.db") as database:
+        rows = database.execute("select run_id, run_name, step, metrics from metrics order by id").fetchall()
+    assert {row[:2] for row in rows} == {(rows[0][0], f"{root.name}-{run_id}")}
+    values = [(step, json.loads(metrics)) for _, _, step, metrics in rows]
+    assert [(step, row["train/reward"]) for step, row in values if "train/reward" in row] == [
+        (1, 0.25),
+        (2, 0.5),
+        (3, 0.75),
+        (3, 0.75),
+        (4, 1.0),
+    ]
+    tables = [row["samples"]["_value"] for _, row in values if "samples" in row]
+    assert [[line["step"] for line in table] for table in tables] == [[step, step] for step in (1, 2, 3, 3, 4)]
+    assert [step for step, row in values if "eval/mean" in row] == [1, 1]
+    # trackio prints: that gets into a log, and not into the progress display.
+    assert "Resumed existing run" in (root / "logs" / "tracker.trackio.log").read_text()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_mlflow_has_one_run_in_its_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its packages want versions that the lock does not have, so they are in an environment of their own.
+
+    python -m venv /tmp/mlflow && /tmp/mlflow/bin/pip install 'mlflow-skinny>=3' sqlalchemy alembic
+    MLFLOW_PYTHON=/tmp/mlflow/bin/python bash tests/run.sh tests/observe/test_trackers.py -m full
+    """
+    python = os.environ.get("MLFLOW_PYTHON", sys.executable)
+    if python == sys.executable:
+        require("mlflow")
+    root = Path(__file__).parents[2]
+    monkeypatch.setattr("slurm_rlhf.observe.trackers.process.sys", SimpleNamespace(executable=python))
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    run_id = kept_id(tmp_path / "trackers" / "id")
+    said = three_steps_and_a_resume(tmp_path, "mlflow")
+    database = tmp_path / "trackers" / "mlflow" / "mlflow.db"
+    assert said == [f"mlflow: mlflow ui --backend-store-uri sqlite:///{database}"] * 2
+    with sqlite3.connect(database) as store:
+        runs = store.execute("select run_uuid, name, status from runs").fetchall()
+        tags = store.execute("select value from tags where key = 'slurm_rlhf.run'").fetchall()
+        rewards = store.execute(
+            "select step, value from metrics where key = 'train/reward' order by step, timestamp"
+        ).fetchall()
+        late = store.execute("select step, value from metrics where key = 'eval/mean'").fetchall()
+        params = dict(store.execute("select key, value from params").fetchall())
+    assert [(name, status) for _, name, status in runs] == [(tmp_path.name, "FINISHED")]
+    assert tags == [(run_id,)]
+    assert set(rewards) == {(1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)}
+    assert set(late) == {(1, 0.5)}
+    assert params["logger.use"] == "['mlflow']"
+    texts = sorted(database.parent.glob("artifacts/*/artifacts/samples/step_*.md"))
+    assert [text.stem for text in texts] == [f"step_{step:06d}" for step in (1, 2, 3, 4)]
+    assert "prompt" in texts[0].read_text()

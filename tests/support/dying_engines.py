@@ -1,0 +1,77 @@
+"""An engine of a whole run that kills itself, once in the middle of a batch and once in the middle of an update.
+
+Each time the reward function waits from then on, until the test lets it go: so an engine can come back before the run,
+whose steps take tenths of a second, is over.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from patched_ranks import patched_engines
+from training_runs import REWARD, Run
+
+HELD_REWARD = f"""
+import time
+from pathlib import Path
+
+HOLD = Path(__file__).parent / "hold"
+{REWARD}
+judge = reward_func
+
+def reward_func(queries, prompts, labels, **kwargs):
+    while HOLD.exists():
+        time.sleep(0.02)
+    return judge(queries, prompts, labels, **kwargs)
+"""
+
+DYING = """
+import os, signal, time
+from pathlib import Path
+
+PLACE = Path({place!r})
+
+def die(when):
+    (PLACE / "hold").touch()
+    (PLACE / when).write_text(str(time.time()))
+    os.kill(os.getpid(), signal.{number})
+
+def once(when):
+    return not (PLACE / when).exists()
+
+def change(module):
+    step, load = module.VllmEngine.step, module.VllmEngine.load_weights
+
+    def dying_step(engine):
+        landed = step(engine)
+        if engine.version == 1 and engine.unfinished and engine._tokens_sampled > 60 and once("generation"):
+            die("generation")
+        return landed
+
+    def dying_load(engine, weights, version):
+        def some(weights):
+            for number, each in enumerate(weights):
+                if number == 3 and version == 2 and once("update"):
+                    die("update")
+                yield each
+        return load(engine, some(weights), version)
+
+    module.VllmEngine.step, module.VllmEngine.load_weights = dying_step, dying_load
+"""
+
+
+def dying_engine(place: Path, rank: str = "1", number: str = "SIGKILL") -> AbstractContextManager[None]:
+    """The engine of this local rank dies twice, in runs that start within it; `place` has `HELD_REWARD` in a file."""
+    return patched_engines(place / "dying", DYING.format(place=str(place), number=number), (rank,))
+
+
+def wait_until_started(run: Run, engine: int, times: int, seconds: float) -> float:
+    """Until an engine has started so often; when, as Unix time."""
+    end = time.monotonic() + seconds
+    while run.log().count(f"engine {engine} has started") < times:
+        assert run.process.poll() is None, run.process.communicate()[0]
+        assert time.monotonic() < end, run.log()
+        time.sleep(0.05)
+    return time.time()

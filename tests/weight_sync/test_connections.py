@@ -1,0 +1,100 @@
+"""Who is connected to whom: connections grow with the members, not with their square."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from torch.distributed import PrefixStore
+
+from slurm_rlhf.weight_sync.backends.gloo import GlooTransport
+from slurm_rlhf.weight_sync.rendezvous import SyncStore, connect
+from slurm_rlhf.weight_sync.routes import cost_of, partners, routes
+from slurm_rlhf.weight_sync.transfer_plan import Layout, SyncPlan, make_plan
+
+SHAPES = {  # actor nodes, ranks on each, engine nodes, ranks on each
+    "one actor rank": (1, 1, 1),
+    "two actor nodes": (2, 4, 1),
+    "as many actors as engines": (None, 1, 1),
+    "whole nodes of eight": (2, 8, 8),
+}
+
+
+def planned(shape: str, engines: int, zero: int = 3) -> SyncPlan:
+    actor_nodes, actor_ranks, ranks = SHAPES[shape]
+    actors = [f"a{i}" for i in range(actor_nodes or engines) for _ in range(actor_ranks)]
+    nodes = [f"e{i}" for i in range(engines // ranks) for _ in range(ranks)]
+    return make_plan([["p", [4000, 256], "bf16"]], 1 << 19, Layout(tuple(actors), tuple(nodes), zero), 1 << 12)
+
+
+def connections(plan: SyncPlan) -> int:
+    """The pairs that exchange chunks over a wire, and rank 0's with all others."""
+    pairs = {(0, rank) for rank in range(1, plan.layout.world)}
+    for rank in range(plan.layout.world):
+        node = plan.layout.node(rank)
+        pairs |= {tuple(sorted((rank, peer))) for peer in partners(plan, rank) if plan.layout.node(peer) != node}
+    return len(pairs)
+
+
+@pytest.mark.parametrize(("shape", "engines"), [(shape, 128 if "eight" in shape else 32) for shape in SHAPES])
+def test_twice_the_engines_have_twice_the_connections(shape: str, engines: int) -> None:
+    once, twice = planned(shape, engines), planned(shape, 2 * engines)
+    found = connections(once), connections(twice)
+    assert found[1] <= 2.8 * found[0]  # a mesh has four times as many
+    assert found[0] <= 10 * once.layout.world
+    assert found[1] <= 10 * twice.layout.world
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_partners_are_those_of_the_routes_on_both_sides(shape: str) -> None:
+    plan = planned(shape, 16)
+    told = {rank: set(partners(plan, rank)) for rank in range(plan.layout.world)}
+    for bucket in range(len(plan.buckets)):
+        for route in routes(plan, bucket, 0):
+            for rank in (route.owner, *(rank for ranks in route.node_ranks for rank in ranks)):
+                assert set(route.takers(rank)) <= told[rank]
+    assert all(rank in told[peer] for rank, peers in told.items() for peer in peers)
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_64_nodes_share_the_relaying(zero: int) -> None:
+    plan = planned("two actor nodes", 64, zero)
+    sent: Counter[str] = Counter()
+    for bucket in range(len(plan.buckets)):
+        for route in routes(plan, bucket, 0):
+            for rank in (route.owner, *route.entries):
+                crossing = [taker for taker in route.takers(rank) if plan.layout.node(taker) != plan.layout.node(rank)]
+                sent[plan.layout.node(rank)] += len(crossing) * route.nbytes
+    told = cost_of(plan).out
+    for node, nbytes in sent.items():
+        assert nbytes <= 1.3 * plan.payload, node
+        assert nbytes == pytest.approx(told[node], rel=0.3)
+
+
+def test_a_group_opens_connections_to_rank_0_and_no_others() -> None:
+    world = 24
+    store = SyncStore.listen("127.0.0.1", 30.0)
+    clients = [PrefixStore("group", connect("127.0.0.1", store.port, 30.0, 10.0)) for _ in range(world)]
+    before = _sockets()
+    with ThreadPoolExecutor(world) as threads:
+        made = list(
+            threads.map(lambda rank: GlooTransport(clients[rank], rank, world, "127.0.0.1", 30.0), range(world))
+        )
+        # Two ends of each connection, and where each member listens.
+        assert _sockets() - before <= 2 * (world - 1) + 2 * world
+        assert [len(each.met) for each in made] == [world - 1, *[1] * (world - 1)]
+        for each in threads.map(lambda pair: pair[0].meet(pair[1]) or pair[0], [(made[3], [9]), (made[9], [3])]):
+            assert each.met >= {0}
+        assert 9 in made[3].met
+        list(threads.map(GlooTransport.close, made))
+
+
+def _sockets() -> int:
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        link = Path("/proc/self/fd", name)
+        found += link.is_symlink() and os.readlink(link).startswith("socket:")
+    return found
