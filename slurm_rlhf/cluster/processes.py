@@ -70,6 +70,9 @@ def attach_line(job_id: str, node: str) -> str:
 STORE_FD = "SLURM_RLHF_STORE_FD"
 """Variable with the number of the socket on which the first rank of a role opens the store of the role."""
 
+STORE_RANKS = "SLURM_RLHF_STORE_RANKS"
+"""Variable with the number of ranks that meet at that store: it listens until all have come."""
+
 KEYS = "SLURM_RLHF_RUN_KEYS"
 """Variable with the keys of the run, where they are not read from the run directory."""
 

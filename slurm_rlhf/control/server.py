@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -52,7 +51,7 @@ class ControlServer:
     ) -> None:
         """Listen at once, on a port that the system chooses.
 
-        host: address to listen on; 0.0.0.0 for all interfaces.
+        host: address to listen on.
         on_lost: a rank fell silent for `heartbeat_limit` seconds or lost messages (`peer.lost` says which). Its calls
             have failed with RoleDied by then. Not called for a rank that said goodbye.
         on_event: what a rank sent with `ControlClient.event`.
@@ -77,9 +76,7 @@ class ControlServer:
 
     def endpoint(self, host: str | None = None) -> str:
         """Return `tcp://host:port` for the ranks; `host` is their name for this node, None: what it listens on."""
-        if host is None:
-            host = socket.gethostname() if self._host in ("0.0.0.0", "*") else self._host
-        return f"tcp://{host}:{self.loop.port}"
+        return f"tcp://{host or self._host}:{self.loop.port}"
 
     def counts(self) -> str:
         """Describe for the log what came that should not have."""

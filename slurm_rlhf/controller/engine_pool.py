@@ -25,7 +25,7 @@ from slurm_rlhf.control.server import EngineHandle, RoleHandle, gather
 from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.controller.transfer_calls import LEADER, EngineLost, settle_forming, settle_update
 from slurm_rlhf.errors import CallTimeout, RemoteError, SyncError
-from slurm_rlhf.records import ParameterSpec, StoreAddress, SyncConnection
+from slurm_rlhf.records import ParameterSpec, SyncConnection
 
 log = logging.getLogger(__name__)
 
@@ -264,7 +264,6 @@ class WeightSync:
     engines: list[int] = field(default_factory=list, init=False)  # that take part
     connection: SyncConnection | None = field(default=None, init=False)  # the leader's, for the user
     _parameters: list[ParameterSpec] = field(default_factory=list, init=False)
-    _store: StoreAddress | None = field(default=None, init=False)  # serves all generations
 
     def renewed(self, actor: RoleHandle[ActorCalls], rollout: EngineHandle, host: str) -> WeightSync:
         """Lead the updates of an actor that was started again: its store and its groups are new ones."""
@@ -277,8 +276,6 @@ class WeightSync:
         EngineLost.
         """
         self._parameters, self.engines = parameters, list(engines)
-        if self._store is None:
-            self._store = self.actor.call(LEADER, ActorCalls.sync_listen, ListenRequest(self.host)).result()
         try:
             self._join()
         except RemoteError as error:
@@ -328,16 +325,16 @@ class WeightSync:
         return metrics, ""
 
     def _join(self) -> None:
-        assert self._store is not None
         self.generation += 1
+        store = self.actor.call(LEADER, ActorCalls.sync_listen, ListenRequest(self.host)).result()
         actors, tp = self.actor.world, self.rollout.width
         group = SyncGroupRequest(
             name=f"weights.{os.getpid()}.{self.generation}",
             rank=0,
             world=actors + tp * len(self.engines),
             actors=actors,
-            host=self._store.host,
-            port=self._store.port,
+            host=store.host,
+            port=store.port,
             parameters=self._parameters,
             # The interface that was asked for may be what does not work.
             backend=self.config.sync.fallback if self.fell_back else None,

@@ -142,12 +142,12 @@ class Reporting:
 
     def step_again(self, step: int, total: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step in place of the line that it may have already."""
-        self._metrics.truncate_after(step - 1)
+        self._metrics.drop_end(step)
         self.step(step, total, metrics)
 
     def evaluated(self, step: int, line: dict[str, float], found: dict[str, float], told: str) -> None:
         """Write `line` in place of that of a step that is evaluated late; `found`: what is new in it."""
-        self._metrics.truncate_after(step - 1)
+        self._metrics.drop_end(step)
         self._metrics.append(step, line)
         self._trackers.metrics(step, found)
         self.note(f"evaluation of step {step}: {told}")

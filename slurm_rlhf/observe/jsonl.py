@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.run_directory import write_atomically
+
+_BLOCK = 1 << 16
 
 
 def append_line(path: Path, row: dict[str, Any]) -> None:
@@ -37,6 +40,33 @@ def read_rows(path: Path, key: str = "step") -> list[dict[str, Any]]:
     except OSError:
         return []
     return [row for _, row in whole_lines(text, key)]
+
+
+def drop_end(path: Path, step: int) -> None:
+    """Drop the lines from `step` on, and any half line, at the end of a file: they are written anew. Raises OSError.
+
+    It reads little more than those: what it costs does not grow with the run, as that of `truncate_after` does.
+    """
+    if not path.is_file():
+        return
+    with path.open("r+b") as file:
+        end, size = file.seek(0, os.SEEK_END), _BLOCK
+        while True:
+            begin = max(0, end - size)
+            file.seek(begin)
+            tail = file.read()
+            if begin:
+                tail = tail[tail.find(b"\n") + 1 :]  # its first line is cut
+            dropped = 0
+            for line in reversed(tail.splitlines(keepends=True)):
+                if any(row["step"] < step for _, row in whole_lines(line.decode(errors="replace"))):
+                    file.truncate(end - dropped)
+                    return
+                dropped += len(line)
+            if not begin:
+                file.truncate(0)
+                return
+            size *= 4
 
 
 def truncate_after(path: Path, step: int) -> int:

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from slurm_rlhf.observe.jsonl import truncate_after
+from slurm_rlhf.observe.jsonl import drop_end, truncate_after
 
 # Metrics that depend on the clock; all others are equal bit for bit in two runs under full determinism.
 TIMED = ("time/", "perf/")
@@ -45,6 +45,10 @@ class MetricsLog:
         The lines that stay keep every byte.
         """
         return truncate_after(self._path, step)
+
+    def drop_end(self, step: int) -> None:
+        """Drop the line of `step`, the last one, and what is behind it: it is written anew."""
+        drop_end(self._path, step)
 
 
 def finite(value: float | None) -> float | int | None:

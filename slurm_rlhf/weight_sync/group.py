@@ -59,7 +59,7 @@ _OPERATION = 0.5
 class SyncGroup:
     """Be one rank of a group. `open` blocks until all have come; `abort` may be called from any thread at any time.
 
-    A group that failed or was aborted is spent: the survivors join a new one, under a new name, over the same store.
+    A group that failed or was aborted is spent: the survivors join a new one, under a new name.
     """
 
     def __init__(self, joining: Membership) -> None:
@@ -73,12 +73,17 @@ class SyncGroup:
         self._joining = joining
         self.members: tuple[Member, ...] = ()
         self.backend = ""  # that the members agreed on
+        self.rates: tuple[float, ...] = ()  # of the actor's ranks, as the group before this one knew them
         self.store: Store
         self.board: FailureBoard
         self.control: GlooTransport
         self.late = False  # it was its deadline that ended it
         self.quiet: tuple[int, ...] = ()  # whose heartbeats stayed out during an update
         self.heartbeat: Heartbeat
+        self.heard: tuple[float, ...] = ()  # bytes/s that this rank took in from each actor rank in an update
+        self.advise: Callable[[list[tuple[float, ...]]], Sequence[float]] = lambda reports: ()
+        """At rank 0: what all `heard` -> the rates that the next update is planned for; () for those of now."""
+        self.advised: tuple[float, ...] = ()  # what rank 0 said
         self._silence_s = joining.silence_s
         self.dropped = threading.Event()  # its connections were closed because it failed
         self._ended = ""
@@ -139,7 +144,7 @@ class SyncGroup:
         inside = self.backend == "ipc" and self.on_gpus
         nodes = [member.device if inside else member.node for member in self.members]
         interfaces = tuple(member.interface for member in self.members)
-        return Layout(tuple(nodes[: self.actors]), tuple(nodes[self.actors :]), zero_stage, interfaces)
+        return Layout(tuple(nodes[: self.actors]), tuple(nodes[self.actors :]), zero_stage, interfaces, self.rates)
 
     def agree(self, fingerprint: str) -> None:
         """Raise SyncError unless rank 0 says the same: members with two plans would wait for each other's bytes."""
@@ -162,6 +167,11 @@ class SyncGroup:
         self._holds.append(backend)
         if self._ended:
             backend.abort()
+
+    def release(self, backend: Backend) -> None:
+        """Let go of a backend that another one replaces."""
+        self._holds.remove(backend)
+        backend.close()
 
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
         """Poll `ready` within the time-out. Raises SyncError naming `what`, or why the group ended meanwhile.
@@ -262,6 +272,7 @@ class SyncGroup:
             raise SyncError(f"group {self.name}: {roster['error']}")
         self.members = tuple(Member(**member) for member in roster["members"])
         self.backend = roster["backend"]
+        self.rates = tuple(roster["rates"])
         self.heartbeat.start(self.members, self.rank, roster["token"])
         if self.rank == 0:
             log.info("weight transfer group %s uses %s: %s", self.name, self.backend, roster["why"])

@@ -14,9 +14,10 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SyncBroken, SyncError
 from slurm_rlhf.records import StoreAddress, SyncConnection, SyncReport
 from slurm_rlhf.weight_sync.backends.backend import Pending
-from slurm_rlhf.weight_sync.backends.table import make_backend
+from slurm_rlhf.weight_sync.backends.table import make_backend, remake_backend
 from slurm_rlhf.weight_sync.bucket import Pool, Source, fill
 from slurm_rlhf.weight_sync.group import Described, SyncGroup, connection, join_run
+from slurm_rlhf.weight_sync.pace import Adviser
 from slurm_rlhf.weight_sync.rendezvous import SyncStore
 from slurm_rlhf.weight_sync.transfer_plan import ITEM_SIZE, Part, Span, SyncPlan, dtype_name
 from slurm_rlhf.weight_sync.update import following, leading
@@ -48,6 +49,8 @@ class Sender:
         self.plan = plan
         self.backend = make_backend(group, plan)
         self._pool = Pool(self.backend.device)
+        self._adviser = Adviser()
+        group.advise = lambda reports: self._adviser.advise(self.plan, reports)
 
     @property
     def peak(self) -> int:
@@ -62,6 +65,9 @@ class Sender:
         start = time.monotonic()
         frame = leading if self.group.rank == 0 else following
         with frame(self.group, version):
+            if self.group.advised not in ((), self.plan.layout.rates):
+                self.plan = self.plan.at_rates(self.group.advised)
+                self.backend = remake_backend(self.group, self.plan, self.backend)
             source = span_source(self.plan, held)
             sent, filling = self._send(source, version)
             self.backend.flush()
@@ -104,11 +110,13 @@ class ActorEnd:
         self._config = config
         self._label = label
         self._sender: Sender | None = None
+        self._stores: list[SyncStore] = []
 
     def listen(self, host: str) -> StoreAddress:
-        """Open the store where the members of all groups meet. Raises SyncError."""
-        self._store = SyncStore.listen(host, self._config.timeout.sync)
-        return StoreAddress(self._store.host, self._store.port)
+        """Open the store where the members of the next group meet. Raises SyncError."""
+        # That of the group before stays until then: its members may still read there why it ended.
+        self._stores = [*self._stores[-1:], SyncStore.listen(host, self._config.timeout.sync)]
+        return StoreAddress(self._stores[-1].host, self._stores[-1].port)
 
     def join(self, parameters: Described, **group: Any) -> SyncConnection:
         """Leave the group there was and join the one that `group` describes, in `Membership`'s words.
@@ -117,8 +125,11 @@ class ActorEnd:
         """
         if self._sender is not None:
             self._sender.group.close()
+            group = {"rates": self._sender.plan.layout.rates} | group
         joined, plan = join_run(self._config, self._label, parameters, group)
         self._sender = Sender(joined, plan)
+        if self._stores and not joined.on_gpus:  # there NCCL makes connections to the store when it likes
+            self._stores[-1].shut()
         return connection(joined)
 
     def push(self, held: Held, version: int) -> SyncReport:

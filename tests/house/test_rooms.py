@@ -188,6 +188,10 @@ def test_weights_are_read_as_data() -> None:
     assert [where for where, words in calls if words.get("weights_only") != "True"] == []
 
 
+def test_nobody_lets_a_model_bring_its_own_code() -> None:
+    assert [str(module) for module in MODULES if "trust_remote_code" in module.read_text(encoding="utf-8")] == []
+
+
 def test_no_file_is_longer_than_400_lines() -> None:
     long = {str(module): count for module in MODULES if (count := len(module.read_text().splitlines())) > 400}
     assert long == {}

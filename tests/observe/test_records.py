@@ -10,7 +10,7 @@ import pytest
 from recorded_run import Clock, sample
 
 from slurm_rlhf.observe.events import EventLog, WarningEvents, kind_of_failure, kind_of_note, read_events
-from slurm_rlhf.observe.jsonl import append_line, read_rows, truncate_after
+from slurm_rlhf.observe.jsonl import append_line, drop_end, read_rows, truncate_after
 from slurm_rlhf.observe.samples import SampleLog, choose, console_text, markdown_text, read_samples
 from slurm_rlhf.observe.spans import KEPT, CallSpans, TimelineLog, joined, thinned
 
@@ -26,6 +26,26 @@ def test_lines_with_any_text_are_read_back_and_half_lines_are_not(tmp_path: Path
     assert truncate_after(path, 2) == 2
     assert [row["step"] for row in read_rows(path)] == [1, 2]
     assert read_rows(tmp_path / "missing") == []
+
+
+@pytest.mark.parametrize("length", [10, 50_000, 400_000])
+def test_the_last_line_is_dropped_without_reading_the_file(tmp_path: Path, length: int) -> None:
+    """`length`: of a line, shorter and longer than what is read at once."""
+    path = tmp_path / "rows.jsonl"
+    for step in range(1, 6):
+        append_line(path, {"step": step, "text": "x" * length})
+    whole = path.read_bytes()
+    with path.open("a") as file:
+        file.write('{"step": 6, "te')
+    drop_end(path, 6)
+    assert path.read_bytes() == whole
+    drop_end(path, 5)
+    assert [row["step"] for row in read_rows(path)] == [1, 2, 3, 4]
+    assert whole.startswith(path.read_bytes())
+    drop_end(path, 1)
+    assert path.read_bytes() == b""
+    drop_end(path, 1)
+    drop_end(tmp_path / "missing", 1)
 
 
 def test_samples_are_drawn_by_seed_and_step() -> None:

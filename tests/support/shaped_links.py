@@ -44,6 +44,12 @@ class Links:
             address = f"10.98.{os.getpid() % 250}.{10 + index}"
             self._attach(node, f"{self._tag}w{index}", "ib0", f"{self._tag}b2", address, rate)
 
+    def limit(self, node: str, rate: str) -> None:
+        """Give the node's link another rate, in both directions."""
+        outer = f"{self._tag}v{self.nodes.index(node)}"
+        for command, device in (((), outer), (self.inside(node), "eth0")):
+            _run(*command, "tc", "qdisc", "change", "dev", device, *_shape(rate))
+
     def sent(self, node: str, interface: str) -> int:
         """Bytes that have left the node over an interface."""
         shown = _run(*self.inside(node), "ip", "-s", "-j", "link", "show", "dev", interface)
@@ -75,7 +81,7 @@ class Links:
             self._attach(node, outer, "eth0", f"{self._tag}br", self.address(node), rate)
 
     def _attach(self, node: str, outer: str, inner: str, bridge: str, address: str, rate: str) -> None:
-        space, shape = self._name(node), ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
+        space, shape = self._name(node), _shape(rate)
         _run("ip", "link", "add", outer, "type", "veth", "peer", "name", inner, "netns", space)
         _run("ip", "link", "set", outer, "master", bridge, "up")
         _run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", inner)
@@ -93,6 +99,10 @@ class Links:
 
     def _name(self, node: str) -> str:
         return f"{self._tag}-{node}"
+
+
+def _shape(rate: str) -> list[str]:
+    return ["root", "tbf", "rate", rate, "burst", "128kb", "latency", "50ms"]
 
 
 @contextmanager

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 REGISTRY = "SLURM_RLHF_TEST_COMMANDS"
 """In the environment of forked processes: a directory with a file for each, named by process id, with its command."""
 TORCHRUN = "torch.distributed.run"
-MODULES = (TORCHRUN, "slurm_rlhf.workers.rank_process")
+MODULES = ("slurm_rlhf.workers.torchrun", "slurm_rlhf.workers.rank_process", TORCHRUN)
 """What is forked in place of a new Python."""
 WRAPPER = "slurm_rlhf.launch.child_process"
 _ABOVE = 900  # numbers of files that nobody uses
@@ -293,7 +293,7 @@ def _take_popen(forker: Forker) -> None:
             return usual(args, **options)
         wrapped = WRAPPER in command
         bound = wrapped or module != MODULES[1]  # what stands before a module binds it to its parent
-        if wrapped or module == TORCHRUN:
+        if wrapped or module not in (None, MODULES[1]):
             command = [sys.executable, "-m", *command[command.index(str(module)) :]]
         out = _number(options.get("stdout"), 1)
         err = out if options.get("stderr") == subprocess.STDOUT else _number(options.get("stderr"), 2)

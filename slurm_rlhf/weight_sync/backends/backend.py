@@ -85,6 +85,13 @@ class Backend(Protocol):
         """
         ...
 
+    def rates(self) -> tuple[float, ...]:
+        """Return the bytes/s that came over the network from each actor rank since the last call; 0 or empty: unknown.
+
+        Called by `Receiver`, in the thread that runs the update, after `flush`.
+        """
+        ...
+
     def abort(self) -> None:
         """Fail whatever is pending, here and at the members it talks to.
 

@@ -93,6 +93,9 @@ class DeviceIpc:
         self._number += len(self._plan.buckets)
         self._next = 0
 
+    def rates(self) -> tuple[float, ...]:
+        return ()
+
     def abort(self) -> None:
         self._aborted = True
         if self._marks is not None:

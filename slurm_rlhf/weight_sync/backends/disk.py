@@ -59,6 +59,9 @@ class Disk:
         self._mine.append([])
         self._update += 1
 
+    def rates(self) -> tuple[float, ...]:
+        return ()
+
     def abort(self) -> None:
         self._aborted.set()
 

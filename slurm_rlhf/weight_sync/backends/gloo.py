@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -19,6 +20,7 @@ from slurm_rlhf.weight_sync._torch import gloo_group
 from slurm_rlhf.weight_sync.backends.backend import Incoming, Pending, TransportFailure
 from slurm_rlhf.weight_sync.backends.shared_memory import SharedMemory
 from slurm_rlhf.weight_sync.bucket import Pool
+from slurm_rlhf.weight_sync.pace import Arrivals
 from slurm_rlhf.weight_sync.routes import Route, partners, routes
 from slurm_rlhf.weight_sync.transfer_plan import Part, SyncPlan
 
@@ -195,6 +197,7 @@ class Gloo:
         self._stop = transport.stop
         self._threads: dict[int, SimpleQueue[_Task | None]] = {}
         self._arrivals: deque[_Counted] = deque()
+        self._intake = Arrivals(len(plan.layout.actors))
         self._number = 0  # of the first bucket of this update in the shared memory
         self._mates = plan.layout.by_node.get(self._node, ())
         by_wire = [peer for peer in partners(plan, rank) if memory is None or plan.layout.node(peer) != self._node]
@@ -232,7 +235,7 @@ class Gloo:
         for index, route in mine:
             giver, view = route.giver(self._rank), buffer[route.low : route.high]
             pending = self._transport.receive(view, giver, route.tag)
-            self._thread(giver).put(_Chunk(self, pending, view, route, number, index, counted))
+            self._thread(giver).put(_Chunk(self, pending, view, route, number, index, counted, time.monotonic()))
         self._arrivals.append(counted)
         if self._memory is None:
             return Incoming(partial(_when_complete, counted, deque([buffer])))
@@ -258,6 +261,9 @@ class Gloo:
             self._arrivals.popleft().drain()
         self._number += len(self._plan.buckets)
 
+    def rates(self) -> tuple[float, ...]:
+        return self._intake.take()
+
     def abort(self) -> None:
         if self._memory is not None:
             self._memory.abort()
@@ -268,6 +274,11 @@ class Gloo:
             queue.put(None)
         self._threads = {}
         self._memory = None
+
+    def count(self, route: Route, asked: float) -> None:
+        """Measure what has come over the network from its owner."""
+        if route.giver(self._rank) == route.owner and self._plan.layout.actors[route.owner] != self._node:
+            self._intake.came(route.owner, route.nbytes, asked)
 
     def hand_on(self, route: Route, view: torch.Tensor, number: int, index: int) -> list[Pending]:
         """Send a chunk that has come to those who get it from this rank."""
@@ -310,9 +321,11 @@ class _Chunk:
     number: int  # of its bucket in the shared memory
     index: int  # among the bucket's chunks
     counted: _Counted
+    asked: float  # when, in seconds of time.monotonic
 
     def run(self) -> None:
         self.pending.wait()
+        self.relay.count(self.route, self.asked)
         self.counted.came(self.relay.hand_on(self.route, self.view, self.number, self.index))
 
 

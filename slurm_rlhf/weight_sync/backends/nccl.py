@@ -193,6 +193,9 @@ class Nccl:
     def flush(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
 
+    def rates(self) -> tuple[float, ...]:
+        return ()
+
     def abort(self) -> None:
         # The last first: with its exchange given up, a rank would hand its neighbours what it does not have.
         for communicator in reversed(self._communicators):

@@ -37,6 +37,20 @@ def make_backend(group: SyncGroup, plan: SyncPlan) -> Backend:
     return backend
 
 
+def remake_backend(group: SyncGroup, plan: SyncPlan, old: Backend) -> Backend:
+    """Replace `old` by a backend for another plan. All members do so together, within an update.
+
+    Raises TransportFailure: a new group begins afresh.
+    """
+    group.release(old)
+    try:
+        backend = _make(group, plan)
+    except (OSError, SyncError) as error:
+        raise TransportFailure(f"the {group.backend} backend for other links: {error}", peer_left=False) from error
+    group.adopt(backend)
+    return backend
+
+
 def _make(group: SyncGroup, plan: SyncPlan) -> Backend:
     if group.backend == "nccl":
         name_interface(group.me.interface)
@@ -93,7 +107,9 @@ def memory_of_node(group: SyncGroup, plan: SyncPlan) -> SharedMemory | None:
     numbers = range(len(plan.buckets))
     slot = max(plan.nbytes(bucket, stream) for bucket in numbers)
     chunks = max(sum(1 for _ in routes(plan, bucket, stream)) for bucket in numbers)
-    return _shared(group, f"memory/{node}", members, SharedMemorySizes(plan.depth, slot, chunks, len(readers)))
+    return _shared(
+        group, f"memory/{node}/{plan.fingerprint()}", members, SharedMemorySizes(plan.depth, slot, chunks, len(readers))
+    )
 
 
 def _shared(group: SyncGroup, key: str, members: tuple[int, ...], sizes: SharedMemorySizes) -> SharedMemory | None:

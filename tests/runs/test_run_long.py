@@ -1,0 +1,108 @@
+"""Runs of many steps: no process grows, nothing stays open, and what is written at each step costs the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from process_samples import (
+    MB,
+    History,
+    Sample,
+    cpu_per_100,
+    memory_slope,
+    more,
+    size,
+    slope_per_100,
+    step_seconds,
+    table,
+)
+from slurm_cluster import OVER, Cluster, said
+from training_runs import metrics, started, workspace
+
+STEPS, WARM = 2000, 500
+SLURM_STEPS, SLURM_WARM = 200, 60
+KEPT = 3  # ckpt.max_num
+RECORDS = 20_000  # bytes of a step's metrics, in JSON and for TensorBoard, and of its samples
+LONG = (
+    *("--rollout.batch_size=2", "--rollout.n_samples_per_prompt=4", "--train.batch_size=8"),
+    *("--rollout.max_new_tokens=4", "--eval.dataset=", "--train.num_episodes=1000", "--logger.progress=none"),
+    *("--ckpt.save_steps=25", f"--ckpt.max_num={KEPT}", "--ckpt.async_save=true"),
+)
+CHEAP = ("--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0")
+
+real = (pytest.mark.full, pytest.mark.engine, pytest.mark.slow)
+
+
+def marked(*parameters: object, timeout: int) -> list[object]:
+    return [pytest.param(each, marks=[*real, pytest.mark.timeout(timeout)]) for each in parameters]
+
+
+def assert_flat(history: History, run_dir: Path, steps: int, warm: int) -> None:
+    """Every process after its warm-up, and the run directory."""
+    found = history.whole(warm)
+    print(f"\n{table(found)}")
+    print(f"time/step: {step_seconds(run_dir, warm // 2):.3f} -> {step_seconds(run_dir, steps - 25):.3f} s")
+    assert len(metrics(run_dir)) == steps
+    roles = {name.rpartition(" ")[0] for name in found}
+    assert {"conductor", "rank of actor", "rank of rollout", "torchrun of actor"} <= roles
+    for name, samples in found.items():
+        assert memory_slope(samples) < 1.0, name
+        assert more(samples) == {}, name
+    (conductor,) = (samples for name, samples in found.items() if name.startswith("conductor"))
+    before, after = cpu_per_100(conductor)
+    assert after < 1.5 * before
+    checkpoint = max(size(path) for path in (run_dir / "checkpoints").glob("step_??????"))
+    disk = [each for each in history.disk if each[0] >= warm]
+    print(f"checkpoint {checkpoint / MB:.1f} MB; beside the records {disk[0][2] / MB:.1f} -> {disk[-1][2] / MB:.1f} MB")
+    assert max(others for _, _, others in disk) < (KEPT + 2) * checkpoint + 3 * MB
+    assert slope_per_100([(step, records) for step, records, _ in disk]) < 100 * RECORDS
+
+
+@pytest.mark.parametrize("more_words", marked((), CHEAP, timeout=3000), ids=str)
+def test_two_thousand_steps(tmp_path: Path, more_words: tuple[str, ...]) -> None:
+    """PPO with all of its roles, and group_norm, which has actor and engine only."""
+    run_dir, history = tmp_path / "run", History()
+    words = (*LONG, f"--train.max_steps={STEPS}", *more_words)
+    with started(workspace(tmp_path), run_dir, *words) as run:
+        history.follow(run_dir, 10, lambda: run.process.poll() is not None)
+        code, output = run.wait(60)
+    assert code == 0, output
+    assert_flat(history, run_dir, STEPS, WARM)
+
+
+@pytest.mark.parametrize("nodes", marked(3, timeout=1200))
+def test_two_hundred_steps_under_slurm(slurm: Cluster, nodes: int) -> None:
+    run_dir, history = slurm.shared / "long", History()
+    config = workspace(slurm.shared / "long_work")
+    options = [f"--nodes={nodes}", "--gres=gpu:8", "--cpus-per-task=4", "--mem=8000"]
+    words = (*LONG, *CHEAP, "--vllm.num_engines=1", "--vllm.num_nodes=1", f"--train.max_steps={SLURM_STEPS}")
+    job = slurm.submit(config, run_dir, options, *words)
+    history.follow(run_dir, 2, lambda: slurm.job(job)["JobState"] in OVER)
+    assert slurm.wait_over(job, 30) == ("COMPLETED", 0), said(run_dir)
+    assert_flat(history, run_dir, SLURM_STEPS, SLURM_WARM)
+
+
+def samples(rss: list[float], threads: list[int] | None = None) -> list[Sample]:
+    """Samples after every tenth step, memory in MB."""
+    counts = threads or [5] * len(rss)
+    return [
+        Sample(10 * i, int(mb * MB), 9, count, 3, 0.1 * i)
+        for i, (mb, count) in enumerate(zip(rss, counts, strict=True))
+    ]
+
+
+def test_a_slope_is_that_of_most_points() -> None:
+    leak = samples([100 + 0.2 * i for i in range(50)])
+    assert memory_slope(leak) == pytest.approx(2.0)
+    reports = samples([100 + 80 * (i % 10 == 9) for i in range(50)])
+    assert memory_slope(reports) == 0.0
+    with pytest.raises(ValueError, match="two places"):
+        slope_per_100([(3, 1.0), (3, 2.0)])
+
+
+def test_what_is_opened_and_not_closed_is_found() -> None:
+    calm = samples([1.0] * 30, [5, 7, 5] * 10)
+    assert more(calm) == {}
+    assert more(samples([1.0] * 30, [5] * 20 + [6] * 10)) == {"threads": (5, 6)}
+    assert cpu_per_100(calm) == pytest.approx((1.0, 1.0))
