@@ -31,6 +31,7 @@ from slurm_rlhf.disk import run_directory_kept
 from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.launch.launcher import Launcher
 from slurm_rlhf.launch.requeue import continuation_of
+from slurm_rlhf.observe.run_status import read_run_status
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory
 
@@ -98,7 +99,7 @@ class Conductor:
         """Train to the end. All that a user can have wrong is looked at before the first process starts."""
         inputs = Inputs.read(self.config, self.reporting.note)
         self.state, checkpoint, complete = self._resume(inputs.order)
-        if checkpoint and complete and self.state.step >= inputs.total_steps:
+        if checkpoint and complete and self.state.step >= inputs.total_steps and self._exported():
             self.reporting.note(f"already finished: {self.state.step} steps are done (raise train.max_steps to go on)")
             return
         self.directory.config.write_text(dump_toml(self.config), encoding="utf-8")
@@ -168,6 +169,11 @@ class Conductor:
             self.ranks = plan.ranks
             self.reporting.recorder.place(plan.ranks)
         return partial(startup.again, self.state, checkpoint, spent_s, roles, plan.ranks)
+
+    def _exported(self) -> bool:
+        """Tell whether the model of the last step was written: a run that was killed at that has a checkpoint only."""
+        status = read_run_status(self.directory.metrics, self.directory.summary).status
+        return status == "finished" and self.directory.final.is_dir()
 
     def _resume(self, order: PromptOrder) -> tuple[RunState, Path | None, bool]:
         """Answer where the run stands, the checkpoint it goes on from, and whether that step's evaluation is done."""

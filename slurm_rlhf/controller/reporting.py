@@ -37,6 +37,9 @@ class Reporting:
         self._config = config
         self._trackers = Trackers(config, directory, self.note)
         self._print_samples = config.logger.print_samples
+        rollout, filtered = config.rollout, config.algo.dynamic_filtering_enable
+        known = config.vllm.sync_mode != "inflight" and not filtered
+        self._batch = rollout.batch_size * rollout.n_samples_per_prompt if known else 0
         self._state: RunState | None = None
         self._total = 0
         self._lead_s = config.slurm.signal_lead_s
@@ -120,8 +123,12 @@ class Reporting:
 
     def phase(self, name: str) -> None:
         """Show the phase of the step that begins; empty: none."""
-        self._progress.phase(name)
+        self._progress.phase(name, self._batch if name == "rollout" else 0)
         self.recorder.phase(name)
+
+    def answered(self, responses: int, tokens: int) -> None:
+        """Count responses of the phase as engines finish them. Any thread may call it."""
+        self._progress.answered(responses, tokens)
 
     def step(self, step: int, total: int, metrics: dict[str, float]) -> None:
         """Write the metrics of a step that is done."""

@@ -20,6 +20,7 @@ from slurm_rlhf.config.old_logprobs import before_update, of_the_update
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import ActorCalls, ForwardBatch, SelfCheckAnswer
 from slurm_rlhf.control.server import RoleHandle, gather, send_shards
+from slurm_rlhf.controller.step_metrics import skip_warning
 from slurm_rlhf.controller.verdicts import (
     ALL_THE_SAME,
     FEW_NOT_FINITE,
@@ -119,7 +120,10 @@ class SelfCheck:
             self._insist(verdict)
 
     def after_update(self, step: int, exp: Experience, metrics: dict[str, float]) -> None:
-        """Check the metrics of `Step.update`; `exp` has the old log-probs."""
+        """Check the metrics of `Step.update`; `exp` has the old log-probs. Warns of skipped steps in any case."""
+        # In fp16 that is how the loss scale is found.
+        if self.config.ds.param_dtype != "fp16" and (skipped := skip_warning(metrics)):
+            self.note(f"warning: step {step}: {skipped}")
         if not self.config.train.self_check or "first_ratio" not in metrics:  # critic.freezing_steps
             return
         if self.config.algo.correction.bypass:

@@ -176,7 +176,9 @@ class Startup:
         else:
             gpus = self._gpus(None)
             self._start_trainers(None)
-            sampler = ActorSampler(roles[ACTOR], config.train.seed, config.rollout.hf_max_num_seqs)
+            sampler = ActorSampler(
+                roles[ACTOR], config.train.seed, config.rollout.hf_max_num_seqs, self.reporting.answered
+            )
             step = self._step(sampler, None, None)
         directory, saved, cadence = CheckpointDir(self.directory.root), self.reporting.saved, self._cadence(state.step)
         checkpoints = RunCheckpoints(
@@ -292,6 +294,7 @@ class Startup:
             # While the actor trains it has no weights to give: late engines get theirs with the next update.
             None if config.vllm.sync_mode == "inflight" else pool,
             pool.rescue,
+            self.reporting.answered,
         )
 
     def _step(self, sampler: Sampler, pool: EnginePool | None, colocation: Colocation | None) -> Step:

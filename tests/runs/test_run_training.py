@@ -15,11 +15,11 @@ import pytest
 from attackers import Fire, counted, record
 from browser import open_page
 from dying_engines import HELD_REWARD, dying_engine, wait_until_started
-from dying_ranks import Death, trainers_die
 from open_ports import Strangers, listening
 from patched_ranks import Call, calls, noted
-from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train, workspace
+from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train
 from warm_runs import WarmRun
+from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, whole_run
 
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.report.run_files import RunFiles
@@ -27,37 +27,15 @@ from slurm_rlhf.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
-# Running statistics of the rewards are one more thing that a resumed run must have kept.
-NORMALIZED = "--reward.normalize_enable=true"
-# Two data sets, sampled while the actor trains.
-EVALUATED = (
-    *("--eval.steps=1", "--eval.overlap=true", "--eval.temperature=1", "--eval.n_samples_per_prompt=4"),
-    "--ckpt.best_metric=eval/sampled/mean",
-)
-# A term of the loss beside that of the policy, with a column of weights of its own.
-NLL = "--actor.nll_coef=0.1"
-SAME = (NORMALIZED, NLL, *EVALUATED)
-WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", *SAME)
-SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2", NORMALIZED, NLL)
-STEPS = 4
-
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = workspace(tmp_path_factory.mktemp("runs"))
-    greedy = '{ path = "eval.jsonl", name = "greedy", temperature = 0, n_samples_per_prompt = 1 }'
-    sets = f'datasets = [{greedy}, {{ path = "eval.jsonl", name = "sampled", source_key = "label" }}]'
-    file.write_text(file.read_text().replace('dataset = "eval.jsonl"', sets))
-    return file
+    return whole_run(tmp_path_factory).config
 
 
 @pytest.fixture(scope="module")
-def whole(config: Path) -> tuple[Path, str]:
-    """An undisturbed run of two actor ranks, a critic, a reference and two engines."""
-    run_dir = config.parent / "whole"
-    code, output = train(config, run_dir, *WORLD, warm=True)
-    assert code == 0, output
-    return run_dir, output
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    return whole_run(tmp_path_factory).told
 
 
 def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
@@ -201,15 +179,6 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
     assert other == 2
     assert "rollout.batch_size is 4 and was 8 when the checkpoint was written" in output
     assert "roles: " not in output  # nothing was started
-
-
-def test_trainers_that_die_start_again_beside_the_engines(config: Path, whole: tuple[Path, str]) -> None:
-    """An actor's rank dies in the first update, with no checkpoint to go back to; the critic in the forward of step 3.
-    The engines live through both, and the numbers are those of the undisturbed run.
-    """
-    run_dir = config.parent / "restarted"
-    trainers_die(config, run_dir, WORLD, [Death("actor", 1, "train_step", 3), Death("critic", 0, "values", 3)])
-    assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
 
 
 def test_resumed_by_other_ranks_and_engines_it_agrees_to_rounding(config: Path, whole: tuple[Path, str]) -> None:

@@ -116,10 +116,15 @@ class WarmRun(Forked):
             files = (nothing.fileno(), self._output.fileno(), self._output.fileno())
             super().__init__(_zygote().forker, command, {**environment, REGISTRY: _zygote().registry}, files, False)
 
+    def printed(self) -> str:
+        """What it printed so far."""
+        # At a place of the reader's own: the run shares the file's.
+        size = os.fstat(self._output.fileno()).st_size
+        return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
+
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         self.wait(timeout)
-        self._output.seek(0)
-        return self._output.read(), None
+        return self.printed(), None
 
 
 class WarmProgram(Forked):
