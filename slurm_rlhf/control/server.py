@@ -193,15 +193,13 @@ class ControlServer:
     def dismiss(self, role: str, reason: str) -> int:
         """Give up all ranks of `role` because it is started again; returns the number of that start.
 
-        Whoever says hello with another number is refused, and what the old ranks still send is answered with the order
-        to end. From now on calls fail until a new rank is there, and `wait_for` waits for the new ones.
+        Whoever says hello with another number is refused, and old ranks that still send are told to end.
         """
         with self._changed:
             self._failed.pop(role, None)
             dismissed = self.loop.roster.dismiss(role, reason)
             calls = self.loop.pending.take(lambda call: call.peer.role == role)
             number = self.loop.starts[role] = self.loop.starts.get(role, 0) + 1
-            self._changed.notify_all()
         for call in calls:
             call.future.set_exception(RoleDied(f"{call.peer} is lost: {reason}"))
         log.info("%s: %d ranks are given up, start %d follows", role, len(dismissed), number)
