@@ -16,6 +16,7 @@ SlurmRlhfError                  anything this package raises on purpose
     ├── RoleDied                a role's process ended or fell silent
     ├── CallTimeout             a call passed its deadline
     ├── RemoteError             a role's handler raised; carries the remote traceback for the log
+    ├── EngineBroken            an engine that can do nothing more: another start of it can
     ├── RunHung                 nothing moved for longer than the watchdog allows
     ├── FilteredAway            dynamic sampling dropped nearly every group
     ├── WireError               a frame that does not decode, a peer that is not ours
@@ -102,6 +103,10 @@ class RemoteError(RunError):
         self.user_error = user_error
         if user_error:
             self.exit_code = UserError.exit_code
+
+
+class EngineBroken(RunError):
+    """Report that an engine can do nothing more, because one of its ranks is gone or has done something else."""
 
 
 class RunHung(RunError):

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 10.0
 """How long a node has to say that an engine's processes are gone; one that is cut off never does."""
-_OUT_OF_MEMORY = (": OutOfMemoryError: ", "CUDA error")
+_BROKEN = (": EngineBroken: ", ": OutOfMemoryError: ", "CUDA error")
 """In the words of an engine whose process lives and can do nothing more."""
 
 Status = Literal["up", "lost", "ending", "out"]
@@ -125,9 +125,8 @@ class EngineRecovery:
             if self._peers_lost(engine):
                 self._handle.ready = [other for other in self._handle.ready if other != engine]
             return True
-        if isinstance(error, RemoteError) and any(words in str(error) for words in _OUT_OF_MEMORY):
-            self.lost(engine, str(error))
-            return True
+        if isinstance(error, RemoteError) and any(words in str(error) for words in _BROKEN):
+            return self.lost(engine, str(error))
         return False
 
     def lost(self, engine: int, why: str, life: int | None = None, silent: bool = False) -> bool:

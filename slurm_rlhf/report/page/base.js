@@ -68,7 +68,7 @@ const WORK = {
 };
 const EVENTS = {
   start: "--grey", resume: "--c0", stop: "--warn", requeue: "--c3", restart: "--warn", warning: "--c1", hang: "--bad", error: "--bad",
-  checkpoint: "--c6", finish: "--good",
+  checkpoint: "--c6", finish: "--good", "engine lost": "--bad", "engine joined": "--good",
 };
 
 const colour = (index) => `var(${PALETTE[index % PALETTE.length]})`;
