@@ -66,6 +66,8 @@ def test_sessions_end_by_their_last_event_or_were_killed() -> None:
         (90, 100.0, 4, 7, "running"),
     ]
     assert sessions(told, 100.0, False)[-1]["how"] == "killed"
+    hung = [event("start", 0, 0), event("hang", 10, 4), event("engine lost", 11, 4), event("finish", 90, 9)]
+    assert sessions(hung, 100.0, False) == [{"begin": 0, "end": 90, "first": 0, "last": 9, "how": "finish"}]
     many = [event("checkpoint", n, n) for n in range(2 * MOST)] + [event("requeue", 0, 0)]
     assert len(shown(many)) == MOST
     assert shown(many)[-1].event == "requeue"
