@@ -9,7 +9,7 @@ from typing import Any
 from slurm_rlhf import __version__
 from slurm_rlhf.observe.samples import Sample
 from slurm_rlhf.report.curves import curves, latest, step_times
-from slurm_rlhf.report.history import requeues, sessions, shown
+from slurm_rlhf.report.history import requeues, restarts, sessions, shown
 from slurm_rlhf.report.nodes import nodes, weight_sync
 from slurm_rlhf.report.run_files import RunFiles
 from slurm_rlhf.report.settings import groups, settings
@@ -49,6 +49,7 @@ def run_content(run: RunFiles, now: float) -> dict[str, Any]:
         "events": [asdict(event) for event in shown(run.events)],
         "sessions": sessions(run.events, now, run.summary.get("status") == "running"),
         "requeues": requeues(run.events),
+        "restarts": restarts(run.events),
         "tokens_per_s": latest(run.rows, "perf/tokens_per_s"),
         "gpu_idle": latest(run.rows, "perf/gpu_idle"),
         "mfu": latest(run.rows, "perf/mfu"),
