@@ -23,8 +23,11 @@ ANY: Final = "any"
 """The phase of a fault that is not about one."""
 
 RANKS: Final = ("actor rank 0", "actor rank 1", "critic rank 0", "reference rank 0", "rollout rank 0")
-ROLES: Final = ("actor", "critic", "reference", "rollout")
+TRAINERS: Final = ("actor", "critic", "reference")
+"""Roles that a torchrun starts; engines are started one by one."""
 CONDUCTOR: Final = "conductor"
+TWICE: Final = (("rollout rank 0", "actor rank 0"), ("actor rank 1", "critic rank 0"), ("critic rank 0", "conductor"))
+"""Pairs of which the second is killed while the run deals with the end of the first."""
 
 HURTS, BORNE, STOPS = "hurts", "borne", "stops"
 """What a fault may do: break the run, nothing at all (the run goes on as if it were not there), or end it in order."""
@@ -63,7 +66,7 @@ def signals() -> Iterator[Fault]:
         for rank in RANKS:
             yield Fault("SIGKILL", rank, phase, says=_dead(rank, phase, "SIGKILL"), limit_s=KILLED_S)
             yield Fault("SIGSTOP", rank, phase, says=_silent(rank, phase))
-        for role in ROLES:
+        for role in TRAINERS:
             torchrun = f"torchrun of {role}"
             yield Fault("SIGKILL", torchrun, phase, says=rf"role {role} died", limit_s=KILLED_S)
             yield Fault("SIGSTOP", torchrun, phase, does=BORNE)
@@ -72,6 +75,10 @@ def signals() -> Iterator[Fault]:
         yield Fault("SIGTERM", CONDUCTOR, phase, does=STOPS, says="SIGTERM", limit_s=KILLED_S)
         yield Fault("pause of 3 s", CONDUCTOR, phase, does=BORNE)
         yield Fault("pause of 3 s", "actor rank 0", phase, does=BORNE)
+        for first, second in TWICE:
+            yield Fault(
+                "SIGKILL, one after the other", f"{first}, {second}", phase, says=_dead(first, phase, "SIGKILL")
+            )
     for name in ("SIGSEGV", "SIGABRT"):
         for rank in RANKS:
             yield Fault(name, rank, "train", says=_dead(rank, "train", name), limit_s=KILLED_S)
@@ -82,12 +89,16 @@ def _dead(rank: str, phase: str, name: str) -> str:
     """Say how a rank is named whose process is gone; before its hello the conductor has no more than its role."""
     role, _, number = rank.partition(" rank ")
     gone = rf"role {role} died: (?:rank {number}\b.*(?:{name}|gone)|.*gone: rank {number}\b)"
+    if role == "rollout":
+        gone = rf"(?:{gone}|engine {number} on \S+ is lost: .*{name})"
     return rf"(?:{gone}|role {role} died)" if phase == START else gone
 
 
 def _silent(rank: str, phase: str) -> str:
     role, _, number = rank.partition(" rank ")
-    named = rf"(?:role {role} died: rank {number}\b|behind is {role} rank {number}\b|{role} rank {number}\b.*silent)"
+    named = rf"(?:role {role} died: rank {number}\b|behind is {role} rank {number}\b|engine {number} on \S+ is lost)"
+    if role != "rollout":
+        named = rf"(?:role {role} died: rank {number}\b|behind is {role} rank {number}\b)"
     return rf"(?:{named}|role {role}\b|{role} rank {number}\b|{role}: .*{number})" if phase == START else named
 
 
@@ -123,14 +134,25 @@ def others() -> Iterator[Fault]:
     yield Fault("file size limit", CONDUCTOR, "checkpoint", says="error: .*File too large")
 
 
+NODE: Final = r"(role \w+ died: .* on {node}\b|engine \d on {node} is lost)"
 SLURM: Final = (
-    *(Fault("SIGKILL", f"srun of {role}", "train", says=rf"role {role} died", needs="slurm") for role in ROLES),
-    *(Fault("SIGKILL", f"{role} rank 0", "train", says=rf"role {role} died", needs="slurm") for role in ROLES),
+    *(Fault("SIGKILL", f"srun of {role}", "train", says=rf"role {role} died", needs="slurm") for role in TRAINERS),
+    *(Fault("SIGKILL", f"{role} rank 0", "train", says=rf"role {role} died", needs="slurm") for role in TRAINERS),
+    Fault(
+        "SIGKILL",
+        "rollout rank 0",
+        "generate",
+        says=r"(role rollout died: rank 0|engine 0 on \S+ is lost)",
+        needs="slurm",
+    ),
+    Fault(
+        "SIGKILL", "srun of rollout", "generate", says=r"(role rollout died|engine \d on \S+ is lost)", needs="slurm"
+    ),
     Fault("SIGKILL", CONDUCTOR, "train", says="cut off", needs="slurm"),
     Fault("SIGSTOP", "actor rank 1", "train", says=r"role actor died: rank 1\b", needs="slurm"),
-    Fault("crash", "node of actor rank 1", "train", says=r"role \w+ died: rank \d.* on {node}\b", needs="slurm"),
-    Fault("crash", "node of rollout rank 0", "generate", says=r"role \w+ died: rank \d.* on {node}\b", needs="slurm"),
-    Fault("network cut", "node of actor rank 1", "train", says=r"role \w+ died: rank \d.* on {node}\b", needs="slurm"),
+    Fault("crash", "node of actor rank 1", "train", says=NODE, needs="slurm"),
+    Fault("crash", "node of rollout rank 0", "generate", says=NODE, needs="slurm"),
+    Fault("network cut", "node of actor rank 1", "train", says=NODE, needs="slurm"),
     Fault("restart", "slurmctld", "train", does=BORNE, needs="slurm"),
     Fault("SIGKILL", "slurmd of actor rank 1", "train", does=BORNE, needs="slurm"),
 )

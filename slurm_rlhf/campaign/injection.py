@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -17,6 +18,8 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.polling import wait_until
 
 PAUSE_S = 3.0
+BETWEEN_S = 0.5
+"""From the first death to the second."""
 CLOCK = {"+1 h": 3600.0, "-1 h": -3600.0, "+10 years": 315_360_000.0}
 REWARD = {
     "hang": "reward-hang",
@@ -69,6 +72,15 @@ def _signal(fault: Fault, place: Place) -> Hit:
     return Hit(pid)
 
 
+def _killed_twice(fault: Fault, place: Place) -> Hit:
+    first, second = (victim(place.session, target) for target in fault.target.split(", "))
+    os.kill(first, signal.SIGKILL)
+    time.sleep(BETWEEN_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(second, signal.SIGKILL)
+    return Hit(first)
+
+
 def _paused(fault: Fault, place: Place) -> Hit:
     pid = victim(place.session, fault.target)
     os.kill(pid, signal.SIGSTOP)
@@ -87,6 +99,8 @@ def _hold(switch: Path, text: str = "") -> Hit:
 
 def _let_go(fifo: Path) -> None:
     """Open the other end for a reader that may be gone."""
+    if not fifo.exists():
+        return
     end = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
     fifo.unlink()
     os.close(end)
@@ -143,6 +157,7 @@ def _renamed(fault: Fault, place: Place) -> Hit:
 
 
 INJECT: dict[str, Callable[[Fault, Place], Hit]] = {
+    "SIGKILL, one after the other": _killed_twice,
     "SIG": _signal,
     "pause": _paused,
     "clock jump": _set_clock,

@@ -128,7 +128,7 @@ class Leader:
     def _until_it_steps(self, session: Session, fault: Fault) -> Iterator[Row]:
         """Wait for the steps before the fault; they show that the same command went on after the ones before."""
         session.wait_for_phase(("rollout", ""), 0, POLL_S)
-        begun = session.began_at or 0
+        begun = session.goes_from or 0
         ahead = LEARNED_STEPS if fault.kind in SETTLED else 1
         if fault.kind.startswith("newest checkpoint"):
             ahead = 5  # two checkpoints
@@ -147,7 +147,7 @@ class Leader:
         hit = inject(fault, place)
         seen.hit_phase, seen.hit_step, seen.pid, seen.checkpoint = now.phase, now.step, hit.pid, session.checkpoint
         try:
-            watch(session, fault, seen, known, hit_at)
+            watch(session, fault, seen, known, hit_at, hit.undo)
         finally:
             hit.undo()
         if seen.exit_code is not None and seen.exit_code < 0:  # a conductor that was killed leaves no word

@@ -109,9 +109,17 @@ class Session:
 
     @property
     def began_at(self) -> int | None:
-        """Return the step from which it goes on; None while it has not said so."""
-        new = [event for event in read_events(self.directory.events)[self._known :] if event.event in (BEGUN, RESUME)]
-        return new[-1].step if new else None
+        """Return the step from which it went on; None while it has not said so."""
+        return next(iter(self._beginnings()), None)
+
+    @property
+    def goes_from(self) -> int | None:
+        """Return the step from which it went on last: trainers may have been restarted in place since."""
+        return next(reversed(self._beginnings()), None)
+
+    def _beginnings(self) -> list[int]:
+        new = read_events(self.directory.events)[self._known :]
+        return [event.step for event in new if event.event in (BEGUN, RESUME)]
 
     def phase(self) -> PhaseNow | None:
         """Return the phase that this start is in."""

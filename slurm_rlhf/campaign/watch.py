@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from slurm_rlhf.campaign import processes
@@ -14,34 +15,48 @@ from slurm_rlhf.campaign.session import POLL_S, Session
 from slurm_rlhf.campaign.verdicts import Observation, pattern
 from slurm_rlhf.polling import wait_until
 
-SPARE_S = 60.0
+SPARE_S = 120.0
 """Beyond the limit of a fault: then the run counts as one that did not notice it."""
 BORNE_STEPS = 2
 """A run that does so many steps after a fault goes on undisturbed."""
 RECOVERED_STEPS = 3
 RECOVERED_S = 5.0
 """So many steps and seconds after a run has noticed a fault it has recovered in place."""
+LASTS_S = 8.0
+"""How long what holds a run up stays after it was noticed: longer than `timeout.hang_grace` of the runs."""
 LEAVE_S = 5.0
 """For the processes of a run, from the conductor's end to theirs."""
-ENDS = ("error", "hang", "stop")
+ENDS = ("error", "hang", "stop", "restart")
 """Events by which a run says that something is wrong, whatever it is."""
 LONELY = "the conductor is gone"
 """What ranks write into their logs when they leave by themselves."""
 
 
-def watch(session: Session, fault: Fault, seen: Observation, known_events: int, hit_at: float) -> None:
+def watch(
+    session: Session,
+    fault: Fault,
+    seen: Observation,
+    known_events: int,
+    hit_at: float,
+    undo: Callable[[], None] = lambda: None,
+) -> None:
     """Fill `seen` with what happens after a fault that struck at `hit_at` (time.monotonic()); returns when it is clear.
 
-    `known_events`: how many events there were before it.
+    `known_events`: how many events there were before it. `undo` takes the fault away; it is called when it was noticed
+    and has had its time, so that it does not meet a run that has recovered, and once more at the end.
     """
     limit = hit_at + fault.limit_s + SPARE_S
     steps_then, marks = 0, log_sizes(session.directory.logs)
+    undone = False
     stopped = fault.kind == "SIGSTOP" and fault.target == CONDUCTOR
     while True:
         session.look_around()
         over, now = session.over, time.monotonic() - hit_at
         if seen.detected_s is None and noticed(session, fault, seen, known_events, over):
             seen.detected_s, steps_then = now, session.steps
+        if seen.detected_s is not None and not undone and now > seen.detected_s + LASTS_S:
+            undone = True
+            undo()
         if stopped and seen.detected_s is None and LONELY in written_since(session.directory.logs, marks):
             seen.detected_s = now
             wait_until(lambda: len(processes.writers(session.directory.root)) <= 1, LEAVE_S)
@@ -56,6 +71,7 @@ def watch(session: Session, fault: Fault, seen: Observation, known_events: int, 
             seen.error = f"{now:.0f} s after the fault the run had neither ended nor gone on"
             break
         time.sleep(POLL_S)
+    undo()
     output = session.process.output() if seen.ended_s is not None else ""
     seen.traceback = "Traceback (most recent call last)" in output
     seen.told += output + (written_since(session.directory.logs, marks) if stopped else "")

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,16 +15,21 @@ from slurm_rlhf.errors import ConfigError
 
 if TYPE_CHECKING:
     from slurm_rlhf.campaign.faults import Fault
+    from slurm_rlhf.campaign.session import Start
     from slurm_rlhf.campaign.verdicts import Row
 
-USAGE = "usage: slurm-rlhf campaign [--faults=N] [--seed=N] [--only=WORDS] [--out=DIR] [--list]"
+USAGE = "usage: slurm-rlhf campaign [--faults=N] [--seed=N] [--only=WORDS] [--storm=STEPS] [--out=DIR] [--list]"
 OPTIONS = {
     "faults N": "how many, drawn so that each kind, target and phase comes before any comes twice [60]",
     "seed N": "of the drawing, and of when in its phase a fault strikes [0]",
     "only WORDS": "only faults whose names match this regular expression, as --list shows them",
+    "storm STEPS": "one run of so many steps instead, of which some process is killed every 10 s",
     "out DIR": "a new directory for the runs, campaign.json and campaign.html [campaign]",
     "list": "show the faults that would be drawn, and start nothing",
 }
+
+EVERY_S = 10.0
+"""Between the kills of a storm."""
 
 
 def run(words: list[str]) -> int:
@@ -36,14 +42,14 @@ def run(words: list[str]) -> int:
     from slurm_rlhf.campaign.faults import NEEDS, all_faults, named
     from slurm_rlhf.campaign.result import PAGE, Campaign, left_out
 
-    seed, count = _number(given, "seed", 0), _number(given, "faults", 60)
+    seed, most = _number(given, "seed", 0), _number(given, "faults", 60)
     try:
         chosen = named(all_faults(), given.get("only", ""))
     except re.error as error:
         raise ConfigError(f"--only={given['only']}: no regular expression: {error}") from None
     out = Path(given.get("out", "campaign")).absolute()
     can, cannot = runnable(chosen, _has(out))
-    drawn = draw(can, count, seed)
+    drawn, steps = draw(can, most, seed), _number(given, "storm", 0)
     if "list" in given:
         print("\n".join([*(fault.name for fault in drawn), *(f"{one.name} ({NEEDS[one.needs]})" for one in cannot)]))
         return 0
@@ -53,7 +59,7 @@ def run(words: list[str]) -> int:
         raise ConfigError(f"--out={out} holds something already: give a new directory")
     began = time.monotonic()
     rows: list[Row] = []
-    for row in _rows(out, drawn, seed):
+    for row in _storm(out, steps, seed) if steps else _rows(out, drawn, seed):
         rows.append(row)
         told = "; ".join(row.problems) or f"{row.outcome}{f', {row.said}' if row.said else ''}"
         print(f"{'ok   ' if row.good else 'WRONG'} {row.fault}: {told}", flush=True)
@@ -66,17 +72,26 @@ def run(words: list[str]) -> int:
 
 def _rows(out: Path, drawn: Sequence[Fault], seed: int) -> Iterator[Row]:
     from slurm_rlhf.campaign.leader import Leader
+
+    return Leader(out, _start(out), seed, _note).run(drawn)
+
+
+def _storm(out: Path, steps: int, seed: int) -> Iterator[Row]:
+    from slurm_rlhf.campaign.storm import Storm
+
+    yield Storm(out, _start(out), seed, steps, EVERY_S, _note).run()
+
+
+def _start(out: Path) -> Start:
     from slurm_rlhf.campaign.session import Command as Process
 
     out.mkdir(parents=True, exist_ok=True)
-    number = iter(range(1_000_000))
-    leader = Leader(
-        out,
-        lambda words: Process(words, out / f"output.{next(number)}.log"),
-        seed,
-        lambda text: print(text, flush=True),
-    )
-    return leader.run(drawn)
+    number = count()
+    return lambda words: Process(words, out / f"output.{next(number)}.log")
+
+
+def _note(text: str) -> None:
+    print(text, flush=True)
 
 
 def _timeouts() -> str:

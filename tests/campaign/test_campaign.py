@@ -14,6 +14,7 @@ from slurm_rlhf.campaign.draw import draw, runnable
 from slurm_rlhf.campaign.faults import NEEDS, Fault, all_faults
 from slurm_rlhf.campaign.leader import Leader
 from slurm_rlhf.campaign.result import Campaign, left_out
+from slurm_rlhf.campaign.storm import Storm
 from slurm_rlhf.campaign.verdicts import FAILED, Row
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -66,3 +67,14 @@ def test_sixty_faults(tmp_path: Path, seed: int) -> None:
     assert wrong(campaign.rows) == []
     assert len(campaign.rows) == 60
     assert not [row for row in campaign.rows if row.outcome == FAILED or row.left]
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
+def test_two_hundred_steps_with_a_kill_every_ten_seconds(tmp_path: Path) -> None:
+    storm = Storm(tmp_path, WarmStart(tmp_path), 0, 200, 10.0, print)
+    row = storm.run()
+    print(row, storm.killed)
+    assert row.problems == []
+    assert (row.equal, row.compared) == (True, 200)
+    assert len(storm.killed) >= 4

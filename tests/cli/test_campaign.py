@@ -54,4 +54,4 @@ def test_a_directory_in_use_is_left_alone(tmp_path: Path, capsys: pytest.Capture
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["campaign", "--help"]) == 0
     page = capsys.readouterr().out
-    assert all(f"--{name}" in page for name in ("faults", "seed", "only", "out", "list"))
+    assert all(f"--{name}" in page for name in ("faults", "seed", "only", "storm", "out", "list"))
