@@ -15,6 +15,7 @@ MOUNTS = Path("/proc/self/mounts")
 _LITTLE = 64 * MIB
 _FULL = ("No space left on device", "inline_container.cc", "PytorchStreamWriter")
 _QUOTA = "Disk quota exceeded"
+_LARGE = "File too large"
 """Words of errors that have lost their number on the way through a library or from another process; torch's tell of any
 short write. Another disk of that process may be full: they count where little is free here."""
 
@@ -35,6 +36,8 @@ def refusal(error: BaseException, place: Path, needed: int = 0) -> str:
             f"Disk quota exceeded: {where}, but your quota on it is used up{wanted}: `quota -s`, or `lfs quota -h -u "
             f"$USER {point}` on Lustre, shows it"
         )
+    if number == errno.EFBIG:
+        return f"File too large: {where}, but this process may write no larger file: raise `ulimit -f`"
     if number == errno.EROFS:
         return f"the file system {point} is mounted for reading only"
     return ""
@@ -97,6 +100,8 @@ def size_of(directory: Path) -> int:
 def _number(words: str, little: bool) -> int:
     if _QUOTA in words:
         return errno.EDQUOT
+    if _LARGE in words:
+        return errno.EFBIG
     return errno.ENOSPC if little and any(text in words for text in _FULL) else 0
 
 

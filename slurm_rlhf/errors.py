@@ -16,6 +16,7 @@ SlurmRlhfError                  anything this package raises on purpose
     ├── RoleDied                a role's process ended or fell silent
     ├── CallTimeout             a call passed its deadline
     ├── RemoteError             a role's handler raised; carries the remote traceback for the log
+    ├── EngineBroken            an engine that can do nothing more: another start of it can
     ├── RunHung                 nothing moved for longer than the watchdog allows
     ├── FilteredAway            dynamic sampling dropped nearly every group
     ├── WireError               a frame that does not decode, a peer that is not ours
@@ -88,15 +89,24 @@ class RemoteError(RunError):
     """Report that the handler of a role raised.
 
     `user_error` is True when the remote exception was a `UserError`, so that the conductor reports it as one.
-    `remote_traceback` belongs into the log, never on the user's terminal.
+    `remote_traceback` belongs into the log, never on the user's terminal. `role` is the role whose rank raised; empty:
+    unknown.
     """
 
-    def __init__(self, message: str, *, remote_traceback: str = "", user_error: bool = False) -> None:
+    def __init__(
+        self, message: str, *, remote_traceback: str = "", user_error: bool = False, role: str = "", node: str = ""
+    ) -> None:
         super().__init__(message)
         self.remote_traceback = remote_traceback
+        self.role = role
+        self.node = node
         self.user_error = user_error
         if user_error:
             self.exit_code = UserError.exit_code
+
+
+class EngineBroken(RunError):
+    """Report that an engine can do nothing more, because one of its ranks is gone or has done something else."""
 
 
 class RunHung(RunError):

@@ -30,11 +30,11 @@ SETTLE = 3.0  # seconds that processes have to leave after the last test
 ABSENT = ("needs a GPU", "needs several GPUs", "needs a network")
 """Beginnings of the only reasons for which a test may be skipped under CI: what its machines do not have."""
 
-NOT_FAST = ("slurm", "mpi", "engine", "slow", "full", "gpu")
+NOT_FAST = ("slurm", "mpi", "engine", "slow", "full", "campaign", "gpu")
 """Marks of tests that `-m fast` leaves out."""
 MARKS_OF_FIXTURES = {"slurm": "slurm", "engine_process": "engine"}
 """Marks that a test has because it asks for a fixture."""
-ASKED_FOR = ("full", "gpu")
+ASKED_FOR = ("full", "campaign", "gpu")
 """Marks of tests that run only where `-m` names the mark, or is empty."""
 
 SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
@@ -124,8 +124,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by their fixtures, and those without any such mark as fast.
 
-    The longer product of cases and the kit for GPUs run when they are asked for: `-m full`, `-m gpu`, or a test by its
-    name with `-m ""`.
+    The longer product of cases, the fault campaign and the kit for GPUs run when they are asked for: `-m full`,
+    `-m campaign`, `-m gpu`, or a test by its name with `-m ""`.
     """
     for item in items:
         for fixture in set(getattr(item, "fixturenames", ())) & MARKS_OF_FIXTURES.keys():

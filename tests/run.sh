@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Makes the environment, or reuses it, and runs the tests: bash tests/run.sh [pytest's arguments]
 #
-#   bash tests/run.sh                      all tests but -m full and -m gpu, in three sessions side by side (lanes.py)
+#   bash tests/run.sh                      all tests but -m full, campaign and gpu, in three sessions at once (lanes.py)
 #   bash tests/run.sh -m fast              what starts no process group, engine or Slurm: about two minutes
 #   bash tests/run.sh tests/training -x    any arguments of pytest: one session
+#   bash tests/run.sh -m campaign          faults in every phase of real runs, here and on Slurm: an hour
 #   bash tests/run.sh -m gpu               the acceptance kit on this machine's GPUs, in the GPU environment: ten minutes
 #                                          at most, then a table, gpu_report.md and gpu_report.json (--gpu_report=DIR)
 #   bash tests/run.sh -m gpu --rehearse    the same checks on CPUs

@@ -130,6 +130,7 @@ COMMANDS = {
     "completion": ("completion", "print what completes words in bash or zsh"),
     "docs": ("docs", "show a page of the documentation"),
     "eval": ("eval", "evaluate a model on several data sets: pass@k, majority votes, intervals"),
+    "campaign": ("campaign", "break small runs on purpose, and tell what each fault did"),
     "bench": ("bench", "measure parts of a run and compare them with plain loops"),
 }
 """Name -> (module of this room whose `COMMANDS` holds the command, summary)."""

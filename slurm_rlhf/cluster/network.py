@@ -15,6 +15,7 @@ from slurm_rlhf.errors import ConfigError, PlacementError
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _ANY_PORT = 9
+_LOOPBACK = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -53,6 +54,26 @@ def address_of(interface: str, key: str) -> str:
         f"{key}: {socket.gethostname()} has no interface {interface!r} with an address; it has "
         f"{', '.join(sorted({name for name, _ in owned}))}. Leave it empty to take the one that reaches the peers."
     )
+
+
+def own_address(name: str, interfaces: str = "") -> str:
+    """Return the address of this machine that others reach by `name`, to listen on it and on no other.
+
+    Where the name means no address of this machine, or here only loopback, as Debian's 127.0.1.1: that of the first of
+    `interfaces` (eth0,ib0), else the first that is not loopback. A name that spells loopback out is taken at its word.
+    """
+    if name in _LOOPBACK:
+        return _LOOPBACK[name]
+    owned = addresses()
+    try:
+        found = {_parsed(str(each[4][0])) for each in socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)}
+    except OSError:
+        found = set()
+    chosen = [name.strip() for name in interfaces.split(",") if name.strip()]
+    outside = [(interface, address) for interface, address in owned if not address.is_loopback]
+    named = [address for _, address in outside if address in found]
+    meant = [address for interface in chosen for name, address in owned if name == interface]
+    return str(next(iter([*named, *meant, *(address for _, address in outside)]), _LOOPBACK["localhost"]))
 
 
 def link_mbits(interfaces: str, root: Path = Path("/sys/class/net")) -> int:

@@ -53,6 +53,15 @@ def read_session(run_dir: Path) -> Session | None:
         return None
 
 
+def running(pid: int) -> bool:
+    """Tell whether a process of this machine runs; one that has ended and that nobody has waited for does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
 def attach_line(job_id: str, node: str) -> str:
     """Return the command that opens a shell on `node`, beside the steps of the job."""
     return f"srun --jobid={job_id} --overlap --pty --nodes=1 --nodelist={node} bash"
@@ -60,6 +69,9 @@ def attach_line(job_id: str, node: str) -> str:
 
 STORE_FD = "SLURM_RLHF_STORE_FD"
 """Variable with the number of the socket on which the first rank of a role opens the store of the role."""
+
+STORE_RANKS = "SLURM_RLHF_STORE_RANKS"
+"""Variable with the number of ranks that meet at that store: it listens until all have come."""
 
 KEYS = "SLURM_RLHF_RUN_KEYS"
 """Variable with the keys of the run, where they are not read from the run directory."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from slurm_rlhf.cluster.stop import StopRequested
-from slurm_rlhf.control.calls import ActorCalls, PackedPrompts, PromptTokens, ResponseBatch
+from slurm_rlhf.control.calls import ActorCalls, GenerateAnswer, PackedPrompts, PromptTokens, ResponseBatch
 from slurm_rlhf.control.generation_phase import behind
 from slurm_rlhf.control.server import RoleHandle, gather
-from slurm_rlhf.controller.dispatch import answer_sizes
+from slurm_rlhf.controller.dispatch import Answered, answer_sizes, nobody
 from slurm_rlhf.errors import CallTimeout, RemoteError, RunError
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 
@@ -29,6 +30,7 @@ class ActorSampler:
     actor: RoleHandle[ActorCalls]
     run_seed: int
     max_num_seqs: int  # responses that a rank works on at once
+    told: Answered = nobody
     loads: dict[int, EngineLoad] = field(default_factory=dict, init=False)
 
     def run(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
@@ -40,6 +42,8 @@ class ActorSampler:
         for number, batches in enumerate(rounds, start=1):
             asked = [self._batch(batch, prompts, sampling, version, last=number == len(rounds)) for batch in batches]
             calls.append(self.actor.start_each(ActorCalls.generate, asked))
+            for call in calls[-1]:
+                call.add_done_callback(self._tell)
         try:
             answers = gather([call for batches in calls for call in batches])
         except StopRequested:
@@ -52,6 +56,10 @@ class ActorSampler:
             self.loads[number % self.actor.world].add(answer.load)
             found |= {(position, one.sample): one for position, one in answer.found}
         return [found[position, sample] for position in range(len(prompts)) for sample in range(sampling.n)]
+
+    def _tell(self, call: Future[GenerateAnswer]) -> None:
+        if not call.cancelled() and call.exception() is None:
+            self.told(len(call.result().found), call.result().load.tokens)
 
     def _batch(
         self, wanted: list[Wanted], prompts: list[Prompt], sampling: Sampling, version: int, last: bool

@@ -165,7 +165,7 @@ def make_batches(parts: Parts, sample: Callable[[int], Batch]) -> Batches:
         parts.prompts,
         parts.order,
         sampling_of(config),
-        EngineFeed(engines.rollout, engines.run_seed, engines.max_num_seqs),
+        EngineFeed(engines.rollout, engines.run_seed, engines.max_num_seqs, engines.answered),
         parts.reward if filtered else None,
         Tally(config.algo.dynamic_filtering_range) if filtered else None,
         None if ahead or engines.pool is None else engines.pool.admit,

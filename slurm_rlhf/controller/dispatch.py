@@ -23,6 +23,13 @@ Responses = dict[int, list[Trajectory]]
 
 POLL_S = 0.2
 
+Answered = Callable[[int, int], None]
+"""Gets how many responses have come, and how many tokens were sampled meanwhile; any thread may call it."""
+
+
+def nobody(responses: int, tokens: int) -> None:
+    """Tell nobody."""
+
 
 class Sampler(Protocol):
     """Samples responses, whoever computes them: `Dispatcher` with engines, `ActorSampler` with the actor's ranks."""
@@ -59,6 +66,7 @@ class Dispatcher:
     deterministic: bool
     pool: EnginePool | None = None  # brings in engines that start late; None: all are ready, or somebody else does
     rescue: Callable[[], Sequence[int]] | None = None  # brings in an engine where none is left; answers which
+    answered: Answered = nobody
     loads: dict[int, EngineLoad] = field(default_factory=dict, init=False)  # engine -> what it did in the last `run`
     runs: int = field(default=0, init=False)  # so far
 
@@ -184,11 +192,16 @@ class Dispatcher:
         """Hand prompts to an engine: answer the calls that bring the responses, and how many each brings.
 
         The first call has the prompts. The others have none: they are there to be answered, because one answer with
-        all responses could be larger than a message may be.
+        all responses could be larger than a message may be, and would come when the last of them is finished.
         """
         asked = PackedPrompts.pack([PromptTokens(i, prompts[i].index, prompts[i].token_ids) for i in positions])
         longest = max(len(prompts[i].token_ids) for i in positions)
-        counts = answer_sizes(len(positions) * sampling.n, longest, sampling.max_new_tokens)
+        most = max(1, self.max_num_seqs // _CHUNKS_PER_WIDTH)
+        counts = [
+            min(most, whole - begun)
+            for whole in answer_sizes(len(positions) * sampling.n, longest, sampling.max_new_tokens)
+            for begun in range(0, whole, most)
+        ]
         none = PackedPrompts.pack([])
         calls = {}
         for part, count in enumerate(counts):
@@ -203,6 +216,7 @@ class Dispatcher:
             return False
         answer = call.result()
         self.loads.setdefault(engine, EngineLoad()).add(answer.load)
+        self.answered(len(answer.found), answer.load.tokens)
         for position, trajectory in answer.found:
             known = found.setdefault(position, [])
             # A prompt whose engine was lost is sampled once more as a whole; what had come of it is kept.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from slurm_rlhf.control.calls import EngineCalls, GenerateAnswer, GenerateBatch, PackedPrompts, PromptTokens
 from slurm_rlhf.control.server import EngineHandle
-from slurm_rlhf.controller.dispatch import allowance
+from slurm_rlhf.controller.dispatch import Answered, allowance, nobody
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling
 
 Arrived = Callable[[int, "Future[GenerateAnswer]"], None]
@@ -26,6 +26,7 @@ class EngineFeed:
     rollout: EngineHandle
     run_seed: int
     max_num_seqs: int  # sequences an engine works on at once
+    answered: Answered = nobody
     stream: int = field(default=0, init=False)  # of the engines' calls; `Dispatcher` counts its own from 1
     loads: dict[int, EngineLoad] = field(default_factory=dict, init=False)
     _owed: dict[int, int] = field(default_factory=dict, init=False)
@@ -55,6 +56,7 @@ class EngineFeed:
         """Note an answer of an engine."""
         self._owed[engine] = max(0, self._owed.get(engine, 0) - len(answer.found))
         self.loads.setdefault(engine, EngineLoad()).add(answer.load)
+        self.answered(len(answer.found), answer.load.tokens)
 
     def lost(self, engine: int) -> None:
         """Note that an engine is lost: it owes nothing any more."""

@@ -53,8 +53,10 @@ class TrainingLoop:
             raise
         finally:
             self.step.batches.close()
-        self.checkpoints.save_once()
-        self.step.roles[ACTOR].call_all(ActorCalls.export, DirectoryRequest(str(self.final)))
+        with self.step.phases("checkpoint"):
+            self.checkpoints.save_once()
+        with self.step.phases("export"):
+            self.step.roles[ACTOR].call_all(ActorCalls.export, DirectoryRequest(str(self.final)))
         self.checkpoints.count_wall()
 
     def _begin(self) -> None:

@@ -23,9 +23,10 @@ from slurm_rlhf.control.calls import MemoryReport, RankCalls
 from slurm_rlhf.control.declarations import spec_of
 from slurm_rlhf.control.server import EngineHandle, RoleHandle
 from slurm_rlhf.controller.batches import Batch
-from slurm_rlhf.observe.events import EventLog, WarningEvents
+from slurm_rlhf.observe.events import START, EventLog, WarningEvents
 from slurm_rlhf.observe.jsonl import truncate_after
 from slurm_rlhf.observe.metrics import finite
+from slurm_rlhf.observe.phase_file import PhaseFile
 from slurm_rlhf.observe.samples import Sample, SampleLog, choose
 from slurm_rlhf.observe.spans import CallSpans, TimelineLog
 from slurm_rlhf.placement.rank_map import RankMap
@@ -74,6 +75,7 @@ class Recorder:
         self._samples = SampleLog(directory.samples)
         self._timeline = TimelineLog(directory.timeline)
         self._spans = CallSpans()
+        self._phase = PhaseFile(directory.phase)
         self._layout: dict[str, Any] = {}
         self._handles: Mapping[str, RoleHandle[Any]] = {}
         self._memory: dict[str, dict[str, dict[str, int]]] = {}  # role -> rank -> bytes
@@ -100,6 +102,7 @@ class Recorder:
     def begin(self, step: int) -> None:
         """Drop what is behind `step`, from which the run goes on."""
         self.step = step
+        self.phase(START)
         for path in (self._directory.samples, self._directory.timeline):
             truncate_after(path, step)
 
@@ -143,12 +146,15 @@ class Recorder:
         if answer.exception() is None:
             self._memory.setdefault(role, {})[str(rank)] = asdict(answer.result())
 
+    @spared
     def phase(self, name: str) -> None:
         """Note the phase of the conductor that begins; empty: none."""
         self._spans.phase(name)
+        self._phase.tell(name, self.step)
 
     def stepping(self) -> None:
         """Note that the first step begins."""
+        self.phase("")
         self._spans.take(0)
 
     @spared

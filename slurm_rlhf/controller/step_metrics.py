@@ -81,12 +81,13 @@ def update_metrics(steps: list[Trained]) -> dict[str, float]:
 
     In that step the actor still has the weights of the old log-probs; with algo.correction.bypass its sums of ratios
     are those of actor to engine.
-    Steps that were skipped (fp16) are counted; they have no `grad_norm`.
+    Steps that were skipped are counted; they have no `grad_norm`, and what is not finite in them is left out.
     """
     found: dict[str, list[float]] = {}
+    usable = [step for step in steps if not _spoiled(step)]
     for step in steps:
         for name in step.answers[0]:
-            if name in RATIO_SUMS:
+            if name in RATIO_SUMS or (name not in PER_STEP and step not in usable):
                 continue
             if name in PER_STEP:
                 found.setdefault(f"{step.role}_{name}", []).append(step.answers[0][name])
@@ -94,7 +95,7 @@ def update_metrics(steps: list[Trained]) -> dict[str, float]:
                 found.setdefault(name, []).append(sum(answer[name] for answer in step.answers))
             else:
                 found.setdefault(name, []).append(_per_token(step, name))
-    first = next((step for step in steps if step.role == "actor"), None)
+    first = next((step for step in usable if step.role == "actor"), None)
     metrics = {
         name: float(np.sum(values) if name.endswith("_skipped_steps") else np.mean(values))
         for name, values in found.items()
@@ -105,6 +106,24 @@ def update_metrics(steps: list[Trained]) -> dict[str, float]:
     if first and first.answers[0].keys() >= set(RATIO_SUMS):
         metrics |= metrics_of_means({name: _per_token(first, name) for name in RATIO_SUMS})
     return metrics
+
+
+def _spoiled(step: Trained) -> bool:
+    """Tell whether a step was skipped because its loss was not finite: its other numbers are of no use either."""
+    answers = [value for answer in step.answers for value in answer.values()]
+    return step.answers[0].get("skipped_steps", 0.0) > 0 and not np.isfinite(answers).all()
+
+
+def skip_warning(metrics: dict[str, float]) -> str:
+    """Tell of optimizer steps that were skipped because loss or gradient was not finite; empty: none was."""
+    skipped = {role: int(metrics.get(f"{role}_skipped_steps", 0)) for role in ("actor", "critic")}
+    told = " and ".join(f"{count} of the {role}" for role, count in skipped.items() if count)
+    return (
+        f"optimizer steps skipped, because loss or gradient was not finite: {told}. After train.max_skipped_steps in a "
+        "row the run ends. Usually: a learning rate that is too high, or rewards out of range (reward.clip_range)"
+        if told
+        else ""
+    )
 
 
 def _per_token(step: Trained, name: str) -> float:

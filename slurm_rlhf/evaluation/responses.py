@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-from slurm_rlhf.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +59,3 @@ def write_responses(path: Path, responses: Iterable[ScoredResponse]) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def read_responses(path: Path) -> Iterator[ScoredResponse]:
-    """Yield what `write_responses` wrote. Raises DataError with file and line for anything else."""
-    known = {field.name for field in fields(ScoredResponse)}
-    try:
-        with open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):
-                try:
-                    row = json.loads(line)
-                    yield ScoredResponse(**{name: value for name, value in row.items() if name in known})
-                except (ValueError, TypeError, AttributeError) as error:
-                    raise DataError(f"{path}:{number}: not a line of an evaluation's responses: {error}") from None
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None

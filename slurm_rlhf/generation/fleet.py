@@ -136,6 +136,8 @@ class Fleet:
             self.gone[news.engine] = news
             if news.engine in self.ready:
                 self.ready.remove(news.engine)
+            # One that hangs, or whose other ranks wait for it: they hold the memory of its devices.
+            self.launcher.end(news.engine)
             log.error("engine %d is lost: %s", news.engine, news.why)
         return True
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurm_rlhf.cluster.processes import STORE_FD
+from slurm_rlhf.cluster.processes import STORE_FD, STORE_RANKS
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.launch.child_process import exit_text, start_child
 from slurm_rlhf.launch.step_spec import WORKER_MODULE, share_on
@@ -84,6 +84,8 @@ class EngineRanks:
                     "MASTER_PORT": str(store.getsockname()[1]),
                 }
                 opens = tp_rank == 0 and len(engine.group.ranks) > 1
+                if len(engine.group.ranks) > 1:
+                    variables[STORE_RANKS] = str(len(engine.group.ranks))
                 if opens:
                     variables[STORE_FD] = str(store.fileno())
                 log = self._logs / f"{ROLLOUT}.{self._node}.{rank}.start.log"

@@ -13,6 +13,7 @@ from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.run_directory import write_atomically
 
 WORKER_MODULE = "slurm_rlhf.workers.rank_process"
+TORCHRUN_MODULE = "slurm_rlhf.workers.torchrun"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +62,7 @@ def torchrun_command(spec: StepSpec, ranks: RankMap, node: str, log_dir: str) ->
     return [
         sys.executable,
         "-m",
-        "torch.distributed.run",
+        TORCHRUN_MODULE,
         *_rendezvous(spec, ranks, share),
         f"--nproc-per-node={len(share.ranks)}",
         f"--rdzv-id={spec.run_id}.{spec.role}",
@@ -78,20 +79,17 @@ def torchrun_command(spec: StepSpec, ranks: RankMap, node: str, log_dir: str) ->
 
 
 def _rendezvous(spec: StepSpec, ranks: RankMap, share: NodeShare) -> list[str]:
+    """Say where the torchruns meet. Not by torch's own ways: those listen on every address of the node."""
     if not spec.port:
         # The store binds port 0 itself and the workers share it: no other process can take a port chosen beforehand.
-        return [
-            "--nnodes=1",
-            "--rdzv-backend=c10d",
-            "--rdzv-endpoint=127.0.0.1:0",
-            "--local-addr=127.0.0.1",  # torchrun would tell the workers a host name, which need not resolve
-        ]
-    shares = ranks.roles[spec.role]
-    # Not c10d: it ignores --node-rank and numbers the nodes in the order of their addresses as text.
+        nodes, rank, world, where = 1, 0, len(share.ranks), "127.0.0.1:0"
+    else:
+        shares = ranks.roles[spec.role]
+        nodes, rank, world = len(shares), shares.index(share), ranks.world(spec.role)
+        where = f"{shares[0].node}:{spec.port}"
     return [
-        f"--nnodes={len(shares)}",
-        f"--node-rank={shares.index(share)}",
-        "--rdzv-backend=static",
-        f"--master-addr={shares[0].node}",
-        f"--master-port={spec.port}",
+        f"--nnodes={nodes}",
+        "--rdzv-backend=bound",
+        f"--rdzv-endpoint={where}",
+        f"--rdzv-conf=rank={rank},ranks={world}",
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -16,6 +16,7 @@ START: Final = "start"
 RESUME: Final = "resume"
 STOP: Final = "stop"
 REQUEUE: Final = "requeue"
+RESTART: Final = "restart"
 WARNING: Final = "warning"
 HANG: Final = "hang"
 ERROR: Final = "error"
@@ -23,7 +24,8 @@ CHECKPOINT: Final = "checkpoint"
 FINISH: Final = "finish"
 ENGINE_LOST: Final = "engine lost"
 ENGINE_JOINED: Final = "engine joined"
-"""Kinds of events. A hang: a rank was silent, or did not answer in time."""
+"""Kinds of events. A hang: a rank was silent, or did not answer in time. A restart: roles were started again in the
+same job, and the session goes on."""
 
 BEGINS, ENDS = (START, RESUME), (STOP, HANG, ERROR, FINISH)
 """Kinds that begin and end a session, which is one start of the run."""
@@ -80,6 +82,20 @@ def kind_of_note(text: str) -> str:
 def kind_of_failure(text: str) -> str:
     """Return whether what ended a run is a hang or another error."""
     return HANG if any(words in text for words in _HANGS) else ERROR
+
+
+def engines_lost(events: Sequence[RunEvent]) -> dict[int, str]:
+    """Return the engines that a run does without since its last start, and what was said of each."""
+    lost: dict[int, str] = {}
+    for event in events:
+        if event.event in BEGINS:
+            lost.clear()
+        elif event.event in (ENGINE_LOST, ENGINE_JOINED) and (found := re.match(r"engine (\d+) ", event.text)):
+            if event.event == ENGINE_LOST:
+                lost[int(found[1])] = event.text
+            else:
+                lost.pop(int(found[1]), None)
+    return lost
 
 
 class WarningEvents(logging.Handler):

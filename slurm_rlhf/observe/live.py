@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import sys
 import time
+from threading import Lock
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from slurm_rlhf.config.schema import Logger
-from slurm_rlhf.observe.progress import Cell, Clock, Headers, PlainProgress, Progress, duration, row
+from slurm_rlhf.observe.progress import Cell, Clock, Headers, PlainProgress, Progress, count, duration, row
 
 _REFRESH_HZ = 2
-_BAR = 32  # columns
+_BAR = 32  # columns, where there is room
+_TEXT = 52  # columns beside it
 _BUSY = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
@@ -26,10 +28,13 @@ class LiveProgress(Progress):
         self._console = console or Console(highlight=False)
         self._clock = Clock()
         self._live: Live | None = None
-        self._headers = Headers()
+        self._headers = Headers(self._console.width)
         self._done = self._total = 0
         self._phase = ""
         self._phase_began = 0.0
+        self._expected = 0  # responses of the phase
+        self._lock = Lock()
+        self._answered = self._tokens = 0
 
     def begin(self, done: int, total: int) -> None:
         self._clock.tick()
@@ -39,8 +44,15 @@ class LiveProgress(Progress):
         )
         self._live.start(refresh=True)
 
-    def phase(self, name: str) -> None:
-        self._phase, self._phase_began = name, time.monotonic()
+    def phase(self, name: str, responses: int = 0) -> None:
+        with self._lock:
+            self._phase, self._phase_began, self._expected = name, time.monotonic(), responses
+            self._answered = self._tokens = 0
+
+    def answered(self, responses: int, tokens: int) -> None:
+        with self._lock:
+            self._answered += responses
+            self._tokens += tokens
 
     def note(self, text: str) -> None:
         self._console.print(Text(text))
@@ -50,7 +62,8 @@ class LiveProgress(Progress):
         self._done, self._total = step, total
         if names := self._headers.before(metrics):
             self._print(Text(names, style="underline dim"))
-        self._print(_styled(row(step, total, metrics, duration(self._clock.remaining(total - step)))))
+        left = duration(self._clock.remaining(total - step))
+        self._print(_styled(row(step, total, metrics, left, self._console.width)))
         if "eval" in metrics:
             self._print(Text(f"{'':9} evaluation {metrics['eval']:.4f}", style="bold magenta"))
         if self._live is not None:
@@ -65,24 +78,36 @@ class LiveProgress(Progress):
         self._console.print(text, no_wrap=True, overflow="crop", crop=True)
 
     def _footer(self) -> RenderableType:
-        """Draw the bar. Rich's thread calls this, so its times go on while the main thread waits."""
-        bar = Table.grid(padding=(0, 1))
+        """Draw the bars. Rich's thread calls this, so its times go on while the main thread waits."""
         left = self._clock.remaining(self._total - self._done) - self._clock.since_tick()
         now = time.monotonic()
         busy = _BUSY[int(now * _REFRESH_HZ) % len(_BUSY)]
-        bar.add_row(
-            Text(f"{self._done}/{self._total}".rjust(9), style="bold"),
-            ProgressBar(
-                total=max(1, self._total),
-                completed=self._done,
-                width=_BAR,
-                complete_style="green",
-                finished_style="green",
-            ),
-            Text(f"{duration(self._clock.elapsed())} elapsed, {duration(max(left, 0.0))} left", style="cyan"),
-            Text(f"{busy} {self._phase} {duration(now - self._phase_began)}" if self._phase else "", style="dim"),
+        run = self._line(
+            f"{self._done}/{self._total}",
+            self._done,
+            self._total,
+            f"{duration(self._clock.elapsed())} elapsed, {duration(max(left, 0.0))} left",
+            f"{busy} {self._phase} {duration(now - self._phase_began)}" if self._phase else "",
         )
-        return bar
+        with self._lock:
+            done, expected, tokens = self._answered, self._expected, self._tokens
+            seconds = now - self._phase_began
+        if not (self._phase and (done or expected)):
+            return run
+        whole = f"{done}/{expected}" if expected else str(done)
+        rate = f"responses, {count(tokens / max(seconds, 1e-3), 6).strip()} tokens/s"
+        return Group(run, self._line(whole, done, expected, rate, ""))
+
+    def _line(self, name: str, done: int, total: int, text: str, dim: str) -> RenderableType:
+        width = max(4, min(_BAR, self._console.width - _TEXT))
+        bar: RenderableType = Text(" " * width)
+        if total:
+            # More than was expected can come: of prompts that are sampled ahead.
+            completed = min(done, total)
+            bar = ProgressBar(total, completed, width, complete_style="green", finished_style="green")
+        line = Table.grid(padding=(0, 1))
+        line.add_row(Text(name.rjust(9), style="bold"), bar, Text(text, style="cyan"), Text(dim, style="dim"))
+        return line
 
 
 def _styled(cells: list[Cell]) -> Text:

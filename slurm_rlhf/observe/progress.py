@@ -6,6 +6,7 @@ The display never stops a run: what is missing is shown as a dash.
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
 from collections import deque
@@ -22,8 +23,11 @@ class Progress:
     def begin(self, done: int, total: int) -> None:
         """Start to show steps; `done` steps were done before."""
 
-    def phase(self, name: str) -> None:
-        """Show the phase that begins; empty: none."""
+    def phase(self, name: str, responses: int = 0) -> None:
+        """Show the phase that begins, empty: none, and how many responses it will have; 0: nobody knows."""
+
+    def answered(self, responses: int, tokens: int) -> None:
+        """Count responses that engines have finished in this phase, and tokens sampled. Any thread may call it."""
 
     def note(self, text: str) -> None:
         """Show something the user should know."""
@@ -40,7 +44,8 @@ class PlainProgress(Progress):
 
     def __init__(self) -> None:
         self._clock = Clock()
-        self._headers = Headers()
+        self._width = shutil.get_terminal_size().columns if sys.stdout.isatty() else WIDE
+        self._headers = Headers(self._width)
 
     def begin(self, done: int, total: int) -> None:
         self._clock.tick()
@@ -52,7 +57,7 @@ class PlainProgress(Progress):
         self._clock.tick()
         if names := self._headers.before(metrics):
             print(names)
-        print(line(row(step, total, metrics, duration(self._clock.remaining(total - step)))))
+        print(line(row(step, total, metrics, duration(self._clock.remaining(total - step)), self._width)))
         if "eval" in metrics:
             print(f"{'':9} evaluation {metrics['eval']:.4f}")
         sys.stdout.flush()
@@ -60,6 +65,11 @@ class PlainProgress(Progress):
 
 PHASES = ("rollout", "reward", "forward", "update", "sync")
 """Phases with their own columns; the column `other` holds the rest of a step."""
+
+WIDE = 100
+"""Columns of a table that has all of them; also what a log file gets."""
+NARROW = ("rollout", "update")
+"""Phases with their own columns on a narrower terminal: 80 columns hold the row."""
 
 EVERY = 20
 """Rows from one header to the next."""
@@ -74,42 +84,51 @@ class Cell:
     style: str  # in rich's words
 
 
-def row(step: int, total: int, metrics: dict[str, float], remaining: str) -> list[Cell]:
-    """Format one step, at most 100 columns wide. A missing metric becomes a dash: the display never stops a run."""
+def row(step: int, total: int, metrics: dict[str, float], remaining: str, width: int = WIDE) -> list[Cell]:
+    """Format one step, in 100 columns, on a narrower terminal in 80.
+
+    A missing metric becomes a dash: the display never stops a run.
+    """
     seconds = metrics.get("time/step", math.nan)
-    phases = {name: metrics[f"time/{name}"] for name in PHASES if f"time/{name}" in metrics}
+    shown = _shown(width)
+    phases = {name: metrics[f"time/{name}"] for name in shown if f"time/{name}" in metrics}
     cells = [
         Cell(f"{step}/{total}".rjust(9), "bold"),
         Cell(_fixed(metrics.get("reward"), 7, 3), "bold green"),
         Cell(_fixed(metrics.get("kl"), 7, 4), ""),
         *([Cell(_fixed(metrics[SCORES], 5, 3), "green")] if SCORES in metrics else []),
-        Cell(_count(metrics.get("perf/tokens_per_s"), 6), ""),
+        Cell(count(metrics.get("perf/tokens_per_s"), 6), ""),
         Cell(_fixed(seconds, 6, 2), "bold"),
     ]
-    cells += [Cell(_fixed(phases.get(name), max(5, len(name)), 2), "dim") for name in PHASES]
+    cells += [Cell(_fixed(phases.get(name), max(5, len(name)), 2), "dim") for name in shown]
     cells.append(Cell(_fixed(max(seconds - sum(phases.values()), 0.0), 5, 2), "dim"))
     cells.append(Cell(remaining.rjust(7), "cyan"))
     return cells
 
 
-def header(metrics: Mapping[str, float]) -> str:
+def _shown(width: int) -> tuple[str, ...]:
+    return PHASES if width >= WIDE else NARROW
+
+
+def header(metrics: Mapping[str, float], width: int = WIDE) -> str:
     """Return the names over the columns of a `row` with these metrics."""
     scores = [("acc", 5)] if SCORES in metrics else []
     names = [("step", 9), ("reward", 7), ("kl", 7), *scores, ("tok/s", 6), ("sec", 6)]
-    names += [*((name, max(5, len(name))) for name in PHASES), ("other", 5), ("eta", 7)]
-    return " ".join(name.rjust(width) for name, width in names)
+    names += [*((name, max(5, len(name))) for name in _shown(width)), ("other", 5), ("eta", 7)]
+    return " ".join(name.rjust(size) for name, size in names)
 
 
 class Headers:
     """Says before which rows a header stands: the first one, every twentieth, and where the columns change."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = WIDE) -> None:
+        self._width = width
         self._rows = 0  # since the last header
         self._shown = ""
 
     def before(self, metrics: Mapping[str, float]) -> str:
         """Count a row, and return the header that belongs above it; empty: none."""
-        names = header(metrics)
+        names = header(metrics, self._width)
         due = names != self._shown or self._rows == EVERY
         self._rows = 1 if due else self._rows + 1
         self._shown = names
@@ -138,7 +157,7 @@ def _fixed(value: float | None, width: int, decimals: int) -> str:
     return next((text for text in texts if len(text) <= width), f"{value:.0e}").rjust(width)
 
 
-def _count(value: float | None, width: int) -> str:
+def count(value: float | None, width: int) -> str:
     """Format `value` as an integer, in thousands or millions if it is too wide."""
     if value is None or not math.isfinite(value):
         return "-".rjust(width)

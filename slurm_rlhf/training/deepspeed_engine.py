@@ -85,6 +85,7 @@ class EngineConfig:
     schedule: Schedule  # of the learning rate
     timeout_s: float  # of every collective
     ds: Ds  # of which the loss scale of fp16 is made
+    most_skipped: int = 0  # steps in a row that are not finite, but in fp16
 
     @classmethod
     def of(cls, config: Config, schedule: Schedule) -> EngineConfig:
@@ -100,6 +101,7 @@ class EngineConfig:
             schedule=schedule,
             timeout_s=config.timeout.collective,
             ds=config.ds,
+            most_skipped=config.train.max_skipped_steps,
         )
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from slurm_rlhf.config.schema import Ds
@@ -22,6 +21,8 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 SCORE_CAP = "attn_logit_softcapping"
 """Field of a Hugging Face config: attention scores s become c * tanh(s / c) before the softmax."""
+
+_NO_TENSORS = "its pickled weights hold more than tensors, which may be code: it is not run. Save it as safetensors"
 
 log = logging.getLogger(__name__)
 
@@ -158,8 +159,9 @@ def _load(kind: Any, path: Path, ds: Ds, gradient_checkpointing: bool, max_len: 
     _check_directory(path)
     try:
         model, info = _from_pretrained(kind, path, ds)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
-        raise ModelError(f"{path}: transformers cannot load it as {kind.__name__}: {error}") from error
+    except Exception as error:  # of transformers, safetensors and pickle
+        said = _NO_TENSORS if type(error).__name__ == "UnpicklingError" else error
+        raise ModelError(f"{path}: transformers cannot load it as {kind.__name__}: {said}") from error
     absent = sorted(info["missing_keys"])
     if absent:
         raise ModelError(

@@ -104,6 +104,8 @@ def save_hf(model: Any, source: Path, out: Path, rank: int) -> None:
     state = {name: full.cpu().clone() for name, full in full_parameters(model) if keep}
     if keep:
         out.parent.mkdir(parents=True, exist_ok=True)
+        for left in out.parent.glob(f".{out.name}.*"):  # of an export that was killed
+            shutil.rmtree(left, ignore_errors=True)
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as scratch:
             new, old = Path(scratch) / "new", Path(scratch) / "old"
             _write(model, state, source, new)

@@ -47,6 +47,7 @@ class TrainEngine:
         self.module = module
         self._engine = start_deepspeed(module, cfg, world)
         self._scale = LossScale.of(cfg.ds)
+        self._skipped = 0  # steps in a row
         self._async_save = AsyncSave()
         self._use_scale()
 
@@ -58,14 +59,17 @@ class TrainEngine:
         """Run the backward pass. Collective: every rank calls it as often; `is_last` marks a step's last call."""
         self._engine.set_gradient_accumulation_boundary(is_last)
         own = self._scale.scale if self._scale and not self.cfg.zero_stage else 1.0
-        self._engine.backward(loss * (self.world.size * own))
+        # A loss that is not finite makes every gradient so: then all ranks, which add them up, skip the step alike.
+        finite = torch.where(torch.isfinite(loss.detach()), 1.0, math.nan).to(loss.dtype)
+        self._engine.backward(loss * finite * (self.world.size * own))
 
     def step(self) -> dict[str, float]:
         """Clip the gradient and update; return `lr`, and `grad_norm` before clipping.
 
-        Raises RunError, and changes no parameter, if the gradient is not finite. In fp16 such a step is skipped and the
-        loss scale halved, until it is the smallest: RunError then. The answer has `loss_scale` and `skipped_steps` (0
-        or 1) there, and no `grad_norm` of a step that was skipped.
+        A step whose loss or gradient is not finite on some rank is skipped on all: it changes no parameter and does not
+        count. Raises RunError after more than `most_skipped` in a row; in fp16, where each halves the loss scale, only
+        when that is the smallest. The answer has `skipped_steps` (0 or 1), in fp16 `loss_scale`, and no `grad_norm` of
+        a step that was skipped.
         """
         lr = learning_rate(self.steps, self.cfg.schedule)
         for group in self._engine.optimizer.param_groups:
@@ -78,9 +82,9 @@ class TrainEngine:
             self._engine.step()
         else:
             self._engine.zero_grad()
-        told = {"lr": lr}
+        told = {"lr": lr, "skipped_steps": float(not math.isfinite(norm))}
         if self._scale:
-            told |= {"loss_scale": self._scale.scale, "skipped_steps": float(not math.isfinite(norm))}
+            told["loss_scale"] = self._scale.scale
         if math.isfinite(norm):
             self.steps += 1
             told["grad_norm"] = norm
@@ -199,21 +203,20 @@ class TrainEngine:
             set_loss_scale(self._engine.optimizer, self._scale.scale)
 
     def _judge(self, norm: float) -> None:
-        """Choose the next loss scale by the gradient's norm. Raises RunError for one that ends the run."""
+        """Count skipped steps, and choose the next loss scale. Raises RunError for a step that ends the run."""
+        self._skipped = 0 if math.isfinite(norm) else self._skipped + 1
         if self._scale:
             if math.isfinite(norm):
                 self._scale.step_passed()
             else:
                 self._scale.step_overflowed(self.steps)
             self._use_scale()
-        elif not math.isfinite(norm):
-            self._raise_not_finite()
-
-    def _raise_not_finite(self) -> None:
-        raise RunError(
-            f"the gradient of optimizer step {self.steps} is not finite; the parameters were not changed. "
-            "Usual causes: a learning rate that is too high, or rewards out of range (see reward.clip_range)."
-        )
+        elif self._skipped > self.cfg.most_skipped:
+            raise RunError(
+                f"loss or gradient of optimizer step {self.steps} is not finite, {self._skipped} times in a row "
+                f"(train.max_skipped_steps = {self.cfg.most_skipped}); the parameters were not changed. Usual causes: "
+                "a learning rate that is too high, or rewards out of range (see reward.clip_range)."
+            )
 
 
 def optimizer_step(

@@ -59,7 +59,7 @@ _OPERATION = 0.5
 class SyncGroup:
     """Be one rank of a group. `open` blocks until all have come; `abort` may be called from any thread at any time.
 
-    A group that failed or was aborted is spent: the survivors join a new one, under a new name, over the same store.
+    A group that failed or was aborted is spent: the survivors join a new one, under a new name.
     """
 
     def __init__(self, joining: Membership) -> None:

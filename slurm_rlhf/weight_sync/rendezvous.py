@@ -7,6 +7,7 @@ whether they reach each other; rank 0 chooses the backend.
 from __future__ import annotations
 
 import json
+import os
 import secrets
 import socket
 import time
@@ -18,7 +19,8 @@ from typing import Any
 
 from torch.distributed import Store, TCPStore
 
-from slurm_rlhf.cluster.network import is_loopback
+from slurm_rlhf.cluster.doors import shut
+from slurm_rlhf.cluster.network import is_loopback, own_address
 from slurm_rlhf.errors import ConfigError, SyncError
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync.member import Member, Membership
@@ -30,39 +32,43 @@ _PROBES = 16  # connections that are tried at a time
 
 
 class SyncStore:
-    """Listen in the process of the group's rank 0. One store serves all groups that follow each other."""
+    """Listen in the process of the group's rank 0, until its members have come. The next group has another store."""
 
-    def __init__(self, server: TCPStore, host: str, port: int) -> None:
+    def __init__(self, server: TCPStore, host: str, port: int, number: int) -> None:
+        """Keep `server`, which listens at `host`, as the members know it, by descriptor `number`."""
         self.host = host
         self.port = port
         self._server = server
+        self._number = number
 
     @classmethod
     def listen(cls, host: str, timeout_s: float) -> SyncStore:
         """Listen on the address that `host` has on this node and on no other. Raises SyncError.
 
-        A name that means loopback here, as Debian's 127.0.1.1 for a node's own name, would be unreachable from
-        elsewhere; such a store listens on all addresses.
+        Where the name means loopback here, as Debian's 127.0.1.1 for a node's own name, on the address of the interface
+        of GLOO_SOCKET_IFNAME, else on the first one.
         """
+        address = own_address(host, os.environ.get("GLOO_SOCKET_IFNAME", ""))
         try:
-            address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0]
-            spelled_out = host in ("localhost", "127.0.0.1", "::1")
-            if str(address).startswith("127.") and not spelled_out:
-                address = ""
-            family = socket.AF_INET6 if ":" in str(address) else socket.AF_INET
-            listener = socket.create_server((str(address), 0), family=family, backlog=_BACKLOG)
-            port = int(listener.getsockname()[1])
+            listener = listen(address)
+            port, number = int(listener.getsockname()[1]), listener.detach()
             server = TCPStore(
-                host,
+                address,
                 port,
                 is_master=True,
                 wait_for_workers=False,
                 timeout=timedelta(seconds=timeout_s),
-                master_listen_fd=listener.detach(),
+                master_listen_fd=number,
             )
         except (OSError, RuntimeError) as error:
-            raise SyncError(f"cannot listen for the engines on {host}: {error}") from error
-        return cls(server, host, port)
+            raise SyncError(f"cannot listen for the engines on {host} ({address}): {error}") from error
+        return cls(server, host, port, number)
+
+    def shut(self) -> None:
+        """Take no further connection: whoever reaches the store can change it. Those that there are go on."""
+        if self._number >= 0:
+            shut(self._number)
+            self._number = -1
 
 
 def connect(host: str, port: int, timeout_s: float, answer_s: float) -> TCPStore:

@@ -110,11 +110,13 @@ class ActorEnd:
         self._config = config
         self._label = label
         self._sender: Sender | None = None
+        self._stores: list[SyncStore] = []
 
     def listen(self, host: str) -> StoreAddress:
-        """Open the store where the members of all groups meet. Raises SyncError."""
-        self._store = SyncStore.listen(host, self._config.timeout.sync)
-        return StoreAddress(self._store.host, self._store.port)
+        """Open the store where the members of the next group meet. Raises SyncError."""
+        # That of the group before stays until then: its members may still read there why it ended.
+        self._stores = [*self._stores[-1:], SyncStore.listen(host, self._config.timeout.sync)]
+        return StoreAddress(self._stores[-1].host, self._stores[-1].port)
 
     def join(self, parameters: Described, **group: Any) -> SyncConnection:
         """Leave the group there was and join the one that `group` describes, in `Membership`'s words.
@@ -126,6 +128,8 @@ class ActorEnd:
             group = {"rates": self._sender.plan.layout.rates} | group
         joined, plan = join_run(self._config, self._label, parameters, group)
         self._sender = Sender(joined, plan)
+        if self._stores and not joined.on_gpus:  # there NCCL makes connections to the store when it likes
+            self._stores[-1].shut()
         return connection(joined)
 
     def push(self, held: Held, version: int) -> SyncReport:

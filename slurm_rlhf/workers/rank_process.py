@@ -10,12 +10,14 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from slurm_rlhf.cluster.doors import JOINED, shut_when_joined
 from slurm_rlhf.cluster.kernel_cache import KernelCache, cache_variables, take_kernel_cache
-from slurm_rlhf.cluster.processes import KEYS, STORE_FD, die_with_parent
+from slurm_rlhf.cluster.processes import KEYS, STORE_FD, STORE_RANKS, die_with_parent
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES
@@ -36,6 +38,7 @@ SHUTDOWN = RankCalls.shutdown.__name__
 
 _USUAL = gc.get_threshold()[0]
 _RARELY = 100_000  # new objects
+_JOIN_S = 10.0
 
 
 def rank_info(role: str, first_rank: int, world: int) -> RankInfo:
@@ -93,6 +96,7 @@ def serve(client: ControlClient, worker: Worker, cache: KernelCache | None) -> N
         if not started:  # the first call of a rank lets it load what it works with
             started = True
             collect_as_usual()
+            tell_joined()
             if cache is not None and (request is None or not request.failed):
                 cache.started()
 
@@ -127,13 +131,41 @@ def open_store(environ: Mapping[str, str] = os.environ) -> TCPStore | None:
         return None
     from torch.distributed import TCPStore
 
-    return TCPStore(
+    number = int(environ[STORE_FD])
+    store = TCPStore(
         environ["MASTER_ADDR"],
         int(environ["MASTER_PORT"]),
         is_master=True,
         wait_for_workers=False,
-        master_listen_fd=int(environ[STORE_FD]),
+        master_listen_fd=number,
     )
+    if STORE_RANKS in environ:
+        shut_when_joined(store, number, int(environ[STORE_RANKS]))
+    return store
+
+
+def tell_joined(environ: Mapping[str, str] = os.environ) -> None:
+    """Tell the role's store that this rank needs no further connection to it: it listens no longer than it has to.
+
+    With GPUs it goes on: NCCL makes connections to the store when it likes.
+    """
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and STORE_RANKS not in environ:
+        return
+    import torch
+    from torch.distributed import TCPStore
+
+    if torch.cuda.is_available():
+        return
+    try:
+        TCPStore(
+            environ["MASTER_ADDR"],
+            int(environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_JOIN_S),
+        ).add(JOINED, 1)
+    except RuntimeError as error:  # it listens on, that is all
+        print(f"the store of the role does not answer: {error}", flush=True)
 
 
 def hold_termination() -> bool:
@@ -174,6 +206,7 @@ def main() -> None:
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--first_rank", required=True, type=int)
     parser.add_argument("--world", required=True, type=int)
+    parser.add_argument("--role_start", default=0, type=int, help="which start of the role this is")
     arguments = parser.parse_args()
 
     collect_rarely()
@@ -194,11 +227,12 @@ def main() -> None:
     make_worker = ROLES[info.role].load_worker()
     client = ControlClient(
         arguments.endpoint,
-        RunKeys.parse(os.environ[KEYS], KEYS) if KEYS in os.environ else RunKeys.load(directory.keys),
+        RunKeys.parse(os.environ.pop(KEYS), KEYS) if KEYS in os.environ else RunKeys.load(directory.keys),
         info.role,
         info.rank,
         info.world,
         host=info.node,
+        start=arguments.role_start,
         heartbeat_interval=config.timeout.heartbeat_interval,
         heartbeat_limit=config.timeout.heartbeat,
         on_conductor_lost=_leave,

@@ -322,9 +322,8 @@ def test_wrong_addresses_and_times_are_named() -> None:
 
 def test_endpoints_name_the_host_the_ranks_can_reach(tmp_path: Path) -> None:
     keys = RunKeys.create(tmp_path / "keys.json")
-    with ControlServer(keys, host="0.0.0.0") as server, ControlServer(keys) as other:
+    with ControlServer(keys) as server:
         assert server.endpoint("node01").startswith("tcp://node01:")
-        assert "0.0.0.0" not in server.endpoint()
-        assert other.endpoint().startswith("tcp://127.0.0.1:")
-        with ControlClient(server.endpoint("127.0.0.1"), keys, "actor", 0, 1) as client:
+        assert server.endpoint().startswith("tcp://127.0.0.1:")
+        with ControlClient(server.endpoint(), keys, "actor", 0, 1) as client:
             client.connect(10)

@@ -202,7 +202,9 @@ def test_rounds_have_an_end(tmp_path: Path) -> None:
 def test_streams_and_rounds_are_chosen_by_the_configuration(tmp_path: Path) -> None:
     config = Config()
     dispatcher: Any = type(
-        "Dispatcher", (), {"rollout": None, "run_seed": 1, "max_num_seqs": 2, "pool": None, "rescue": None}
+        "Dispatcher",
+        (),
+        {"rollout": None, "run_seed": 1, "max_num_seqs": 2, "pool": None, "rescue": None, "answered": None},
     )()
     parts: Any = Parts(config, prompt_set(tmp_path, 4), order_of(4, 4), 1, dispatcher, None, lambda _: nullcontext())  # type: ignore[arg-type]
 

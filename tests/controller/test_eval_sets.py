@@ -14,7 +14,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.evaluation import Evaluation, read_eval_sets
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import DataError
-from slurm_rlhf.evaluation.responses import read_responses
+from slurm_rlhf.evaluation.responses import ScoredResponse
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.values import Rewards
@@ -88,7 +88,8 @@ def test_data_sets_that_are_sampled_alike_go_to_the_engines_together(tmp_path: P
     assert found.metrics["eval/sampled/pass@2"] == 1.0
     assert found.metrics["eval"] == pytest.approx((1 + 0.5 + 1) / 3)
     assert [part.name for part in found.reports[0].sources] == ["even", "odd"]
-    kept = list(read_responses(tmp_path / "eval" / "step_000003.jsonl"))
+    lines = (tmp_path / "eval" / "step_000003.jsonl").read_text().splitlines()
+    kept = [ScoredResponse(**json.loads(line)) for line in lines]
     assert [(one.dataset, one.index, one.sample) for one in kept[6:10]] == [
         *(("sampled", 0, 0), ("sampled", 0, 1), ("sampled", 1, 0), ("sampled", 1, 1))
     ]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 from tiny_models import make_tiny
 
 from slurm_rlhf.config.generate_rules import check_generate
@@ -67,18 +69,20 @@ def test_a_column_that_no_row_has_is_an_error_of_the_job(tmp_path: Path) -> None
         read_rows(file)
 
 
-def test_parquet_is_read_where_pyarrow_is_and_asked_for_where_it_is_not(tmp_path: Path) -> None:
+def test_parquet_is_read_as_its_rows_are(tmp_path: Path) -> None:
     file = tmp_path / "rows.parquet"
-    if importlib.util.find_spec("pyarrow") is None:
-        file.write_bytes(b"PAR1")
-        with pytest.raises(ConfigError, match="reading Parquet needs pyarrow, which is not installed: pip install"):
-            read_rows(file)
-        return
-    arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
-    parquet.write_table(arrow.table({"input": ["1+1=", "2+2="], "label": [2, 4]}), file)
+    parquet.write_table(pyarrow.table({"input": ["1+1=", "2+2="], "label": [2, 4]}), file)
     assert read_rows(file) == [{"input": "1+1=", "label": 2}, {"input": "2+2=", "label": 4}]
     file.write_bytes(b"torn")
     with pytest.raises(DataError, match="not a Parquet file that can be read"):
+        read_rows(file)
+
+
+def test_pyarrow_is_asked_for_where_it_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "rows.parquet"
+    file.write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ConfigError, match="reading Parquet needs pyarrow, which is not installed: pip install"):
         read_rows(file)
 
 

@@ -47,6 +47,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "workers": ALL - {"launch", "preflight", "controller", "bench", "cli"},
     "controller": ALL - {"workers", "training", "rollout", "bench", "cli"},
     "parity": ALL - {"workers", "bench", "cli"},
+    "campaign": ALL - {"workers", "training", "rollout", "bench", "cli"},
     "bench": ALL,
     "cli": ALL,
     "api": ALL,
@@ -188,6 +189,10 @@ def test_weights_are_read_as_data() -> None:
     assert [where for where, words in calls if words.get("weights_only") != "True"] == []
 
 
+def test_nobody_lets_a_model_bring_its_own_code() -> None:
+    assert [str(module) for module in MODULES if "trust_remote_code" in module.read_text(encoding="utf-8")] == []
+
+
 def test_no_file_is_longer_than_400_lines() -> None:
     long = {str(module): count for module in MODULES if (count := len(module.read_text().splitlines())) > 400}
     assert long == {}
@@ -217,6 +222,7 @@ LIGHT_ROOMS = (
     "cli",
     "checkpoint",
     "report",
+    "campaign",
 )
 LIGHT = [dotted(module) for module in MODULES if room(module) in LIGHT_ROOMS] + [
     "slurm_rlhf.records",

@@ -45,6 +45,14 @@ def test_a_quota_is_not_a_full_disk(tmp_path: Path, free: SimpleNamespace) -> No
         assert "has 1048576 MiB free, but your quota on it is used up: `quota -s`, or `lfs quota -h -u $USER /s" in said
 
 
+def test_a_limit_of_the_process_is_no_full_disk(tmp_path: Path, free: SimpleNamespace) -> None:
+    for error in (
+        OSError(errno.EFBIG, "File too large"),
+        RemoteError("save failed on actor 0: [Errno 27] File too large"),
+    ):
+        assert refusal(error, tmp_path).endswith("this process may write no larger file: raise `ulimit -f`")
+
+
 def test_an_error_of_a_role_counts_where_little_is_free(tmp_path: Path, free: SimpleNamespace) -> None:
     assert "/scratch (lustre) has 3.0 MiB free" in refusal(SHORT_WRITE, tmp_path)
     free.f_bavail = 1 << 28  # another disk of the role was full

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from slurm_rlhf.config.schema import Logger
+from slurm_rlhf.observe.live import make_progress
 from slurm_rlhf.observe.log_tail import tail
 from slurm_rlhf.observe.progress import Clock, PlainProgress, duration, header, line, row
 
@@ -46,6 +48,25 @@ def test_a_row_holds_the_numbers_under_their_names():
         "other": "0.30",
         "eta": "3:20",
     }
+
+
+def test_a_row_fits_into_80_columns_of_a_terminal() -> None:
+    shown = line(row(99999, 100000, METRICS | {"reward": -1e9, "time/rollout": 12345.678}, "99:59:59", 80))
+    assert len(shown) <= 80
+    assert header(METRICS, 80).split()[4:] == ["tok/s", "sec", "rollout", "update", "other", "eta"]
+    assert len(header(METRICS, 80)) <= 80
+    usual = line(row(1, 9, METRICS, "3:20", 80)).split()
+    assert usual[5:] == ["3.00", "1.20", "1.50", "0.30", "3:20"]  # rollout, update, all other phases
+
+
+def test_a_log_file_gets_no_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = make_progress(Logger())  # standard output is no terminal here
+    progress.begin(0, 2)
+    for _ in range(1000):
+        progress.phase("rollout", 256)
+        progress.answered(1, 20)
+    progress.end()
+    assert capsys.readouterr().out == ""
 
 
 def test_extreme_numbers_keep_their_columns_and_missing_ones_stop_nothing():
@@ -110,7 +131,10 @@ progress = make_progress(Logger())
 progress.note("run directory runs/x [not/markup], 30 steps")
 progress.begin(0, 30)
 for step in range(1, 4):
-    progress.phase("rollout")
+    progress.phase("rollout", 256)
+    progress.answered(100, 3000)
+    time.sleep(0.7)
+    progress.answered(28, 1500)
     time.sleep(0.7)
     progress.phase("")
     progress.step(step, 30, eval(sys.argv[1]))
@@ -119,13 +143,14 @@ progress.end()
 """
 
 
-def test_a_terminal_gets_rows_over_a_bar():
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_terminal_gets_rows_over_bars(width: int) -> None:
     mine, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM, repr(METRICS)],
         stdout=theirs,
         stderr=theirs,
-        env={**os.environ, "COLUMNS": "100", "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "COLUMNS": str(width), "TERM": "xterm-256color", "PYTHONPATH": str(ROOT)},
     )
     os.close(theirs)
     raw = b""
@@ -138,14 +163,16 @@ def test_a_terminal_gets_rows_over_a_bar():
     assert process.wait() == 0, raw.decode()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw.decode())
     assert "run directory runs/x [not/markup], 30 steps" in text
-    assert text.count(header(METRICS)) == 1
+    assert text.count(header(METRICS, width)) == 1
     rows = [text.index(f"    {step}/30   0.512  0.0123 0.750   2210   3.00") for step in (1, 2, 3)]
     assert rows == sorted(rows)
     assert "━━━━━" in text
     assert re.search(r"2/30 ━+.* 0:0\d elapsed, 0:\d\d left . rollout 0:00", text)
+    assert re.search(r"  100/256 ━[━╸╺]+ +responses, \d{4,5} tokens/s", text)
+    assert re.search(r"  128/256 ━[━╸╺]+ +responses, \d{4} tokens/s", text)
     assert "printed by somebody else" in text
     assert raw.decode().rindex("\x1b[?25h") > raw.decode().rindex("\x1b[?25l")  # the cursor is back
-    assert max(len(part) for part in re.split(r"[\r\n]+", text)) <= 100
+    assert max(len(part) for part in re.split(r"[\r\n]+", text)) <= width
 
 
 TORCHRUN = """\

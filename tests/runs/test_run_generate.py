@@ -16,6 +16,8 @@ import pytest
 from generation_runs import BAD, COMMAND, SAMPLES, answers, assert_whole, generation_workspace, lines_of, written
 from training_runs import Run, started, summary, train, workspace
 
+from slurm_rlhf.polling import wait_until
+
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROWS = 160
@@ -174,27 +176,37 @@ def wait_for_both(job: Run, output: Path) -> None:
         time.sleep(0.02)
 
 
-def test_the_rows_of_an_engine_that_hangs_are_answered_by_the_other(config: Path, calm: Path, tmp_path: Path) -> None:
-    """One of two engines is stopped with rows in flight: it is given up after timeout.heartbeat, and not before."""
-    run_dir, limit_s = tmp_path / "job", 4
+@pytest.mark.parametrize("width", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_the_rows_of_an_engine_that_hangs_are_answered_by_the_other(
+    config: Path, calm: Path, tmp_path: Path, width: int
+) -> None:
+    """One of two engines is stopped with rows in flight: it is given up after timeout.heartbeat, and not before.
+
+    All of its ranks are ended then, and not with the job only.
+    """
+    run_dir, limit_s, rows = tmp_path / "job", 4, ROWS // width
     output = run_dir / "output.jsonl"
     slow = ("--vllm.max_num_seqs=2", f"--timeout.heartbeat={limit_s}")  # so that the other is not done before
-    with started(config, run_dir, TWO, *slow, command=COMMAND, warm=True) as job:
+    sizes = (TWO, f"--vllm.tensor_parallel_size={width}", f"--generate.max_samples={rows}")
+    with started(config, run_dir, *sizes, *slow, command=COMMAND, warm=True) as job:
         wait_for_both(job, output)
         stopped = job.workers("rollout")[0]
         os.kill(stopped, signal.SIGSTOP)
         begun = time.monotonic()
         job.wait_for_log("is lost", limit_s + 10)
         assert time.monotonic() - begun > limit_s - 1  # of the interval
-        code, said = job.wait(100)
+        assert wait_until(lambda: len(left := job.workers("rollout")) <= width and stopped not in left, 10)
+        assert job.process.poll() is None
+        code, said = job.wait(100 * width)
         job.assert_gone(1)
     assert code == 0, said
     told = re.search(r"engine (\d) on \S+ is lost: rank (\d) on \S+ \(pid (\d+)\): it was not heard from for 4 s", said)
     assert told, said
-    assert (told[1], int(told[3])) == (told[2], stopped)
+    assert (int(told[1]), int(told[3])) == (int(told[2]) // width, stopped)
     assert re.search(r"its [1-9]\d* rows go to others; 1 of 2 engines are left", said)
-    assert_whole(output, ROWS)
-    assert answers(output) == answers(calm / "output.jsonl")
+    assert_whole(output, rows)
+    if width == 1:  # sums in another order sample other tokens
+        assert answers(output) == answers(calm / "output.jsonl")
 
 
 @pytest.mark.full

@@ -15,9 +15,11 @@ import pytest
 from attackers import Fire, counted, record
 from browser import open_page
 from dying_engines import HELD_REWARD, dying_engine, wait_until_started
+from open_ports import Strangers, listening
 from patched_ranks import Call, calls, noted
-from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train, workspace
+from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train
 from warm_runs import WarmRun
+from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, whole_run
 
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.report.run_files import RunFiles
@@ -25,37 +27,15 @@ from slurm_rlhf.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
-# Running statistics of the rewards are one more thing that a resumed run must have kept.
-NORMALIZED = "--reward.normalize_enable=true"
-# Two data sets, sampled while the actor trains.
-EVALUATED = (
-    *("--eval.steps=1", "--eval.overlap=true", "--eval.temperature=1", "--eval.n_samples_per_prompt=4"),
-    "--ckpt.best_metric=eval/sampled/mean",
-)
-# A term of the loss beside that of the policy, with a column of weights of its own.
-NLL = "--actor.nll_coef=0.1"
-SAME = (NORMALIZED, NLL, *EVALUATED)
-WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", *SAME)
-SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2", NORMALIZED, NLL)
-STEPS = 4
-
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = workspace(tmp_path_factory.mktemp("runs"))
-    greedy = '{ path = "eval.jsonl", name = "greedy", temperature = 0, n_samples_per_prompt = 1 }'
-    sets = f'datasets = [{greedy}, {{ path = "eval.jsonl", name = "sampled", source_key = "label" }}]'
-    file.write_text(file.read_text().replace('dataset = "eval.jsonl"', sets))
-    return file
+    return whole_run(tmp_path_factory).config
 
 
 @pytest.fixture(scope="module")
-def whole(config: Path) -> tuple[Path, str]:
-    """An undisturbed run of two actor ranks, a critic, a reference and two engines."""
-    run_dir = config.parent / "whole"
-    code, output = train(config, run_dir, *WORLD, warm=True)
-    assert code == 0, output
-    return run_dir, output
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    return whole_run(tmp_path_factory).told
 
 
 def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:
@@ -272,8 +252,12 @@ def test_eval_of_the_final_model_finds_what_the_last_evaluation_found(config: Pa
     assert "sampled, by source:" in output
 
 
-def test_ten_thousand_attacks_on_the_control_port_change_nothing(config: Path, whole: tuple[Path, str]) -> None:
-    """Fuzzed, truncated and replayed bytes, wrong keys, and nonsense under the right one, from the first process on."""
+def test_ten_thousand_attacks_and_strangers_at_every_port_change_nothing(config: Path, whole: tuple[Path, str]) -> None:
+    """Fuzzed, truncated and replayed bytes, wrong keys, and nonsense under the right one, from the first process on.
+
+    And at every port of every rank, when all are connected: garbage, replays, commands for torch's stores, greetings of
+    gloo, half messages and silence. All are bound to the loopback, and stores do not listen any more.
+    """
     run_dir = config.parent / "attacked"
     with started(config, run_dir, *WORLD) as run:
         run.wait_for_ranks(60)
@@ -282,15 +266,22 @@ def test_ten_thousand_attacks_on_the_control_port_change_nothing(config: Path, w
         with Fire(endpoint, keys, recorded, "actor", 2) as fire:
             run.wait_for_log("roles: actor x 2", 150)  # every rank has said hello
             fire.probe()
-            run.wait_for_step(1, 200)
-            before_training = fire.total
-            run.wait_for_step(STEPS, 200)
-            in_training = fire.total - before_training
-            code, output = run.wait(200)
+            run.wait_for_log("weight transfer group 1: ", 200)
+            ports = listening([run.process.pid, *run.ranks()])
+            with Strangers(ports, recorded) as strangers:
+                run.wait_for_step(1, 200)
+                before_training = fire.total
+                run.wait_for_step(STEPS, 200)
+                in_training = fire.total - before_training
+                code, output = run.wait(200)
         log = run.log()
     print(f"{dict(fire.sent)}, {in_training} of them between step 1 and {STEPS}; {counted(log)}; an answer took")
     print(f"{statistics.median(fire.latencies):.4f} s in the median, {max(fire.latencies):.2f} s at most")
+    print(f"{len(ports)} ports, {strangers.rounds} rounds, {dict(strangers.sent)}, {strangers.refused} refused")
     assert code == 0, output
+    assert {each.address for each in ports} == {"127.0.0.1"}
+    assert len({each.pid for each in ports if not each.is_torchrun}) >= 5  # conductor, both of the actor, two engines
+    assert strangers.rounds >= 2
     assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
     assert fire.total >= 10_000
     assert in_training > 100  # the four steps take a second

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,8 +14,11 @@ from pathlib import Path
 
 import pytest
 from held_runs import REWARD, Holds
+from open_ports import listening
 from slurm_cluster import COMMAND, ENDLESS, OVER, PLACES, SMALL, Cluster, said
 from training_runs import is_worker, steps, workspace
+
+from slurm_rlhf.control.auth import RunKeys
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -38,13 +42,14 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
     first, second = slurm.shared / "interactive", slurm.shared / "second"
     half = ["--nodes=3", "--nodelist=gpu[001-003]", "--gres=gpu:4", "--cpus-per-task=4", "--mem=8000"]
     holds = Holds(config.parent / "hold")
-    job = slurm.submit(config, second, half, *SMALL, *ENDLESS, f"--timeout.hang={HANG_S}")
+    job = slurm.submit(config, second, half, *SMALL, *ENDLESS, "--train.max_restarts=0", f"--timeout.hang={HANG_S}")
     slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "start", 30)
     with interactive(slurm, config, first) as login:
         slurm.wait_until(lambda: steps(first) >= 1 or login.poll() is not None, "first step", WAIT_S)
         assert login.poll() is None, login.communicate()[0]
         slurm.wait_until(lambda: steps(second) >= 2, "second step of the other run", WAIT_S)
         assert_devices(slurm, first, second)
+        assert_doors(slurm, first, second)
         allocation = int(json.loads((first / "session.json").read_text())["job_id"])
         assert {slurm.job(number)["JobState"] for number in (job, allocation)} == {"RUNNING"}
         (engine,) = json.loads((first / "rank_map.json").read_text())["roles"]["rollout"]
@@ -128,6 +133,37 @@ def assert_devices(slurm: Cluster, first: Path, second: Path) -> None:
     assert granted[second, "gpu002"] == ["0", "1", "2", "3"]
     assert granted[first, "gpu002"] == ["4", "5", "6", "7"]
     assert granted[first, "gpu003"] == ["4", "5"]
+
+
+def assert_doors(slurm: Cluster, *run_dirs: Path) -> None:
+    """What listens does so on loopback or on the node's address in the cluster, and torch's stores no longer do.
+
+    The keys are in a file that nobody else can read, and in no command line, environment, log or record of the job.
+    """
+    keys = [RunKeys.load(run_dir / ".control" / "keys.json") for run_dir in run_dirs]
+    secrets = [text for each in keys for text in (each.server_secret, each.client_secret)]
+    heard: set[str] = set()
+    for node in slurm.names:
+        ours = [(pid, line) for pid, line in slurm.numbered(node) if any(str(each) in line for each in run_dirs)]
+        # srun and the shell around it are Slurm's; srun listens on all addresses, and asks who comes for a credential.
+        ours = [(pid, line) for pid, line in ours if not line.startswith(("srun ", "salloc ", "/bin/bash"))]
+        own = {"127.0.0.1", slurm.address(node)}
+        found = listening(pid for pid, _ in ours)
+        assert {each.address for each in found} <= own, [each for each in found if each.address not in own]
+        assert not any(each.is_torchrun for each in found)
+        heard |= {each.address for each in found}
+        for pid, line in ours:
+            assert not any(text in line for text in secrets)
+            assert not any(text in Path(f"/proc/{pid}/environ").read_text(errors="replace") for text in secrets)
+    assert len(heard) > 2  # the runs talk over the network of the cluster
+    jobs = slurm.run("scontrol", "show", "job", "-d")
+    for run_dir in run_dirs:
+        file = run_dir / ".control" / "keys.json"
+        assert stat.S_IMODE(file.stat().st_mode) == 0o600
+        for other in run_dir.rglob("*"):
+            if other.is_file() and other != file:
+                jobs += other.read_text(errors="replace")
+    assert not any(text in jobs for text in secrets)
 
 
 def worker(slurm: Cluster, run_dir: Path, role: str, node: str) -> int:

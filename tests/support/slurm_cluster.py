@@ -148,6 +148,10 @@ class Cluster:
         self.cluster("restart", node)
         self.wait_until(lambda: any("slurmd -D" in line for _, line in self.numbered(node)), f"start of {node}", 30)
 
+    def address(self, node: str) -> str:
+        """A node's address in the network of the cluster."""
+        return self.run("ip", "-n", f"srlhf-{node}", "-4", "-o", "addr", "show", "eth0").split("inet ")[1].split("/")[0]
+
     def processes(self, node: str) -> list[str]:
         """Command lines of what runs on a node beside Slurm's daemon."""
         return [line for _, line in self.numbered(node) if not any(own in line for own in OWN)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -240,16 +242,60 @@ def offload_and_reload(trainer: Any) -> None:
 
 
 def run_nan(model: Path, zero_stage: int) -> None:
+    # Without ZeRO 16 bits are autocast's, which would change how later engines of this process add up gradients.
+    for param_dtype in ("fp32", "bf16") if zero_stage else ("fp32",):
+        for spoils in ("advantages", "loss"):
+            run_not_finite(model, zero_stage, param_dtype, spoils)
+
+
+def run_not_finite(model: Path, zero_stage: int, param_dtype: str, spoils: str) -> None:
+    """Steps that are not finite on one rank change nothing on any, the next one is a first one, and they are bounded.
+
+    `spoils`: "advantages" makes the gradient NaN, "loss" leaves it finite.
+    """
     from slurm_rlhf.training.trainers import PolicyTrainer
 
-    trainer = PolicyTrainer(make_config(model, zero_stage=zero_stage), STEPS)
+    config = make_config(model, zero_stage=zero_stage, param_dtype=param_dtype)
+    config.train.max_skipped_steps = 2
+    exact = train(PolicyTrainer(config, STEPS), range(1), 40)[0]
+    trainer = PolicyTrainer(config, STEPS)
     before = parameters(trainer)
     exp = make_experience(0)
-    exp.columns["advantages"][np.flatnonzero(exp.action_mask)[0]] = np.nan
     part, micro = share(exp, trainer.world.rank, trainer.world.size, 40)
-    with pytest.raises(RunError, match="not finite"):
-        trainer.train_step(part, micro, float(exp.action_mask.sum()))
-    assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
+    usual = trainer._loss
+
+    def spoiled(part: Any, denominator: float) -> Any:
+        loss, metrics = usual(part, denominator)
+        return loss + math.inf, metrics
+
+    def bad_step() -> dict[str, float]:
+        bad = part
+        if trainer.world.rank == 0:
+            if spoils == "loss":
+                trainer._loss = spoiled
+            else:
+                columns = {**part.columns, "advantages": part.columns["advantages"].copy()}
+                columns["advantages"][np.flatnonzero(part.action_mask)[0]] = np.nan
+                bad = replace(part, columns=columns)
+        try:
+            told: dict[str, float] = trainer.train_step(bad, micro, float(exp.action_mask.sum()))
+        finally:
+            trainer._loss = usual
+        return told
+
+    for _ in range(2):
+        told = bad_step()
+        assert told["skipped_steps"] == 1.0
+        assert "grad_norm" not in told
+        assert trainer.engine.steps == 0
+        assert all(torch.equal(value, before[name]) for name, value in parameters(trainer).items())
+    assert train(trainer, range(1), 40)[0] == exact
+    after = parameters(trainer)
+    for _ in range(2):
+        bad_step()
+    with pytest.raises(RunError, match=r"not finite, 3 times in a row \(train\.max_skipped_steps = 2\)"):
+        bad_step()
+    assert all(torch.equal(value, after[name]) for name, value in parameters(trainer).items())
 
 
 def run_overflow(model: Path, zero_stage: int) -> None:

@@ -234,7 +234,7 @@ def assert_close_metrics(rows: list[dict[str, Any]], expected: list[dict[str, An
 
 def is_worker(line: str) -> bool:
     """Whether a command line is that of a rank, and not of what starts one and has its command in its own."""
-    starters = ("torch.distributed.run", "slurm_rlhf.launch.")
+    starters = ("slurm_rlhf.workers.torchrun", "slurm_rlhf.launch.")
     return "-m slurm_rlhf.workers.rank_process" in line and not any(starter in line for starter in starters)
 
 

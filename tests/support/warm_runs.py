@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 REGISTRY = "SLURM_RLHF_TEST_COMMANDS"
 """In the environment of forked processes: a directory with a file for each, named by process id, with its command."""
 TORCHRUN = "torch.distributed.run"
-MODULES = (TORCHRUN, "slurm_rlhf.workers.rank_process")
+MODULES = ("slurm_rlhf.workers.torchrun", "slurm_rlhf.workers.rank_process", TORCHRUN)
 """What is forked in place of a new Python."""
 WRAPPER = "slurm_rlhf.launch.child_process"
 _ABOVE = 900  # numbers of files that nobody uses
@@ -116,10 +116,15 @@ class WarmRun(Forked):
             files = (nothing.fileno(), self._output.fileno(), self._output.fileno())
             super().__init__(_zygote().forker, command, {**environment, REGISTRY: _zygote().registry}, files, False)
 
+    def printed(self) -> str:
+        """What it printed so far."""
+        # At a place of the reader's own: the run shares the file's.
+        size = os.fstat(self._output.fileno()).st_size
+        return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
+
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         self.wait(timeout)
-        self._output.seek(0)
-        return self._output.read(), None
+        return self.printed(), None
 
 
 class WarmProgram(Forked):
@@ -293,7 +298,7 @@ def _take_popen(forker: Forker) -> None:
             return usual(args, **options)
         wrapped = WRAPPER in command
         bound = wrapped or module != MODULES[1]  # what stands before a module binds it to its parent
-        if wrapped or module == TORCHRUN:
+        if wrapped or module not in (None, MODULES[1]):
             command = [sys.executable, "-m", *command[command.index(str(module)) :]]
         out = _number(options.get("stdout"), 1)
         err = out if options.get("stderr") == subprocess.STDOUT else _number(options.get("stderr"), 2)

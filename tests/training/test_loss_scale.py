@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slurm_rlhf.config.schema import Config, Ds
-from slurm_rlhf.controller.step_metrics import Trained, update_metrics
+from slurm_rlhf.controller.step_metrics import Trained, skip_warning, update_metrics
 from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.training._deepspeed import import_deepspeed
 from slurm_rlhf.training.deepspeed_engine import EngineConfig, Schedule, start_deepspeed
@@ -66,6 +66,20 @@ def test_skipped_steps_are_counted_and_have_no_gradient_norm() -> None:
     assert metrics["actor_grad_norm"] == 3.0
     assert math.isclose(metrics["actor_loss_scale"], 20 / 3)
     assert "actor_grad_norm" not in update_metrics(steps[:2])
+
+
+def test_what_is_not_finite_in_a_skipped_step_is_left_out_and_told() -> None:
+    nan = math.nan
+    skipped = {"loss": nan, "ratio": nan, "approx_kl": nan, "lr": 0.1, "skipped_steps": 1.0}
+    taken = {"loss": 4.0, "ratio": 2.0, "approx_kl": 0.0, "lr": 0.1, "skipped_steps": 0.0, "grad_norm": 3.0}
+    metrics = update_metrics([Trained("actor", 2.0, [answer, answer]) for answer in (skipped, taken)])
+    assert metrics["loss"] == 4.0
+    assert metrics["first_ratio"] == 2.0  # nothing has changed since the old log-probs
+    assert metrics["actor_skipped_steps"] == 1.0
+    assert "1 of the actor. After train.max_skipped_steps" in skip_warning(metrics)
+    assert "1 of the actor and 2 of the critic" in skip_warning(metrics | {"critic_skipped_steps": 2.0})
+    assert skip_warning(update_metrics([Trained("actor", 2.0, [taken])])) == ""
+    assert "first_ratio" not in update_metrics([Trained("actor", 2.0, [skipped])])
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import IO, Any
 
 from slurm_rlhf.cluster.network import address_towards
-from slurm_rlhf.cluster.processes import KEYS, STORE_FD
+from slurm_rlhf.cluster.processes import KEYS, STORE_FD, STORE_RANKS
 from slurm_rlhf.launch.child_process import bound_to_parent, exit_text, start_child
 from slurm_rlhf.launch.mpi.assignment import Assignment
 from slurm_rlhf.launch.mpi.communicator import Communicator
@@ -175,6 +175,7 @@ def torch_variables(ranks: RankMap, own: Assignment, store: Mapping[str, Any]) -
         "MASTER_PORT": str(store["port"]),
         # The store exists already: no rank may open one at that port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        STORE_RANKS: str(ranks.world(own.role)),
     }
 
 

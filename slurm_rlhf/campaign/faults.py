@@ -1,0 +1,169 @@
+"""The table of faults: what is done to which part of a run, in which phase, and what the run has to say of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+START: Final = "start"
+PHASES: Final = {
+    START: ("start",),
+    "generate": ("rollout",),
+    "score": ("forward", "reward", "advantages"),
+    "train": ("update",),
+    "sync": ("sync",),
+    "checkpoint": ("checkpoint",),
+    "export": ("export",),
+}
+"""Phase of a fault -> the phases that a run tells (`RunDirectory.phase`)."""
+STEPPING: Final = ("generate", "score", "train", "sync")
+ANY: Final = "any"
+"""The phase of a fault that is not about one."""
+
+RANKS: Final = ("actor rank 0", "actor rank 1", "critic rank 0", "reference rank 0", "rollout rank 0")
+TRAINERS: Final = ("actor", "critic", "reference")
+"""Roles that a torchrun starts; engines are started one by one."""
+CONDUCTOR: Final = "conductor"
+TWICE: Final = (("rollout rank 0", "actor rank 0"), ("actor rank 1", "critic rank 0"), ("critic rank 0", "conductor"))
+"""Pairs of which the second is killed while the run deals with the end of the first."""
+
+HURTS, BORNE, STOPS = "hurts", "borne", "stops"
+"""What a fault may do: break the run, nothing at all (the run goes on as if it were not there), or end it in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Describe a fault. `says`: a regular expression that names the culprit, found in what the run tells."""
+
+    kind: str  # SIGKILL, full disk, ...
+    target: str
+    phase: str
+    does: str = HURTS
+    says: str = ""  # {pid} stands for the process that was hit
+    needs: str = ""  # what the machine has to have: "" nothing, or a word of `NEEDS`
+    apart: bool = False  # on a copy of the run's directory, which is not used again
+    limit_s: float = 60.0  # in which it has to be detected
+
+    @property
+    def name(self) -> str:
+        """Return a name that no other fault has."""
+        where = "" if self.phase == ANY else f" in {self.phase}"
+        return f"{self.kind}: {self.target}{where}{' on a cluster' if self.needs == 'slurm' else ''}"
+
+
+NEEDS: Final = {"root": "needs root, to mount a small disk", "slurm": "needs Slurm: bash tests/run.sh -m campaign"}
+"""What a machine may lack -> what is said of the faults that it therefore does not run."""
+
+KILLED_S: Final = 10.0
+"""Seconds in which a process that was killed has to be missed."""
+
+
+def signals() -> Iterator[Fault]:
+    """Yield every signal for every process in every phase."""
+    for phase in PHASES:
+        for rank in RANKS:
+            yield Fault("SIGKILL", rank, phase, says=_dead(rank, phase, "SIGKILL"), limit_s=KILLED_S)
+            yield Fault("SIGSTOP", rank, phase, says=_silent(rank, phase))
+        for role in TRAINERS:
+            torchrun = f"torchrun of {role}"
+            yield Fault("SIGKILL", torchrun, phase, says=rf"role {role} died", limit_s=KILLED_S)
+            yield Fault("SIGSTOP", torchrun, phase, does=BORNE)
+        yield Fault("SIGKILL", CONDUCTOR, phase, says="cut off in the middle", limit_s=KILLED_S)
+        yield Fault("SIGSTOP", CONDUCTOR, phase, says="the conductor is gone")
+        yield Fault("SIGTERM", CONDUCTOR, phase, does=STOPS, says="SIGTERM", limit_s=KILLED_S)
+        yield Fault("pause of 3 s", CONDUCTOR, phase, does=BORNE)
+        yield Fault("pause of 3 s", "actor rank 0", phase, does=BORNE)
+        for first, second in TWICE:
+            yield Fault(
+                "SIGKILL, one after the other", f"{first}, {second}", phase, says=_dead(first, phase, "SIGKILL")
+            )
+    for name in ("SIGSEGV", "SIGABRT"):
+        for rank in RANKS:
+            yield Fault(name, rank, "train", says=_dead(rank, "train", name), limit_s=KILLED_S)
+    yield Fault("SIGINT", CONDUCTOR, "train", does=STOPS, says="Ctrl-C", limit_s=KILLED_S)
+
+
+def _dead(rank: str, phase: str, name: str) -> str:
+    """Say how a rank is named whose process is gone; before its hello the conductor has no more than its role."""
+    role, _, number = rank.partition(" rank ")
+    gone = rf"role {role} died: (?:rank {number}\b.*(?:{name}|gone)|.*gone: rank {number}\b)"
+    if role == "rollout":
+        gone = rf"(?:{gone}|engine {number} on \S+ is lost: .*{name})"
+    return rf"(?:{gone}|role {role} died)" if phase == START else gone
+
+
+def _silent(rank: str, phase: str) -> str:
+    role, _, number = rank.partition(" rank ")
+    named = rf"(?:role {role} died: rank {number}\b|behind is {role} rank {number}\b|engine {number} on \S+ is lost)"
+    if role != "rollout":
+        named = rf"(?:role {role} died: rank {number}\b|behind is {role} rank {number}\b)"
+    return rf"(?:{named}|role {role}\b|{role} rank {number}\b|{role}: .*{number})" if phase == START else named
+
+
+def others() -> Iterator[Fault]:
+    """Yield the faults that are no signals."""
+    hung = "reward function"
+    yield Fault("hang", "reward function", "score", says=rf"behind is the {hung}")
+    yield Fault(
+        "exception",
+        "reward function",
+        "score",
+        says=r"reward\.py:\d+: reward_func raised RuntimeError",
+        limit_s=KILLED_S,
+    )
+    yield Fault("too few rewards", "reward function", "score", says=r"reward\.py: reward_func returned 1 rewards")
+    yield Fault("sys.exit", "reward function", "score", says=r"reward\.py:\d+: reward_func raised SystemExit")
+    yield Fault("collective not entered", "actor rank 1", "train", says=r"behind is actor rank 1\b")
+    yield Fault("interpreter's lock held", "actor rank 1", "train", says=r"behind is actor rank 1\b")
+    yield Fault("exception", "actor rank 1", "train", says=r"plugin\.py:\d+", limit_s=KILLED_S)
+    for jump in ("+1 h", "-1 h", "+10 years"):
+        yield Fault(f"clock jump {jump}", "all of the run", ANY, does=BORNE)
+    for attack in ("truncated", "replayed", "forged", "random"):
+        yield Fault(f"{attack} messages", "control port", ANY, does=BORNE)
+    for damage in ("truncated", "flipped bit", "without manifest", "without actor"):
+        yield Fault(f"newest checkpoint {damage}", "run directory", ANY, says="is skipped")
+    yield Fault("deleted", "run directory", "train", says="error: .*has vanished", apart=True)
+    yield Fault("renamed", "run directory", "checkpoint", says="error: .*has vanished", apart=True)
+    for phase in ("train", "checkpoint", "export"):
+        yield Fault(
+            "full disk", "run directory", phase, says="error: .*No space left on device", needs="root", apart=True
+        )
+    yield Fault("file size limit", "actor rank 0", "checkpoint", says="error: .*File too large")
+    yield Fault("file size limit", CONDUCTOR, "checkpoint", says="error: .*File too large")
+
+
+NODE: Final = r"(role \w+ died: .* on {node}\b|engine \d on {node} is lost)"
+SLURM: Final = (
+    *(Fault("SIGKILL", f"srun of {role}", "train", says=rf"role {role} died", needs="slurm") for role in TRAINERS),
+    *(Fault("SIGKILL", f"{role} rank 0", "train", says=rf"role {role} died", needs="slurm") for role in TRAINERS),
+    Fault(
+        "SIGKILL",
+        "rollout rank 0",
+        "generate",
+        says=r"(role rollout died: rank 0|engine 0 on \S+ is lost)",
+        needs="slurm",
+    ),
+    Fault(
+        "SIGKILL", "srun of rollout", "generate", says=r"(role rollout died|engine \d on \S+ is lost)", needs="slurm"
+    ),
+    Fault("SIGKILL", CONDUCTOR, "train", says="cut off", needs="slurm"),
+    Fault("SIGSTOP", "actor rank 1", "train", says=r"role actor died: rank 1\b", needs="slurm"),
+    Fault("crash", "node of actor rank 1", "train", says=NODE, needs="slurm"),
+    Fault("crash", "node of rollout rank 0", "generate", says=NODE, needs="slurm"),
+    Fault("network cut", "node of actor rank 1", "train", says=NODE, needs="slurm"),
+    Fault("restart", "slurmctld", "train", does=BORNE, needs="slurm"),
+    Fault("SIGKILL", "slurmd of actor rank 1", "train", does=BORNE, needs="slurm"),
+)
+"""Faults of a cluster; the tests run them on a Slurm of their own."""
+
+
+def all_faults() -> list[Fault]:
+    """List every fault, each name once."""
+    return [*signals(), *others(), *SLURM]
+
+
+def named(faults: list[Fault], word: str) -> list[Fault]:
+    """Choose the faults whose name holds the regular expression `word`."""
+    return [fault for fault in faults if re.search(word, fault.name)]

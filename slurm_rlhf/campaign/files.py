@@ -1,0 +1,104 @@
+"""Faults of files: a disk that is full, a directory that goes away, a checkpoint that is damaged."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from slurm_rlhf.errors import RunError
+
+DISK = 96 << 20
+"""Bytes of the small disk: enough for a few checkpoints of the tiny run."""
+LITTLE = 16 << 10
+"""Bytes that are left on a full disk, and that a process may write to a file under a limit."""
+FILLER = "filler"
+_MNT_DETACH = 2  # linux/mount.h
+
+
+@contextmanager
+def small_disk(path: Path) -> Iterator[Path]:
+    """Mount a file system of `DISK` bytes in memory at `path` for the block. Raises OSError; only root may."""
+    path.mkdir(parents=True, exist_ok=True)
+    _mount(path, f"size={DISK}")
+    try:
+        yield path
+    finally:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.umount2(os.fsencode(path), _MNT_DETACH)
+        with contextlib.suppress(OSError):
+            path.rmdir()
+
+
+def can_mount(scratch: Path) -> bool:
+    """Tell whether this process may mount a disk below `scratch`."""
+    try:
+        with small_disk(scratch / "probe"):
+            return True
+    except OSError:
+        return False
+
+
+def _mount(path: Path, options: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", 0, options.encode()) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(path))
+
+
+def fill(disk: Path) -> None:
+    """Leave `LITTLE` bytes free on a disk."""
+    with (disk / FILLER).open("wb") as file:
+        free = os.statvfs(disk)
+        left = free.f_bavail * free.f_frsize - LITTLE
+        with contextlib.suppress(OSError):
+            os.posix_fallocate(file.fileno(), 0, max(left, 1))
+
+
+def free(disk: Path) -> None:
+    """Make room again."""
+    (disk / FILLER).unlink(missing_ok=True)
+
+
+def limit_file_size(pid: int) -> None:
+    """Let a process write no file beyond `LITTLE` bytes from now on, as a quota does."""
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (LITTLE, LITTLE))
+
+
+def remove_all(directory: Path) -> None:
+    """Remove a directory in one step, and then what was in it."""
+    gone = directory.with_name(f"{directory.name}.gone")
+    directory.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
+
+
+def damage(checkpoints: Path, how: str) -> Path:
+    """Damage the newest checkpoint: `truncated`, `flipped bit`, `without manifest`, `without actor`.
+
+    Returns its directory. Raises RunError when there are not two: the one before has to be left.
+    """
+    whole = sorted(path for path in checkpoints.glob("step_*") if path.name.removeprefix("step_").isdigit())
+    if len(whole) < 2:
+        raise RunError(f"{checkpoints} has {len(whole)} checkpoints, and two are needed")
+    newest = whole[-1]
+    if how == "without manifest":
+        (newest / "manifest.json").unlink()
+    elif how == "without actor":
+        shutil.rmtree(newest / "actor")
+    else:
+        largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+        with largest.open("r+b") as file:
+            size = largest.stat().st_size
+            if how == "truncated":
+                file.truncate(size // 2)
+            else:
+                file.seek(size // 2)
+                byte = file.read(1)
+                file.seek(size // 2)
+                file.write(bytes([byte[0] ^ 1]))
+    return newest

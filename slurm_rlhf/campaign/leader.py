@@ -1,0 +1,262 @@
+"""Lead a campaign: one start of the run recovers from the last fault and meets the next one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurm_rlhf.campaign import files
+from slurm_rlhf.campaign.draw import delay_s
+from slurm_rlhf.campaign.faults import ANY, BORNE, PHASES, START, Fault
+from slurm_rlhf.campaign.injection import SETTLED, Place, inject
+from slurm_rlhf.campaign.session import POLL_S, Session, Start, newest_step
+from slurm_rlhf.campaign.verdicts import Observation, Row, judge, unequal
+from slurm_rlhf.campaign.watch import look_at_rest, watch
+from slurm_rlhf.campaign.workload import HOLD, write_workload
+from slurm_rlhf.errors import RunError, SlurmRlhfError
+from slurm_rlhf.observe.jsonl import read_rows
+from slurm_rlhf.observe.phase_file import PhaseNow
+from slurm_rlhf.polling import wait_until
+from slurm_rlhf.run_directory import RunDirectory
+
+EXPORT_STEPS = 6
+"""Length of the runs whose export is disturbed."""
+LEARNED_STEPS = 4
+"""Steps of a session before a fault that the watchdog finds: it learns three passes first."""
+LONGEST_DELAY_S = {START: 3.0}
+DELAY_S = 0.03
+"""The most that a fault comes after the beginning of its phase: the phases of the tiny run are short."""
+END_S = 60.0
+
+
+@dataclass(slots=True)
+class Case:
+    """A fault that struck, and what was seen of it so far."""
+
+    fault: Fault
+    seen: Observation
+    rows: list[dict[str, Any]] = field(default_factory=list)  # of the steps after its last checkpoint
+
+
+class Leader:
+    """Runs faults one after the other below a directory, which is its own."""
+
+    def __init__(
+        self, out: Path, start: Start, seed: int, note: Callable[[str], None], calm_steps: int | None = None
+    ) -> None:
+        """`calm_steps`: the length of the run that is left alone; None: enough for all faults."""
+        self._calm_steps = calm_steps
+        self._out = out
+        self._start = start
+        self._seed = seed
+        self._note = note
+        self._config = write_workload(out / "work")
+        self._calm: list[dict[str, Any]] = []
+        self._session: Session | None = None
+        self._chain = 0
+        self._waiting: list[Case] = []  # for a session that shows whether the same command goes on
+
+    def run(self, faults: Sequence[Fault]) -> Iterator[Row]:
+        """Yield a row for each fault, some later than others; the last ones at the end."""
+        self._run_calm(self._calm_steps or max(40, 3 * len(faults)))
+        try:
+            for fault in faults:
+                began = time.monotonic()
+                case = Case(fault, Observation())
+                try:
+                    yield from self._apart(case) if _stands_apart(fault) else self._chained(case)
+                except (SlurmRlhfError, OSError) as error:
+                    case.seen.error = f"{type(error).__name__}: {error}"
+                    if not _stands_apart(fault):
+                        self._give_up()
+                        yield from self._resolved(resumed=False)
+                    yield judge(fault, case.seen)
+                self._note(f"{fault.name}: {time.monotonic() - began:.0f} s")
+            yield from self._last()
+        finally:
+            self._give_up()
+
+    def _run_calm(self, steps: int) -> None:
+        """Do the run that all others are compared with."""
+        begun = time.monotonic()
+        session = Session(self._start, self._config, self._out / "calm", f"--train.max_steps={steps}")
+        try:
+            if not wait_until(lambda: session.over, 600.0, 0.1):
+                raise RunError("the calm run was not over within 600 s")
+        finally:
+            session.kill()
+        self._calm = read_rows(session.directory.metrics)
+        if len(self._calm) != steps:
+            raise RunError(f"the calm run ended after {len(self._calm)} steps: {session.process.output()[-2000:]}")
+        self._note(f"calm run: {steps} steps in {time.monotonic() - begun:.0f} s")
+
+    # --- faults of one run, which goes on and on -------------------------------------------------------------------
+
+    def _chained(self, case: Case) -> Iterator[Row]:
+        fault = case.fault
+        if fault.phase == START and self._session is not None:
+            self._leave()
+        session = self._session or self._open()
+        if fault.phase != START:
+            yield from self._until_it_steps(session, fault)
+        self._strike(session, case)
+        if case.seen.ended_s is None:
+            case.rows = _rows(session, case.seen.checkpoint)
+            if case.seen.error:
+                self._give_up()
+            yield self._row(case)
+            return
+        self._end(session, case)
+        self._waiting.append(case)
+
+    def _open(self) -> Session:
+        """Start the run, in a new directory where the calm one has no steps left to compare."""
+        used_up = not self._waiting and newest_step(self._run_dir) > len(self._calm) - 15
+        if not self._chain or used_up:
+            self._chain += 1
+        self._session = Session(self._start, self._config, self._run_dir)
+        return self._session
+
+    @property
+    def _run_dir(self) -> Path:
+        return self._out / f"run-{self._chain}"
+
+    def _until_it_steps(self, session: Session, fault: Fault) -> Iterator[Row]:
+        """Wait for the steps before the fault; they show that the same command went on after the ones before."""
+        session.wait_for_phase(("rollout", ""), 0, POLL_S)
+        begun = session.goes_from or 0
+        ahead = LEARNED_STEPS if fault.kind in SETTLED else 1
+        if fault.kind.startswith("newest checkpoint"):
+            ahead = 5  # two checkpoints
+        session.wait_for_step(max(begun + ahead, session.steps if self._waiting else 0))
+        yield from self._resolved(resumed=True, session=session)
+
+    def _strike(self, session: Session, case: Case) -> None:
+        """Wait for the phase, do it, watch."""
+        fault, seen = case.fault, case.seen
+        if fault.phase != ANY:
+            session.wait_for_phase(PHASES[fault.phase], session.steps)
+        time.sleep(delay_s(fault, self._seed, LONGEST_DELAY_S.get(fault.phase, DELAY_S)))
+        place = Place(session, self._config.parent / HOLD, self._seed)
+        known = session.count_events()
+        now, hit_at = session.phase() or PhaseNow("", 0, 0.0), time.monotonic()
+        hit = inject(fault, place)
+        seen.hit_phase, seen.hit_step, seen.pid, seen.checkpoint = now.phase, now.step, hit.pid, session.checkpoint
+        try:
+            watch(session, fault, seen, known, hit_at, hit.undo)
+        finally:
+            hit.undo()
+        if seen.exit_code is not None and seen.exit_code < 0:  # a conductor that was killed leaves no word
+            seen.told += self._status(session.directory)
+
+    def _status(self, directory: RunDirectory) -> str:
+        asked = self._start(["status", str(directory.root)])
+        wait_until(lambda: asked.poll() is not None, END_S, 0.05)
+        return asked.output()
+
+    def _end(self, session: Session, case: Case) -> None:
+        look_at_rest(session, case.seen)
+        self._session = None
+
+    def _leave(self) -> None:
+        """End a session in order."""
+        if self._session is not None:
+            self._session.stop()
+            self._session = None
+
+    def _give_up(self) -> None:
+        """End a session by force, and go on in a new directory."""
+        if self._session is not None:
+            self._session.kill()
+            self._session = None
+            self._chain += 1
+
+    def _resolved(self, resumed: bool, session: Session | None = None) -> Iterator[Row]:
+        """Yield the rows of the faults that waited for the same command to go on."""
+        waiting, self._waiting = self._waiting, []
+        for case in waiting:
+            case.seen.resumed = resumed
+            if session is not None:
+                case.seen.resumed_at = session.began_at or 0
+                # What a start says of damaged checkpoints.
+                case.seen.told += "\n".join([*session.own_events(), session.process.output()])
+                case.rows = _rows(session, min(case.seen.checkpoint, case.seen.resumed_at))
+            yield self._row(case)
+
+    def _row(self, case: Case) -> Row:
+        case.seen.compared, case.seen.unequal = unequal(case.rows, self._calm)
+        return judge(case.fault, case.seen)
+
+    def _last(self) -> Iterator[Row]:
+        """Let the last session go on once more."""
+        if not self._waiting:
+            return
+        session = self._session or self._open()
+        try:
+            session.wait_for_phase(("rollout", ""), 0, POLL_S)
+            session.wait_for_step((session.began_at or 0) + 2)
+            yield from self._resolved(resumed=True, session=session)
+        except RunError as error:
+            self._note(str(error))
+            yield from self._resolved(resumed=False)
+        self._leave()
+
+    # --- faults that a run of their own has ------------------------------------------------------------------------
+
+    def _apart(self, case: Case) -> Iterator[Row]:
+        fault = case.fault
+        name = "".join(char if char.isalnum() else "-" for char in fault.name)
+        with ExitStack() as stack:
+            home = self._out / "apart" / name
+            if fault.needs == "root":
+                home = stack.enter_context(files.small_disk(home))
+            length = [f"--train.max_steps={EXPORT_STEPS}"] if fault.phase == "export" else []
+            session = Session(self._start, self._config, home / "run", *length)
+            try:
+                session.wait_for_step(1 if fault.phase == "export" else 2)
+                self._strike(session, case)
+                look_at_rest(session, case.seen)
+            finally:
+                session.kill()
+            if case.seen.ended_s is None:
+                case.seen.went_on = True
+            elif fault.does == BORNE and case.seen.exit_code == 0:
+                case.seen.ended_s, case.seen.went_on = None, True
+            elif fault.kind != "deleted":
+                session = self._again(case, home / "run", length)
+            case.rows = _rows(session, min(case.seen.checkpoint, case.seen.resumed_at))
+            yield self._row(case)
+
+    def _again(self, case: Case, run_dir: Path, length: Sequence[str]) -> Session:
+        """Start the same command again, and let it go on to its end, or for two steps."""
+        session = Session(self._start, self._config, run_dir, *length)
+        try:
+            wait_until(lambda: session.over or session.began_at is not None, END_S, 0.05)
+            case.seen.resumed_at = session.began_at if session.began_at is not None else session.steps
+            if length:
+                wait_until(lambda: session.over, 2 * END_S, 0.05)
+                whole = (run_dir / "final" / "config.json").exists()
+                case.seen.resumed = session.process.poll() == 0 and whole
+                if not whole:
+                    case.seen.told += "\nthere is no exported model"
+            else:
+                session.wait_for_step(case.seen.resumed_at + 2)
+                case.seen.resumed = True
+        except RunError as error:
+            case.seen.resumed = False
+            case.seen.told += str(error)
+        finally:
+            session.kill()
+        return session
+
+
+def _stands_apart(fault: Fault) -> bool:
+    return fault.apart or fault.phase == "export"
+
+
+def _rows(session: Session, after: int) -> list[dict[str, Any]]:
+    return [row for row in read_rows(session.directory.metrics) if row["step"] > after]

@@ -1,0 +1,97 @@
+"""A long run in bad weather: again and again a process drawn from a seed is killed, until all steps are done."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from slurm_rlhf.campaign.faults import CONDUCTOR, RANKS, Fault
+from slurm_rlhf.campaign.injection import victim
+from slurm_rlhf.campaign.session import FIRST_STEP_S, POLL_S, Session, Start
+from slurm_rlhf.campaign.verdicts import Observation, Row, judge, unequal
+from slurm_rlhf.campaign.watch import look_at_rest
+from slurm_rlhf.campaign.workload import write_workload
+from slurm_rlhf.errors import RunError
+from slurm_rlhf.observe.jsonl import read_rows
+from slurm_rlhf.polling import wait_until
+
+TARGETS = (*RANKS, CONDUCTOR)
+CALM_S = 1800.0
+NOTICED_S = 5.0
+"""In which a run that goes on in place has begun to go back to its checkpoint."""
+
+
+@dataclass(slots=True)
+class Storm:
+    """Kills a process `every_s` seconds after the run has begun to step, and again after each recovery."""
+
+    out: Path
+    start: Start
+    seed: int
+    steps: int
+    every_s: float
+    note: Callable[[str], None]
+    killed: list[str] = field(default_factory=list)  # targets, in their order
+
+    def run(self) -> Row:
+        """Return the row of the whole run. Raises RunError when the calm one does not finish."""
+        dice, config = random.Random(self.seed), write_workload(self.out / "work")
+        calm = self._session(config, "calm")
+        try:
+            if not wait_until(lambda: calm.over, CALM_S, POLL_S) or calm.process.poll() != 0:
+                raise RunError(f"the calm run did not finish: {calm.process.output()[-2000:]}")
+        finally:
+            calm.kill()
+        seen = Observation(hit_phase="all phases", resumed=True, exit_code=1, ended_s=0.0, detected_s=0.0)
+        fault = Fault(
+            f"SIGKILL every {self.every_s:g} s", f"any process, {self.steps} steps", "any", says="died|cut off"
+        )
+        try:
+            while not self._lives_through(config, dice, seen):
+                continue
+        except RunError as error:
+            seen.error = str(error)
+        rows, expected = (read_rows(self.out / name / "metrics.jsonl") for name in ("run", "calm"))
+        seen.compared, seen.unequal = unequal(rows, expected)
+        if [row["step"] for row in rows] != list(range(1, self.steps + 1)):
+            seen.error = seen.error or f"metrics.jsonl has {len(rows)} steps of {self.steps}"
+        return judge(fault, seen)
+
+    def _session(self, config: Path, name: str) -> Session:
+        return Session(self.start, config, self.out / name, f"--train.max_steps={self.steps}")
+
+    def _lives_through(self, config: Path, dice: random.Random, seen: Observation) -> bool:
+        """Start the run, and kill until it ends; True when all steps are done."""
+        session = self._session(config, "run")
+        try:
+            while self._steps(session) and self._quiet(session):
+                target, done = dice.choice(TARGETS), session.steps
+                os.kill(victim(session, target), signal.SIGKILL)
+                self.killed.append(target)
+                self.note(f"{target} is killed after step {done}")
+                wait_until(lambda: session.over, NOTICED_S, POLL_S)
+            seen.told += session.process.output() + "\n".join(session.own_events())
+            look_at_rest(session, seen)
+            return session.process.poll() == 0
+        finally:
+            session.kill()
+
+    def _steps(self, session: Session) -> bool:
+        """Wait until the run does a step; False: it is over."""
+
+        def moves() -> bool:
+            session.look_around()
+            begun = session.goes_from
+            return session.over or (begun is not None and session.steps > begun)
+
+        if not wait_until(moves, FIRST_STEP_S, POLL_S):
+            raise RunError(f"no step within {FIRST_STEP_S:g} s")
+        return not session.over
+
+    def _quiet(self, session: Session) -> bool:
+        """Let it be for `every_s` seconds; False: it is over."""
+        return not wait_until(lambda: session.over, self.every_s, POLL_S)

@@ -1,0 +1,155 @@
+"""What the observations of a fault mean: detected in time, culprit named, recovered, metrics equal, nothing left."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from slurm_rlhf.campaign.faults import BORNE, HURTS, Fault
+
+RECOVERED: Final = "recovered in place"
+RESUMED: Final = "ended cleanly, resumed by the same command"
+ENDED: Final = "ended cleanly"
+UNDISTURBED: Final = "went on undisturbed"
+FAILED: Final = "failed"
+OUTCOMES: Final = (UNDISTURBED, RECOVERED, RESUMED, ENDED, FAILED)
+UNTIMED: Final = ("time/", "perf/")
+"""Beginnings of metrics that a clock measures."""
+
+
+@dataclass(slots=True)
+class Observation:
+    """Holds what was seen of one fault."""
+
+    hit_phase: str = ""  # that the run told when the fault struck
+    hit_step: int = 0  # steps that were done by then
+    pid: int = 0  # of the process that was hit
+    node: str = ""
+    checkpoint: int = 0  # the newest whole one by then
+    detected_s: float | None = None  # from the fault to the first sign that the run gives of it
+    ended_s: float | None = None  # to the end of the conductor; None: it went on
+    exit_code: int | None = None
+    went_on: bool = False  # it did a step after the fault in the same session
+    resumed: bool | None = None  # the same command went on; None: it was not tried
+    resumed_at: int = 0  # the step that it went on from
+    told: str = ""  # output, events, status and what the next start said
+    traceback: bool = False  # the terminal showed one
+    orphans: list[str] = field(default_factory=list)  # processes
+    shared_memory: list[str] = field(default_factory=list)  # files in /dev/shm
+    locks: list[str] = field(default_factory=list)
+    unequal: list[str] = field(default_factory=list)  # metrics that differ from the calm run's
+    compared: int = 0  # steps
+    error: str = ""  # of the harness: the fault could not be tried
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A line of the table."""
+
+    fault: str
+    kind: str
+    target: str
+    phase: str
+    hit: str
+    detected_s: float | None
+    culprit: bool | None  # None: there is nothing to name
+    said: str
+    outcome: str
+    equal: bool | None  # None: no step to compare
+    compared: int
+    left: list[str]
+    problems: list[str]
+
+    @property
+    def good(self) -> bool:
+        return not self.problems
+
+
+def judge(fault: Fault, seen: Observation) -> Row:
+    """Judge one fault."""
+    said = quote(pattern(fault, seen), seen.told)
+    culprit = None if fault.does == BORNE else bool(said)
+    outcome = outcome_of(fault, seen)
+    left = [*seen.orphans, *seen.shared_memory, *seen.locks]
+    problems = list(_problems(fault, seen, culprit, outcome))
+    problems += [f"left behind: {one}" for one in left]
+    hit = f"{seen.hit_phase or 'between phases'}, after step {seen.hit_step}"
+    equal = None if not seen.compared else not seen.unequal
+    return Row(
+        *(fault.name, fault.kind, fault.target, fault.phase, hit, _round(seen.detected_s), culprit, said, outcome),
+        *(equal, seen.compared, left, problems),
+    )
+
+
+def pattern(fault: Fault, seen: Observation) -> str:
+    """Return the regular expression that names the culprit."""
+    return fault.says.replace("{pid}", str(seen.pid)).replace("{node}", re.escape(seen.node))
+
+
+def quote(expression: str, told: str) -> str:
+    """Return the line that names the culprit, shortened; empty: none does."""
+    if not expression or (match := re.search(expression, told)) is None:
+        return ""
+    begin, end = told.rfind("\n", 0, match.start()) + 1, told.find("\n", match.end())
+    return told[begin : end if end >= 0 else len(told)].strip()[:300]
+
+
+def outcome_of(fault: Fault, seen: Observation) -> str:
+    """Classify how it went on."""
+    if seen.error:
+        return FAILED
+    if seen.ended_s is None:
+        went = UNDISTURBED if fault.does == BORNE else RECOVERED
+        return went if seen.went_on else FAILED
+    if seen.resumed is None:
+        return ENDED if fault.apart else FAILED
+    return RESUMED if seen.resumed else FAILED
+
+
+def _problems(fault: Fault, seen: Observation, culprit: bool | None, outcome: str) -> Sequence[str]:
+    found = []
+    if seen.error:
+        found.append(seen.error)
+    if outcome == FAILED and not seen.error:
+        found.append("the run neither went on nor could the same command go on")
+    if fault.does == BORNE and seen.ended_s is not None:
+        found.append("the run ended, though it could have gone on")
+    if fault.does == HURTS and seen.detected_s is None and not seen.error:
+        found.append("not detected")
+    if fault.does == HURTS and seen.detected_s is not None and seen.detected_s > fault.limit_s:
+        found.append(f"detected after {seen.detected_s:.0f} s, which is more than {fault.limit_s:g} s")
+    if culprit is False and not seen.error:
+        found.append("the culprit is not named")
+    if seen.traceback:
+        found.append("a traceback on the terminal")
+    if seen.resumed and seen.resumed_at < seen.checkpoint:
+        found.append(f"went on at step {seen.resumed_at}, before the checkpoint of step {seen.checkpoint}")
+    if seen.unequal:
+        found.append(f"other metrics than the calm run: {', '.join(seen.unequal[:3])}")
+    return found
+
+
+def _round(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 2)
+
+
+def unequal(rows: Sequence[Mapping[str, Any]], calm: Sequence[Mapping[str, Any]]) -> tuple[int, list[str]]:
+    """Compare rows with the calm run's of the same steps, bit for bit but for what a clock measures.
+
+    Returns how many were compared, and what differs.
+    """
+    known = {row["step"]: row for row in calm}
+    shared = [row for row in rows if row["step"] in known]
+    found = []
+    for row in shared:
+        other = known[row["step"]]
+        names = [name for name in sorted(row.keys() | other.keys()) if not name.startswith(UNTIMED)]
+        found += [f"{name} of step {row['step']}" for name in names if _text(row, name) != _text(other, name)]
+    return len(shared), found
+
+
+def _text(row: Mapping[str, Any], name: str) -> str:
+    return json.dumps(row.get(name))

@@ -1,0 +1,154 @@
+"""The tiny run that is broken: a random model, sums to learn, a reward function and a plugin that faults hold up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+HOLD = "hold"
+"""Directory beside the files; a file in it switches a fault on in the run that reads it."""
+REWARD = '''"""The reward of the campaign: 1 where the answer holds the label; files in `hold` make it fail."""
+
+import sys
+import time
+from pathlib import Path
+
+HOLD = Path(__file__).parent / "hold"
+
+
+def reward_func(queries, prompts, labels, **kwargs):
+    while (HOLD / "reward-hang").exists():
+        time.sleep(0.02)
+    if (HOLD / "reward-raise").exists():
+        raise RuntimeError("the campaign's fault")
+    if (HOLD / "reward-exit").exists():
+        sys.exit(3)
+    rewards = [float(label in response) for label, response in zip(labels, kwargs["responses"])]
+    return rewards[:1] if (HOLD / "reward-few").exists() else rewards
+'''
+PLUGIN = '''"""PPO whose loss the campaign can hold up in the actor's rank 1, and a clock that it can set."""
+
+import ctypes
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+from slurm_rlhf import register_algorithm
+from slurm_rlhf.algorithms.registry import find_algorithm
+
+HOLD = Path(__file__).parent / "hold"
+right = time.time
+
+
+def set_clock():
+    try:
+        return right() + float((HOLD / "clock").read_text())
+    except (OSError, ValueError):
+        return right()
+
+
+time.time = set_clock
+
+
+def policy_loss(inputs):
+    from slurm_rlhf.algorithms.policy_losses.table import POLICY_LOSSES
+
+    if os.environ.get("RANK") == "1":
+        while (HOLD / "python").exists():
+            time.sleep(0.02)
+        if (HOLD / "lock").exists():
+            hold_the_lock()
+        if (HOLD / "actor-raise").exists():
+            raise RuntimeError("the campaign's fault")
+    return POLICY_LOSSES["ppo"].function(inputs)
+
+
+def hold_the_lock():
+    # PyDLL keeps the interpreter's lock; the call returns when somebody opens the other end of the pipe.
+    libc = ctypes.PyDLL(None)
+    libc.close(libc.open(bytes(HOLD / "lock"), os.O_RDONLY))
+
+
+register_algorithm(dataclasses.replace(find_algorithm("gae"), name="campaign", policy_loss=policy_loss))
+'''
+CONFIG = """
+[data]
+prompt_dataset = "prompts.jsonl"
+max_len = 64
+[actor]
+model_name_or_path = "model"
+num_gpus_per_node = 2
+learning_rate = 1e-3
+[critic]
+learning_rate = 1e-3
+[reward]
+remote_url = "reward.py"
+[algo.advantage]
+estimator = "campaign"
+[rollout]
+batch_size = 4
+n_samples_per_prompt = 2
+max_new_tokens = 8
+[train]
+plugins = ["plugin.py"]
+batch_size = 8
+num_episodes = 1000
+max_steps = 1000
+full_determinism = true
+self_check = false
+threads_per_rank = 1
+[ds]
+param_dtype = "fp32"
+[vllm]
+max_num_seqs = 16
+[ckpt]
+save_steps = 2
+max_num = 3
+[logger]
+report_steps = 0
+tensorboard = false
+[timeout]
+heartbeat_interval = 0.5
+heartbeat = 12
+hang = 8
+hang_grace = 4
+shutdown = 4
+"""
+"""Five ranks of four roles. Silence counts after 12 s and a hang after 8 s: on a machine that is busy with other work
+less would be taken for a fault that is none."""
+
+
+def write_workload(path: Path, changes: Sequence[str] = ()) -> Path:
+    """Write model, data and code to `path`, unless they are there; return the file of the configuration.
+
+    `changes`: lines that are put in place of those of `CONFIG` with the same key.
+    """
+    config = path / "run.toml"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / HOLD).mkdir(exist_ok=True)
+    for left in (path / HOLD).iterdir():
+        left.unlink()
+    if not (path / "model" / "config.json").exists():
+        from slurm_rlhf.parity.random_models import make_model
+
+        make_model(path / "model", "qwen2", noisy=False)
+    rows = [{"input": f"{a}+{b}=", "label": str((a + b) % 10)} for a in range(12) for b in range(12)]
+    (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (path / "reward.py").write_text(REWARD, encoding="utf-8")
+    (path / "plugin.py").write_text(PLUGIN, encoding="utf-8")
+    config.write_text(changed(CONFIG, changes), encoding="utf-8")
+    return config
+
+
+def changed(text: str, changes: Sequence[str]) -> str:
+    """Put lines `key = value` in place of those with the same key. Raises ValueError for a key that has no line."""
+    lines = text.splitlines()
+    for change in changes:
+        key = change.partition(" = ")[0]
+        places = [place for place, line in enumerate(lines) if line.startswith(f"{key} = ")]
+        if len(places) != 1:
+            raise ValueError(f"{key} stands {len(places)} times in the workload's configuration")
+        lines[places[0]] = change
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,109 @@
+"""torchrun with a store that listens on one address: `python -m slurm_rlhf.workers.torchrun` takes torchrun's options.
+
+torch's own ways for torchruns to meet open the store on all addresses of the node, and whoever reaches a store can
+change it: it knows no password. This one is bound to the address that the others connect to.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from torch.distributed.run import main as torchrun
+
+from slurm_rlhf.cluster.doors import shut_when_joined
+from slurm_rlhf.cluster.network import own_address
+
+BACKEND = "bound"
+"""Value of torchrun's `--rdzv-backend`; its `--rdzv-conf` has `rank`, of this node, and `ranks`, of all nodes."""
+
+_BACKLOG = 4096
+_LIMIT_S = 600  # torch's own; the conductor gives up sooner, with timeout.connect
+
+
+class BoundRendezvous(RendezvousHandler):
+    """Let the torchruns of a role meet at the store of the first; the nodes have the numbers they were given."""
+
+    def __init__(self, host: str, port: int, run_id: str, node: int, nodes: int, ranks: int) -> None:
+        self._where = RendezvousStoreInfo(host, port)
+        self._run_id = run_id
+        self._node = node
+        self._nodes = nodes
+        self._ranks = ranks
+        self._store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Say that the ranks use this store, too."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Open the store, or connect to it. Raises OSError where the port is taken, torch's errors after a time-out."""
+        if self._store is None:
+            self._store = self._listen() if self._node == 0 else self._connect()
+        store = PrefixStore(self._run_id, self._store)
+        return RendezvousInfo(store, self._node, self._nodes, self._where)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to do: nodes neither come nor go."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+    def _connect(self) -> TCPStore:
+        where = self._where
+        return TCPStore(where.master_addr, where.master_port, self._nodes, False, timedelta(seconds=_LIMIT_S))
+
+    def _listen(self) -> TCPStore:
+        address = own_address(self._where.master_addr, os.environ.get("GLOO_SOCKET_IFNAME", ""))
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        try:
+            listener = socket.create_server((address, self._where.master_port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            # In torch's word for a taken port: the launcher looks for it, and tries the next port.
+            raise OSError(f"EADDRINUSE? {address} port {self._where.master_port}: {error}") from error
+        self._where = RendezvousStoreInfo(address, int(listener.getsockname()[1]))
+        number = listener.detach()
+        store = TCPStore(
+            *(address, self._where.master_port, self._nodes, True, timedelta(seconds=_LIMIT_S)), master_listen_fd=number
+        )
+        if self._ranks:
+            shut_when_joined(store, number, self._ranks)
+        return store
+
+
+def make(parameters: RendezvousParameters) -> BoundRendezvous:
+    """Return what torchrun's options ask for."""
+    host, _, port = parameters.endpoint.rpartition(":")
+    node, ranks = parameters.get_as_int("rank", 0), parameters.get_as_int("ranks", 0)
+    return BoundRendezvous(host, int(port), parameters.run_id, node or 0, parameters.max_nodes, ranks or 0)
+
+
+def main() -> None:
+    rendezvous_handler_registry.register(BACKEND, make)
+    torchrun()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Campaigns of real runs: a slice of the faults for every day, and with -m campaign sixty of them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from campaign_runs import WarmStart
+
+from slurm_rlhf.campaign.draw import draw, runnable
+from slurm_rlhf.campaign.faults import NEEDS, Fault, all_faults
+from slurm_rlhf.campaign.leader import Leader
+from slurm_rlhf.campaign.result import Campaign, left_out
+from slurm_rlhf.campaign.storm import Storm
+from slurm_rlhf.campaign.verdicts import FAILED, Row
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+SLICE = (
+    "clock jump -1 h: all of the run",
+    "truncated messages: control port",
+    "SIGKILL: critic rank 0 in train",
+    "newest checkpoint flipped bit: run directory",
+    "SIGKILL: conductor in checkpoint",
+)
+
+
+def run(out: Path, faults: Sequence[Fault], seed: int, calm_steps: int | None = None) -> Campaign:
+    """A campaign whose table is in `out`."""
+    began, rows = time.monotonic(), []
+    for row in Leader(out, WarmStart(out), seed, print, calm_steps).run(faults):
+        rows.append(row)
+        print(row)
+    campaign = Campaign(seed, rows, left_out(runnable(all_faults(), {"root"})[1], NEEDS), time.monotonic() - began)
+    campaign.write(out)
+    print("\n".join(campaign.summary()), f"\nthe table is {out / 'campaign.html'}")
+    return campaign
+
+
+def wrong(rows: Sequence[Row]) -> list[str]:
+    return [f"{row.fault}: {'; '.join(row.problems)}" for row in rows if not row.good]
+
+
+@pytest.mark.timeout(400)
+def test_a_slice_of_the_faults(tmp_path: Path) -> None:
+    """Two that a run bears, a rank and a conductor that are killed, and a checkpoint that is damaged between them."""
+    known = {fault.name: fault for fault in all_faults()}
+    campaign = run(tmp_path, [known[name] for name in SLICE], 0, calm_steps=15)
+    assert wrong(campaign.rows) == []
+    assert {row.fault for row in campaign.rows} == set(SLICE)
+    assert all(row.compared >= 1 and row.equal for row in campaign.rows)
+    told = json.loads((tmp_path / "campaign.json").read_text())
+    assert told["good"]
+    assert {row["fault"] for row in told["rows"] if row["culprit"]} == set(SLICE[2:])
+    assert len(told["not_run"]) >= 10
+    assert (tmp_path / "campaign.html").stat().st_size > 3000
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seed", [0])
+def test_sixty_faults(tmp_path: Path, seed: int) -> None:
+    campaign = run(tmp_path, draw(runnable(all_faults(), {"root"})[0], 60, seed), seed)
+    assert wrong(campaign.rows) == []
+    assert len(campaign.rows) == 60
+    assert not [row for row in campaign.rows if row.outcome == FAILED or row.left]
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
+def test_two_hundred_steps_with_a_kill_every_ten_seconds(tmp_path: Path) -> None:
+    storm = Storm(tmp_path, WarmStart(tmp_path), 0, 200, 10.0, print)
+    row = storm.run()
+    print(row, storm.killed)
+    assert row.problems == []
+    assert (row.equal, row.compared) == (True, 200)
+    assert len(storm.killed) >= 4

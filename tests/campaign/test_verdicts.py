@@ -1,0 +1,101 @@
+"""What observations of a fault mean."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from slurm_rlhf.campaign.faults import BORNE, Fault
+from slurm_rlhf.campaign.result import Campaign, left_out
+from slurm_rlhf.campaign.verdicts import ENDED, FAILED, RECOVERED, RESUMED, UNDISTURBED, Observation, judge, unequal
+
+KILL = Fault("SIGKILL", "actor rank 1", "train", says=r"role actor died: rank 1\b", limit_s=10)
+CALM = Fault("clock jump +1 h", "all of the run", "any", does=BORNE)
+
+
+def seen(**changes: object) -> Observation:
+    """A rank that was killed, named, and whose run went on from its checkpoint."""
+    usual = Observation(
+        hit_phase="update",
+        hit_step=5,
+        checkpoint=4,
+        detected_s=1.2,
+        ended_s=2.0,
+        exit_code=1,
+        resumed=True,
+        resumed_at=4,
+        told="start\nslurm-rlhf: error: role actor died: rank 1 on n1 (pid 7) was killed by SIGKILL\nlog",
+        compared=2,
+    )
+    return dataclasses.replace(usual, **changes)  # type: ignore[arg-type]
+
+
+def test_all_as_it_should_be() -> None:
+    row = judge(KILL, seen())
+    assert row.good
+    assert row.culprit
+    assert row.said == "slurm-rlhf: error: role actor died: rank 1 on n1 (pid 7) was killed by SIGKILL"
+    assert (row.outcome, row.equal, row.hit) == (RESUMED, True, "update, after step 5")
+
+
+@pytest.mark.parametrize(
+    "changes, problem",
+    [
+        ({"told": "role critic died: rank 1"}, "the culprit is not named"),
+        ({"told": "role actor died: rank 12"}, "the culprit is not named"),
+        ({"detected_s": None}, "not detected"),
+        ({"detected_s": 12.0}, "detected after 12 s, which is more than 10 s"),
+        ({"resumed": False}, "the run neither went on"),
+        ({"resumed": None}, "the run neither went on"),
+        ({"resumed_at": 2}, "went on at step 2, before the checkpoint of step 4"),
+        ({"orphans": ["process 9 python"]}, "left behind: process 9 python"),
+        ({"shared_memory": ["/dev/shm/x"]}, "left behind: /dev/shm/x"),
+        ({"locks": ["lock /r/.control/lock"]}, "left behind: lock /r/.control/lock"),
+        ({"unequal": ["reward of step 5"]}, "other metrics than the calm run: reward of step 5"),
+        ({"traceback": True}, "a traceback on the terminal"),
+        ({"error": "RunError: actor rank 1 is not there"}, "actor rank 1 is not there"),
+    ],
+)
+def test_each_thing_that_can_be_wrong_is_told(changes: dict[str, object], problem: str) -> None:
+    row = judge(KILL, seen(**changes))
+    assert not row.good
+    assert any(problem in text for text in row.problems), row.problems
+
+
+def test_how_it_went_on() -> None:
+    on = {"ended_s": None, "exit_code": None, "resumed": None, "went_on": True}
+    assert judge(KILL, seen(**on)).outcome == RECOVERED
+    assert judge(CALM, seen(**on)).outcome == UNDISTURBED
+    assert judge(KILL, seen(**on | {"went_on": False})).outcome == FAILED
+    assert judge(dataclasses.replace(KILL, apart=True), seen(resumed=None)).outcome == ENDED
+    assert judge(CALM, seen()).problems == ["the run ended, though it could have gone on"]
+    assert judge(CALM, seen(**on)).culprit is None
+
+
+def test_metrics_are_compared_bit_for_bit_but_for_times() -> None:
+    calm = [{"step": 1, "reward": 0.1, "time/step": 1.0}, {"step": 2, "reward": 0.2}]
+    assert unequal([{"step": 1, "reward": 0.1, "time/step": 9.0}], calm) == (1, [])
+    assert unequal([{"step": 2, "reward": 0.2 + 1e-16}], calm) == (1, ["reward of step 2"])
+    assert unequal([{"step": 2}], calm) == (1, ["reward of step 2"])
+    assert unequal([{"step": 3, "reward": 5.0}], calm) == (0, [])
+
+
+def test_json_and_page_have_every_fault(tmp_path: Path) -> None:
+    bad = judge(dataclasses.replace(KILL, phase="sync"), seen(told="<script>alert(1)</script>"))
+    absent = left_out([Fault("crash", "node <1>", "train", needs="slurm")], {"slurm": "needs Slurm"})
+    campaign = Campaign(7, [judge(KILL, seen()), bad], absent, 12.0, "time-outs")
+    campaign.write(tmp_path)
+    told = json.loads((tmp_path / "campaign.json").read_text())
+    assert told["seed"] == 7
+    assert told["good"] is False
+    assert [row["fault"] for row in told["rows"]] == [KILL.name, "SIGKILL: actor rank 1 in sync"]
+    assert told["rows"][0]["detected_s"] == 1.2
+    assert "as it should be: 1 of 2" in told["summary"]
+    page = (tmp_path / "campaign.html").read_text()
+    assert page.index("SIGKILL: actor rank 1 in sync") < page.index("SIGKILL: actor rank 1 in train")
+    assert "crash: node &lt;1&gt; in train" in page
+    assert "<script" not in page
+    assert "http" not in page.replace("http-equiv", "")

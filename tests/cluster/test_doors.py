@@ -1,0 +1,116 @@
+"""Where a store listens, and that it stops when all have come: torch's own, and strangers that know its protocol."""
+
+from __future__ import annotations
+
+import random
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from open_ports import store_commands
+from torch.distributed import TCPStore
+
+from slurm_rlhf.cluster import network
+from slurm_rlhf.cluster.doors import JOINED, shut, shut_when_joined
+from slurm_rlhf.cluster.network import own_address
+
+
+def opened() -> tuple[TCPStore, int, int]:
+    """(a store, its port, the descriptor at which it listens)."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    port, number = listener.getsockname()[1], listener.detach()
+    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=number)
+    return store, port, number
+
+
+def joined(port: int) -> TCPStore:
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+
+
+def test_a_stranger_can_change_a_store_that_listens_and_cannot_reach_one_that_is_shut() -> None:
+    store, port, number = opened()
+    member = joined(port)
+    member.set("verdict", "ours")
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        stranger.sendall(store_commands(random.Random(0)))
+        deadline = time.monotonic() + 20
+        while member.get("verdict") == b"ours":  # it knows no password
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    shut(number)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5)
+    member.set("later", "x" * 100_000)
+    assert store.get("later") == b"x" * 100_000  # who was there goes on
+    assert member.add("count", 2) == store.add("count", 0) == 2
+
+
+def test_it_listens_until_the_last_rank_has_joined() -> None:
+    store, port, number = opened()
+    shut_when_joined(store, number, 2)
+    members = [joined(port)]
+    members[0].add(JOINED, 1)
+    time.sleep(1.2)
+    members.append(joined(port))
+    members[1].add(JOINED, 1)
+    assert until(lambda: not reachable(port))
+    members[0].set("key", "value")
+    assert members[1].get("key") == b"value"
+
+
+def until(true: object, seconds: float = 20) -> bool:
+    end = time.monotonic() + seconds
+    while not true():  # type: ignore[operator]
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def reachable(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("name", "means", "interfaces", "address"),
+    [
+        ("node1", ["10.0.0.1"], "", "10.0.0.1"),
+        ("node1", ["127.0.1.1"], "", "192.168.1.1"),  # Debian; the first that is not loopback
+        ("node1", ["127.0.1.1"], "ib0", "10.0.0.1"),
+        ("node1", ["127.0.1.1"], "gone, ib0", "10.0.0.1"),
+        ("node1", ["203.0.113.9"], "ib0", "10.0.0.1"),  # an address that is translated on the way
+        ("node1", [], "ib0", "10.0.0.1"),  # a name that means nothing here
+        ("node1", ["127.0.1.1", "10.0.0.1"], "", "10.0.0.1"),
+        ("localhost", ["10.0.0.1"], "ib0", "127.0.0.1"),
+        ("127.0.0.1", [], "ib0", "127.0.0.1"),
+    ],
+)
+def test_the_address_that_others_reach_by_a_name(
+    monkeypatch: pytest.MonkeyPatch, name: str, means: list[str], interfaces: str, address: str
+) -> None:
+    owned = [("lo", "127.0.0.1"), ("eth0", "192.168.1.1"), ("ib0", "10.0.0.1")]
+    monkeypatch.setattr(network, "addresses", lambda: [(each, network._parsed(ip)) for each, ip in owned])
+
+    def resolve(*_: object, **__: object) -> list[object]:
+        if not means:
+            raise socket.gaierror("unknown")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (ip, 0)) for ip in means]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert own_address(name, interfaces) == address
+
+
+def test_no_file_of_the_package_listens_on_all_addresses() -> None:
+    """Nor does it let torch: a store is given the socket that it listens at."""
+    package = Path(network.__file__).parents[1]
+    for file in package.rglob("*.py"):
+        text = file.read_text()
+        assert '"0.0.0.0"' not in text, file
+        assert 'create_server(("",' not in text, file
+        assert text.count("is_master=True") <= text.count("master_listen_fd="), file
