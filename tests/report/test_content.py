@@ -122,6 +122,8 @@ def test_the_picture_of_the_nodes_has_every_rank(run: RunFiles) -> None:
     }
     assert first[0][0]["tokens_per_s"] == pytest.approx(61440 / 2.9 / 8, rel=0.1)
     assert (first[6][0]["engine"], first[7][0]["engine"]) == (0, 0)
+    assert first[6][0]["tokens_per_s"] > 0
+    assert first[7][0]["tokens_per_s"] is None  # the engine's rate is not its second rank's, too
     assert nodes({}, [])["nodes"] == []
     sync = weight_sync(run.layout, run.rows)
     assert sync["rate"] == pytest.approx(15.2e9 / 0.45)
