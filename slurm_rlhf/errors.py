@@ -16,6 +16,7 @@ SlurmRlhfError                  anything this package raises on purpose
     ├── RoleDied                a role's process ended or fell silent
     ├── CallTimeout             a call passed its deadline
     ├── RemoteError             a role's handler raised; carries the remote traceback for the log
+    ├── EngineBroken            an engine that can do nothing more: another start of it can
     ├── RunHung                 nothing moved for longer than the watchdog allows
     ├── FilteredAway            dynamic sampling dropped nearly every group
     ├── WireError               a frame that does not decode, a peer that is not ours
@@ -32,6 +33,8 @@ class SlurmRlhfError(Exception):
     """Stand at the root of the tree."""
 
     exit_code = 1
+    hang = False
+    """Somebody was silent for too long; False: something ended, failed or was refused."""
 
 
 class UserError(SlurmRlhfError):
@@ -77,30 +80,55 @@ class RunError(SlurmRlhfError):
 
 
 class RoleDied(RunError):
-    """Report that a process of a role ended, or was not heard from within its deadline."""
+    """Report that a process of a role ended, or (`hang`) was not heard from within its deadline."""
+
+    def __init__(self, message: str, *, hang: bool = False) -> None:
+        super().__init__(message)
+        self.hang = hang
 
 
 class CallTimeout(RunError):
     """Report that a call to a role did not return within the deadline of the table."""
+
+    hang = True
 
 
 class RemoteError(RunError):
     """Report that the handler of a role raised.
 
     `user_error` is True when the remote exception was a `UserError`, so that the conductor reports it as one.
-    `remote_traceback` belongs into the log, never on the user's terminal.
+    `remote_traceback` belongs into the log, never on the user's terminal. `role` is the role whose rank raised; empty:
+    unknown.
     """
 
-    def __init__(self, message: str, *, remote_traceback: str = "", user_error: bool = False) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        remote_traceback: str = "",
+        user_error: bool = False,
+        hang: bool = False,
+        role: str = "",
+        node: str = "",
+    ) -> None:
         super().__init__(message)
+        self.hang = hang
         self.remote_traceback = remote_traceback
+        self.role = role
+        self.node = node
         self.user_error = user_error
         if user_error:
             self.exit_code = UserError.exit_code
 
 
+class EngineBroken(RunError):
+    """Report that an engine can do nothing more, because one of its ranks is gone or has done something else."""
+
+
 class RunHung(RunError):
     """Report that nothing moved for too long; names who is behind."""
+
+    hang = True
 
 
 class FilteredAway(RunError):
@@ -112,11 +140,20 @@ class WireError(RunError):
 
 
 class SyncError(RunError):
-    """Report weights that did not arrive, or arrived different from what was sent."""
+    """Report weights that did not arrive, or arrived different from what was sent; `hang`: a member was silent."""
+
+    def __init__(self, message: str, *, hang: bool = False) -> None:
+        super().__init__(message)
+        self.hang = hang
 
 
 class SyncBroken(SyncError):
     """Report a transfer that a connection or a member cut off, not what it carried: a new group may carry it."""
+
+
+def of_hang(hang: bool) -> dict[str, bool]:
+    """Return the `extra` of a logged warning that says whether it is about a hang; see `observe.events`."""
+    return {"hang": hang}
 
 
 def shortened(items: Iterable[str], most: int = 5, separator: str = ", ") -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from slurm_rlhf.cli.main import Command, unknown
+from slurm_rlhf.cluster.modules import ask_modules, proposed
 from slurm_rlhf.cluster.partitions import Partition, ask_partitions, best
 from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.launch.starter import Start, reward, script, toml
@@ -43,6 +45,8 @@ def run(words: list[str]) -> int:
         print(f"warning: {error}. The files are written without what it would have told", file=sys.stderr)
         partitions = []
     start = choose(names[0], given, partitions, _question if asked else _default)
+    if partitions:
+        start = replace(start, modules=tuple(proposed(ask_modules())))
     files = {f"{start.name}.toml": toml(start), f"{start.name}_reward.py": reward()}
     if partitions:
         files[f"{start.name}.sh"] = script(start)
@@ -136,7 +140,7 @@ COMMANDS = {
     "init": Command(
         USAGE,
         "Writes the files of a new run into this directory: NAME.toml with comments, NAME_reward.py, and a batch "
-        "script for this cluster, from what sinfo tells. Asks a few questions on a terminal.",
+        "script for this cluster, from what sinfo and `module avail` tell. Asks a few questions on a terminal.",
         run,
         OPTIONS,
     )

@@ -18,9 +18,11 @@ from slurm_rlhf.cli.watch import INTERVAL_S, extra_lines, repeated, rows_of, sho
 from slurm_rlhf.cluster.processes import SESSION_FILE, Session, attach_line, read_session
 from slurm_rlhf.cluster.slurm_job import OVER, Job, ask_jobs, reason_words, state_words
 from slurm_rlhf.errors import ConfigError, RunError
+from slurm_rlhf.observe.events import engines_lost, read_events
 from slurm_rlhf.observe.log_tail import tail
 from slurm_rlhf.observe.progress import duration
 from slurm_rlhf.observe.run_status import RunStatus, read_run_status
+from slurm_rlhf.run_directory import RunDirectory
 
 _JOB = re.compile(r"\d+(_\d+)?")
 _ANNOUNCED = re.compile(r"run directory (/.*?)(?:, \d+ steps|;|$)", re.MULTILINE)
@@ -182,12 +184,16 @@ def run_lines(found: Found, run_status: RunStatus | None, now: float) -> list[st
         return lines
     reward = "" if run_status.reward is None else f", reward {run_status.reward:.4g}"
     lines.append(_row("step", f"{run_status.step}/{run_status.total}{reward}"))
+    lines += [_row("restart", f"{number} in place: {why}") for number, why in enumerate(run_status.restarts, 1)]
     running = run_status.status == "running" and not _cut_off(found, run_status)
     if running and run_status.starting:  # the pace is that of an earlier start
         return [*lines, _row("starting", f"{run_status.starting} ({duration(run_status.starting_s)} ago)")]
     if run_status.step_s is not None and run_status.age_s is not None:
         pace = f"{run_status.step_s:.3g} s" if run_status.step_s < 60 else duration(run_status.step_s)
         lines.append(_row("pace", f"{pace} a step, the last one {duration(run_status.age_s)} ago"))
+    if running and found.directory is not None:
+        lost = engines_lost(read_events(RunDirectory(found.directory).events))
+        lines += [_row("engines", text.splitlines()[0]) for text in lost.values()]
     if running and run_status.left_s is not None:
         end = datetime.fromtimestamp(now + run_status.left_s)
         lines.append(_row("left", f"{duration(run_status.left_s)}, until {end:%a %H:%M}{_too_late(found.job, end)}"))

@@ -21,6 +21,7 @@ from slurm_rlhf.cli.preflight import before_run
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_sft, warnings
+from slurm_rlhf.config.hub import fetch_models
 from slurm_rlhf.config.key_text import split_overrides
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
@@ -60,6 +61,7 @@ def train(words: list[str]) -> int:
         print_resolved(config, layout, memory, look(config, read(config)))
         require_fit(config, memory)
         return 0
+    fetch_models(config, _say)
     return train_here(config)
 
 
@@ -112,7 +114,11 @@ def _launcher(config: Config, ranks: RankMap) -> Launcher:
 
 def _print_notes(notes: list[str]) -> None:
     for note in notes:
-        print(note, flush=True)
+        _say(note)
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def sft(words: list[str]) -> int:
@@ -120,6 +126,7 @@ def sft(words: list[str]) -> int:
     arguments = parse(words, SFT_USAGE)
     config = load_config(arguments.files, arguments.overrides)
     _print_notes(given_twice(arguments.overrides))
+    fetch_models(config, _say)
     check_sft(config)
     _print_notes([f"warning: {told}" for told in warnings(config)])
     from slurm_rlhf.controller.startup import WAITING_THREADS
@@ -128,8 +135,7 @@ def sft(words: list[str]) -> int:
         os.environ.setdefault(name, value)  # before torch is imported, which starts the threads
     from slurm_rlhf.training.sft import run as train_on_examples
 
-    train_on_examples(config)
-    return 0
+    return train_on_examples(config)
 
 
 def submit(words: list[str]) -> int:
@@ -138,6 +144,7 @@ def submit(words: list[str]) -> int:
     refuse_foreign_keys(arguments.overrides)
     config = load_config(arguments.files, arguments.overrides)
     _print_notes(given_twice(arguments.overrides))
+    fetch_models(config, _say)
     require_fit(config, memory_of(config, None))  # if train.gpu names the GPUs: an error now, not after the queue
     from slurm_rlhf.launch import submit as submit_job
 
@@ -161,7 +168,8 @@ COMMANDS = {
         SFT_USAGE,
         "Trains actor.model_name_or_path on the examples in sft.dataset (data.input_key, data.output_key) and writes a "
         "Hugging Face model with its tokenizer to sft.output_dir. Metrics and a log are in <sft.output_dir>.run, with "
-        "the checkpoint from which it goes on when started again. Runs in one process; torchrun starts several.",
+        "the checkpoint from which it goes on when started again, also after SIGTERM or Ctrl-C. Runs in one process; "
+        "torchrun starts several.",
         sft,
         keys=["sft", "resume", "data", "actor", "ds", "train", "timeout"],
     ),

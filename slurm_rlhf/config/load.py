@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.config import hub
 from slurm_rlhf.config.aliases import begins_alias, meaning, read_as
 from slurm_rlhf.config.data_set_entries import resolved_entry
 from slurm_rlhf.config.key_text import BadValue, from_text, from_toml, split_overrides
@@ -174,4 +175,6 @@ def _resolved(key: Key, value: Any, base: Path) -> Any:
         return [resolved_entry(entry, base) for entry in value]
     if key.kind != "path" or not value or value.startswith(NOT_PATHS.get(key.name, ())):
         return value
+    if key.name in hub.KEYS and (model := hub.named(value, base)):
+        return model
     return os.path.abspath(base / Path(value).expanduser())

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config.architectures import CAUSAL, COMPARED, ENCODERS, HEAD_FIELDS, REFUSED, head_fields
+from slurm_rlhf.config.hub import is_hub_name
 from slurm_rlhf.config.model_weights import check_weights
 from slurm_rlhf.errors import ConfigError, ModelError
 
@@ -18,6 +19,11 @@ SLOW_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
     """Check that `path` holds config.json, whole weights and, if wanted, tokenizer.json. Raises ModelError."""
     directory = Path(path)
+    if is_hub_name(path):
+        raise ModelError(
+            f"{key}: no such directory, and the Hugging Face cache here has no model {path}: where there is a network, "
+            f"`hf download {path}`; a login node does, where it shares its cache (HF_HOME) with the compute nodes"
+        )
     if not directory.is_dir():
         raise ModelError(
             f"{key}: no such directory: {path} (a model of the Hugging Face hub must be downloaded first: "

@@ -11,7 +11,7 @@ from slurm_rlhf.config.ranges import ANY, COUNT, NOT_NEGATIVE, POSITIVE, SHARE, 
 @dataclass(slots=True)
 class Actor:
     model_name_or_path: FilePath = ""
-    """Directory of a Hugging Face model with its tokenizer: the policy to train."""
+    """The policy to train: the directory of a Hugging Face model with its tokenizer, or OWNER/NAME on the hub."""
     num_nodes: Annotated[int, COUNT] = 1
     """Nodes of this role."""
     num_gpus_per_node: Annotated[int, COUNT] = 1

@@ -25,7 +25,7 @@ import msgpack
 
 from slurm_rlhf.control.codec import Buffer, decode, encode
 from slurm_rlhf.control.io_thread import Part
-from slurm_rlhf.errors import RemoteError, RunError, UserError, WireError
+from slurm_rlhf.errors import RemoteError, RunError, SlurmRlhfError, UserError, WireError
 
 NUMBERED = frozenset({"call", "reply", "error", "event"})
 KINDS = NUMBERED | {"hello", "welcome", "taken", "beat", "pulse", "lost", "bye"}
@@ -97,6 +97,7 @@ class Failure:
     message: str
     traceback: str
     user_error: bool
+    hang: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -106,12 +107,20 @@ class Failure:
             str(error)[:_MAX_CHARACTERS],
             "".join(traceback.format_exception(error))[-_MAX_CHARACTERS:],
             isinstance(error, UserError) or (isinstance(error, RemoteError) and error.user_error),
+            isinstance(error, SlurmRlhfError) and error.hang,
         )
 
     def raised(self, peer: Peer, method: str) -> RemoteError:
         """Make the error that the call's Future raises. A user's error keeps its own words."""
         text = self.message if self.user_error else f"{method} failed on {peer}: {self.type}: {self.message}"
-        return RemoteError(text, remote_traceback=self.traceback, user_error=self.user_error)
+        return RemoteError(
+            text,
+            remote_traceback=self.traceback,
+            user_error=self.user_error,
+            hang=self.hang,
+            role=peer.role,
+            node=peer.host,
+        )
 
 
 Send = Callable[[str, list[Buffer], int], None]
@@ -161,6 +170,8 @@ class Peer:
     """Its phase, as of its last pulse."""
     lost: str = ""
     """Reason for which it counts as gone; empty while it does not."""
+    silent: bool = False
+    """That is that it was not heard from."""
     route: bytes = field(default=b"", repr=False)
     heard: float = field(default=0.0, repr=False)
     """Time of its last message, on the server's clock."""
@@ -182,6 +193,7 @@ class Hello:
     world: int
     host: str
     pid: int
+    start: int = 0  # of the role, by its conductor's count
 
     def peer(self, route: bytes, now: float) -> Peer:
         """Make the peer at the other end of the connection `route`. Raises WireError."""
@@ -213,6 +225,14 @@ class Roster:
     def of_role(self, role: str) -> list[Peer]:
         """Return the newest peer of each rank, in rank order, lost ones included."""
         return sorted((peer for peer in self._by_name.values() if peer.role == role), key=lambda peer: peer.rank)
+
+    def dismiss(self, role: str, reason: str) -> list[Peer]:
+        """Give up all peers of a role, and forget their names; their connections stay known. Returns them."""
+        dismissed = self.of_role(role)
+        for peer in dismissed:
+            peer.lost = peer.lost or reason
+            del self._by_name[peer.role, peer.rank]
+        return dismissed
 
     def on(self, host: str) -> list[Peer]:
         """Return the newest peer of each rank on a node, lost ones included."""

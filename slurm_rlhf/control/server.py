@@ -21,7 +21,7 @@ from slurm_rlhf.control.declarations import CallSpec, spec_of
 from slurm_rlhf.control.io_loop import IoLoop
 from slurm_rlhf.control.io_thread import to_parts
 from slurm_rlhf.control.messages import Flight, Peer, Said
-from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError, shortened
+from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError, of_hang, shortened
 from slurm_rlhf.records import Experience
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class ControlServer:
                     raise self._failed[role]
                 here = [peer for peer in self.loop.roster.of_role(role) if peer.rank < n]
                 if lost := [peer for peer in here if peer.lost]:
-                    raise RoleDied(f"{lost[0]} is lost: {lost[0].lost}")
+                    raise RoleDied(f"{lost[0]} is lost: {lost[0].lost}", hang=lost[0].silent)
                 if len(here) == n:
                     return here
                 missing = sorted(set(range(n)) - {peer.rank for peer in here})
@@ -180,6 +180,31 @@ class ControlServer:
         for call in calls:
             call.future.set_exception(error)
 
+    def starts(self, role: str) -> int:
+        """Return how often `role` was dismissed: the number of its present start."""
+        with self._lock:
+            return self.loop.starts.get(role, 0)
+
+    def revive(self, role: str) -> None:
+        """Take back what `fail_role` has said: the ranks of `role` can be called again."""
+        with self._changed:
+            self._failed.pop(role, None)
+
+    def dismiss(self, role: str, reason: str) -> int:
+        """Give up all ranks of `role` because it is started again; returns the number of that start.
+
+        Whoever says hello with another number is refused, and old ranks that still send are told to end.
+        """
+        with self._changed:
+            self._failed.pop(role, None)
+            dismissed = self.loop.roster.dismiss(role, reason)
+            calls = self.loop.pending.take(lambda call: call.peer.role == role)
+            number = self.loop.starts[role] = self.loop.starts.get(role, 0) + 1
+        for call in calls:
+            call.future.set_exception(RoleDied(f"{call.peer} is lost: {reason}"))
+        log.info("%s: %d ranks are given up, start %d follows", role, len(dismissed), number)
+        return number
+
     def close(self) -> None:
         """Say goodbye to all ranks (their `receive` raises) and fail what is pending. May be called twice."""
         self.loop.close()
@@ -199,10 +224,10 @@ class ControlServer:
         if peer is None:
             ranks = shortened([str(other.rank) for other in self.loop.roster.of_role(role)], 8)
             return RoleDied(f"{role} rank {rank} is not connected; connected ranks of {role}: {ranks or 'none'}")
-        return RoleDied(f"{peer} is lost: {peer.lost}") if peer.lost else None
+        return RoleDied(f"{peer} is lost: {peer.lost}", hang=peer.silent) if peer.lost else None
 
     def _tell_lost(self, peer: Peer) -> None:
-        log.warning("%s is lost: %s", peer, peer.lost)
+        log.warning("%s is lost: %s", peer, peer.lost, extra=of_hang(peer.silent))
         if self._on_lost is not None:
             self._guarded(self._on_lost, peer)
 
@@ -237,6 +262,7 @@ class RoleHandle(Generic[C]):
         self.world = world
         self._server = server
         self._timeout = timeout
+        self._retired: Exception | None = None
         self.watchers: list[Callable[[int, str], Callable[[], None]]] = []
         """Each gets the rank and the name of every call, and returns what to call when the answer is there."""
 
@@ -290,6 +316,10 @@ class RoleHandle(Generic[C]):
         """
         return gather(self.start_all(method, argument))
 
+    def retire(self, error: Exception) -> None:
+        """Let every later call through this handle raise `error`: its role goes on under another handle."""
+        self._retired = error
+
     def phases(self) -> dict[int, str]:
         """Return what each rank is doing, as of its last heartbeat: rank -> phase."""
         return {peer.rank: peer.phase for peer in self._server.peers(self.role)}
@@ -315,6 +345,10 @@ class RoleHandle(Generic[C]):
         return self._send(rank, spec_of(TrainerCalls.written), {})
 
     def _send(self, rank: int, spec: CallSpec, argument: Any) -> Future[Any]:
+        if self._retired is not None:
+            refused: Future[Any] = Future()
+            refused.set_exception(self._retired)
+            return refused
         return self._server.call(self.role, rank, spec.name, argument, spec.seconds(self._timeout), spec.read_result)
 
     def _rank(self, number: int) -> int:

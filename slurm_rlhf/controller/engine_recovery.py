@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 10.0
 """How long a node has to say that an engine's processes are gone; one that is cut off never does."""
-_OUT_OF_MEMORY = (": OutOfMemoryError: ", "CUDA error")
+_BROKEN = (": EngineBroken: ", ": OutOfMemoryError: ", "CUDA error")
 """In the words of an engine whose process lives and can do nothing more."""
 
 Status = Literal["up", "lost", "ending", "out"]
@@ -76,8 +76,17 @@ class EngineRecovery:
         self._armed = False
         self.tell: Tell = log.warning
         """Tells the user of an engine that is lost, left out or back."""
+        self.renew(handle)
+
+    def renew(self, handle: EngineHandle) -> None:
+        """Go on with another handle of the same engines: their trainers have started again."""
+        self._handle = handle
         handle.goes_on_without = self.goes_on_without
         handle.give_up = self.lost
+
+    def move(self, engine: int, node: str) -> None:
+        """Let an engine that is lost start on another node: its own is left out."""
+        self._put(engine, node=node, silent=False)
 
     @property
     def armed(self) -> bool:
@@ -116,9 +125,8 @@ class EngineRecovery:
             if self._peers_lost(engine):
                 self._handle.ready = [other for other in self._handle.ready if other != engine]
             return True
-        if isinstance(error, RemoteError) and any(words in str(error) for words in _OUT_OF_MEMORY):
-            self.lost(engine, str(error))
-            return True
+        if isinstance(error, RemoteError) and any(words in str(error) for words in _BROKEN):
+            return self.lost(engine, str(error))
         return False
 
     def lost(self, engine: int, why: str, life: int | None = None, silent: bool = False) -> bool:

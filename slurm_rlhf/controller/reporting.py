@@ -34,6 +34,7 @@ class Reporting:
         self._world = world
         self._progress = make_progress(config.logger)
         self._metrics = MetricsLog(directory.metrics)
+        self._config = config
         self._trackers = Trackers(config, directory, self.note)
         self._print_samples = config.logger.print_samples
         rollout, filtered = config.rollout, config.algo.dynamic_filtering_enable
@@ -52,29 +53,50 @@ class Reporting:
         """Set where the run has GPUs: what the summary says of them."""
         self.recorder = Recorder(config, directory, self.note)
         """Records what the report shows beside the metrics."""
+        self.restarts: list[str] = []
+        """Why roles were started again, once each."""
         self.best: Best | None = None
         """The best step so far, by ckpt.best_metric."""
 
-    def note(self, text: str) -> None:
-        """Write a line for the user, and into the log; a warning is an event, too."""
+    def note(self, text: str, kind: str = "") -> None:
+        """Write a line for the user, and into the log; what is an event, as a warning, is kept as one.
+
+        `kind`: that of the event; empty: the line's first words say it.
+        """
         log.info("%s", text)
         self._progress.note(text)
         if self._starting:
             self._write("running", starting=text)  # for `slurm-rlhf status`
-        if kind := events.kind_of_note(text):
+        if kind := kind or events.kind_of_note(text):
             self.recorder.event(kind, text)
+
+    def hung(self, text: str) -> None:
+        """Note that nothing moves."""
+        self.note(text, events.HANG)
+
+    def restarting(self, why: str, what: str) -> None:
+        """Tell that something broke, `why`, and `what` is done about it; `begin` follows."""
+        self._starting = True  # the roles are
+        self.note(why)
+        self.note(what)
+        self.restarts.append(why.partition("\n")[0])
+        self.recorder.event(events.RESTART, f"{self.restarts[-1]}; {what}")
 
     def begin(self, state: RunState, total: int, checkpoint: Path | None) -> None:
         """Tell that a run of `total` steps starts, or goes on from `checkpoint` at `state`."""
         self._state, self._total = state, total
         self._starting = True
+        if self.restarts:
+            self._trackers.close(failed=False)
+            self._trackers = Trackers(self._config, self._directory, self.note)
         # Lines behind the checkpoint are of steps that are about to be done again.
         if checkpoint is None:
             self._put_aside()
         dropped = self._metrics.truncate_after(state.step)
         self.recorder.begin(state.step)
         self._trackers.open()
-        self.recorder.event(events.START if checkpoint is None else events.RESUME, f"step {state.step} of {total}")
+        if not self.restarts:
+            self.recorder.event(events.START if checkpoint is None else events.RESUME, f"step {state.step} of {total}")
         if checkpoint is not None:
             again = f", {dropped} later steps are done again" if dropped else ""
             self.note(f"resuming from {checkpoint} at step {state.step}/{total}{again}")
@@ -223,7 +245,7 @@ class Reporting:
                 self._write("interrupted" if stopped else "failed", str(error))
             finally:
                 self._trackers.close(failed=not stopped)
-            kind = events.STOP if stopped else events.kind_of_failure(str(error))
+            kind = events.STOP if stopped else events.kind_of_failure(error)
             self.recorder.event(kind, str(error) or type(error).__name__)
             self.recorder.end()
 
@@ -254,4 +276,5 @@ class Reporting:
             starting=starting,
             gpus=self.gpus.summary() if self.gpus else None,
             best=self._best_checkpoint(),
+            restarts=self.restarts,
         ).write(self._directory.summary)

@@ -71,6 +71,7 @@ class Watchdog:
         supervisor: Supervisor,
         stop: Stop,
         note: Callable[[str], None],
+        note_hang: Callable[[str], None],
         step: Callable[[], int],
     ) -> None:
         """`step`: the number of the step that is under way."""
@@ -79,6 +80,7 @@ class Watchdog:
         self._supervisor = supervisor
         self._stop = stop
         self._note = note
+        self._note_hang = note_hang
         self._step = step
         self._budgets = WaitBudgets(config.timeout.hang)
         self._phase = START
@@ -103,6 +105,17 @@ class Watchdog:
     def close(self) -> None:
         """Watch no longer: the run ends."""
         self._leaving.set()
+
+    def begin_again(self) -> None:
+        """Forget the hang that there was: roles start again, and the run is in the phase before its first step."""
+        with self._reporting, self._lock:
+            self._hang, self._silence, self._stuck_since, self._asked_to_stop = None, None, None, False
+            self._silent = set()
+            self._phase, self._moved = START, self._clock.now()
+
+    def culprits(self) -> list[str]:
+        """List the roles that are behind the hang that was reported, the conductor by its name; empty: nobody is."""
+        return [] if self._hang is None else sorted({seen.role for seen in self._hang.verdict.behind})
 
     def phase(self, name: str) -> None:
         """Note that the run goes over to the phase `name`; empty: between two phases."""
@@ -239,7 +252,7 @@ class Watchdog:
             write_scene(scene, verdict, paragraph, where)
         self._hang = hang
         self._act_at = time.monotonic() + self._config.timeout.hang_grace
-        self._note(paragraph)
+        self._note_hang(paragraph)
 
     def _place(self) -> tuple[Path, int]:
         """Name the directory of the next report, and say which one of its step it is."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from slurm_rlhf.checkpoint import resume
 from slurm_rlhf.checkpoint.manifest import MANIFEST
+from slurm_rlhf.config import hub
 from slurm_rlhf.config.generate_rules import MODEL
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import check_length, check_model_directory, check_tensor_parallel
@@ -71,21 +71,8 @@ def find_source(config: Config, root: Path) -> Source:
 
 
 def _in_cache(path: Path) -> Path | None:
-    """Find the model ORGANISATION/NAME, or NAME, in the Hugging Face cache; `path` was made absolute when it was read.
-
-    Source of the layout: huggingface_hub, `constants.py` and `file_download.py`.
-    """
-    home = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub")
-    for name in (f"{path.parent.name}--{path.name}", path.name):
-        folder = cache / f"models--{name}"
-        try:
-            commit = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
-        except OSError:
-            continue
-        if (folder / "snapshots" / commit / "config.json").exists():
-            return folder / "snapshots" / commit
-    return None
+    """Find the model OWNER/NAME, or NAME, in the Hugging Face cache; `path` was made absolute when it was read."""
+    return hub.cached(f"{path.parent.name}--{path.name}") or hub.cached(path.name)
 
 
 def _of_checkpoint(checkpoint: Path, root: Path) -> Source:

@@ -19,6 +19,7 @@ class Start:
     partition: str = ""
     time: str = ""
     account: str = ""
+    modules: tuple[str, ...] = ()  # that the batch script may load
 
     @property
     def slots(self) -> int:
@@ -121,6 +122,7 @@ def script(start: Start) -> str:
             "set -euo pipefail",
             "",
             "# What leads to slurm-rlhf on your site: module load ..., source VENV/bin/activate",
+            *_modules(start.modules),
             "",
             'cd "${SLURM_SUBMIT_DIR:-$PWD}"',
             "# exec: Slurm's signals reach the run itself, and its exit code is the job's.",
@@ -128,3 +130,13 @@ def script(start: Start) -> str:
             "",
         ]
     )
+
+
+def _modules(names: tuple[str, ...]) -> list[str]:
+    """Write the modules of the site that a run may need; which of them it does need only the user knows."""
+    if not names:
+        return []
+    return [
+        "# Found here, by `module avail`; wheels of torch and vLLM bring CUDA themselves:",
+        f"# module load {' '.join(names)}",
+    ]

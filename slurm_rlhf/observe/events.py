@@ -5,17 +5,19 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.observe.jsonl import append_line, read_rows
 
 START: Final = "start"
 RESUME: Final = "resume"
 STOP: Final = "stop"
 REQUEUE: Final = "requeue"
+RESTART: Final = "restart"
 WARNING: Final = "warning"
 HANG: Final = "hang"
 ERROR: Final = "error"
@@ -23,7 +25,8 @@ CHECKPOINT: Final = "checkpoint"
 FINISH: Final = "finish"
 ENGINE_LOST: Final = "engine lost"
 ENGINE_JOINED: Final = "engine joined"
-"""Kinds of events. A hang: a rank was silent, or did not answer in time."""
+"""Kinds of events. A hang: a rank was silent, or did not answer in time. A restart: roles were started again in the
+same job, and the session goes on."""
 
 BEGINS, ENDS = (START, RESUME), (STOP, HANG, ERROR, FINISH)
 """Kinds that begin and end a session, which is one start of the run."""
@@ -64,22 +67,31 @@ def read_events(path: Path) -> list[RunEvent]:
     return found
 
 
-_HANGS = (" hung in ", "not heard from", "did not answer", "no answer from", "heard nothing from", "sent nothing for")
-
-
 def kind_of_note(text: str) -> str:
     """Return the kind of a line that the user was shown; empty: none, it only tells how the run goes on."""
-    if re.match(r"step \d+ hangs in ", text):
-        return HANG
     if found := re.match(r"engine \d+ on \S+ (is lost|is left out|takes part again)", text):
         return ENGINE_JOINED if found[1] == "takes part again" else ENGINE_LOST
     warns = text.startswith("warning") or ": warning: " in text or "is far below its peers" in text
     return WARNING if warns else ""
 
 
-def kind_of_failure(text: str) -> str:
+def kind_of_failure(error: BaseException) -> str:
     """Return whether what ended a run is a hang or another error."""
-    return HANG if any(words in text for words in _HANGS) else ERROR
+    return HANG if isinstance(error, SlurmRlhfError) and error.hang else ERROR
+
+
+def engines_lost(events: Sequence[RunEvent]) -> dict[int, str]:
+    """Return the engines that a run does without since its last start, and what was said of each."""
+    lost: dict[int, str] = {}
+    for event in events:
+        if event.event in BEGINS:
+            lost.clear()
+        elif event.event in (ENGINE_LOST, ENGINE_JOINED) and (found := re.match(r"engine (\d+) ", event.text)):
+            if event.event == ENGINE_LOST:
+                lost[int(found[1])] = event.text
+            else:
+                lost.pop(int(found[1]), None)
+    return lost
 
 
 class WarningEvents(logging.Handler):
@@ -90,7 +102,6 @@ class WarningEvents(logging.Handler):
         self._tell = tell
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell kind and text. Errors have events of their own."""
+        """Tell kind and text; `errors.of_hang` marks what is about a hang. Errors have events of their own."""
         if record.levelno == logging.WARNING:
-            text = record.getMessage()
-            self._tell(HANG if kind_of_failure(text) == HANG else WARNING, text)
+            self._tell(HANG if getattr(record, "hang", False) else WARNING, record.getMessage())

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_rlhf.config.architectures import COMPARED, REFUSED
+from slurm_rlhf.config.hub import download, is_hub_name
 from slurm_rlhf.config.model_directory import check_architecture, check_length, check_model_directory, read_config
 from slurm_rlhf.errors import ConfigError, ModelError
-
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-WANTED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-"""Of a model of the hub. Not the weights in other formats, which are there a second time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +63,9 @@ def model(name: str, max_len: int) -> Subject:
     """
     if Path(name).is_dir():
         directory = str(Path(name).absolute())
-    elif _HUB_NAME.fullmatch(name):
+    elif is_hub_name(name):
         try:
-            directory = _from_hub(name)
+            directory = download(name)
         except ModelError as error:
             return Subject(name, failed=str(error).removeprefix(f"{name}: "))
     else:
@@ -84,17 +80,3 @@ def model(name: str, max_len: int) -> Subject:
         return Subject(name, directory, refused=str(error).removeprefix(f"{name}: "))
     names = read_config(name, Path(directory)).get("architectures") or [""]
     return Subject(name, directory, architecture=str(names[0]))
-
-
-def _from_hub(name: str) -> str:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return str(snapshot_download(name, allow_patterns=WANTED_FILES, etag_timeout=10))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        said = str(error).strip().splitlines() or [type(error).__name__]
-        raise ModelError(
-            f"{name}: no such directory, and the Hugging Face hub did not give a model of that name: {said[0]} Where "
-            f"there is no network: `hf download {name} --local-dir DIR` elsewhere, and give DIR"
-        ) from error

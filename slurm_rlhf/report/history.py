@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slurm_rlhf.observe.events import BEGINS, CHECKPOINT, ENDS, REQUEUE, RunEvent
+from slurm_rlhf.observe.events import BEGINS, CHECKPOINT, ENDS, HANG, REQUEUE, RESTART, RunEvent
 
 MOST = 400
 """Events in a report; of the checkpoints and warnings in the middle only the later ones."""
@@ -25,7 +25,8 @@ def sessions(events: Sequence[RunEvent], now: float, running: bool) -> list[dict
                 found[-1]["how"] = "killed"
             found.append({"begin": event.at, "end": event.at, "first": event.step, "last": event.step, "how": "killed"})
             is_open = True
-        elif is_open:
+        elif is_open or (found and found[-1]["how"] == HANG and event.event != REQUEUE):
+            is_open = True  # a run may go on after a hang, or without an engine that hangs
             found[-1] |= {"end": event.at, "last": event.step}
             if event.event in ENDS:
                 found[-1]["how"], is_open = event.event, False
@@ -44,3 +45,8 @@ def shown(events: Sequence[RunEvent]) -> list[RunEvent]:
 def requeues(events: Sequence[RunEvent]) -> int:
     """Count how often the run has asked to go on in another allocation."""
     return sum(event.event == REQUEUE for event in events)
+
+
+def restarts(events: Sequence[RunEvent]) -> int:
+    """Count how often roles were started again within a job."""
+    return sum(event.event == RESTART for event in events)

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control.calls import SyncGroupRequest, SyncUpdateRequest, WakeUpRequest
 from slurm_rlhf.control.declarations import call, read, spec_of
-from slurm_rlhf.errors import CallTimeout, RunError
+from slurm_rlhf.errors import CallTimeout, EngineBroken, RunError
 from slurm_rlhf.records import SyncConnection, SyncReport
 from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.tp_group import EnginePlace
@@ -216,7 +216,7 @@ class FollowerLinks:
 
     def _check(self) -> None:
         if self._failure:
-            raise RunError(self._failure)
+            raise EngineBroken(self._failure)
 
 
 def diverged(place: EnginePlace, tp_rank: int, batch: int) -> str:

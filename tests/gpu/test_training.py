@@ -243,6 +243,25 @@ def test_a_checkpoint_keeps_the_random_state_of_the_gpu(
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
+def test_an_asynchronous_save_waits_once_and_copies_to_pinned_memory(
+    cuda: FakeCuda, models: Path, tmp_path: Path
+) -> None:
+    trainer = PolicyTrainer(config_of(models, zero_stage=0), 4)
+    trainer.train_step(make_experience(1, 8), split(8, 2), 50.0)
+    now, later = tmp_path / "now", tmp_path / "later"
+    for directory in (now, later):
+        directory.mkdir()
+    trainer.save(now)
+    for _ in range(2):  # the second time into memory that is there
+        assert waits(cuda, lambda: trainer.save_async(later)) == {"synchronize": 1}
+        trainer.engine.written().result(20)
+    copies = trainer.engine._async_save.copies
+    assert all(buffer.is_pinned() for buffer in copies._buffers.values())
+    assert copies.nbytes == 12 * sum(parameter.numel() for parameter in trainer.engine.module.parameters())
+    for file in now.iterdir():
+        assert (later / file.name).read_bytes() == file.read_bytes()
+
+
 def test_what_is_tried_out_leaves_the_random_state_of_the_gpu(cuda: FakeCuda) -> None:
     torch.cuda.set_device(GPU)
     before = torch.cuda.get_rng_state(GPU)

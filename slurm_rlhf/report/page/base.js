@@ -67,8 +67,8 @@ const WORK = {
   waits: "--track",
 };
 const EVENTS = {
-  start: "--grey", resume: "--c0", stop: "--warn", requeue: "--c3", warning: "--c1", hang: "--bad", error: "--bad",
-  checkpoint: "--c6", finish: "--good",
+  start: "--grey", resume: "--c0", stop: "--warn", requeue: "--c3", restart: "--warn", warning: "--c1", hang: "--bad", error: "--bad",
+  checkpoint: "--c6", finish: "--good", "engine lost": "--bad", "engine joined": "--good",
 };
 
 const colour = (index) => `var(${PALETTE[index % PALETTE.length]})`;
