@@ -89,12 +89,17 @@ class RemoteError(RunError):
     """Report that the handler of a role raised.
 
     `user_error` is True when the remote exception was a `UserError`, so that the conductor reports it as one.
-    `remote_traceback` belongs into the log, never on the user's terminal.
+    `remote_traceback` belongs into the log, never on the user's terminal. `role` is the role whose rank raised; empty:
+    unknown.
     """
 
-    def __init__(self, message: str, *, remote_traceback: str = "", user_error: bool = False) -> None:
+    def __init__(
+        self, message: str, *, remote_traceback: str = "", user_error: bool = False, role: str = "", node: str = ""
+    ) -> None:
         super().__init__(message)
         self.remote_traceback = remote_traceback
+        self.role = role
+        self.node = node
         self.user_error = user_error
         if user_error:
             self.exit_code = UserError.exit_code

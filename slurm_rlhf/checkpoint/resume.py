@@ -105,6 +105,20 @@ def _search(root: Path) -> tuple[Path | None, list[CheckpointError]]:
     return None, problems
 
 
+def passed_over(root: Path, chosen: Path) -> list[str]:
+    """Say what is wrong with the checkpoints under `root` that are newer than `chosen`. Reads their files."""
+    found, problems = entries(root)
+    serial = read(chosen).serial
+    told = [str(problem) for problem in problems]
+    for entry in found:
+        if entry.manifest.serial > serial:
+            try:
+                verify(entry.path)
+            except CheckpointError as error:
+                told.append(str(error))
+    return told
+
+
 def _advice(path: Path) -> str:
     """Say where a whole checkpoint is: beside `path`, or under it when it is a run directory."""
     for root in (path.parent, path, path / "checkpoints"):

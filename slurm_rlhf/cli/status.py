@@ -184,6 +184,7 @@ def run_lines(found: Found, run_status: RunStatus | None, now: float) -> list[st
         return lines
     reward = "" if run_status.reward is None else f", reward {run_status.reward:.4g}"
     lines.append(_row("step", f"{run_status.step}/{run_status.total}{reward}"))
+    lines += [_row("restart", f"{number} in place: {why}") for number, why in enumerate(run_status.restarts, 1)]
     running = run_status.status == "running" and not _cut_off(found, run_status)
     if running and run_status.starting:  # the pace is that of an earlier start
         return [*lines, _row("starting", f"{run_status.starting} ({duration(run_status.starting_s)} ago)")]

@@ -53,6 +53,15 @@ def read_session(run_dir: Path) -> Session | None:
         return None
 
 
+def running(pid: int) -> bool:
+    """Tell whether a process of this machine runs; one that has ended and that nobody has waited for does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
 def attach_line(job_id: str, node: str) -> str:
     """Return the command that opens a shell on `node`, beside the steps of the job."""
     return f"srun --jobid={job_id} --overlap --pty --nodes=1 --nodelist={node} bash"

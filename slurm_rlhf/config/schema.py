@@ -160,8 +160,12 @@ class Train:
     """A later step that is beyond a bound of the self-check warns; at this multiple of it the run ends. 0: never."""
     on_hang: Literal["restart", "stop"] = "stop"
     """When nothing has moved for timeout.hang_grace seconds after the report of a hang: stop ends the run with an
-    error, saved where the trainers can save; restart ends it as the end of an allocation does, so that it goes on from
-    its last checkpoint."""
+    error, saved where the trainers can save; restart starts the trainers again from the newest checkpoint
+    where they hang (train.max_restarts), and else ends it as the end of an allocation does, so that it goes on from its
+    last checkpoint."""
+    max_restarts: Annotated[int, NOT_NEGATIVE] = 3
+    """When a rank of a trainer or its node dies, all roles but the engines start again from the newest checkpoint, in
+    the same job, so often at most in one start of the run; 0: the run ends. `slurm-rlhf docs resume`."""
     max_skipped_steps: Annotated[int, NOT_NEGATIVE] = 3
     """Optimizer steps in a row that may be skipped on all ranks because loss or gradient is not finite; one more ends
     the run. They are counted (actor_skipped_steps, critic_skipped_steps). In fp16 ds.min_loss_scale is the bound."""

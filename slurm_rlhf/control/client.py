@@ -41,6 +41,7 @@ class ControlClient:
         world: int,
         *,
         host: str | None = None,
+        start: int = 0,
         heartbeat_interval: float = 1.0,
         heartbeat_limit: float = 20.0,
         on_conductor_lost: Callable[[str], None] | None = None,
@@ -50,6 +51,7 @@ class ControlClient:
         """Start to connect, and return.
 
         host: this node's name in messages; None: what the node calls itself.
+        start: which start of the role this rank belongs to, as the conductor has said.
         on_conductor_lost: called with the reason, on the I/O thread, when the conductor was silent for
             `heartbeat_limit` seconds, said goodbye or gave this rank up. For a rank whose main thread may hang.
         on_beat: called on the I/O thread with each heartbeat; it returns at once.
@@ -61,7 +63,7 @@ class ControlClient:
         self.garbage = 0
         """Messages that did not decode; each was dropped."""
         self._me = f"{role} rank {rank}"
-        self._hello = to_parts(encode(Hello(role, rank, world, host or socket.gethostname(), os.getpid())))
+        self._hello = to_parts(encode(Hello(role, rank, world, host or socket.gethostname(), os.getpid(), start)))
         self._heartbeat = Heartbeat(heartbeat_interval, heartbeat_limit)
         self._clock = ListeningClock(self._heartbeat.longest_round)
         self._heard = self._now = self._clock.now()

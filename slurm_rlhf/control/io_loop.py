@@ -64,6 +64,7 @@ class IoLoop:
         self.replayed = 0  # dropped messages that had come before, and hellos of a rank that is already here
         self.late = 0  # dropped replies, to calls that had been given up
         self.closed = False
+        self.starts: dict[str, int] = {}  # role -> number of its start whose ranks are admitted; 0 where it is missing
         self.said: deque[Said] = deque(maxlen=_REMEMBERED)
         self.moves = 0  # answers to calls that do more than look, events
         self._heartbeat = Heartbeat(interval, limit)
@@ -273,6 +274,10 @@ class IoLoop:
     def _welcome(self, route: bytes, hello: Hello) -> None:
         newcomer = hello.peer(route, self._now)
         known = self.roster.at(route)
+        if known is None and hello.start != (wanted := self.starts.get(newcomer.role, 0)):
+            self.replayed += 1
+            self._transmit([route, Envelope("taken", 0).pack(), f"start {wanted} of {newcomer.role}".encode()])
+            return
         holder = self.roster.find(newcomer.role, newcomer.rank)
         if known is not None and (known is not holder or known.lost):
             raise WireError(f"{known} said hello again as {newcomer}")

@@ -111,7 +111,9 @@ class Failure:
     def raised(self, peer: Peer, method: str) -> RemoteError:
         """Make the error that the call's Future raises. A user's error keeps its own words."""
         text = self.message if self.user_error else f"{method} failed on {peer}: {self.type}: {self.message}"
-        return RemoteError(text, remote_traceback=self.traceback, user_error=self.user_error)
+        return RemoteError(
+            text, remote_traceback=self.traceback, user_error=self.user_error, role=peer.role, node=peer.host
+        )
 
 
 Send = Callable[[str, list[Buffer], int], None]
@@ -182,6 +184,7 @@ class Hello:
     world: int
     host: str
     pid: int
+    start: int = 0  # of the role, by its conductor's count
 
     def peer(self, route: bytes, now: float) -> Peer:
         """Make the peer at the other end of the connection `route`. Raises WireError."""
@@ -213,6 +216,14 @@ class Roster:
     def of_role(self, role: str) -> list[Peer]:
         """Return the newest peer of each rank, in rank order, lost ones included."""
         return sorted((peer for peer in self._by_name.values() if peer.role == role), key=lambda peer: peer.rank)
+
+    def dismiss(self, role: str, reason: str) -> list[Peer]:
+        """Give up all peers of a role, and forget their names; their connections stay known. Returns them."""
+        dismissed = self.of_role(role)
+        for peer in dismissed:
+            peer.lost = peer.lost or reason
+            del self._by_name[peer.role, peer.rank]
+        return dismissed
 
     def on(self, host: str) -> list[Peer]:
         """Return the newest peer of each rank on a node, lost ones included."""

@@ -180,6 +180,31 @@ class ControlServer:
         for call in calls:
             call.future.set_exception(error)
 
+    def starts(self, role: str) -> int:
+        """Return how often `role` was dismissed: the number of its present start."""
+        with self._lock:
+            return self.loop.starts.get(role, 0)
+
+    def revive(self, role: str) -> None:
+        """Take back what `fail_role` has said: the ranks of `role` can be called again."""
+        with self._changed:
+            self._failed.pop(role, None)
+
+    def dismiss(self, role: str, reason: str) -> int:
+        """Give up all ranks of `role` because it is started again; returns the number of that start.
+
+        Whoever says hello with another number is refused, and old ranks that still send are told to end.
+        """
+        with self._changed:
+            self._failed.pop(role, None)
+            dismissed = self.loop.roster.dismiss(role, reason)
+            calls = self.loop.pending.take(lambda call: call.peer.role == role)
+            number = self.loop.starts[role] = self.loop.starts.get(role, 0) + 1
+        for call in calls:
+            call.future.set_exception(RoleDied(f"{call.peer} is lost: {reason}"))
+        log.info("%s: %d ranks are given up, start %d follows", role, len(dismissed), number)
+        return number
+
     def close(self) -> None:
         """Say goodbye to all ranks (their `receive` raises) and fail what is pending. May be called twice."""
         self.loop.close()
@@ -237,6 +262,7 @@ class RoleHandle(Generic[C]):
         self.world = world
         self._server = server
         self._timeout = timeout
+        self._retired: Exception | None = None
         self.watchers: list[Callable[[int, str], Callable[[], None]]] = []
         """Each gets the rank and the name of every call, and returns what to call when the answer is there."""
 
@@ -290,6 +316,10 @@ class RoleHandle(Generic[C]):
         """
         return gather(self.start_all(method, argument))
 
+    def retire(self, error: Exception) -> None:
+        """Let every later call through this handle raise `error`: its role goes on under another handle."""
+        self._retired = error
+
     def phases(self) -> dict[int, str]:
         """Return what each rank is doing, as of its last heartbeat: rank -> phase."""
         return {peer.rank: peer.phase for peer in self._server.peers(self.role)}
@@ -315,6 +345,10 @@ class RoleHandle(Generic[C]):
         return self._send(rank, spec_of(TrainerCalls.written), {})
 
     def _send(self, rank: int, spec: CallSpec, argument: Any) -> Future[Any]:
+        if self._retired is not None:
+            refused: Future[Any] = Future()
+            refused.set_exception(self._retired)
+            return refused
         return self._server.call(self.role, rank, spec.name, argument, spec.seconds(self._timeout), spec.read_result)
 
     def _rank(self, number: int) -> int:

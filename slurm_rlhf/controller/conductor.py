@@ -5,21 +5,26 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.checkpoint.way_back import WayBack
 from slurm_rlhf.cluster.processes import Session
-from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.cluster.resources import current_topology, node_name
 from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
 from slurm_rlhf.config.key_text import dump_toml
-from slurm_rlhf.config.roles import running_roles
+from slurm_rlhf.config.roles import ROLLOUT, colocations, running_roles
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.possession import exclusive, log_error, logging_to
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import UNEVALUATED, RunState
 from slurm_rlhf.controller.startup import Inputs, Startup
 from slurm_rlhf.controller.supervisor import Supervisor
+from slurm_rlhf.controller.trainer_recovery import Plan, TrainerRecovery
 from slurm_rlhf.controller.watchdog import Watchdog
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.disk import run_directory_kept
@@ -57,7 +62,7 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
             with Stop(directory.root, continuation.end_time(), config.slurm.signal_lead_s) as stop:
                 try:
                     with run_directory_kept(directory.root):
-                        Conductor(config, directory, ranks, launcher, reporting, stop).run()
+                        Conductor(config, directory, ranks, launcher, reporting, stop, node).run()
                 except StopRequested as stopped:
                     newest = None if stopped.saved else CheckpointDir(directory.root).resolve("auto")
                     reporting.stopped(stopped.reason.what, stopped.saved, newest, stopped.reason.requeue)
@@ -86,23 +91,24 @@ class Conductor:
     launcher: Launcher
     reporting: Reporting
     stop: Stop
+    node: str  # of this process
+    state: RunState = field(init=False)
     started: float = field(default_factory=time.monotonic)
 
     def run(self) -> None:
         """Train to the end. All that a user can have wrong is looked at before the first process starts."""
         inputs = Inputs.read(self.config, self.reporting.note)
-        state, checkpoint, complete = self._resume(inputs.order)
-        if checkpoint and complete and state.step >= inputs.total_steps and self._exported():
-            self.reporting.note(f"already finished: {state.step} steps are done (raise train.max_steps to go on)")
+        self.state, checkpoint, complete = self._resume(inputs.order)
+        if checkpoint and complete and self.state.step >= inputs.total_steps and self._exported():
+            self.reporting.note(f"already finished: {self.state.step} steps are done (raise train.max_steps to go on)")
             return
         self.directory.config.write_text(dump_toml(self.config), encoding="utf-8")
-        self.reporting.begin(state, inputs.total_steps, checkpoint)
+        self.reporting.begin(self.state, inputs.total_steps, checkpoint)
         self.reporting.recorder.place(self.ranks)
         self.reporting.recorder.pieces = inputs.tokenizer.pieces
         supervisor = Supervisor(self.config, self.directory, self.ranks, self.launcher)
-        watchdog = Watchdog(
-            self.config, self.directory, supervisor, self.stop, self.reporting.note, lambda: state.step + 1
-        )
+        note = self.reporting.note
+        watchdog = Watchdog(self.config, self.directory, supervisor, self.stop, note, lambda: self.state.step + 1)
         startup = Startup(
             self.config,
             self.directory,
@@ -114,21 +120,55 @@ class Conductor:
             self.started,
             watchdog,
         )
+        allocation = partial(current_topology, self.config, colocations(self.config))
+        recovery = TrainerRecovery(
+            self.config, supervisor, watchdog, self.launcher, self.stop, note, allocation, self.node
+        )
+        back = WayBack.of(CheckpointDir(self.directory.root), checkpoint)
+        start: Callable[[], TrainingLoop] = partial(startup.run, self.state, checkpoint)
         watchdog.start()
         try:
-            with self.stop.droppable():
-                loop = startup.run(state, checkpoint)
-            loop.run()
-        except RunError as error:
-            if (hung := watchdog.behind(error)) is not None:
-                raise hung from error
-            supervisor.blame(error)
-            raise
+            while (plan := self._train(start, recovery)) is not None:
+                start = self._restart(plan, startup, back)
         finally:
             watchdog.close()
             self.stop.ignore_signals()
             supervisor.stop()
         self.reporting.finished()
+
+    def _train(self, start: Callable[[], TrainingLoop], recovery: TrainerRecovery) -> Plan | None:
+        """Train to the end; answer how the run goes on where something broke. Raises what ends it."""
+        try:
+            with self.stop.droppable():
+                loop = start()
+            loop.run()
+        except RunError as error:
+            return recovery.plan(error, self.state.step + 1, self.ranks)
+        return None
+
+    def _restart(self, plan: Plan, startup: Startup, back: WayBack) -> Callable[[], TrainingLoop]:
+        """End what starts again, and go back to the newest checkpoint; answer what starts it."""
+        supervisor, roles, spent_s = startup.supervisor, plan.roles, startup.spent_s(self.state)
+        self.reporting.restarting(plan.why, plan.words(self.config.train.max_restarts))
+        supervisor.end(roles, plan.ranks)
+        if plan.keeps_engines and not startup.engines_are_idle():
+            self.reporting.note("not all engines answer: they start again, too")
+            supervisor.end((ROLLOUT,), plan.ranks)
+            roles = tuple(plan.ranks.roles)
+        elif plan.keeps_engines:
+            supervisor.move_engines(plan.ranks, plan.left_out)
+        checkpoint = back.find(self.reporting.note)
+        self.state = RunState(seed=self.config.train.seed)
+        if checkpoint is not None:
+            self.state = RunState.from_json(back.directory.load_state(checkpoint)["run"])
+        else:
+            self.reporting.note("there is no checkpoint yet: the run begins anew, with the initial weights")
+        startup.watchdog.begin_again()
+        self.reporting.begin(self.state, startup.inputs.total_steps, checkpoint)
+        if plan.ranks is not self.ranks:
+            self.ranks = plan.ranks
+            self.reporting.recorder.place(plan.ranks)
+        return partial(startup.again, self.state, checkpoint, spent_s, roles, plan.ranks)
 
     def _exported(self) -> bool:
         """Tell whether the model of the last step was written: a run that was killed at that has a checkpoint only."""

@@ -71,6 +71,7 @@ class EnginePool:
         self._connected: list[tuple[int, int]] = []  # (engine, life) in the present sync group
         self._parameters: list[ParameterSpec] = []
         self._version = 0  # of the actor's policy
+        self._closed = False
         handle.ready = []
 
     def begin(self) -> None:
@@ -93,6 +94,29 @@ class EnginePool:
 
     def _expected(self) -> int:
         return self._recovery.left if self._recovery else self._handle.world
+
+    def close(self) -> None:
+        """Start no engine any more: another pool takes over."""
+        self._closed = True
+
+    @property
+    def arrived(self) -> list[int]:
+        """List the engines that have started, and were not lost since."""
+        return self._arrived()
+
+    @property
+    def begun(self) -> list[int]:
+        """List the engines that were told to start, and have not answered."""
+        return [engine for engine, start in self._starts.items() if not start.done and start.life == self._life(engine)]
+
+    @property
+    def started(self) -> dict[int, _Start]:
+        """Return the starts that engines have answered."""
+        return {engine: start for engine, start in self._starts.items() if start.done}
+
+    def take_over(self, before: EnginePool) -> None:
+        """Take the engines over that have started in the pool before, which is closed."""
+        self._starts = before.started
 
     @property
     def coming(self) -> bool:
@@ -174,7 +198,7 @@ class EnginePool:
 
     def _start_each(self) -> None:
         end, late = time.monotonic() + self._timeout_s, False
-        while not self._supervisor.leaving and self._failure is None:
+        while not self._supervisor.leaving and self._failure is None and not self._closed:
             here = self._supervisor.here(self._handle.role) if (absent := self._absent()) else set()
             for engine in absent:
                 if here.issuperset(self._ranks(engine)):
@@ -187,7 +211,7 @@ class EnginePool:
                     self._failure = self._failure or what
                 else:
                     self._note(f"warning: {what}. The run goes on without them, and takes them in when they come")
-            if never and isinstance(self._failure, Exception):
+            if never and isinstance(self._failure, Exception) and not self._closed:
                 self._supervisor.fail(self._failure)
             time.sleep(POLL_S)
 
@@ -218,7 +242,7 @@ class EnginePool:
             if self._recovery:
                 self._recovery.arm()
             return
-        if self._handle.goes_on_without(engine, error):
+        if self._closed or self._handle.goes_on_without(engine, error):
             return  # it is started once more
         if start.life and self._recovery and self._recovery.lost(engine, f"it did not start: {error}", start.life):
             return
@@ -235,11 +259,15 @@ class WeightSync:
     actor: RoleHandle[ActorCalls]
     rollout: EngineHandle
     host: str  # of the leader, as the engines' nodes know it
-    generation: int = field(default=0, init=False)  # of the group; a new one after a failure has a new name
+    generation: int = 0  # of the group; a new one after a failure has a new name
+    fell_back: bool = False  # sync.fallback is in use
     engines: list[int] = field(default_factory=list, init=False)  # that take part
     connection: SyncConnection | None = field(default=None, init=False)  # the leader's, for the user
     _parameters: list[ParameterSpec] = field(default_factory=list, init=False)
-    _fallback: bool = field(default=False, init=False)  # sync.fallback is in use
+
+    def renewed(self, actor: RoleHandle[ActorCalls], rollout: EngineHandle, host: str) -> WeightSync:
+        """Lead the updates of an actor that was started again: its store and its groups are new ones."""
+        return WeightSync(self.config, actor, rollout, host, self.generation, self.fell_back)
 
     def connect(self, parameters: list[ParameterSpec], engines: list[int]) -> None:
         """Form the group anew. `parameters` are what the actor will send.
@@ -309,8 +337,8 @@ class WeightSync:
             port=store.port,
             parameters=self._parameters,
             # The interface that was asked for may be what does not work.
-            backend=self.config.sync.fallback if self._fallback else None,
-            interface="" if self._fallback else None,
+            backend=self.config.sync.fallback if self.fell_back else None,
+            interface="" if self.fell_back else None,
         )
         joins = self.actor.start_each(ActorCalls.sync_join, [replace(group, rank=rank) for rank in range(actors)])
         engines = [
@@ -325,8 +353,8 @@ class WeightSync:
 
     def _fall_back(self, why: str) -> bool:
         """Go over to sync.fallback for good; False when there is none, or it is in use already."""
-        if self.config.sync.fallback == "none" or self._fallback:
+        if self.config.sync.fallback == "none" or self.fell_back:
             return False
         log.warning("%s; going on over sync.fallback = %s", why, self.config.sync.fallback)
-        self._fallback = True
+        self.fell_back = True
         return True

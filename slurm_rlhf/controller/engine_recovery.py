@@ -76,8 +76,17 @@ class EngineRecovery:
         self._armed = False
         self.tell: Tell = log.warning
         """Tells the user of an engine that is lost, left out or back."""
+        self.renew(handle)
+
+    def renew(self, handle: EngineHandle) -> None:
+        """Go on with another handle of the same engines: their trainers have started again."""
+        self._handle = handle
         handle.goes_on_without = self.goes_on_without
         handle.give_up = self.lost
+
+    def move(self, engine: int, node: str) -> None:
+        """Let an engine that is lost start on another node: its own is left out."""
+        self._put(engine, node=node, silent=False)
 
     @property
     def armed(self) -> bool:

@@ -34,6 +34,7 @@ class Reporting:
         self._world = world
         self._progress = make_progress(config.logger)
         self._metrics = MetricsLog(directory.metrics)
+        self._config = config
         self._trackers = Trackers(config, directory, self.note)
         self._print_samples = config.logger.print_samples
         rollout, filtered = config.rollout, config.algo.dynamic_filtering_enable
@@ -52,6 +53,8 @@ class Reporting:
         """Set where the run has GPUs: what the summary says of them."""
         self.recorder = Recorder(config, directory, self.note)
         """Records what the report shows beside the metrics."""
+        self.restarts: list[str] = []
+        """Why roles were started again, once each."""
         self.best: Best | None = None
         """The best step so far, by ckpt.best_metric."""
 
@@ -64,17 +67,29 @@ class Reporting:
         if kind := events.kind_of_note(text):
             self.recorder.event(kind, text)
 
+    def restarting(self, why: str, what: str) -> None:
+        """Tell that something broke, `why`, and `what` is done about it; `begin` follows."""
+        self._starting = True  # the roles are
+        self.note(why)
+        self.note(what)
+        self.restarts.append(why.partition("\n")[0])
+        self.recorder.event(events.RESTART, f"{self.restarts[-1]}; {what}")
+
     def begin(self, state: RunState, total: int, checkpoint: Path | None) -> None:
         """Tell that a run of `total` steps starts, or goes on from `checkpoint` at `state`."""
         self._state, self._total = state, total
         self._starting = True
+        if self.restarts:
+            self._trackers.close(failed=False)
+            self._trackers = Trackers(self._config, self._directory, self.note)
         # Lines behind the checkpoint are of steps that are about to be done again.
         if checkpoint is None:
             self._put_aside()
         dropped = self._metrics.truncate_after(state.step)
         self.recorder.begin(state.step)
         self._trackers.open()
-        self.recorder.event(events.START if checkpoint is None else events.RESUME, f"step {state.step} of {total}")
+        if not self.restarts:
+            self.recorder.event(events.START if checkpoint is None else events.RESUME, f"step {state.step} of {total}")
         if checkpoint is not None:
             again = f", {dropped} later steps are done again" if dropped else ""
             self.note(f"resuming from {checkpoint} at step {state.step}/{total}{again}")
@@ -254,4 +269,5 @@ class Reporting:
             starting=starting,
             gpus=self.gpus.summary() if self.gpus else None,
             best=self._best_checkpoint(),
+            restarts=self.restarts,
         ).write(self._directory.summary)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurm_rlhf.algorithms.policy_distance import KLController
@@ -17,7 +17,7 @@ from slurm_rlhf.cluster.stop import Stop
 from slurm_rlhf.config.check import warnings
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, ROLLOUT, algorithm_of
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.calls import StartAnswer, StartCalls, StartRequest
+from slurm_rlhf.control.calls import EngineCalls, StartAnswer, StartCalls, StartRequest
 from slurm_rlhf.control.server import EngineHandle, gather
 from slurm_rlhf.controller.actor_sampler import ActorSampler
 from slurm_rlhf.controller.colocation import Colocation
@@ -105,19 +105,68 @@ class Startup:
     stop: Stop
     clock: float  # time.monotonic() when the run began
     watchdog: Watchdog
+    _pool: EnginePool | None = field(default=None, init=False)
+    _sync: WeightSync | None = field(default=None, init=False)
+    _checkpoints: RunCheckpoints | None = field(default=None, init=False)
+    _gpu_sums: dict[str, float] = field(default_factory=dict, init=False)  # of before a restart
 
     def run(self, state: RunState, checkpoint: Path | None) -> TrainingLoop:
         """Start everything, and take it back to `checkpoint`, whose `state` is loaded already."""
-        config = self.config
-        self.supervisor.start(role_environment(config, self.ranks, len(os.sched_getaffinity(0))))
+        self.supervisor.start(role_environment(self.config, self.ranks, len(os.sched_getaffinity(0))))
         self.reporting.note("roles: " + ", ".join(f"{role} x {n}" for role, n in self.ranks.worlds.items()))
+        return self._lead(state, checkpoint)
+
+    def engines_are_idle(self) -> bool:
+        """Make the engines, whose trainers have ended, drop what they work on; those that cannot are lost.
+
+        Blocks while they find out that a weight update has broken. False: all engines have to start again, too.
+        """
+        recovery, pool = self.supervisor.recovery, self._pool
+        if recovery is None or pool is None or not recovery.armed:
+            return False
+        pool.close()
+        for engine in pool.begun:
+            recovery.lost(engine, "its start was cut off by that of the trainers")
+        engines = self.supervisor.roles[ROLLOUT]
+        calls = {engine: engines.call(engine, EngineCalls.drop) for engine in pool.arrived}
+        done, _ = wait(calls.values(), 2 * self.config.timeout.sync_silence)
+        for engine, call in calls.items():
+            if call not in done or call.exception() is not None:
+                why = call.exception() if call in done else "it does not answer"
+                recovery.lost(engine, f"{why}, after its trainers have ended", silent=True)
+        return True
+
+    def again(
+        self, state: RunState, checkpoint: Path | None, spent_s: float, roles: Collection[str], ranks: RankMap
+    ) -> TrainingLoop:
+        """Start `roles` again as `run` does, where `ranks` has them, beside those that live.
+
+        `spent_s`: how long the run has taken before. What the run has read from the user's files stays.
+        """
+        config, self.ranks = self.config, ranks
+        state.wall_s, self.clock, self._checkpoints = spent_s, time.monotonic(), None
+        if self.reporting.gpus is not None:
+            self._gpu_sums = self.reporting.gpus.state_dict()
+        if ROLLOUT in roles:
+            self._pool = None
+        self.inputs.order.rewind()
+        self.supervisor.start_again(roles, ranks, role_environment(config, ranks, len(os.sched_getaffinity(0))))
+        return self._lead(state, checkpoint)
+
+    def spent_s(self, state: RunState) -> float:
+        """Return how long the run has taken up to now, over all sessions; `state` is that of this start."""
+        return state.wall_s + time.monotonic() - (self._checkpoints or self).clock
+
+    def _lead(self, state: RunState, checkpoint: Path | None) -> TrainingLoop:
+        """Load models, engines and `checkpoint`, now that the processes are there."""
+        config = self.config
         roles = self.supervisor.roles
         self.reporting.recorder.watch(roles)
         if self.supervisor.recovery is not None:
             self.supervisor.recovery.tell = self.reporting.note
         engines = roles.get(ROLLOUT)
         if isinstance(engines, EngineHandle):
-            weight_sync = WeightSync(config, roles[ACTOR], engines, self.supervisor.sync_host)
+            weight_sync = self._weight_sync(engines)
             gpus = self._gpus(weight_sync)
             self.reporting.recorder.transfer = lambda: weight_sync.connection
             colocation = Colocation(roles, engines, config.ds.enable_sleep) if config.train.colocate_all else None
@@ -135,10 +184,19 @@ class Startup:
         checkpoints = RunCheckpoints(
             directory, config.ckpt.max_num, roles, state, step, saved, cadence, self.clock, gpus
         )
+        self._checkpoints = checkpoints
         if checkpoint is not None:
             checkpoints.load(checkpoint, self.reporting.note)
+        if gpus is not None and self._gpu_sums:
+            gpus.load_state_dict(self._gpu_sums)
         final = self.directory.final
         return TrainingLoop(step, self._evaluation(step), state, checkpoints, self.reporting, final, gpus)
+
+    def _weight_sync(self, engines: EngineHandle) -> WeightSync:
+        actor, host, before = self.supervisor.roles[ACTOR], self.supervisor.sync_host, self._sync
+        fresh = WeightSync(self.config, actor, engines, host)
+        self._sync = before.renewed(actor, engines, host) if before else fresh
+        return self._sync
 
     def _cadence(self, step: int) -> SaveCadence:
         ckpt = self.config.ckpt
@@ -178,7 +236,10 @@ class Startup:
         pool = EnginePool(
             self.supervisor, engines, weight_sync, config.timeout.connect, all_at_once, self.reporting.note
         )
+        if self._pool is not None:
+            pool.take_over(self._pool)
         pool.begin()
+        self._pool = pool
         if colocation is not None:
             log.info("engines %s have started, before any trainer", pool.wait([]))
             colocation.put_engines_to_sleep()

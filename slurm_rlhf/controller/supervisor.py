@@ -7,22 +7,24 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cluster.slurm_notation import expand
+from slurm_rlhf.cluster.processes import running
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.messages import FAILURE, TERMINATION, Peer
 from slurm_rlhf.control.server import ControlServer, EngineHandle, RoleHandle
+from slurm_rlhf.controller.casualty import Casualty, names_of
 from slurm_rlhf.controller.engine_recovery import EngineRecovery
-from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError
+from slurm_rlhf.errors import RemoteError, RoleDied, RunError
 from slurm_rlhf.launch.launcher import Ended, Launcher
 from slurm_rlhf.observe.log_tail import first_failure, tail
 from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
@@ -59,8 +61,12 @@ class Supervisor:
         self._gone = threading.Event()
         self._terminated = False
         self._ends: list[Ended] = []
+        self._looking = threading.Lock()  # held while ends are looked for, and while roles are ended on purpose
+        self._watching = False
         self.failure: Exception | None = None
         """What broke the run; None: nothing has."""
+        self.casualty: Casualty | None = None
+        """Of `failure`, where it is that of a role."""
         self._failure_lock = threading.Lock()
         # What earlier starts of the run have written into the logs: it is not what this one died of.
         self._marks = {path: path.stat().st_size for path in directory.logs.glob("*.log")}
@@ -74,19 +80,67 @@ class Supervisor:
         It does not wait for engines: `EnginePool` does that.
         Raises RoleDied naming the role that ended instead, CallTimeout naming the ranks that stayed silent.
         """
+        self._start(self._ranks.roles, environment, dict.fromkeys(self._ranks.roles, 0))
+
+    def start_again(
+        self, roles: Collection[str], ranks: RankMap, environment: Mapping[str, Mapping[str, Mapping[str, str]]]
+    ) -> None:
+        """Start `roles` again, which `end` has ended, as `ranks` has them. All roles get new handles.
+
+        What still calls through an old one has failed. Raises as `start`.
+        """
+        self._ranks = ranks
+        self._start(roles, environment, {role: self.server.starts(role) for role in roles})
+
+    def _start(
+        self,
+        roles: Collection[str],
+        environment: Mapping[str, Mapping[str, Mapping[str, str]]],
+        numbers: Mapping[str, int],
+    ) -> None:
+        retired = RunError("the role goes on after a restart; this call is of before")
         for role in self._ranks.roles:
-            arguments = [
-                f"--role={role}",
-                f"--run_dir={self._directory.root}",
-                f"--endpoint={self.server.endpoint()}",
-            ]
-            self._launcher.start(role, arguments, environment[role])
+            if (old := self.roles.get(role)) is not None:
+                old.retire(retired)
+            if role in roles:
+                arguments = [
+                    f"--role={role}",
+                    f"--run_dir={self._directory.root}",
+                    f"--endpoint={self.server.endpoint()}",
+                    *([f"--role_start={numbers[role]}"] if numbers[role] else []),
+                ]
+                self._launcher.start(role, arguments, environment[role])
             self.roles[role] = self._handle(role)
-        self.recovery = self._make_recovery()
-        threading.Thread(target=self._watch, name="supervisor", daemon=True).start()
+        engines = self.roles.get(ROLLOUT)
+        if self.recovery is None or ROLLOUT in roles:
+            self.recovery = self._make_recovery()
+        elif isinstance(engines, EngineHandle):
+            self.recovery.renew(engines)
+        if not self._watching:
+            self._watching = True
+            threading.Thread(target=self._watch, name="supervisor", daemon=True).start()
         for role, handle in self.roles.items():
             if not isinstance(handle, EngineHandle):
                 self.server.wait_for(role, handle.world, self._config.timeout.connect)
+
+    def end(self, roles: Collection[str], ranks: RankMap) -> None:
+        """End the processes of `roles` by force, so that they can start again as `ranks` has them.
+
+        What broke the run is forgotten, and the other roles can be called again.
+        """
+        with self._looking:
+            here = self._launcher.address == LOOPBACK
+            pids = [peer.pid for role in roles for peer in self.server.peers(role)] if here else []
+            self._launcher.end(roles, ranks)
+            wait_until(lambda: not any(map(running, pids)), self._config.timeout.shutdown)
+            self._ends = [end for end in self._ends if end.role not in roles]
+            self._marks = {path: path.stat().st_size for path in self._directory.logs.glob("*.log")}
+            for role in roles:
+                self.server.dismiss(role, "its role is started again")
+            with self._failure_lock:
+                self.failure = self.casualty = None
+            for role in self._ranks.roles:
+                self.server.revive(role)
 
     def _handle(self, role: str) -> RoleHandle[Any]:
         world, timeout = self._ranks.world(role), self._config.timeout
@@ -102,6 +156,12 @@ class Supervisor:
         homes = {group.engine: group.node for group in self._ranks.tp_groups if group.role == ROLLOUT}
         most = self._config.train.max_engine_restarts
         return EngineRecovery(engines, self.server, launcher, homes, self._config.timeout, most, self.fail, self._over)
+
+    def move_engines(self, ranks: RankMap, left_out: Collection[str]) -> None:
+        """Let engines on nodes that are left out start where `ranks` has them."""
+        for group in ranks.tp_groups:
+            if self.recovery is not None and self.recovery.node(group.engine) in left_out:
+                self.recovery.move(group.engine, group.node)
 
     def _over(self) -> bool:
         return self.failure is not None or self._leaving.is_set()
@@ -182,18 +242,19 @@ class Supervisor:
         first = 0.0
         # Not before all is over: a launcher may start a process anew here, and its life may hang on this thread's.
         while not self._gone.wait(POLL_S):
-            self._watch_engines()
-            news = self._launcher.ended()
-            first = first if self._ends else time.monotonic()
-            self._ends += news
-            if self._ends and self.failure is None and not self._leaving.is_set():
-                self._judge(time.monotonic() - first)
+            with self._looking:
+                self._watch_engines()
+                news = self._launcher.ended()
+                first = first if self._ends else time.monotonic()
+                self._ends += news
+                if self._ends and self.failure is None and not self._leaving.is_set():
+                    self._judge(time.monotonic() - first)
 
     def _watch_engines(self) -> None:
         engines = self._launcher.engines
         for engine, how in engines.ended() if engines else ():
             if not self._leaving.is_set() and not self._goes_on_without(engine, how):
-                self._fail(ROLLOUT, how, self._engine_logs(engine))
+                self._fail(Casualty(ROLLOUT), how, self._engine_logs(engine))
         if self.recovery is not None and self.recovery.armed:
             self.recovery.look()
 
@@ -216,16 +277,24 @@ class Supervisor:
             self._give_up(dead, f"{end.role} on {end.node} {end.how}")
             if dead or waited_s < self._patience_s:
                 return
-        logs = self._directory.logs.glob(f"{end.role}.{end.node}.[0-9]*.log")
-        self._fail(end.role, self._describe(end), [*logs] or [*self._role_logs(end.role), end.log])
+        logs = [*filter(self._is_newer, self._directory.logs.glob(f"{end.role}.{end.node}.[0-9]*.log"))]
+        casualty = Casualty(end.role, tuple(names_of(end.node)))
+        self._fail(casualty, self._describe(end), logs or [*self._role_logs(end.role), end.log])
 
     def _on_dead_nodes(self) -> list[Peer]:
         """List ranks on nodes where every rank is silent, and the launcher has no end to report."""
         silent = self._silent()
         peers = [peer for role in self._ranks.roles for peer in self.server.peers(role)]
         alive = {peer.host for peer in peers if not peer.lost and peer not in silent}
-        reported = {node for end in self._ends for node in _names(end.node)}
+        reported = {node for end in self._ends for node in names_of(end.node)}
         return [peer for peer in silent if peer.host not in alive | reported]
+
+    def silent_nodes(self) -> set[str]:
+        """List the nodes of which no rank is heard any more."""
+        peers = [peer for role in self._ranks.roles for peer in self.server.peers(role)]
+        quiet = self._silent()
+        heard = {peer.host for peer in peers if not peer.lost and peer not in quiet}
+        return {peer.host for peer in peers} - heard
 
     @property
     def _patience_s(self) -> float:
@@ -243,14 +312,16 @@ class Supervisor:
                 self._lose(peer, f"it was not heard from for {enough:g} s, last phase {peer.phase!r}, and {evidence}")
 
     def _on_lost(self, peer: Peer) -> None:
-        self._lose(peer, peer.lost)
+        if peer in self.server.peers(peer.role):  # not one of a start before
+            self._lose(peer, peer.lost)
 
     def _lose(self, peer: Peer, why: str) -> None:
         what = f"{self._named(peer)} on {peer.host} (pid {peer.pid}) is lost: {why}"
         if (engine := self._engine_of(peer)) is not None and self._goes_on_without(engine, what, silent=True):
             return
         if not self._leaving.is_set():
-            self._fail(peer.role, what, [self._directory.role_log(peer.role, peer.host, peer.rank)])
+            casualty = Casualty(peer.role, (peer.host,), silent=True)
+            self._fail(casualty, what, [self._directory.role_log(peer.role, peer.host, peer.rank)])
 
     def _on_event(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         """Act on the event of a rank: it cannot go on, or it got SIGTERM.
@@ -262,14 +333,16 @@ class Supervisor:
             reason = str(data.get("reason"))
             if (engine := self._engine_of(peer)) is not None and self._goes_on_without(engine, reason):
                 return
-            self._fail(peer.role, reason, [self._directory.role_log(peer.role, peer.host, peer.rank)])
+            self._fail(
+                Casualty(peer.role, (peer.host,)), reason, [self._directory.role_log(peer.role, peer.host, peer.rank)]
+            )
         if event == TERMINATION and not self._terminated and not self._leaving.is_set():
             self._terminated = True
             log.info("%s was told to terminate", peer)
             threading.Timer(TERMINATION_S, os.kill, (os.getpid(), signal.SIGUSR1)).start()
 
     def _describe(self, end: Ended) -> str:
-        for node in _names(end.node):
+        for node in names_of(end.node):
             log = self._directory.logs / f"{end.role}.{node}.torchrun.log"
             failed = first_failure(log, self._marks.get(log, 0))
             if failed is not None:
@@ -294,26 +367,23 @@ class Supervisor:
     def _role_logs(self, role: str) -> list[Path]:
         return [*self._directory.logs.glob(f"{role}.*.[0-9]*.log"), *self._directory.logs.glob(f"{role}.*torchrun.log")]
 
-    def _fail(self, role: str, what: str, logs: list[Path]) -> None:
+    def _is_newer(self, log: Path) -> bool:
+        """Tell whether the processes of this start have written into a log."""
+        return log.exists() and log.stat().st_size > self._marks.get(log, 0)
+
+    def _fail(self, casualty: Casualty, what: str, logs: list[Path]) -> None:
         """Break the run: quote the newest of `logs`, without what earlier starts in this directory have written."""
         with self._failure_lock:
             if self.failure is not None:
                 return
-            written = [path for path in logs if path.exists() and path.stat().st_size > self._marks.get(path, 0)]
+            written = [*filter(self._is_newer, logs)]
             newest = max(written, key=lambda path: path.stat().st_mtime, default=logs[-1])
             words = "\n".join(f"    {line}" for line in tail(newest, 12, self._marks.get(newest, 0)))
+            self.casualty = casualty
             self.failure = RoleDied(
-                f"role {role} died: {what}.\nThe last lines of {newest}:\n{words}\n"
+                f"role {casualty.role} died: {what}.\nThe last lines of {newest}:\n{words}\n"
                 f"Earlier checkpoints are intact; the same command goes on from the newest."
             )
         log.error("%s", self.failure)
         for name in self._ranks.roles:
             self.server.fail_role(name, self.failure)
-
-
-def _names(nodes: str) -> list[str]:
-    """List the nodes of an `Ended`; another launcher may have written something that is no list."""
-    try:
-        return expand(nodes)
-    except PlacementError:
-        return [nodes]

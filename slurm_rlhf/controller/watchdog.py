@@ -104,6 +104,17 @@ class Watchdog:
         """Watch no longer: the run ends."""
         self._leaving.set()
 
+    def begin_again(self) -> None:
+        """Forget the hang that there was: roles start again, and the run is in the phase before its first step."""
+        with self._reporting, self._lock:
+            self._hang, self._silence, self._stuck_since, self._asked_to_stop = None, None, None, False
+            self._silent = set()
+            self._phase, self._moved = START, self._clock.now()
+
+    def culprits(self) -> list[str]:
+        """List the roles that are behind the hang that was reported, the conductor by its name; empty: nobody is."""
+        return [] if self._hang is None else sorted({seen.role for seen in self._hang.verdict.behind})
+
     def phase(self, name: str) -> None:
         """Note that the run goes over to the phase `name`; empty: between two phases."""
         with self._lock:

@@ -138,6 +138,10 @@ class PromptOrder:
                 "restore it, or start a new run in another --run_dir"
             )
 
+    def rewind(self) -> None:
+        """Go back to the first place."""
+        self.place, self.again = 0, []
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was saved. Raises CheckpointError as `check` does."""
         self.check(state)

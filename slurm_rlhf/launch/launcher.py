@@ -10,12 +10,12 @@ import contextlib
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from slurm_rlhf.config.roles import ROLES
+from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.launch.child_process import exit_text, start_child
 from slurm_rlhf.launch.engine_launcher import EngineLauncher, LocalEngines
 from slurm_rlhf.launch.node import visible_gpus, without_gpu_choice
@@ -38,6 +38,9 @@ class Ended:
 class Launcher(Protocol):
     """Start the roles of one rank map. Created by the command line, used by the conductor's supervisor."""
 
+    fixed: str
+    """Why no role can be started again; empty: roles can."""
+
     @property
     def address(self) -> str:
         """Return the address of this process for the run's nodes; loopback if all are this machine."""
@@ -52,7 +55,15 @@ class Launcher(Protocol):
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         """Start `role` on all its nodes, with the variables of `environment[node]`.
 
-        The conductor calls it once for each role, from its main thread; it does not wait for the role.
+        The conductor calls it from its main thread, once for each role, and again after `end`; it does not wait for
+        the role.
+        """
+
+    def end(self, roles: Collection[str], ranks: RankMap) -> None:
+        """End every process of `roles` by force, and forget them: they are started again, as `ranks` has them.
+
+        The conductor calls it from its main thread, where `fixed` is empty. Blocks for seconds: a node that does not
+        answer is not waited for.
         """
 
     def ended(self) -> list[Ended]:
@@ -82,6 +93,8 @@ class _Started:
 
 class LocalLauncher:
     """Start torchruns and engines as children of this process; implements `launch.launcher.Launcher`."""
+
+    fixed = ""
 
     def __init__(self, run_dir: Path, ranks: RankMap) -> None:
         self._run_dir = run_dir
@@ -120,23 +133,34 @@ class LocalLauncher:
                 news.append(Ended(item.role, self._node, exit_text(code), item.log))
         return news
 
+    def end(self, roles: Collection[str], ranks: RankMap) -> None:
+        self._ranks = ranks
+        ended = [item for item in self._started if item.role in roles]
+        self._started = [item for item in self._started if item.role not in roles]
+        _signal(ended, signal.SIGKILL)
+        for item in ended:
+            item.process.wait()
+        if ROLLOUT in roles and self._engines is not None:
+            self._engines.stop(False, 0.0)
+
     def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
         look_here(self._node, pids[self._node], directory)
 
     def stop(self, done: bool, grace_s: float) -> None:
         if not done:
-            self._signal(signal.SIGTERM)
+            _signal(self._started, signal.SIGTERM)
             wait_until(lambda: not any(item.process.poll() is None for item in self._started), grace_s, 0.02, 0.02)
         # If all ranks are done, ending torchrun gently would only cost seconds. Its workers are sessions of their own,
         # but the kernel ends them with their parent.
-        self._signal(signal.SIGKILL)
+        _signal(self._started, signal.SIGKILL)
         if self._engines is not None:
             self._engines.stop(done, grace_s)
         for item in self._started:
             item.process.wait()
 
-    def _signal(self, number: signal.Signals) -> None:
-        for item in self._started:
-            if item.process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(item.process.pid, number)
+
+def _signal(started: Sequence[_Started], number: signal.Signals) -> None:
+    for item in started:
+        if item.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(item.process.pid, number)

@@ -13,8 +13,7 @@ from slurm_rlhf.placement.topology import GPU
 
 def used_nodes(ranks: RankMap) -> list[str]:
     """Return the nodes that hold a rank, in the order of the topology."""
-    used = {share.node for shares in ranks.roles.values() for share in shares}
-    return [node.name for node in ranks.topology.nodes if node.name in used]
+    return ranks.used_nodes
 
 
 def role_step(

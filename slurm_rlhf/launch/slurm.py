@@ -9,13 +9,14 @@ import json
 import secrets
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
-from slurm_rlhf.config.roles import ROLES, role_order
+from slurm_rlhf.config.roles import ROLES, ROLLOUT, role_order
 from slurm_rlhf.launch.engine_launcher import EngineLauncher
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node import RANK_MAP
@@ -27,6 +28,7 @@ from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU
 from slurm_rlhf.polling import wait_until
+from slurm_rlhf.run_directory import write_atomically
 
 _KILL_S = 3.0
 ATTEMPTS = 5
@@ -46,6 +48,7 @@ class _Role:
     spec: StepSpec
     file: Path
     step: RunningStep
+    first: int = 0  # of its attempts: those of earlier starts had other ports
     attempt: int = 0
     reported: int = 0  # of its failures
     ending: bool = False  # was told to end, before it is started again
@@ -58,6 +61,8 @@ class SlurmLauncher:
     not return before SlurmdTimeout. A task that srun reports as failed has failed; only the ranks can report success.
     """
 
+    fixed = ""
+
     def __init__(self, run_dir: Path, ranks: RankMap, slurm: SlurmEnvironment, container: Container = HOST) -> None:
         """Raise PlacementError if this process cannot reach the nodes."""
         self._run_dir = run_dir
@@ -67,6 +72,8 @@ class SlurmLauncher:
         self._run_id = f"{slurm.job_id}.{slurm.restart_count}.{secrets.token_hex(4)}"
         self._ephemeral = ephemeral_start()
         self._roles: list[_Role] = []
+        self._starts: Counter[str] = Counter()
+        self._written = False  # the rank map, into the run directory
         self._stopping = False
         self._lock = threading.Lock()
         self._engines: SlurmEngines | None = None
@@ -86,18 +93,38 @@ class SlurmLauncher:
             self._engines = SlurmEngines(self._run_dir, self._ranks, self._slurm, self._container, self._run_id)
             self._engines.start(arguments, environment)
             return
-        if not self._roles:
-            text = json.dumps(self._ranks.to_json(), indent=1) + "\n"
-            (self._run_dir / RANK_MAP).write_text(text, encoding="utf-8")
+        if not self._written:
+            self._written = True
+            if self._engines is not None:
+                self._engines.place_others(self._ranks)
+            else:
+                write_atomically(self._run_dir / RANK_MAP, json.dumps(self._ranks.to_json(), indent=1) + "\n")
         step = role_step(self._ranks, role, self._run_dir / "logs", self._container)
-        spec = StepSpec(role, str(self._run_dir), self._run_id, arguments, environment, self._port(step, 0))
+        first = ATTEMPTS * self._starts[role]
+        self._starts[role] += 1
+        spec = StepSpec(role, str(self._run_dir), self._run_id, arguments, environment, self._port(step, first))
         file = self._run_dir / ".control" / f"{role}.json"
         gpus = self._ranks.topology.accelerator == GPU
         command = self._container.command("slurm_rlhf.launch.node", str(file), gpus=gpus)
-        item = _Role(spec, file, RunningStep(step, command, self._run_dir / "logs" / f"{role}.srun.log"))
-        self._roles.append(item)
+        item = _Role(spec, file, RunningStep(step, command, self._run_dir / "logs" / f"{role}.srun.log"), first)
         spec.write(file)
-        item.step.start()
+        with self._lock:
+            self._roles.append(item)
+            item.step.start()
+
+    def end(self, roles: Collection[str], ranks: RankMap) -> None:
+        with self._lock:
+            ended = [item for item in self._roles if item.spec.role in roles]
+            self._roles = [item for item in self._roles if item.spec.role not in roles]
+            self._ranks, self._written = ranks, False
+        if ROLLOUT in roles and self._engines is not None:
+            self._engines.stop(False, 0.0)
+            self._engines = None
+        # SIGTERM makes srun kill its tasks; where a node does not answer, it would wait for SlurmdTimeout.
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for item in ended:
+                item.step.signal(number)
+            wait_until(lambda: not any(item.step.code is None for item in ended), _KILL_S, 0.05, 0.05)
 
     def ended(self) -> list[Ended]:
         news: list[Ended] = []
@@ -144,7 +171,7 @@ class SlurmLauncher:
             return True
         item.attempt += 1
         item.ending = False
-        item.spec = replace(item.spec, port=self._port(item.step.step, item.attempt))
+        item.spec = replace(item.spec, port=self._port(item.step.step, item.first + item.attempt))
         item.spec.write(item.file)
         item.step.start()
         return True

@@ -24,7 +24,7 @@ from slurm_rlhf.launch.srun import HOST, Container, RunningStep
 from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.spares import with_engine_on
-from slurm_rlhf.placement.topology import GPU
+from slurm_rlhf.placement.topology import GPU, Topology
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import write_atomically
 
@@ -134,6 +134,16 @@ class SlurmEngines:
 
     def _write_map(self) -> None:
         write_atomically(self._run_dir / RANK_MAP, json.dumps(self._ranks.to_json(), indent=1) + "\n")
+
+    def place_others(self, ranks: RankMap) -> None:
+        """Note where the other roles are from now on, for the run directory and for `spares`."""
+        with self._lock:
+            own = {share.node: self._ranks.topology.node(share.node) for share in self._ranks.roles[ROLLOUT]}
+            known = {node.name for node in ranks.topology.nodes}
+            nodes = (*ranks.topology.nodes, *(node for name, node in own.items() if name not in known))
+            topology = Topology(nodes, ranks.topology.accelerator, ranks.topology.origin)
+            self._ranks = RankMap(topology, {**ranks.roles, ROLLOUT: self._ranks.roles[ROLLOUT]})
+            self._write_map()
 
     def ended(self) -> list[tuple[int, str]]:
         with self._lock:

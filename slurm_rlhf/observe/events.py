@@ -16,6 +16,7 @@ START: Final = "start"
 RESUME: Final = "resume"
 STOP: Final = "stop"
 REQUEUE: Final = "requeue"
+RESTART: Final = "restart"
 WARNING: Final = "warning"
 HANG: Final = "hang"
 ERROR: Final = "error"
@@ -23,7 +24,8 @@ CHECKPOINT: Final = "checkpoint"
 FINISH: Final = "finish"
 ENGINE_LOST: Final = "engine lost"
 ENGINE_JOINED: Final = "engine joined"
-"""Kinds of events. A hang: a rank was silent, or did not answer in time."""
+"""Kinds of events. A hang: a rank was silent, or did not answer in time. A restart: roles were started again in the
+same job, and the session goes on."""
 
 BEGINS, ENDS = (START, RESUME), (STOP, HANG, ERROR, FINISH)
 """Kinds that begin and end a session, which is one start of the run."""

@@ -35,6 +35,7 @@ class Summary:
     starting: str = ""  # what the start-up said last; not written once the steps have begun
     gpus: dict[str, Any] | None = None  # `GpuAccount.summary` of the controller; without GPUs not written
     best: dict[str, Any] | None = None  # metric, value, step, checkpoint (ckpt.best_metric); without not written
+    restarts: list[str] = field(default_factory=list)  # in place, of this start of the run; without not written
 
     @classmethod
     def read(cls, path: Path) -> Summary:
@@ -45,7 +46,7 @@ class Summary:
     def write(self, path: Path) -> None:
         """Replace `path` atomically: readers always find a whole file, after a crash of the node too."""
         content = asdict(self)
-        for name in ("gpus", "best", "starting"):
+        for name in ("gpus", "best", "starting", "restarts"):
             if not content[name]:
                 del content[name]
         content |= {name: finite(value) for name, value in content.items() if isinstance(value, float)}
@@ -70,6 +71,7 @@ class RunStatus:
     error: str
     starting: str = ""  # what a run that does no steps yet said last
     starting_s: float = 0.0  # since it said so
+    restarts: tuple[str, ...] = ()  # in place, of this start of the run
 
     @property
     def left_s(self) -> float | None:
@@ -93,6 +95,7 @@ def read_run_status(metrics: Path, summary: Path) -> RunStatus:
         error=str(ended.get("error", "")),
         starting=str(ended.get("starting", "")),
         starting_s=max(0.0, time.time() - summary.stat().st_mtime) if ended.get("starting") else 0.0,
+        restarts=tuple(map(str, ended.get("restarts", ()))),
     )
 
 

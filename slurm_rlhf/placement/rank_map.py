@@ -54,6 +54,12 @@ class RankMap:
         return sum(len(share.ranks) for share in self.roles[role])
 
     @property
+    def used_nodes(self) -> list[str]:
+        """List the nodes that hold a rank, in the order of the topology."""
+        used = {share.node for shares in self.roles.values() for share in shares}
+        return [node.name for node in self.topology.nodes if node.name in used]
+
+    @property
     def worlds(self) -> dict[str, int]:
         """Count the ranks of each role."""
         return {role: self.world(role) for role in self.roles}

@@ -9,14 +9,12 @@ from typing import Any
 from slurm_rlhf import __version__
 from slurm_rlhf.observe.samples import Sample
 from slurm_rlhf.report.curves import curves, latest, step_times
-from slurm_rlhf.report.history import requeues, sessions, shown
+from slurm_rlhf.report.history import requeues, restarts, sessions, shown
 from slurm_rlhf.report.nodes import nodes, weight_sync
 from slurm_rlhf.report.run_files import RunFiles
 from slurm_rlhf.report.settings import groups, settings
 from slurm_rlhf.report.timeline import role_times, timeline
 
-SAMPLES = 300
-"""Of a run: half of them the newest, the others from all over the run."""
 CHARACTERS = 6000
 """Of a prompt or a response; tokens beyond them are left out, too."""
 
@@ -36,7 +34,6 @@ def content(runs: Sequence[RunFiles], now: float) -> dict[str, Any]:
 
 def run_content(run: RunFiles, now: float) -> dict[str, Any]:
     """Return what the page needs to know of one run."""
-    chosen = choose(run.samples)
     return {
         "root": run.root,
         "summary": run.summary,
@@ -47,24 +44,16 @@ def run_content(run: RunFiles, now: float) -> dict[str, Any]:
         "nodes": nodes(run.layout, run.rows),
         "sync": weight_sync(run.layout, run.rows),
         "evaluations": run.evaluations,
-        "samples": [short(sample) for sample in chosen],
-        "samples_of": len(run.samples),
+        "samples": [short(sample) for sample in run.samples],
+        "samples_of": run.samples_of,
         "events": [asdict(event) for event in shown(run.events)],
         "sessions": sessions(run.events, now, run.summary.get("status") == "running"),
         "requeues": requeues(run.events),
+        "restarts": restarts(run.events),
         "tokens_per_s": latest(run.rows, "perf/tokens_per_s"),
         "gpu_idle": latest(run.rows, "perf/gpu_idle"),
         "mfu": latest(run.rows, "perf/mfu"),
     }
-
-
-def choose(samples: Sequence[Sample]) -> list[Sample]:
-    """Return at most `SAMPLES`: the newest, and as many of the earlier ones, evenly."""
-    if len(samples) <= SAMPLES:
-        return list(samples)
-    half = SAMPLES // 2
-    earlier = samples[:-half]
-    return [*(earlier[place * len(earlier) // half] for place in range(half)), *samples[-half:]]
 
 
 def short(sample: Sample) -> dict[str, Any]:

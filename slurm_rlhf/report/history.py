@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slurm_rlhf.observe.events import BEGINS, CHECKPOINT, ENDS, HANG, REQUEUE, RunEvent
+from slurm_rlhf.observe.events import BEGINS, CHECKPOINT, ENDS, HANG, REQUEUE, RESTART, RunEvent
 
 MOST = 400
 """Events in a report; of the checkpoints and warnings in the middle only the later ones."""
@@ -45,3 +45,8 @@ def shown(events: Sequence[RunEvent]) -> list[RunEvent]:
 def requeues(events: Sequence[RunEvent]) -> int:
     """Count how often the run has asked to go on in another allocation."""
     return sum(event.event == REQUEUE for event in events)
+
+
+def restarts(events: Sequence[RunEvent]) -> int:
+    """Count how often roles were started again within a job."""
+    return sum(event.event == RESTART for event in events)

@@ -206,6 +206,7 @@ def main() -> None:
     parser.add_argument("--endpoint", required=True)
     parser.add_argument("--first_rank", required=True, type=int)
     parser.add_argument("--world", required=True, type=int)
+    parser.add_argument("--role_start", default=0, type=int, help="which start of the role this is")
     arguments = parser.parse_args()
 
     collect_rarely()
@@ -231,6 +232,7 @@ def main() -> None:
         info.rank,
         info.world,
         host=info.node,
+        start=arguments.role_start,
         heartbeat_interval=config.timeout.heartbeat_interval,
         heartbeat_limit=config.timeout.heartbeat,
         on_conductor_lost=_leave,

@@ -13,6 +13,7 @@ import pytest
 
 from slurm_rlhf.checkpoint import manifest
 from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.checkpoint.way_back import WayBack
 from slurm_rlhf.errors import CheckpointError, ConfigError
 
 
@@ -241,3 +242,21 @@ def test_save_whose_directory_was_taken_away(checkpoints: CheckpointDir) -> None
     with pytest.raises(CheckpointError, match=r"has vanished.*own"):
         checkpoints.commit(2, {})
     assert checkpoints.latest() == good
+
+
+def test_the_way_back_passes_over_what_is_damaged_and_what_another_start_has_left(checkpoints: CheckpointDir) -> None:
+    """The newest of its own, the one before where that is damaged, and else the one that the run came from."""
+    first = save(checkpoints, 4)
+    save(checkpoints, 8)  # abandoned: the user has resumed from step 4
+    back, told = WayBack.of(checkpoints, first), list[str]()
+    assert back.find(told.append) == first
+    own, newest = save(checkpoints, 6), save(checkpoints, 7)
+    told.clear()
+    assert (back.find(told.append), told) == (newest, [])
+    (newest / "actor" / "rank_0" / "model.bin").write_bytes(b"x")
+    assert back.find(told.append) == own
+    (warning,) = told
+    assert warning.startswith("warning: ")
+    assert "step_000007 is damaged: actor/rank_0/model.bin has 1 bytes instead of" in warning
+    assert warning.endswith("the run goes back to step_000006, which is whole")
+    assert WayBack.of(CheckpointDir(checkpoints.root.parent / "other"), None).find(told.append) is None

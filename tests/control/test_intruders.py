@@ -24,7 +24,7 @@ from slurm_rlhf.errors import CallTimeout
 
 pytestmark = pytest.mark.timeout(60)
 
-HELLO = {"role": "critic", "rank": 0, "world": 2, "host": "node09", "pid": 1}
+HELLO = {"role": "critic", "rank": 0, "world": 2, "host": "node09", "pid": 1, "start": 0}
 
 
 def message(kind: str, number: int, body: Any = None, call: int = 0) -> list[Any]:

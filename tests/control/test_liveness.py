@@ -23,7 +23,7 @@ from slurm_rlhf.control.codec import encode
 from slurm_rlhf.control.io_thread import ListeningClock, end_context
 from slurm_rlhf.control.messages import Envelope, Peer
 from slurm_rlhf.control.server import ControlServer
-from slurm_rlhf.errors import RoleDied
+from slurm_rlhf.errors import CallTimeout, RoleDied
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 
@@ -60,6 +60,35 @@ def run(tmp_path: Path) -> Iterator[Run]:
         made.server.close()
         for process in made.processes:
             stop_peer(process)
+
+
+def test_a_role_that_starts_again_takes_its_new_ranks_and_refuses_the_old(run: Run) -> None:
+    """What has failed for good works again; the old rank is told to end, and one of before that is late is refused."""
+    old = run.start(0, 1)
+    run.server.wait_for("actor", 1, 30)
+    call = ask(run.server, "actor", 0, "sleep", timeout_s=60, seconds=30)
+    run.server.fail_role("actor", RoleDied("gone"))
+    assert isinstance(call.exception(5), RoleDied)
+    assert run.server.dismiss("actor", "it starts again") == run.server.starts("actor") == 1
+    assert run.server.peers("actor") == []
+    assert isinstance(ask(run.server, "actor", 0, "echo", timeout_s=5).exception(5), RoleDied)
+    old.wait(10 * LIMIT)
+    with (
+        ControlClient(run.server.endpoint(), run.keys, "actor", 0, 1, **TIMES) as late,
+        ControlClient(run.server.endpoint(), run.keys, "actor", 0, 1, start=1, **TIMES) as fresh,
+    ):
+        fresh.connect(30)
+        assert [peer.lost for peer in run.server.wait_for("actor", 1, 5)] == [""]
+        with pytest.raises(CallTimeout, match="start 1 of actor has this rank"):
+            late.connect(3 * INTERVAL)
+        run.server.fail_role("actor", RoleDied("broken"))
+        run.server.revive("actor")
+        answer = ask(run.server, "actor", 0, "echo", timeout_s=30)
+        request = fresh.receive(30)
+        assert request is not None
+        request.reply("here")
+        assert answer.result(30) == "here"
+    assert run.lost == []
 
 
 def test_a_killed_rank_is_lost_within_the_limit_and_can_be_replaced(run: Run) -> None:
@@ -222,7 +251,7 @@ def insider(context: zmq.Context[Any], run: Run) -> zmq.Socket[Any]:
     dealer.curve_publickey = run.keys.client_public.encode()
     dealer.curve_secretkey = run.keys.client_secret.encode()
     dealer.connect(run.server.endpoint())
-    hello = {"role": "actor", "rank": 0, "world": 1, "host": "node09", "pid": 1}
+    hello = {"role": "actor", "rank": 0, "world": 1, "host": "node09", "pid": 1, "start": 0}
     dealer.send_multipart([Envelope("hello", 0).pack(), *encode(hello)])
     run.server.wait_for("actor", 1, 10)
     return dealer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from recorded_run import BEGAN, RANKS, write_run
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.observe.events import RunEvent
-from slurm_rlhf.observe.samples import Sample
-from slurm_rlhf.report.content import CHARACTERS, SAMPLES, choose, content, distinct, short
+from slurm_rlhf.observe.samples import Sample, SampleLog
+from slurm_rlhf.report.content import CHARACTERS, content, distinct, short
 from slurm_rlhf.report.curves import POINTS, curves, step_times
 from slurm_rlhf.report.history import MOST, sessions, shown
 from slurm_rlhf.report.nodes import nodes, weight_sync
 from slurm_rlhf.report.page import embedded, page
-from slurm_rlhf.report.run_files import RunFiles
+from slurm_rlhf.report.run_files import SAMPLES, RunFiles, shown_places
 from slurm_rlhf.report.settings import groups, settings
 from slurm_rlhf.report.timeline import role_times, timeline, trace
 from slurm_rlhf.run_directory import RunDirectory
@@ -154,14 +155,19 @@ def test_the_newest_evaluation_of_the_run_and_those_beside_it(run: RunFiles, tmp
     assert RunFiles.read(RunDirectory(tmp_path)).evaluations == []
 
 
-def test_samples_are_thinned_and_cut() -> None:
+def test_samples_are_thinned_and_cut(tmp_path: Path) -> None:
     made = Sample(1, 0, 0, "p" * 9999, "r" * 20, None, 1.0, None, None, "stop", 0, 0, ["r" * 10] * 2, [-1.0] * 2, [])
     assert short(made)["prompt"].endswith("(9999 characters)")
     assert len(short(made)["prompt"]) < CHARACTERS + 50
-    many = [short(made) | {"step": step} for step in range(5000)]
-    chosen = choose(many)  # type: ignore[arg-type]
-    assert len(chosen) == SAMPLES
-    assert chosen[-1]["step"] == 4999  # type: ignore[index]
+    log = SampleLog(tmp_path / "samples.jsonl")
+    for step in range(1000):
+        log.append(replace(made, step=step))
+    run = RunFiles.read(RunDirectory(tmp_path))
+    assert run.samples_of == 1000
+    assert [sample.step for sample in run.samples] == shown_places(1000)
+    assert len(set(shown_places(1000))) == SAMPLES
+    assert shown_places(1000)[-151:] == [844, *range(850, 1000)]
+    assert shown_places(3) == [0, 1, 2]
     long = Sample(1, 0, 0, "", "", None, 1.0, None, None, "stop", 0, 0, ["abc"] * 9000, [-1.0] * 9000, [])
     assert len(short(long)["tokens"]) == len(short(long)["logprobs"]) == CHARACTERS // 3
 

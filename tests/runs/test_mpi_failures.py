@@ -43,6 +43,7 @@ def test_the_rank_that_is_gone_is_named_and_usr1_saves(config: Path) -> None:
     assert code == 1, output
     assert "error: role critic died: its process group on" in output
     assert "was killed by SIGKILL" in output
+    assert "the run is not restarted in this job: under MPI no role can be started again: a rank that is gone" in output
 
 
 def test_a_process_of_comm_world_that_is_killed_takes_the_run_along_and_leaves_nothing(config: Path) -> None:

@@ -80,7 +80,7 @@ def test_a_reward_function_that_raises_keeps_the_checkpoints_and_ctrl_c_ends_wha
 
 def test_a_killed_rank_ends_the_run_within_30_s_and_is_named(config: Path) -> None:
     precision = ("--ds.param_dtype=bf16", "--ds.zero_stage=0")
-    with started(config, config.parent / "killed", *precision, *SMALL, *ENDLESS) as run:
+    with started(config, config.parent / "killed", *precision, *SMALL, *ENDLESS, "--train.max_restarts=0") as run:
         run.wait_for_step(1, 120)
         worker = run.worker("critic")
         start = time.monotonic()

@@ -17,8 +17,9 @@ from browser import open_page
 from dying_engines import HELD_REWARD, dying_engine, wait_until_started
 from open_ports import Strangers, listening
 from patched_ranks import Call, calls, noted
-from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train, workspace
+from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train
 from warm_runs import WarmRun
+from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, whole_run
 
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.report.run_files import RunFiles
@@ -26,37 +27,15 @@ from slurm_rlhf.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
 
-# Running statistics of the rewards are one more thing that a resumed run must have kept.
-NORMALIZED = "--reward.normalize_enable=true"
-# Two data sets, sampled while the actor trains.
-EVALUATED = (
-    *("--eval.steps=1", "--eval.overlap=true", "--eval.temperature=1", "--eval.n_samples_per_prompt=4"),
-    "--ckpt.best_metric=eval/sampled/mean",
-)
-# A term of the loss beside that of the policy, with a column of weights of its own.
-NLL = "--actor.nll_coef=0.1"
-SAME = (NORMALIZED, NLL, *EVALUATED)
-WORLD = ("--actor.num_gpus_per_node=2", "--vllm.num_engines=2", "--ckpt.save_steps=2", *SAME)
-SMALL = ("--algo.kl.init_coef=0", "--train.max_steps=2", NORMALIZED, NLL)
-STEPS = 4
-
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = workspace(tmp_path_factory.mktemp("runs"))
-    greedy = '{ path = "eval.jsonl", name = "greedy", temperature = 0, n_samples_per_prompt = 1 }'
-    sets = f'datasets = [{greedy}, {{ path = "eval.jsonl", name = "sampled", source_key = "label" }}]'
-    file.write_text(file.read_text().replace('dataset = "eval.jsonl"', sets))
-    return file
+    return whole_run(tmp_path_factory).config
 
 
 @pytest.fixture(scope="module")
-def whole(config: Path) -> tuple[Path, str]:
-    """An undisturbed run of two actor ranks, a critic, a reference and two engines."""
-    run_dir = config.parent / "whole"
-    code, output = train(config, run_dir, *WORLD, warm=True)
-    assert code == 0, output
-    return run_dir, output
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    return whole_run(tmp_path_factory).told
 
 
 def test_the_run_directory_holds_everything(whole: tuple[Path, str]) -> None:

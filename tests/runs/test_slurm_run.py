@@ -42,7 +42,7 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
     first, second = slurm.shared / "interactive", slurm.shared / "second"
     half = ["--nodes=3", "--nodelist=gpu[001-003]", "--gres=gpu:4", "--cpus-per-task=4", "--mem=8000"]
     holds = Holds(config.parent / "hold")
-    job = slurm.submit(config, second, half, *SMALL, *ENDLESS, f"--timeout.hang={HANG_S}")
+    job = slurm.submit(config, second, half, *SMALL, *ENDLESS, "--train.max_restarts=0", f"--timeout.hang={HANG_S}")
     slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "start", 30)
     with interactive(slurm, config, first) as login:
         slurm.wait_until(lambda: steps(first) >= 1 or login.poll() is not None, "first step", WAIT_S)

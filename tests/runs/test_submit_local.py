@@ -77,7 +77,9 @@ def test_preempted_it_goes_on_and_its_result_is_the_summary(config: Path) -> Non
 
 def test_a_run_that_fails_raises_with_the_last_lines_of_the_role(config: Path) -> None:
     run_dir = config.parent / "failed"
-    job, run = submitted(config, run_dir, "--train.max_steps=1000", "--train.num_episodes=1000")
+    job, run = submitted(
+        config, run_dir, "--train.max_steps=1000", "--train.num_episodes=1000", "--train.max_restarts=0"
+    )
     try:
         run.wait_for_step(1, 120)
         assert f"run         {run_dir}: running\n" in cli("status", str(run_dir))

@@ -70,7 +70,7 @@ class Fire:
         """Seconds from a hello to the conductor's answer, since `probe`."""
         self._endpoint, self._address = endpoint, (host, int(port))
         self._keys, self._recorded = keys, recorded
-        self._hello = {"role": role, "rank": 0, "world": world, "host": "elsewhere", "pid": 1}
+        self._hello = {"role": role, "rank": 0, "world": world, "host": "elsewhere", "pid": 1, "start": 0}
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.errors import RunError
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node_look import look_here
 from slurm_rlhf.placement.rank_map import RankMap
@@ -62,6 +63,8 @@ class MpiLauncher:
     No role can be started again: a rank that is gone is missing in COMM_WORLD.
     """
 
+    fixed = "under MPI no role can be started again: a rank that is gone is missing in MPI_COMM_WORLD"
+
     def __init__(self, channel: Channel, ranks: RankMap, address: str) -> None:
         self._channel = channel
         self._ranks = ranks
@@ -80,6 +83,9 @@ class MpiLauncher:
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         self._channel.send(start=role, arguments=arguments, environment=environment)
+
+    def end(self, roles: Collection[str], ranks: RankMap) -> None:
+        raise RunError(self.fixed)
 
     def ended(self) -> list[Ended]:
         with self._lock:

@@ -67,7 +67,7 @@ const WORK = {
   waits: "--track",
 };
 const EVENTS = {
-  start: "--grey", resume: "--c0", stop: "--warn", requeue: "--c3", warning: "--c1", hang: "--bad", error: "--bad",
+  start: "--grey", resume: "--c0", stop: "--warn", requeue: "--c3", restart: "--warn", warning: "--c1", hang: "--bad", error: "--bad",
   checkpoint: "--c6", finish: "--good", "engine lost": "--bad", "engine joined": "--good",
 };
 

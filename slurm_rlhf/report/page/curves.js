@@ -30,7 +30,7 @@ const PLOTS = [
   ["GPUs idle", /^perf\/gpu_idle/, { format: percent }],
   ["Model FLOPs utilisation", ["perf/mfu", "perf/mfu_update"], { format: percent }],
 ];
-const ON_CURVES = ["resume", "stop", "requeue", "hang", "error", "warning", "engine lost", "engine joined"];
+const ON_CURVES = ["resume", "stop", "requeue", "restart", "hang", "error", "warning", "engine lost", "engine joined"];
 
 const recorded = (run, metric) => (run.curves.values[metric] ? present(run.curves.values[metric]) > 0 : false);
 const allMetrics = () => [...new Set(RUNS.flatMap((run) => Object.keys(run.curves.values)))].sort();

@@ -1,7 +1,7 @@
 "use strict";
 // Starts, stops, requeues, hangs and warnings on the time axis.
 
-const SHAPES = { start: "M-5-5L6 0L-5 5Z", resume: "M-5-5L6 0L-5 5Z", checkpoint: "M0-4L4 0L0 4L-4 0Z", finish: "M-5-5H5V5H-5Z", requeue: "M0-7L6 5H-6Z" };
+const SHAPES = { start: "M-5-5L6 0L-5 5Z", resume: "M-5-5L6 0L-5 5Z", checkpoint: "M0-4L4 0L0 4L-4 0Z", finish: "M-5-5H5V5H-5Z", requeue: "M0-7L6 5H-6Z", restart: "M0-7L6 5H-6Z" };
 const CROSS = "M-5-7L0-2L5-7L7-5L2 0L7 5L5 7L0 2L-5 7L-7 5L-2 0L-7-5Z";
 const ROUND = "M-5 0A5 5 0 1 0 5 0A5 5 0 1 0-5 0Z";
 
@@ -12,7 +12,7 @@ function historyPlot(run) {
   const host = el("div", { class: "plot", "data-plot": title });
   const times = [...run.events.map((event) => event.at), ...run.sessions.flatMap((each) => [each.begin, each.end])];
   const [from, to] = extent(times);
-  const lanes = ["start", "resume", "checkpoint", "warning", "engine lost", "engine joined", "hang", "error", "stop", "requeue", "finish"].filter((kind) => run.events.some((event) => event.event === kind));
+  const lanes = ["start", "resume", "checkpoint", "warning", "engine lost", "engine joined", "hang", "error", "restart", "stop", "requeue", "finish"].filter((kind) => run.events.some((event) => event.event === kind));
   const draw = drawn(host, (width) => {
     const unit = rem();
     const left = 5.8 * unit;

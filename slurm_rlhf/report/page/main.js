@@ -22,6 +22,7 @@ function facts(run) {
     [given(run.mfu) ? percent(run.mfu) : null, "MFU"],
     [given(run.gpu_idle) ? percent(run.gpu_idle) : null, "GPUs idle"],
     [run.sessions.length > 1 ? `${run.sessions.length}, after ${run.requeues} requeues` : null, "sessions"],
+    [run.restarts ? number(run.restarts) : null, "restarts in place"],
   ];
 }
 
