@@ -135,8 +135,7 @@ def sft(words: list[str]) -> int:
         os.environ.setdefault(name, value)  # before torch is imported, which starts the threads
     from slurm_rlhf.training.sft import run as train_on_examples
 
-    train_on_examples(config)
-    return 0
+    return train_on_examples(config)
 
 
 def submit(words: list[str]) -> int:
@@ -169,7 +168,8 @@ COMMANDS = {
         SFT_USAGE,
         "Trains actor.model_name_or_path on the examples in sft.dataset (data.input_key, data.output_key) and writes a "
         "Hugging Face model with its tokenizer to sft.output_dir. Metrics and a log are in <sft.output_dir>.run, with "
-        "the checkpoint from which it goes on when started again. Runs in one process; torchrun starts several.",
+        "the checkpoint from which it goes on when started again, also after SIGTERM or Ctrl-C. Runs in one process; "
+        "torchrun starts several.",
         sft,
         keys=["sft", "resume", "data", "actor", "ds", "train", "timeout"],
     ),
