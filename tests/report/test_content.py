@@ -111,6 +111,35 @@ def test_the_trace_has_every_span_on_its_node_and_rank(run: RunFiles) -> None:
     assert all(span["dur"] >= 3e6 for span in spans)
 
 
+def test_the_trace_keeps_to_the_format(run: RunFiles) -> None:
+    """Its Chrome and Perfetto readings: complete events have numbers, and on a thread they nest or lie apart."""
+    lines = [*run.timeline]
+    first = lines[0]
+    # Weights come while an engine samples: neither span lies within the other.
+    lines[0] = {**first, "calls": [["rollout", 0, "generate", 0.0, 2.0], ["rollout", 0, "sync_receive", 1.5, 2.5]]}
+    events = json.loads(json.dumps(trace(lines, run.layout)))["traceEvents"]
+    lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in events:
+        assert event["ph"] in ("X", "M")
+        assert isinstance(event["pid"], int)
+        if event["ph"] == "X":
+            assert isinstance(event["name"], str)
+            assert all(isinstance(event[name], int) for name in ("ts", "dur", "tid"))
+            assert event["dur"] >= 0
+            lanes.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for spans in lanes.values():
+        ends: list[int] = []
+        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while ends and ends[-1] <= start:
+                ends.pop()
+            assert not ends or end <= ends[-1]
+            ends.append(end)
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert [name for name in names if "same time" in name] == ["rollout 0, at the same time"]
+    calls = sum(len(line["calls"]) + len(line["phases"]) + 1 for line in lines)
+    assert sum(map(len, lanes.values())) == calls
+
+
 def test_the_picture_of_the_nodes_has_every_rank(run: RunFiles) -> None:
     found = nodes(run.layout, run.rows)
     ranks = [rank for node in found["nodes"] for slot in node["slots"] for rank in slot]
