@@ -71,18 +71,29 @@ def run_directory_kept(root: Path) -> Iterator[None]:
 
 def mount_of(path: Path, table: Path = MOUNTS) -> tuple[Path, str]:
     """Return the mount point of `path` and the type of its file system; "/" and "" where the table does not say."""
-    best, kind = Path("/"), ""
+    _, point, kind = _mounted(path, table)
+    return point, kind
+
+
+def device_of(point: Path, table: Path = MOUNTS) -> str:
+    """Return what is mounted at `point`: a device, or `server:/directory`; empty where the table does not say."""
+    device, found, _ = _mounted(point, table)
+    return device if found == point else ""
+
+
+def _mounted(path: Path, table: Path) -> tuple[str, Path, str]:
+    device, best, kind = "", Path("/"), ""
     try:
         lines = table.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return best, kind
+        return device, best, kind
     path = path.resolve()
     for line in lines:
-        mount, name = line.split()[1:3]
-        point = Path(mount.replace("\\040", " "))
+        source, mount, name = (word.replace("\\040", " ") for word in line.split()[:3])
+        point = Path(mount)
         if path.is_relative_to(point) and len(point.parts) >= len(best.parts):
-            best, kind = point, name
-    return best, kind
+            device, best, kind = source, point, name
+    return device, best, kind
 
 
 def size_of(directory: Path) -> int:

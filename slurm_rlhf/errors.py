@@ -33,6 +33,8 @@ class SlurmRlhfError(Exception):
     """Stand at the root of the tree."""
 
     exit_code = 1
+    hang = False
+    """Somebody was silent for too long; False: something ended, failed or was refused."""
 
 
 class UserError(SlurmRlhfError):
@@ -78,11 +80,17 @@ class RunError(SlurmRlhfError):
 
 
 class RoleDied(RunError):
-    """Report that a process of a role ended, or was not heard from within its deadline."""
+    """Report that a process of a role ended, or (`hang`) was not heard from within its deadline."""
+
+    def __init__(self, message: str, *, hang: bool = False) -> None:
+        super().__init__(message)
+        self.hang = hang
 
 
 class CallTimeout(RunError):
     """Report that a call to a role did not return within the deadline of the table."""
+
+    hang = True
 
 
 class RemoteError(RunError):
@@ -94,9 +102,17 @@ class RemoteError(RunError):
     """
 
     def __init__(
-        self, message: str, *, remote_traceback: str = "", user_error: bool = False, role: str = "", node: str = ""
+        self,
+        message: str,
+        *,
+        remote_traceback: str = "",
+        user_error: bool = False,
+        hang: bool = False,
+        role: str = "",
+        node: str = "",
     ) -> None:
         super().__init__(message)
+        self.hang = hang
         self.remote_traceback = remote_traceback
         self.role = role
         self.node = node
@@ -112,6 +128,8 @@ class EngineBroken(RunError):
 class RunHung(RunError):
     """Report that nothing moved for too long; names who is behind."""
 
+    hang = True
+
 
 class FilteredAway(RunError):
     """Report that dynamic sampling did not fill a batch; says what share of the groups passed."""
@@ -122,11 +140,20 @@ class WireError(RunError):
 
 
 class SyncError(RunError):
-    """Report weights that did not arrive, or arrived different from what was sent."""
+    """Report weights that did not arrive, or arrived different from what was sent; `hang`: a member was silent."""
+
+    def __init__(self, message: str, *, hang: bool = False) -> None:
+        super().__init__(message)
+        self.hang = hang
 
 
 class SyncBroken(SyncError):
     """Report a transfer that a connection or a member cut off, not what it carried: a new group may carry it."""
+
+
+def of_hang(hang: bool) -> dict[str, bool]:
+    """Return the `extra` of a logged warning that says whether it is about a hang; see `observe.events`."""
+    return {"hang": hang}
 
 
 def shortened(items: Iterable[str], most: int = 5, separator: str = ", ") -> str:

@@ -150,6 +150,7 @@ class SyncReport:
     """Says how a weight update ended at one member."""
 
     broken: str = ""  # why it was cut off, so that a new group may help; empty: it succeeded
+    silent: bool = False  # that is that a member was not heard from, or did not answer
     nbytes: int = 0  # of the parameters, all ranks together
     seconds: float = 0.0
     checksum_s: float = 0.0

@@ -181,7 +181,8 @@ def show(found: dict[str, Any]) -> str:
     if "seconds_with_loading" in found:
         lines.append(f"  with loading  {found['seconds_with_loading']:.3f} s")
     lines.append(f"  checksums     {found['checksum_seconds']:.3f} s of the slowest engine rank")
-    lines.append(f"  memory        {found['peak_extra_bytes'] / mega:.0f} MB at most on any rank")
+    held = f"{found['resident_extra_bytes'] / mega:.0f} MB of a process are resident"
+    lines.append(f"  memory        {found['peak_extra_bytes'] / mega:.0f} MB at most on any rank; {held}")
     return "\n".join(lines)
 
 

@@ -6,12 +6,14 @@ run, as plain gloo does it with the same bytes, and naively, each parameter broa
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,29 @@ from slurm_rlhf.weight_sync.transfer_plan import Layout, Parameter, SyncPlan, ma
 RAW_PIECE = 64 << 20
 ON_GPUS = ("nccl", "ipc")
 """Backends whose ranks have GPUs, where there are any."""
+
+
+class Resident:
+    """Read how much memory of this process is resident, in bytes, as the kernel counts it; 0 where it does not."""
+
+    def __init__(self, reset: bool = False) -> None:
+        """`reset`: the highest value begins anew."""
+        ctypes.CDLL(None).malloc_trim(0)  # what is free already is nobody's
+        if reset:
+            with suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")
+        self.now = self._read("VmRSS")
+
+    def peak(self) -> int:
+        """Return the highest value since then."""
+        return self._read("VmHWM")
+
+    def _read(self, name: str) -> int:
+        with suppress(OSError):
+            for line in Path("/proc/self/status").read_text().splitlines():
+                if line.startswith(name):
+                    return int(line.split()[1]) << 10
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +109,20 @@ class Rank:
         )
         self.group: SyncGroup = join(member)
         self.plan: SyncPlan = make_plan(spec.parameters, spec.bucket_bytes, self.group.layout(spec.zero))
+        self.device = torch.device("cuda" if self.group.me.device and self.group.backend in ON_GPUS else "cpu")
+        self.held: Held = _held(self.plan, rank, self.device) if self.is_actor else {}
+        self.without = Resident()
         self.sender = Sender(self.group, self.plan) if self.is_actor else None
         self.receiver = None if self.is_actor else Receiver(self.group, self.plan)
         self.plain = self._plain_group()
-        self.device = torch.device("cuda" if self.group.me.device and self.group.backend in ON_GPUS else "cpu")
         self.raw = _nccl_group(self.plain, self.group, spec) if self.group.backend == "nccl" else self.plain
-        self.held: Held = _held(self.plan, rank, self.device) if self.is_actor else {}
 
     def run(self) -> dict[str, Any]:
         """Measure the seconds of each way, median of the repetitions."""
         # The first update touches fresh memory; the bytes are compared in it, outside of what is measured.
         self._timed(lambda: self._update(0, compare=True))
         versions = iter(range(1, 1000))
+        resident = self._resident(lambda: self._update(next(versions)))
         # In turn, so that whatever else the machine does falls on both.
         ways: dict[str, Callable[[], None]] = {
             "seconds": lambda: self._update(next(versions)),
@@ -103,6 +130,7 @@ class Rank:
         }
         results: dict[str, Any] = self._medians(ways)
         results["peak_extra_bytes"] = self._peaks()
+        results["resident_extra_bytes"] = resident
         results["checksum_seconds"] = self._largest(self.receiver.verify_s if self.receiver else 0.0)
         if self.spec.model:
             results |= self._medians({"seconds_with_loading": lambda: self._load(next(versions))})
@@ -173,6 +201,12 @@ class Rank:
     def _peaks(self) -> int:
         end = self.sender or self.receiver
         return round(self._largest(float(end.peak if end else 0)))
+
+    def _resident(self, work: Callable[[], None]) -> int:
+        """Return what the transfer takes of the process's memory while it does `work`, on the rank with the most."""
+        before = Resident(reset=True)
+        self._timed(work)
+        return round(self._largest(float(max(before.peak() - self.without.now, 0))))
 
     def _largest(self, value: float) -> float:
         """Return the largest of all ranks' values."""

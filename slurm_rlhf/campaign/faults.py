@@ -29,8 +29,9 @@ CONDUCTOR: Final = "conductor"
 TWICE: Final = (("rollout rank 0", "actor rank 0"), ("actor rank 1", "critic rank 0"), ("critic rank 0", "conductor"))
 """Pairs of which the second is killed while the run deals with the end of the first."""
 
-HURTS, BORNE, STOPS = "hurts", "borne", "stops"
-"""What a fault may do: break the run, nothing at all (the run goes on as if it were not there), or end it in order."""
+HURTS, BORNE, STOPS, EITHER = "hurts", "borne", "stops", "either"
+"""What a fault may do: break the run, nothing at all (the run goes on as if it were not there), end it in order; or
+break it or not, by when it strikes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,9 @@ def signals() -> Iterator[Fault]:
         for role in TRAINERS:
             torchrun = f"torchrun of {role}"
             yield Fault("SIGKILL", torchrun, phase, says=rf"role {role} died", limit_s=KILLED_S)
-            yield Fault("SIGSTOP", torchrun, phase, does=BORNE)
+            # Before it has started its ranks they are missed after timeout.connect; afterwards nobody needs it.
+            late = rf"{role}: \d of \d ranks said hello"
+            yield Fault("SIGSTOP", torchrun, phase, does=EITHER if phase == START else BORNE, says=late, limit_s=75)
         yield Fault("SIGKILL", CONDUCTOR, phase, says="cut off in the middle", limit_s=KILLED_S)
         yield Fault("SIGSTOP", CONDUCTOR, phase, says="the conductor is gone")
         yield Fault("SIGTERM", CONDUCTOR, phase, does=STOPS, says="SIGTERM", limit_s=KILLED_S)

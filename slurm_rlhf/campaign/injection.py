@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurm_rlhf.campaign import files, processes
@@ -52,6 +52,17 @@ class Place:
     session: Session
     hold: Path
     seed: int
+    found: dict[str, int] = field(default_factory=dict)  # target -> process
+
+    def find(self, fault: Fault) -> None:
+        """Look the processes up before the phase comes: it may be over sooner than that."""
+        for target in fault.target.split(", "):
+            if " rank " in target or target.startswith("torchrun of "):
+                self.found[target] = victim(self.session, target)
+
+    def victim(self, target: str) -> int:
+        """Return the process that a target means. Raises RunError where it is not there."""
+        return self.found.get(target) or victim(self.session, target)
 
 
 def inject(fault: Fault, place: Place) -> Hit:
@@ -67,13 +78,13 @@ def function_of(fault: Fault) -> str:
 
 
 def _signal(fault: Fault, place: Place) -> Hit:
-    pid = victim(place.session, fault.target)
+    pid = place.victim(fault.target)
     os.kill(pid, getattr(signal, fault.kind))
     return Hit(pid)
 
 
 def _killed_twice(fault: Fault, place: Place) -> Hit:
-    first, second = (victim(place.session, target) for target in fault.target.split(", "))
+    first, second = (place.victim(target) for target in fault.target.split(", "))
     os.kill(first, signal.SIGKILL)
     time.sleep(BETWEEN_S)
     with contextlib.suppress(ProcessLookupError):
@@ -82,7 +93,7 @@ def _killed_twice(fault: Fault, place: Place) -> Hit:
 
 
 def _paused(fault: Fault, place: Place) -> Hit:
-    pid = victim(place.session, fault.target)
+    pid = place.victim(fault.target)
     os.kill(pid, signal.SIGSTOP)
     time.sleep(PAUSE_S)
     os.kill(pid, signal.SIGCONT)
@@ -133,7 +144,7 @@ def _attacked(fault: Fault, place: Place) -> Hit:
 
 
 def _limited(fault: Fault, place: Place) -> Hit:
-    pid = victim(place.session, fault.target)
+    pid = place.victim(fault.target)
     files.limit_file_size(pid)
     return Hit(pid)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from slurm_rlhf.campaign import files
 from slurm_rlhf.campaign.draw import delay_s
-from slurm_rlhf.campaign.faults import ANY, BORNE, PHASES, START, Fault
+from slurm_rlhf.campaign.faults import ANY, PHASES, START, Fault
 from slurm_rlhf.campaign.injection import SETTLED, Place, inject
 from slurm_rlhf.campaign.session import POLL_S, Session, Start, newest_step
 from slurm_rlhf.campaign.verdicts import Observation, Row, judge, unequal
@@ -64,7 +64,10 @@ class Leader:
         """Yield a row for each fault, some later than others; the last ones at the end."""
         self._run_calm(self._calm_steps or max(40, 3 * len(faults)))
         try:
-            for fault in faults:
+            # Those with runs of their own come last: meanwhile the other run would go on and on.
+            for fault in sorted(faults, key=_stands_apart):
+                if _stands_apart(fault):
+                    yield from self._last()
                 began = time.monotonic()
                 case = Case(fault, Observation())
                 try:
@@ -98,7 +101,7 @@ class Leader:
 
     def _chained(self, case: Case) -> Iterator[Row]:
         fault = case.fault
-        if fault.phase == START and self._session is not None:
+        if self._session is not None and (fault.phase == START or self._used_up(self._session.steps)):
             self._leave()
         session = self._session or self._open()
         if fault.phase != START:
@@ -115,11 +118,14 @@ class Leader:
 
     def _open(self) -> Session:
         """Start the run, in a new directory where the calm one has no steps left to compare."""
-        used_up = not self._waiting and newest_step(self._run_dir) > len(self._calm) - 15
-        if not self._chain or used_up:
+        if not self._chain or (not self._waiting and self._used_up(newest_step(self._run_dir))):
             self._chain += 1
         self._session = Session(self._start, self._config, self._run_dir)
         return self._session
+
+    def _used_up(self, step: int) -> bool:
+        """Tell whether the calm run has hardly a step beyond `step` to compare with."""
+        return step > len(self._calm) - min(15, len(self._calm) // 2)
 
     @property
     def _run_dir(self) -> Path:
@@ -138,10 +144,12 @@ class Leader:
     def _strike(self, session: Session, case: Case) -> None:
         """Wait for the phase, do it, watch."""
         fault, seen = case.fault, case.seen
+        place = Place(session, self._config.parent / HOLD, self._seed)
+        if fault.phase != START:
+            place.find(fault)
         if fault.phase != ANY:
             session.wait_for_phase(PHASES[fault.phase], session.steps)
         time.sleep(delay_s(fault, self._seed, LONGEST_DELAY_S.get(fault.phase, DELAY_S)))
-        place = Place(session, self._config.parent / HOLD, self._seed)
         known = session.count_events()
         now, hit_at = session.phase() or PhaseNow("", 0, 0.0), time.monotonic()
         hit = inject(fault, place)
@@ -194,6 +202,7 @@ class Leader:
     def _last(self) -> Iterator[Row]:
         """Let the last session go on once more."""
         if not self._waiting:
+            self._leave()
             return
         session = self._session or self._open()
         try:
@@ -224,8 +233,9 @@ class Leader:
                 session.kill()
             if case.seen.ended_s is None:
                 case.seen.went_on = True
-            elif fault.does == BORNE and case.seen.exit_code == 0:
-                case.seen.ended_s, case.seen.went_on = None, True
+            elif case.seen.exit_code == 0 and (home / "run" / "final" / "config.json").exists():
+                case.seen.ended_s = case.seen.detected_s = None
+                case.seen.went_on = case.seen.unharmed = True
             elif fault.kind != "deleted":
                 session = self._again(case, home / "run", length)
             case.rows = _rows(session, min(case.seen.checkpoint, case.seen.resumed_at))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from slurm_rlhf.campaign.faults import BORNE, HURTS, Fault
+from slurm_rlhf.campaign.faults import BORNE, EITHER, HURTS, Fault
 
 RECOVERED: Final = "recovered in place"
 RESUMED: Final = "ended cleanly, resumed by the same command"
@@ -32,6 +32,7 @@ class Observation:
     detected_s: float | None = None  # from the fault to the first sign that the run gives of it
     ended_s: float | None = None  # to the end of the conductor; None: it went on
     exit_code: int | None = None
+    unharmed: bool = False  # the fault came when the run had no more need of what it hit
     went_on: bool = False  # it did a step after the fault in the same session
     resumed: bool | None = None  # the same command went on; None: it was not tried
     resumed_at: int = 0  # the step that it went on from
@@ -70,6 +71,10 @@ class Row:
 
 def judge(fault: Fault, seen: Observation) -> Row:
     """Judge one fault."""
+    if seen.ended_s is None and seen.went_on and (seen.unharmed or (fault.does == EITHER and seen.detected_s is None)):
+        fault = replace(fault, does=BORNE)
+    elif fault.does == EITHER:
+        fault = replace(fault, does=HURTS)
     said = quote(pattern(fault, seen), seen.told)
     culprit = None if fault.does == BORNE else bool(said)
     outcome = outcome_of(fault, seen)

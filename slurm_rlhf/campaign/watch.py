@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurm_rlhf.campaign import processes
-from slurm_rlhf.campaign.faults import BORNE, CONDUCTOR, Fault
+from slurm_rlhf.campaign.faults import BORNE, CONDUCTOR, EITHER, Fault
 from slurm_rlhf.campaign.session import POLL_S, Session
 from slurm_rlhf.campaign.verdicts import Observation, pattern
 from slurm_rlhf.polling import wait_until
@@ -89,7 +89,7 @@ def noticed(session: Session, fault: Fault, seen: Observation, known_events: int
 
 def goes_on(session: Session, fault: Fault, seen: Observation, now: float, steps_then: int) -> bool:
     """Tell whether the run is beyond the fault."""
-    if fault.does == BORNE:
+    if fault.does == BORNE or (fault.does == EITHER and seen.detected_s is None):
         return session.steps >= seen.hit_step + BORNE_STEPS
     if seen.detected_s is None:
         return False

@@ -110,14 +110,15 @@ max_num = 3
 report_steps = 0
 tensorboard = false
 [timeout]
+connect = 60
 heartbeat_interval = 0.5
 heartbeat = 12
 hang = 8
 hang_grace = 4
 shutdown = 4
 """
-"""Five ranks of four roles. Silence counts after 12 s and a hang after 8 s: on a machine that is busy with other work
-less would be taken for a fault that is none."""
+"""Five ranks of four roles. A rank that does not come is missed after a minute, silence after 12 s, a hang
+after 8 s: on a machine that is busy with other work less would be taken for a fault that is none."""
 
 
 def write_workload(path: Path, changes: Sequence[str] = ()) -> Path:

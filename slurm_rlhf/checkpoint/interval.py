@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slurm_rlhf.observe.events import BEGINS, ENDS, ERROR, HANG, REQUEUE, RunEvent
+from slurm_rlhf.observe.events import BEGINS, ENDS, ERROR, HANG, REQUEUE, RESTART, RunEvent
 
 LONGEST_S = 3600.0
 """No more work than this is at stake, however rare failures are ..."""
@@ -69,14 +69,15 @@ def span(seconds: float) -> str:
 
 
 def failures(events: Sequence[RunEvent], nodes: int, mtbf_hours: float) -> Failures:
-    """Read the failures of a run off its events, the last session left out: it is the one under way.
+    """Read the failures of a run off its events; the last session is the one under way.
 
     A session counts as failed if it had done a step, and an error or a hang ended it, or nothing did: its conductor
-    was killed. One that was told to stop has saved.
+    was killed. One that was told to stop has saved. A restart of the trainers within a session is a failure, too.
     """
-    stops, observed = 0, 0.0
-    for session in _sessions(events)[:-1]:
-        observed += session[-1].at - session[0].at
+    stops = sum(event.event == RESTART for event in events)
+    sessions = _sessions(events)
+    observed = sum(session[-1].at - session[0].at for session in sessions)
+    for session in sessions[:-1]:
         ended = session[-1].event
         failed = ended in (ERROR, HANG) or ended not in (*ENDS, REQUEUE)
         stops += failed and session[-1].step > session[0].step

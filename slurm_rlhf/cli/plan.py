@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 from slurm_rlhf.cli.main import Command, parse
@@ -18,12 +19,12 @@ from slurm_rlhf.cli.placement_report import (
     memory_on,
     require_fit,
 )
-from slurm_rlhf.cluster.slurm_notation import expand, gpus_of_nodes, slurm_order
+from slurm_rlhf.cluster.slurm_notation import expand, gpus_of_nodes, rates_of_nodes, slurm_order
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_weights import stored_parameters
 from slurm_rlhf.config.roles import ROLES, has_engines
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError, ModelError, shortened
+from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, shortened
 from slurm_rlhf.placement.rank_map import RankMap, draw
 from slurm_rlhf.placement.topology import GPU, numbered_names
 from slurm_rlhf.weight_sync.routes import Cost, cost_of
@@ -34,7 +35,7 @@ NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0
 USAGE = (
     "usage: slurm-rlhf plan FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--json]\n"
     "                       [--gpus_per_node=GPUS (--nodes=N | --nodelist=LIST)]\n"
-    "                       [--gpu=NAME | --gpu_memory_gb=GB] [--network_gbits=RATE] [--inside_gbits=RATE]"
+    "                       [--gpu=NAME | --gpu_memory_gb=GB] [--network_gbits=RATES] [--inside_gbits=RATE]"
 )
 FLAGS = {
     "json": "print one JSON object: accelerator, nodes, roles (role -> node, gpus, ranks), tp_groups, world, memory, "
@@ -53,9 +54,25 @@ GPU_OPTIONS = {
 }
 DEFAULTS = (str(NETWORK_GBITS), str(INSIDE_GBITS))
 RATES = {
-    "network_gbits": f"Gbit/s of a node's links in each direction, to predict the seconds [{NETWORK_GBITS:g}]",
+    "network_gbits": f"Gbit/s of a node's links in each direction, to predict the seconds and the shares "
+    f"[{NETWORK_GBITS:g}]; of all, and of nodes that have others: 100,gpu007:10",
     "inside_gbits": f"Gbit/s between the ranks of one node [{INSIDE_GBITS:g}]",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Gbits:
+    """Rates of links in Gbit/s, in each direction."""
+
+    network: float
+    of_nodes: dict[str, float]  # of those that have others
+    inside: float
+
+    def seconds(self, cost: Cost) -> float:
+        of_nodes = {node: rate * GIGABIT for node, rate in self.of_nodes.items()}
+        return cost.seconds(self.network * GIGABIT, self.inside * GIGABIT, of_nodes)
+
+
 SIZES = ("num_nodes", "num_gpus_per_node")
 KEYS = [f"{role.group}.{size}" for role in ROLES.values() if role.kind != "engine" for size in SIZES]
 KEYS += ["rollout.engine", "vllm.num_engines", "vllm.tensor_parallel_size", "vllm.num_nodes"]
@@ -74,19 +91,20 @@ def run(words: list[str]) -> int:
     rest += [f"--train.{name}={options.pop(name)}" for name in GPU_OPTIONS if name in options]
     arguments = parse(rest, USAGE, FLAGS)
     config = load_config(arguments.files, arguments.overrides)
-    rates = [_rate(name, options.pop(name, default)) for name, default in zip(RATES, DEFAULTS, strict=True)]
+    network, inside = (options.pop(name, default) for name, default in zip(RATES, DEFAULTS, strict=True))
+    rates = Gbits(*_rates("network_gbits", network), _rate("inside_gbits", inside))
     wanted = wanted_nodes(options)
     ranks = layout_on(config, *wanted) if wanted else layout_somewhere(config)
     memory = memory_of(config, None) if wanted else memory_on(config, ranks)
-    transfer = transfer_plan(config, ranks)
+    transfer = transfer_plan(config, ranks, rates)
     if "json" in arguments.flags:
-        cost = {"transfer": transfer_json(transfer, *rates)} if transfer else {}
+        cost = {"transfer": transfer_json(transfer, rates)} if transfer else {}
         print(json.dumps(ranks.to_json() | {"memory": memory_json(memory)} | cost))
     else:
         print(draw(ranks) if wanted else draw_layout(config))
         print(f"\n{draw_memory(config, memory)}")
         if transfer:
-            print(f"\n{draw_transfer(transfer, *rates)}")
+            print(f"\n{draw_transfer(transfer, rates)}")
     sys.stdout.flush()
     require_fit(config, memory)
     return 0
@@ -145,8 +163,18 @@ def _rate(name: str, text: str) -> float:
     return rate
 
 
-def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
-    """Plan the transfer of the actor's model over `ranks`.
+def _rates(name: str, text: str) -> tuple[float, dict[str, float]]:
+    try:
+        return rates_of_nodes(text)
+    except (ValueError, PlacementError) as error:
+        raise ConfigError(
+            f"--{name} takes a rate in Gbit/s above 0, and those of nodes that have others (100,gpu007:10), got "
+            f"{text!r}: {error}"
+        ) from None
+
+
+def transfer_plan(config: Config, ranks: RankMap, rates: Gbits) -> SyncPlan | None:
+    """Plan the transfer of the actor's model over `ranks`, as it is shared out once the rates have shown.
 
     None where there are no engines, or the model's files do not tell its shapes.
     """
@@ -158,12 +186,16 @@ def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
         return None
     described = [[name, shape, config.ds.param_dtype] for name, shape in stored]
     nodes = {role: [share.node for share in shares for _ in share.ranks] for role, shares in ranks.roles.items()}
-    layout = Layout(tuple(nodes["actor"]), tuple(nodes["rollout"]), config.ds.zero_stage)
+    actors = nodes["actor"]
+    known = tuple(rates.of_nodes.get(node, rates.network) / actors.count(node) for node in actors)
+    if strangers := [node for node in rates.of_nodes if node not in {*actors, *nodes["rollout"]}]:
+        raise ConfigError(f"--network_gbits names {strangers[0]}, which holds neither the actor nor engines")
+    layout = Layout(tuple(actors), tuple(nodes["rollout"]), config.ds.zero_stage, rates=known if rates.of_nodes else ())
     on_gpus = ranks.topology.accelerator == GPU and config.sync.backend in ("auto", "nccl", "ipc")
     return make_plan(described, config.sync.bucket_size_mb(on_gpus) << 20, layout)
 
 
-def transfer_json(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> dict[str, Any]:
+def transfer_json(plan: SyncPlan, rates: Gbits) -> dict[str, Any]:
     """Return the bytes per rank and link of one update, and the predicted seconds, ready for JSON."""
     found = cost_of(plan)
     actors = len(plan.layout.actors)
@@ -172,9 +204,9 @@ def transfer_json(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> 
     return {
         "bytes": found.payload,
         "buckets": len(plan.buckets),
-        "seconds": _seconds(found, network_gbits, inside_gbits),
-        "network_gbits": network_gbits,
-        "inside_gbits": inside_gbits,
+        "seconds": rates.seconds(found),
+        "network_gbits": rates.network,
+        "inside_gbits": rates.inside,
         "actor_sent": {str(rank): count for rank, count in enumerate(sent[:actors])},
         "engine_sent": {str(rank): count for rank, count in enumerate(sent[actors:])},
         "engine_received": {str(rank - actors): round(found.received[rank]) for rank in engines},
@@ -185,16 +217,17 @@ def transfer_json(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> 
     }
 
 
-def draw_transfer(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> str:
+def draw_transfer(plan: SyncPlan, rates: Gbits) -> str:
     """Format the bytes and seconds of one update for a terminal."""
     found = cost_of(plan)
     actors = range(len(plan.layout.actors))
     engines = range(len(actors), plan.layout.world)
     buckets = "1 bucket" if len(plan.buckets) == 1 else f"{len(plan.buckets)} buckets"
-    seconds = max(_seconds(found, network_gbits, inside_gbits), 0.001)
+    seconds = max(rates.seconds(found), 0.001)
+    others = "".join(f", {node} {rate:g}" for node, rate in rates.of_nodes.items())
     lines = [
-        f"weight transfer: {_size(found.payload)} in {buckets}, about {seconds:.3g} s at {network_gbits:g} Gbit/s "
-        f"between nodes and {inside_gbits:g} Gbit/s inside",
+        f"weight transfer: {_size(found.payload)} in {buckets}, about {seconds:.3g} s at {rates.network:g} "
+        f"Gbit/s between nodes{others} and {rates.inside:g} Gbit/s inside",
         f"  an actor rank sends {_range([found.sent.get(rank, 0) for rank in actors])}",
         f"  an engine rank receives {_range([found.received[rank] for rank in engines])} "
         f"and hands on {_range([found.sent.get(rank, 0) for rank in engines])}",
@@ -203,10 +236,6 @@ def draw_transfer(plan: SyncPlan, network_gbits: float, inside_gbits: float) -> 
         lines.append(f"  {node}: {_size(found.out.get(node, 0))} out, {_size(found.into.get(node, 0))} in")
     rest = len(_nodes(plan)) - 8
     return "\n".join([*lines, f"  and {rest} more nodes"] if rest > 0 else lines)
-
-
-def _seconds(found: Cost, network_gbits: float, inside_gbits: float) -> float:
-    return found.seconds(network_gbits * GIGABIT, inside_gbits * GIGABIT)
 
 
 def _nodes(plan: SyncPlan) -> list[str]:

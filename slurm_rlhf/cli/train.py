@@ -43,6 +43,11 @@ OTHER_COMMANDS = ("sft", "generate")
 
 def train(words: list[str]) -> int:
     """Train, or with --dry_run print what would run. Raises SlurmRlhfError."""
+    if not words:
+        raise ConfigError(
+            "train needs a TOML file: `slurm-rlhf init NAME` writes one for this cluster, with a reward function; "
+            f"`slurm-rlhf docs first_run` shows a run on CPUs that needs nothing\n{USAGE}"
+        )
     arguments = parse(words, USAGE, FLAGS)
     start = launched(os.environ)
     if start is not None:
@@ -135,8 +140,7 @@ def sft(words: list[str]) -> int:
         os.environ.setdefault(name, value)  # before torch is imported, which starts the threads
     from slurm_rlhf.training.sft import run as train_on_examples
 
-    train_on_examples(config)
-    return 0
+    return train_on_examples(config)
 
 
 def submit(words: list[str]) -> int:
@@ -169,7 +173,8 @@ COMMANDS = {
         SFT_USAGE,
         "Trains actor.model_name_or_path on the examples in sft.dataset (data.input_key, data.output_key) and writes a "
         "Hugging Face model with its tokenizer to sft.output_dir. Metrics and a log are in <sft.output_dir>.run, with "
-        "the checkpoint from which it goes on when started again. Runs in one process; torchrun starts several.",
+        "the checkpoint from which it goes on when started again, also after SIGTERM or Ctrl-C. Runs in one process; "
+        "torchrun starts several.",
         sft,
         keys=["sft", "resume", "data", "actor", "ds", "train", "timeout"],
     ),

@@ -268,7 +268,8 @@ class Config:
     run_dir: FilePath = ""
     """Where everything of the run goes; empty: runs/<name of the TOML file>."""
     resume: FilePath = "auto"
-    """auto (from the newest checkpoint in run_dir, anew if there is none), never, or a checkpoint directory."""
+    """auto (from the newest checkpoint: of run_dir, of `sft` in <sft.output_dir>.run; anew if there is none), never,
+    or a checkpoint directory."""
     preflight: Literal["auto", "quick", "off"] = "auto"
     """Look at the nodes before weights load. auto: on several nodes also the links between them and all process groups
     of the run; quick: each node by itself; off: not at all. `slurm-rlhf preflight` does only this."""

@@ -318,6 +318,7 @@ class IoLoop:
     def _beat(self) -> None:
         for peer in self.roster.present():
             if self._now - peer.heard > self._heartbeat.limit:
+                peer.silent = True
                 self._lose(peer, f"it was not heard from for {self._heartbeat.limit:g} s, last phase {peer.phase!r}")
             else:
                 self._send(peer, "beat")
@@ -348,4 +349,6 @@ class IoLoop:
             calls = self.pending.take(lambda call: call.peer is peer)
             self._lock.notify_all()
         for call in calls:
-            call.future.set_exception(RoleDied(f"{peer} is lost while it was in {call.method}: {reason}"))
+            call.future.set_exception(
+                RoleDied(f"{peer} is lost while it was in {call.method}: {reason}", hang=peer.silent)
+            )

@@ -25,7 +25,7 @@ import msgpack
 
 from slurm_rlhf.control.codec import Buffer, decode, encode
 from slurm_rlhf.control.io_thread import Part
-from slurm_rlhf.errors import RemoteError, RunError, UserError, WireError
+from slurm_rlhf.errors import RemoteError, RunError, SlurmRlhfError, UserError, WireError
 
 NUMBERED = frozenset({"call", "reply", "error", "event"})
 KINDS = NUMBERED | {"hello", "welcome", "taken", "beat", "pulse", "lost", "bye"}
@@ -97,6 +97,7 @@ class Failure:
     message: str
     traceback: str
     user_error: bool
+    hang: bool = False
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
@@ -106,13 +107,19 @@ class Failure:
             str(error)[:_MAX_CHARACTERS],
             "".join(traceback.format_exception(error))[-_MAX_CHARACTERS:],
             isinstance(error, UserError) or (isinstance(error, RemoteError) and error.user_error),
+            isinstance(error, SlurmRlhfError) and error.hang,
         )
 
     def raised(self, peer: Peer, method: str) -> RemoteError:
         """Make the error that the call's Future raises. A user's error keeps its own words."""
         text = self.message if self.user_error else f"{method} failed on {peer}: {self.type}: {self.message}"
         return RemoteError(
-            text, remote_traceback=self.traceback, user_error=self.user_error, role=peer.role, node=peer.host
+            text,
+            remote_traceback=self.traceback,
+            user_error=self.user_error,
+            hang=self.hang,
+            role=peer.role,
+            node=peer.host,
         )
 
 
@@ -163,6 +170,8 @@ class Peer:
     """Its phase, as of its last pulse."""
     lost: str = ""
     """Reason for which it counts as gone; empty while it does not."""
+    silent: bool = False
+    """That is that it was not heard from."""
     route: bytes = field(default=b"", repr=False)
     heard: float = field(default=0.0, repr=False)
     """Time of its last message, on the server's clock."""

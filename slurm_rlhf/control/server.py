@@ -21,7 +21,7 @@ from slurm_rlhf.control.declarations import CallSpec, spec_of
 from slurm_rlhf.control.io_loop import IoLoop
 from slurm_rlhf.control.io_thread import to_parts
 from slurm_rlhf.control.messages import Flight, Peer, Said
-from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError, shortened
+from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError, of_hang, shortened
 from slurm_rlhf.records import Experience
 
 log = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class ControlServer:
                     raise self._failed[role]
                 here = [peer for peer in self.loop.roster.of_role(role) if peer.rank < n]
                 if lost := [peer for peer in here if peer.lost]:
-                    raise RoleDied(f"{lost[0]} is lost: {lost[0].lost}")
+                    raise RoleDied(f"{lost[0]} is lost: {lost[0].lost}", hang=lost[0].silent)
                 if len(here) == n:
                     return here
                 missing = sorted(set(range(n)) - {peer.rank for peer in here})
@@ -224,10 +224,10 @@ class ControlServer:
         if peer is None:
             ranks = shortened([str(other.rank) for other in self.loop.roster.of_role(role)], 8)
             return RoleDied(f"{role} rank {rank} is not connected; connected ranks of {role}: {ranks or 'none'}")
-        return RoleDied(f"{peer} is lost: {peer.lost}") if peer.lost else None
+        return RoleDied(f"{peer} is lost: {peer.lost}", hang=peer.silent) if peer.lost else None
 
     def _tell_lost(self, peer: Peer) -> None:
-        log.warning("%s is lost: %s", peer, peer.lost)
+        log.warning("%s is lost: %s", peer, peer.lost, extra=of_hang(peer.silent))
         if self._on_lost is not None:
             self._guarded(self._on_lost, peer)
 

@@ -107,8 +107,8 @@ class Conductor:
         self.reporting.recorder.place(self.ranks)
         self.reporting.recorder.pieces = inputs.tokenizer.pieces
         supervisor = Supervisor(self.config, self.directory, self.ranks, self.launcher)
-        note = self.reporting.note
-        watchdog = Watchdog(self.config, self.directory, supervisor, self.stop, note, lambda: self.state.step + 1)
+        tell = (self.reporting.note, self.reporting.hung)
+        watchdog = Watchdog(self.config, self.directory, supervisor, self.stop, *tell, lambda: self.state.step + 1)
         startup = Startup(
             self.config,
             self.directory,
@@ -122,7 +122,7 @@ class Conductor:
         )
         allocation = partial(current_topology, self.config, colocations(self.config))
         recovery = TrainerRecovery(
-            self.config, supervisor, watchdog, self.launcher, self.stop, note, allocation, self.node
+            self.config, supervisor, watchdog, self.launcher, self.stop, self.reporting.note, allocation, self.node
         )
         back = WayBack.of(CheckpointDir(self.directory.root), checkpoint)
         start: Callable[[], TrainingLoop] = partial(startup.run, self.state, checkpoint)

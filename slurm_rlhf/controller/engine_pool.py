@@ -24,8 +24,8 @@ from slurm_rlhf.control.calls import (
 from slurm_rlhf.control.server import EngineHandle, RoleHandle, gather
 from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.controller.transfer_calls import LEADER, EngineLost, settle_forming, settle_update
-from slurm_rlhf.errors import CallTimeout, RemoteError, SyncError
-from slurm_rlhf.records import ParameterSpec, SyncConnection
+from slurm_rlhf.errors import CallTimeout, RemoteError, SyncError, of_hang
+from slurm_rlhf.records import ParameterSpec, SyncConnection, SyncReport
 
 log = logging.getLogger(__name__)
 
@@ -290,28 +290,28 @@ class WeightSync:
         RemoteError for weights that arrived different, RunError naming the member when it is cut off again, and
         EngineLost when it was cut off because an engine is gone.
         """
-        metrics, why = self._update(version)
-        if why:
-            log.warning("%s; once more over a new group", why)
+        metrics, cut = self._update(version)
+        if cut:
+            log.warning("%s; once more over a new group", cut.broken, extra=of_hang(cut.silent))
             self.connect(self._parameters, self.engines)
-            metrics, why = self._update(version)
-        if why and self._fall_back(why):
+            metrics, cut = self._update(version)
+        if cut and self._fall_back(cut.broken):
             self._join()
-            metrics, why = self._update(version)
-        if why:
-            raise SyncError(why)
+            metrics, cut = self._update(version)
+        if cut:
+            raise SyncError(cut.broken, hang=cut.silent)
         return metrics
 
-    def _update(self, version: int) -> tuple[dict[str, float], str]:
-        """Answer the metrics, or why it was cut off: every member has let go of the group then."""
+    def _update(self, version: int) -> tuple[dict[str, float], SyncReport | None]:
+        """Answer the metrics, or the report of who was cut off: every member has let go of the group then."""
         request = SyncUpdateRequest(version)
         sends = self.actor.start_all(ActorCalls.sync_push, request)
         receipts = [self.rollout.call(engine, EngineCalls.sync_receive, request) for engine in self.engines]
         settle_update(self.rollout, sends, dict(zip(receipts, self.engines, strict=True)))
         reports = gather([*sends, *receipts])
-        broken = [report.broken for report in reports if report.broken]
-        if broken:
-            return {}, broken[0]
+        for report in reports:
+            if report.broken:
+                return {}, report
         leader = reports[LEADER]
         metrics = {
             "perf/sync_bytes": float(leader.nbytes),
@@ -322,7 +322,7 @@ class WeightSync:
         if self.connection is not None and self.connection.mbits and leader.seconds > 0:
             # Every node of engines receives all bytes.
             metrics["perf/sync_link_share"] = 8e-6 * leader.nbytes / leader.seconds / self.connection.mbits
-        return metrics, ""
+        return metrics, None
 
     def _join(self) -> None:
         self.generation += 1

@@ -58,14 +58,21 @@ class Reporting:
         self.best: Best | None = None
         """The best step so far, by ckpt.best_metric."""
 
-    def note(self, text: str) -> None:
-        """Write a line for the user, and into the log; a warning is an event, too."""
+    def note(self, text: str, kind: str = "") -> None:
+        """Write a line for the user, and into the log; what is an event, as a warning, is kept as one.
+
+        `kind`: that of the event; empty: the line's first words say it.
+        """
         log.info("%s", text)
         self._progress.note(text)
         if self._starting:
             self._write("running", starting=text)  # for `slurm-rlhf status`
-        if kind := events.kind_of_note(text):
+        if kind := kind or events.kind_of_note(text):
             self.recorder.event(kind, text)
+
+    def hung(self, text: str) -> None:
+        """Note that nothing moves."""
+        self.note(text, events.HANG)
 
     def restarting(self, why: str, what: str) -> None:
         """Tell that something broke, `why`, and `what` is done about it; `begin` follows."""
@@ -238,7 +245,7 @@ class Reporting:
                 self._write("interrupted" if stopped else "failed", str(error))
             finally:
                 self._trackers.close(failed=not stopped)
-            kind = events.STOP if stopped else events.kind_of_failure(str(error))
+            kind = events.STOP if stopped else events.kind_of_failure(error)
             self.recorder.event(kind, str(error) or type(error).__name__)
             self.recorder.end()
 

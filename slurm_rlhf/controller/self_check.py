@@ -32,6 +32,7 @@ from slurm_rlhf.controller.verdicts import (
     drift,
     engine_not_finite,
     first_ratio,
+    fitting,
     not_finite,
     ratio_line,
     shares_line,
@@ -168,7 +169,7 @@ class SelfCheck:
         tokens = int(lost) + int(exp.action_mask.sum())
         if not lost:
             return
-        told = engine_not_finite(lost, tokens)
+        told = self._fitting(engine_not_finite(lost, tokens))
         stop = 1.0 if not self._begun else self.config.train.self_check_stop
         if stop and lost > stop * FEW_NOT_FINITE * tokens:
             raise SelfCheckError(f"self-check failed (engine): step {step}: {told}. {ALL_THE_SAME}.")
@@ -193,7 +194,10 @@ class SelfCheck:
 
     def _insist(self, verdict: Verdict) -> None:
         if not verdict.passed:
-            raise SelfCheckError(verdict.error())
+            raise SelfCheckError(self._fitting(verdict.error()))
+
+    def _fitting(self, text: str) -> str:
+        return fitting(text, self.config.rollout.engine)
 
     def _watch(self, step: int, verdict: Verdict) -> None:
         """Warn of a figure beyond its bound, again when it has doubled; end the run at a multiple of it."""
@@ -202,12 +206,12 @@ class SelfCheck:
         stop = self.config.train.self_check_stop
         if stop and not verdict.figure < stop * verdict.bound.limit:
             raise SelfCheckError(
-                f"step {step}: {verdict.describe()}. The run ends here, beyond {stop:g} times the bound "
+                f"step {step}: {self._fitting(verdict.describe())}. The run ends here, beyond {stop:g} times the bound "
                 "(train.self_check_stop); its checkpoints are kept."
             )
         if not verdict.figure < 2 * self._warned.get(verdict.check, 0.0):
             self._warned[verdict.check] = verdict.figure
-            self.note(f"warning: step {step}: {verdict.describe()}")
+            self.note(f"warning: step {step}: {self._fitting(verdict.describe())}")
 
     def _told_apart(self, verdict: Verdict, exp: Experience, fresh: Bool) -> Verdict:
         """Have the actor compute the whole batch again, so that the error says which of the two is off."""

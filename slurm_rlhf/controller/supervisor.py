@@ -309,6 +309,7 @@ class Supervisor:
         enough = self._config.timeout.heartbeat / 2
         for peer in self.server.silent(enough):
             if peer in suspects:
+                peer.silent = True
                 self._lose(peer, f"it was not heard from for {enough:g} s, last phase {peer.phase!r}, and {evidence}")
 
     def _on_lost(self, peer: Peer) -> None:
@@ -321,7 +322,7 @@ class Supervisor:
             return
         if not self._leaving.is_set():
             casualty = Casualty(peer.role, (peer.host,), silent=True)
-            self._fail(casualty, what, [self._directory.role_log(peer.role, peer.host, peer.rank)])
+            self._fail(casualty, what, [self._directory.role_log(peer.role, peer.host, peer.rank)], hang=peer.silent)
 
     def _on_event(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         """Act on the event of a rank: it cannot go on, or it got SIGTERM.
@@ -371,7 +372,7 @@ class Supervisor:
         """Tell whether the processes of this start have written into a log."""
         return log.exists() and log.stat().st_size > self._marks.get(log, 0)
 
-    def _fail(self, casualty: Casualty, what: str, logs: list[Path]) -> None:
+    def _fail(self, casualty: Casualty, what: str, logs: list[Path], hang: bool = False) -> None:
         """Break the run: quote the newest of `logs`, without what earlier starts in this directory have written."""
         with self._failure_lock:
             if self.failure is not None:
@@ -382,7 +383,8 @@ class Supervisor:
             self.casualty = casualty
             self.failure = RoleDied(
                 f"role {casualty.role} died: {what}.\nThe last lines of {newest}:\n{words}\n"
-                f"Earlier checkpoints are intact; the same command goes on from the newest."
+                f"Earlier checkpoints are intact; the same command goes on from the newest.",
+                hang=hang,
             )
         log.error("%s", self.failure)
         for name in self._ranks.roles:

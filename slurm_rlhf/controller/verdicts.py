@@ -198,6 +198,11 @@ def drift(mean: float, param_dtype: str) -> Verdict:
     return Verdict("engine", mean, Bound(bounds(param_dtype)["engine"].limit, "mean"), "mean of the step's tokens")
 
 
+def fitting(text: str, engine: str) -> str:
+    """Name the key that a run can change: with rollout.engine = hf the actor samples, at its own precision."""
+    return text.replace("vllm.dtype", "ds.param_dtype") if engine == "hf" else text
+
+
 FEW_NOT_FINITE = 0.01
 """Share of a batch's tokens whose log-prob of the engine may be NaN or infinite: they are left out of training."""
 

@@ -71,6 +71,7 @@ class Watchdog:
         supervisor: Supervisor,
         stop: Stop,
         note: Callable[[str], None],
+        note_hang: Callable[[str], None],
         step: Callable[[], int],
     ) -> None:
         """`step`: the number of the step that is under way."""
@@ -79,6 +80,7 @@ class Watchdog:
         self._supervisor = supervisor
         self._stop = stop
         self._note = note
+        self._note_hang = note_hang
         self._step = step
         self._budgets = WaitBudgets(config.timeout.hang)
         self._phase = START
@@ -250,7 +252,7 @@ class Watchdog:
             write_scene(scene, verdict, paragraph, where)
         self._hang = hang
         self._act_at = time.monotonic() + self._config.timeout.hang_grace
-        self._note(paragraph)
+        self._note_hang(paragraph)
 
     def _place(self) -> tuple[Path, int]:
         """Name the directory of the next report, and say which one of its step it is."""

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
 
+from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.observe.jsonl import append_line, read_rows
 
 START: Final = "start"
@@ -66,22 +67,17 @@ def read_events(path: Path) -> list[RunEvent]:
     return found
 
 
-_HANGS = (" hung in ", "not heard from", "did not answer", "no answer from", "heard nothing from", "sent nothing for")
-
-
 def kind_of_note(text: str) -> str:
     """Return the kind of a line that the user was shown; empty: none, it only tells how the run goes on."""
-    if re.match(r"step \d+ hangs in ", text):
-        return HANG
     if found := re.match(r"engine \d+ on \S+ (is lost|is left out|takes part again)", text):
         return ENGINE_JOINED if found[1] == "takes part again" else ENGINE_LOST
     warns = text.startswith("warning") or ": warning: " in text or "is far below its peers" in text
     return WARNING if warns else ""
 
 
-def kind_of_failure(text: str) -> str:
+def kind_of_failure(error: BaseException) -> str:
     """Return whether what ended a run is a hang or another error."""
-    return HANG if any(words in text for words in _HANGS) else ERROR
+    return HANG if isinstance(error, SlurmRlhfError) and error.hang else ERROR
 
 
 def engines_lost(events: Sequence[RunEvent]) -> dict[int, str]:
@@ -106,7 +102,6 @@ class WarningEvents(logging.Handler):
         self._tell = tell
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell kind and text. Errors have events of their own."""
+        """Tell kind and text; `errors.of_hang` marks what is about a hang. Errors have events of their own."""
         if record.levelno == logging.WARNING:
-            text = record.getMessage()
-            self._tell(HANG if kind_of_failure(text) == HANG else WARNING, text)
+            self._tell(HANG if getattr(record, "hang", False) else WARNING, record.getMessage())

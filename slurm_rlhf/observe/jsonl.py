@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,35 @@ def whole_lines(text: str, key: str = "step") -> Iterator[tuple[str, dict[str, A
 
 def read_rows(path: Path, key: str = "step") -> list[dict[str, Any]]:
     """Read all whole lines of a file; none where it is missing, cannot be read, or is no file, such as /dev/full."""
-    if not path.is_file():
-        return []
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        return list(iterate_rows(path, key))
     except OSError:
         return []
-    return [row for _, row in whole_lines(text, key)]
+
+
+def iterate_rows(path: Path, key: str = "step", wanted: Container[int] | None = None) -> Iterator[dict[str, Any]]:
+    """Yield the whole lines of a file as `read_rows` does, with one line in memory at a time. Raises OSError.
+
+    `wanted`: the numbers of the lines to read, from 0 on; None: all.
+    """
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file):
+            if wanted is None or number in wanted:
+                for _, row in whole_lines(line.decode("utf-8", "replace").removesuffix("\n"), key):
+                    yield {sys.intern(name): value for name, value in row.items()}  # rows share the names
+
+
+def count_lines(path: Path) -> int:
+    """Count the lines of a file; 0 where it is missing or cannot be read."""
+    if not path.is_file():
+        return 0
+    try:
+        with path.open("rb") as file:
+            return sum(1 for _ in file)
+    except OSError:
+        return 0
 
 
 def drop_end(path: Path, step: int) -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import textwrap
+from collections.abc import Container
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.observe.jsonl import append_line, read_rows
+from slurm_rlhf.observe.jsonl import append_line, iterate_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,14 @@ class SampleLog:
         append_line(self._path, asdict(sample))
 
 
-def read_samples(path: Path) -> list[Sample]:
-    """Read all samples; lines that hold something else are skipped."""
+def read_samples(path: Path, wanted: Container[int] | None = None) -> list[Sample]:
+    """Read the samples in the lines `wanted` (None: in all); lines that hold something else are skipped."""
     names = [field.name for field in fields(Sample)]
-    return [Sample(**{name: row[name] for name in names}) for row in read_rows(path) if row.keys() >= set(names)]
+    try:
+        rows = [row for row in iterate_rows(path, wanted=wanted) if row.keys() >= set(names)]
+    except OSError:
+        return []
+    return [Sample(**{name: row[name] for name in names}) for row in rows]
 
 
 def console_text(sample: Sample, width: int = 100, most: int = 600) -> str:

@@ -14,7 +14,7 @@ from ipaddress import ip_interface
 from pathlib import Path
 
 from slurm_rlhf.cluster.gpu_health import ask_health
-from slurm_rlhf.cluster.network import address_towards, addresses, interface_of
+from slurm_rlhf.cluster.network import address_towards, addresses, interface_of, link_mbits
 from slurm_rlhf.cluster.port_holders import held_by
 from slurm_rlhf.disk import refusal
 from slurm_rlhf.errors import PlacementError
@@ -57,6 +57,7 @@ def collect(orders: Orders, node: str, environ: Mapping[str, str], shm: Path = S
         interface=interface,
         address=address,
         subnet=subnet,
+        link_mbits=link_mbits(interface),
         exported=tuple(_exported(environ)),
         held=tuple(held(orders.ports.get(node, ()))),
         unhealthy=tuple(ask_health(environ)) if orders.gpus else (),

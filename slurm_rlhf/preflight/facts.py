@@ -59,6 +59,7 @@ class NodeFacts:
     addresses: tuple[str, ...] = ()
     interface: str = ""  # by which it reaches the conductor
     address: str = ""
+    link_mbits: int = 0  # of that interface, as the kernel tells it; 0: it does not
     subnet: str = ""
     exported: tuple[str, ...] = ()  # what is wrong with NCCL_SOCKET_IFNAME and the like
     held: tuple[Held, ...] = ()

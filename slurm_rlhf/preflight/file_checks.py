@@ -12,6 +12,7 @@ from slurm_rlhf.preflight.report import FAILED, WARNING, Check, Finding
 
 Facts = Mapping[str, NodeFacts]
 _GB = 1e9
+_MAKE_ROOM = "Free space, keep fewer (ckpt.max_num), or take another disk (run_dir)"
 
 
 def run_directory(facts: Facts, needs: Needs, token: str) -> Check:
@@ -55,31 +56,43 @@ def places(facts: Facts) -> Check:
 
 
 def space(facts: Facts, needs: Needs) -> Check:
-    """Compare the free bytes and files of the run directory with the checkpoints that the run keeps."""
-    want = needs.space
+    """Compare the free bytes and files of the run directory with the checkpoints that the run keeps.
+
+    What the user's quota leaves counts, where it is less than what the file system has.
+    """
+    want, quota = needs.space, needs.quota
     known = [each for each in facts.values() if each.free_bytes >= 0]
     if want is None or not known:
         return Check("disk space", "not known: the sizes of the models cannot be read")
     free = min(each.free_bytes for each in known)
     files = min((each.free_files for each in known if each.free_files >= 0), default=-1)
-    total = want.kept * want.one
+    place = of_bytes = of_files = f"run_dir {needs.run_dir}"
+    if quota is not None and quota.free_bytes is not None and quota.free_bytes < free:
+        free, of_bytes = quota.free_bytes, f"your quota on {place} (by `{quota.by}`)"
+    if quota is not None and quota.free_files is not None and (files < 0 or quota.free_files < files):
+        files, of_files = quota.free_files, f"your quota on {place} (by `{quota.by}`)"
+    found = _lacking_bytes(of_bytes, want, free + want.there) or _lacking_files(of_files, want, files)
     told = f"{want.kept} checkpoints of {_size(want.one)} each, {_size(free)} free"
-    return Check("disk space", told, tuple(_lacking(needs.run_dir, want, free + want.there, files, total)))
+    return Check("disk space", told, tuple(found))
 
 
-def _lacking(run_dir: str, want: Space, room: int, files: int, total: int) -> list[Finding]:
-    remedy = "Free space, keep fewer (ckpt.max_num), or take another disk (run_dir)"
+def _lacking_bytes(place: str, want: Space, room: int) -> list[Finding]:
     if room < want.one:
-        said = f"run_dir {run_dir} has room for {_size(room)}, and one checkpoint takes about {_size(want.one)}"
-        return [Finding(FAILED, (), said, remedy)]
+        said = f"{place} has room for {_size(room)}, and one checkpoint takes about {_size(want.one)}"
+        return [Finding(FAILED, (), said, _MAKE_ROOM)]
+    total = want.kept * want.one
     if room < total:
         fit = room // max(want.one, 1)
-        said = f"run_dir {run_dir} has room for {fit} checkpoints, and ckpt.max_num = {want.kept} take {_size(total)}"
-        return [Finding(WARNING, (), said, remedy)]
-    if 0 <= files < want.files * want.kept:
-        said = f"run_dir {run_dir} has {files} inodes left, and the checkpoints take about {want.files * want.kept}"
-        return [Finding(FAILED if files < want.files else WARNING, (), said, remedy)]
+        said = f"{place} has room for {fit} checkpoints, and ckpt.max_num = {want.kept} take {_size(total)}"
+        return [Finding(WARNING, (), said, _MAKE_ROOM)]
     return []
+
+
+def _lacking_files(place: str, want: Space, files: int) -> list[Finding]:
+    if not 0 <= files < want.files * want.kept:
+        return []
+    said = f"{place} has {files} inodes left, and the checkpoints take about {want.files * want.kept}"
+    return [Finding(FAILED if files < want.files else WARNING, (), said, _MAKE_ROOM)]
 
 
 def locks(needs: Needs) -> Check:

@@ -24,6 +24,7 @@ from slurm_rlhf.launch.node import RANK_MAP
 from slurm_rlhf.launch.slurm import port_candidates
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.rank_memory import read_models
+from slurm_rlhf.preflight.quota import Quota, quota_on
 from slurm_rlhf.run_directory import RunDirectory
 
 _FILES_OF_A_RANK = 4
@@ -57,6 +58,7 @@ class Needs:
     space: Space | None = None  # None: the models' sizes are not known
     ports: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)  # node -> role -> in this order
     granted_by: str = ""
+    quota: Quota | None = None  # of this user, where the run directory is
     lock: str = ""  # why the run directory cannot be locked
     earlier: tuple[str, ...] = ()  # nodes of the last start in this directory; empty: there was none
     allocation: str = ""  # how the job differs from what its environment says
@@ -81,6 +83,7 @@ def needs_of(config: Config, ranks: RankMap, slurm: SlurmEnvironment | None, gra
         space=space_of(config),
         ports=ports_of(ranks, slurm) if slurm is not None else {},
         granted_by=granted_by,
+        quota=quota_on(run_dir),
         lock=lock_problem(run_dir),
         earlier=earlier_nodes(run_dir),
         allocation=allocation_problem(slurm) if slurm is not None else "",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from slurm_rlhf.preflight.groups import LINK, Figures, Outcome
@@ -11,13 +11,17 @@ from slurm_rlhf.preflight.report import FAILED, WARNING, Check, Finding
 
 SLOW = 1 / 3
 """Of the median of the peers: what is below is named."""
+FAR_BELOW = 1 / 10
+"""Of what an interface is made for: with two nodes, what is below is named. One stream of bytes does not fill it."""
+_STREAM_MBITS = 10_000  # what one stream over TCP can be expected to fill, however fast the interface
 _MB = 1e6
 
 
-def links(outcomes: Sequence[Outcome]) -> Check:
+def links(outcomes: Sequence[Outcome], mbits: Mapping[str, int] | None = None) -> Check:
     """Name nodes all of whose links are slow, and single links that are though both their nodes have faster ones.
 
-    A node is as fast as its fastest link: a slow one makes the links of its partners slow, too.
+    Two nodes have no peers: there the figure is what the slower interface is made for, by `mbits` of each node. With
+    more, a node is as fast as its fastest link: a slow one makes the links of its partners slow, too.
     """
     found = [_broken(each) for each in outcomes if each.error]
     rates = {each.nodes: each.figures.rate for each in outcomes if each.figures is not None}
@@ -37,8 +41,23 @@ def links(outcomes: Sequence[Outcome]) -> Check:
             said = f"between {' and '.join(nodes)} pass {_rate(rate)}, though both have links of {_rate(usual)}"
             remedy = f"Something on the way between these two is slow; leave one out: {exclude(nodes[-1])}"
             found.append(Finding(WARNING, (nodes[-1],), said, remedy, avoid=True))
+    if len(best) == 2:
+        found += _far_below(rates, mbits or {})
     shown = [each.figures for each in outcomes if each.figures is not None]
     return Check("links", f"{len(shown)} pairs: {_span(shown)}" if shown else "one node: there are none", tuple(found))
+
+
+def _far_below(rates: Mapping[tuple[str, ...], float], mbits: Mapping[str, int]) -> list[Finding]:
+    found = []
+    for nodes, rate in rates.items():
+        made_for = min(_STREAM_MBITS, *(mbits.get(node, 0) for node in nodes)) * _MB / 8
+        if rate < FAR_BELOW * made_for:
+            said = (
+                f"between {' and '.join(nodes)} pass {_rate(rate)}, and their interfaces are made for {_rate(made_for)}"
+            )
+            remedy = "Look at cables, ports, and at what else uses this network; NCCL_SOCKET_IFNAME names another one"
+            found.append(Finding(WARNING, nodes, said, remedy))
+    return found
 
 
 def groups(outcomes: Sequence[Outcome]) -> Check:

@@ -60,4 +60,8 @@ def judge(seen: Evidence) -> tuple[Check, ...]:
     ]
     if seen.unmeasured:
         return (*checks, speed_checks.untested("links and groups", seen.unmeasured))
-    return (*checks, speed_checks.links(seen.links), speed_checks.groups(seen.groups))
+    return (
+        *checks,
+        speed_checks.links(seen.links, {node: each.link_mbits for node, each in facts.items()}),
+        speed_checks.groups(seen.groups),
+    )

@@ -15,8 +15,6 @@ from slurm_rlhf.report.run_files import RunFiles
 from slurm_rlhf.report.settings import groups, settings
 from slurm_rlhf.report.timeline import role_times, timeline
 
-SAMPLES = 300
-"""Of a run: half of them the newest, the others from all over the run."""
 CHARACTERS = 6000
 """Of a prompt or a response; tokens beyond them are left out, too."""
 
@@ -36,7 +34,6 @@ def content(runs: Sequence[RunFiles], now: float) -> dict[str, Any]:
 
 def run_content(run: RunFiles, now: float) -> dict[str, Any]:
     """Return what the page needs to know of one run."""
-    chosen = choose(run.samples)
     return {
         "root": run.root,
         "summary": run.summary,
@@ -47,8 +44,8 @@ def run_content(run: RunFiles, now: float) -> dict[str, Any]:
         "nodes": nodes(run.layout, run.rows),
         "sync": weight_sync(run.layout, run.rows),
         "evaluations": run.evaluations,
-        "samples": [short(sample) for sample in chosen],
-        "samples_of": len(run.samples),
+        "samples": [short(sample) for sample in run.samples],
+        "samples_of": run.samples_of,
         "events": [asdict(event) for event in shown(run.events)],
         "sessions": sessions(run.events, now, run.summary.get("status") == "running"),
         "requeues": requeues(run.events),
@@ -57,15 +54,6 @@ def run_content(run: RunFiles, now: float) -> dict[str, Any]:
         "gpu_idle": latest(run.rows, "perf/gpu_idle"),
         "mfu": latest(run.rows, "perf/mfu"),
     }
-
-
-def choose(samples: Sequence[Sample]) -> list[Sample]:
-    """Return at most `SAMPLES`: the newest, and as many of the earlier ones, evenly."""
-    if len(samples) <= SAMPLES:
-        return list(samples)
-    half = SAMPLES // 2
-    earlier = samples[:-half]
-    return [*(earlier[place * len(earlier) // half] for place in range(half)), *samples[-half:]]
 
 
 def short(sample: Sample) -> dict[str, Any]:

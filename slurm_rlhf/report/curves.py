@@ -11,7 +11,18 @@ POINTS = 600
 
 INSIDE = ("time/step", "time/sync_transfer", "time/sync_checksum", "time/wake_up", "time/sleep")
 """Times that are the sum of others, or a part of another one."""
-PHASES = ("rollout", "reward", "forward", "advantages", "self_check", "update", "sync", "eval", "checkpoint")
+PHASES = (
+    "rollout",
+    "reward",
+    "forward",
+    "advantages",
+    "self_check",
+    "update",
+    "sync",
+    "eval",
+    "checkpoint",
+    "checkpoint_wait",
+)
 """The phases of a step, in their order; others come behind."""
 LAST = 20
 """Steps over which the page's present rates are averaged."""
@@ -56,7 +67,9 @@ def step_times(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
     seconds = [mean([row.get("time/step") for row in group]) or 0.0 for group in groups]
     # A checkpoint is written between two steps, and counted with the later one.
-    between = shares.get("checkpoint", [0.0] * len(groups))
+    none = [0.0] * len(groups)
+    saves = (shares.get("checkpoint", none), shares.get("checkpoint_wait", none))
+    between = [saving + waiting for saving, waiting in zip(*saves, strict=True)]
     known = [sum(shares[name][place] for name in phases) for place in range(len(groups))]
     other = [rounded(max(0.0, s + b - k)) for s, b, k in zip(seconds, between, known, strict=True)]
     return {

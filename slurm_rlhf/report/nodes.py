@@ -25,12 +25,13 @@ def nodes(layout: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, A
         for share in shares:
             engines = share.get("engines") or [None] * len(share["ranks"])
             for slot, rank, engine in zip(share["gpus"], share["ranks"], engines, strict=True):
-                index = engine[0] if engine else None
+                index, rank_of_engine = engine or (None, 0)
                 known = memory.get(role, {}).get(str(rank), {})
                 by_name[share["node"]]["slots"][slot].append(
                     {
                         **{"role": role, "rank": rank, "engine": index},
-                        "tokens_per_s": speed(rows, role, world, index),
+                        # The rate is that of an engine as a whole: its first rank shows it.
+                        "tokens_per_s": speed(rows, role, world, index) if not rank_of_engine else None,
                         **{"used": known.get("used"), "total": known.get("total")},
                     }
                 )

@@ -9,10 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.observe.events import RunEvent, read_events
-from slurm_rlhf.observe.jsonl import read_rows
+from slurm_rlhf.observe.jsonl import count_lines, read_rows
 from slurm_rlhf.observe.samples import Sample, read_samples
 from slurm_rlhf.report.evaluations import read_evaluations
 from slurm_rlhf.run_directory import RunDirectory
+
+SAMPLES = 300
+"""Of a run: half of them the newest, the others from all over the run. More would not fit into memory for ever."""
+
+
+def shown_places(total: int) -> list[int]:
+    """Choose at most `SAMPLES` of `total`: the newest, and as many of the earlier ones, evenly."""
+    if total <= SAMPLES:
+        return list(range(total))
+    half = SAMPLES // 2
+    return [*(place * (total - half) // half for place in range(half)), *range(total - half, total)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +33,8 @@ class RunFiles:
     name: str  # of the directory
     root: str
     rows: list[dict[str, Any]]  # of metrics.jsonl
-    samples: list[Sample]
+    samples: list[Sample]  # those of `shown_places`
+    samples_of: int  # so many
     events: list[RunEvent]
     timeline: list[dict[str, Any]]  # as `CallSpans.take` makes them
     layout: dict[str, Any]
@@ -33,12 +45,13 @@ class RunFiles:
     @classmethod
     def read(cls, directory: RunDirectory) -> RunFiles:
         """Read everything."""
-        root = directory.root.absolute()
+        root, samples_of = directory.root.absolute(), count_lines(directory.samples)
         return cls(
             name=root.name,
             root=str(root),
             rows=read_rows(directory.metrics),
-            samples=read_samples(directory.samples),
+            samples=read_samples(directory.samples, set(shown_places(samples_of))),
+            samples_of=samples_of,
             events=read_events(directory.events),
             timeline=read_rows(directory.timeline),
             layout=_json(directory.layout),

@@ -101,7 +101,52 @@ def trace(lines: Sequence[Line], layout: dict[str, Any]) -> dict[str, Any]:
             complete(name, "phase", 0, 1, start, end)
         for role, rank, name, start, end in line["calls"]:
             complete(name, role, where[role, rank], threads[role, rank], start, end)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    return {"traceEvents": nested(events), "displayTimeUnit": "ms"}
+
+
+_ROUNDED_US = 2000
+"""Spans of two steps may overlap by so much, as times are rounded."""
+_LANE = 100_000
+"""From a thread's number to that of its next lane."""
+
+
+def nested(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the events with the spans of each thread inside each other or apart, as the format has it.
+
+    Calls that a rank answers at the same time, such as an update of the weights while it samples, go to a lane of
+    their own: viewers drop a span that ends within another.
+    """
+    found = [event for event in events if event["ph"] != "X"]
+    names = {(event["pid"], event["tid"]): event["args"]["name"] for event in found if event["name"] == "thread_name"}
+    open_spans: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    spans = [event for event in events if event["ph"] == "X"]
+    for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
+        place = (span["pid"], span["tid"])
+        while not _fits(open_spans.setdefault(place, []), span):
+            place = (place[0], place[1] + _LANE)
+            if place not in open_spans:
+                name = names.get((span["pid"], span["tid"]), CONDUCTOR)
+                about = {"name": f"{name}, at the same time"}
+                found.append({"ph": "M", "name": "thread_name", "pid": place[0], "tid": place[1], "args": about})
+        open_spans[place].append(span)
+        span["tid"] = place[1]
+        found.append(span)
+    return found
+
+
+def _fits(spans: list[dict[str, Any]], span: dict[str, Any]) -> bool:
+    """Tell whether `span` lies in the last of the open `spans` or behind it; those that are over are taken away."""
+    start, end = span["ts"], span["ts"] + span["dur"]
+    while spans:
+        last = spans[-1]
+        over = last["ts"] + last["dur"]
+        if start < over and end <= over:
+            return True
+        if over > start + _ROUNDED_US:
+            return False
+        last["dur"] = min(over, start) - last["ts"]
+        spans.pop()
+    return True
 
 
 def _ranks(lines: Sequence[Line]) -> list[tuple[str, int]]:

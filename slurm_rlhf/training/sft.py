@@ -27,6 +27,7 @@ from slurm_rlhf.training.batch import collate
 from slurm_rlhf.training.deepspeed_engine import Schedule
 from slurm_rlhf.training.distributed import World, join_world
 from slurm_rlhf.training.sft_record import ROLE, SftRecord
+from slurm_rlhf.training.stop_signals import StopSignals, exit_code, told
 from slurm_rlhf.training.trainers import LanguageModelTrainer
 
 PROGRESS_LINES = 40  # about so many
@@ -79,11 +80,12 @@ def _answer(row: dict[str, Any], where: str, data: Data) -> str:
     return value
 
 
-def run(config: Config) -> None:
+def run(config: Config) -> int:
     """Train actor.model_name_or_path on sft.dataset and write the result to sft.output_dir.
 
     One process, or as many ranks as torchrun started. Betas, clipping, weight decay and warm-up are the actor's.
-    Beside it, in <sft.output_dir>.run, are metrics and a log, and while it trains the checkpoint to go on from.
+    Beside it, in <sft.output_dir>.run, are metrics and a log, and while it trains the checkpoint to go on from. Told to
+    stop by SIGTERM, SIGUSR1 or Ctrl-C, it saves one behind the step in progress. Returns the exit code.
     Raises ConfigError, DataError, ModelError, CheckpointError, RunError; sft.output_dir exists only after success.
     """
     out = Path(config.sft.output_dir)
@@ -107,10 +109,17 @@ def run(config: Config) -> None:
     if checkpoint:
         trainer.load(checkpoint / ROLE)
         record.say(f"resuming from {checkpoint} at step {state['step']}/{steps}")
-    _train(trainer, examples.experience, order, record, state.get("step", 0), steps)
+    with StopSignals() as signals:
+        done = _train(trainer, examples.experience, order, record, signals, state.get("step", 0), steps)
+    if done < steps:
+        record.say(
+            f"stopped by {told(signals.number)}; saved at step {done}/{steps}; the same command goes on from here"
+        )
+        return exit_code(signals.number)
     trainer.export_hf(out)
     record.finished()
     record.say(f"wrote {out}")
+    return 0
 
 
 def _order(config: Config, examples: Examples, world: World) -> PromptOrder:
@@ -140,8 +149,15 @@ class SftTrainer(LanguageModelTrainer):
 
 
 def _train(
-    trainer: SftTrainer, examples: Experience, order: PromptOrder, record: SftRecord, done: int, steps: int
-) -> None:
+    trainer: SftTrainer,
+    examples: Experience,
+    order: PromptOrder,
+    record: SftRecord,
+    signals: StopSignals,
+    done: int,
+    steps: int,
+) -> int:
+    """Train the steps behind `done`; return the last one, which is saved if it is not the end."""
     start = time.monotonic()
     world, config = trainer.world, trainer.config
     for step in range(done + 1, steps + 1):
@@ -151,20 +167,26 @@ def _train(
         lengths = batch.lengths.tolist()
         micro = micro_batches(split_ranks(lengths, world.size), lengths, config.train.max_tokens_per_gpu)[world.rank]
         metrics = trainer.train_step(batch, micro, tokens)
-        loss = _sum_over_ranks(metrics["loss"], world) / tokens
+        # Which rank has a signal first is chance: all of them stop behind the same step.
+        summed, stopped = _sum_over_ranks([metrics["loss"], float(signals.number > 0)], world)
+        loss = summed / tokens
         grad_norm, seconds = metrics.get("grad_norm", math.nan), time.monotonic() - began
-        told = {"loss": loss, "lr": metrics["lr"], "grad_norm": grad_norm, "tokens": tokens}
-        record.step(step, {**told, "time/step": seconds, "perf/tokens_per_s": float(batch.lengths.sum()) / seconds})
+        row = {"loss": loss, "lr": metrics["lr"], "grad_norm": grad_norm, "tokens": tokens}
+        record.step(step, {**row, "time/step": seconds, "perf/tokens_per_s": float(batch.lengths.sum()) / seconds})
         if step % math.ceil(steps / PROGRESS_LINES) == 0 or step in (1, steps):
             record.say(
                 f"step {step}/{steps} loss {loss:.4f} lr {metrics['lr']:.2e} grad_norm {grad_norm:.3f} "
                 f"{time.monotonic() - start:.1f} s"
             )
-        if config.sft.save_steps and step % config.sft.save_steps == 0 and step < steps:
+        due = config.sft.save_steps and step % config.sft.save_steps == 0
+        if (due or stopped) and step < steps:
             record.save(step, steps, order.state_dict(), trainer.save)
+            if stopped:
+                return step
+    return steps
 
 
-def _sum_over_ranks(value: float, world: World) -> float:
-    total = torch.tensor(value, dtype=torch.float32, device=world.device)
+def _sum_over_ranks(values: list[float], world: World) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float32, device=world.device)
     dist.all_reduce(total)
-    return float(total)
+    return [float(value) for value in total]

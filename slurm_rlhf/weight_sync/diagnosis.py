@@ -34,6 +34,7 @@ class Verdict:
 
     text: str
     refused: bool = False  # a member gave a reason of its own, which a new group would not change
+    silent: bool = False  # a member was not heard from, or did not answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +108,15 @@ class FailureBoard:
             time.sleep(0.05)
         missing = {0: tuple(quiet)} | {rank: post.quiet for rank, post in posts.items()}
         if any(missing.values()):
-            return Verdict(cut(missing, {0, *posts}, names))
+            return Verdict(cut(missing, {0, *posts}, names), silent=True)
         silent = [names.short[rank] for rank in sorted(peers) if rank not in posts]
         if not silent:
             said = next((text for text in [lost, *(post.lost for post in posts.values())] if text), "")
             broke = "the connections between the members broke, though all of them are alive"
             return Verdict(f"{broke}: {said}" if said else broke)
-        return Verdict(f"no answer from {' and '.join(silent)} within {names.timeout_s:g} s (timeout.sync)")
+        return Verdict(
+            f"no answer from {' and '.join(silent)} within {names.timeout_s:g} s (timeout.sync)", silent=True
+        )
 
     def publish(self, verdict: Verdict) -> None:
         """Tell the other members what rank 0 found."""

@@ -133,7 +133,7 @@ class EngineEnd:
             with self._receiver.update(version) as weights:
                 load(weights, version)
         except SyncBroken as broken:
-            return SyncReport(broken=str(broken))
+            return SyncReport(broken=str(broken), silent=broken.hang)
         return SyncReport(checksum_s=self._receiver.verify_s)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 
@@ -132,13 +132,17 @@ class Cost:
     into: dict[str, float]
     inside: dict[str, float]  # by node, between its own ranks
 
-    def seconds(self, network: float = _NETWORK, inside: float = _INSIDE) -> float:
-        """Return the time of the busiest link, at rates in bytes/s in each direction.
+    def seconds(
+        self, network: float = _NETWORK, inside: float = _INSIDE, of_nodes: Mapping[str, float] | None = None
+    ) -> float:
+        """Return the time of the busiest link, at rates in bytes/s in each direction. `of_nodes`: that have others.
 
         Links work side by side, so the longest counts; what chunks wait for each other is not in it (6 % on links of
         400 Mbit/s).
         """
-        crossing = max([*self.out.values(), *self.into.values(), 0]) / network
+        rates = of_nodes or {}
+        loads = [*self.out.items(), *self.into.items()]
+        crossing = max((nbytes / rates.get(node, network) for node, nbytes in loads), default=0.0)
         return max(crossing, max([*self.inside.values(), 0]) / inside)
 
 

@@ -141,7 +141,7 @@ class ActorEnd:
         try:
             stats = self._sender.push(held, version)
         except SyncBroken as broken:
-            return SyncReport(broken=str(broken))
+            return SyncReport(broken=str(broken), silent=broken.hang)
         return SyncReport(nbytes=stats.nbytes, seconds=stats.seconds, checksum_s=stats.checksum_s)
 
 

@@ -55,7 +55,9 @@ def leading(group: SyncGroup, version: int) -> Iterator[None]:
     except TransportFailure as error:
         reports.drop()
         found = _ended(group) or _judge(group, reports.left, error)
-        verdict = Verdict(f"weight update to policy version {version} failed: {found.text}", found.refused)
+        verdict = Verdict(
+            f"weight update to policy version {version} failed: {found.text}", found.refused, found.silent
+        )
         _give_up(group, verdict)
         raise _error(verdict) from error
     except BaseException as error:
@@ -222,7 +224,7 @@ def _words(lost: TransportFailure) -> str:
 
 def _ended(group: SyncGroup) -> Verdict | None:
     """Return what was said here when the group was aborted."""
-    return Verdict(group.ended, refused=not group.late) if group.ended else None
+    return Verdict(group.ended, refused=not group.late, silent=group.late) if group.ended else None
 
 
 def _give_up(group: SyncGroup, verdict: Verdict) -> None:
@@ -237,17 +239,17 @@ def _broken(group: SyncGroup, version: int, lost: TransportFailure) -> SyncError
     # A member that does not hear rank 0 does not wait for its verdict.
     verdict = ended or (None if 0 in group.quiet else group.board.verdict())
     if verdict is None and group.quiet:
-        verdict = Verdict(cut({group.rank: group.quiet}, {group.rank}, group.names()))
+        verdict = Verdict(cut({group.rank: group.quiet}, {group.rank}, group.names()), silent=True)
     if verdict is None:
-        verdict = Verdict(f"{group.members[0]}, which leads the update, is gone or hangs: {lost}")
+        verdict = Verdict(f"{group.members[0]}, which leads the update, is gone or hangs: {lost}", silent=True)
     # A leader that stood still reads later what was posted here: a refusal of this rank would end the run.
     group.abort(verdict.text, told=True)
     text = f"policy version {version} did not get through at {group.me}: {verdict.text}"
-    return _error(Verdict(text, verdict.refused))
+    return _error(Verdict(text, verdict.refused, verdict.silent))
 
 
 def _error(verdict: Verdict) -> SyncError:
-    return SyncError(verdict.text) if verdict.refused else SyncBroken(verdict.text)
+    return (SyncError if verdict.refused else SyncBroken)(verdict.text, hang=verdict.silent)
 
 
 def _transport_failure(error: BaseException | None) -> TransportFailure | None:

@@ -6,6 +6,7 @@ change it: it knows no password. This one is bound to the address that the other
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from datetime import timedelta
@@ -81,8 +82,9 @@ class BoundRendezvous(RendezvousHandler):
         try:
             listener = socket.create_server((address, self._where.master_port), family=family, backlog=_BACKLOG)
         except OSError as error:
-            # In torch's word for a taken port: the launcher looks for it, and tries the next port.
-            raise OSError(f"EADDRINUSE? {address} port {self._where.master_port}: {error}") from error
+            # As torch names it, EADDRINUSE: the launcher looks for it, and tries the next port.
+            name = errno.errorcode.get(error.errno or 0, "")
+            raise OSError(f"{name}: {address} port {self._where.master_port}: {error.strerror}") from error
         self._where = RendezvousStoreInfo(address, int(listener.getsockname()[1]))
         number = listener.detach()
         store = TCPStore(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.campaign.faults import BORNE, Fault
+from slurm_rlhf.campaign.faults import BORNE, EITHER, Fault
 from slurm_rlhf.campaign.result import Campaign, left_out
 from slurm_rlhf.campaign.verdicts import ENDED, FAILED, RECOVERED, RESUMED, UNDISTURBED, Observation, judge, unequal
 
@@ -73,6 +73,15 @@ def test_how_it_went_on() -> None:
     assert judge(dataclasses.replace(KILL, apart=True), seen(resumed=None)).outcome == ENDED
     assert judge(CALM, seen()).problems == ["the run ended, though it could have gone on"]
     assert judge(CALM, seen(**on)).culprit is None
+
+
+def test_a_fault_that_came_too_late_harms_nothing() -> None:
+    on = {"ended_s": None, "exit_code": 0, "resumed": None, "went_on": True, "detected_s": None, "told": ""}
+    assert judge(KILL, seen(**on)).problems == ["not detected", "the culprit is not named"]
+    assert judge(KILL, seen(**on, unharmed=True)).problems == []
+    either = dataclasses.replace(KILL, does=EITHER)
+    assert (judge(either, seen(**on)).problems, judge(either, seen(**on)).outcome) == ([], UNDISTURBED)
+    assert judge(either, seen(told="")).problems == ["the culprit is not named"]
 
 
 def test_metrics_are_compared_bit_for_bit_but_for_times() -> None:

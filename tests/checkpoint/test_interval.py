@@ -8,7 +8,7 @@ import pytest
 
 from slurm_rlhf.checkpoint.interval import Failures, best_interval, failures, in_steps, span
 from slurm_rlhf.controller.save_cadence import SaveCadence
-from slurm_rlhf.observe.events import CHECKPOINT, ERROR, FINISH, REQUEUE, RESUME, START, STOP, RunEvent
+from slurm_rlhf.observe.events import CHECKPOINT, ERROR, FINISH, REQUEUE, RESTART, RESUME, START, STOP, RunEvent
 
 HOUR = 3600.0
 
@@ -50,9 +50,11 @@ def test_failures_are_sessions_that_could_not_save() -> None:
     assert (calm.stops, calm.mtbf_s) == (0, 150 * HOUR)
     assert "150 h between failures: ckpt.mtbf_hours = 6000 over 40 nodes" in calm.words()
     stormy = failures(events(ERROR, "", STOP, ""), 40, 6000.0)
-    assert (stormy.stops, stormy.observed_s) == (2, 290.0)
-    assert stormy.mtbf_s == 145.0
-    assert stormy.words() == "2.4 min between failures: this run had 2 in 4.8 min"
+    assert (stormy.stops, stormy.observed_s) == (2, 380.0)  # the session under way included
+    assert stormy.mtbf_s == 190.0
+    assert stormy.words() == "3.2 min between failures: this run had 2 in 6.3 min"
+    mended = [*events(""), RunEvent(RESTART, 200.0, 7, "actor rank 1 died")]
+    assert failures(mended, 40, 6000.0).mtbf_s == 200.0
     requeued = events(STOP, "")
     requeued.insert(3, RunEvent(REQUEUE, 101.0, 5, ""))
     assert failures(requeued, 1, 1.0).stops == 0

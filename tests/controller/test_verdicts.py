@@ -219,9 +219,11 @@ def test_drift_is_warned_of_at_once_and_when_it_has_doubled_and_ends_the_run_at_
         check._watch(8, drift(5e-4, "fp32"))
     with pytest.raises(SelfCheckError, match="nan nats"):
         check._watch(8, drift(float("nan"), "fp32"))
-    config.train.self_check_stop = 0.0
+    config.train.self_check_stop, config.rollout.engine = 0.0, "hf"
     check._watch(9, drift(1.0, "fp32"))
     assert notes[-1].startswith("warning: step 9: ")
+    assert "vllm." not in notes[-1]
+    assert "set ds.param_dtype = fp32" in notes[-1]
     config.ds.param_dtype = "bf16"
     count = len(notes)
     check._watch(10, drift(0.019, "bf16"))

@@ -43,7 +43,8 @@ from test_watchdog import Config, Path, RunDirectory, Stop, Watchdog, roleless
 config = Config()
 config.timeout.heartbeat, config.timeout.heartbeat_interval = 1.0, 0.2
 with Stop(Path("{path}")) as stop:
-    dog = Watchdog(config, RunDirectory(Path("{path}")), roleless(config, Path("{path}")), stop, print, lambda: 1)
+    supervisor = roleless(config, Path("{path}"))
+    dog = Watchdog(config, RunDirectory(Path("{path}")), supervisor, stop, print, print, lambda: 1)
     dog.start()
     time.sleep(1.5)
     print("so far nothing", file=sys.stderr, flush=True)
@@ -96,7 +97,9 @@ class Watched:
         ranks = place(Topology.uniform(["n1"], 2), [RoleSize("actor", 1, 2)])
         self.supervisor = Supervisor(config, self.directory, ranks, self.peers)
         self.supervisor.start({"actor": {}})
-        self.dog = Watchdog(config, self.directory, self.supervisor, stop, self.notes.append, lambda: step)
+        self.dog = Watchdog(
+            config, self.directory, self.supervisor, stop, self.notes.append, self.notes.append, lambda: step
+        )
         self.dog.start()
 
     def learn(self, phase: str) -> None:

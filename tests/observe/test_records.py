@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from recorded_run import Clock, sample
 
+from slurm_rlhf.control.messages import Failure, Peer
+from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung, SyncBroken, SyncError, of_hang
 from slurm_rlhf.observe.events import EventLog, WarningEvents, kind_of_failure, kind_of_note, read_events
 from slurm_rlhf.observe.jsonl import append_line, drop_end, read_rows, truncate_after
 from slurm_rlhf.observe.samples import SampleLog, choose, console_text, markdown_text, read_samples
@@ -97,7 +99,6 @@ def test_events_are_kept_over_starts_with_their_time_and_step(tmp_path: Path) ->
     [
         ("warning: saving took 300 s", "warning"),
         ("step 3: engine 1 on gpu02 is far below its peers for 2 steps", "warning"),
-        ("step 3 hangs in phase update: actor rank 1 on n2 is behind", "hang"),
         ("roles: actor x 2", ""),
     ],
 )
@@ -106,17 +107,25 @@ def test_which_notes_are_events(text: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "kind"),
+    ("error", "kind"),
     [
-        ("actor rank 1 on n2 did not answer train_step within 600 s; it was last heard", "hang"),
-        ("rank 0 is lost: it was not heard from for 10 s, last phase 'update'", "hang"),
-        ("no answer from rollout 3 on n2 (timeout.sync)", "hang"),
-        ("step 3 hung in phase update: actor rank 1 is behind", "hang"),
-        ("role actor died: its process group on n1 ended with exit code 1", "error"),
+        (CallTimeout("actor rank 1 on n2 was asked 600 s ago"), "hang"),
+        (RoleDied("rank 0 is lost", hang=True), "hang"),
+        (RunHung("step 3: actor rank 1 is behind"), "hang"),
+        (SyncBroken("a link is cut", hang=True), "hang"),
+        (SyncError("weights arrived different"), "error"),
+        (RoleDied("role actor died: it hung in its last step, and did not answer"), "error"),  # words are no reason
+        (KeyError("not heard from"), "error"),
     ],
 )
-def test_which_failures_are_hangs(text: str, kind: str) -> None:
-    assert kind_of_failure(text) == kind
+def test_which_failures_are_hangs(error: Exception, kind: str) -> None:
+    assert kind_of_failure(error) == kind
+
+
+def test_a_hang_is_one_at_the_conductor_when_a_rank_says_so() -> None:
+    peer = Peer("rollout", 0, 1, "n1", 7)
+    told = [Failure.of(error).raised(peer, "generate") for error in (CallTimeout("late"), RunError("broken"))]
+    assert [kind_of_failure(error) for error in told] == ["hang", "error"]
 
 
 def test_logged_warnings_are_events_and_errors_are_not() -> None:
@@ -126,7 +135,7 @@ def test_logged_warnings_are_events_and_errors_are_not() -> None:
     logger.addHandler(handler)
     logger.propagate = False
     logger.warning("%s; once more over a new group", "a peer left")
-    logger.warning("rank 0 is lost: it was not heard from for 20 s")
+    logger.warning("rank 0 is lost: it was not heard from for 20 s", extra=of_hang(True))
     logger.error("an error")
     logger.removeHandler(handler)
     assert told == [

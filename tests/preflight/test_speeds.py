@@ -95,9 +95,16 @@ def test_a_slow_pair_is_named() -> None:
     assert f"between {slow[0]} and {slow[1]} pass 10 MB/s, though both have links of 100 MB/s" in finding.said
 
 
-def test_two_nodes_have_no_peers() -> None:
+def test_two_nodes_have_no_peers_and_are_compared_with_what_their_interfaces_are_made_for() -> None:
     lineup = links(["n1", "n2"], {})
-    assert judge_links(outcomes(lineup, reports(lineup, lambda nodes: 1e4))).verdict == OK
+    slow, fast = (outcomes(lineup, reports(lineup, lambda nodes, rate=rate: rate)) for rate in (1e7, 2e8))
+    assert judge_links(slow).verdict == OK  # nothing is known of them
+    assert judge_links(slow, {"n1": 10_000, "n2": 0}).verdict == OK
+    assert judge_links(slow, {"n1": 100, "n2": 10_000}).verdict == OK
+    assert judge_links(fast, {"n1": 200_000, "n2": 400_000}).verdict == OK
+    (finding,) = judge_links(slow, {"n1": 10_000, "n2": 25_000}).findings
+    assert finding.verdict == WARNING
+    assert finding.said == "between n1 and n2 pass 10 MB/s, and their interfaces are made for 1250 MB/s"
 
 
 def test_a_slow_engine_is_named() -> None:

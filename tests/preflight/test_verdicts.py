@@ -12,6 +12,7 @@ from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.accelerators import Wanted
 from slurm_rlhf.preflight.facts import Held, NodeFacts, Place, Reach
 from slurm_rlhf.preflight.needs import Needs, Space, nodes_differ
+from slurm_rlhf.preflight.quota import Quota
 from slurm_rlhf.preflight.report import FAILED, OK, WARNING, Report, draw
 from slurm_rlhf.preflight.verdicts import Evidence, judge
 
@@ -180,6 +181,22 @@ def test_ports_that_others_hold() -> None:
     assert all_of_them.verdict == FAILED
     assert "and so are all others that would be tried (3002)" in all_of_them.said
     assert examined("n1", held=(Held(3002, "sshd (pid 1 of root)"),)).verdict == OK  # it is not needed
+
+
+@pytest.mark.parametrize(
+    ("quota", "verdict", "said"),
+    [
+        (Quota("lfs quota", 5 * 10**9, None), FAILED, "has room for 5.0 GB, and one checkpoint takes about 10.0 GB"),
+        (Quota("quota", 20 * 10**9, None), WARNING, "has room for 2 checkpoints, and ckpt.max_num = 3 take 30.0 GB"),
+        (Quota("quota", None, 50), FAILED, "has 50 inodes left, and the checkpoints take about 300"),
+        (Quota("quota", 10**15, 10**9), OK, ""),
+    ],
+)
+def test_a_quota_that_is_smaller_than_the_disk(quota: Quota, verdict: str, said: str) -> None:
+    report = examined(needs=replace(NEEDS, quota=quota))
+    assert report.verdict == verdict
+    words = [finding.said for check in report.checks for finding in check.findings]
+    assert words == ([f"your quota on run_dir /runs/a (by `{quota.by}`) {said}"] if said else [])
 
 
 def test_an_allocation_that_changed() -> None:

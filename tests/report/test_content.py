@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from recorded_run import BEGAN, RANKS, write_run
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.observe.events import RunEvent
-from slurm_rlhf.observe.samples import Sample
-from slurm_rlhf.report.content import CHARACTERS, SAMPLES, choose, content, distinct, short
+from slurm_rlhf.observe.samples import Sample, SampleLog
+from slurm_rlhf.report.content import CHARACTERS, content, distinct, short
 from slurm_rlhf.report.curves import POINTS, curves, step_times
 from slurm_rlhf.report.history import MOST, sessions, shown
 from slurm_rlhf.report.nodes import nodes, weight_sync
 from slurm_rlhf.report.page import embedded, page
-from slurm_rlhf.report.run_files import RunFiles
+from slurm_rlhf.report.run_files import SAMPLES, RunFiles, shown_places
 from slurm_rlhf.report.settings import groups, settings
 from slurm_rlhf.report.timeline import role_times, timeline, trace
 from slurm_rlhf.run_directory import RunDirectory
@@ -110,6 +111,35 @@ def test_the_trace_has_every_span_on_its_node_and_rank(run: RunFiles) -> None:
     assert all(span["dur"] >= 3e6 for span in spans)
 
 
+def test_the_trace_keeps_to_the_format(run: RunFiles) -> None:
+    """Its Chrome and Perfetto readings: complete events have numbers, and on a thread they nest or lie apart."""
+    lines = [*run.timeline]
+    first = lines[0]
+    # Weights come while an engine samples: neither span lies within the other.
+    lines[0] = {**first, "calls": [["rollout", 0, "generate", 0.0, 2.0], ["rollout", 0, "sync_receive", 1.5, 2.5]]}
+    events = json.loads(json.dumps(trace(lines, run.layout)))["traceEvents"]
+    lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for event in events:
+        assert event["ph"] in ("X", "M")
+        assert isinstance(event["pid"], int)
+        if event["ph"] == "X":
+            assert isinstance(event["name"], str)
+            assert all(isinstance(event[name], int) for name in ("ts", "dur", "tid"))
+            assert event["dur"] >= 0
+            lanes.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
+    for spans in lanes.values():
+        ends: list[int] = []
+        for start, end in sorted(spans, key=lambda span: (span[0], -span[1])):
+            while ends and ends[-1] <= start:
+                ends.pop()
+            assert not ends or end <= ends[-1]
+            ends.append(end)
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+    assert [name for name in names if "same time" in name] == ["rollout 0, at the same time"]
+    calls = sum(len(line["calls"]) + len(line["phases"]) + 1 for line in lines)
+    assert sum(map(len, lanes.values())) == calls
+
+
 def test_the_picture_of_the_nodes_has_every_rank(run: RunFiles) -> None:
     found = nodes(run.layout, run.rows)
     ranks = [rank for node in found["nodes"] for slot in node["slots"] for rank in slot]
@@ -121,6 +151,8 @@ def test_the_picture_of_the_nodes_has_every_rank(run: RunFiles) -> None:
     }
     assert first[0][0]["tokens_per_s"] == pytest.approx(61440 / 2.9 / 8, rel=0.1)
     assert (first[6][0]["engine"], first[7][0]["engine"]) == (0, 0)
+    assert first[6][0]["tokens_per_s"] > 0
+    assert first[7][0]["tokens_per_s"] is None  # the engine's rate is not its second rank's, too
     assert nodes({}, [])["nodes"] == []
     sync = weight_sync(run.layout, run.rows)
     assert sync["rate"] == pytest.approx(15.2e9 / 0.45)
@@ -154,14 +186,19 @@ def test_the_newest_evaluation_of_the_run_and_those_beside_it(run: RunFiles, tmp
     assert RunFiles.read(RunDirectory(tmp_path)).evaluations == []
 
 
-def test_samples_are_thinned_and_cut() -> None:
+def test_samples_are_thinned_and_cut(tmp_path: Path) -> None:
     made = Sample(1, 0, 0, "p" * 9999, "r" * 20, None, 1.0, None, None, "stop", 0, 0, ["r" * 10] * 2, [-1.0] * 2, [])
     assert short(made)["prompt"].endswith("(9999 characters)")
     assert len(short(made)["prompt"]) < CHARACTERS + 50
-    many = [short(made) | {"step": step} for step in range(5000)]
-    chosen = choose(many)  # type: ignore[arg-type]
-    assert len(chosen) == SAMPLES
-    assert chosen[-1]["step"] == 4999  # type: ignore[index]
+    log = SampleLog(tmp_path / "samples.jsonl")
+    for step in range(1000):
+        log.append(replace(made, step=step))
+    run = RunFiles.read(RunDirectory(tmp_path))
+    assert run.samples_of == 1000
+    assert [sample.step for sample in run.samples] == shown_places(1000)
+    assert len(set(shown_places(1000))) == SAMPLES
+    assert shown_places(1000)[-151:] == [844, *range(850, 1000)]
+    assert shown_places(3) == [0, 1, 2]
     long = Sample(1, 0, 0, "", "", None, 1.0, None, None, "stop", 0, 0, ["abc"] * 9000, [-1.0] * 9000, [])
     assert len(short(long)["tokens"]) == len(short(long)["logprobs"]) == CHARACTERS // 3
 

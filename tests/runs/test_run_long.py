@@ -21,7 +21,7 @@ from slurm_cluster import OVER, Cluster, said
 from training_runs import metrics, started, workspace
 
 STEPS, WARM = 2000, 500
-SLURM_STEPS, SLURM_WARM = 200, 60
+SLURM_STEPS, SLURM_WARM = 700, 500
 KEPT = 3  # ckpt.max_num
 RECORDS = 20_000  # bytes of a step's metrics, in JSON and for TensorBoard, and of its samples
 LONG = (
@@ -45,7 +45,7 @@ def assert_flat(history: History, run_dir: Path, steps: int, warm: int) -> None:
     print(f"time/step: {step_seconds(run_dir, warm // 2):.3f} -> {step_seconds(run_dir, steps - 25):.3f} s")
     assert len(metrics(run_dir)) == steps
     roles = {name.rpartition(" ")[0] for name in found}
-    assert {"conductor", "rank of actor", "rank of rollout", "torchrun of actor"} <= roles
+    assert {"conductor", "rank of actor", "rank of rollout"} <= roles  # under Slurm ranks are started by no torchrun
     for name, samples in found.items():
         assert memory_slope(samples) < 1.0, name
         assert more(samples) == {}, name
@@ -72,7 +72,7 @@ def test_two_thousand_steps(tmp_path: Path, more_words: tuple[str, ...]) -> None
 
 
 @pytest.mark.parametrize("nodes", marked(3, timeout=1200))
-def test_two_hundred_steps_under_slurm(slurm: Cluster, nodes: int) -> None:
+def test_many_steps_under_slurm(slurm: Cluster, nodes: int) -> None:
     run_dir, history = slurm.shared / "long", History()
     config = workspace(slurm.shared / "long_work")
     options = [f"--nodes={nodes}", "--gres=gpu:8", "--cpus-per-task=4", "--mem=8000"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
 import time
@@ -47,10 +48,10 @@ class History:
                         process.memory_info().rss,
                         process.num_fds(),
                         process.num_threads(),
-                        len(process.net_connections(kind="all")),
+                        sockets(pid),
                         times.user + times.system,
                     )
-            except psutil.Error:
+            except (psutil.Error, OSError):
                 continue
             self.samples.setdefault(name, []).append(sample)
         records = sum(size(run_dir / name) for name in ("metrics.jsonl", "samples.jsonl", "tensorboard"))
@@ -105,6 +106,12 @@ def cpu_per_100(samples: Sequence[Sample]) -> tuple[float, float]:
     middle = len(samples) // 2
     halves = (samples[: middle + 1], samples[middle:])
     return tuple(100.0 * (h[-1].cpu_s - h[0].cpu_s) / (h[-1].step - h[0].step) for h in halves)  # type: ignore[return-value]
+
+
+def sockets(pid: int) -> int:
+    """Open sockets of a process, those of another network namespace included. Raises OSError when it is gone."""
+    links = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd") if os.path.islink(entry.path)]
+    return sum(link.startswith("socket:") for link in links)
 
 
 def processes(run_dir: Path) -> Iterator[tuple[str, int]]:

@@ -145,6 +145,10 @@ class PeerRanks:
     def start_each(self, method: Any, arguments: Sequence[Any], /) -> list[Future[Any]]:
         return [self.call(rank, method, argument) for rank, argument in enumerate(arguments)]
 
+    def goes_on_without(self, engine: int, error: BaseException) -> bool:
+        """Whether the run does: here no engine is started again."""
+        return False
+
     def _ask(self, peer: Peer, method: str, args: dict[str, Any], result: Any = None) -> Any:
         peer.tell(method, **args)
         answer = peer.answer()

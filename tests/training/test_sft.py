@@ -181,7 +181,7 @@ def test_two_ranks_learn_the_same_and_the_model_loads_everywhere(trained: tuple[
 
 
 @pytest.mark.timeout(280)
-def test_a_training_that_was_killed_goes_on_with_the_same_numbers(trained: tuple[Path, str]) -> None:
+def test_a_training_that_was_killed_or_stopped_goes_on_with_the_same_numbers(trained: tuple[Path, str]) -> None:
     job, measured = trained[0], metrics(trained[0] / "out.run")
     words = ["job.toml", "--sft.output_dir=again", "--sft.save_steps=8"]
     command = [sys.executable, str(job / "slurm-rlhf"), "sft", *words]
@@ -195,10 +195,24 @@ def test_a_training_that_was_killed_goes_on_with_the_same_numbers(trained: tuple
     assert not (job / "again").exists()
     assert [path.name for path in (job / "again.run" / "checkpoints").glob("step_*[0-9]")] == ["step_000016"]
 
+    second = subprocess.Popen(command, cwd=job, env=environment, stdout=subprocess.PIPE, text=True)
+    assert second.stdout is not None
+    said = []
+    for line in second.stdout:
+        said.append(line)
+        if line.startswith("sft: step 20/40"):
+            second.terminate()
+    assert second.wait(timeout=60) == 128 + signal.SIGTERM
+    assert "step_000016 at step 16/40" in "".join(said)
+    stopped = re.search(r"stopped by SIGTERM; saved at step (\d+)/40; the same command goes on", said[-1])
+    assert stopped, said
+    assert 20 <= int(stopped[1]) < 30
+    assert not (job / "again").exists()
+
     resumed = run_sft(words, [], job)
     assert resumed.returncode == 0, resumed.stderr
-    assert "step_000016 at step 16/40" in resumed.stdout
-    assert min(losses(resumed.stdout)) == 17
+    assert f"at step {stopped[1]}/40" in resumed.stdout
+    assert min(losses(resumed.stdout)) == int(stopped[1]) + 1
     assert metrics(job / "again.run") == measured
     assert not (job / "again.run" / "checkpoints").exists()
     weights = [load_file(job / name / "model.safetensors") for name in ("out", "again")]

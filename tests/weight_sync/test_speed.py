@@ -120,3 +120,14 @@ def test_loopback_reaches_four_fifths_of_what_gloo_does_with_the_same_bytes(tmp_
         # Three buckets, and the parameters that are copied out of them: a few at a time, of a few sizes.
         assert found["peak_extra_bytes"] <= 3 * (64 << 20) * 1.01 + 3 * max(2 * math.prod(p[1]) for p in parameters)
     assert together["seconds_with_loading"] > together["seconds"]
+
+
+@pytest.mark.timeout(180)
+def test_the_memory_figure_is_what_the_processes_hold() -> None:
+    """Of an embedding of many buckets, and parameters of sizes that fit where none was before."""
+    sizes = [4096, 500, 3000, 100, 7000, 1]
+    parameters = [["embed", [24000, 1024], "bfloat16"]]
+    parameters += [[f"layer.{number}", [rows, 1024], "bfloat16"] for number, rows in enumerate(sizes)]
+    found = measure(World(parameters, ["actor0"], ["rollout0"], bucket_bytes=1 << 20, repeats=1, naive=False))
+    assert found["peak_extra_bytes"] > 2 * 24000 * 1024
+    assert found["resident_extra_bytes"] == pytest.approx(found["peak_extra_bytes"], rel=0.2)
