@@ -43,6 +43,11 @@ OTHER_COMMANDS = ("sft", "generate")
 
 def train(words: list[str]) -> int:
     """Train, or with --dry_run print what would run. Raises SlurmRlhfError."""
+    if not words:
+        raise ConfigError(
+            "train needs a TOML file: `slurm-rlhf init NAME` writes one for this cluster, with a reward function; "
+            f"`slurm-rlhf docs first_run` shows a run on CPUs that needs nothing\n{USAGE}"
+        )
     arguments = parse(words, USAGE, FLAGS)
     start = launched(os.environ)
     if start is not None:

@@ -100,8 +100,8 @@ class Dispatcher:
                 if part is not None:
                     waiting.remove(part)
                     working[engine] = part
-                    left = unfinished(parts[part], found, sampling.n)
-                    pending |= dict.fromkeys(self._ask(engine, left, prompts, sampling, version), engine)
+                    # All of a part, though some of it may have come: what remains depends on what it runs beside.
+                    pending |= dict.fromkeys(self._ask(engine, parts[part], prompts, sampling, version), engine)
             done, _ = wait(pending, POLL_S if waiting else None, FIRST_COMPLETED)
             for call in done:
                 if (engine := pending.pop(call, -1)) < 0:

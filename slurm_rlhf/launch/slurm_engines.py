@@ -29,6 +29,8 @@ from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import write_atomically
 
 _KILL_S = 3.0
+_ATTEMPTS = 5
+"""Starts of a step that failed for a reason which may be gone the next time."""
 
 
 @dataclass(slots=True)
@@ -39,6 +41,7 @@ class _Start:
     step: RunningStep
     node_of: dict[int, str]  # engine -> node
     told: dict[int, str] = field(default_factory=dict)  # engine -> how it ended
+    attempts: int = 1
 
     def look(self, run_dir: Path) -> dict[int, str]:
         """Return the engines that have ended since the last look, and how."""
@@ -47,6 +50,8 @@ class _Start:
             file = ended_file(run_dir, self.run_id, engine)
             if file.exists():
                 news[engine] = file.read_text(encoding="utf-8")
+        if not self.told and not news and self._started_again():
+            return {}
         left = {engine: node for engine, node in self.node_of.items() if engine not in {*self.told, *news}}
         if left and (self.step.code is not None or self.step.failures()):
             ended = {node: how for nodes, how in self.step.failures() for node in _names(nodes)}
@@ -57,6 +62,14 @@ class _Start:
                     news[engine] = f"the step on {node} is over; see {self.step.log}"
         self.told.update(news)
         return news
+
+    def _started_again(self) -> bool:
+        """Start the step once more, if srun did not come so far as to start an engine, and may another time."""
+        if self.step.code is None or self.attempts == _ATTEMPTS or not self.step.worth_another_try():
+            return False
+        self.attempts += 1
+        self.step.start()
+        return True
 
 
 class SlurmEngines:
@@ -80,6 +93,7 @@ class SlurmEngines:
         self._environment: Environment = {}
         self._starts: list[_Start] = []  # every one so far
         self._ended: set[tuple[str, int]] = set()  # (run_id, engine) that were told to end
+        self._news: dict[int, str] = {}  # that `ended` has not told yet
         self._lock = threading.Lock()
         self._stopping = False
         elsewhere = [node for node in used_nodes(ranks) if node != slurm.node_name]
@@ -133,12 +147,15 @@ class SlurmEngines:
 
     def ended(self) -> list[tuple[int, str]]:
         with self._lock:
-            found = {}
-            for start in self._starts:
-                for engine, how in start.look(self._run_dir).items():
-                    if (start.run_id, engine) not in self._ended:
-                        found[engine] = how
-            return sorted(found.items())
+            self._look()
+            news, self._news = self._news, {}
+            return sorted(news.items())
+
+    def _look(self) -> None:
+        for start in self._starts if not self._stopping else ():
+            for engine, how in start.look(self._run_dir).items():
+                if (start.run_id, engine) not in self._ended:
+                    self._news[engine] = how
 
     def _last_start(self, engine: int) -> _Start:
         return next(start for start in reversed(self._starts) if engine in start.node_of)
@@ -147,14 +164,14 @@ class SlurmEngines:
         with self._lock:
             start = self._last_start(engine)
             self._ended.add((start.run_id, engine))
+            self._news.pop(engine, None)
             if engine not in start.told:
                 end_file(self._run_dir, start.run_id, engine).touch()
 
     def gone(self, engine: int) -> bool:
         with self._lock:
-            start = self._last_start(engine)
-            start.look(self._run_dir)
-            return engine in start.told
+            self._look()
+            return engine in self._last_start(engine).told
 
     def start_again(self, engine: int, node: str) -> None:
         with self._lock:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from group_engines import BATCH, IDS, SAMPLING, Engines, Streamed, answer, places, until
+from group_engines import BATCH, IDS, SAMPLING, Engines, Streamed, places, until
 
-from slurm_rlhf.control.calls import GenerateAnswer, Sampled
 from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.controller.group_stream import Rule
 from slurm_rlhf.errors import RoleDied
-from slurm_rlhf.records import EngineLoad, Prompt, Trajectory
+from slurm_rlhf.records import Prompt, Trajectory
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -31,11 +30,19 @@ class Batch:
         self.engines = engines
         dispatcher = Dispatcher(cast("Any", engines), 1, 2, deterministic, None, rescue)
         prompts = [Prompt(index, f"{index}", IDS) for index in range(count)]
-        self._found = ThreadPoolExecutor(1).submit(dispatcher.run, prompts, SAMPLING, 1)
+        self._found: Future[list[Trajectory]] = Future()
+
+        def run() -> None:
+            try:
+                self._found.set_result(dispatcher.run(prompts, SAMPLING, 1))
+            except BaseException as error:
+                self._found.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
 
     def result(self) -> list[tuple[int, int, int]]:
         """Of each response, its prompt, its sample and its engine."""
-        found: list[Trajectory] = self._found.result(30)
+        found = self._found.result(30)
         return [(each.prompt, each.sample, each.engine) for each in found]
 
     def finish_all(self) -> None:
@@ -45,67 +52,24 @@ class Batch:
             threading.Event().wait(0.002)
 
 
-class Answering(Engines):
-    """Answers a call with all responses that it asks for, as engines do that get more than one prompt at a time."""
-
-    def call(self, engine: int, method: Any, batch: Any = None) -> Any:
-        future: Future[Any] = Future()
-        with self._lock:
-            self._calls[engine].append(future)
-            self._batches.append((engine, future, batch))
-        if engine in self.lost:
-            future.set_exception(self.death)
-        return future
-
-    def __init__(self, count: int = 2) -> None:
-        super().__init__(count)
-        self._batches: list[Any] = []
-        self.asked: list[tuple[int, list[int]]] = []
-
-    def places(self) -> list[int]:
-        with self._lock:
-            return sorted({place for _, call, batch in self._batches for place, *_ in batch.prompts if not call.done()})
-
-    def held(self, engine: int) -> list[int]:
-        with self._lock:
-            return [p for owner, call, b in self._batches if owner == engine and not call.done() for p, *_ in b.prompts]
-
-    def finish(self, *wanted: int) -> None:
-        with self._lock:
-            ready = [item for item in self._batches if not item[1].done() and item[2].prompts]
-        for engine, call, batch in ready:
-            if {place for place, *_ in batch.prompts} <= set(wanted):
-                found = [
-                    Sampled(place, answer(prompt, sample, 1, engine))
-                    for place, prompt, _ in batch.prompts
-                    for sample in range(batch.sampling.n)
-                ]
-                call.set_result(GenerateAnswer(found, EngineLoad()))
-
-    def lose(self, engine: int) -> None:
-        with self._lock:
-            self._calls[engine] = [call for call in self._calls[engine] if not call.done()]
-        super().lose(engine)
-
-
 def test_the_part_of_a_lost_engine_goes_whole_to_one_that_has_done_its_own() -> None:
-    engines = Answering()
+    engines = Engines()
     batch = Batch(engines, 6, deterministic=True)
-    until(lambda: engines.held(0) == [0, 2, 4] and engines.held(1) == [1, 3, 5])
+    until(lambda: owners(engines, 0) == [0, 2, 4] and owners(engines, 1) == [1, 3, 5])
     engines.lose(1)
     engines.finish(0, 2, 4)
-    until(lambda: engines.held(0) == [1, 3, 5])  # at a time, as the lost one had them
+    until(lambda: owners(engines, 0) == [1, 3, 5])  # at a time, as the lost one had them
     engines.finish(1, 3, 5)
     assert batch.result() == [(prompt, sample, 0) for prompt in range(6) for sample in (0, 1)]
 
 
 def test_what_a_lost_engine_had_finished_is_kept_and_the_rest_goes_to_others() -> None:
-    engines = Answering()
+    engines = Engines()
     batch = Batch(engines, 8, deterministic=False)
-    until(lambda: bool(engines.held(1)))
-    kept = engines.held(1)[0]
+    until(lambda: bool(owners(engines, 1)))
+    kept = owners(engines, 1)[0]
     engines.finish(kept)
-    until(lambda: engines.held(1) != [] and kept not in engines.held(1))
+    until(lambda: owners(engines, 1) != [] and kept not in owners(engines, 1))
     engines.lose(1)
     batch.finish_all()
     found = batch.result()
@@ -116,14 +80,14 @@ def test_what_a_lost_engine_had_finished_is_kept_and_the_rest_goes_to_others() -
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_where_the_last_engine_dies_the_batch_waits_for_it_to_come_back(deterministic: bool) -> None:
-    engines, asked = Answering(), threading.Event()
+    engines, asked = Engines(), threading.Event()
 
     def rescue() -> list[int]:
         asked.set()
         return list(engines.ready)
 
     batch = Batch(engines, 4, deterministic, rescue)
-    until(lambda: bool(engines.held(0)) and bool(engines.held(1)))
+    until(lambda: bool(owners(engines, 0)) and bool(owners(engines, 1)))
     engines.lose(0)
     engines.lose(1)
     assert asked.wait(10)
@@ -133,9 +97,9 @@ def test_where_the_last_engine_dies_the_batch_waits_for_it_to_come_back(determin
 
 
 def test_without_a_way_to_give_it_weights_the_loss_of_the_last_engine_is_an_error() -> None:
-    engines = Answering()
+    engines = Engines()
     batch = Batch(engines, 4, deterministic=False)
-    until(lambda: bool(engines.held(0)) and bool(engines.held(1)))
+    until(lambda: bool(owners(engines, 0)) and bool(owners(engines, 1)))
     engines.lose(0)
     engines.lose(1)
     with pytest.raises(RoleDied, match="no engine is left"):

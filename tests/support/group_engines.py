@@ -52,6 +52,9 @@ class Engines:
             self._drop(engine)
             return future
         with self._lock:
+            if engine in self.lost:
+                future.set_exception(self.death)
+                return future
             self._calls[engine].append(future)
             for place, prompt, _ in batch.prompts:
                 self.seeds[place] = batch.version
@@ -98,9 +101,9 @@ class Engines:
 
     def lose(self, engine: int) -> None:
         """Let an engine die: its calls fail, and the run goes on without it."""
-        self.lost.append(engine)
         self.ready = [other for other in self.ready if other != engine]
         with self._lock:
+            self.lost.append(engine)
             self.open = [row for row in self.open if row[0] != engine]
             self._landed = [row for row in self._landed if row[0] != engine]
             calls, self._calls[engine] = self._calls[engine], []

@@ -19,8 +19,15 @@ function timelineCard(run) {
   queueMicrotask(draw);
   const left = run.timeline.left_out > 0 ? `${run.timeline.left_out} more ranks are in trace.json. ` : "";
   return el("figure", { class: "card" }, el("figcaption", {}, el("h3", {}, title), el("div", { class: "row" }, buttons)),
-    el("div", { class: "scroll" }, host), legend([...names.map((name) => [name, workColour(name)]), ["waits", "var(--track)"]]),
+    el("div", { class: "scroll" }, host), legend([...byColour(names), ["waits", "var(--track)"]]),
     el("p", { class: "soft small" }, `${left}trace.json beside this page opens in ui.perfetto.dev.`));
+}
+
+// Phases of the conductor and the calls that they make share a colour, so they share an entry of the legend.
+function byColour(names) {
+  const found = new Map();
+  for (const name of names) found.set(workColour(name), [...(found.get(workColour(name)) || []), name]);
+  return [...found].map(([fill, alike]) => [alike.join(", "), fill]);
 }
 
 function gantt(rows, steps, names, width) {

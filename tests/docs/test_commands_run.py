@@ -1,0 +1,82 @@
+"""Commands of the pages that need a run, or start one: run as they stand, with files in place of their names."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from recorded_run import write_run
+from training_runs import steps, workspace
+
+import slurm_rlhf
+from slurm_rlhf.cli import main as cli
+from slurm_rlhf.docs.pages import TOPICS, page
+
+ROOT = Path(slurm_rlhf.__file__).parents[1]
+TEXTS = [(ROOT / "README.md").read_text(encoding="utf-8"), *(page(topic) for topic in TOPICS)]
+
+
+def shown(command: str) -> list[str]:
+    """Return the words behind `slurm-rlhf` of a command; it has to stand in the documentation."""
+    assert any(f"slurm-rlhf {command}" in text for text in TEXTS), command
+    return command.replace("[", "").replace("]", "").split()
+
+
+def said(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+    """Run a command in this process and return what it prints."""
+    capsys.readouterr()
+    assert cli.main(words) == code, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def test_reports_and_states_of_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [str(write_run(tmp_path / f"run{seed}", steps=6, seed=seed).root) for seed in (1, 2, 3)]
+    monkeypatch.chdir(tmp_path)
+    said([*shown("report RUN")[:1], runs[0]], capsys)
+    assert (tmp_path / "run1" / "report.html").is_file()
+    words = shown("report RUN RUN RUN --output=seeds.html")
+    said([words[0], *runs, words[-1]], capsys)
+    data = (tmp_path / "seeds.html").read_text().partition('id="data">')[2].partition("</script>")[0]
+    assert len(json.loads(data)["runs"]) == 3
+    assert "finished" in said([shown("status RUN")[0], runs[0]], capsys)
+    name, _, option = shown("cancel RUN [--save_first]")
+    assert "nothing to cancel" in said([name, runs[0], option], capsys)
+
+
+def test_files_of_a_new_run_and_of_a_migrated_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said([*shown("init mine"), "--yes"], capsys)
+    assert (tmp_path / "mine.toml").is_file()
+    (tmp_path / "run.sh").write_text(
+        "python -m openrlhf.cli.train_ppo_ray --pretrain /models/x --actor_learning_rate 5e-7\n"
+    )
+    assert "learning_rate = 5e-07" in said(shown("migrate openrlhf run.sh"), capsys)
+    assert "actor.learning_rate" in said([*shown("train --help GROUP")[:2], "actor"], capsys)
+
+
+@pytest.mark.full
+@pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(560)
+def test_runs_that_the_pages_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two steps of a recipe with a seed, an evaluation of what it has learnt, answers by it, examples for `sft`."""
+    mine = workspace(tmp_path / "work").rename(tmp_path / "work" / "mine.toml")
+    shutil.copytree(ROOT / "sbatch", tmp_path / "work" / "sbatch")
+    monkeypatch.chdir(tmp_path / "work")
+    few = ["--train.max_steps=2", "--run_dir=runs/mine", "--rollout.batch_size=8", "--train.batch_size=16"]
+    few += ["--rollout.n_samples_per_prompt=4", "--rollout.max_new_tokens=8", "--train.threads_per_rank=1"]
+    said([*shown("train sbatch/recipes/grpo.toml mine.toml --train.seed=7"), *few], capsys)
+    assert steps(tmp_path / "work" / "runs" / "mine") == 2
+    said([mine.name if word == "FILE.toml" else word for word in shown("eval FILE.toml --model=runs/mine")], capsys)
+    asked = shown("generate sbatch/generate.toml --run_dir=runs/answers --generate.dataset=prompts.jsonl")
+    small = ["--generate.model_name_or_path=runs/mine", "--data.apply_chat_template=false", "--data.max_len=64"]
+    said([*asked, *small, "--rollout.max_new_tokens=8", "--ds.param_dtype=fp32"], capsys)
+    assert said(["preflight", mine.name], capsys)
