@@ -150,7 +150,7 @@ class Leader:
         if fault.phase != ANY:
             session.wait_for_phase(PHASES[fault.phase], session.steps)
         time.sleep(delay_s(fault, self._seed, LONGEST_DELAY_S.get(fault.phase, DELAY_S)))
-        known = session.count_events()
+        known, seen.printed = session.count_events(), len(session.process.output())
         now, hit_at = session.phase() or PhaseNow("", 0, 0.0), time.monotonic()
         hit = inject(fault, place)
         seen.hit_phase, seen.hit_step, seen.pid, seen.checkpoint = now.phase, now.step, hit.pid, session.checkpoint
