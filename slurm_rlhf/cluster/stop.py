@@ -5,8 +5,10 @@ A stop may drop work in flight only inside `droppable`; elsewhere it waits until
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -39,6 +41,9 @@ STOP_FILE = "stop"
 SAVE_FILE = "save"
 _POLL_S = 1.0
 _SECOND_TERM_S = 2.0
+_HANDLED_S = 0.1  # in which Python's handler of a signal usually runs
+_KICK = signal.SIGURG
+"""Does nothing but end the main thread's wait."""
 _SAVES = b"\nCtrl-C: the run saves and ends; press it again to end it at once\n"
 
 
@@ -113,11 +118,18 @@ class Stop:
         signal.signal(signal.SIGUSR1, self._on_signal)
         signal.signal(signal.SIGTERM, self._on_signal)
         signal.signal(signal.SIGINT, self._on_signal)
-        threading.Thread(target=self._watch, name="stop-watch", daemon=True).start()
+        self._before[_KICK] = signal.signal(_KICK, lambda number, frame: None)
+        came, told = socket.socketpair()
+        told.setblocking(False)
+        self._wakeup, self._wakeup_before = told, signal.set_wakeup_fd(told.fileno(), warn_on_full_buffer=False)
+        main = threading.get_ident()
+        threading.Thread(target=self._watch, args=(came, main), name="stop-watch", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._leaving.set()
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._wakeup.close()  # which wakes the thread
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -176,17 +188,27 @@ class Stop:
             self._droppable = False
             self.check()
 
-    def _watch(self) -> None:
-        while not self._leaving.wait(_POLL_S):
+    def _watch(self, came: socket.socket, main: int) -> None:
+        """Look at clock and files every `_POLL_S`; `came`: the numbers of signals as they come, closed at the end."""
+        came.settimeout(_POLL_S)
+        while not self._leaving.is_set():
+            with contextlib.suppress(TimeoutError):
+                if set(came.recv(64)) - {_KICK}:
+                    # Python's handler runs when the main thread runs, and a wait that begins while the signal comes,
+                    # or a signal that another thread took, does not let it run: a signal to that thread ends the wait.
+                    self._leaving.wait(_HANDLED_S)
+                    if not self._leaving.is_set():
+                        signal.pthread_kill(main, _KICK)
+                continue
             if self.reason is not None:
-                # A signal that comes while a wait begins does not end it: Python sees to it after the wait.
-                if self._droppable:
+                if self._droppable:  # one of our own that was missed in the same way
                     os.kill(os.getpid(), signal.SIGUSR1)
                 continue
             if (self._directory / STOP_FILE).exists():
                 self._ask(FILE)
             elif self._end is not None and time.time() > self._end - self._margin_s:
                 self._ask(END)
+        came.close()
 
     def _ask(self, reason: Reason) -> None:
         """Send a signal to this process: nothing else interrupts the main thread while it waits."""

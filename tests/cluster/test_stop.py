@@ -64,6 +64,27 @@ def test_a_signal_that_a_wait_has_missed_is_repeated(tmp_path: Path) -> None:
         assert seconds < 5
 
 
+@pytest.mark.parametrize(
+    ("number", "reason"), [(signal.SIGUSR1, USR1), (signal.SIGTERM, TERM), (signal.SIGINT, INTERRUPT)]
+)
+def test_a_signal_that_another_thread_took_ends_a_wait(tmp_path: Path, number: signal.Signals, reason: object) -> None:
+    """So does one that comes while the main thread is about to wait: the wait itself is not interrupted."""
+    with Stop(tmp_path) as stop:
+        threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), number)).start()
+        stopped, seconds = interrupted(stop)
+    assert stopped.reason is reason
+    assert seconds < 3
+
+
+def test_the_wakeup_of_signals_is_left_as_it_was(tmp_path: Path) -> None:
+    with Stop(tmp_path):
+        pass
+    assert signal.set_wakeup_fd(-1) == -1
+    assert signal.getsignal(signal.SIGURG) == signal.SIG_DFL
+    while any(thread.name == "stop-watch" for thread in threading.enumerate()):
+        time.sleep(0.01)
+
+
 def test_sigterm_after_sigusr1_means_that_nothing_is_to_go_on(tmp_path: Path) -> None:
     """As with `scancel` while a run saves; a second one, later, ends the process."""
     with Stop(tmp_path) as stop:
