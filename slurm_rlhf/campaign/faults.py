@@ -79,9 +79,8 @@ def signals() -> Iterator[Fault]:
         yield Fault("pause of 3 s", CONDUCTOR, phase, does=BORNE)
         yield Fault("pause of 3 s", "actor rank 0", phase, does=BORNE)
         for first, second in TWICE:
-            yield Fault(
-                "SIGKILL, one after the other", f"{first}, {second}", phase, says=_dead(first, phase, "SIGKILL")
-            )
+            says = _dead(first, phase, "SIGKILL") + ("|cut off in the middle" if second == CONDUCTOR else "")
+            yield Fault("SIGKILL, one after the other", f"{first}, {second}", phase, says=says)
     for name in ("SIGSEGV", "SIGABRT"):
         for rank in RANKS:
             yield Fault(name, rank, "train", says=_dead(rank, "train", name), limit_s=KILLED_S)

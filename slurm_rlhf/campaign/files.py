@@ -16,7 +16,7 @@ from slurm_rlhf.errors import RunError
 DISK = 96 << 20
 """Bytes of the small disk: enough for a few checkpoints of the tiny run."""
 LITTLE = 16 << 10
-"""Bytes that are left on a full disk, and that a process may write to a file under a limit."""
+"""Bytes that a process may write to a file under a limit."""
 FILLER = "filler"
 _MNT_DETACH = 2  # linux/mount.h
 
@@ -52,12 +52,14 @@ def _mount(path: Path, options: str) -> None:
 
 
 def fill(disk: Path) -> None:
-    """Leave `LITTLE` bytes free on a disk."""
+    """Leave nothing free on a disk, whoever writes to it meanwhile."""
     with (disk / FILLER).open("wb") as file:
-        free = os.statvfs(disk)
-        left = free.f_bavail * free.f_frsize - LITTLE
-        with contextlib.suppress(OSError):
-            os.posix_fallocate(file.fileno(), 0, max(left, 1))
+        end = 0
+        for size in (1 << 20, 1 << 16, 1 << 12):
+            with contextlib.suppress(OSError):
+                while True:
+                    os.posix_fallocate(file.fileno(), end, size)
+                    end += size
 
 
 def free(disk: Path) -> None:

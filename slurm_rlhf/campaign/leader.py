@@ -150,7 +150,7 @@ class Leader:
         if fault.phase != ANY:
             session.wait_for_phase(PHASES[fault.phase], session.steps)
         time.sleep(delay_s(fault, self._seed, LONGEST_DELAY_S.get(fault.phase, DELAY_S)))
-        known = session.count_events()
+        known, seen.printed = session.count_events(), len(session.process.output())
         now, hit_at = session.phase() or PhaseNow("", 0, 0.0), time.monotonic()
         hit = inject(fault, place)
         seen.hit_phase, seen.hit_step, seen.pid, seen.checkpoint = now.phase, now.step, hit.pid, session.checkpoint
@@ -223,8 +223,10 @@ class Leader:
             home = self._out / "apart" / name
             if fault.needs == "root":
                 home = stack.enter_context(files.small_disk(home))
-            length = [f"--train.max_steps={EXPORT_STEPS}"] if fault.phase == "export" else []
-            session = Session(self._start, self._config, home / "run", *length)
+            options = [f"--train.max_steps={EXPORT_STEPS}"] if fault.phase == "export" else []
+            if fault.needs == "root":
+                options.append("--ckpt.max_num=100")  # a disk that a run makes room on is not full
+            session = Session(self._start, self._config, home / "run", *options)
             try:
                 session.wait_for_step(1 if fault.phase == "export" else 2)
                 self._strike(session, case)
@@ -237,17 +239,17 @@ class Leader:
                 case.seen.ended_s = case.seen.detected_s = None
                 case.seen.went_on = case.seen.unharmed = True
             elif fault.kind != "deleted":
-                session = self._again(case, home / "run", length)
+                session = self._again(case, home / "run", options)
             case.rows = _rows(session, min(case.seen.checkpoint, case.seen.resumed_at))
             yield self._row(case)
 
-    def _again(self, case: Case, run_dir: Path, length: Sequence[str]) -> Session:
+    def _again(self, case: Case, run_dir: Path, options: Sequence[str]) -> Session:
         """Start the same command again, and let it go on to its end, or for two steps."""
-        session = Session(self._start, self._config, run_dir, *length)
+        session = Session(self._start, self._config, run_dir, *options)
         try:
             wait_until(lambda: session.over or session.began_at is not None, END_S, 0.05)
             case.seen.resumed_at = session.began_at if session.began_at is not None else session.steps
-            if length:
+            if case.fault.phase == "export":
                 wait_until(lambda: session.over, 2 * END_S, 0.05)
                 whole = (run_dir / "final" / "config.json").exists()
                 case.seen.resumed = session.process.poll() == 0 and whole

@@ -26,6 +26,7 @@ class Observation:
 
     hit_phase: str = ""  # that the run told when the fault struck
     hit_step: int = 0  # steps that were done by then
+    printed: int = 0  # characters, before the fault
     pid: int = 0  # of the process that was hit
     node: str = ""
     checkpoint: int = 0  # the newest whole one by then

@@ -72,7 +72,7 @@ def watch(
             break
         time.sleep(POLL_S)
     undo()
-    output = session.process.output() if seen.ended_s is not None else ""
+    output = session.process.output()[seen.printed :] if seen.ended_s is not None else ""
     seen.traceback = "Traceback (most recent call last)" in output
     seen.told += output + (written_since(session.directory.logs, marks) if stopped else "")
     seen.told += "\n" + "\n".join(session.events(known_events)) + "\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -59,6 +60,8 @@ def run(words: list[str]) -> int:
         raise ConfigError(f"--out={out} holds something already: give a new directory")
     began = time.monotonic()
     rows: list[Row] = []
+    # As Ctrl-C: what is running is ended first, and small disks are unmounted.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     for row in _storm(out, steps, seed) if steps else _rows(out, drawn, seed):
         rows.append(row)
         told = "; ".join(row.problems) or f"{row.outcome}{f', {row.said}' if row.said else ''}"

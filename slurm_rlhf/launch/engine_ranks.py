@@ -20,6 +20,7 @@ from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.launch.child_process import exit_text, start_child
 from slurm_rlhf.launch.step_spec import WORKER_MODULE, share_on
 from slurm_rlhf.placement.rank_map import RankMap, TpGroup
+from slurm_rlhf.placement.topology import GPU
 
 LOOPBACK = "127.0.0.1"
 
@@ -52,6 +53,7 @@ class EngineRanks:
         self._share = share_on(ranks, ROLLOUT, node)
         self._arguments = [*arguments, f"--world={ranks.world(ROLLOUT)}"]
         self._environment = dict(environment)
+        self._gpus = ranks.topology.accelerator == GPU
         groups = [group for group in ranks.tp_groups if group.role == ROLLOUT and group.node == node]
         self._engines = {group.engine: _Engine(group) for group in groups if only is None or group.engine in only}
 
@@ -84,7 +86,7 @@ class EngineRanks:
                     "MASTER_PORT": str(store.getsockname()[1]),
                 }
                 opens = tp_rank == 0 and len(engine.group.ranks) > 1
-                if len(engine.group.ranks) > 1:
+                if len(engine.group.ranks) > 1 and not self._gpus:  # NCCL makes connections when it likes
                     variables[STORE_RANKS] = str(len(engine.group.ranks))
                 if opens:
                     variables[STORE_FD] = str(store.fileno())

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
+from slurm_rlhf.placement.topology import GPU
 from slurm_rlhf.run_directory import write_atomically
 
 WORKER_MODULE = "slurm_rlhf.workers.rank_process"
@@ -87,6 +88,8 @@ def _rendezvous(spec: StepSpec, ranks: RankMap, share: NodeShare) -> list[str]:
         shares = ranks.roles[spec.role]
         nodes, rank, world = len(shares), shares.index(share), ranks.world(spec.role)
         where = f"{shares[0].node}:{spec.port}"
+    if ranks.topology.accelerator == GPU:
+        world = 0  # the store listens on: NCCL makes connections to it when it likes
     return [
         f"--nnodes={nodes}",
         "--rdzv-backend=bound",

@@ -120,6 +120,8 @@ def slurm_parameters(config: Config) -> dict[str, Any]:
         "ntasks-per-node": 1,
         "signal": f"B:{SIGNAL.name.removeprefix('SIG')}@{int(slurm.signal_lead_s)}",
         "requeue": True,
+        # A node that is down would end the job, and with it the run that goes on with a spare one.
+        **({"no-kill": True} if config.cluster.spares else {}),
         **({"gpus-per-node": slurm.gpus_per_node} if slurm.gpus_per_node else {}),
         **({"cpus-per-task": slurm.cpus_per_task} if slurm.cpus_per_task else {}),
         **({"reservation": slurm.reservation} if slurm.reservation else {}),

@@ -103,6 +103,10 @@ class Sender:
         ]
 
 
+_CONNECTED = ("gloo", "disk")
+"""Backends that need no further connection to the store; NCCL, and ipc that gathers with it, make some later."""
+
+
 class ActorEnd:
     """Answer the weight sync calls of a run, as an actor rank: groups come and go, updates may be repeated."""
 
@@ -128,7 +132,7 @@ class ActorEnd:
             group = {"rates": self._sender.plan.layout.rates} | group
         joined, plan = join_run(self._config, self._label, parameters, group)
         self._sender = Sender(joined, plan)
-        if self._stores and not joined.on_gpus:  # there NCCL makes connections to the store when it likes
+        if self._stores and joined.backend in _CONNECTED:
             self._stores[-1].shut()
         return connection(joined)
 

@@ -145,17 +145,11 @@ def open_store(environ: Mapping[str, str] = os.environ) -> TCPStore | None:
 
 
 def tell_joined(environ: Mapping[str, str] = os.environ) -> None:
-    """Tell the role's store that this rank needs no further connection to it: it listens no longer than it has to.
-
-    With GPUs it goes on: NCCL makes connections to the store when it likes.
-    """
+    """Tell the role's store that this rank needs no further connection to it; with GPUs it listens on nevertheless."""
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and STORE_RANKS not in environ:
         return
-    import torch
     from torch.distributed import TCPStore
 
-    if torch.cuda.is_available():
-        return
     try:
         TCPStore(
             environ["MASTER_ADDR"],

@@ -48,7 +48,7 @@ def wrong(rows: Sequence[Row]) -> list[str]:
 def test_a_slice_of_the_faults(tmp_path: Path) -> None:
     """Two that a run bears, a rank and a conductor that are killed, and a checkpoint that is damaged between them."""
     known = {fault.name: fault for fault in all_faults()}
-    campaign = run(tmp_path, [known[name] for name in SLICE], 0, calm_steps=15)
+    campaign = run(tmp_path, [known[name] for name in SLICE], 0, calm_steps=60)
     assert wrong(campaign.rows) == []
     assert {row.fault for row in campaign.rows} == set(SLICE)
     assert all(row.compared >= 1 and row.equal for row in campaign.rows)

@@ -55,6 +55,9 @@ def test_a_job_asks_for_what_the_configuration_says() -> None:
     assert (asked["slurm_partition"], asked["slurm_account"], asked["slurm_exclusive"]) == ("gpu", "me", True)
     assert asked["slurm_setup"] == ["module load cuda", "source x"]
     assert not {"slurm_qos", "slurm_mem", "slurm_dependency"} & asked.keys()
+    config.cluster.spares = 1
+    more = slurm_parameters(config)["slurm_additional_parameters"]
+    assert (more["nodes"], more["no-kill"]) == (3, True)  # a node that is down would end the job
     config.slurm.time = "10"
     with pytest.raises(ConfigError, match=r"slurm\.signal_lead_s = 600 is all of slurm\.time = 10"):
         slurm_parameters(config)

@@ -21,7 +21,7 @@ from slurm_rlhf.observe.jsonl import read_rows
 
 OPTIONS = ("--nodes=4", "--gres=gpu:8", "--cpus-per-task=16")
 RANKS = ("--actor.num_gpus_per_node=1", *ENDLESS)
-CALM_STEPS = 45
+CALM_STEPS = 150
 
 
 class Job:
@@ -105,6 +105,7 @@ class ClusterCampaign:
         session.wait_for_phase(PHASES[fault.phase], session.steps)
         known, now, seen.checkpoint = session.count_events(), session.phase(), session.checkpoint
         assert now is not None
+        seen.printed = len(session.process.output())
         began = time.monotonic()
         struck = self._inject(fault)
         seen.hit_phase, seen.hit_step, seen.pid, seen.node = now.phase, now.step, struck.pid, struck.node

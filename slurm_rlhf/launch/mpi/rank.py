@@ -38,6 +38,7 @@ from slurm_rlhf.launch.node import (
 )
 from slurm_rlhf.launch.step_spec import WORKER_MODULE, share_on, worker_arguments
 from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.topology import GPU
 
 _POLL_S = 0.1
 _LATE_S = 60.0
@@ -175,7 +176,8 @@ def torch_variables(ranks: RankMap, own: Assignment, store: Mapping[str, Any]) -
         "MASTER_PORT": str(store["port"]),
         # The store exists already: no rank may open one at that port.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        STORE_RANKS: str(ranks.world(own.role)),
+        # With GPUs it listens on: NCCL makes connections when it likes.
+        **({} if ranks.topology.accelerator == GPU else {STORE_RANKS: str(ranks.world(own.role))}),
     }
 
 

@@ -1,0 +1,57 @@
+"""Faults of files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from slurm_rlhf.campaign.files import can_mount, damage, fill, free, remove_all, small_disk
+from slurm_rlhf.checkpoint.directory import CheckpointDir
+from slurm_rlhf.errors import RunError
+
+
+def whole(root: Path) -> CheckpointDir:
+    checkpoints = CheckpointDir(root)
+    for step in (2, 4):
+        (checkpoints.begin(step) / "actor").mkdir()
+        (checkpoints.root / f"step_{step:06d}.tmp" / "actor" / "weights").write_bytes(bytes(1000))
+        checkpoints.commit(step, {"step": step})
+    return checkpoints
+
+
+@pytest.mark.parametrize("how", ["truncated", "flipped bit", "without manifest", "without actor"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, how: str) -> None:
+    checkpoints = whole(tmp_path)
+    assert checkpoints.latest() == checkpoints.of(4)
+    assert damage(checkpoints.root, how) == checkpoints.of(4)
+    assert checkpoints.latest() == checkpoints.of(2)
+
+
+def test_the_only_checkpoint_is_not_damaged(tmp_path: Path) -> None:
+    checkpoints = CheckpointDir(tmp_path)
+    checkpoints.begin(2)
+    checkpoints.commit(2, {})
+    with pytest.raises(RunError, match="has 1 checkpoints, and two are needed"):
+        damage(checkpoints.root, "truncated")
+    assert checkpoints.latest() == checkpoints.of(2)
+
+
+def test_a_full_disk_is_full_and_can_be_freed(tmp_path: Path) -> None:
+    if not can_mount(tmp_path):
+        assert os.geteuid() != 0, "root can mount"
+        return
+    with small_disk(tmp_path / "disk") as disk:
+        fill(disk)
+        with pytest.raises(OSError, match="No space left"):
+            (disk / "more").write_bytes(bytes(1 << 16))
+        free(disk)
+        (disk / "more").write_bytes(bytes(1 << 16))
+    assert not (tmp_path / "disk").exists()
+
+
+def test_a_directory_goes_away_with_all_that_is_in_it(tmp_path: Path) -> None:
+    whole(tmp_path / "run")
+    remove_all(tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
