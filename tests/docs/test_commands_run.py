@@ -1,14 +1,12 @@
-"""Commands of the pages that need a run, or start one: run as they stand, with files in place of their names."""
+"""Commands of the pages that need a run directory or write files: run as they stand, with files in place of names."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 from recorded_run import write_run
-from training_runs import steps, workspace
 
 import slurm_rlhf
 from slurm_rlhf.cli import main as cli
@@ -58,25 +56,3 @@ def test_files_of_a_new_run_and_of_a_migrated_one(
     )
     assert "learning_rate = 5e-07" in said(shown("migrate openrlhf run.sh"), capsys)
     assert "actor.learning_rate" in said([*shown("train --help GROUP")[:2], "actor"], capsys)
-
-
-@pytest.mark.full
-@pytest.mark.engine
-@pytest.mark.slow
-@pytest.mark.timeout(560)
-def test_runs_that_the_pages_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two steps of a recipe with a seed, an evaluation of what it has learnt, answers by it, examples for `sft`."""
-    mine = workspace(tmp_path / "work").rename(tmp_path / "work" / "mine.toml")
-    shutil.copytree(ROOT / "sbatch", tmp_path / "work" / "sbatch")
-    monkeypatch.chdir(tmp_path / "work")
-    few = ["--train.max_steps=2", "--run_dir=runs/mine", "--rollout.batch_size=8", "--train.batch_size=16"]
-    few += ["--rollout.n_samples_per_prompt=4", "--rollout.max_new_tokens=8", "--train.threads_per_rank=1"]
-    said([*shown("train sbatch/recipes/grpo.toml mine.toml --train.seed=7"), *few], capsys)
-    assert steps(tmp_path / "work" / "runs" / "mine") == 2
-    said([mine.name if word == "FILE.toml" else word for word in shown("eval FILE.toml --model=runs/mine")], capsys)
-    asked = shown("generate sbatch/generate.toml --run_dir=runs/answers --generate.dataset=prompts.jsonl")
-    small = ["--generate.model_name_or_path=runs/mine", "--data.apply_chat_template=false", "--data.max_len=64"]
-    said([*asked, *small, "--rollout.max_new_tokens=8", "--ds.param_dtype=fp32"], capsys)
-    assert said(["preflight", mine.name], capsys)
