@@ -77,7 +77,5 @@ def test_the_files_that_the_lanes_name_are_there() -> None:
 
 
 def test_only_the_lane_of_slurm_starts_a_cluster() -> None:
-    asking = {
-        path for path in TESTS.rglob("test_*.py") if re.search(r"^from slurm_cluster import", path.read_text(), re.M)
-    }
+    asking = {path for path in TESTS.rglob("test_*.py") if re.search(r"\bslurm: Cluster\b", path.read_text())}
     assert {str(path) for path in asking} == set(lanes.chosen()["slurm"])

@@ -21,6 +21,8 @@ TESTS = Path(__file__).parents[1]
 FIRST = "test_sbatch_quickstart.py"
 """What suffers most from a busy machine runs while the lane of the rooms is at what starts no process."""
 
+_STARTS_CLUSTER = re.compile(r"^from slurm_cluster import", re.M)
+
 
 def chosen(tests: Path = TESTS) -> dict[str, list[str]]:
     """Arguments of pytest by lane. Every test file is in one of them: a new one of `runs` there, all others in `rooms`.
@@ -30,9 +32,13 @@ def chosen(tests: Path = TESTS) -> dict[str, list[str]]:
     """
     whole = sorted((tests / "runs").glob("test_*.py"), key=lambda path: (path.name != FIRST, path.name))
     # Each by its name: pytest leaves out a file whose folder is named as well, and with it its place in the order.
-    slurm = [str(path) for path in whole if path.name.startswith("test_slurm_")]
-    runs = [str(path) for path in whole if not path.name.startswith("test_slurm_")]
-    return {"runs": runs, "slurm": slurm, "rooms": [str(tests), *(f"--ignore={path}" for path in whole)]}
+    slurm = [path for path in whole if _STARTS_CLUSTER.search(path.read_text())]
+    runs = [path for path in whole if path not in slurm]
+    return {
+        "runs": [*map(str, runs)],
+        "slurm": [*map(str, slurm)],
+        "rooms": [str(tests), *(f"--ignore={path}" for path in whole)],
+    }
 
 
 _HEADING = re.compile(r"=+ (?!test session starts).* =+|=+")
