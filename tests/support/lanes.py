@@ -34,11 +34,8 @@ def chosen(tests: Path = TESTS) -> dict[str, list[str]]:
     # Each by its name: pytest leaves out a file whose folder is named as well, and with it its place in the order.
     slurm = [path for path in whole if _STARTS_CLUSTER.search(path.read_text())]
     runs = [path for path in whole if path not in slurm]
-    return {
-        "runs": [*map(str, runs)],
-        "slurm": [*map(str, slurm)],
-        "rooms": [str(tests), *(f"--ignore={path}" for path in whole)],
-    }
+    lanes = {"runs": runs, "slurm": slurm, "rooms": [tests, *(f"--ignore={path}" for path in whole)]}
+    return {name: [*map(str, words)] for name, words in lanes.items() if words}
 
 
 _HEADING = re.compile(r"=+ (?!test session starts).* =+|=+")
