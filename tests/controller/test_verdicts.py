@@ -8,7 +8,7 @@ import pytest
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
-from slurm_rlhf.controller.step_metrics import sample_metrics
+from slurm_rlhf.controller.step_metrics import agreement_metrics, sample_metrics
 from slurm_rlhf.controller.verdicts import (
     BOUNDS,
     PROMPT_SHARES,
@@ -169,9 +169,9 @@ def test_shares_of_a_batch_are_metrics_of_every_step() -> None:
     config = Config()
     config.rollout.n_samples_per_prompt = 2
     found, exp = a_batch([1.0, 1.0, 0.0, 1.0, 5.0, 5.0, 0.0, 0.0])
-    metrics = sample_metrics(config, found, Rewards(exp.rewards, None, {}), exp, 0)
+    metrics = sample_metrics(config, found, Rewards(exp.rewards, None, {}), exp)
     assert (metrics["reward_constant"], metrics["truncated"]) == (0.75, 0.5)
-    assert metrics["rollout_logprob_diff"] == 0.0
+    assert agreement_metrics(config, found, exp, 0)["rollout_logprob_diff"] == 0.0
 
 
 def test_a_first_batch_with_a_reward_that_is_no_number_ends_the_run_behind_its_warnings() -> None:
