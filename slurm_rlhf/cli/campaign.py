@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -49,7 +50,7 @@ def run(words: list[str]) -> int:
     except re.error as error:
         raise ConfigError(f"--only={given['only']}: no regular expression: {error}") from None
     out = Path(given.get("out", "campaign")).absolute()
-    can, cannot = runnable(chosen, _has(out))
+    can, cannot = runnable(chosen, _has())
     drawn, steps = draw(can, most, seed), _number(given, "storm", 0)
     if "list" in given:
         print("\n".join([*(fault.name for fault in drawn), *(f"{one.name} ({NEEDS[one.needs]})" for one in cannot)]))
@@ -104,11 +105,14 @@ def _timeouts() -> str:
     return f"Time-outs of these runs, in seconds: {', '.join(lines)}."
 
 
-def _has(out: Path) -> set[str]:
+def _has() -> set[str]:
     """Return what this machine has of what faults need. Slurm is for the tests, which have a cluster of their own."""
     from slurm_rlhf.campaign.files import can_mount
 
-    return {"root"} if os.geteuid() == 0 and can_mount(Path("/tmp") / f"campaign-{os.getpid()}") else set()
+    if os.geteuid() != 0:
+        return set()
+    with tempfile.TemporaryDirectory(prefix="campaign-") as place:
+        return {"root"} if can_mount(Path(place) / "disk") else set()
 
 
 def _number(given: dict[str, str], name: str, usual: int) -> int:
