@@ -1,0 +1,48 @@
+"""A node dies under a run: a spare node of the allocation takes its ranks over, in the same job."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from slurm_cluster import CHECKOUT, Cluster, said
+from slurm_undisturbed import STEPS, calm_run
+from training_runs import metrics as rows
+from training_runs import steps, summary, timeless
+
+from slurm_rlhf.observe.events import read_events
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
+
+FOUR = ["--nodes=4", "--gres=gpu:8", "--cpus-per-task=4", "--mem=8000", "--no-kill"]
+
+
+def test_a_spare_node_takes_over_and_the_metrics_are_those_of_the_calm_run(slurm: Cluster) -> None:
+    """The node of the actor's second rank crashes; of four nodes one was in reserve. Bit for bit the same numbers."""
+    calm, run_dir = calm_run(slurm), slurm.shared / "spare_node"
+    words = ("--cluster.spares=1", "--ckpt.save_steps=2", f"--train.max_steps={STEPS}", "--train.num_episodes=10")
+    job = slurm.submit(CHECKOUT / "sbatch" / "ppo_32b.toml", run_dir, FOUR, *calm.overrides, *words)
+    slurm.wait_until(
+        lambda: steps(run_dir) >= 3 or slurm.job(job)["JobState"] not in ("PENDING", "RUNNING"), "step 3", 200
+    )
+    before = json.loads((run_dir / "rank_map.json").read_text())["roles"]
+    node = before["actor"][1]["node"]
+    assert node != "gpu001"
+    slurm.cluster("crash", node)
+    try:
+        told = slurm.wait_until(lambda: bool(summary(run_dir).get("restarts")), "restart", 60)
+        slurm.wait_until(lambda: summary(run_dir)["status"] != "running", "end of the run", 200)
+    finally:
+        slurm.restart(node)  # Slurm waits for its answer before the job is over
+    ended = slurm.wait_over(job, 60)
+    print(f"told after {told:.1f} s")
+    assert ended == ("COMPLETED", 0), said(run_dir)
+    assert told < 40
+    assert timeless(rows(run_dir)) == calm.metrics
+    after = json.loads((run_dir / "rank_map.json").read_text())["roles"]
+    assert [share["node"] for share in after["actor"]] == ["gpu001", "gpu004"]
+    assert f"left out from now on: {node}; gpu004 takes over" in said(run_dir)
+    assert "restart 1 of 3 in this job: actor, critic, reference start again; the engines go on" in said(run_dir)
+    assert slurm.job(job)["Restarts"] == "0"
+    assert [event.event for event in read_events(run_dir / "events.jsonl")].count("restart") == 1
+    slurm.wait_until(lambda: not slurm.left(run_dir, "gpu001", "gpu004"), "end of its processes", 30)
