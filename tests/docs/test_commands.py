@@ -8,16 +8,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from shown_commands import ROOT, TEXTS
 from training_runs import workspace
 
-import slurm_rlhf
 from slurm_rlhf.cli import main as cli
 from slurm_rlhf.config.aliases import read_as
 from slurm_rlhf.config.keys import all_keys
-from slurm_rlhf.docs.pages import TOPICS, page
 
-ROOT = Path(slurm_rlhf.__file__).parents[1]
-TEXTS = {"README": (ROOT / "README.md").read_text(encoding="utf-8")} | {topic: page(topic) for topic in TOPICS}
 COMMAND = re.compile(r"^(?:slurm-rlhf|sbatch|bash) ")
 
 SCRIPTS = {

@@ -7,19 +7,9 @@ from pathlib import Path
 
 import pytest
 from recorded_run import write_run
+from shown_commands import shown
 
-import slurm_rlhf
 from slurm_rlhf.cli import main as cli
-from slurm_rlhf.docs.pages import TOPICS, page
-
-ROOT = Path(slurm_rlhf.__file__).parents[1]
-TEXTS = [(ROOT / "README.md").read_text(encoding="utf-8"), *(page(topic) for topic in TOPICS)]
-
-
-def shown(command: str) -> list[str]:
-    """Return the words behind `slurm-rlhf` of a command; it has to stand in the documentation."""
-    assert any(f"slurm-rlhf {command}" in text for text in TEXTS), command
-    return command.replace("[", "").replace("]", "").split()
 
 
 def said(words: list[str], capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
