@@ -17,7 +17,7 @@ from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.controller.recording import Recorder
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import RunState
-from slurm_rlhf.errors import RoleDied
+from slurm_rlhf.errors import CallTimeout, RoleDied
 from slurm_rlhf.observe.events import read_events
 from slurm_rlhf.observe.samples import read_samples
 from slurm_rlhf.records import Experience, Prompt, SyncConnection, Trajectory, VersionSpan, pack
@@ -106,7 +106,7 @@ def test_events_of_a_run_that_is_told_to_stop_and_fails_later(tmp_path: Path) ->
     run.stopped("SIGUSR1", goes_on=True)
     later = reporting(tmp_path)
     later.begin(RunState(seed=0, step=1), 9, tmp_path)
-    later.failed(RuntimeError("actor rank 0 did not answer train_step within 5 s"))
+    later.failed(CallTimeout("actor rank 0 did not answer train_step within 5 s"))
     told = [(event.event, event.step) for event in read_events(tmp_path / "events.jsonl")]
     assert told == [("start", 0), ("warning", 0), ("stop", 1), ("requeue", 1), ("resume", 1), ("hang", 1)]
     page = (tmp_path / "report.html").read_text()
