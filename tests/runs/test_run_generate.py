@@ -152,7 +152,8 @@ def test_a_full_disk_and_dead_engines_cost_no_row(config: Path, calm: Path, smal
         code, said = job.wait(60)
     assert code == 1
     assert "Traceback" not in said
-    assert re.search(r"error: no engine is left; the last one: rank \d on \S+ \(pid \d+\) was killed by SIGKILL", said)
+    last = r"error: no engine is left; the last one: rank \d of engine \d on \S+ \(pid \d+\) was killed by SIGKILL"
+    assert re.search(last, said)
     assert "the same command goes on from there" in said
     assert output.read_bytes().startswith(kept)
     kept = output.read_bytes()

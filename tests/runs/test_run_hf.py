@@ -50,8 +50,8 @@ def test_the_actor_samples_a_run_resumes_bit_for_bit_and_a_rank_that_stands_stil
     assert (tmp_path / "whole" / "final" / "model.safetensors").is_file()
 
     checkpoint = tmp_path / "whole" / "checkpoints" / "step_000002"
-    endless = ("--train.max_steps=1000", "--train.num_episodes=1000", f"--resume={checkpoint}")
-    with started(config, tmp_path / "again", *KEYS, *endless, warm=True) as run:
+    endless = ("--train.max_steps=1000", "--train.num_episodes=1000", "--train.max_restarts=0")
+    with started(config, tmp_path / "again", *KEYS, *endless, f"--resume={checkpoint}", warm=True) as run:
         run.wait_for_step(1, 120)
         last = {
             name: value for name, value in rows[2].items() if not name.startswith("eval")
