@@ -107,7 +107,7 @@ def interactive(slurm: Cluster, config: Path, run_dir: Path) -> Iterator[subproc
     """A run inside salloc on gpu002 and gpu003, of which Slurm gives it 4 GPUs here and 2 there."""
     words = ["salloc", "--nodes=2", "--nodelist=gpu[002-003]", "--ntasks-per-node=1", "--gpus=6"]
     words += ["--cpus-per-task=4", "--mem=8000"]
-    train = [COMMAND, "train", str(config), f"--run_dir={run_dir}", *PLACES, *SMALL, *ENDLESS]
+    train = [COMMAND, "train", str(config), f"--run_dir={run_dir}", *PLACES, *SMALL, *ENDLESS, "--train.max_restarts=0"]
     with subprocess.Popen(
         [str(slurm.script), "login", *words, *train],
         env=slurm.environment,
