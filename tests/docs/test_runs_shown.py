@@ -71,7 +71,8 @@ def test_train_with_a_recipe(trained: Path) -> None:
 
 
 def test_eval_of_a_run(folder: Folder, trained: Path) -> None:
-    assert "pass@1" in folder.run("eval FILE.toml --model=runs/mine")
+    assert "mean" in folder.run("eval FILE.toml --model=runs/mine")
+    assert list(trained.glob("eval/*/eval.json"))
 
 
 def test_generate_and_merge(folder: Folder, trained: Path) -> None:
@@ -90,7 +91,7 @@ def test_sft(folder: Folder) -> None:
 
 
 def test_preflight(folder: Folder) -> None:
-    assert "passed" in folder.run("preflight FILE.toml", "--run_dir=runs/looked")
+    assert "groups           ok" in folder.run("preflight FILE.toml", "--run_dir=runs/looked")
 
 
 def test_submit_on_this_machine(folder: Folder) -> None:

@@ -76,7 +76,7 @@ class Stuck:
 @pytest.mark.parametrize("waiting", [_Reports, _Lead])
 def test_dropped_connections_wake_who_waits_for_a_report_that_came_in_half(waiting: Any) -> None:
     stuck, dropped = Stuck(), threading.Event()
-    group = SimpleNamespace(peers=(1,), timeout_s=TIMEOUT_S, dropped=dropped, drop=dropped.set)
+    group = SimpleNamespace(peers=(1,), actors=1, timeout_s=TIMEOUT_S, dropped=dropped, drop=dropped.set)
     group.control = SimpleNamespace(receive=lambda *_: stuck)
     group.report_silence = lambda quiet: None
     waits = waiting(group)

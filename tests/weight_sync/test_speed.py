@@ -64,9 +64,9 @@ def test_both_interfaces_of_a_node_carry_their_share() -> None:
         )
         found = measure(world)
         sent = {rail: links.sent("actor0", rail) for rail in ("eth0", "ib0")}
-    # Two updates, half over each, and once the same bytes in one stream for the raw rate.
-    assert sum(sent.values()) < 3.2 * found["bytes"]
-    assert sent["ib0"] == pytest.approx(found["bytes"], rel=0.1)
+    # Three updates, half over each (the last one for its memory), and once the same bytes in one stream, the raw rate.
+    assert sum(sent.values()) < 4.2 * found["bytes"]
+    assert sent["ib0"] == pytest.approx(1.5 * found["bytes"], rel=0.1)
 
 
 def test_a_rank_takes_the_interface_near_its_device() -> None:
