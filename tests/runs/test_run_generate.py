@@ -68,8 +68,8 @@ def test_left_alone_it_answers_every_row_and_tells_of_bad_ones(calm: Path) -> No
 def kill_at_random_moments(config: Path, run_dir: Path, kills: int, seed: int) -> list[int]:
     """Start a job and kill it, again and again, and let the last start finish; lines after each kill.
 
-    Half of the moments are some time after the start, so that they hit imports and the start of engines; the others
-    come soon after some lines more have been written.
+    Half of the moments are some time after the start, so that they hit imports and the start of engines, and no later
+    than the first line more; the others come soon after some lines more have been written.
     """
     rng, after = random.Random(seed), []
     output = run_dir / "output.jsonl"
@@ -81,7 +81,9 @@ def kill_at_random_moments(config: Path, run_dir: Path, kills: int, seed: int) -
                 wait_for_lines(job, output, wanted)
                 time.sleep(rng.random() * 0.05)
             else:
-                time.sleep(rng.random() * 5)
+                moment = time.monotonic() + rng.random() * 5
+                while time.monotonic() < moment and written(output) == before:
+                    time.sleep(0.005)
             if job.process.poll() is None:
                 os.kill(job.process.pid, signal.SIGKILL)
                 job.assert_gone(10)
