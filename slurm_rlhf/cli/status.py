@@ -9,6 +9,7 @@ import fcntl
 import re
 import time
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 from slurm_rlhf.cli.main import Command
 from slurm_rlhf.cli.watch import INTERVAL_S, extra_lines, repeated, rows_of, show
 from slurm_rlhf.cluster.processes import SESSION_FILE, Session, attach_line, read_session
-from slurm_rlhf.cluster.slurm_job import OVER, Job, ask_jobs, reason_words, state_words
+from slurm_rlhf.cluster.slurm_job import OVER, Job, ask_jobs, place_in_queue, reason_words, state_words
 from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.observe.events import engines_lost, read_events
 from slurm_rlhf.observe.log_tail import tail
@@ -163,6 +164,8 @@ def job_lines(found: Found) -> list[str]:
     lines = [_row("job", f"{job.id}{where}: {job.state}: it {what}{_exit(job)}")]
     if job.state == "PENDING" and (why := reason_words(job.reason)):
         lines.append(_row("", why))
+    if job.state == "PENDING":
+        lines += queue_lines(job, place_in_queue(job, PATIENCE_S))
     if job.restarts not in ("", "0"):
         lines.append(_row("", f"requeued {job.restarts} times"))
     if todo:
@@ -172,6 +175,17 @@ def job_lines(found: Found) -> list[str]:
     if found.others:
         counts = Counter(other.state for other in found.others)
         lines.append(_row("array", "its other tasks: " + ", ".join(f"{n} {state}" for state, n in counts.items())))
+    return lines
+
+
+def queue_lines(job: Job, place: tuple[int, int] | None) -> list[str]:
+    """Say how long a job may wait; `place` is its own in the queue of its partition, and how many wait there."""
+    lines = []
+    if place is not None:
+        lines.append(_row("queue", f"{place[0]} of {place[1]} that wait in {job.partition}, by priority"))
+    with suppress(ValueError):  # Unknown
+        start = datetime.fromisoformat(job.start_time)
+        lines.append(_row("start", f"Slurm expects it on {start:%a %d %b at %H:%M}, or earlier when others end early"))
     return lines
 
 
@@ -260,7 +274,8 @@ COMMANDS = {
         USAGE,
         "RUN is a run directory or the number of a job (12, or 12_3 for a task of an array). Shows the state of the "
         "job and what to do about it, the step, the reward and the time that is left, and the last lines of what "
-        "failed. Asks slurmctld once, needs no slurmdbd, and reads the rest from the run directory.",
+        "failed. Asks slurmctld once, of a job that waits twice, needs no slurmdbd, and reads the rest from the run "
+        "directory.",
         run,
         {"watch": "show it until the run is over, with the rewards as a curve, phases and engines; Ctrl-C ends it"},
     ),

@@ -32,6 +32,8 @@ class Job:
     nodes: str
     end_time: str  # 2026-11-20T18:00:00, Unknown
     output: str  # of its batch script
+    partition: str = ""  # several with commas
+    start_time: str = ""  # of a job that waits: when Slurm expects to start it, or Unknown
 
 
 def parse_jobs(text: str) -> list[Job]:
@@ -49,7 +51,7 @@ def parse_jobs(text: str) -> list[Job]:
                 f"{fields['ArrayJobId']}_{task}" if task else fields["JobId"],
                 fields["JobId"],
                 *(fields.get(name, "") for name in ("JobState", "Reason", "ExitCode", "Restarts", "NodeList")),
-                *(fields.get(name, "") for name in ("EndTime", "StdOut")),
+                *(fields.get(name, "") for name in ("EndTime", "StdOut", "Partition", "StartTime")),
             )
         )
     return jobs
@@ -69,6 +71,19 @@ def ask_jobs(job_id: str, timeout_s: float = _TIMEOUT_S) -> list[Job]:
         f"slurmctld says nothing about job {job_id}: {done.stderr.strip()}; ask again in a minute, on a node that can "
         "submit jobs"
     )
+
+
+def place_in_queue(job: Job, timeout_s: float = _TIMEOUT_S) -> tuple[int, int] | None:
+    """Return the place of a job among those that wait in its partition, from 1 by priority, and how many wait.
+
+    None where Slurm does not say: it may hide the jobs of others (PrivateData), or not answer in time.
+    """
+    if not job.partition:
+        return None
+    words = ["squeue", "-h", "-t", "PENDING", "-p", job.partition, "-S", "-p,i", "-o", "%F"]
+    waiting = list(dict.fromkeys(command(words, timeout_s=timeout_s).stdout.split()))
+    own = job.id.partition("_")[0]
+    return (waiting.index(own) + 1, len(waiting)) if own in waiting else None
 
 
 def command(

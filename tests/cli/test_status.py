@@ -65,6 +65,23 @@ def shown(word: object, capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+def test_a_job_that_waits_has_a_place_in_its_queue(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    bench.says("PENDING Partition=gpu StartTime=2026-03-02T18:20:00", "Priority")
+    bench.wrote("stopped", 4)
+    bench.program("squeue", "echo 7; echo 12; echo 30")
+    out = shown(12, capsys)
+    assert "queue       2 of 3 that wait in gpu, by priority" in out
+    assert "start       Slurm expects it on Mon 02 Mar at 18:20, or earlier when others end early" in out
+    assert bench.calls == ["scontrol show job -o 12", "squeue -h -t PENDING -p gpu -S -p,i -o %F"]
+
+    bench.says("PENDING Partition=gpu StartTime=Unknown", "Priority")
+    bench.program("squeue", "exit 1")
+    out = shown(12, capsys)
+    assert "PENDING: it waits in the queue" in out
+    assert "queue  " not in out
+    assert "start  " not in out
+
+
 def test_a_run_that_goes_on(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.says("RUNNING", end="2020-01-01T00:00:00")
     bench.wrote("running", 4)

@@ -192,5 +192,6 @@ def test_an_array_of_seeds_and_cancel(slurm: Cluster, config: Path) -> None:
         shown = subprocess.run([COMMAND, "status", str(held)], capture_output=True, text=True, check=True).stdout
         assert "PENDING: it waits in the queue" in shown
         assert "JobHeldUser: you hold it" in shown
+        assert re.search(r"^queue +1 of 1 that wait in \w+, by priority$", shown, re.MULTILINE)
         subprocess.run([COMMAND, "cancel", str(held)], check=True)
     assert slurm.job(held)["JobState"] == "CANCELLED"
