@@ -243,7 +243,7 @@ class Recorder:
         return self.engines.world
 
     def call(self, engine: int, method: Any, batch: GenerateBatch, /) -> Future[Any]:
-        count = len(batch.prompts) * SAMPLING.n
+        count = batch.answer  # of the responses, those that this call brings
         self.given.append((time.monotonic(), engine, count))
         future = self.engines.call(engine, method, batch)
         future.add_done_callback(lambda _: self.returned.append((time.monotonic(), engine, count)))
