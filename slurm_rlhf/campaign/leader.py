@@ -12,11 +12,12 @@ from typing import Any
 from slurm_rlhf.campaign import files
 from slurm_rlhf.campaign.draw import delay_s
 from slurm_rlhf.campaign.faults import ANY, PHASES, START, Fault
+from slurm_rlhf.campaign.holds import Holds
 from slurm_rlhf.campaign.injection import SETTLED, Place, inject
 from slurm_rlhf.campaign.session import POLL_S, Session, Start, newest_step
 from slurm_rlhf.campaign.verdicts import Observation, Row, judge, unequal
 from slurm_rlhf.campaign.watch import look_at_rest, watch
-from slurm_rlhf.campaign.workload import HOLD, write_workload
+from slurm_rlhf.campaign.workload import write_workload
 from slurm_rlhf.errors import RunError, SlurmRlhfError
 from slurm_rlhf.observe.jsonl import read_rows
 from slurm_rlhf.observe.phase_file import PhaseNow
@@ -55,6 +56,7 @@ class Leader:
         self._seed = seed
         self._note = note
         self._config = write_workload(out / "work")
+        self._holds = Holds(self._config)
         self._calm: list[dict[str, Any]] = []
         self._session: Session | None = None
         self._chain = 0
@@ -144,7 +146,7 @@ class Leader:
     def _strike(self, session: Session, case: Case) -> None:
         """Wait for the phase, do it, watch."""
         fault, seen = case.fault, case.seen
-        place = Place(session, self._config.parent / HOLD, self._seed)
+        place = Place(session, self._holds, self._seed)
         if fault.phase != START:
             place.find(fault)
         if fault.phase != ANY:
