@@ -8,6 +8,8 @@ from pathlib import Path
 
 from slurm_rlhf.campaign.holds import Holds
 
+PACE = "pace"
+"""The hold with the seconds by which each reward takes longer."""
 REWARD = '''"""A reward: 1 where the answer holds the label; files in `hold` make it fail."""
 
 import sys
@@ -18,6 +20,8 @@ HOLD = Path(__file__).parent / "hold"
 
 
 def reward_func(queries, prompts, labels, **kwargs):
+    if (HOLD / "pace").exists():
+        time.sleep(float((HOLD / "pace").read_text()))
     while (HOLD / "reward-hang").exists():
         time.sleep(0.02)
     if (HOLD / "reward-raise").exists():
@@ -28,11 +32,12 @@ def reward_func(queries, prompts, labels, **kwargs):
     return hits[:1] if (HOLD / "reward-few").exists() else {"rewards": hits, "scores": hits}
 '''
 """What tests of runs reward, too."""
-PLUGIN = '''"""Algorithms that can be held up: actor rank 1 in its loss, rank 0 in the export; a clock to set."""
+PLUGIN = '''"""Algorithms that can be held up: actor rank 1 in its loss, rank 0 in the export; clocks to set."""
 
 import ctypes
 import dataclasses
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -40,14 +45,17 @@ from slurm_rlhf import register_algorithm
 from slurm_rlhf.algorithms.registry import find_algorithm
 
 HOLD = Path(__file__).parent / "hold"
+CLOCKS = (HOLD / "clock", HOLD / f"clock.{socket.gethostname()}")
 right = time.time
 
 
 def set_clock():
-    try:
-        return right() + float((HOLD / "clock").read_text())
-    except (OSError, ValueError):
-        return right()
+    for clock in CLOCKS:
+        try:
+            return right() + float(clock.read_text())
+        except (OSError, ValueError):
+            continue
+    return right()
 
 
 time.time = set_clock
