@@ -22,7 +22,7 @@ from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError, s
 from slurm_rlhf.launch.launcher import Launcher
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.remedies import changed
-from slurm_rlhf.placement.replacement import Fits, Replacement, replaced
+from slurm_rlhf.placement.replacement import Fits, Replacement, passed_over, replaced
 from slurm_rlhf.placement.spares import with_engine_on
 from slurm_rlhf.placement.topology import Topology
 
@@ -164,7 +164,7 @@ class TrainerRecovery:
         recovery = self.supervisor.recovery
         deserted = recovery.deserted - set(ranks.used_nodes) if recovery is not None else set()
         try:
-            moved = replaced(ranks, bad | deserted, self.allocation(), self.config, self.fits)
+            moved = replaced(ranks, bad | deserted, self.allocation(), self.config, self.fits, self.launcher.unfit)
         except PlacementError as error:
             if not gone:
                 return as_it_is  # there is nothing better, and its nodes answer
@@ -172,7 +172,8 @@ class TrainerRecovery:
         if moved.change and not gone:
             return as_it_is
         self.left_out |= bad
-        self.note(f"left out from now on: {', '.join(sorted(bad))}; {_changes(ranks, moved.ranks)}")
+        passed = f"; {passed_over(self.launcher.unfit)}" if self.launcher.unfit else ""
+        self.note(f"left out from now on: {', '.join(sorted(bad))}; {_changes(ranks, moved.ranks)}{passed}")
         if moved.change:
             self.note(
                 f"warning: smaller from now on: {moved.words(self.config)}; the metrics are those of the full size "
