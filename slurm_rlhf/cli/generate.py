@@ -21,7 +21,6 @@ from slurm_rlhf.launch.accelerators import Wanted
 from slurm_rlhf.launch.engine_launcher import EngineLauncher, LocalEngines
 from slurm_rlhf.launch.mpi.assignment import launched
 from slurm_rlhf.launch.probe import versions
-from slurm_rlhf.launch.role_steps import used_nodes
 from slurm_rlhf.launch.slurm_engines import SlurmEngines
 from slurm_rlhf.launch.srun import HOST, container_of
 from slurm_rlhf.placement.rank_map import RankMap
@@ -52,8 +51,7 @@ def run(words: list[str]) -> int:
     config = load_config(arguments.files, arguments.overrides)
     for note in given_twice(arguments.overrides):
         print(note, flush=True)
-    from slurm_rlhf.generation.layout import engines_everywhere
-    from slurm_rlhf.generation.start import generate, prepare
+    from slurm_rlhf.generation.start import engines_everywhere, generate, prepare
 
     shard, source = prepare(config, os.environ)
     ranks = engines_everywhere(
@@ -78,7 +76,7 @@ def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Pla
 
     `places`: (key, path) of the files that are read.
     """
-    slurm, nodes = read_slurm(os.environ), used_nodes(ranks)
+    slurm, nodes = read_slurm(os.environ), ranks.used_nodes
     if config.preflight != OFF:
         report = _look(config, directory, ranks, places, slurm)
         report.require()
@@ -94,7 +92,7 @@ def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Pla
 def _look(config: Config, directory: Path, ranks: RankMap, places: Places, slurm: SlurmEnvironment | None) -> Report:
     """Look at each node by itself: engines do not talk to each other, so links between nodes do not matter."""
     directory.mkdir(parents=True, exist_ok=True)
-    nodes, container = used_nodes(ranks), container_of(config)
+    nodes, container = ranks.used_nodes, container_of(config)
     needs = Needs(
         run_dir=str(directory),
         wanted=Wanted.by(ranks, config),
@@ -166,7 +164,7 @@ def run_eval(words: list[str]) -> int:
         print(note, flush=True)
     from slurm_rlhf.evaluation.words import report_text
     from slurm_rlhf.generation.eval_job import EvalJob
-    from slurm_rlhf.generation.layout import engines_everywhere
+    from slurm_rlhf.generation.start import engines_everywhere
 
     job = EvalJob.prepare(config, model, options.get("output"))
     for one in job.sets:

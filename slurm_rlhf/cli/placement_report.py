@@ -22,8 +22,8 @@ from slurm_rlhf.placement.memory import Account, Row, account, gib
 from slurm_rlhf.placement.rank_map import RankMap, draw, place
 from slurm_rlhf.placement.rank_memory import Models, read_models
 from slurm_rlhf.placement.remedies import Remedy, changed, fits, remedies
+from slurm_rlhf.placement.replacement import chosen
 from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.spares import chosen
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names
 
 EXAMPLE_NODES = "Not in a Slurm allocation: these nodes stand for those that sbatch --nodes={nodes} would get."

@@ -26,7 +26,7 @@ from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.observe.events import START, EventLog, WarningEvents
 from slurm_rlhf.observe.jsonl import truncate_after
 from slurm_rlhf.observe.metrics import finite
-from slurm_rlhf.observe.phase_file import PhaseFile
+from slurm_rlhf.observe.run_status import PhaseFile
 from slurm_rlhf.observe.samples import Sample, SampleLog, choose
 from slurm_rlhf.observe.spans import CallSpans, TimelineLog
 from slurm_rlhf.placement.rank_map import RankMap
