@@ -58,17 +58,17 @@ class Reporting:
         self.best: Best | None = None
         """The best step so far, by ckpt.best_metric."""
 
-    def note(self, text: str, kind: str = "") -> None:
+    def note(self, text: str, kind: str = "", engine: int | None = None) -> None:
         """Write a line for the user, and into the log; what is an event, as a warning, is kept as one.
 
-        `kind`: that of the event; empty: the line's first words say it.
+        `kind`: that of the event; empty: it is none, or a warning that begins so. `engine`: whose event it is.
         """
         log.info("%s", text)
         self._progress.note(text)
         if self._starting:
             self._write("running", starting=text)  # for `slurm-rlhf status`
         if kind := kind or events.kind_of_note(text):
-            self.recorder.event(kind, text)
+            self.recorder.event(kind, text, engine)
 
     def hung(self, text: str) -> None:
         """Note that nothing moves."""

@@ -21,7 +21,7 @@ from slurm_rlhf.controller.watchdog import Watchdog
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError, shortened
 from slurm_rlhf.launch.launcher import Launcher
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.replacement import replaced
+from slurm_rlhf.placement.replacement import passed_over, replaced
 from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.topology import Topology
 
@@ -155,13 +155,14 @@ class TrainerRecovery:
             return ranks
         colocate = colocations(self.config)
         try:
-            moved = replaced(ranks, bad, self._free(ranks), role_sizes(self.config), colocate)
+            moved = replaced(ranks, bad, self._free(ranks), role_sizes(self.config), colocate, self.launcher.unfit)
         except PlacementError as error:
             if not gone:
                 return ranks  # there is nothing better, and its nodes answer
             raise PlacementError(f"{shortened(sorted(gone))} does not answer any more, and {error}") from None
         self.left_out |= bad
-        self.note(f"left out from now on: {', '.join(sorted(bad))}; {_changes(ranks, moved)}")
+        passed = f"; {passed_over(self.launcher.unfit)}" if self.launcher.unfit else ""
+        self.note(f"left out from now on: {', '.join(sorted(bad))}; {_changes(ranks, moved)}{passed}")
         return moved
 
     def _free(self, ranks: RankMap) -> Topology:

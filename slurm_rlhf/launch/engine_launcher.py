@@ -30,9 +30,12 @@ class EngineLauncher(Protocol):
     def address(self) -> str:
         """Return the address of this process for the engines; loopback if all are on this machine."""
 
+    unfit: Mapping[str, str]
+    """Node -> why no engine is to start there, though it is one of `spares`."""
+
     @property
     def spares(self) -> list[str]:
-        """List the nodes on which an engine can start that has lost its own."""
+        """List the nodes without ranks, on which an engine can start that has lost its own."""
 
     def start(self, arguments: list[str], environment: Environment) -> None:
         """Start all engines, whose ranks get `arguments`; it does not wait for them. Called once."""
@@ -58,6 +61,8 @@ class EngineLauncher(Protocol):
 
 class LocalEngines:
     """Implements `EngineLauncher` on this machine."""
+
+    unfit: Mapping[str, str] = {}
 
     def __init__(self, run_dir: Path, ranks: RankMap) -> None:
         self._run_dir = run_dir

@@ -6,7 +6,7 @@ import json
 import secrets
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -80,8 +80,10 @@ class SlurmEngines:
         slurm: SlurmEnvironment,
         container: Container = HOST,
         run_id: str = "",
+        unfit: Mapping[str, str] | None = None,
     ) -> None:
         """Raise PlacementError if this process cannot reach the nodes."""
+        self.unfit = unfit or {}
         self._run_dir = run_dir
         self._ranks = ranks
         self._container = container

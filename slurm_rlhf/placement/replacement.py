@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from slurm_rlhf.errors import PlacementError, shortened
@@ -17,8 +17,9 @@ def replaced(
     allocation: Topology,
     roles: Sequence[RoleSize],
     colocate: Sequence[frozenset[str]] = (),
+    unfit: Mapping[str, str] | None = None,
 ) -> RankMap:
-    """Return a rank map without the nodes `bad`.
+    """Return a rank map without the nodes `bad`. `unfit`: nodes that take over nothing, and why.
 
     Where `allocation` has a free node for each of them, these take over their ranks, and all other ranks stay where
     they are. Otherwise all `roles` are placed anew on the nodes that are left, at their sizes. Raises PlacementError
@@ -26,12 +27,14 @@ def replaced(
     """
     used = ranks.used_nodes
     gone = [node for node in ranks.topology.nodes if node.name in bad and node.name in used]
-    free = [node for node in allocation.nodes if node.name not in used and node.name not in bad]
+    free = [node for node in allocation.nodes if node.name not in {*used, *bad, *(unfit or {})}]
     stand_ins = _stand_ins(gone, free, ranks.topology.accelerator)
     if stand_ins is not None:
         return _renamed(ranks, stand_ins)
     left = tuple(node for node in (*ranks.topology.nodes, *free) if node.name not in bad)
     spares = f"no free node of the allocation can stand in for {shortened([node.name for node in gone])}"
+    if unfit:
+        spares += f"; {passed_over(unfit)}"
     if not left:
         raise PlacementError(f"{spares}, and no node is left. Keep one in reserve: cluster.spares")
     try:
@@ -41,6 +44,11 @@ def replaced(
             f"{spares} ({len(free)} are free), and the roles do not fit the {len(left)} nodes that are left: "
             f"{error}. Keep a node in reserve: cluster.spares"
         ) from None
+
+
+def passed_over(unfit: Mapping[str, str]) -> str:
+    """Say which nodes are free and take over nothing, and why."""
+    return "; ".join(f"{node} is free and not taken: {why}" for node, why in sorted(unfit.items()))
 
 
 def _stand_ins(gone: Sequence[Node], free: Sequence[Node], accelerator: str) -> dict[str, Node] | None:

@@ -77,6 +77,7 @@ class Parts:
     fixed: str = ""
     stopped: Reason | None = None
     spares: int = 0
+    unfit: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -102,7 +103,7 @@ class Parts:
             self.config,
             supervisor,
             watchdog,
-            SimpleNamespace(fixed=self.fixed),  # type: ignore[arg-type]
+            SimpleNamespace(fixed=self.fixed, unfit=self.unfit),  # type: ignore[arg-type]
             SimpleNamespace(reason=self.stopped),  # type: ignore[arg-type]
             self.notes.append,
             lambda: Topology.uniform(names, 1),
@@ -185,6 +186,17 @@ def test_a_node_that_is_gone_is_left_out_and_a_spare_takes_its_ranks() -> None:
     assert plan.left_out == ("n2",)
     assert plan.keeps_engines
     assert parts.notes == ["left out from now on: n2; n5 takes over"]
+
+
+def test_a_spare_that_preflight_found_bad_takes_over_nothing_and_the_reason_is_told() -> None:
+    parts = Parts(casualty=LOST, silent={"n2"}, spares=2, unfit={"n5": "/dev/shm is full"})
+    plan = parts.plan(DIED)
+    assert [share.node for share in plan.ranks.roles["actor"]] == ["n1", "n6"]
+    assert parts.notes == ["left out from now on: n2; n6 takes over; n5 is free and not taken: /dev/shm is full"]
+    alone = Parts(casualty=LOST, silent={"n2"}, spares=1, unfit={"n5": "/dev/shm is full"})
+    with pytest.raises(RoleDied):
+        alone.plan(DIED)
+    assert "can stand in for n2; n5 is free and not taken: /dev/shm is full (0 are free)" in alone.notes[0]
 
 
 def test_without_a_spare_the_run_ends_and_says_what_is_missing() -> None:

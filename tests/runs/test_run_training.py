@@ -269,7 +269,7 @@ def test_ten_thousand_attacks_and_strangers_at_every_port_change_nothing(config:
             fire.probe()
             run.wait_for_log("weight transfer group 1: ", 200)
             ports = listening([run.process.pid, *run.ranks()])
-            with Strangers(ports, recorded) as strangers:
+            with Strangers(lambda: ports, recorded) as strangers:
                 run.wait_for_step(1, 200)
                 before_training = fire.total
                 run.wait_for_step(STEPS, 200)
