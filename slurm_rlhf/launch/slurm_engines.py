@@ -21,7 +21,7 @@ from slurm_rlhf.launch.node import RANK_MAP
 from slurm_rlhf.launch.srun import HOST, Container, RunningStep, role_step
 from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.replacement import with_engine_on
+from slurm_rlhf.placement.spares import with_engine_on
 from slurm_rlhf.placement.topology import GPU, Topology
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import write_atomically
