@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -22,10 +23,12 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.polling import wait_until
 
 OPTIONS = ("--nodes=4", "--gres=gpu:8", "--cpus-per-task=16", "--no-kill")
-RANKS = ("--actor.num_gpus_per_node=1",)
-"""The actor on two nodes, the engines on the two others."""
+RANKS = ("--actor.num_gpus_per_node=1", "--timeout.connect=50")
+"""The actor on two nodes, the engines on the two others. A node that dies before its ranks say hello is missed after
+50 s."""
 NODES = {"crash": ("crash", "restart"), "network cut": ("cut", "uncut")}
 """Kind of a fault -> the words of slurm_cluster.sh that do it and undo it."""
+ASK_S = 0.5
 OTHER_S = 10.0
 """The most from the first node's stand-in to its own end."""
 MOVED_S = 60.0
@@ -45,12 +48,19 @@ class Job:
         self._slurm, self._run_dir = slurm, run_dir
         self._before = len(said(run_dir)) if Path(f"{run_dir}.log").exists() else 0
         self.number = slurm.submit(config, run_dir, list(OPTIONS), *RANKS, *overrides)
+        self._asked_at = time.monotonic()
+        self._code: int | None = None
 
     def poll(self) -> int | None:
-        job = self._slurm.job(self.number)
-        code, number = map(int, job["ExitCode"].split(":"))
-        # A job whose node is gone completes for minutes; its conductor has ended.
-        return (code or -number) if job["JobState"] in {*OVER, "COMPLETING"} else None
+        """Ask slurmctld once in `ASK_S` at most; while it does not answer, the job goes on."""
+        if self._code is None and time.monotonic() > self._asked_at + ASK_S:
+            self._asked_at = time.monotonic()
+            with contextlib.suppress(AssertionError):
+                job = self._slurm.job(self.number)
+                code, number = map(int, job["ExitCode"].split(":"))
+                # A job whose node is gone completes for minutes; its conductor has ended.
+                self._code = (code or -number) if job["JobState"] in {*OVER, "COMPLETING"} else None
+        return self._code
 
     def output(self) -> str:
         file = Path(f"{self._run_dir}.log")
