@@ -23,9 +23,9 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.polling import wait_until
 
 OPTIONS = ("--nodes=4", "--gres=gpu:8", "--cpus-per-task=16", "--no-kill")
-RANKS = ("--actor.num_gpus_per_node=1", "--timeout.connect=50")
+RANKS = ("--actor.num_gpus_per_node=1", "--timeout.connect=55")
 """The actor on two nodes, the engines on the two others. A node that dies before its ranks say hello is missed after
-50 s."""
+55 s."""
 NODES = {"crash": ("crash", "restart"), "network cut": ("cut", "uncut")}
 """Kind of a fault -> the words of slurm_cluster.sh that do it and undo it."""
 ASK_S = 0.5
@@ -160,7 +160,7 @@ class ClusterFaults:
 
     def _victim(self, what: str, role: str, number: int, node: str) -> int:
         """The process that a target means: a rank, srun, slurmd, the conductor."""
-        if what.startswith(role):
+        if " rank " in what:
             found = processes.rank(self._run_dir, role, number, node)
             pids = [found.pid] if found else []
         else:
