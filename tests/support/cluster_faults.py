@@ -16,9 +16,9 @@ from slurm_cluster import COMMAND, OVER, Cluster, said
 
 from slurm_rlhf.campaign import processes
 from slurm_rlhf.campaign.faults import CONDUCTOR, Fault
+from slurm_rlhf.campaign.holds import Holds
 from slurm_rlhf.campaign.injection import CLOCK
 from slurm_rlhf.campaign.verdicts import Observation
-from slurm_rlhf.campaign.workload import HOLD
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.polling import wait_until
 
@@ -94,7 +94,7 @@ class ClusterFaults:
     """Does faults to the run in `run_dir`, whose `config` lies beside its workload."""
 
     def __init__(self, slurm: Cluster, config: Path, run_dir: Path, seed: int) -> None:
-        self._slurm, self._hold, self._run_dir, self._seed = slurm, config.parent / HOLD, run_dir, seed
+        self._slurm, self._config, self._run_dir, self._seed = slurm, config, run_dir, seed
         self._down: set[str] = set()  # nodes of which something is to be healed
 
     def do(self, fault: Fault, count_events: Callable[[], int]) -> Struck:
@@ -121,9 +121,9 @@ class ClusterFaults:
     def _hit_node(self, kind: str, node: str, known: int) -> Struck:
         slurm, at = self._slurm, time.monotonic()
         if kind.startswith("clock jump "):
-            clock = self._hold / f"clock.{node}"
-            clock.write_text(str(CLOCK[kind.removeprefix("clock jump ")]))
-            return Struck(at, known, 0, (node,), lambda: clock.unlink(missing_ok=True))
+            holds, clock = Holds(self._config), f"clock.{node}"
+            holds.hold(clock, str(CLOCK[kind.removeprefix("clock jump ")]))
+            return Struck(at, known, 0, (node,), lambda: holds.let_go(clock))
         if node == slurm.names[0] or node in self._down:
             raise RunError(f"{node} is the conductor's, or broken already")
         how, back = NODES[kind]
