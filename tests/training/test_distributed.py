@@ -30,6 +30,7 @@ except RunError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_store_that_stands_still_costs_no_more_than_the_time_to_connect() -> None:
     """torch's clients would wait for it for ever."""
