@@ -40,10 +40,16 @@ from slurm_rlhf.controller.batches import Batch, Batches, EpisodesOver, sampling
 from slurm_rlhf.controller.colocation import Colocation
 from slurm_rlhf.controller.dispatch import Sampler
 from slurm_rlhf.controller.engine_pool import EnginePool
-from slurm_rlhf.controller.experience import counting, fill_advantages, fill_correction, fill_passes, one_at_a_time
-from slurm_rlhf.controller.loss_weights import fill_loss_weights
+from slurm_rlhf.controller.experience import (
+    counting,
+    fill_advantages,
+    fill_correction,
+    fill_loss_weights,
+    fill_passes,
+    loss_mask,
+    one_at_a_time,
+)
 from slurm_rlhf.controller.self_check import SelfCheck
-from slurm_rlhf.controller.shaping import loss_mask
 from slurm_rlhf.controller.step_metrics import EngineMetrics, Trained, agreement_metrics, sample_metrics, update_metrics
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
