@@ -6,7 +6,7 @@ import json
 import secrets
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from slurm_rlhf.launch.node import RANK_MAP
 from slurm_rlhf.launch.srun import HOST, Container, RunningStep, role_step
 from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.replacement import with_engine_on
+from slurm_rlhf.placement.spares import with_engine_on
 from slurm_rlhf.placement.topology import GPU, Topology
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import write_atomically
@@ -80,8 +80,10 @@ class SlurmEngines:
         slurm: SlurmEnvironment,
         container: Container = HOST,
         run_id: str = "",
+        unfit: Mapping[str, str] | None = None,
     ) -> None:
         """Raise PlacementError if this process cannot reach the nodes."""
+        self.unfit = unfit or {}
         self._run_dir = run_dir
         self._ranks = ranks
         self._container = container
@@ -113,7 +115,8 @@ class SlurmEngines:
                 old.unlink(missing_ok=True)
         self._write_map()
         node_of = {group.engine: group.node for group in self._ranks.tp_groups if group.role == ROLLOUT}
-        self._start(self._run_id, f"{ROLLOUT}", self._ranks, node_of, None)
+        with self._lock:  # another thread may look for ends already
+            self._start(self._run_id, f"{ROLLOUT}", self._ranks, node_of, None)
 
     def _start(
         self, run_id: str, name: str, ranks: RankMap, node_of: dict[int, str], only: Sequence[int] | None

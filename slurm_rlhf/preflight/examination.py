@@ -12,7 +12,7 @@ from typing import Any
 
 from slurm_rlhf.launch.probe import MISSING
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.replacement import chosen
+from slurm_rlhf.placement.spares import chosen
 from slurm_rlhf.preflight.collect import collect
 from slurm_rlhf.preflight.desk import Desk
 from slurm_rlhf.preflight.groups import links, role_groups

@@ -10,7 +10,8 @@ from model_configs import SHAPES
 from rollout_engine import EngineProcess
 from tiny_models import make_tiny
 
-from slurm_rlhf.cli.placement_report import Memory, draw_memory
+from slurm_rlhf.cli.placement_report import draw_memory
+from slurm_rlhf.cluster.gpu_memory import Memory
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES, ROLLOUT

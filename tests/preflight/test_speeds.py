@@ -8,8 +8,8 @@ import pytest
 
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import RankMap, place
-from slurm_rlhf.placement.replacement import chosen
 from slurm_rlhf.placement.role_sizes import RoleSize
+from slurm_rlhf.placement.spares import chosen
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.preflight.groups import Lineup, links, orders_for, outcomes, role_groups
 from slurm_rlhf.preflight.report import FAILED, OK, WARNING
