@@ -107,8 +107,11 @@ def test_json_and_page_have_every_fault(tmp_path: Path) -> None:
     assert [row["fault"] for row in told["rows"]] == [KILL.name, "SIGKILL: actor rank 1 in sync"]
     assert told["rows"][0]["detected_s"] == 1.2
     assert "as it should be: 1 of 2" in told["summary"]
+    assert told["kinds"] == [{"name": "SIGKILL", "faults": 2, "good": 1, "median_s": 1.2, "slowest_s": 1.2}]
+    assert [(one["name"], one["good"]) for one in told["phases"]] == [("sync", 0), ("train", 1)]
     page = (tmp_path / "campaign.html").read_text()
     assert page.index("SIGKILL: actor rank 1 in sync") < page.index("SIGKILL: actor rank 1 in train")
     assert "crash: node &lt;1&gt; in train" in page
+    assert "1.2 s <span class=soft>of 10</span>" in page
     assert "<script" not in page
     assert "http" not in page.replace("http-equiv", "")
