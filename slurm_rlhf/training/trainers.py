@@ -35,7 +35,7 @@ class Trainer(ABC):
         seed_rank(config.train.seed, self.world.rank, config.train.full_determinism)
         with loading(config.ds, self.world) as ds:
             module = self._load(ds)
-        self.engine = TrainEngine(module, EngineConfig.of(config, schedule), self.world)
+        self.engine = TrainEngine(module, EngineConfig.of(config, schedule, self.world.size), self.world)
 
     @abstractmethod
     def _load(self, ds: Ds) -> nn.Module:
