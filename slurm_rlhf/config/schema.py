@@ -2,8 +2,8 @@
 
 `load.py` reads TOML and dotted overrides into these classes, `rules.py` and `algorithm_rules.py` have the rules that
 span several keys. The docstrings are the help, and the range of each number stands in its type. Groups of their own
-files: actor, critic, ref, reward and ds in `schema_models.py`, algo in `schema_algorithm.py`, eval in
-`schema_eval.py`, slurm, cluster and timeout in `schema_cluster.py`, generate in `schema_generate.py`.
+files: actor, critic, ref, reward, ds and algo in `schema_models.py`, eval and generate in `schema_eval.py`, slurm,
+cluster and timeout in `schema_cluster.py`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from slurm_rlhf.config.ranges import COUNT, NOT_NEGATIVE, POSITIVE, FilePath, Range
-from slurm_rlhf.config.schema_algorithm import Algo
 from slurm_rlhf.config.schema_cluster import Cluster, Slurm, Timeout
-from slurm_rlhf.config.schema_eval import Eval
-from slurm_rlhf.config.schema_generate import Generate
-from slurm_rlhf.config.schema_models import Actor, Critic, Ds, Ref, Reward
+from slurm_rlhf.config.schema_eval import Eval, Generate
+from slurm_rlhf.config.schema_models import Actor, Algo, Critic, Ds, Ref, Reward
 
 FORWARD_SHARE = 4
 """Tokens of a pass without gradients for one of a pass with them, unless the user says so: it keeps the states of one
@@ -216,6 +214,8 @@ class Sync:
     """MiB of weights that go at a time, 0: 64, between GPUs 256. An engine rank needs 3 x as much; relays cut in 8."""
     interface: str = ""
     """Network interface of the weight transfer, or several (ib0,ib1), near the GPUs. Empty: any that connects."""
+    network_gbits: str = ""
+    """Gbit/s of a node's links, and of nodes that have others: 100,gpu007:10. Empty: measured from update to update."""
     fallback: Literal["none", "gloo"] = "none"
     """gloo: go over to it where the backend cannot connect the members or keeps breaking; none: end the run."""
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.errors import PlacementError
+from slurm_rlhf.placement.rank_map import NodeShare
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +25,13 @@ def names_of(nodes: str) -> list[str]:
         return expand(nodes)
     except PlacementError:
         return [nodes]
+
+
+def unheard(shares: Sequence[NodeShare], here: Collection[int], hosts: Collection[str]) -> NodeShare | None:
+    """Return the part of a role on a dead node, where ranks did not say hello in time; None: it is not known which.
+
+    `here`: the ranks that did. `hosts`: nodes from which any rank of any role did. Torchruns wait for each other, so
+    ranks are missing on good nodes as well; the dead one is the only one of which nobody at all was heard.
+    """
+    silent = [share for share in shares if {*share.ranks} - {*here} and share.node not in hosts]
+    return silent[0] if hosts and len(silent) == 1 else None

@@ -26,12 +26,12 @@ from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.observe.events import START, EventLog, WarningEvents
 from slurm_rlhf.observe.jsonl import truncate_after
 from slurm_rlhf.observe.metrics import finite
-from slurm_rlhf.observe.phase_file import PhaseFile
+from slurm_rlhf.observe.run_status import PhaseFile
 from slurm_rlhf.observe.samples import Sample, SampleLog, choose
 from slurm_rlhf.observe.spans import CallSpans, TimelineLog
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Experience, SyncConnection, Trajectory
-from slurm_rlhf.report.write import write_report
+from slurm_rlhf.report.page import write_report
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 
 log = logging.getLogger(__name__)
@@ -107,9 +107,9 @@ class Recorder:
             truncate_after(path, step)
 
     @spared
-    def event(self, kind: str, text: str) -> None:
-        """Record what has happened. Any thread may call it."""
-        self._events.append(kind, self.step, text)
+    def event(self, kind: str, text: str, engine: int | None = None) -> None:
+        """Record what has happened, to one `engine` perhaps. Any thread may call it."""
+        self._events.append(kind, self.step, text, engine)
 
     @spared
     def place(self, ranks: RankMap) -> None:
