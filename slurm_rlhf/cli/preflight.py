@@ -52,16 +52,17 @@ def show(report: Report, as_json: bool) -> int:
     return EXIT_CODES[report.verdict]
 
 
-def before_run(config: Config, ranks: RankMap) -> RankMap:
+def before_run(config: Config, ranks: RankMap) -> tuple[RankMap, dict[str, str]]:
     """Look at the nodes before a run, tell what its user should know, and return the rank map to take.
 
-    It differs from `ranks` where a spare stands in for a bad node. Raises PlacementError if the run cannot start.
+    It differs from `ranks` where a spare stands in for a bad node. Beside it: the bad nodes that have no ranks, and
+    what is wrong with each. Raises PlacementError if the run cannot start.
     """
     if config.preflight == OFF:
-        return ranks
+        return ranks, {}
     answer = examine(config, ranks)
     tell(answer.report)
-    return answer.ranks
+    return answer.ranks, answer.report.unfit()
 
 
 def tell(report: Report) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
@@ -12,12 +13,11 @@ from slurm_rlhf.cli.placement_report import (
     draw_layout,
     layout_here,
     layout_somewhere,
-    memory_of,
-    memory_on,
     print_resolved,
     require_fit,
 )
 from slurm_rlhf.cli.preflight import before_run
+from slurm_rlhf.cluster.gpu_memory import memory_of, memory_on
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_sft, warnings
@@ -97,13 +97,13 @@ def train_here(config: Config) -> int:
     check(config)
     ranks = layout_here(config)
     check_memory(config, ranks)
-    ranks = before_run(config, ranks)
+    ranks, unfit = before_run(config, ranks)
     from slurm_rlhf.controller import conductor
 
-    return conductor.run_here(config, ranks, _launcher(config, ranks))
+    return conductor.run_here(config, ranks, _launcher(config, ranks, unfit))
 
 
-def _launcher(config: Config, ranks: RankMap) -> Launcher:
+def _launcher(config: Config, ranks: RankMap, unfit: Mapping[str, str]) -> Launcher:
     """Make the launcher of the nodes: srun steps in a Slurm allocation, else child processes."""
     slurm, run_dir = read_slurm(os.environ), Path(config.run_dir)
     if slurm is None:
@@ -114,7 +114,7 @@ def _launcher(config: Config, ranks: RankMap) -> Launcher:
     nodes = used_nodes(ranks)
     print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}, run directory {run_dir}")
     print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
-    return SlurmLauncher(run_dir, ranks, slurm, container_of(config))
+    return SlurmLauncher(run_dir, ranks, slurm, container_of(config), unfit)
 
 
 def _print_notes(notes: list[str]) -> None:

@@ -20,6 +20,7 @@ from slurm_rlhf.control.server import ControlServer, EngineHandle
 from slurm_rlhf.controller.restart_rules import Loss, next_place
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied
 from slurm_rlhf.launch.engine_launcher import EngineLauncher
+from slurm_rlhf.observe.events import ENGINE_JOINED, ENGINE_LOST
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,8 @@ _BROKEN = (": EngineBroken: ", ": OutOfMemoryError: ", "CUDA error")
 """In the words of an engine whose process lives and can do nothing more."""
 
 Status = Literal["up", "lost", "ending", "out"]
-Tell = Callable[[str], None]
+Tell = Callable[[str, str, int], None]
+"""(what is said, kind of event, engine)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ class EngineRecovery:
         self._losses: list[Loss] = []
         self._lock = threading.RLock()
         self._armed = False
-        self.tell: Tell = log.warning
+        self.tell: Tell = lambda text, kind, engine: log.warning("%s", text)
         """Tells the user of an engine that is lost, left out or back."""
         self.renew(handle)
 
@@ -105,6 +107,11 @@ class EngineRecovery:
     def node(self, engine: int) -> str:
         """Return where an engine is, or was."""
         return self._states[engine].node
+
+    @property
+    def deserted(self) -> set[str]:
+        """List the nodes that lost engines and that those have left: nothing is to start there."""
+        return {loss.node for loss in self._losses if self._states[loss.engine].node != loss.node}
 
     @property
     def bereft(self) -> bool:
@@ -148,7 +155,9 @@ class EngineRecovery:
             self._server.give_up(ROLLOUT, rank, why)
         self.tell(
             f"engine {engine} on {state.node} is lost: {why}. "
-            f"{others} of {len(self._states)} engines go on, with its unfinished prompts"
+            f"{others} of {len(self._states)} engines go on, with its unfinished prompts",
+            ENGINE_LOST,
+            engine,
         )
         return True
 
@@ -159,7 +168,9 @@ class EngineRecovery:
             seconds = time.monotonic() - state.lost_at
             self.tell(
                 f"engine {engine} on {state.node} takes part again from policy version {version} on, "
-                f"{seconds:.1f} s after it was lost"
+                f"{seconds:.1f} s after it was lost",
+                ENGINE_JOINED,
+                engine,
             )
 
     def look(self) -> None:
@@ -187,8 +198,8 @@ class EngineRecovery:
 
     def _start_again(self, engine: int) -> None:
         state = self._states[engine]
-        spares = self._launcher.spares
-        place = next_place(engine, state.node, self._losses, spares, self._node_gone(state), self._most)
+        spares, unfit = self._launcher.spares, self._launcher.unfit
+        place = next_place(engine, state.node, self._losses, spares, self._node_gone(state), self._most, unfit)
         if place.node is None:
             self._leave_out(engine, place.why)
             return
@@ -203,7 +214,8 @@ class EngineRecovery:
     def _leave_out(self, engine: int, why: str) -> None:
         state = self._states[engine]
         self._put(engine, status="out", why=why)
-        self.tell(f"engine {engine} on {state.node} is left out: {why}; {self.left} of {len(self._states)} are left")
+        told = f"engine {engine} on {state.node} is left out: {why}; {self.left} of {len(self._states)} are left"
+        self.tell(told, ENGINE_LOST, engine)
         if not self.left:
             self._fail(
                 RoleDied(

@@ -107,9 +107,9 @@ class Recorder:
             truncate_after(path, step)
 
     @spared
-    def event(self, kind: str, text: str) -> None:
-        """Record what has happened. Any thread may call it."""
-        self._events.append(kind, self.step, text)
+    def event(self, kind: str, text: str, engine: int | None = None) -> None:
+        """Record what has happened, to one `engine` perhaps. Any thread may call it."""
+        self._events.append(kind, self.step, text, engine)
 
     @spared
     def place(self, ranks: RankMap) -> None:

@@ -20,6 +20,7 @@ from slurm_rlhf.observe.metrics import MetricsLog
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.observe.samples import console_text
 from slurm_rlhf.observe.trackers.trackers import Trackers
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Experience
 from slurm_rlhf.run_directory import RunDirectory
 
@@ -58,21 +59,26 @@ class Reporting:
         self.best: Best | None = None
         """The best step so far, by ckpt.best_metric."""
 
-    def note(self, text: str, kind: str = "") -> None:
+    def note(self, text: str, kind: str = "", engine: int | None = None) -> None:
         """Write a line for the user, and into the log; what is an event, as a warning, is kept as one.
 
-        `kind`: that of the event; empty: the line's first words say it.
+        `kind`: that of the event; empty: it is none, or a warning that begins so. `engine`: whose event it is.
         """
         log.info("%s", text)
         self._progress.note(text)
         if self._starting:
             self._write("running", starting=text)  # for `slurm-rlhf status`
         if kind := kind or events.kind_of_note(text):
-            self.recorder.event(kind, text)
+            self.recorder.event(kind, text, engine)
 
     def hung(self, text: str) -> None:
         """Note that nothing moves."""
         self.note(text, events.HANG)
+
+    def place(self, ranks: RankMap) -> None:
+        """Note where the ranks are, and how many each role has."""
+        self._world = ranks.worlds
+        self.recorder.place(ranks)
 
     def restarting(self, why: str, what: str) -> None:
         """Tell that something broke, `why`, and `what` is done about it; `begin` follows."""

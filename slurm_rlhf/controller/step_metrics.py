@@ -13,6 +13,7 @@ from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.verdicts import constant_share
 from slurm_rlhf.observe.engine_load import STEPS, Stragglers
+from slurm_rlhf.observe.events import WARNING
 from slurm_rlhf.records import F32, REPETITION, STOP, EngineLoad, Experience, Trajectory
 from slurm_rlhf.rewards.values import Rewards
 
@@ -133,8 +134,8 @@ def _per_token(step: Trained, name: str) -> float:
 class EngineMetrics:
     """Says what the engines did in a step: as metrics, and in words where one is far below its peers."""
 
-    def __init__(self, nodes: list[str], note: Callable[[str], None]) -> None:
-        """`nodes[engine]`: where an engine runs; `note` tells the user."""
+    def __init__(self, nodes: list[str], note: Callable[[str, str, int], None]) -> None:
+        """`nodes[engine]`: where an engine runs; `note` tells the user: text, kind of event ("": none), engine."""
         self._nodes = nodes
         self._note = note
         self._stragglers = Stragglers()
@@ -148,12 +149,16 @@ class EngineMetrics:
             self._note(
                 f"step {number}: engine {engine} on {node} is far below its peers for {STEPS} steps: "
                 f"{rates[engine]:.0f} tokens/s, the others' median is {peers:.0f} (perf/engine/{engine}/tokens_per_s). "
-                f"Look at what else runs on {node}, and at where the engine's GPUs are: slurm-rlhf plan"
+                f"Look at what else runs on {node}, and at where the engine's GPUs are: slurm-rlhf plan",
+                WARNING,
+                engine,
             )
         for engine in back:
             self._note(
                 f"step {number}: engine {engine} on {self._nodes[engine]} is back among its peers, "
-                f"{rates[engine]:.0f} tokens/s"
+                f"{rates[engine]:.0f} tokens/s",
+                "",
+                engine,
             )
         return {
             f"perf/engine/{engine}/{name}": value

@@ -30,9 +30,12 @@ class EngineLauncher(Protocol):
     def address(self) -> str:
         """Return the address of this process for the engines; loopback if all are on this machine."""
 
+    unfit: Mapping[str, str]
+    """Node -> why no engine is to start there, though it is one of `spares`."""
+
     @property
     def spares(self) -> list[str]:
-        """List the nodes on which an engine can start that has lost its own."""
+        """List the nodes without ranks, on which an engine can start that has lost its own."""
 
     def start(self, arguments: list[str], environment: Environment) -> None:
         """Start all engines, whose ranks get `arguments`; it does not wait for them. Called once."""
@@ -59,6 +62,8 @@ class EngineLauncher(Protocol):
 class LocalEngines:
     """Implements `EngineLauncher` on this machine."""
 
+    unfit: Mapping[str, str] = {}
+
     def __init__(self, run_dir: Path, ranks: RankMap) -> None:
         self._run_dir = run_dir
         self._ranks = ranks
@@ -79,12 +84,14 @@ class LocalEngines:
         # The devices in the rank map are those that CUDA_VISIBLE_DEVICES gave this process; there is no step to ask.
         gpus = visible_gpus(self._ranks.topology, share.node, share.gpus, {})
         variables = without_gpu_choice(plain_environment({**environment[share.node], **gpus}))
-        self._engines = EngineRanks(self._run_dir, self._ranks, share.node, arguments, variables)
-        self._engines.start()
+        with self._lock:  # another thread may look for ends already
+            self._engines = EngineRanks(self._run_dir, self._ranks, share.node, arguments, variables)
+            self._engines.start()
 
     def ended(self) -> list[tuple[int, str]]:
         with self._lock:
-            return self._engines.ended() if self._engines else []
+            # What `stop` ends is no news, though another thread still looks.
+            return self._engines.ended() if self._engines and not self._stopping else []
 
     def end(self, engine: int) -> None:
         with self._lock:

@@ -41,6 +41,9 @@ class Launcher(Protocol):
     fixed: str
     """Why no role can be started again; empty: roles can."""
 
+    unfit: Mapping[str, str]
+    """Node of the allocation -> why it is to take over no ranks, though it has none."""
+
     @property
     def address(self) -> str:
         """Return the address of this process for the run's nodes; loopback if all are this machine."""
@@ -95,6 +98,7 @@ class LocalLauncher:
     """Start torchruns and engines as children of this process; implements `launch.launcher.Launcher`."""
 
     fixed = ""
+    unfit: Mapping[str, str] = {}
 
     def __init__(self, run_dir: Path, ranks: RankMap) -> None:
         self._run_dir = run_dir

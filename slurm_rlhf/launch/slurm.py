@@ -63,8 +63,16 @@ class SlurmLauncher:
 
     fixed = ""
 
-    def __init__(self, run_dir: Path, ranks: RankMap, slurm: SlurmEnvironment, container: Container = HOST) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        ranks: RankMap,
+        slurm: SlurmEnvironment,
+        container: Container = HOST,
+        unfit: Mapping[str, str] | None = None,
+    ) -> None:
         """Raise PlacementError if this process cannot reach the nodes."""
+        self.unfit = unfit or {}
         self._run_dir = run_dir
         self._ranks = ranks
         self._slurm = slurm
@@ -90,7 +98,9 @@ class SlurmLauncher:
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         if ROLES[role].kind == "engine":
-            self._engines = SlurmEngines(self._run_dir, self._ranks, self._slurm, self._container, self._run_id)
+            self._engines = SlurmEngines(
+                self._run_dir, self._ranks, self._slurm, self._container, self._run_id, self.unfit
+            )
             self._engines.start(arguments, environment)
             return
         if not self._written:

@@ -6,7 +6,7 @@ import json
 import secrets
 import signal
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -82,8 +82,10 @@ class SlurmEngines:
         slurm: SlurmEnvironment,
         container: Container = HOST,
         run_id: str = "",
+        unfit: Mapping[str, str] | None = None,
     ) -> None:
         """Raise PlacementError if this process cannot reach the nodes."""
+        self.unfit = unfit or {}
         self._run_dir = run_dir
         self._ranks = ranks
         self._container = container
@@ -115,7 +117,8 @@ class SlurmEngines:
                 old.unlink(missing_ok=True)
         self._write_map()
         node_of = {group.engine: group.node for group in self._ranks.tp_groups if group.role == ROLLOUT}
-        self._start(self._run_id, f"{ROLLOUT}", self._ranks, node_of, None)
+        with self._lock:  # another thread may look for ends already
+            self._start(self._run_id, f"{ROLLOUT}", self._ranks, node_of, None)
 
     def _start(
         self, run_id: str, name: str, ranks: RankMap, node_of: dict[int, str], only: Sequence[int] | None

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.observe.jsonl import append_line, read_rows
@@ -42,6 +41,7 @@ class RunEvent:
     at: float
     step: int
     text: str
+    engine: int | None = None  # that it is about
 
 
 class EventLog:
@@ -51,9 +51,10 @@ class EventLog:
         self._path = path
         self._clock = clock
 
-    def append(self, event: str, step: int, text: str) -> None:
-        """Write one event. Raises OSError."""
-        append_line(self._path, asdict(RunEvent(event, round(self._clock(), 3), step, text[:_LONGEST])))
+    def append(self, event: str, step: int, text: str, engine: int | None = None) -> None:
+        """Write one event, of one `engine` perhaps. Raises OSError."""
+        row = asdict(RunEvent(event, round(self._clock(), 3), step, text[:_LONGEST], engine))
+        append_line(self._path, {name: value for name, value in row.items() if value is not None})
 
 
 def read_events(path: Path) -> list[RunEvent]:
@@ -61,18 +62,21 @@ def read_events(path: Path) -> list[RunEvent]:
     found = []
     for row in read_rows(path, "event"):
         try:
-            found.append(RunEvent(str(row["event"]), float(row["at"]), int(row["step"]), str(row["text"])))
+            found.append(_event(row))
         except (KeyError, TypeError, ValueError):
             continue
     return found
 
 
+def _event(row: dict[str, Any]) -> RunEvent:
+    engine = row.get("engine")
+    what = (str(row["event"]), float(row["at"]), int(row["step"]), str(row["text"]))
+    return RunEvent(*what, None if engine is None else int(engine))
+
+
 def kind_of_note(text: str) -> str:
     """Return the kind of a line that the user was shown; empty: none, it only tells how the run goes on."""
-    if found := re.match(r"engine \d+ on \S+ (is lost|is left out|takes part again)", text):
-        return ENGINE_JOINED if found[1] == "takes part again" else ENGINE_LOST
-    warns = text.startswith("warning") or ": warning: " in text or "is far below its peers" in text
-    return WARNING if warns else ""
+    return WARNING if text.startswith("warning") or ": warning: " in text else ""
 
 
 def kind_of_failure(error: BaseException) -> str:
@@ -86,11 +90,10 @@ def engines_lost(events: Sequence[RunEvent]) -> dict[int, str]:
     for event in events:
         if event.event in BEGINS:
             lost.clear()
-        elif event.event in (ENGINE_LOST, ENGINE_JOINED) and (found := re.match(r"engine (\d+) ", event.text)):
-            if event.event == ENGINE_LOST:
-                lost[int(found[1])] = event.text
-            else:
-                lost.pop(int(found[1]), None)
+        elif event.engine is not None and event.event == ENGINE_LOST:
+            lost[event.engine] = event.text
+        elif event.engine is not None and event.event == ENGINE_JOINED:
+            lost.pop(event.engine, None)
     return lost
 
 

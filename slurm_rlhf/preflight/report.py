@@ -97,13 +97,18 @@ class Report:
         named = {WARNING: "warning: preflight", OK: "preflight"}
         found = [f"{named[each.verdict]}: {_told(each)}" for each in self.findings if each.verdict in named]
         if self.left_out:
-            why = [
-                each.said for check in self.checks for each in check.findings if set(each.nodes) & set(self.left_out)
-            ]
-            found.append(
-                f"preflight: left out {', '.join(self.left_out)}, a spare takes over: {shortened(why, 3, '; ')}"
-            )
+            why = shortened(self._said_of(set(self.left_out)), 3, "; ")
+            found.append(f"preflight: left out {', '.join(self.left_out)}, a spare takes over: {why}")
         return found
+
+    def unfit(self) -> dict[str, str]:
+        """Return the nodes that are left out, and why: during the run, too, no rank is to be put there."""
+        return {node: shortened(self._said_of({node}), 3, "; ") for node in self.left_out}
+
+    def _said_of(self, nodes: Collection[str]) -> list[str]:
+        """List what makes any of `nodes` bad."""
+        found = [each for check in self.checks for each in check.findings]
+        return [each.said for each in found if {*each.nodes} & {*nodes} and (each.verdict == FAILED or each.avoid)]
 
 
 def draw(report: Report) -> str:

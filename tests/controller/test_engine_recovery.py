@@ -20,6 +20,7 @@ from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.launch.child_process import exit_text
 from slurm_rlhf.launch.launcher import Ended
+from slurm_rlhf.observe.events import EventLog, engines_lost, read_events
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Topology
@@ -40,6 +41,7 @@ class Engines:
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
         self.spares: list[str] = []
+        self.unfit: dict[str, str] = {}
         self.places: list[tuple[int, str]] = []  # further starts
         self.of: dict[int, list[subprocess.Popen[bytes]]] = {}
         self.told: set[int] = set()
@@ -126,12 +128,22 @@ class Bench:
         self.recovery = self.supervisor.recovery
         assert self.recovery is not None
         self.said: list[str] = []
-        self.recovery.tell = self.said.append
+        self._file, self._log = directory.events, EventLog(directory.events)
+        self.recovery.tell = self._tell
         handle = self.supervisor.roles["rollout"]
         assert isinstance(handle, EngineHandle)
         self.handle = handle
         self.pool = EnginePool(self.supervisor, handle, Weights(), 60.0, all_at_once=True)  # type: ignore[arg-type]
         self.pool.begin()
+
+    def _tell(self, text: str, kind: str, engine: int) -> None:
+        self._log.append(kind, 1, text, engine)
+        self.said.append(text)
+
+    @property
+    def lost(self) -> dict[int, str]:
+        """What `slurm-rlhf status` shows of engines."""
+        return engines_lost(read_events(self._file))
 
     @property
     def processes(self) -> dict[int, list[subprocess.Popen[bytes]]]:
@@ -173,7 +185,9 @@ def test_a_killed_rank_costs_its_engine_which_comes_back_whole_and_at_last_is_le
     until(lambda: bench.handle.ready == [0])
     until(lambda: isinstance(bench.handle.stacks(RANK[1]).exception(10), RoleDied))
     assert bench.supervisor.failure is None
+    until(lambda: list(bench.lost) == [1])
     bench.until_back(1, 2)
+    assert bench.lost == {}
     assert not first & {process.pid for process in bench.processes[1]}
     assert bench.launcher.engines.places == [(1, "n1")]
     lost, back = bench.said
@@ -182,6 +196,7 @@ def test_a_killed_rank_costs_its_engine_which_comes_back_whole_and_at_last_is_le
     os.kill(bench.processes[1][0].pid, signal.SIGKILL)
     until(lambda: "left out" in bench.said[-1])
     assert "engine 1 on n1 is left out: it died 2 times (train.max_engine_restarts = 1); 1 of 2 are left" in bench.said
+    assert bench.lost == {1: bench.said[-1]}
     assert bench.pool.update(3) == {"version": 3}
     assert bench.handle.ready == [0]
     assert not bench.pool.coming

@@ -36,6 +36,15 @@ def test_a_node_that_loses_engines_again_and_again_gets_no_further_one() -> None
     assert next_place(5, "n3", spare_too, ["n3"], True, 2).node is None
 
 
+def test_a_spare_that_preflight_found_bad_gets_no_engine() -> None:
+    gone, bad = losses((1, "n1", 0.0)), {"n3": "another version of vLLM"}
+    assert next_place(1, "n1", gone, ["n3", "n4"], True, 3, bad) == Place("n4")
+    assert next_place(1, "n1", gone, ["n3"], True, 3, bad) == Place("n1")  # it may come back
+    often = losses(*((engine, "n1", 100.0 * engine) for engine in range(3)))
+    told = next_place(2, "n1", often, ["n3"], False, 2, {**bad, "n9": "has ranks"}).why
+    assert told.endswith("(train.max_engine_restarts = 2); n3 is free and not taken: another version of vLLM")
+
+
 def test_engines_that_a_node_loses_together_are_one_loss() -> None:
     together = losses(*((engine, "n1", 0.1 * engine) for engine in range(8)))
     assert incidents(together, "n1") == 1

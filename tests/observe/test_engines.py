@@ -46,12 +46,17 @@ def load(tokens_per_s: float) -> EngineLoad:
 
 
 def test_a_slow_engine_is_named_once_with_node_and_figures_and_again_when_it_is_back() -> None:
-    told: list[str] = []
-    metrics = EngineMetrics(["gpu01", "gpu02"], told.append)
+    told, kinds = [], []
+
+    def note(text: str, kind: str, engine: int) -> None:
+        told.append(text)
+        kinds.append((kind, engine))
+
+    metrics = EngineMetrics(["gpu01", "gpu02"], note)
     for step, rate in enumerate([1500, 6000, 1500, 1400, 1300, 5900, 1500], start=1):
         measured = metrics.step(step, {0: load(6000), 1: load(rate)})
         assert measured["perf/engine/1/tokens_per_s"] == rate
-    assert len(told) == 2
+    assert kinds == [("warning", 1), ("", 1)]
     assert told[0].startswith("step 4: engine 1 on gpu02 is far below its peers for 2 steps: 1400 tokens/s")
     assert "the others' median is 6000" in told[0]
     assert told[1] == "step 6: engine 1 on gpu02 is back among its peers, 5900 tokens/s"

@@ -11,7 +11,14 @@ from recorded_run import Clock, sample
 
 from slurm_rlhf.control.messages import Failure, Peer
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung, SyncBroken, SyncError, of_hang
-from slurm_rlhf.observe.events import EventLog, WarningEvents, kind_of_failure, kind_of_note, read_events
+from slurm_rlhf.observe.events import (
+    EventLog,
+    WarningEvents,
+    engines_lost,
+    kind_of_failure,
+    kind_of_note,
+    read_events,
+)
 from slurm_rlhf.observe.jsonl import append_line, drop_end, read_rows, truncate_after
 from slurm_rlhf.observe.samples import SampleLog, choose, console_text, markdown_text, read_samples
 from slurm_rlhf.observe.spans import KEPT, CallSpans, TimelineLog, joined, thinned
@@ -98,7 +105,9 @@ def test_events_are_kept_over_starts_with_their_time_and_step(tmp_path: Path) ->
     ("text", "kind"),
     [
         ("warning: saving took 300 s", "warning"),
-        ("step 3: engine 1 on gpu02 is far below its peers for 2 steps", "warning"),
+        ("reward.py: warning: it is slow", "warning"),
+        ("engine 1 on gpu02 is lost: by its words it is no event", ""),
+        ("step 3: engine 1 on gpu02 is far below its peers for 2 steps", ""),
         ("roles: actor x 2", ""),
     ],
 )
@@ -191,3 +200,14 @@ def test_the_timeline_keeps_the_last_steps_only(tmp_path: Path) -> None:
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
     assert steps == list(range(steps[0], 6 * KEPT))
     assert len(steps) >= KEPT
+
+
+def test_engines_that_a_run_does_without_are_known_by_number_and_forgotten_with_its_next_start(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    events = EventLog(path, Clock(1.0))
+    for kind, engine in (("engine lost", 3), ("engine lost", 1), ("engine joined", 3), ("warning", 2)):
+        events.append(kind, 4, f"in other words, engine {engine}", engine)
+    assert engines_lost(read_events(path)) == {1: "in other words, engine 1"}
+    events.append("resume", 4, "step 4 of 9")
+    assert engines_lost(read_events(path)) == {}
+    assert "engine" not in path.read_text().splitlines()[-1]

@@ -226,6 +226,9 @@ def test_a_bad_node_that_a_spare_stands_in_for() -> None:
     assert report.notes() == [note for note in report.notes() if note.startswith("preflight: left out n3, a spare")]
     assert "left out: n3" in draw(report)
     assert report.to_json()["left_out"] == ["n3"]
+    (why,) = report.unfit().values()
+    assert why in report.notes()[0]
+    assert replace(report, left_out=()).unfit() == {}
 
 
 def test_facts_travel_as_json() -> None:

@@ -10,16 +10,19 @@ import socket
 import struct
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from attackers import GREETING
 from warm_runs import commands
+
+from slurm_rlhf.campaign.intruders import GREETING
 
 _LISTEN, _CLOSE = "0A", "07"  # states in /proc/net; the second is that of a UDP socket without a peer
 _MAGIC = 0x3C85F7CE  # of torch's TCPStore: a client begins with it
 _VALIDATE, _SET, _ADD, _DELETE = 0, 1, 4, 8  # its commands, by number
+KINDS = ("garbage", "replay", "store commands", "gloo's greeting", "half a message")
+"""What strangers send."""
 HALF_OPEN = 40  # connections to a port that say half a message and stay
 
 
@@ -83,15 +86,25 @@ def store_commands(dice: random.Random) -> bytes:
 class Strangers:
     """`with Strangers(ports) as strangers:` come to each port again and again until the block ends.
 
-    `sent` counts what came through, by kind, and `refused` how often nobody listened any more.
+    `sent` counts what came through, by kind, `met` the ports that they came to, and `refused` how often nobody listened
+    any more.
     """
 
-    def __init__(self, ports: Iterable[Listening], recorded: list[bytes], pause_s: float = 0.002) -> None:
+    def __init__(
+        self,
+        ports: Callable[[], Iterable[Listening]],
+        recorded: list[bytes],
+        pause_s: float = 0.002,
+        kinds: Collection[str] = KINDS,
+    ) -> None:
+        """`ports` is asked before each round: while a run starts, processes open more of them."""
         self.sent: Counter[str] = Counter()
+        self.met: set[Listening] = set()
         self.refused = 0
         self.rounds = 0
         """How often each kind of message has come to each port."""
-        self._ports = list(ports)
+        self._ports = ports
+        self._kinds = kinds
         self._recorded = recorded
         self._pause_s = pause_s
         self._open: Counter[int] = Counter()
@@ -118,12 +131,12 @@ class Strangers:
             "gloo's greeting": lambda: struct.pack("<Q", dice.randrange(64)),
             "half a message": lambda: dice.choice([bytes(4), store_commands(dice)[:9], GREETING[:20]]),
         }
-        while True:
-            for port in self._ports:
-                for kind, make in kinds.items():
+        while not self._over.wait(self._pause_s):
+            for port in self._ports():
+                for kind in self._kinds:
                     if self._over.wait(self._pause_s):
                         return
-                    self._send(port, kind, make())
+                    self._send(port, kind, kinds[kind]())
             self.rounds += 1
 
     def _send(self, port: Listening, kind: str, data: bytes) -> None:
@@ -131,6 +144,7 @@ class Strangers:
             with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as stranger:
                 stranger.sendto(data[:1000], (port.address, port.port))
             self.sent[kind] += 1
+            self.met.add(port)
             return
         try:
             stranger = socket.create_connection((port.address, port.port), timeout=5)
@@ -140,6 +154,7 @@ class Strangers:
         with contextlib.suppress(OSError):
             stranger.sendall(data)
         self.sent[kind] += 1
+        self.met.add(port)
         if kind == "half a message" and self._open[port.port] < HALF_OPEN:
             self._open[port.port] += 1
             self._held.append(stranger)

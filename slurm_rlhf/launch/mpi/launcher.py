@@ -64,6 +64,7 @@ class MpiLauncher:
     """
 
     fixed = "under MPI no role can be started again: a rank that is gone is missing in MPI_COMM_WORLD"
+    unfit: Mapping[str, str] = {}
 
     def __init__(self, channel: Channel, ranks: RankMap, address: str) -> None:
         self._channel = channel
