@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from slurm_rlhf.algorithms.packed import actions_only, masked_sum, step_mean, weighed_sum
-from slurm_rlhf.algorithms.policy_losses.inputs import Metrics, k3
+from slurm_rlhf.algorithms.policy_loss_inputs import Metrics, k3
 
 if TYPE_CHECKING:  # losses call methods of tensors only, so that this room needs no torch
     from torch import Tensor

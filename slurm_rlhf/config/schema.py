@@ -2,8 +2,8 @@
 
 `load.py` reads TOML and dotted overrides into these classes, `rules.py` and `algorithm_rules.py` have the rules that
 span several keys. The docstrings are the help, and the range of each number stands in its type. Groups of their own
-files: actor, critic, ref, reward and ds in `schema_models.py`, algo in `schema_algorithm.py`, eval in
-`schema_eval.py`, slurm, cluster and timeout in `schema_cluster.py`, generate in `schema_generate.py`.
+files: actor, critic, ref, reward, ds and algo in `schema_models.py`, eval and generate in `schema_eval.py`, slurm,
+cluster and timeout in `schema_cluster.py`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from slurm_rlhf.config.ranges import COUNT, NOT_NEGATIVE, POSITIVE, FilePath, Range
-from slurm_rlhf.config.schema_algorithm import Algo
 from slurm_rlhf.config.schema_cluster import Cluster, Slurm, Timeout
-from slurm_rlhf.config.schema_eval import Eval
-from slurm_rlhf.config.schema_generate import Generate
-from slurm_rlhf.config.schema_models import Actor, Critic, Ds, Ref, Reward
+from slurm_rlhf.config.schema_eval import Eval, Generate
+from slurm_rlhf.config.schema_models import Actor, Algo, Critic, Ds, Ref, Reward
 
 FORWARD_SHARE = 4
 """Tokens of a pass without gradients for one of a pass with them, unless the user says so: it keeps the states of one

@@ -6,7 +6,7 @@ import numpy as np
 
 from slurm_rlhf.algorithms.aggregation import loss_weights, positive_weights
 from slurm_rlhf.algorithms.correction import COLUMN
-from slurm_rlhf.algorithms.policy_losses.table import aggregation_of
+from slurm_rlhf.algorithms.policy_losses import aggregation_of
 from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Experience

@@ -30,7 +30,7 @@ from slurm_rlhf.algorithms.policy_distance import KLController, ages
 from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale
 from slurm_rlhf.cluster.stop import Stop
-from slurm_rlhf.config.old_logprobs import of_the_update
+from slurm_rlhf.config.correction import of_the_update
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import TrainAnswer, TrainBatch, TrainerCalls

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurm_rlhf.algorithms.batching import micro_batches, split_ranks
-from slurm_rlhf.algorithms.policy_losses.inputs import Metrics
+from slurm_rlhf.algorithms.policy_loss_inputs import Metrics
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.data.framing import continuations
 from slurm_rlhf.data.order import PromptOrder

@@ -23,7 +23,7 @@ from slurm_rlhf.algorithms.correction import (
     metrics_of_means,
     ratio_sums,
 )
-from slurm_rlhf.algorithms.correction_rule import PRESETS, CorrectionRule
+from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule
 from slurm_rlhf.records import Experience
 
 

@@ -20,8 +20,7 @@ from recorded_run import sample
 from tracker_files import history, trackio_rows, wandb_starts
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.secrets import without_secrets
-from slurm_rlhf.config.trackers import tracker_problems
+from slurm_rlhf.config.trackers import tracker_problems, without_secrets
 from slurm_rlhf.observe.metrics import TensorBoardEvents
 from slurm_rlhf.observe.trackers.process import ProcessSink, TrackerFailed
 from slurm_rlhf.observe.trackers.sink import TrackedRun
