@@ -153,7 +153,7 @@ class PolicyLossRecord:
     clip_range: tuple[float, float] | None = None
     """Below and above, where eps_clip_low_high is empty; None: eps_clip on both sides."""
     aggregation: str = ""
-    """A name in `aggregation.AGGREGATIONS`; empty: what the algorithm says."""
+    """A name in `losses.AGGREGATIONS`; empty: what the algorithm says."""
 
 
 _ROWS = (
@@ -182,6 +182,6 @@ def clip_range(loss_type: str, low_high: Sequence[float], both: float) -> tuple[
 def aggregation_of(mode: str, loss_type: str, usual: str) -> str:
     """Choose how losses of tokens become one number: `actor.loss_agg_mode`, else the loss, else `usual`, the algorithm.
 
-    All are names in `aggregation.AGGREGATIONS`; `mode` may be empty.
+    All are names in `losses.AGGREGATIONS`; `mode` may be empty.
     """
     return mode or POLICY_LOSSES[loss_type].aggregation or usual

@@ -79,7 +79,7 @@ class Algorithm:
     """The loss of the policy, computed in the actor's ranks; None: what `actor.policy_loss_type` chooses."""
     aggregation: str = "token-mean"
     """How the losses of tokens become one number, unless `actor.loss_agg_mode` or the loss says it: a name in
-    `aggregation.AGGREGATIONS`."""
+    `losses.AGGREGATIONS`."""
 
 
 _REGISTERED: dict[str, Algorithm] = {}
@@ -91,7 +91,7 @@ def register_algorithm(algorithm: Algorithm, *, replace: bool = False) -> Algori
     Call it in a Python file that `train.plugins` names. Raises ConfigError for a name that is taken, unless `replace`
     is set; built-in algorithms cannot be replaced.
     """
-    from slurm_rlhf.algorithms.aggregation import AGGREGATIONS
+    from slurm_rlhf.algorithms.losses import AGGREGATIONS
 
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(

@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from slurm_rlhf.cli.main import Command, unknown
-from slurm_rlhf.cluster.modules import ask_modules, proposed
-from slurm_rlhf.cluster.partitions import Partition, ask_partitions, best
+from slurm_rlhf.cluster.partitions import Partition, ask_modules, ask_partitions, best, proposed
 from slurm_rlhf.config.migrate import translate
 from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.launch.starter import Start, reward, script, toml

@@ -127,7 +127,7 @@ COMMANDS = {
     "plan": ("plan", "show which rank of which role goes on which node"),
     "check-parity": ("check_parity", "compare the log-probs of vLLM, transformers and the trainer on a model"),
     "migrate": ("init", "translate a command of OpenRLHF into a TOML file"),
-    "completion": ("completion", "print what completes words in bash or zsh"),
+    "completion": ("docs", "print what completes words in bash or zsh"),
     "docs": ("docs", "show a page of the documentation"),
     "eval": ("generate", "evaluate a model on several data sets: pass@k, majority votes, intervals"),
     "campaign": ("campaign", "break small runs on purpose, and tell what each fault did"),

@@ -17,12 +17,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slurm_rlhf.cluster.local_directory import take_directory
 from slurm_rlhf.cluster.processes import STORE_FD, STORE_RANKS, die_with_parent
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.child_process import exit_text, start_child
-from slurm_rlhf.launch.node import IGNORED, RANK_MAP, interface_to_others, node_environment, take_cache, visible_gpus
+from slurm_rlhf.launch.node import IGNORED, RANK_MAP, interface_to_others, node_environment, visible_gpus
 from slurm_rlhf.launch.step_spec import WORKER_MODULE, StepSpec, share_on
 from slurm_rlhf.placement.rank_map import RankMap, TpGroup
 from slurm_rlhf.placement.topology import GPU
@@ -225,7 +226,7 @@ def prepare(file: Path, environ: Mapping[str, str]) -> tuple[StepSpec, EngineRan
     node = node_name(environ)
     share = share_on(ranks, ROLLOUT, node)
     own = {**spec.environment[node], **visible_gpus(ranks.topology, node, share.gpus, environ)}
-    cache = take_cache(f"{spec.run_id}.{node}.{ROLLOUT}")
+    cache = take_directory(f"{spec.run_id}.{node}.{ROLLOUT}").path
     logs, interface = run_dir / "logs", interface_to_others(ranks, node)
     environment = node_environment(environ, ROLLOUT, logs, cache, own, interface)
     print(f"{node}: ranks {share.ranks[0]} to {share.ranks[-1]}, slots {','.join(map(str, share.gpus))}", flush=True)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from slurm_rlhf.algorithms.aggregation import AGGREGATIONS, loss_weights
+from slurm_rlhf.algorithms.losses import AGGREGATIONS, loss_weights
 from slurm_rlhf.algorithms.methods.ppo import GAE
 from slurm_rlhf.algorithms.methods.reinforce import DR_GRPO
 from slurm_rlhf.algorithms.policy_loss_inputs import PolicyInputs
