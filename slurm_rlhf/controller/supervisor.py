@@ -18,7 +18,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.messages import FAILURE, TERMINATION, Peer
 from slurm_rlhf.control.server import ControlServer, EngineHandle, RoleHandle
-from slurm_rlhf.controller.casualty import Casualty, names_of
+from slurm_rlhf.controller.casualty import Casualty, conductor_stood_still, names_of
 from slurm_rlhf.controller.engine_recovery import EngineRecovery
 from slurm_rlhf.errors import RemoteError, RoleDied, RunError
 from slurm_rlhf.launch.launcher import Ended, Launcher
@@ -374,6 +374,8 @@ class Supervisor:
 
     def _fail(self, casualty: Casualty, what: str, logs: list[Path], hang: bool = False) -> None:
         """Break the run: quote the newest of `logs`, without what earlier starts in this directory have written."""
+        absence_s = self.server.loop.absence_s(self._config.timeout.heartbeat)
+        cause = conductor_stood_still(absence_s, self._config.timeout) or f"role {casualty.role} died: {what}"
         with self._failure_lock:
             if self.failure is not None:
                 return
@@ -382,7 +384,7 @@ class Supervisor:
             words = "\n".join(f"    {line}" for line in tail(newest, 12, self._marks.get(newest, 0)))
             self.casualty = casualty
             self.failure = RoleDied(
-                f"role {casualty.role} died: {what}.\nThe last lines of {newest}:\n{words}\n"
+                f"{cause}.\nThe last lines of {newest}:\n{words}\n"
                 f"Earlier checkpoints are intact; the same command goes on from the newest.",
                 hang=hang,
             )
