@@ -113,7 +113,7 @@ def _ours(config: Config, directory: Path, seed: int) -> Learned:
             first.append(time.monotonic())
 
     began = time.monotonic()
-    _process([sys.executable, "-m", "slurm_rlhf.cli", "train", str(file)], directory / f"ours_{seed}.log", read)
+    run_process([sys.executable, "-m", "slurm_rlhf.cli", "train", str(file)], directory / f"ours_{seed}.log", read)
     run_dir = Path(mine.run_dir)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     before = float(json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["eval_before"])
@@ -136,13 +136,13 @@ def _peer(config: Config, directory: Path, seed: int, steps: int, every: int) ->
     file.write_text(dump_toml(config), encoding="utf-8")
     threads = len(os.sched_getaffinity(0))
     PeerRun(str(file), str(output), seed, steps, every, threads, time.monotonic()).write(spec)
-    _process([sys.executable, "-m", "slurm_rlhf.bench.learn_peer", str(spec)], directory / f"peer_{seed}.log")
+    run_process([sys.executable, "-m", "slurm_rlhf.bench.learn_peer", str(spec)], directory / f"peer_{seed}.log")
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     points = [Point(row["step"] * config.train.batch_size, row["seconds"], row["eval"]) for row in rows]
     return Learned(seed, points, rows[0]["start_up_s"])
 
 
-def _process(command: list[str], log: Path, read: Callable[[str], None] = lambda line: None) -> None:
+def run_process(command: list[str], log: Path, read: Callable[[str], None] = lambda line: None) -> None:
     """Run a process to its end, its output into `log`, each line shown to `read`. Raises RunError when it fails."""
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     began, timer = time.monotonic(), threading.Timer(LIMIT_S, process.kill)  # it may say nothing any more
@@ -160,7 +160,7 @@ def _process(command: list[str], log: Path, read: Callable[[str], None] = lambda
             process.terminate()
             process.wait()
     if code and time.monotonic() - began >= LIMIT_S:
-        raise RunError(f"bench learn: {' '.join(command[1:4])} did not end within {LIMIT_S:g} s; see {log}")
+        raise RunError(f"bench: {' '.join(command[1:4])} did not end within {LIMIT_S:g} s; see {log}")
     if code:
         tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-5:])
-        raise RunError(f"bench learn: {' '.join(command[1:4])} ended with {code}; all of its output: {log}\n{tail}")
+        raise RunError(f"bench: {' '.join(command[1:4])} ended with {code}; all of its output: {log}\n{tail}")

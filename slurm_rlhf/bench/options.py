@@ -59,6 +59,8 @@ class Given:
     options: dict[str, Any]  # of every option, its value or its default
     json: bool = False
     config: Config = field(default_factory=Config)
+    files: tuple[str, ...] = ()  # and keys: what the configuration was read from
+    keys: tuple[str, ...] = ()
 
 
 _MODEL = "Without actor.model_name_or_path a Qwen2 with random weights is made for the bench and removed afterwards."
@@ -177,7 +179,25 @@ _LEARN = Bench(
     },
     takes_config=True,
 )
-BENCHES = {bench.name: bench for bench in (_ROLLOUT, _TRAIN, _SYNC, _INFLIGHT, _LEARN)}
+_RECIPES = Bench(
+    "recipes",
+    "what each recipe learns of a task, over several seeds",
+    "Trains on the task of the configuration with every recipe, once for each seed, one run after another. Prints\n"
+    "accuracy on eval.dataset before and after, by seed, and draws all curves (recipes.svg). Runs that are finished\n"
+    "in --out are not repeated: a bench that was broken off goes on, and one more recipe costs its own runs only.\n"
+    "For example all recipes on the quickstart's task, and what they learn of rewards that are shuffled:\n"
+    "  slurm-rlhf bench recipes sbatch/quickstart.toml\n"
+    "  slurm-rlhf bench recipes sbatch/quickstart.toml --reward.shuffle=true --out=runs/bench_shuffled --seeds=1",
+    {
+        "recipes": Option("sbatch/recipes", "a directory of recipes, or files with commas between them"),
+        "seeds": Option(3, "runs of each, with the seeds 1, 2, ..."),
+        "steps": Option(20, "steps of a run"),
+        "every": Option(4, "of them between two evaluations"),
+        "out": Option("runs/bench_recipes", "directory of runs, logs and the picture"),
+    },
+    takes_config=True,
+)
+BENCHES = {bench.name: bench for bench in (_ROLLOUT, _TRAIN, _SYNC, _INFLIGHT, _LEARN, _RECIPES)}
 
 
 def read(bench: Bench, words: list[str]) -> Given:
@@ -200,17 +220,24 @@ def read(bench: Bench, words: list[str]) -> Given:
             values[name] = _value(name, option, value if equals else next(left, ""), bench)
     as_json = "--json" in words
     if bench.takes_config:
-        return Given(values, as_json, _config(rest, bench.defaults))
+        files, keys = _layers(rest)
+        config = _config(files, keys if files else [*bench.defaults, *keys])
+        return Given(values, as_json, config, tuple(files), tuple(keys))
     if rest:
         raise ConfigError(f"bench {bench.name} does not know {rest[0]!r}\n{bench.usage}")
     return Given(values, as_json)
 
 
-def _config(words: list[str], defaults: tuple[str, ...]) -> Config:
-    files: list[str] = []
-    while words and (words[0].endswith(".toml") or not files) and not words[0].startswith("-"):
-        files.append(words.pop(0))
-    config = load_config(files or None, words if files else [*defaults, *words])
+def _layers(words: list[str]) -> tuple[list[str], list[str]]:
+    """Part the files at the begin, one of any name or several that end in .toml, from the keys."""
+    count = 0
+    while count < len(words) and not words[count].startswith("-") and (not count or words[count].endswith(".toml")):
+        count += 1
+    return words[:count], words[count:]
+
+
+def _config(files: list[str], keys: list[str]) -> Config:
+    config = load_config(files or None, keys)
     if problems := list(out_of_range(config)):
         raise ConfigError(joined(problems))
     return config

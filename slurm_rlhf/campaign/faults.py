@@ -150,13 +150,24 @@ SLURM: Final = (
     Fault(
         "SIGKILL", "srun of rollout", "generate", says=r"(role rollout died|engine \d on \S+ is lost)", needs="slurm"
     ),
+    Fault(
+        "SIGKILL",
+        "rollout rank 0",
+        "checkpoint",
+        says=r"(role rollout died: rank 0|engine 0 on \S+ is lost)",
+        needs="slurm",
+    ),
     Fault("SIGKILL", CONDUCTOR, "train", says="cut off", needs="slurm"),
     Fault("SIGSTOP", "actor rank 1", "train", says=r"role actor died: rank 1\b", needs="slurm"),
     Fault("crash", "node of actor rank 1", "train", says=NODE, needs="slurm"),
     Fault("crash", "node of rollout rank 0", "generate", says=NODE, needs="slurm"),
     Fault("network cut", "node of actor rank 1", "train", says=NODE, needs="slurm"),
+    Fault("network cut", "node of rollout rank 0", "generate", says=NODE, needs="slurm"),
+    Fault("crash, one after the other", "node of actor rank 1, its stand-in", "train", says=NODE, needs="slurm"),
     Fault("restart", "slurmctld", "train", does=BORNE, needs="slurm"),
     Fault("SIGKILL", "slurmd of actor rank 1", "train", does=BORNE, needs="slurm"),
+    Fault("clock jump +1 h", "node of actor rank 1", ANY, does=BORNE, needs="slurm"),
+    Fault("clock jump -1 h", "node of conductor", ANY, does=BORNE, needs="slurm"),
 )
 """Faults of a cluster; the tests run them on a Slurm of their own."""
 

@@ -97,9 +97,9 @@ def writers(run_dir: Path) -> dict[str, list[Found]]:
     return found
 
 
-def rank(run_dir: Path, role: str, number: int) -> Found | None:
-    """Find a rank by its log; None: it is not there yet, or not any more."""
-    return _first(writers(run_dir), rf"{role}\..*\.{number}\.log")
+def rank(run_dir: Path, role: str, number: int, node: str = ".*") -> Found | None:
+    """Find a rank by its log, on any node or the one given; None: it is not there yet, or not any more."""
+    return _first(writers(run_dir), rf"{role}\.{node}\.{number}\.log")
 
 
 def torchrun(run_dir: Path, role: str) -> Found | None:

@@ -1,20 +1,20 @@
-"""A long run in bad weather: again and again a process drawn from a seed is killed, until all steps are done."""
+"""A long run in bad weather: again and again a fault drawn from a seed strikes it, until all steps are done."""
 
 from __future__ import annotations
 
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurm_rlhf.campaign.faults import CONDUCTOR, RANKS, Fault
+from slurm_rlhf.campaign.faults import ANY, CONDUCTOR, RANKS, Fault
 from slurm_rlhf.campaign.injection import victim
 from slurm_rlhf.campaign.session import FIRST_STEP_S, POLL_S, Session, Start
 from slurm_rlhf.campaign.verdicts import Observation, Row, judge, unequal
 from slurm_rlhf.campaign.watch import look_at_rest
-from slurm_rlhf.campaign.workload import write_workload
+from slurm_rlhf.campaign.workload import HOLD, PACE, write_workload
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.jsonl import read_rows
 from slurm_rlhf.polling import wait_until
@@ -25,9 +25,24 @@ NOTICED_S = 5.0
 """In which a run that goes on in place has begun to go back to its checkpoint."""
 
 
+Strike = Callable[[Session, random.Random], str]
+"""Draw a fault, do it, and return its name."""
+
+
+def kill_one(session: Session, dice: random.Random) -> str:
+    """Kill a process of a run on this machine."""
+    target = dice.choice(TARGETS)
+    os.kill(victim(session, target), signal.SIGKILL)
+    return target
+
+
 @dataclass(slots=True)
 class Storm:
-    """Kills a process `every_s` seconds after the run has begun to step, and again after each recovery."""
+    """Strikes `every_s` seconds after the run has begun to step, and again after each recovery.
+
+    `rest` notes what an ended start has left. `pace_s`: seconds that each reward takes longer, so that more faults
+    meet the same steps. `options`: of the run.
+    """
 
     out: Path
     start: Start
@@ -35,7 +50,11 @@ class Storm:
     steps: int
     every_s: float
     note: Callable[[str], None]
-    killed: list[str] = field(default_factory=list)  # targets, in their order
+    strike: Strike = kill_one
+    rest: Callable[[Session, Observation], None] = look_at_rest
+    pace_s: float = 0.0
+    options: Sequence[str] = ()
+    struck: list[str] = field(default_factory=list)  # faults, in their order
 
     def run(self) -> Row:
         """Return the row of the whole run. Raises RunError when the calm one does not finish."""
@@ -46,10 +65,9 @@ class Storm:
                 raise RunError(f"the calm run did not finish: {calm.process.output()[-2000:]}")
         finally:
             calm.kill()
+        (config.parent / HOLD / PACE).write_text(str(self.pace_s), encoding="utf-8")
         seen = Observation(hit_phase="all phases", resumed=True, exit_code=1, ended_s=0.0, detected_s=0.0)
-        fault = Fault(
-            f"SIGKILL every {self.every_s:g} s", f"any process, {self.steps} steps", "any", says="died|cut off"
-        )
+        fault = Fault(f"a fault every {self.every_s:g} s", f"{self.steps} steps", ANY, says="died|cut off|is lost")
         try:
             while not self._lives_through(config, dice, seen):
                 continue
@@ -62,20 +80,22 @@ class Storm:
         return judge(fault, seen)
 
     def _session(self, config: Path, name: str) -> Session:
-        return Session(self.start, config, self.out / name, f"--train.max_steps={self.steps}")
+        return Session(self.start, config, self.out / name, f"--train.max_steps={self.steps}", *self.options)
 
     def _lives_through(self, config: Path, dice: random.Random, seen: Observation) -> bool:
-        """Start the run, and kill until it ends; True when all steps are done."""
+        """Start the run, and strike until it ends; True when all steps are done."""
         session = self._session(config, "run")
         try:
             while self._steps(session) and self._quiet(session):
-                target, done = dice.choice(TARGETS), session.steps
-                os.kill(victim(session, target), signal.SIGKILL)
-                self.killed.append(target)
-                self.note(f"{target} is killed after step {done}")
+                done = session.steps
+                self.struck.append(self.strike(session, dice))
+                self.note(f"after step {done}: {self.struck[-1]}")
                 wait_until(lambda: session.over, NOTICED_S, POLL_S)
             seen.told += session.process.output() + "\n".join(session.own_events())
-            look_at_rest(session, seen)
+            self.rest(session, rest := Observation())
+            seen.orphans += rest.orphans
+            seen.shared_memory += rest.shared_memory
+            seen.locks += rest.locks
             return session.process.poll() == 0
         finally:
             session.kill()

@@ -28,7 +28,7 @@ class Observation:
     hit_step: int = 0  # steps that were done by then
     printed: int = 0  # characters, before the fault
     pid: int = 0  # of the process that was hit
-    node: str = ""
+    nodes: tuple[str, ...] = ()  # that were hit
     checkpoint: int = 0  # the newest whole one by then
     detected_s: float | None = None  # from the fault to the first sign that the run gives of it
     ended_s: float | None = None  # to the end of the conductor; None: it went on
@@ -76,8 +76,9 @@ def judge(fault: Fault, seen: Observation) -> Row:
         fault = replace(fault, does=BORNE)
     elif fault.does == EITHER:
         fault = replace(fault, does=HURTS)
-    said = quote(pattern(fault, seen), seen.told)
-    culprit = None if fault.does == BORNE else bool(said)
+    quotes = [quote(one, seen.told) for one in patterns(fault, seen)]
+    said = " / ".join(dict.fromkeys(filter(None, quotes)))
+    culprit = None if fault.does == BORNE else all(quotes)
     outcome = outcome_of(fault, seen)
     left = [*seen.orphans, *seen.shared_memory, *seen.locks]
     problems = list(_problems(fault, seen, culprit, outcome))
@@ -90,9 +91,10 @@ def judge(fault: Fault, seen: Observation) -> Row:
     )
 
 
-def pattern(fault: Fault, seen: Observation) -> str:
-    """Return the regular expression that names the culprit."""
-    return fault.says.replace("{pid}", str(seen.pid)).replace("{node}", re.escape(seen.node))
+def patterns(fault: Fault, seen: Observation) -> list[str]:
+    """Return the regular expressions that name the culprits, one for each node that was hit."""
+    says = fault.says.replace("{pid}", str(seen.pid))
+    return [says.replace("{node}", re.escape(node)) for node in seen.nodes or ("",)]
 
 
 def quote(expression: str, told: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from slurm_rlhf.campaign import processes
 from slurm_rlhf.campaign.faults import BORNE, CONDUCTOR, EITHER, Fault
 from slurm_rlhf.campaign.session import POLL_S, Session
-from slurm_rlhf.campaign.verdicts import Observation, pattern
+from slurm_rlhf.campaign.verdicts import Observation, patterns
 from slurm_rlhf.polling import wait_until
 
 SPARE_S = 120.0
@@ -82,9 +82,9 @@ def noticed(session: Session, fault: Fault, seen: Observation, known_events: int
     """Tell whether the run gives a sign of the fault: its end, an error, a hang, a warning that names the culprit."""
     if over:
         return True
-    named = re.compile(pattern(fault, seen)) if fault.says else None
+    names = re.compile("|".join(f"(?:{one})" for one in patterns(fault, seen))) if fault.says else None
     told = session.events(known_events)
-    return any(text.partition(":")[0] in ENDS or (named and named.search(text)) for text in told)
+    return any(text.partition(":")[0] in ENDS or (names and names.search(text)) for text in told)
 
 
 def goes_on(session: Session, fault: Fault, seen: Observation, now: float, steps_then: int) -> bool:

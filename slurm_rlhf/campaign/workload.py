@@ -8,6 +8,8 @@ from pathlib import Path
 
 HOLD = "hold"
 """Directory beside the files; a file in it switches a fault on in the run that reads it."""
+PACE = "pace"
+"""The one that holds the seconds by which each reward takes longer."""
 REWARD = '''"""The reward of the campaign: 1 where the answer holds the label; files in `hold` make it fail."""
 
 import sys
@@ -18,6 +20,8 @@ HOLD = Path(__file__).parent / "hold"
 
 
 def reward_func(queries, prompts, labels, **kwargs):
+    if (HOLD / "pace").exists():
+        time.sleep(float((HOLD / "pace").read_text()))
     while (HOLD / "reward-hang").exists():
         time.sleep(0.02)
     if (HOLD / "reward-raise").exists():
@@ -27,11 +31,12 @@ def reward_func(queries, prompts, labels, **kwargs):
     rewards = [float(label in response) for label, response in zip(labels, kwargs["responses"])]
     return rewards[:1] if (HOLD / "reward-few").exists() else rewards
 '''
-PLUGIN = '''"""PPO whose loss the campaign can hold up in the actor's rank 1, and a clock that it can set."""
+PLUGIN = '''"""PPO whose loss the campaign can hold up in the actor's rank 1, and clocks that it can set."""
 
 import ctypes
 import dataclasses
 import os
+import socket
 import time
 from pathlib import Path
 
@@ -39,14 +44,17 @@ from slurm_rlhf import register_algorithm
 from slurm_rlhf.algorithms.registry import find_algorithm
 
 HOLD = Path(__file__).parent / "hold"
+CLOCKS = (HOLD / "clock", HOLD / f"clock.{socket.gethostname()}")
 right = time.time
 
 
 def set_clock():
-    try:
-        return right() + float((HOLD / "clock").read_text())
-    except (OSError, ValueError):
-        return right()
+    for clock in CLOCKS:
+        try:
+            return right() + float(clock.read_text())
+        except (OSError, ValueError):
+            continue
+    return right()
 
 
 time.time = set_clock

@@ -18,11 +18,11 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.messages import FAILURE, TERMINATION, Peer
 from slurm_rlhf.control.server import ControlServer, EngineHandle, RoleHandle
-from slurm_rlhf.controller.casualty import Casualty, conductor_stood_still, names_of
+from slurm_rlhf.controller.casualty import Casualty, conductor_stood_still, names_of, unheard
 from slurm_rlhf.controller.engine_recovery import EngineRecovery
-from slurm_rlhf.errors import RemoteError, RoleDied, RunError
+from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
 from slurm_rlhf.launch.launcher import Ended, Launcher
-from slurm_rlhf.observe.log_tail import first_failure, tail
+from slurm_rlhf.observe.log_tail import first_failure, tail, written
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
@@ -121,7 +121,18 @@ class Supervisor:
             threading.Thread(target=self._watch, name="supervisor", daemon=True).start()
         for role, handle in self.roles.items():
             if not isinstance(handle, EngineHandle):
-                self.server.wait_for(role, handle.world, self._config.timeout.connect)
+                self._wait_for_hello(role, handle.world)
+
+    def _wait_for_hello(self, role: str, world: int) -> None:
+        try:
+            self.server.wait_for(role, world, self._config.timeout.connect)
+        except CallTimeout as error:
+            dead = unheard(self._ranks.roles[role], self.here(role), {peer.host for peer in self._peers()})
+            if not dead:
+                raise
+            what = f"rank {min(dead.values())} on {', '.join(dead)} is lost before its hello: {error}"
+            self._fail(Casualty(role, tuple(dead), silent=True), what, [self._directory.logs / f"{role}.srun.log"])
+            raise self.failure or error from error
 
     def end(self, roles: Collection[str], ranks: RankMap) -> None:
         """End the processes of `roles` by force, so that they can start again as `ranks` has them.
@@ -277,24 +288,26 @@ class Supervisor:
             self._give_up(dead, f"{end.role} on {end.node} {end.how}")
             if dead or waited_s < self._patience_s:
                 return
-        logs = [*filter(self._is_newer, self._directory.logs.glob(f"{end.role}.{end.node}.[0-9]*.log"))]
+        logs = written(self._directory.logs.glob(f"{end.role}.{end.node}.[0-9]*.log"), self._marks)
         casualty = Casualty(end.role, tuple(names_of(end.node)))
         self._fail(casualty, self._describe(end), logs or [*self._role_logs(end.role), end.log])
 
     def _on_dead_nodes(self) -> list[Peer]:
         """List ranks on nodes where every rank is silent, and the launcher has no end to report."""
-        silent = self._silent()
-        peers = [peer for role in self._ranks.roles for peer in self.server.peers(role)]
-        alive = {peer.host for peer in peers if not peer.lost and peer not in silent}
-        reported = {node for end in self._ends for node in names_of(end.node)}
-        return [peer for peer in silent if peer.host not in alive | reported]
+        known = self._heard_nodes().union(*(names_of(end.node) for end in self._ends))
+        return [peer for peer in self._silent() if peer.host not in known]
 
     def silent_nodes(self) -> set[str]:
-        """List the nodes of which no rank is heard any more."""
-        peers = [peer for role in self._ranks.roles for peer in self.server.peers(role)]
+        """List the nodes of which no rank is heard any more, or ever was."""
+        dead = self.casualty.nodes if self.casualty is not None and self.casualty.silent else ()
+        return {*dead, *(peer.host for peer in self._peers())} - self._heard_nodes()
+
+    def _heard_nodes(self) -> set[str]:
         quiet = self._silent()
-        heard = {peer.host for peer in peers if not peer.lost and peer not in quiet}
-        return {peer.host for peer in peers} - heard
+        return {peer.host for peer in self._peers() if not peer.lost and peer not in quiet}
+
+    def _peers(self) -> list[Peer]:
+        return [peer for role in self._ranks.roles for peer in self.server.peers(role)]
 
     @property
     def _patience_s(self) -> float:
@@ -368,10 +381,6 @@ class Supervisor:
     def _role_logs(self, role: str) -> list[Path]:
         return [*self._directory.logs.glob(f"{role}.*.[0-9]*.log"), *self._directory.logs.glob(f"{role}.*torchrun.log")]
 
-    def _is_newer(self, log: Path) -> bool:
-        """Tell whether the processes of this start have written into a log."""
-        return log.exists() and log.stat().st_size > self._marks.get(log, 0)
-
     def _fail(self, casualty: Casualty, what: str, logs: list[Path], hang: bool = False) -> None:
         """Break the run: quote the newest of `logs`, without what earlier starts in this directory have written."""
         absence_s = self.server.loop.absence_s(self._config.timeout.heartbeat)
@@ -379,8 +388,7 @@ class Supervisor:
         with self._failure_lock:
             if self.failure is not None:
                 return
-            written = [*filter(self._is_newer, logs)]
-            newest = max(written, key=lambda path: path.stat().st_mtime, default=logs[-1])
+            newest = max(written(logs, self._marks), key=lambda path: path.stat().st_mtime, default=logs[-1])
             words = "\n".join(f"    {line}" for line in tail(newest, 12, self._marks.get(newest, 0)))
             self.casualty = casualty
             self.failure = RoleDied(

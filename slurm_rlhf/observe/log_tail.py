@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,6 +104,11 @@ def first_failure(log: Path, start: int = 0) -> FailedProcess | None:
     if not found or rank is None or code is None:
         return None
     return FailedProcess(int(rank["rank"]), int(code["pid"]), int(code["code"]))
+
+
+def written(logs: Iterable[Path], marks: Mapping[Path, int]) -> list[Path]:
+    """List the logs that have grown since their lengths were `marks`."""
+    return [log for log in logs if log.exists() and log.stat().st_size > marks.get(log, 0)]
 
 
 def read_end(path: Path, start: int = 0, most: int = _READ) -> str:

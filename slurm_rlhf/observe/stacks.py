@@ -85,14 +85,17 @@ def read_stacks(text: str) -> list[ThreadStack]:
 
 
 def last_late_dump(log: str) -> str:
-    """Return the last stack that a thread wrote of itself into a log, as `late_stacks` has it; empty: none."""
+    """Return the stack that a thread wrote of itself, as `late_stacks` has it, if a log ends with it; empty: none.
+
+    A process that has written something since has gone on: its stack of then says nothing of where it is now.
+    """
     marks = list(LATE.finditer(log))
     if not marks:
         return ""
     lines = []
     for line in log[marks[-1].end() :].strip("\n").splitlines():
         if line and not (_THREAD.match(line) or _FRAME.match(line)) and not line.startswith("  "):
-            break
+            return ""
         lines.append(line)
     return "\n".join(lines).strip("\n")
 

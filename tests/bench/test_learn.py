@@ -107,9 +107,9 @@ def test_without_the_peer_it_says_how_to_get_it(
 def test_a_run_that_says_nothing_any_more_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learn, "LIMIT_S", 0.5)
     with pytest.raises(RunError, match=r"did not end within 0\.5 s; see .*log"):
-        learn._process([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log")
+        learn.run_process([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log")
 
 
 def test_a_run_that_fails_is_shown_by_its_last_lines(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"ended with 3; all of its output: .*log\nthe reason$"):
-        learn._process([sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], tmp_path / "log")
+        learn.run_process([sys.executable, "-c", "print('the reason'); raise SystemExit(3)"], tmp_path / "log")

@@ -74,7 +74,7 @@ def test_sixty_faults(tmp_path: Path, seed: int) -> None:
 def test_two_hundred_steps_with_a_kill_every_ten_seconds(tmp_path: Path) -> None:
     storm = Storm(tmp_path, WarmStart(tmp_path), 0, 200, 10.0, print)
     row = storm.run()
-    print(row, storm.killed)
+    print(row, storm.struck)
     assert row.problems == []
     assert (row.equal, row.compared) == (True, 200)
-    assert len(storm.killed) >= 4
+    assert len(storm.struck) >= 4

@@ -17,7 +17,7 @@ from control_peer import INTERVAL, start_peer, stop_peer
 from slurm_rlhf.cluster.processes import running
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.supervisor import SILENT_BEATS, VERDICT_S, Supervisor
-from slurm_rlhf.errors import RemoteError, RoleDied, RunError
+from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.role_sizes import RoleSize
@@ -27,6 +27,7 @@ from slurm_rlhf.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 LIMIT = 8.0
+CONNECT = 12.0
 BROKEN = RemoteError("train_step failed on actor rank 0: RuntimeError: Connection closed by peer")
 
 STOPPED = """
@@ -45,8 +46,11 @@ class Watched(Processes):
 
 directory = RunDirectory(Path("{path}"))
 directory.make()
-made = supervised(Watched(directory), 2.0)
-print(*(process.pid for process in made._launcher.started.values()), flush=True)
+processes = Watched(directory)
+processes.limit = 2.0
+made = make(processes)
+made.start({{"actor": {{}}, "critic": {{}}}})
+print(*(process.pid for process in processes.started.values()), flush=True)
 while made.failure is None:
     time.sleep(0.1)
 print(made.failure)
@@ -66,13 +70,15 @@ class Processes:
         self.directory = directory
         self.started: dict[tuple[str, int], subprocess.Popen[bytes]] = {}
         self.news: list[Ended] = []
+        self.absent: set[tuple[str, int]] = set()  # ranks that never come
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         endpoint = next(word for word in arguments if word.startswith("--endpoint=")).partition("=")[2]
         world = 2 if role == "actor" else 1
         for rank in range(world):
             where = (endpoint, self.directory.keys, role, rank, world, self.limit, f"n{rank + 1}")
-            self.started[role, rank] = start_peer(*where)
+            if (role, rank) not in self.absent:
+                self.started[role, rank] = start_peer(*where)
 
     def end(self, role: str, rank: int) -> None:
         """The rank ends, and is seen to."""
@@ -97,23 +103,20 @@ def processes(tmp_path: Path) -> Processes:
 
 @pytest.fixture
 def supervisor(processes: Processes) -> Iterator[Supervisor]:
-    made = supervised(processes, LIMIT)
+    made = make(processes)
+    made.start({"actor": {}, "critic": {}})
     try:
         yield made
     finally:
         made.stop()
 
 
-def supervised(processes: Processes, limit: float) -> Supervisor:
-    """A supervisor whose ranks are there."""
+def make(processes: Processes) -> Supervisor:
     config = Config()
-    config.timeout.heartbeat_interval, config.timeout.heartbeat = INTERVAL, limit
-    config.timeout.shutdown = 1.0
-    processes.limit = limit
+    config.timeout.heartbeat_interval, config.timeout.heartbeat = INTERVAL, processes.limit
+    config.timeout.shutdown, config.timeout.connect = 1.0, CONNECT
     ranks = place(Topology.uniform(["n1", "n2"], 2), [RoleSize("actor", 2, 1), RoleSize("critic", 1, 1)])
-    made = Supervisor(config, processes.directory, ranks, processes)
-    made.start({"actor": {}, "critic": {}})
-    return made
+    return Supervisor(config, processes.directory, ranks, processes)
 
 
 def blamed(supervisor: Supervisor, error: RunError) -> tuple[RunError | None, float]:
@@ -159,6 +162,27 @@ def test_a_rank_that_ended_is_named_and_not_those_that_were_ended_with_it(
     verdict, seconds = blamed(supervisor, BROKEN)
     assert "role actor died: its process group on n2 ended: Killed" in str(verdict)
     assert seconds < LIMIT / 2
+
+
+@pytest.mark.parametrize(
+    ("absent", "error", "said", "dead"),
+    [
+        (("actor", 1), RoleDied, "role actor died: rank 1 on n2 is lost before its hello: actor: 1 of 2", {"n2"}),
+        (("actor", 0), CallTimeout, "actor: 1 of 2 ranks said hello within 12 s; missing: 0", set()),
+    ],
+)
+def test_a_node_of_which_nobody_says_hello_is_dead(
+    processes: Processes, absent: tuple[str, int], error: type[RunError], said: str, dead: set[str]
+) -> None:
+    """The critic is on n1, so that n1 is heard of."""
+    processes.absent.add(absent)
+    supervisor = make(processes)
+    try:
+        with pytest.raises(error, match=said):
+            supervisor.start({"actor": {}, "critic": {}})
+        assert supervisor.silent_nodes() == dead
+    finally:
+        supervisor.stop()
 
 
 def test_an_error_stands_where_everybody_is_heard_or_was_only_busy(

@@ -114,12 +114,16 @@ def test_benches(folder: Folder) -> None:
         "data.prompt_dataset": "prompts.jsonl",
         "eval.dataset": "eval.jsonl",
     }
-    folder.run(
-        learn,
-        *(f"--{key}={name}" for key, name in input_of.items()),
-        *("--no-peer", "--seeds=1", "--steps=2", "--every=1", "--out=runs/bench", "--train.batch_size=32"),
-    )
+    task = [f"--{key}={name}" for key, name in input_of.items()]
+    fewer = (*task, "--steps=2", "--every=1", "--out=runs/bench", "--train.batch_size=32", "--seeds=1")
+    folder.run(learn, *fewer, "--no-peer")
     assert (folder.path / "runs" / "bench" / "learn.svg").is_file()
+    table = folder.run(
+        "bench recipes sbatch/quickstart.toml --seeds=3",
+        *(*fewer, "--recipes=sbatch/recipes/rloo.toml", "--rollout.batch_size=8"),
+    )
+    assert "\nrloo " in table
+    assert (folder.path / "runs" / "bench" / "recipes.svg").is_file()
 
 
 def test_a_campaign(folder: Folder) -> None:

@@ -7,13 +7,19 @@ from pathlib import Path
 
 import pytest
 from campaign_slurm import ClusterCampaign
+from cluster_storm import cluster_storm
 from slurm_cluster import Cluster
 
+from slurm_rlhf.campaign.draw import draw
 from slurm_rlhf.campaign.faults import SLURM
 from slurm_rlhf.campaign.result import Campaign
 from slurm_rlhf.campaign.workload import write_workload
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+SEED = 0
+PACE_S = 0.3
+"""By which each reward of the storm takes longer: 200 steps of the tiny run would be over before the third fault."""
 
 
 @pytest.mark.campaign
@@ -21,11 +27,26 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 def test_faults_of_a_cluster(slurm: Cluster, tmp_path: Path) -> None:
     """Nodes that crash and are cut off, srun and slurmd that are killed, slurmctld that starts anew."""
     began, rows = time.monotonic(), []
-    for row in ClusterCampaign(slurm, write_workload(slurm.shared / "work")).run(SLURM):
+    faults = draw(SLURM, len(SLURM), SEED)
+    for row in ClusterCampaign(slurm, write_workload(slurm.shared / "work"), SEED).run(faults):
         rows.append(row)
         print(row, flush=True)
-    campaign = Campaign(0, rows, seconds=time.monotonic() - began)
+    campaign = Campaign(SEED, rows, seconds=time.monotonic() - began)
     campaign.write(tmp_path)
     print("\n".join(campaign.summary()), f"\nthe table is {tmp_path / 'campaign.html'}")
     assert [f"{row.fault}: {'; '.join(row.problems)}" for row in rows if not row.good] == []
     assert len(rows) == len(SLURM)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+def test_a_storm_of_two_hundred_steps(slurm: Cluster) -> None:
+    """A fault every 10 s that the run steps: of ranks, srun, conductor, nodes, networks, slurmd and slurmctld."""
+    began, told = time.monotonic(), []
+    storm = cluster_storm(slurm, SEED, 200, 10.0, PACE_S, lambda text: told.append(text) or print(text, flush=True))
+    row = storm.run()
+    print(row, f"{len(storm.struck)} faults in {time.monotonic() - began:.0f} s")
+    assert row.problems == []
+    assert row.equal
+    assert row.compared == 200
+    assert len(storm.struck) >= 8

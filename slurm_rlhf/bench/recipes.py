@@ -1,0 +1,141 @@
+"""`slurm-rlhf bench recipes`: what each recipe learns of one task, a run for each seed, in one table and one picture.
+
+A run that is finished in the output directory is not repeated, so a bench that was broken off goes on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from slurm_rlhf.bench.learn import points_of, run_process, side_of
+from slurm_rlhf.bench.learn_curves import Learned, Side
+from slurm_rlhf.bench.learn_picture import picture
+from slurm_rlhf.bench.options import Given
+from slurm_rlhf.config.check import check
+from slurm_rlhf.config.key_text import dump_toml
+from slurm_rlhf.config.keys import all_keys, get
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.run_directory import RunDirectory
+
+
+def run(given: Given) -> dict[str, Any]:
+    """Train with every recipe, a run of each for every seed. Raises ConfigError, RunError."""
+    options = given.options
+    configs = {file.stem: configured(file, given) for file in recipe_files(options["recipes"])}
+    out = Path(options["out"]).absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    runs: dict[str, list[Learned]] = {name: [] for name in configs}
+    for seed in range(1, options["seeds"] + 1):
+        for name, config in configs.items():
+            runs[name].append(_learned(name, config, seed, out))
+    sides = [Side(name, found) for name, found in runs.items()]
+    file = out / "recipes.svg"
+    file.write_text(picture(sides, "accuracy on held-out problems, by recipe"), encoding="utf-8")
+    return {
+        "bench": "recipes",
+        "picture": str(file),
+        "load": os.getloadavg()[0],
+        "sides": [asdict(side) for side in sides],
+    }
+
+
+def show(result: dict[str, Any]) -> str:
+    """Write the results for a reader."""
+    directory = Path(result["picture"]).parent
+    runs = f"every run with its settings: slurm-rlhf report {directory}/*/"
+    return f"{table([side_of(each) for each in result['sides']])}\npicture: {result['picture']}\n{runs}"
+
+
+def table(sides: list[Side]) -> str:
+    """Write the accuracy of each recipe before training and after it, by seed, and what lies between.
+
+    `area`: the mean accuracy over all samples, lines between the evaluations; it tells early learning from late.
+    """
+    seeds = "".join(f"{f'seed {run.seed}':>8}" for run in sides[0].runs)
+    width = max(8, *(len(side.name) for side in sides))
+    lines = [f"{'recipe':<{width}}{'before':>8}{seeds}{'mean':>8}{'area':>8}{'seconds':>9}"]
+    for side in sides:
+        curve = side.mean()
+        after = [run.points[-1].accuracy for run in side.runs]
+        numbers = [curve[0].accuracy, *after, mean(after), area(side)]
+        cells = "".join(f"{number:8.3f}" for number in numbers)
+        lines.append(f"{side.name:<{width}}{cells}{curve[-1].seconds:9.1f}")
+    last = sides[0].mean()[-1].samples
+    lines.append(f"accuracy after {last:,} responses; seconds of training are means, without start-up and evaluations")
+    return "\n".join(lines)
+
+
+def area(side: Side) -> float:
+    """Average the mean curve of a side over its samples."""
+    points = side.mean()
+    whole = sum((b.samples - a.samples) * (a.accuracy + b.accuracy) / 2 for a, b in itertools.pairwise(points))
+    return whole / max(points[-1].samples, 1)
+
+
+def recipe_files(text: str) -> list[Path]:
+    """List the files of `--recipes`: a directory, or files with commas between them. Raises ConfigError."""
+    files = [Path(part) for part in text.split(",") if part]
+    if len(files) == 1 and files[0].is_dir():
+        files = sorted(files[0].glob("*.toml"))
+    if not files:
+        raise ConfigError(f"bench recipes: --recipes={text}: no recipe (a directory with .toml files, or files)")
+    names = [file.stem for file in files]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"bench recipes: --recipes={text}: two files are called {', '.join(sorted(twice))}")
+    return files
+
+
+def configured(recipe: Path, given: Given) -> Config:
+    """Lay the task over a recipe: the files and keys of the command line. Raises ConfigError, as `check` does."""
+    config = load_config([recipe, *given.files], given.keys)
+    if not config.eval.dataset:
+        raise ConfigError(
+            "bench recipes needs a task with eval.dataset, as in: slurm-rlhf bench recipes sbatch/quickstart.toml"
+        )
+    config.train.max_steps, config.eval.steps = given.options["steps"], given.options["every"]
+    check(config)
+    return config
+
+
+def _learned(name: str, config: Config, seed: int, out: Path) -> Learned:
+    """Train, unless the run is there, and read its curve."""
+    mine = deepcopy(config)
+    mine.train.seed, mine.run_dir = seed, str(out / f"{name}_{seed}")
+    place = RunDirectory(Path(mine.run_dir))
+    if not _is_finished(place, mine):
+        file = out / f"{name}_{seed}.toml"
+        file.write_text(dump_toml(mine), encoding="utf-8")
+        run_process([sys.executable, "-m", "slurm_rlhf.cli", "train", str(file)], out / f"{name}_{seed}.log")
+    summary = _summary(place)
+    rows = [json.loads(line) for line in place.metrics.read_text(encoding="utf-8").splitlines()]
+    points = points_of(rows, summary["eval_before"], mine.rollout.batch_size * mine.rollout.n_samples_per_prompt)
+    print(f"{name}, seed {seed}: {points[0].accuracy:.3f} before, {points[-1].accuracy:.3f} after")
+    return Learned(seed, points, summary["wall_s"] - sum(row["time/step"] for row in rows))
+
+
+def _is_finished(place: RunDirectory, config: Config) -> bool:
+    """Tell whether the run was done. Raises ConfigError where it was done with other keys."""
+    if not place.summary.exists() or _summary(place)["status"] != "finished":
+        return False
+    done = load_config(place.config)
+    if other := [name for name in all_keys() if get(done, name) != get(config, name)]:
+        raise ConfigError(
+            f"bench recipes: {place.root} is a finished run with other values of {', '.join(other)}: "
+            "choose another --out, or remove it"
+        )
+    return True
+
+
+def _summary(place: RunDirectory) -> Mapping[str, Any]:
+    return dict(json.loads(place.summary.read_text(encoding="utf-8")))

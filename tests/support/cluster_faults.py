@@ -1,0 +1,196 @@
+"""Runs as jobs of the emulated Slurm for the campaign, and the faults that only a cluster has."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurm_cluster import COMMAND, OVER, Cluster, said
+
+from slurm_rlhf.campaign import processes
+from slurm_rlhf.campaign.faults import CONDUCTOR, Fault
+from slurm_rlhf.campaign.injection import CLOCK
+from slurm_rlhf.campaign.verdicts import Observation
+from slurm_rlhf.campaign.workload import HOLD
+from slurm_rlhf.errors import RunError
+from slurm_rlhf.polling import wait_until
+
+OPTIONS = ("--nodes=4", "--gres=gpu:8", "--cpus-per-task=16", "--no-kill")
+RANKS = ("--actor.num_gpus_per_node=1",)
+"""The actor on two nodes, the engines on the two others."""
+NODES = {"crash": ("crash", "restart"), "network cut": ("cut", "uncut")}
+"""Kind of a fault -> the words of slurm_cluster.sh that do it and undo it."""
+OTHER_S = 10.0
+"""The most from the first node's stand-in to its own end."""
+MOVED_S = 60.0
+REST_S = 10.0
+"""For what is left of a run on its nodes, from the end of its job."""
+LONELY_S = 40.0
+"""For processes on a node that is cut off: to see that their conductor is gone, and to leave."""
+
+
+class Job:
+    """Implements `slurm_rlhf.campaign.session.Started`: a job of a run."""
+
+    pid = -1
+    """Its processes are on the nodes, and not this process's."""
+
+    def __init__(self, slurm: Cluster, config: Path, run_dir: Path, overrides: Sequence[str]) -> None:
+        self._slurm, self._run_dir = slurm, run_dir
+        self._before = len(said(run_dir)) if Path(f"{run_dir}.log").exists() else 0
+        self.number = slurm.submit(config, run_dir, list(OPTIONS), *RANKS, *overrides)
+
+    def poll(self) -> int | None:
+        job = self._slurm.job(self.number)
+        code, number = map(int, job["ExitCode"].split(":"))
+        # A job whose node is gone completes for minutes; its conductor has ended.
+        return (code or -number) if job["JobState"] in {*OVER, "COMPLETING"} else None
+
+    def output(self) -> str:
+        file = Path(f"{self._run_dir}.log")
+        return file.read_text(errors="replace")[self._before :] if file.exists() else ""
+
+
+class Jobs:
+    """Implements `slurm_rlhf.campaign.session.Start`."""
+
+    def __init__(self, slurm: Cluster) -> None:
+        self._slurm = slurm
+
+    def __call__(self, words: Sequence[str]) -> Job:
+        command, config, run_dir, *overrides = words
+        assert command == "train"
+        return Job(self._slurm, Path(config), Path(run_dir.removeprefix("--run_dir=")), overrides)
+
+
+@dataclass(frozen=True, slots=True)
+class Struck:
+    """What was done, and when: the time of the last part, and how many events there were by then."""
+
+    at: float
+    events: int
+    pid: int = 0
+    nodes: tuple[str, ...] = ()
+    heal: Callable[[], object] = lambda: None
+
+
+class ClusterFaults:
+    """Does faults to the run in `run_dir`, whose `config` lies beside its workload."""
+
+    def __init__(self, slurm: Cluster, config: Path, run_dir: Path, seed: int) -> None:
+        self._slurm, self._hold, self._run_dir, self._seed = slurm, config.parent / HOLD, run_dir, seed
+        self._down: set[str] = set()  # nodes of which something is to be healed
+
+    def do(self, fault: Fault, count_events: Callable[[], int]) -> Struck:
+        """Raises RunError where the target is not there."""
+        slurm, known = self._slurm, count_events()
+        if fault.target == "slurmctld":
+            at = time.monotonic()
+            slurm.cluster("restart-controller")
+            return Struck(at, known)
+        if fault.kind == "crash, one after the other":
+            return self._crash_two(fault, count_events)
+        what, _, rank = fault.target.rpartition(" of ")
+        role, _, number = rank.partition(" rank ")
+        node = slurm.names[0] if what == "srun" or rank == CONDUCTOR else self.node(role, int(number))
+        if what == "node":
+            return self._hit_node(fault.kind, node, known)
+        pid = self._victim(what or rank, role, int(number or 0), node)
+        at = time.monotonic()
+        os.kill(pid, getattr(signal, fault.kind))
+        if what == "slurmd":
+            return Struck(at, known, pid, (node,), self._healing(node, "restart-slurmd"))
+        return Struck(at, known, pid, (node,))
+
+    def _hit_node(self, kind: str, node: str, known: int) -> Struck:
+        slurm, at = self._slurm, time.monotonic()
+        if kind.startswith("clock jump "):
+            clock = self._hold / f"clock.{node}"
+            clock.write_text(str(CLOCK[kind.removeprefix("clock jump ")]))
+            return Struck(at, known, 0, (node,), lambda: clock.unlink(missing_ok=True))
+        if node == slurm.names[0] or node in self._down:
+            raise RunError(f"{node} is the conductor's, or broken already")
+        how, back = NODES[kind]
+        slurm.cluster(how, node)
+        return Struck(at, known, 0, (node,), self._healing(node, back))
+
+    def _healing(self, node: str, how: str) -> Callable[[], object]:
+        self._down.add(node)
+
+        def heal() -> None:
+            if how == "restart":
+                self._slurm.restart(node)
+            else:
+                self._slurm.cluster(how, node)
+            self._down.discard(node)
+
+        return heal
+
+    def _crash_two(self, fault: Fault, count_events: Callable[[], int]) -> Struck:
+        """Crash a node, and while its ranks start on another one that node, too."""
+        first = self.node("actor", 1)
+        one = self._hit_node("crash", first, 0)
+        if not wait_until(lambda: self.node("actor", 1) != first, MOVED_S):
+            one.heal()
+            raise RunError(f"no stand-in for {first} within {MOVED_S:g} s")
+        time.sleep(random.Random(f"{self._seed} {fault.name}").uniform(0.0, OTHER_S))
+        two = self._hit_node("crash", self.node("actor", 1), count_events())
+
+        def heal() -> None:
+            one.heal()
+            two.heal()
+
+        return Struck(two.at, two.events, 0, (first, *two.nodes), heal)
+
+    def _victim(self, what: str, role: str, number: int, node: str) -> int:
+        """The process that a target means: a rank, srun, slurmd, the conductor."""
+        if what.startswith(role):
+            found = processes.rank(self._run_dir, role, number, node)
+            pids = [found.pid] if found else []
+        else:
+            pids = [pid for pid, line in self._slurm.numbered(node) if self._is_meant(what, role, line)]
+        if not pids:
+            raise RunError(f"{what} of {role} is not on {node}")
+        return min(pids)
+
+    def _is_meant(self, what: str, role: str, line: str) -> bool:
+        if what == "srun":
+            return "srun" in line.split(maxsplit=1)[0] and f"--job-name={role}" in line
+        if what == "slurmd":
+            return "slurmd -D" in line
+        return f"--run_dir={self._run_dir}" in line and " train " in line and "srun" not in line
+
+    def node(self, role: str, rank: int) -> str:
+        """The node of a rank; the conductor is where the job's first node is."""
+        shares = json.loads((self._run_dir / "rank_map.json").read_text())["roles"][role]
+        found = [share["node"] for share in shares if rank in share["ranks"]]
+        if not found:
+            raise RunError(f"{role} has no rank {rank} now")
+        return str(found[0])
+
+    def left_alone(self, node: str) -> list[str]:
+        """What is left of the run on a node without a network that it has left out."""
+        used = json.loads((self._run_dir / "rank_map.json").read_text())["roles"].values()
+        if node in {share["node"] for shares in used for share in shares}:
+            return []
+        wait_until(lambda: not self._slurm.left(self._run_dir, node), LONELY_S, 0.2, 0.5)
+        return [f"process {line[:160]} on {node}" for line in self._slurm.left(self._run_dir, node)]
+
+    def look_at_rest(self, seen: Observation, nodes: Sequence[str]) -> None:
+        """Note what an ended job has left on the nodes that live."""
+        left = self._slurm.left
+        wait_until(lambda: not left(self._run_dir, *nodes), REST_S, 0.2, 0.2)
+        seen.orphans += [f"process {line[:160]}" for line in left(self._run_dir, *nodes)]
+        for node in nodes:
+            files = self._slurm.cluster("exec", node, "ls", "-A", "/dev/shm").split()
+            seen.shared_memory += [f"/dev/shm/{name} on {node}" for name in files]
+        seen.locks += [f"lock {path}" for path in processes.held_locks(self._run_dir)]
+
+    def status(self) -> str:
+        return self._slurm.run(COMMAND, "status", str(self._run_dir))
