@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from slurm_rlhf.cluster.slurm_notation import expand
@@ -28,8 +28,12 @@ def names_of(nodes: str) -> list[str]:
         return [nodes]
 
 
-def conductor_stood_still(seconds: float, timeout: Timeout) -> str:
-    """Say that ranks ended because the conductor was away for `seconds`; empty: they wait longer than that."""
+def conductor_stood_still(absence_s: Callable[[float], float], timeout: Timeout) -> str:
+    """Say that ranks ended because the conductor was away; empty: they wait longer than it was.
+
+    `absence_s`: how long it was, if that is no longer ago than so many seconds.
+    """
+    seconds = absence_s(timeout.heartbeat)
     if seconds < timeout.heartbeat - timeout.heartbeat_interval:
         return ""
     return (

@@ -383,8 +383,7 @@ class Supervisor:
 
     def _fail(self, casualty: Casualty, what: str, logs: list[Path], hang: bool = False) -> None:
         """Break the run: quote the newest of `logs`, without what earlier starts in this directory have written."""
-        absence_s = self.server.loop.absence_s(self._config.timeout.heartbeat)
-        cause = conductor_stood_still(absence_s, self._config.timeout) or f"role {casualty.role} died: {what}"
+        away = conductor_stood_still(self.server.loop.absence_s, self._config.timeout)
         with self._failure_lock:
             if self.failure is not None:
                 return
@@ -392,7 +391,7 @@ class Supervisor:
             words = "\n".join(f"    {line}" for line in tail(newest, 12, self._marks.get(newest, 0)))
             self.casualty = casualty
             self.failure = RoleDied(
-                f"{cause}.\nThe last lines of {newest}:\n{words}\n"
+                f"{away or f'role {casualty.role} died: {what}'}.\nThe last lines of {newest}:\n{words}\n"
                 f"Earlier checkpoints are intact; the same command goes on from the newest.",
                 hang=hang,
             )

@@ -18,7 +18,7 @@ HANG = ("--train.on_hang=restart", "--timeout.hang=3", "--timeout.hang_grace=2")
 
 
 def test_a_collective_entered_by_all_but_one_is_restarted_in_place(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """An actor's rank takes its eleventh call of train_step, in step 3, and stays away from the collective; it lives."""
+    """An actor's rank takes its eleventh call of train_step, in step 3, and stays away from the collective."""
     calm, deaths = whole_run(tmp_path_factory), [Death("actor", 1, "train_step", 11, hangs=True)]
     run_dir = calm.config.parent / "hung"
     with dying(run_dir.with_suffix(".deaths"), deaths), started(calm.config, run_dir, *WORLD, *HANG, warm=True) as run:
