@@ -6,7 +6,8 @@ from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.main import Command, parse
-from slurm_rlhf.cli.placement_report import layout_somewhere, memory_on, require_fit
+from slurm_rlhf.cli.placement_report import layout_somewhere, require_fit
+from slurm_rlhf.cluster.gpu_memory import memory_on
 from slurm_rlhf.config.check import check, warnings
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config

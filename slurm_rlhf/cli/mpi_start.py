@@ -16,8 +16,9 @@ from typing import Any
 
 from slurm_rlhf.cli import mpi_preflight
 from slurm_rlhf.cli.main import Arguments, guarded
-from slurm_rlhf.cli.placement_report import check_memory, memory_on, print_resolved
+from slurm_rlhf.cli.placement_report import check_memory, print_resolved
 from slurm_rlhf.cli.preflight import OFF, show, tell
+from slurm_rlhf.cluster.gpu_memory import memory_on
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.slurm_environment import read_slurm

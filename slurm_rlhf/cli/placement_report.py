@@ -5,22 +5,17 @@ from __future__ import annotations
 import os
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from slurm_rlhf.cluster.gpu_query import local_kinds
-from slurm_rlhf.cluster.resources import current_topology, process_slots
+from slurm_rlhf.cluster.gpu_memory import Memory, memory_on
+from slurm_rlhf.cluster.resources import current_topology
 from slurm_rlhf.cluster.slurm_environment import read_slurm
-from slurm_rlhf.cluster.slurm_job import granted_types
 from slurm_rlhf.config.key_text import dump_toml
-from slurm_rlhf.config.model_directory import check_tensor_parallel
-from slurm_rlhf.config.roles import ROLLOUT, colocations, has_engines
+from slurm_rlhf.config.roles import ROLLOUT, colocations
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ModelError, PlacementError
-from slurm_rlhf.placement.gpus import TELL, GpuSize, found_size, told_size
+from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.memory import Account, Row, account, gib
-from slurm_rlhf.placement.rank_map import RankMap, draw, place
-from slurm_rlhf.placement.rank_memory import Models, read_models
+from slurm_rlhf.placement.rank_map import RankMap, draw, place, process_slots
 from slurm_rlhf.placement.remedies import Remedy, changed, fits, remedies
 from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.spares import chosen
@@ -71,45 +66,6 @@ def _example_nodes(config: Config, environ: Mapping[str, str]) -> int:
     """Count the example nodes that are needed; 0 if real ones are used."""
     nodes = max(size.num_nodes for size in role_sizes(config))
     return nodes if nodes > 1 and read_slurm(environ) is None else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """Hold the memory estimate; without one, `unknown` says why."""
-
-    size: GpuSize
-    unknown: str = ""
-    account: Account | None = None
-    models: Models | None = None
-
-
-def memory_of(config: Config, found: GpuSize | None) -> Memory:
-    """Estimate the memory of a run on the GPUs that the user names, or else on those `found`.
-
-    Raises ConfigError for an unknown kind of GPU, and for a tensor-parallel size that does not divide the model.
-    """
-    size = told_size(config.train.gpu, config.train.gpu_memory_gb) or found
-    if size is None:
-        return Memory(GpuSize(0), f"there are no GPUs here; to estimate it for a machine with GPUs, add {TELL}")
-    if not size.memory:
-        return Memory(size, "; ".join(size.notes))
-    try:
-        models = read_models(config)
-    except ModelError as error:
-        return Memory(size, str(error))
-    actor = config.actor.model_name_or_path
-    if has_engines(config):
-        check_tensor_parallel("actor.model_name_or_path", actor, config.vllm.tensor_parallel_size)
-    return Memory(size, "", account(config, models, size.memory), models)
-
-
-def memory_on(config: Config, ranks: RankMap) -> Memory:
-    """Estimate as `memory_of`, on the GPUs of this machine or its allocation, if the ranks use any.
-
-    Blocks for up to a minute if nothing answers.
-    """
-    on_gpus = ranks.topology.accelerator == GPU
-    return memory_of(config, found_size(local_kinds(os.environ), granted_types(os.environ)) if on_gpus else None)
 
 
 def check_memory(config: Config, ranks: RankMap) -> None:

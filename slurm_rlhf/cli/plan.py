@@ -15,10 +15,9 @@ from slurm_rlhf.cli.placement_report import (
     layout_on,
     layout_somewhere,
     memory_json,
-    memory_of,
-    memory_on,
     require_fit,
 )
+from slurm_rlhf.cluster.gpu_memory import memory_of, memory_on
 from slurm_rlhf.cluster.slurm_notation import expand, gpus_of_nodes, rates_of_nodes, slurm_order
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_weights import stored_parameters

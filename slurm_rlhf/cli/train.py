@@ -13,12 +13,11 @@ from slurm_rlhf.cli.placement_report import (
     draw_layout,
     layout_here,
     layout_somewhere,
-    memory_of,
-    memory_on,
     print_resolved,
     require_fit,
 )
 from slurm_rlhf.cli.preflight import before_run
+from slurm_rlhf.cluster.gpu_memory import memory_of, memory_on
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check, check_sft, warnings

@@ -13,8 +13,8 @@ from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.cluster.slurm_job import ask_scontrol
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.placement.rank_map import make_blocks, place
-from slurm_rlhf.placement.role_sizes import RoleSize, role_sizes
+from slurm_rlhf.placement.rank_map import place, process_slots
+from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 
 
@@ -48,19 +48,6 @@ def local_topology(
             f"{error}\n  or hide the GPUs and run on CPUs: CUDA_VISIBLE_DEVICES= slurm-rlhf ..."
         ) from error
     return topology
-
-
-def process_slots(topology: Topology, roles: Sequence[RoleSize], colocate: Sequence[frozenset[str]] = ()) -> Topology:
-    """Give each node of a topology without GPUs as many slots as the roles need there; colocated roles share them.
-
-    Raises PlacementError where colocated roles differ in size.
-    """
-    count = len(topology.nodes)
-    slots = 0
-    for block in make_blocks(roles, colocate):
-        engines = -(-block.engines // (block.num_nodes or count))
-        slots += block.per_node or engines * block.tp
-    return Topology(tuple(Node(node.name, slots, node.cpus) for node in topology.nodes), CPU)
 
 
 def node_name(environ: Mapping[str, str] = os.environ) -> str:

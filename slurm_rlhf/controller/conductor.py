@@ -12,6 +12,7 @@ from pathlib import Path
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.checkpoint.way_back import WayBack
+from slurm_rlhf.cluster.gpu_memory import fits_gpus
 from slurm_rlhf.cluster.processes import Session
 from slurm_rlhf.cluster.resources import current_topology, node_name
 from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
@@ -102,9 +103,9 @@ class Conductor:
         if checkpoint and complete and self.state.step >= inputs.total_steps and self._exported():
             self.reporting.note(f"already finished: {self.state.step} steps are done (raise train.max_steps to go on)")
             return
-        self.directory.config.write_text(dump_toml(self.config), encoding="utf-8")
+        self._write_config()
         self.reporting.begin(self.state, inputs.total_steps, checkpoint)
-        self.reporting.recorder.place(self.ranks)
+        self.reporting.place(self.ranks)
         self.reporting.recorder.pieces = inputs.tokenizer.pieces
         supervisor = Supervisor(self.config, self.directory, self.ranks, self.launcher)
         tell = (self.reporting.note, self.reporting.hung)
@@ -122,7 +123,15 @@ class Conductor:
         )
         allocation = partial(current_topology, self.config, colocations(self.config))
         recovery = TrainerRecovery(
-            self.config, supervisor, watchdog, self.launcher, self.stop, self.reporting.note, allocation, self.node
+            self.config,
+            supervisor,
+            watchdog,
+            self.launcher,
+            self.stop,
+            self.reporting.note,
+            allocation,
+            self.node,
+            fits_gpus,
         )
         back = WayBack.of(CheckpointDir(self.directory.root), checkpoint)
         start: Callable[[], TrainingLoop] = partial(startup.run, self.state, checkpoint)
@@ -167,8 +176,15 @@ class Conductor:
         self.reporting.begin(self.state, startup.inputs.total_steps, checkpoint)
         if plan.ranks is not self.ranks:
             self.ranks = plan.ranks
-            self.reporting.recorder.place(plan.ranks)
-        return partial(startup.again, self.state, checkpoint, spent_s, roles, plan.ranks)
+            self.reporting.place(plan.ranks)
+        if plan.config is not self.config:
+            self.config = plan.config
+            self._write_config()
+        return partial(startup.again, self.state, checkpoint, spent_s, roles, plan.ranks, plan.config)
+
+    def _write_config(self) -> None:
+        """Write down what the ranks read when they start."""
+        self.directory.config.write_text(dump_toml(self.config), encoding="utf-8")
 
     def _exported(self) -> bool:
         """Tell whether the model of the last step was written: a run that was killed at that has a checkpoint only."""

@@ -109,6 +109,11 @@ class EngineRecovery:
         return self._states[engine].node
 
     @property
+    def deserted(self) -> set[str]:
+        """List the nodes that lost engines and that those have left: nothing is to start there."""
+        return {loss.node for loss in self._losses if self._states[loss.engine].node != loss.node}
+
+    @property
     def bereft(self) -> bool:
         """Tell whether the run waits because all engines were lost: that is no hang."""
         return bool(self._losses) and not self._handle.ready

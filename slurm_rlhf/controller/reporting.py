@@ -20,6 +20,7 @@ from slurm_rlhf.observe.metrics import MetricsLog
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.observe.samples import console_text
 from slurm_rlhf.observe.trackers.trackers import Trackers
+from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Experience
 from slurm_rlhf.run_directory import RunDirectory
 
@@ -73,6 +74,11 @@ class Reporting:
     def hung(self, text: str) -> None:
         """Note that nothing moves."""
         self.note(text, events.HANG)
+
+    def place(self, ranks: RankMap) -> None:
+        """Note where the ranks are, and how many each role has."""
+        self._world = ranks.worlds
+        self.recorder.place(ranks)
 
     def restarting(self, why: str, what: str) -> None:
         """Tell that something broke, `why`, and `what` is done about it; `begin` follows."""

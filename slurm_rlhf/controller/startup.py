@@ -137,17 +137,25 @@ class Startup:
         return True
 
     def again(
-        self, state: RunState, checkpoint: Path | None, spent_s: float, roles: Collection[str], ranks: RankMap
+        self,
+        state: RunState,
+        checkpoint: Path | None,
+        spent_s: float,
+        roles: Collection[str],
+        ranks: RankMap,
+        config: Config,
     ) -> TrainingLoop:
         """Start `roles` again as `run` does, where `ranks` has them, beside those that live.
 
-        `spent_s`: how long the run has taken before. What the run has read from the user's files stays.
+        `spent_s`: how long the run has taken before. `config`: of now; roles may be smaller. What the run has read from
+        the user's files stays.
         """
-        config, self.ranks = self.config, ranks
+        self.config, self.ranks = config, ranks
         state.wall_s, self.clock, self._checkpoints = spent_s, time.monotonic(), None
         if self.reporting.gpus is not None:
             self._gpu_sums = self.reporting.gpus.state_dict()
-        if ROLLOUT in roles:
+        if ROLLOUT in roles and self._pool is not None:
+            self._pool.close()
             self._pool = None
         self.inputs.order.rewind()
         self.supervisor.start_again(roles, ranks, role_environment(config, ranks, len(os.sched_getaffinity(0))))

@@ -265,17 +265,18 @@ class Supervisor:
         engines = self._launcher.engines
         for engine, how in engines.ended() if engines else ():
             if not self._leaving.is_set() and not self._goes_on_without(engine, how):
-                self._fail(Casualty(ROLLOUT), how, self._engine_logs(engine))
+                self._fail_of(engine, how)
         if self.recovery is not None and self.recovery.armed:
             self.recovery.look()
 
     def _goes_on_without(self, engine: int, why: str, silent: bool = False) -> bool:
         return self.recovery is not None and self.recovery.lost(engine, why, silent=silent)
 
-    def _engine_logs(self, engine: int) -> list[Path]:
+    def _fail_of(self, engine: int, how: str) -> None:
         group = next(group for group in self._ranks.tp_groups if group.engine == engine)
         names = [name for rank in group.ranks for name in (rank, f"{rank}.start")]
-        return [self._directory.role_log(ROLLOUT, group.node, name) for name in names]
+        logs = [self._directory.role_log(ROLLOUT, group.node, name) for name in names]
+        self._fail(Casualty(ROLLOUT, (group.node,)), how, logs)
 
     def _judge(self, waited_s: float) -> None:
         """Name the process group that ended first, unless it ended because another node is dead.

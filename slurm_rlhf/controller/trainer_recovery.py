@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from slurm_rlhf.cluster.stop import Stop, StopRequested
-from slurm_rlhf.config.roles import ROLES, ROLLOUT, colocations
+from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.casualty import Casualty
 from slurm_rlhf.controller.supervisor import Supervisor
@@ -21,8 +21,9 @@ from slurm_rlhf.controller.watchdog import Watchdog
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError, shortened
 from slurm_rlhf.launch.launcher import Launcher
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.replacement import passed_over, replaced
-from slurm_rlhf.placement.role_sizes import role_sizes
+from slurm_rlhf.placement.remedies import changed
+from slurm_rlhf.placement.replacement import Fits, Replacement, passed_over, replaced
+from slurm_rlhf.placement.spares import with_engine_on
 from slurm_rlhf.placement.topology import Topology
 
 TWICE = 2
@@ -75,6 +76,7 @@ class Plan:
     why: str
     roles: tuple[str, ...]
     ranks: RankMap
+    config: Config  # from now on
     number: int  # of this restart
     left_out: tuple[str, ...] = ()  # nodes, since the start of the run
 
@@ -100,6 +102,7 @@ class TrainerRecovery:
     note: Callable[[str], None]
     allocation: Callable[[], Topology]  # nodes and slots of the whole allocation
     here: str  # the node of this process
+    fits: Fits  # the GPUs' memory
     failures: list[Failure] = field(default_factory=list, init=False)
     left_out: set[str] = field(default_factory=set, init=False)
 
@@ -116,11 +119,14 @@ class TrainerRecovery:
                 raise PlacementError(self.launcher.fixed)
             if why := refusal(self.failures, most):
                 raise PlacementError(why)
+            ranks = self._with_engines(ranks)
             moved = self._moved(ranks, broken)
+            self.config = changed(self.config, moved.change) if moved.change else self.config
         except PlacementError as refused:
             self.note(f"the run is not restarted in this job: {refused}")
             raise cause from (None if cause is error else error)
-        return Plan(str(cause), self._roles(ranks, moved, broken), moved, len(self.failures), tuple(self.left_out))
+        roles, number = self._roles(ranks, moved.ranks, broken), len(self.failures)
+        return Plan(str(cause), roles, moved.ranks, self.config, number, tuple(self.left_out))
 
     def _cause(self, error: RunError) -> BaseException:
         """Return why the run really broke."""
@@ -143,34 +149,45 @@ class TrainerRecovery:
             found = self.supervisor.casualty
         elif isinstance(cause, RemoteError) and not cause.user_error and cause.role:
             found = Casualty(cause.role, (cause.node,))
-        return None if found is None or ROLES[found.role].kind == "engine" else found
+        alone = self.supervisor.recovery is not None  # then an engine that ends the run is one that cannot be helped
+        return None if found is None or (alone and ROLES[found.role].kind == "engine") else found
 
-    def _moved(self, ranks: RankMap, broken: Casualty) -> RankMap:
-        """Return where the ranks go: elsewhere if nodes are gone, or have killed ranks twice. Raises PlacementError."""
+    def _moved(self, ranks: RankMap, broken: Casualty) -> Replacement:
+        """Say where the ranks go: elsewhere if nodes are gone, or have killed ranks twice. Raises PlacementError."""
+        as_it_is = Replacement(ranks)
         if len(ranks.used_nodes) == 1:
-            return ranks
+            return as_it_is
         gone = self.supervisor.silent_nodes() - {self.here} if broken.silent else set()
         bad = (gone | offenders(self.failures) | self.left_out) - {self.here}
         if not bad & set(ranks.used_nodes):
-            return ranks
-        colocate = colocations(self.config)
+            return as_it_is
+        recovery = self.supervisor.recovery
+        deserted = recovery.deserted - set(ranks.used_nodes) if recovery is not None else set()
         try:
-            moved = replaced(ranks, bad, self._free(ranks), role_sizes(self.config), colocate, self.launcher.unfit)
+            moved = replaced(ranks, bad | deserted, self.allocation(), self.config, self.fits, self.launcher.unfit)
         except PlacementError as error:
             if not gone:
-                return ranks  # there is nothing better, and its nodes answer
+                return as_it_is  # there is nothing better, and its nodes answer
             raise PlacementError(f"{shortened(sorted(gone))} does not answer any more, and {error}") from None
+        if moved.change and not gone:
+            return as_it_is
         self.left_out |= bad
         passed = f"; {passed_over(self.launcher.unfit)}" if self.launcher.unfit else ""
-        self.note(f"left out from now on: {', '.join(sorted(bad))}; {_changes(ranks, moved)}{passed}")
+        self.note(f"left out from now on: {', '.join(sorted(bad))}; {_changes(ranks, moved.ranks)}{passed}")
+        if moved.change:
+            self.note(
+                f"warning: smaller from now on: {moved.words(self.config)}; the metrics are those of the full size "
+                "to the order in which sums are taken (1e-5 in fp32), not bit for bit"
+            )
         return moved
 
-    def _free(self, ranks: RankMap) -> Topology:
-        """Return the allocation without nodes to which engines have moved by themselves."""
-        recovery, allocation = self.supervisor.recovery, self.allocation()
-        moved = {recovery.node(group.engine) for group in ranks.tp_groups} if recovery else set()
-        taken = moved - set(ranks.used_nodes)
-        return replace(allocation, nodes=tuple(node for node in allocation.nodes if node.name not in taken))
+    def _with_engines(self, ranks: RankMap) -> RankMap:
+        """Return the map with the engines where they are: some have moved by themselves."""
+        if (recovery := self.supervisor.recovery) is not None:
+            for group in ranks.tp_groups:
+                if (node := recovery.node(group.engine)) != group.node:
+                    ranks = with_engine_on(ranks, group.role, group.engine, node)
+        return ranks
 
     def _roles(self, ranks: RankMap, moved: RankMap, broken: Casualty) -> tuple[str, ...]:
         """List what starts again: the engines, too, where they hang, share their devices, or have to move alive."""

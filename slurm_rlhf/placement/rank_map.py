@@ -14,7 +14,7 @@ from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.explain import explain
 from slurm_rlhf.placement.packing import Assignment, Block, assign_slots, pack
 from slurm_rlhf.placement.role_sizes import RoleSize
-from slurm_rlhf.placement.topology import GPU, Node, Topology
+from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +154,19 @@ def make_blocks(sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -
         tp, count = (engines[0].tp, engines[0].engines) if engines else (0, 0)
         blocks.append(Block(names, first.num_nodes, first.num_gpus_per_node, tp, count))
     return blocks
+
+
+def process_slots(topology: Topology, roles: Sequence[RoleSize], colocate: Sequence[frozenset[str]] = ()) -> Topology:
+    """Give each node of a topology without GPUs as many slots as the roles need there; colocated roles share them.
+
+    Raises PlacementError where colocated roles differ in size.
+    """
+    count = len(topology.nodes)
+    slots = 0
+    for block in make_blocks(roles, colocate):
+        engines = -(-block.engines // (block.num_nodes or count))
+        slots += block.per_node or engines * block.tp
+    return Topology(tuple(Node(node.name, slots, node.cpus) for node in topology.nodes), CPU)
 
 
 def _merged(sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -> list[list[RoleSize]]:

@@ -77,6 +77,8 @@ class Parts:
     fixed: str = ""
     stopped: Reason | None = None
     spares: int = 0
+    engines_alone: bool = True  # each engine can be started again by itself
+    moved: dict[int, str] = field(default_factory=dict)  # engine -> node
     unfit: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
@@ -94,8 +96,13 @@ class Parts:
             if self.casualty is not None and isinstance(error, CallTimeout):
                 raise RoleDied("role actor died: the true cause")
 
+        deserted = {"n4"} if self.moved else set()
+        homes = {group.engine: group.node for group in self.ranks.tp_groups} | self.moved
         supervisor: Any = SimpleNamespace(
-            blame=blame, casualty=self.casualty, silent_nodes=lambda: set(self.silent), recovery=None
+            blame=blame,
+            casualty=self.casualty,
+            silent_nodes=lambda: set(self.silent),
+            recovery=SimpleNamespace(node=homes.get, deserted=deserted) if self.engines_alone else None,
         )
         watchdog: Any = SimpleNamespace(behind=lambda error: self.behind, culprits=lambda: self.culprits)
         names = [f"n{number}" for number in range(1, 5 + self.spares)]
@@ -108,6 +115,7 @@ class Parts:
             self.notes.append,
             lambda: Topology.uniform(names, 1),
             "n1",
+            lambda config: True,
         )
 
     def plan(self, error: RunError, step: int = 5) -> Plan:
@@ -130,8 +138,9 @@ def test_the_trainers_start_again_where_they_were_and_the_engines_stay() -> None
     assert Parts().plan(raised).roles == ("actor", "critic")
 
 
-def test_engines_that_share_the_devices_start_again_too() -> None:
-    parts = Parts(casualty=ACTOR)
+@pytest.mark.parametrize("role", ["actor", "rollout"])
+def test_engines_that_share_the_devices_start_again_with_the_trainers_whoever_died(role: str) -> None:
+    parts = Parts(casualty=Casualty(role, ("n2",)), engines_alone=False)
     parts.config.train.colocate_all = True
     plan = parts.recovery().plan(DIED, 5, parts.ranks)
     assert set(plan.roles) == {"actor", "critic", "rollout"}
@@ -149,6 +158,11 @@ def test_engines_that_share_the_devices_start_again_too() -> None:
         (
             Parts(casualty=ACTOR, fixed="under MPI no role can"),
             DIED,
+            "not restarted in this job: under MPI no role can",
+        ),
+        (
+            Parts(casualty=Casualty("rollout", ("n4",)), engines_alone=False, fixed="under MPI no role can"),
+            RoleDied("role rollout died"),
             "not restarted in this job: under MPI no role can",
         ),
     ],
@@ -194,19 +208,46 @@ def test_a_spare_that_preflight_found_bad_takes_over_nothing_and_the_reason_is_t
     assert [share.node for share in plan.ranks.roles["actor"]] == ["n1", "n6"]
     assert parts.notes == ["left out from now on: n2; n6 takes over; n5 is free and not taken: /dev/shm is full"]
     alone = Parts(casualty=LOST, silent={"n2"}, spares=1, unfit={"n5": "/dev/shm is full"})
-    with pytest.raises(RoleDied):
-        alone.plan(DIED)
-    assert "can stand in for n2; n5 is free and not taken: /dev/shm is full (0 are free)" in alone.notes[0]
+    assert alone.plan(DIED).ranks.used_nodes == ["n1", "n3", "n4"]
+    assert alone.notes[0] == (
+        "left out from now on: n2; the run goes on with 3 nodes; n5 is free and not taken: /dev/shm is full"
+    )
 
 
-def test_without_a_spare_the_run_ends_and_says_what_is_missing() -> None:
+def test_without_a_spare_the_run_goes_on_with_smaller_roles_and_says_which() -> None:
     parts = Parts(casualty=LOST, silent={"n2"})
+    recovery, before = parts.recovery(), parts.ranks
+    plan = recovery.plan(DIED, 5, before)
+    assert (plan.config.actor.num_nodes, parts.config.actor.num_nodes) == (1, 2)
+    assert recovery.config is plan.config
+    assert plan.ranks.worlds == {"actor": 1, "critic": 1, "rollout": 1}
+    assert plan.ranks.roles["rollout"] == before.roles["rollout"]
+    assert (plan.keeps_engines, plan.left_out) == (True, ("n2",))
+    assert parts.notes == [
+        "left out from now on: n2; the run goes on with 3 nodes",
+        "warning: smaller from now on: actor.num_nodes = 1 (it was 2); the metrics are those of the full size to the "
+        "order in which sums are taken (1e-5 in fp32), not bit for bit",
+    ]
+
+
+def test_without_a_spare_and_a_smaller_layout_the_run_ends_and_says_what_is_missing() -> None:
+    parts = Parts(casualty=Casualty("critic", ("n3",), silent=True), silent={"n2", "n3"})
     with pytest.raises(RoleDied):
         parts.plan(DIED)
     (told,) = parts.notes
-    assert told.startswith("the run is not restarted in this job: n2 does not answer any more, and no free node")
-    assert "the roles do not fit the 3 nodes that are left" in told
+    assert told.startswith("the run is not restarted in this job: n2, n3 does not answer any more, and no free node")
+    assert "the roles do not fit the 2 nodes that are left" in told
+    assert "the smallest that the rules of the configuration allow needs 3 slots" in told
     assert "Keep a node in reserve: cluster.spares" in told
+
+
+def test_engines_that_have_moved_stay_where_they_are_and_the_nodes_they_left_are_not_taken() -> None:
+    """The engine has left n4, which is gone, for the first of two spares; then the node of an actor's rank goes."""
+    parts = Parts(casualty=LOST, silent={"n2"}, spares=2, moved={0: "n5"})
+    plan = parts.plan(DIED)
+    assert [share.node for share in plan.ranks.roles["actor"]] == ["n1", "n6"]
+    assert [share.node for share in plan.ranks.roles["rollout"]] == ["n5"]
+    assert plan.keeps_engines
 
 
 def test_a_node_that_kills_ranks_twice_is_left_out_where_another_is_free() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from model_configs import SHAPES
 
-from slurm_rlhf.cli.placement_report import Memory, draw_memory
+from slurm_rlhf.cli.placement_report import draw_memory
+from slurm_rlhf.cluster.gpu_memory import Memory
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES, ROLLOUT

@@ -20,7 +20,7 @@ from open_ports import Strangers, listening
 from patched_ranks import Call, calls, noted
 from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train
 from warm_runs import WarmRun
-from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, whole_run
+from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, small_run, whole_run
 
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.report.run_files import RunFiles
@@ -309,11 +309,8 @@ def test_under_mpirun_it_writes_the_same_metrics(config: Path, whole: tuple[Path
 
 
 @pytest.fixture(scope="module")
-def small(config: Path) -> Path:
-    run_dir = config.parent / "small"
-    code, output = train(config, run_dir, *SMALL, warm=True)
-    assert code == 0, output
-    return run_dir
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_run(tmp_path_factory)
 
 
 def test_one_rank_and_one_engine_agree_to_rounding(small: Path, whole: tuple[Path, str]) -> None:

@@ -1,20 +1,23 @@
-"""A node dies under a run: a spare node of the allocation takes its ranks over, in the same job."""
+"""A node dies under a run: in the same job a spare node takes its ranks over, or roles become smaller."""
 
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from slurm_cluster import CHECKOUT, Cluster, said
 from slurm_undisturbed import STEPS, calm_run
+from training_runs import assert_close_metrics, steps, summary, timeless
 from training_runs import metrics as rows
-from training_runs import steps, summary, timeless
 
 from slurm_rlhf.observe.events import read_events
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
 
 FOUR = ["--nodes=4", "--gres=gpu:8", "--cpus-per-task=4", "--mem=8000", "--no-kill"]
+COMPARED = 3
+"""Steps behind a change of the layout: later ones may sample another token, where two were equally likely."""
 
 
 def test_a_spare_node_takes_over_and_the_metrics_are_those_of_the_calm_run(slurm: Cluster) -> None:
@@ -46,3 +49,38 @@ def test_a_spare_node_takes_over_and_the_metrics_are_those_of_the_calm_run(slurm
     assert slurm.job(job)["Restarts"] == "0"
     assert [event.event for event in read_events(run_dir / "events.jsonl")].count("restart") == 1
     slurm.wait_until(lambda: not slurm.left(run_dir, "gpu001", "gpu004"), "end of its processes", 30)
+
+
+def test_without_a_spare_the_run_goes_on_with_a_smaller_actor(slurm: Cluster) -> None:
+    """The second of two nodes crashes: the actor goes on with one rank in place of two, from the checkpoint.
+
+    Up to there the metrics are the calm run's bit for bit, and behind it to rounding.
+    """
+    calm, run_dir = calm_run(slurm), slurm.shared / "smaller"
+    words = ("--ckpt.save_steps=2", f"--train.max_steps={STEPS}", "--train.num_episodes=10")
+    two = ["--nodes=2", *FOUR[1:]]
+    job = slurm.submit(CHECKOUT / "sbatch" / "ppo_32b.toml", run_dir, two, *calm.overrides, *words)
+    slurm.wait_until(
+        lambda: steps(run_dir) >= 3 or slurm.job(job)["JobState"] not in ("PENDING", "RUNNING"), "step 3", 200
+    )
+    assert summary(run_dir)["world"] == {"actor": 2, "critic": 1, "reference": 1, "rollout": 2}
+    slurm.cluster("crash", "gpu002")
+    try:
+        told = slurm.wait_until(lambda: bool(summary(run_dir).get("restarts")), "restart", 60)
+        slurm.wait_until(lambda: summary(run_dir)["status"] != "running", "end of the run", 250)
+    finally:
+        slurm.restart("gpu002")
+    ended = slurm.wait_over(job, 60)
+    print(f"told after {told:.1f} s")
+    assert ended == ("COMPLETED", 0), said(run_dir)
+    assert "left out from now on: gpu002; the run goes on with 1 nodes" in said(run_dir)
+    assert "smaller from now on: actor.num_nodes = 1 (it was 2)" in said(run_dir)
+    assert summary(run_dir)["world"]["actor"] == 1
+    found = re.findall(r"resuming from \S+ at step (\d+)/", said(run_dir))
+    at = int(found[-1])
+    assert at >= 2
+    print(f"went on from step {at}, with {summary(run_dir)['world']}")
+    assert timeless(rows(run_dir))[:at] == calm.metrics[:at]
+    assert_close_metrics(rows(run_dir)[at : at + COMPARED], rows(calm.run_dir)[at : at + COMPARED])
+    assert len(rows(run_dir)) == STEPS
+    assert slurm.job(job)["Restarts"] == "0"

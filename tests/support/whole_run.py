@@ -35,6 +35,7 @@ class Whole:
 
 
 _made: dict[int, Whole] = {}
+_small: dict[int, Path] = {}
 
 
 def whole_run(factory: pytest.TempPathFactory) -> Whole:
@@ -49,3 +50,14 @@ def whole_run(factory: pytest.TempPathFactory) -> Whole:
         assert code == 0, output
         _made[id(factory)] = Whole(file, run_dir, output)
     return _made[id(factory)]
+
+
+def small_run(factory: pytest.TempPathFactory) -> Path:
+    """The directory of a run of an actor's rank, a critic and an engine, on the same files; made once as well."""
+    if id(factory) not in _small:
+        file = whole_run(factory).config
+        run_dir = file.parent / "small"
+        code, output = train(file, run_dir, *SMALL, warm=True)
+        assert code == 0, output
+        _small[id(factory)] = run_dir
+    return _small[id(factory)]
