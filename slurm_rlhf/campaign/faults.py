@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 START: Final = "start"
+EXPORT: Final = "export"
 PHASES: Final = {
     START: ("start",),
     "generate": ("rollout",),
@@ -15,7 +16,7 @@ PHASES: Final = {
     "train": ("update",),
     "sync": ("sync",),
     "checkpoint": ("checkpoint",),
-    "export": ("export",),
+    EXPORT: ("export",),
 }
 """Phase of a fault -> the phases that a run tells (`RunDirectory.phase`)."""
 STEPPING: Final = ("generate", "score", "train", "sync")
@@ -54,7 +55,11 @@ class Fault:
         return f"{self.kind}: {self.target}{where}{' on a cluster' if self.needs == 'slurm' else ''}"
 
 
-NEEDS: Final = {"root": "needs root, to mount a small disk", "slurm": "needs Slurm: bash tests/run.sh -m campaign"}
+NEEDS: Final = {
+    "root": "needs root, to mount a small disk",
+    "quota": "needs root and btrfs-progs, to mount a disk with a quota",
+    "slurm": "needs Slurm: bash tests/run.sh -m campaign",
+}
 """What a machine may lack -> what is said of the faults that it therefore does not run."""
 
 KILLED_S: Final = 10.0
@@ -128,10 +133,11 @@ def others() -> Iterator[Fault]:
         yield Fault(f"newest checkpoint {damage}", "run directory", ANY, says="is skipped")
     yield Fault("deleted", "run directory", "train", says="error: .*has vanished", apart=True)
     yield Fault("renamed", "run directory", "checkpoint", says="error: .*has vanished", apart=True)
-    for phase in ("train", "checkpoint", "export"):
+    for phase in ("train", "checkpoint", EXPORT):
         yield Fault(
             "full disk", "run directory", phase, says="error: .*No space left on device", needs="root", apart=True
         )
+        yield Fault("quota", "run directory", phase, says="error: .*Disk quota exceeded", needs="quota", apart=True)
     yield Fault("file size limit", "actor rank 0", "checkpoint", says="error: .*File too large")
     yield Fault("file size limit", CONDUCTOR, "checkpoint", says="error: .*File too large")
 

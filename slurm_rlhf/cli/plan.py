@@ -26,10 +26,10 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, shortened
 from slurm_rlhf.placement.rank_map import RankMap, draw
 from slurm_rlhf.placement.topology import GPU, numbered_names
+from slurm_rlhf.weight_sync.balance import GIGABIT, planned_rates
 from slurm_rlhf.weight_sync.routes import Cost, cost_of
 from slurm_rlhf.weight_sync.transfer_plan import Layout, SyncPlan, make_plan
 
-GIGABIT = 125_000_000  # bytes
 NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0
 USAGE = (
     "usage: slurm-rlhf plan FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--json]\n"
@@ -51,10 +51,9 @@ GPU_OPTIONS = {
     "gpu": "kind of the GPUs, as train.gpu: h100, a100_40gb, h200, ...",
     "gpu_memory_gb": "memory of a GPU as it is sold, as train.gpu_memory_gb",
 }
-DEFAULTS = (str(NETWORK_GBITS), str(INSIDE_GBITS))
 RATES = {
     "network_gbits": f"Gbit/s of a node's links in each direction, to predict the seconds and the shares "
-    f"[{NETWORK_GBITS:g}]; of all, and of nodes that have others: 100,gpu007:10",
+    f"[sync.network_gbits, or {NETWORK_GBITS:g}]; of all, and of nodes that have others: 100,gpu007:10",
     "inside_gbits": f"Gbit/s between the ranks of one node [{INSIDE_GBITS:g}]",
 }
 
@@ -77,7 +76,7 @@ KEYS = [f"{role.group}.{size}" for role in ROLES.values() if role.kind != "engin
 KEYS += ["rollout.engine", "vllm.num_engines", "vllm.tensor_parallel_size", "vllm.num_nodes"]
 KEYS += ["algo.advantage.estimator", "train.plugins", "algo.kl.init_coef", "reward.model_name_or_path"]
 KEYS += ["train.colocate_all", *filter(None, (role.colocation_key for role in ROLES.values()))]
-KEYS += ["ds.zero_stage", "ds.param_dtype", "sync.bucket_mb"]
+KEYS += ["ds.zero_stage", "ds.param_dtype", "sync.bucket_mb", "sync.network_gbits"]
 KEYS += ["train.gpu", "train.gpu_memory_gb", "train.max_tokens_per_gpu", "train.forward_max_tokens_per_gpu"]
 KEYS += ["train.logprob_chunk_tokens", "actor.gradient_checkpointing_enable", "data.max_len", "ds.enable_sleep"]
 KEYS += ["ref.zero_stage", "ref.offload", "vllm.gpu_memory_utilization", "vllm.max_num_seqs"]
@@ -90,7 +89,8 @@ def run(words: list[str]) -> int:
     rest += [f"--train.{name}={options.pop(name)}" for name in GPU_OPTIONS if name in options]
     arguments = parse(rest, USAGE, FLAGS)
     config = load_config(arguments.files, arguments.overrides)
-    network, inside = (options.pop(name, default) for name, default in zip(RATES, DEFAULTS, strict=True))
+    defaults = (config.sync.network_gbits or str(NETWORK_GBITS), str(INSIDE_GBITS))
+    network, inside = (options.pop(name, default) for name, default in zip(RATES, defaults, strict=True))
     rates = Gbits(*_rates("network_gbits", network), _rate("inside_gbits", inside))
     wanted = wanted_nodes(options)
     ranks = layout_on(config, *wanted) if wanted else layout_somewhere(config)
@@ -186,10 +186,10 @@ def transfer_plan(config: Config, ranks: RankMap, rates: Gbits) -> SyncPlan | No
     described = [[name, shape, config.ds.param_dtype] for name, shape in stored]
     nodes = {role: [share.node for share in shares for _ in share.ranks] for role, shares in ranks.roles.items()}
     actors = nodes["actor"]
-    known = tuple(rates.of_nodes.get(node, rates.network) / actors.count(node) for node in actors)
+    known = planned_rates(actors, rates.network, rates.of_nodes)
     if strangers := [node for node in rates.of_nodes if node not in {*actors, *nodes["rollout"]}]:
         raise ConfigError(f"--network_gbits names {strangers[0]}, which holds neither the actor nor engines")
-    layout = Layout(tuple(actors), tuple(nodes["rollout"]), config.ds.zero_stage, rates=known if rates.of_nodes else ())
+    layout = Layout(tuple(actors), tuple(nodes["rollout"]), config.ds.zero_stage, rates=known)
     on_gpus = ranks.topology.accelerator == GPU and config.sync.backend in ("auto", "nccl", "ipc")
     return make_plan(described, config.sync.bucket_size_mb(on_gpus) << 20, layout)
 

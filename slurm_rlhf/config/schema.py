@@ -212,6 +212,8 @@ class Sync:
     """MiB of weights that go at a time, 0: 64, between GPUs 256. An engine rank needs 3 x as much; relays cut in 8."""
     interface: str = ""
     """Network interface of the weight transfer, or several (ib0,ib1), near the GPUs. Empty: any that connects."""
+    network_gbits: str = ""
+    """Gbit/s of a node's links, and of nodes that have others: 100,gpu007:10. Empty: measured from update to update."""
     fallback: Literal["none", "gloo"] = "none"
     """gloo: go over to it where the backend cannot connect the members or keeps breaking; none: end the run."""
 

@@ -117,7 +117,8 @@ class SlurmEngines:
                 old.unlink(missing_ok=True)
         self._write_map()
         node_of = {group.engine: group.node for group in self._ranks.tp_groups if group.role == ROLLOUT}
-        self._start(self._run_id, f"{ROLLOUT}", self._ranks, node_of, None)
+        with self._lock:  # another thread may look for ends already
+            self._start(self._run_id, f"{ROLLOUT}", self._ranks, node_of, None)
 
     def _start(
         self, run_id: str, name: str, ranks: RankMap, node_of: dict[int, str], only: Sequence[int] | None

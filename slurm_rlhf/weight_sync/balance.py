@@ -15,6 +15,8 @@ from dataclasses import dataclass
 FEW_NODES = 8
 """Up to so many engine nodes talk to all others; with more, each has a bounded number of partners."""
 _MOST_COPIES = 4  # that leave an owner's node where there are more engine nodes than that
+GIGABIT = 125_000_000
+"""Bytes."""
 _WEIGHTS = 1024  # what the weights of a stream's owners add up to, about
 _SLACK = 1.15  # a copy more from the owners may cost so much: relays have a price, too
 _SPARE_STARTS = 2  # how often each node is a first head, about: so relaying is shared evenly
@@ -112,6 +114,16 @@ def _place(links: Sequence[Link], owner: int) -> tuple[int, int]:
     """Return where an owner stands among those with its interface, and how many they are."""
     same = [index for index, link in enumerate(links) if link.interface == links[owner].interface]
     return same.index(owner), len(same)
+
+
+def planned_rates(actors: Sequence[str], gbits: float, of_nodes: Mapping[str, float]) -> tuple[float, ...]:
+    """Return the bytes/s of each actor rank; its node's ranks share the links. Empty where all nodes are alike.
+
+    `actors`: node of each rank; `gbits`: of a node's links, in Gbit/s; `of_nodes`: of those that have others.
+    """
+    if not of_nodes:
+        return ()
+    return tuple(of_nodes.get(node, gbits) * GIGABIT / actors.count(node) for node in actors)
 
 
 def parents(nodes: int, copies: int) -> tuple[int, ...]:

@@ -7,20 +7,17 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from slurm_rlhf.errors import SyncError, shortened
+from slurm_rlhf.weight_sync.checksum import checksum
 from slurm_rlhf.weight_sync.transfer_plan import FIXED_HEADER, Parameter, Part, Piece, Span, SyncPlan
 
 Source = Callable[[Span], torch.Tensor]
 """A span of a parameter -> its bytes, uint8 [span.nbytes], on any device."""
 
 _WASTE = 2  # a block of memory serves requests down to its size over this
-_BLOCK = 1 << 15  # words; with as many weights half a megabyte, which a second-level cache holds
-_AT_ONCE = 1 << 20  # words that an accelerator takes in one go: more need more memory, less more launches
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # 2^64 / golden ratio, odd: the multiplier of Fibonacci hashing
 
 
 class Pool:
@@ -75,67 +72,6 @@ class Pool:
         self.peak = max(self.peak, self._held)
 
 
-def checksum(data: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tensor:
-    """Compute a 64-bit checksum of `data` (uint8 [n], n a multiple of 8), as an int64 tensor [] on its device.
-
-    sum over i, j of x[i, j] * w[j] * v[i] mod 2^64, where x are the bytes as 64-bit words in blocks of 32768, w and v
-    odd weights: integer arithmetic that depends on positions, the same on every device. Most parameters, and shards of
-    them, are one block: one dot product on a CPU, at the speed of memory. Changed, shifted and exchanged words change
-    it; it is no protection against intent.
-
-    With `into` (uint8 [n]) the bytes are copied there on the way, and those that arrived are summed.
-    """
-    words = data.view(torch.int64)
-    copied = words if into is None else into.view(torch.int64)
-    block_sums = []
-    step = _BLOCK if _is_cpu(data) else _AT_ONCE
-    for low in range(0, words.numel(), step):
-        here = copied[low : low + step]
-        if into is not None:
-            here.copy_(words[low : low + step])
-        block_sums.append(_sums(here))
-    if len(block_sums) == 1 and block_sums[0].dim() == 0:
-        return block_sums[0]  # the first block's weight is 1
-    flat = torch.cat([sums.view(-1) for sums in block_sums]) if block_sums else words
-    return (flat * _block_weights(flat.numel(), str(data.device))).sum()
-
-
-def _sums(words: torch.Tensor) -> torch.Tensor:
-    """Sum the blocks in `words` (int64 [n]), weighted: int64 [] on CPUs, for one block, else int64 [blocks]."""
-    weights = _weights(str(words.device))
-    if _is_cpu(words):
-        return torch.dot(words, weights[: words.numel()])
-    end = words.numel() // _BLOCK * _BLOCK
-    whole = (words[:end].view(-1, _BLOCK) * weights).sum(1)
-    if end == words.numel():
-        return whole
-    return torch.cat([whole, (words[end:] * weights[: words.numel() - end]).sum().view(1)])
-
-
-def _is_cpu(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
-@cache
-def _weights(device: str) -> torch.Tensor:
-    """Return the weights of the words of a block."""
-    return _mixed(_BLOCK).to(device)
-
-
-@cache
-def _block_weights(blocks: int, device: str) -> torch.Tensor:
-    """Return the weights of the blocks; 1 for the first."""
-    weights = _mixed(blocks + 1)[1:] if blocks else torch.zeros(0, dtype=torch.int64)
-    weights[:1] = 1
-    return weights.to(device)
-
-
-def _mixed(count: int) -> torch.Tensor:
-    """Make `count` odd words, no two alike."""
-    numbers = torch.arange(1, count + 1, dtype=torch.int64) * _GOLDEN
-    return (numbers ^ (numbers >> 29)) * _GOLDEN | 1
-
-
 def fill(buffer: torch.Tensor, part: Part, bucket: int, version: int, source: Source) -> None:
     """Write a part into `buffer` (uint8 [part.nbytes]): its pieces, and a header with their checksums."""
     sums = []
@@ -143,7 +79,7 @@ def fill(buffer: torch.Tensor, part: Part, bucket: int, version: int, source: So
         offset = piece.offset - part.start
         data = source(piece.span)
         view = buffer[offset : offset + piece.span.nbytes]
-        if data.device == buffer.device and _in_words(data):
+        if data.device == buffer.device and (_on_host(data) or _in_words(data)):
             sums.append(checksum(data, into=view))
         else:
             view.copy_(data)
@@ -207,7 +143,7 @@ class Assembly:
     def copies(
         self, buffer: torch.Tensor, parts: tuple[Part, ...], bucket: int, version: int
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the same, none of them a view: the buffer is free at the end.
+        """Yield the same, none of them a view: the buffer, which is the host's, is free at the end.
 
         Each is compared while it is copied, so its bytes are read once; raises as `verify` does, before the first that
         differs.
@@ -216,12 +152,7 @@ class Assembly:
         sums = {part.index: iter(_checksums(headers[part.index], part, bucket, version)) for part in parts}
         for piece, part in _in_order(parts):
             room = self._room(piece)
-            words = _words(buffer, piece.offset, piece)
-            if words.numel() == room.numel() and _in_words(room):
-                found = checksum(words, into=room)
-            else:
-                room.copy_(buffer[piece.offset : piece.offset + piece.span.nbytes])
-                found = checksum(words)
+            found = checksum(buffer[piece.offset : piece.offset + piece.span.nbytes], into=room)
             parameter = self.plan.parameters[piece.span.parameter]
             if int(found) != next(sums[part.index]):  # a part's pieces are in the order of their parameters, too
                 raise _different([parameter.name], part, bucket, version)
@@ -283,6 +214,12 @@ def _header(buffer: torch.Tensor, pieces: int) -> torch.Tensor:
     return buffer[: 8 * (FIXED_HEADER + pieces)].view(torch.int64)
 
 
+def _on_host(data: torch.Tensor) -> bool:
+    return data.device.type == "cpu"
+
+
 def _words(buffer: torch.Tensor, offset: int, piece: Piece) -> torch.Tensor:
-    """Return the bytes of the piece and the padding up to whole 64-bit words, which travels with them."""
+    """Return what is summed: the bytes of the piece, on a device with the padding up to whole 64-bit words."""
+    if _on_host(buffer):
+        return buffer[offset : offset + piece.span.nbytes]
     return buffer[offset : offset + -(-piece.span.nbytes // 8) * 8]

@@ -17,12 +17,14 @@ from typing import Any
 from torch.distributed import PrefixStore, Store
 
 from slurm_rlhf.cluster.network import address_of, address_towards, interface_of, link_mbits
+from slurm_rlhf.cluster.slurm_notation import rates_of_nodes
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
+from slurm_rlhf.errors import ConfigError, PlacementError, SyncError, shortened
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.records import SyncConnection
 from slurm_rlhf.weight_sync.backends.backend import Backend, TransportFailure
 from slurm_rlhf.weight_sync.backends.gloo import GlooTransport
+from slurm_rlhf.weight_sync.balance import planned_rates
 from slurm_rlhf.weight_sync.diagnosis import FailureBoard, Names
 from slurm_rlhf.weight_sync.liveness import Heartbeat
 from slurm_rlhf.weight_sync.member import (
@@ -336,8 +338,29 @@ def join_run(config: Config, label: str, parameters: Described, group: dict[str,
         "whole": config.ds.zero_stage < 3,
     }
     joined = join(Membership(label=label, **{**settings, **group}))
+    known, strangers = known_rates(sync.network_gbits, [member.node for member in joined.members], joined.actors)
+    joined.rates = joined.rates or known  # what was measured is nearer to the truth
+    if strangers and joined.rank == 0:  # a requeued job may have other nodes
+        log.warning("sync.network_gbits names %s; no rank of the weight transfer is there", shortened(strangers))
     nbytes = sync.bucket_size_mb(joined.on_gpus) << 20
     return joined, make_plan(parameters, nbytes, joined.layout(config.ds.zero_stage))
+
+
+def known_rates(gbits: str, nodes: Sequence[str], actors: int) -> tuple[tuple[float, ...], list[str]]:
+    """Return the bytes/s of each actor rank as `gbits` (sync.network_gbits) tells them, and names that no node has.
+
+    `nodes`: of the members, the actor's first, as their hosts call themselves: with or without a domain. No rates where
+    it says nothing of the actor's nodes. Raises ConfigError.
+    """
+    if not gbits:
+        return (), []
+    try:
+        rate, of_nodes = rates_of_nodes(gbits)
+    except (ValueError, PlacementError) as error:
+        raise ConfigError(f"sync.network_gbits: cannot read {gbits!r}: {error} (as in 100,gpu007:10)") from None
+    names = {node: node if node in of_nodes else node.partition(".")[0] for node in nodes}
+    known = {node: of_nodes[name] for node, name in names.items() if name in of_nodes and node in nodes[:actors]}
+    return planned_rates(nodes[:actors], rate, known), sorted(set(of_nodes) - set(names.values()))
 
 
 def connection(group: SyncGroup) -> SyncConnection:

@@ -152,11 +152,11 @@ class _Reports:
             message = _message(self._group)
             self._group.control.receive(message, rank, REPORT_TAG).wait()
             self.heard.append(_read(message))
-        except TransportFailure as error:
+        except Exception as error:  # whatever it is, the update must not wait for this thread
             if self._dropped:
                 return
-            self._failure = error
-            if error.peer_left:
+            self._failure = _as_failure(error)
+            if self._failure.peer_left:
                 self.left.add(rank)
             self.drop()
 
@@ -188,9 +188,16 @@ class _Lead:
             message = _message(self._group)
             self._group.control.receive(message, 0, DONE_TAG).wait_within(2 * self._group.timeout_s)
             self.advised = _read(message)
-        except TransportFailure as error:
-            self._failure = error
+        except Exception as error:
+            self._failure = _as_failure(error)
             self._group.drop()
+
+
+def _as_failure(error: Exception) -> TransportFailure:
+    if isinstance(error, TransportFailure):
+        return error
+    log.error("the thread that waits for a report of the update failed", exc_info=error)
+    return TransportFailure(f"{type(error).__name__}: {error}", peer_left=False)
 
 
 def _join(thread: threading.Thread, group: SyncGroup) -> None:

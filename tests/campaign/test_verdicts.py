@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.campaign.faults import BORNE, EITHER, Fault
+from slurm_rlhf.campaign.faults import BORNE, EITHER, STOPS, Fault
 from slurm_rlhf.campaign.result import Campaign, left_out
 from slurm_rlhf.campaign.verdicts import ENDED, FAILED, RECOVERED, RESUMED, UNDISTURBED, Observation, judge, unequal
 
@@ -56,6 +56,9 @@ def test_all_as_it_should_be() -> None:
         ({"locks": ["lock /r/.control/lock"]}, "left behind: lock /r/.control/lock"),
         ({"unequal": ["reward of step 5"]}, "other metrics than the calm run: reward of step 5"),
         ({"traceback": True}, "a traceback on the terminal"),
+        ({"lost": ["the exported model is not"]}, "the exported model is not"),
+        ({"hit_phase": "sync"}, "it came too late or too early: in sync, not in train"),
+        ({"hit_phase": ""}, "it came too late or too early: in no phase, not in train"),
         ({"error": "RunError: actor rank 1 is not there"}, "actor rank 1 is not there"),
     ],
 )
@@ -75,10 +78,11 @@ def test_how_it_went_on() -> None:
     assert judge(CALM, seen(**on)).culprit is None
 
 
-def test_a_fault_that_came_too_late_harms_nothing() -> None:
+def test_a_fault_that_breaks_nothing() -> None:
     on = {"ended_s": None, "exit_code": 0, "resumed": None, "went_on": True, "detected_s": None, "told": ""}
     assert judge(KILL, seen(**on)).problems == ["not detected", "the culprit is not named"]
-    assert judge(KILL, seen(**on, unharmed=True)).problems == []
+    stop = dataclasses.replace(KILL, phase="export", does=STOPS)
+    assert judge(stop, seen(**on, hit_phase="export")).problems == []
     either = dataclasses.replace(KILL, does=EITHER)
     assert (judge(either, seen(**on)).problems, judge(either, seen(**on)).outcome) == ([], UNDISTURBED)
     assert judge(either, seen(told="")).problems == ["the culprit is not named"]

@@ -364,5 +364,9 @@ def test_plan_shares_out_by_the_rates_of_nodes(file: Path, capsys: pytest.Captur
         assert main([*words, f"--ds.zero_stage={zero}", f"--network_gbits=8,{slow}:0.8"]) == 0
         transfer = json.loads(capsys.readouterr().out)["transfer"]
         assert transfer["links"][slow]["out"] == pytest.approx(leaves, rel=0.02)
+    assert main([*words, f"--sync.network_gbits=8,{slow}:0.8"]) == 0
+    transfer = json.loads(capsys.readouterr().out)["transfer"]
+    assert transfer["network_gbits"] == 8
+    assert transfer["links"][slow]["out"] == pytest.approx(payload / 11, rel=0.02)
     assert main([*words, "--network_gbits=8,gpu9:1"]) == 2
     assert "--network_gbits names gpu9, which holds neither" in capsys.readouterr().err

@@ -8,7 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_rlhf.weight_sync.balance import parents
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.weight_sync import group
+from slurm_rlhf.weight_sync.balance import GIGABIT, parents
+from slurm_rlhf.weight_sync.group import SyncGroup, known_rates
+from slurm_rlhf.weight_sync.member import Membership
 from slurm_rlhf.weight_sync.pace import Adviser, Arrivals, gain
 from slurm_rlhf.weight_sync.routes import cost_of
 from slurm_rlhf.weight_sync.transfer_plan import Layout, SyncPlan, make_plan, relays
@@ -124,3 +129,38 @@ def test_a_layout_with_rates_is_another_plan() -> None:
     plan = planned("xy", "pq", 0)
     assert plan.at_rates((1.0, 2.0)).fingerprint() != plan.fingerprint()
     assert plan.at_rates((1.0, 2.0)).layout == replace(plan.layout, rates=(1.0, 2.0))
+
+
+def test_rates_of_the_configuration_are_those_of_the_actors_ranks() -> None:
+    nodes = ["a1.site", "a1.site", "a2.site", "r1", "r2"]
+    assert known_rates("", nodes, 3) == ((), [])
+    assert known_rates("100", nodes, 3) == ((), [])
+    assert known_rates("100,a2:10", nodes, 3) == ((50 * GIGABIT, 50 * GIGABIT, 10 * GIGABIT), [])
+    assert known_rates("100,a[1-2]:10,gone7:1", nodes, 3) == ((5 * GIGABIT, 5 * GIGABIT, 10 * GIGABIT), ["gone7"])
+    assert known_rates("100,r1:10", nodes, 3) == ((), [])  # who takes from whom does not follow an engine's link
+    with pytest.raises(ConfigError, match=r"sync.network_gbits: cannot read"):
+        known_rates("100,a[2-1:10", nodes, 3)
+
+
+def test_the_first_plan_follows_the_rates_of_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One of two actor nodes at a tenth: it owns a tenth of what the other does, before anything was measured."""
+
+    def meet(joining: Membership) -> SyncGroup:
+        made = SyncGroup(joining)
+        made.members = tuple(replace(made.me, rank=rank, node=node) for rank, node in enumerate(["a1", "a2", "r1"]))
+        made.rates = joining.rates
+        return made
+
+    monkeypatch.setattr(group, "join", meet)
+    config = Config()
+    config.sync.network_gbits = "8,a2:0.8,gone:1"
+    where = {"name": "g", "rank": 0, "world": 3, "actors": 2, "host": "127.0.0.1", "port": 1}
+    joined, plan = group.join_run(config, "actor 0", [["p", [4000, 256], "bf16"]], where)
+    assert joined.rates == plan.layout.rates == (8 * GIGABIT, 0.8 * GIGABIT)
+    assert "sync.network_gbits names gone; no rank" in caplog.text
+    fast, slow = (sum(piece.span.nbytes for piece in part.pieces) for part in plan.parts(0, 0))
+    assert slow == pytest.approx(fast / 10, rel=0.02)
+    _, measured = group.join_run(config, "actor 0", plan.described, where | {"rates": (1e9, 2e9)})
+    assert measured.layout.rates == (1e9, 2e9)

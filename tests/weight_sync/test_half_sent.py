@@ -86,3 +86,20 @@ def test_dropped_connections_wake_who_waits_for_a_report_that_came_in_half(waiti
         waits.join()
     assert time.monotonic() - start < LATE
     stuck.over.set()
+
+
+@pytest.mark.parametrize("waiting", [_Reports, _Lead])
+def test_whatever_ends_the_thread_that_waits_for_a_report_ends_the_update(
+    waiting: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    def receive(*_: Any) -> Any:
+        raise MemoryError("no room for a message")
+
+    dropped = threading.Event()
+    group = SimpleNamespace(peers=(1,), actors=1, timeout_s=TIMEOUT_S, dropped=dropped, drop=dropped.set)
+    group.control = SimpleNamespace(receive=receive)
+    waits = waiting(group)
+    with pytest.raises(TransportFailure, match="MemoryError: no room for a message"):
+        waits.join()
+    assert dropped.wait(LATE)
+    assert "the thread that waits for a report of the update failed" in caplog.text
