@@ -101,6 +101,8 @@ class Timeout:
     """From the start of a role's process to its first message: until its libraries are imported."""
     start: Annotated[float, POSITIVE] = 1800.0
     """Loading the model, starting the engine."""
+    meet: Annotated[float, POSITIVE] = 120.0
+    """Forming the process group of a role: its ranks are there and have their libraries."""
     generate: Annotated[float, POSITIVE] = 3600.0
     """Silence of an engine that has requests: no finished response within this time."""
     forward: Annotated[float, POSITIVE] = 1800.0

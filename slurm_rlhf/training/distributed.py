@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from slurm_rlhf.errors import RunError
+from slurm_rlhf.training._torch import limit_collectives
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -22,22 +25,40 @@ class World:
     device: torch.device
 
 
-def join_world(timeout_s: float) -> World:
+def join_world(timeout_s: float, meet_s: float | None = None) -> World:
     """Join the process group that torchrun's environment describes; without one, form a group of one rank.
 
-    NCCL where there are GPUs, gloo elsewhere. Called again, it returns the world that was joined before.
+    NCCL where there are GPUs, gloo elsewhere. Collectives take `timeout_s` at most, forming the group `meet_s`, where
+    that is less. Called again, it returns the world that was joined before. Raises RunError where the ranks do not
+    meet.
     """
     cuda = torch.cuda.is_available()
     if not dist.is_initialized():
-        backend, timeout = ("nccl" if cuda else "gloo"), timedelta(seconds=timeout_s)
+        backend, timeout = ("nccl" if cuda else "gloo"), timedelta(seconds=min(timeout_s, meet_s or timeout_s))
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it in every case
         if cuda:
             torch.cuda.set_device(local_device())
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            try:
+                dist.init_process_group(backend, timeout=timeout)
+            except RuntimeError as error:
+                raise RunError(_not_met(error, timeout.total_seconds())) from error
+            limit_collectives(timeout_s)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return World(dist.get_rank(), dist.get_world_size(), local_device())
+
+
+def _not_met(error: Exception, seconds: float) -> str:
+    environ = os.environ
+    where = f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
+    return (
+        f"rank {environ['RANK']} did not meet the other ranks of its role, {environ.get('WORLD_SIZE')} in all, at "
+        f"{where} within {seconds:g} s (timeout.meet): {str(error).splitlines()[0]}. Either one of them cannot reach "
+        "that address, as its log says then, or somebody has changed what torch keeps there while the role started: "
+        "torch's store knows no password (.github/SECURITY.md). Start again, with GLOO_SOCKET_IFNAME on a network that "
+        "others do not reach"
+    )
 
 
 def local_device() -> torch.device:

@@ -30,6 +30,8 @@ LIMIT = 8.0
 CONNECT = 12.0
 BROKEN = RemoteError("train_step failed on actor rank 0: RuntimeError: Connection closed by peer")
 
+EARLIER = "STEP 7.0 CANCELLED DUE TO NODE FAILURE"  # a start before this one wrote it
+
 STOPPED = """
 import sys
 sys.path[:0] = ["{tests}", "{tests}/../support"]
@@ -47,7 +49,7 @@ class Watched(Processes):
 directory = RunDirectory(Path("{path}"))
 directory.make()
 processes = Watched(directory)
-processes.limit = 2.0
+processes.limit = LIMIT
 made = make(processes)
 made.start({{"actor": {{}}, "critic": {{}}}})
 print(*(process.pid for process in processes.started.values()), flush=True)
@@ -98,6 +100,7 @@ class Processes:
 def processes(tmp_path: Path) -> Processes:
     directory = RunDirectory(tmp_path / "run")
     directory.make()
+    (directory.logs / "actor.srun.log").write_text(f"slurmstepd: error: *** {EARLIER} ***\n")
     return Processes(directory)
 
 
@@ -157,10 +160,14 @@ def test_a_dead_node_is_named_and_not_the_ranks_that_ended_because_of_it(
 def test_a_rank_that_ended_is_named_and_not_those_that_were_ended_with_it(
     supervisor: Supervisor, processes: Processes
 ) -> None:
+    with (processes.directory.logs / "actor.srun.log").open("a") as log:
+        log.write("srun: error: n2: task 1: Killed\n")
     processes.end("actor", 1)
     processes.end("actor", 0)
     verdict, seconds = blamed(supervisor, BROKEN)
     assert "role actor died: its process group on n2 ended: Killed" in str(verdict)
+    assert "    srun: error: n2: task 1: Killed\n" in str(verdict)
+    assert EARLIER not in str(verdict)
     assert seconds < LIMIT / 2
 
 
@@ -219,5 +226,5 @@ def test_a_conductor_that_stood_still_blames_itself_and_no_role(tmp_path: Path) 
             conductor.kill()
     assert len(ranks) == 3
     assert told.startswith("the conductor stood still for ")
-    assert "which wait for 2 s (timeout.heartbeat)" in told
+    assert "which wait for 8 s (timeout.heartbeat)" in told
     assert " died: " not in told

@@ -235,8 +235,13 @@ def test_a_stopped_trainer_is_seen_from_outside_and_ends_the_run_and_a_forbidden
         assert time.monotonic() - began < 50
 
 
-def test_restart_ends_as_the_requeue_path_does_until_the_same_step_has_hung_too_often(tmp_path: Path) -> None:
+def test_restart_ends_as_the_requeue_path_does_until_the_same_step_has_hung_too_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without py-spy, which is said: the ranks' own stacks are enough."""
     with watched(tmp_path, hang_s=1, limit_s=30, on_hang="restart") as run:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # nor is it beside the interpreter
         run.directory.hang(7, 1).mkdir()
         run.learn("update")
         error = error_of(run.call(1, "work_in_python"))
@@ -245,6 +250,8 @@ def test_restart_ends_as_the_requeue_path_does_until_the_same_step_has_hung_too_
         assert (ended.reason.requeue, ended.reason.exit_code, ended.saved) == (True, 1, False)
         assert "the run ends and goes on from its last checkpoint" in run.told()
         assert "in work_in_python" in run.file("stacks.txt", "hang-7.2")
+        report = run.file("report.txt", "hang-7.2")
+        assert "note: py-spy is not installed (pip install py-spy), on n1: stacks are the ranks' own" in report
 
 
 def test_a_step_that_hangs_each_time_is_not_restarted_for_ever(tmp_path: Path) -> None:
