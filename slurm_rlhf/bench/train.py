@@ -170,7 +170,7 @@ class BaselineTrainer:
         if config.actor.gradient_checkpointing_enable:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-        engine = EngineConfig.of(config, Schedule.of(config, config.actor.learning_rate, 1))
+        engine = EngineConfig.of(config, Schedule.of(config, config.actor.learning_rate, 1), self.world.size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=engine.schedule.peak, betas=engine.betas)
         settings = deepspeed_config(engine, sum(p.numel() for p in model.parameters()), self.world.size)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)

@@ -21,7 +21,7 @@ from slurm_rlhf.campaign.watch import finished, look_at_rest, watch
 from slurm_rlhf.campaign.workload import write_workload
 from slurm_rlhf.errors import RunError, SlurmRlhfError
 from slurm_rlhf.observe.jsonl import read_rows
-from slurm_rlhf.observe.phase_file import PhaseNow
+from slurm_rlhf.observe.run_status import PhaseNow
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 

@@ -57,6 +57,7 @@ class Row:
     phase: str
     hit: str
     detected_s: float | None
+    limit_s: float  # in which it had to be
     culprit: bool | None  # None: there is nothing to name
     said: str
     outcome: str
@@ -88,7 +89,8 @@ def judge(fault: Fault, seen: Observation) -> Row:
     hit = f"{seen.hit_phase or 'between phases'}, after step {seen.hit_step}"
     equal = None if not seen.compared else not seen.unequal
     return Row(
-        *(fault.name, fault.kind, fault.target, fault.phase, hit, _round(seen.detected_s), culprit, said, outcome),
+        *(fault.name, fault.kind, fault.target, fault.phase, hit, _round(seen.detected_s)),
+        *(fault.limit_s, culprit, said, outcome),
         *(equal, seen.compared, left, problems),
     )
 

@@ -62,7 +62,7 @@ time.time = set_clock
 
 
 def policy_loss(inputs):
-    from slurm_rlhf.algorithms.policy_losses.table import POLICY_LOSSES
+    from slurm_rlhf.algorithms.policy_losses import POLICY_LOSSES
 
     if os.environ.get("RANK") == "0":
         slow_export()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slurm_rlhf.config.roles import ROLLOUT
-from slurm_rlhf.launch.engine_ranks import LOOPBACK, EngineRanks, plain_environment
+from slurm_rlhf.launch.engine_node import LOOPBACK, EngineRanks, plain_environment
 from slurm_rlhf.launch.node import visible_gpus, without_gpu_choice
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until

@@ -107,8 +107,19 @@ def test_json_and_page_have_every_fault(tmp_path: Path) -> None:
     assert [row["fault"] for row in told["rows"]] == [KILL.name, "SIGKILL: actor rank 1 in sync"]
     assert told["rows"][0]["detected_s"] == 1.2
     assert "as it should be: 1 of 2" in told["summary"]
+    assert told["kinds"] == [{"name": "SIGKILL", "faults": 2, "good": 1, "median_s": 1.2, "slowest_s": 1.2}]
+    assert [(one["name"], one["good"]) for one in told["phases"]] == [("sync", 0), ("train", 1)]
     page = (tmp_path / "campaign.html").read_text()
     assert page.index("SIGKILL: actor rank 1 in sync") < page.index("SIGKILL: actor rank 1 in train")
     assert "crash: node &lt;1&gt; in train" in page
+    assert "1.2 s <span class=soft>of 10</span>" in page
     assert "<script" not in page
     assert "http" not in page.replace("http-equiv", "")
+
+
+def test_of_two_nodes_that_were_hit_both_have_to_be_named() -> None:
+    fault = Fault("crash, one after the other", "two nodes", "train", says=r"rank \d on {node}\b", needs="slurm")
+    first, second = "restart: rank 1 on n2 is lost", "restart: rank 1 on n3 is lost"
+    row = judge(fault, seen(nodes=("n2", "n3"), told=f"{first}\nlog\n{second}"))
+    assert (row.good, row.culprit, row.said) == (True, True, f"{first} / {second}")
+    assert "the culprit is not named" in judge(fault, seen(nodes=("n2", "n3"), told=first)).problems

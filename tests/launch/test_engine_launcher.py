@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from slurm_rlhf.launch import engine_ranks
+from slurm_rlhf.launch import engine_node
 from slurm_rlhf.launch.engine_launcher import LocalEngines
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.role_sizes import RoleSize
@@ -25,7 +25,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalEngines:
         time.sleep(0.1)
         return subprocess.Popen(["sleep", "60"])
 
-    monkeypatch.setattr(engine_ranks, "start_child", start_child)
+    monkeypatch.setattr(engine_node, "start_child", start_child)
     return LocalEngines(tmp_path, place(Topology.uniform(("here",), 4), [RoleSize("rollout", 1, 4, engines=2)]))
 
 

@@ -18,8 +18,7 @@ import pytest
 from recorded_run import sample
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.secrets import without_secrets
-from slurm_rlhf.config.trackers import tracker_problems
+from slurm_rlhf.config.trackers import tracker_problems, without_secrets
 from slurm_rlhf.observe.metrics import TensorBoardEvents
 from slurm_rlhf.observe.trackers.process import ProcessSink, TrackerFailed
 from slurm_rlhf.observe.trackers.sink import TrackedRun
