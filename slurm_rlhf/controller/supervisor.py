@@ -390,12 +390,9 @@ class Supervisor:
                 return
             newest = max(written(logs, self._marks), key=lambda path: path.stat().st_mtime, default=logs[-1])
             words = "\n".join(f"    {line}" for line in tail(newest, 12, self._marks.get(newest, 0)))
-            self.casualty = casualty
-            self.failure = RoleDied(
-                f"{away or f'role {casualty.role} died: {what}'}.\nThe last lines of {newest}:\n{words}\n"
-                f"Earlier checkpoints are intact; the same command goes on from the newest.",
-                hang=hang,
-            )
+            told = f"{away or f'role {casualty.role} died: {what}'}.\nThe last lines of {newest}:\n{words}\n"
+            kept = "Earlier checkpoints are intact; the same command goes on from the newest."
+            self.casualty, self.failure = casualty, RoleDied(told + kept, hang=hang)
         log.error("%s", self.failure)
         for name in self._ranks.roles:
             self.server.fail_role(name, self.failure)
