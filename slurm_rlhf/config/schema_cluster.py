@@ -102,8 +102,6 @@ class Timeout:
     the ranks of a trainer have met."""
     start: Annotated[float, POSITIVE] = 1800.0
     """Loading the model, starting the engine."""
-    meet: Annotated[float, POSITIVE] = 120.0
-    """Forming the process group of a role: its ranks are there and have their libraries."""
     generate: Annotated[float, POSITIVE] = 3600.0
     """Silence of an engine that has requests: no finished response within this time."""
     forward: Annotated[float, POSITIVE] = 1800.0

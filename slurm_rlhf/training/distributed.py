@@ -14,10 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 from slurm_rlhf.errors import RunError
-<<<<<<< HEAD
-from slurm_rlhf.training._torch import limit_collectives
-=======
->>>>>>> main
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,57 +25,24 @@ class World:
     device: torch.device
 
 
-<<<<<<< HEAD
-def join_world(timeout_s: float, meet_s: float | None = None) -> World:
-    """Join the process group that torchrun's environment describes; without one, form a group of one rank.
-
-    NCCL where there are GPUs, gloo elsewhere. Collectives take `timeout_s` at most, forming the group `meet_s`, where
-    that is less. Called again, it returns the world that was joined before. Raises RunError where the ranks do not
-    meet.
-=======
 def join_world(timeout_s: float, connect_s: float) -> World:
     """Join the process group that torchrun's environment describes; without one, form a group of one rank.
 
     NCCL where there are GPUs, gloo elsewhere. `timeout_s`: of its collectives; `connect_s`: of joining. Called again,
     it returns the world that was joined before. Raises RunError where the ranks do not meet.
->>>>>>> main
     """
     if not dist.is_initialized():
-<<<<<<< HEAD
-        backend, timeout = ("nccl" if cuda else "gloo"), timedelta(seconds=min(timeout_s, meet_s or timeout_s))
-=======
->>>>>>> main
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it in every case
         if torch.cuda.is_available():
             torch.cuda.set_device(local_device())
         timeout = timedelta(seconds=timeout_s)
         if "RANK" in os.environ:
-<<<<<<< HEAD
-            try:
-                dist.init_process_group(backend, timeout=timeout)
-            except RuntimeError as error:
-                raise RunError(_not_met(error, timeout.total_seconds())) from error
-            limit_collectives(timeout_s)
-=======
             _meet(timeout, connect_s)
->>>>>>> main
         else:
             dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return World(dist.get_rank(), dist.get_world_size(), local_device())
 
 
-<<<<<<< HEAD
-def _not_met(error: Exception, seconds: float) -> str:
-    environ = os.environ
-    where = f"{environ.get('MASTER_ADDR')}:{environ.get('MASTER_PORT')}"
-    return (
-        f"rank {environ['RANK']} did not meet the other ranks of its role, {environ.get('WORLD_SIZE')} in all, at "
-        f"{where} within {seconds:g} s (timeout.meet): {str(error).splitlines()[0]}. Either one of them cannot reach "
-        "that address, as its log says then, or somebody has changed what torch keeps there while the role started: "
-        "torch's store knows no password (.github/SECURITY.md). Start again, with GLOO_SOCKET_IFNAME on a network that "
-        "others do not reach"
-    )
-=======
 def _backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
@@ -105,9 +68,9 @@ def _meet(timeout: timedelta, connect_s: float) -> None:
         raise RunError(
             f"the ranks of this role did not meet within {connect_s:g} s (timeout.connect): another rank has not come, "
             f"or their torchrun stands still, which has the store at {os.environ.get('MASTER_ADDR')}:"
-            f"{os.environ.get('MASTER_PORT')}"
+            f"{os.environ.get('MASTER_PORT')}; or a stranger has changed the store, which knows no password: then put "
+            "GLOO_SOCKET_IFNAME on a network that others do not reach"
         )
->>>>>>> main
 
 
 def local_device() -> torch.device:

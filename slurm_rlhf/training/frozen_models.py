@@ -39,11 +39,7 @@ class Frozen:
         if group.zero_stage == 0:
             self._module = load().to(self.device).requires_grad_(False).eval()
             return
-<<<<<<< HEAD
-        world = join_world(config.timeout.collective, config.timeout.meet)
-=======
         world = join_world(config.timeout.collective, config.timeout.connect)
->>>>>>> main
         with sharded_from_the_start(world, zero3_config(dtype, group.offload)):
             module = load()
         settings = zero3_config(dtype, group.offload, sum(sizes(module).values()))
