@@ -43,6 +43,14 @@ def refusal(error: BaseException, place: Path, needed: int = 0) -> str:
     return ""
 
 
+def vanished(root: Path) -> str:
+    """Say that the run directory `root` is gone, and what to do."""
+    return (
+        f"run_dir {root} has vanished: it was removed or renamed, or its disk unmounted, while the run was going. Put "
+        "it back to go on from its newest checkpoint; without it the run starts from the beginning"
+    )
+
+
 @contextmanager
 def run_directory_kept(root: Path) -> Iterator[None]:
     """Turn an error because the disk of the run directory `root` is full, or `root` has vanished, into a DiskError.
@@ -56,10 +64,7 @@ def run_directory_kept(root: Path) -> Iterator[None]:
         if file and not Path(str(file)).absolute().is_relative_to(root.absolute()):
             raise
         if not root.is_dir():
-            raise DiskError(
-                f"run_dir {root} has vanished: it was removed or renamed, or its disk unmounted, while the run was "
-                "going. Put it back to go on from its newest checkpoint; without it the run starts from the beginning"
-            ) from error
+            raise DiskError(vanished(root)) from error
         told = refusal(error, root)
         if not told:
             raise

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from slurm_rlhf.algorithms.correction_rule import CorrectionRule
 from slurm_rlhf.algorithms.packed import F64, I64, find_actions
 from slurm_rlhf.algorithms.policy_distance import MAX_LOG_RATIO
+from slurm_rlhf.algorithms.registry import CorrectionRule
 from slurm_rlhf.records import F32, I32, Bool, Experience
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ def _weigh(rule: CorrectionRule, ratios: _Ratios) -> tuple[F64, Bool, Bool]:
 
     sequence: w = prod_t rho_t;  geometric: w = (prod_t rho_t)^(1 / length), over the actions of a response.
     truncate: min(w, high);  clip: min(max(w, low), high);  mask: rho_t where low <= w <= high, else dropped.
-    Sources: see `correction_rule.PRESETS`; Ionides, Truncated Importance Sampling (2008).
+    Sources: see `registry.PRESETS`; Ionides, Truncated Importance Sampling (2008).
     """
     if rule.level == "token":
         w = ratios.rho

@@ -1,7 +1,7 @@
-"""Losses beside the policy's own: of the value model, and the terms that are added to a policy loss.
+"""Losses beside the policy's own, and how the losses of tokens become one number.
 
 A loss is a sum over the tokens of one micro-batch, divided by one number for the whole optimizer step, over all
-micro-batches and data-parallel ranks (`aggregation`): adding the gradients of all of them gives the exact mean, and
+micro-batches and data-parallel ranks (`loss_weights`): adding the gradients of all of them gives the exact mean, and
 not a mean of means. Metrics are detached sums over actions: add them up over micro-batches and ranks, then divide by
 the number of actions of the step.
 
@@ -12,10 +12,14 @@ still connected to its inputs, so that `backward` runs on it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from slurm_rlhf.algorithms.packed import actions_only, masked_sum, step_mean, weighed_sum
-from slurm_rlhf.algorithms.policy_losses.inputs import Metrics, k3
+import numpy as np
+from numpy.typing import NDArray
+
+from slurm_rlhf.algorithms.packed import I64, actions_only, find_actions, masked_sum, step_mean, weighed_sum
+from slurm_rlhf.algorithms.policy_loss_inputs import Metrics, k3
+from slurm_rlhf.records import F32, Bool
 
 if TYPE_CHECKING:  # losses call methods of tensors only, so that this room needs no torch
     from torch import Tensor
@@ -119,3 +123,57 @@ def nll_loss(logprobs: Tensor, action_mask: Tensor, weights: Tensor, coef: float
     """
     mean = -weighed_sum(actions_only(logprobs, action_mask), weights, action_mask)
     return coef * mean, {"nll_loss": mean.detach()}
+
+
+Weights = tuple[float, F32 | None]
+"""(denominator, weight of each token [A]; None: 1 for every action)."""
+
+
+def _token_mean(counts: I64, longest: int) -> tuple[float, NDArray[Any] | None]:
+    """Take the mean over all actions of the step. Source: Yu et al., DAPO (2025), arXiv 2503.14476."""
+    return float(counts.sum()), None
+
+
+def _seq_mean_token_mean(counts: I64, longest: int) -> tuple[float, NDArray[Any] | None]:
+    """Take the mean over responses of the mean over their actions. Source: Shao et al., DeepSeekMath (2024), eq. 3."""
+    return float((counts > 0).sum()), 1.0 / np.maximum(counts, 1)
+
+
+def _seq_mean_token_sum(counts: I64, longest: int) -> tuple[float, NDArray[Any] | None]:
+    """Take the mean over responses of the sum over their actions."""
+    return float((counts > 0).sum()), None
+
+
+def _seq_mean_token_sum_norm(counts: I64, longest: int) -> tuple[float, NDArray[Any] | None]:
+    """Divide that by the longest length a response may have. Source: Liu et al., Dr. GRPO (2025), arXiv 2503.20783."""
+    return float((counts > 0).sum()) * longest, None
+
+
+AGGREGATIONS: dict[str, Callable[[I64, int], tuple[float, NDArray[Any] | None]]] = {
+    "token-mean": _token_mean,
+    "seq-mean-token-mean": _seq_mean_token_mean,
+    "seq-mean-token-sum": _seq_mean_token_sum,
+    "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
+}
+"""Name -> (actions of each response [N], longest length) -> (denominator, weight of each response [N] or None)."""
+
+
+def loss_weights(mode: str, action_mask: Bool, offsets: NDArray[Any], longest: int) -> Weights:
+    """Find denominator and token weights of an optimizer step; a response without actions counts nowhere.
+
+    action_mask [A], offsets [N + 1] of the whole step over all ranks; longest: rollout.max_new_tokens.
+    """
+    counts = find_actions(action_mask, offsets).counts
+    denominator, weights = AGGREGATIONS[mode](counts, longest)
+    if weights is None:
+        return denominator, None
+    return denominator, np.repeat(weights, np.diff(offsets)).astype(np.float32)
+
+
+def positive_weights(rewards: F32, action_mask: Bool, offsets: NDArray[Any]) -> F32:
+    """Weigh the actions of responses with a positive reward by 1 / their number, [A]; all others by 0.
+
+    rewards [N], action_mask [A], offsets [N + 1] of the whole step over all ranks.
+    """
+    chosen = np.repeat(np.asarray(rewards) > 0, np.diff(offsets)) & action_mask
+    return chosen.astype(np.float32) / np.float32(max(chosen.sum(), 1))

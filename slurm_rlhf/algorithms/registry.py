@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.user_files import file_of, run_file, same_place
@@ -19,8 +19,9 @@ if TYPE_CHECKING:  # the command line and the planner read records, and start wi
     import numpy as np
     from numpy.typing import NDArray
 
-    from slurm_rlhf.algorithms.policy_losses.inputs import PolicyLoss
+    from slurm_rlhf.algorithms.policy_loss_inputs import PolicyLoss
     from slurm_rlhf.records import F32, Bool
+
 
 KEY = "algo.advantage.estimator"
 
@@ -78,7 +79,7 @@ class Algorithm:
     """The loss of the policy, computed in the actor's ranks; None: what `actor.policy_loss_type` chooses."""
     aggregation: str = "token-mean"
     """How the losses of tokens become one number, unless `actor.loss_agg_mode` or the loss says it: a name in
-    `aggregation.AGGREGATIONS`."""
+    `losses.AGGREGATIONS`."""
 
 
 _REGISTERED: dict[str, Algorithm] = {}
@@ -90,7 +91,7 @@ def register_algorithm(algorithm: Algorithm, *, replace: bool = False) -> Algori
     Call it in a Python file that `train.plugins` names. Raises ConfigError for a name that is taken, unless `replace`
     is set; built-in algorithms cannot be replaced.
     """
-    from slurm_rlhf.algorithms.aggregation import AGGREGATIONS
+    from slurm_rlhf.algorithms.losses import AGGREGATIONS
 
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(
@@ -147,8 +148,8 @@ def policy_loss_of(name: str, loss_type: str) -> PolicyLoss:
     An algorithm that a rank does not know was given to `slurm_rlhf.train` as an object, which is refused if it has a
     loss of its own.
     """
-    from slurm_rlhf.algorithms.policy_losses.inputs import checked_loss
-    from slurm_rlhf.algorithms.policy_losses.table import POLICY_LOSSES
+    from slurm_rlhf.algorithms.policy_loss_inputs import checked_loss
+    from slurm_rlhf.algorithms.policy_losses import POLICY_LOSSES
 
     known = built_in().get(name) or _REGISTERED.get(name)
     return checked_loss(name, known.policy_loss) if known and known.policy_loss else POLICY_LOSSES[loss_type].function
@@ -192,3 +193,35 @@ def changed_plugins(before: Mapping[str, str], now: Mapping[str, str]) -> list[s
     told = [f"{name} has changed" for name in changed]
     told += [f"{name} is gone" for name in old_names if name not in changed]
     return told + [f"{name} is new" for name in new_names if name not in changed]
+
+
+Level = Literal["token", "sequence", "geometric"]
+Mode = Literal["truncate", "mask", "clip"]
+
+
+@dataclass(frozen=True, slots=True)
+class CorrectionRule:
+    """Say how the ratio of actor to engine becomes the weight of a token: `correction.correct` computes the weights."""
+
+    level: Level
+    """The ratio: of the token, of its response (product over the actions), or the geometric mean of its response."""
+    mode: Mode
+    """truncate: at most `high`. clip: into [low, high]. mask: 0 outside of [low, high], else the token's ratio."""
+    low: float
+    high: float
+
+
+PRESETS: dict[str, CorrectionRule] = {
+    "tis": CorrectionRule("token", "truncate", 0.0, 2.0),
+    "icepop": CorrectionRule("token", "mask", 0.5, 5.0),
+    "seq_mask": CorrectionRule("geometric", "mask", 0.99, 1.01),
+}
+"""Name -> rule.
+
+tis: truncated importance sampling. Source: Yao et al., Your Efficient RL Framework Secretly Brings You Off-Policy RL
+Training (2025), fengyao.notion.site/off-policy-rl; the bound of verl and slime.
+icepop: drops the tokens on which engine and actor disagree. Source: Ling team, Every Step Evolves (2025), arXiv
+2510.18855.
+seq_mask: drops the responses on which they disagree on average. Source: Trust region masking for long-horizon LLM
+reinforcement learning (2025), arXiv 2512.23075; the bounds of SkyRL. OpenRLHF's seq-mask-tis has [0.5, 5] here.
+"""

@@ -16,7 +16,7 @@ from typing import Any
 
 from slurm_rlhf.bench.options import Given
 from slurm_rlhf.cluster.gpu_query import local_gpus, share_gpus
-from slurm_rlhf.config.model_weights import stored_parameters
+from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.config.schema import Sync
 from slurm_rlhf.errors import ConfigError, RunError
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 START: Final = "start"
+EXPORT: Final = "export"
 PHASES: Final = {
     START: ("start",),
     "generate": ("rollout",),
@@ -15,7 +16,7 @@ PHASES: Final = {
     "train": ("update",),
     "sync": ("sync",),
     "checkpoint": ("checkpoint",),
-    "export": ("export",),
+    EXPORT: ("export",),
 }
 """Phase of a fault -> the phases that a run tells (`RunDirectory.phase`)."""
 STEPPING: Final = ("generate", "score", "train", "sync")
@@ -54,7 +55,11 @@ class Fault:
         return f"{self.kind}: {self.target}{where}{' on a cluster' if self.needs == 'slurm' else ''}"
 
 
-NEEDS: Final = {"root": "needs root, to mount a small disk", "slurm": "needs Slurm: bash tests/run.sh -m campaign"}
+NEEDS: Final = {
+    "root": "needs root, to mount a small disk",
+    "quota": "needs root and btrfs-progs, to mount a disk with a quota",
+    "slurm": "needs Slurm: bash tests/run.sh -m campaign",
+}
 """What a machine may lack -> what is said of the faults that it therefore does not run."""
 
 KILLED_S: Final = 10.0
@@ -70,8 +75,9 @@ def signals() -> Iterator[Fault]:
         for role in TRAINERS:
             torchrun = f"torchrun of {role}"
             yield Fault("SIGKILL", torchrun, phase, says=rf"role {role} died", limit_s=KILLED_S)
-            # Before it has started its ranks they are missed after timeout.connect; afterwards nobody needs it.
-            late = rf"{role}: \d of \d ranks said hello"
+            # They are missed after timeout.connect while it has not started its ranks, or has the store at which they
+            # meet; afterwards nobody needs it.
+            late = rf"{role}: \d of \d ranks said hello|start failed on {role} rank \d.*their torchrun stands still"
             yield Fault("SIGSTOP", torchrun, phase, does=EITHER if phase == START else BORNE, says=late, limit_s=75)
         yield Fault("SIGKILL", CONDUCTOR, phase, says="cut off in the middle", limit_s=KILLED_S)
         yield Fault("SIGSTOP", CONDUCTOR, phase, says="the conductor is gone")
@@ -128,10 +134,11 @@ def others() -> Iterator[Fault]:
         yield Fault(f"newest checkpoint {damage}", "run directory", ANY, says="is skipped")
     yield Fault("deleted", "run directory", "train", says="error: .*has vanished", apart=True)
     yield Fault("renamed", "run directory", "checkpoint", says="error: .*has vanished", apart=True)
-    for phase in ("train", "checkpoint", "export"):
+    for phase in ("train", "checkpoint", EXPORT):
         yield Fault(
             "full disk", "run directory", phase, says="error: .*No space left on device", needs="root", apart=True
         )
+        yield Fault("quota", "run directory", phase, says="error: .*Disk quota exceeded", needs="quota", apart=True)
     yield Fault("file size limit", "actor rank 0", "checkpoint", says="error: .*File too large")
     yield Fault("file size limit", CONDUCTOR, "checkpoint", says="error: .*File too large")
 

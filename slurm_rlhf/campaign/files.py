@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import resource
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Final
 
 from slurm_rlhf.errors import RunError
 
 DISK = 96 << 20
-"""Bytes of the small disk: enough for a few checkpoints of the tiny run."""
+"""Bytes of the small disk, or of the quota on a large one: enough for a few checkpoints of the tiny run."""
+LARGE = 512 << 20
+"""Bytes of the disk with a quota, as its file says; it takes as much as is written."""
 LITTLE = 16 << 10
 """Bytes that a process may write to a file under a limit."""
 FILLER = "filler"
@@ -29,19 +35,59 @@ def small_disk(path: Path) -> Iterator[Path]:
     try:
         yield path
     finally:
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.umount2(os.fsencode(path), _MNT_DETACH)
+        _unmount(path)
         with contextlib.suppress(OSError):
             path.rmdir()
 
 
-def can_mount(scratch: Path) -> bool:
-    """Tell whether this process may mount a disk below `scratch`."""
+@contextmanager
+def quota_disk(path: Path) -> Iterator[Path]:
+    """Mount a btrfs at `path` for the block, and yield a directory on it that has a quota of `DISK` bytes.
+
+    The quota holds for root, too. Raises OSError; only root may, where btrfs-progs are installed.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    image, home = path.with_name(f"{path.name}.img"), path / "quota"
+    with image.open("wb") as file:
+        file.truncate(LARGE)
     try:
-        with small_disk(scratch / "probe"):
-            return True
-    except OSError:
-        return False
+        _run("mkfs.btrfs", "--quiet", str(image))
+        _run("mount", "-o", "loop", str(image), str(path))
+        try:
+            _run("btrfs", "subvolume", "create", str(home))
+            _run("btrfs", "quota", "enable", str(path))
+            _run("btrfs", "qgroup", "limit", str(DISK), str(home))
+            yield home
+        finally:
+            _unmount(path)
+    finally:
+        image.unlink()
+        with contextlib.suppress(OSError):
+            path.rmdir()
+
+
+def _run(*words: str) -> None:
+    done = subprocess.run(words, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    if done.returncode != 0:
+        raise OSError(errno.EPERM, f"{' '.join(words)}: {done.stderr.strip()}")
+
+
+DISKS: Final = {"root": small_disk, "quota": quota_disk}
+"""What a fault needs -> the disk that it is for. `fill` leaves nothing free on it."""
+
+
+def disks_here() -> set[str]:
+    """Return which of `DISKS` this process may mount."""
+    return {need for need, disk in DISKS.items() if _mounts(disk)}
+
+
+def _mounts(disk: Callable[[Path], AbstractContextManager[Path]]) -> bool:
+    with tempfile.TemporaryDirectory(prefix="campaign-") as place:
+        try:
+            with disk(Path(place) / "disk"):
+                return True
+        except OSError:
+            return False
 
 
 def _mount(path: Path, options: str) -> None:
@@ -49,6 +95,10 @@ def _mount(path: Path, options: str) -> None:
     if libc.mount(b"tmpfs", os.fsencode(path), b"tmpfs", 0, options.encode()) != 0:
         number = ctypes.get_errno()
         raise OSError(number, os.strerror(number), str(path))
+
+
+def _unmount(path: Path) -> None:
+    ctypes.CDLL(None, use_errno=True).umount2(os.fsencode(path), _MNT_DETACH)
 
 
 def fill(disk: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from slurm_rlhf.campaign import files, processes
 from slurm_rlhf.campaign.faults import CONDUCTOR, Fault
+from slurm_rlhf.campaign.holds import LOCK, Holds
 from slurm_rlhf.campaign.intruders import attack
 from slurm_rlhf.campaign.session import Session
 from slurm_rlhf.errors import RunError
@@ -27,7 +28,7 @@ REWARD = {
     "too few rewards": "reward-few",
     "sys.exit": "reward-exit",
 }
-ACTOR = {"collective not entered": "python", "interpreter's lock held": "lock", "exception": "actor-raise"}
+ACTOR = {"collective not entered": "python", "interpreter's lock held": LOCK, "exception": "actor-raise"}
 REWARD_FUNCTION = "reward function"
 SETTLED = (*REWARD, *ACTOR)
 """Kinds that strike when the run has done some steps: the watchdog has to have learned what is usual."""
@@ -47,10 +48,10 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Holds what faults are done with. `hold`: the directory of `workload.HOLD`."""
+    """Holds what faults are done with."""
 
     session: Session
-    hold: Path
+    holds: Holds
     seed: int
     found: dict[str, int] = field(default_factory=dict)  # target -> process
 
@@ -100,21 +101,9 @@ def _paused(fault: Fault, place: Place) -> Hit:
     return Hit(pid)
 
 
-def _hold(switch: Path, text: str = "") -> Hit:
-    if switch.name == "lock":
-        os.mkfifo(switch)
-        return Hit(undo=lambda: _let_go(switch))
-    switch.write_text(text, encoding="utf-8")
-    return Hit(undo=lambda: switch.unlink(missing_ok=True))
-
-
-def _let_go(fifo: Path) -> None:
-    """Open the other end for a reader that may be gone."""
-    if not fifo.exists():
-        return
-    end = os.open(fifo, os.O_RDWR | os.O_NONBLOCK)
-    fifo.unlink()
-    os.close(end)
+def _hold(place: Place, name: str, text: str = "") -> Hit:
+    place.holds.hold(name, text)
+    return Hit(undo=lambda: place.holds.let_go(name))
 
 
 def _put_back(aside: Path, root: Path) -> None:
@@ -130,11 +119,11 @@ def _damaged(fault: Fault, place: Place) -> Hit:
 
 
 def _switched(fault: Fault, place: Place) -> Hit:
-    return _hold(place.hold / (REWARD if fault.target == REWARD_FUNCTION else ACTOR)[fault.kind])
+    return _hold(place, (REWARD if fault.target == REWARD_FUNCTION else ACTOR)[fault.kind])
 
 
 def _set_clock(fault: Fault, place: Place) -> Hit:
-    return _hold(place.hold / "clock", str(CLOCK[fault.kind.removeprefix("clock jump ")]))
+    return _hold(place, "clock", str(CLOCK[fault.kind.removeprefix("clock jump ")]))
 
 
 def _attacked(fault: Fault, place: Place) -> Hit:
@@ -176,6 +165,7 @@ INJECT: dict[str, Callable[[Fault, Place], Hit]] = {
     "newest checkpoint": _damaged,
     "file size limit": _limited,
     "full disk": _filled,
+    "quota": _filled,
     "deleted": _deleted,
     "renamed": _renamed,
     "switch": _switched,

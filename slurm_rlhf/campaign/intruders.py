@@ -15,6 +15,8 @@ from slurm_rlhf.errors import SlurmRlhfError
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(48)  # ZMTP 3.1, as a client of the run begins
 ROUNDS = 20
+STRANGER = ("reference", 77)
+"""A role, and a number of ranks that it does not have."""
 
 
 def attack(kind: str, endpoint: str, keys: Path, seed: int) -> None:
@@ -22,16 +24,16 @@ def attack(kind: str, endpoint: str, keys: Path, seed: int) -> None:
     dice = random.Random(f"{seed} {kind}")
     if kind == "forged":
         with tempfile.TemporaryDirectory() as place:
-            _say_hello(endpoint, RunKeys.create(Path(place) / "keys.json"), 1.0)
+            _say_hello(endpoint, RunKeys.create(Path(place) / "keys.json"), *STRANGER, 1.0)
         return
-    streams = [GREETING] if kind == "random" else _record(endpoint, RunKeys.load(keys))
+    streams = [GREETING] if kind == "random" else record(endpoint, RunKeys.load(keys), *STRANGER)
     for _ in range(ROUNDS):
         stream = dice.choice(streams)
         if kind == "truncated":
             stream = stream[: dice.randrange(1, len(stream))]
         elif kind == "random":
             stream = stream[: dice.randrange(len(stream) + 1)] + dice.randbytes(300)
-        _send(endpoint, stream)
+        send(endpoint, stream)
 
 
 def _address(endpoint: str) -> tuple[str, int]:
@@ -39,21 +41,32 @@ def _address(endpoint: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _send(endpoint: str, data: bytes) -> None:
-    """Send bytes over a connection of their own; the other side may close it before it has read everything."""
-    with contextlib.suppress(OSError), socket.create_connection(_address(endpoint), timeout=10) as stranger:
-        stranger.sendall(data)
+def send(endpoint: str, data: bytes) -> bool:
+    """Send bytes over a connection of their own; the other side may close it before it has read everything.
+
+    Returns False where nobody listens.
+    """
+    try:
+        with socket.create_connection(_address(endpoint), timeout=10) as stranger:
+            stranger.sendall(data)
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
-def _say_hello(endpoint: str, keys: RunKeys, wait_s: float) -> None:
-    """Introduce oneself as a rank that `reference` does not have."""
-    with ControlClient(endpoint, keys, "reference", 77, 78, heartbeat_interval=0.1, heartbeat_limit=20) as client:
+def _say_hello(endpoint: str, keys: RunKeys, role: str, world: int, wait_s: float) -> None:
+    with ControlClient(endpoint, keys, role, world, world, heartbeat_interval=0.1, heartbeat_limit=20) as client:
         with contextlib.suppress(SlurmRlhfError):
             client.connect(wait_s)
 
 
-def _record(endpoint: str, keys: RunKeys) -> list[bytes]:
-    """Return what a client with the run's keys sends over each of its connections, byte for byte."""
+def record(endpoint: str, keys: RunKeys, role: str, world: int) -> list[bytes]:
+    """Return what a client with the run's keys sends over each of its connections, byte for byte.
+
+    It introduces itself as the rank after the last of `world` ranks: it speaks to the conductor and changes nothing.
+    """
     sent: list[bytearray] = []
     with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
 
@@ -62,6 +75,8 @@ def _record(endpoint: str, keys: RunKeys) -> list[bytes]:
                 while data := source.recv(65536):
                     copy += data
                     target.sendall(data)
+
+        listener.settimeout(5)
 
         def accept() -> None:
             with contextlib.suppress(OSError):
@@ -73,5 +88,5 @@ def _record(endpoint: str, keys: RunKeys) -> list[bytes]:
                     threading.Thread(target=forward, args=(server, client, bytearray()), daemon=True).start()
 
         threading.Thread(target=accept, daemon=True).start()
-        _say_hello(f"tcp://127.0.0.1:{listener.getsockname()[1]}", keys, 1.5)
+        _say_hello(f"tcp://127.0.0.1:{listener.getsockname()[1]}", keys, role, world, 1.5)
     return [bytes(stream) for stream in sent if stream]

@@ -6,30 +6,34 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.campaign import files
 from slurm_rlhf.campaign.draw import delay_s
-from slurm_rlhf.campaign.faults import ANY, PHASES, START, Fault
+from slurm_rlhf.campaign.faults import ANY, EXPORT, PHASES, START, Fault
+from slurm_rlhf.campaign.holds import Holds
 from slurm_rlhf.campaign.injection import SETTLED, Place, inject
 from slurm_rlhf.campaign.session import POLL_S, Session, Start, newest_step
 from slurm_rlhf.campaign.verdicts import Observation, Row, judge, unequal
-from slurm_rlhf.campaign.watch import look_at_rest, watch
-from slurm_rlhf.campaign.workload import HOLD, write_workload
+from slurm_rlhf.campaign.watch import finished, look_at_rest, watch
+from slurm_rlhf.campaign.workload import write_workload
 from slurm_rlhf.errors import RunError, SlurmRlhfError
 from slurm_rlhf.observe.jsonl import read_rows
-from slurm_rlhf.observe.phase_file import PhaseNow
+from slurm_rlhf.observe.run_status import PhaseNow
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 
 EXPORT_STEPS = 6
-"""Length of the runs whose export is disturbed."""
+"""Length of the runs whose export is disturbed; it is held until the fault was noticed, or had its time."""
 LEARNED_STEPS = 4
 """Steps of a session before a fault that the watchdog finds: it learns three passes first."""
 LONGEST_DELAY_S = {START: 3.0}
 DELAY_S = 0.03
 """The most that a fault comes after the beginning of its phase: the phases of the tiny run are short."""
+TRIES = 20
+"""Times that a phase is waited for which was over before the fault came."""
 END_S = 60.0
 
 
@@ -55,7 +59,9 @@ class Leader:
         self._seed = seed
         self._note = note
         self._config = write_workload(out / "work")
+        self._holds = Holds(self._config)
         self._calm: list[dict[str, Any]] = []
+        self._model = b""  # that a run of `EXPORT_STEPS` exports
         self._session: Session | None = None
         self._chain = 0
         self._waiting: list[Case] = []  # for a session that shows whether the same command goes on
@@ -85,17 +91,21 @@ class Leader:
 
     def _run_calm(self, steps: int) -> None:
         """Do the run that all others are compared with."""
+        self._calm = read_rows(self._left_alone("calm", steps).metrics)
+
+    def _left_alone(self, name: str, steps: int) -> RunDirectory:
+        """Let a run do so many steps. Raises RunError where it does not."""
         begun = time.monotonic()
-        session = Session(self._start, self._config, self._out / "calm", f"--train.max_steps={steps}")
+        session = Session(self._start, self._config, self._out / name, f"--train.max_steps={steps}")
         try:
             if not wait_until(lambda: session.over, 600.0, 0.1):
                 raise RunError("the calm run was not over within 600 s")
         finally:
             session.kill()
-        self._calm = read_rows(session.directory.metrics)
-        if len(self._calm) != steps:
-            raise RunError(f"the calm run ended after {len(self._calm)} steps: {session.process.output()[-2000:]}")
+        if session.steps != steps or not finished(session):
+            raise RunError(f"the calm run ended after {session.steps} steps: {session.process.output()[-2000:]}")
         self._note(f"calm run: {steps} steps in {time.monotonic() - begun:.0f} s")
+        return session.directory
 
     # --- faults of one run, which goes on and on -------------------------------------------------------------------
 
@@ -144,22 +154,33 @@ class Leader:
     def _strike(self, session: Session, case: Case) -> None:
         """Wait for the phase, do it, watch."""
         fault, seen = case.fault, case.seen
-        place = Place(session, self._config.parent / HOLD, self._seed)
-        if fault.phase != START:
-            place.find(fault)
-        if fault.phase != ANY:
-            session.wait_for_phase(PHASES[fault.phase], session.steps)
-        time.sleep(delay_s(fault, self._seed, LONGEST_DELAY_S.get(fault.phase, DELAY_S)))
+        place = Place(session, self._holds, self._seed)
         known, seen.printed = session.count_events(), len(session.process.output())
+        self._meet(place, fault)
         now, hit_at = session.phase() or PhaseNow("", 0, 0.0), time.monotonic()
         hit = inject(fault, place)
         seen.hit_phase, seen.hit_step, seen.pid, seen.checkpoint = now.phase, now.step, hit.pid, session.checkpoint
         try:
-            watch(session, fault, seen, known, hit_at, hit.undo)
+            watch(session, fault, seen, known, hit_at, hit.undo, partial(self._holds.let_go, EXPORT))
         finally:
             hit.undo()
+            self._holds.let_go(EXPORT)
         if seen.exit_code is not None and seen.exit_code < 0:  # a conductor that was killed leaves no word
             seen.told += self._status(session.directory)
+
+    def _meet(self, place: Place, fault: Fault) -> None:
+        """Wait until the run is in the fault's phase, and a drawn moment more; again where the phase was shorter."""
+        session, delay = place.session, delay_s(fault, self._seed, LONGEST_DELAY_S.get(fault.phase, DELAY_S))
+        if fault.phase == START:
+            session.wait_for_phase(PHASES[START], 0)
+        place.find(fault)
+        time.sleep(delay if fault.phase in (START, ANY) else 0.0)
+        for _ in range(TRIES if fault.phase not in (START, ANY) else 0):
+            session.wait_for_phase(PHASES[fault.phase], session.steps)
+            time.sleep(delay)
+            if (now := session.phase()) and now.phase in PHASES[fault.phase]:
+                break
+            delay /= 2
 
     def _status(self, directory: RunDirectory) -> str:
         asked = self._start(["status", str(directory.root)])
@@ -221,26 +242,27 @@ class Leader:
         name = "".join(char if char.isalnum() else "-" for char in fault.name)
         with ExitStack() as stack:
             home = self._out / "apart" / name
-            if fault.needs == "root":
-                home = stack.enter_context(files.small_disk(home))
-            options = [f"--train.max_steps={EXPORT_STEPS}"] if fault.phase == "export" else []
-            if fault.needs == "root":
+            if disk := files.DISKS.get(fault.needs):
+                home = stack.enter_context(disk(home))
+            options = []
+            if fault.phase == EXPORT:
+                options.append(f"--train.max_steps={EXPORT_STEPS}")
+                self._model = self._model or exported(self._left_alone("calm-export", EXPORT_STEPS))
+                self._holds.hold(EXPORT)
+            if disk:
                 options.append("--ckpt.max_num=100")  # a disk that a run makes room on is not full
             session = Session(self._start, self._config, home / "run", *options)
             try:
-                session.wait_for_step(1 if fault.phase == "export" else 2)
+                session.wait_for_step(1 if fault.phase == EXPORT else 2)
                 self._strike(session, case)
                 look_at_rest(session, case.seen)
             finally:
                 session.kill()
-            if case.seen.ended_s is None:
-                case.seen.went_on = True
-            elif case.seen.exit_code == 0 and (home / "run" / "final" / "config.json").exists():
-                case.seen.ended_s = case.seen.detected_s = None
-                case.seen.went_on = case.seen.unharmed = True
-            elif fault.kind != "deleted":
+            if case.seen.ended_s is not None and fault.kind != "deleted":
                 session = self._again(case, home / "run", options)
-            case.rows = _rows(session, min(case.seen.checkpoint, case.seen.resumed_at))
+            case.rows = _rows(session, 0)
+            if fault.phase == EXPORT and exported(session.directory) != self._model:
+                case.seen.lost.append("the exported model is not that of a run which was left alone")
             yield self._row(case)
 
     def _again(self, case: Case, run_dir: Path, options: Sequence[str]) -> Session:
@@ -249,12 +271,9 @@ class Leader:
         try:
             wait_until(lambda: session.over or session.began_at is not None, END_S, 0.05)
             case.seen.resumed_at = session.began_at if session.began_at is not None else session.steps
-            if case.fault.phase == "export":
+            if case.fault.phase == EXPORT:
                 wait_until(lambda: session.over, 2 * END_S, 0.05)
-                whole = (run_dir / "final" / "config.json").exists()
-                case.seen.resumed = session.process.poll() == 0 and whole
-                if not whole:
-                    case.seen.told += "\nthere is no exported model"
+                case.seen.resumed = finished(session)
             else:
                 session.wait_for_step(case.seen.resumed_at + 2)
                 case.seen.resumed = True
@@ -267,7 +286,13 @@ class Leader:
 
 
 def _stands_apart(fault: Fault) -> bool:
-    return fault.apart or fault.phase == "export"
+    return fault.apart or fault.phase == EXPORT
+
+
+def exported(directory: RunDirectory) -> bytes:
+    """Return the weights that a run has exported; empty: it has not."""
+    file = directory.final / "model.safetensors"
+    return file.read_bytes() if file.exists() else b""
 
 
 def _rows(session: Session, after: int) -> list[dict[str, Any]]:

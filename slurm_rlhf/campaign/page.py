@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from html import escape
+from statistics import median
 
 from slurm_rlhf.campaign.verdicts import Row
 
@@ -16,10 +18,36 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 table { border-collapse: collapse; font-size: 0.87rem; width: 100%; }
 th, td { text-align: left; vertical-align: top; padding: 0.35rem 0.6rem; border-bottom: 1px solid var(--line); }
 td.number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
-.said, .soft { color: var(--soft); overflow-wrap: anywhere; } .said { max-width: 34rem; }
+.said, .soft { color: var(--soft); overflow-wrap: anywhere; } .said { min-width: 26rem; max-width: 40rem; }
+table.short { width: auto; }
 .good { color: var(--good); } .bad { color: var(--bad); }
 """
 HEADINGS = ("", "fault", "struck in", "detected", "culprit", "how it went on", "metrics", "left behind")
+SUMS = ("", "faults", "as they should be", "detected, median", "slowest")
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """Adds up the rows of one kind, or of one phase."""
+
+    name: str
+    faults: int
+    good: int
+    median_s: float | None  # from the fault to the first sign of it; None: nothing had to be detected
+    slowest_s: float | None
+
+
+def sums(rows: Sequence[Row], part: Callable[[Row], str]) -> list[Sum]:
+    """Add up the rows by a part of them, the most frequent first."""
+    known: dict[str, list[Row]] = {}
+    for row in rows:
+        known.setdefault(part(row), []).append(row)
+    found = []
+    for name, ones in sorted(known.items(), key=lambda item: (-len(item[1]), item[0])):
+        times = [row.detected_s for row in ones if row.detected_s is not None]
+        middle, most = (median(times), max(times)) if times else (None, None)
+        found.append(Sum(name, len(ones), sum(row.good for row in ones), middle, most))
+    return found
 
 
 def page(
@@ -39,15 +67,34 @@ def page(
 <body><h1>{escape(title)}</h1><ul>{lines}</ul><p class=soft>{escape(note)}</p>
 <div class=scroll><table><thead><tr>{head}</tr></thead><tbody>
 {body}
-</tbody></table></div>{rest}</body></html>
+</tbody></table></div>
+{_summed("kind", sums(rows, lambda row: row.kind))}{_summed("phase", sums(rows, lambda row: row.phase))}
+{rest}</body></html>
 """
+
+
+def _summed(name: str, found: Sequence[Sum]) -> str:
+    head = "".join(f"<th>{heading}</th>" for heading in (name, *SUMS[1:]))
+    body = ""
+    for one in found:
+        mark = "good" if one.good == one.faults else "bad"
+        body += f"<tr><td>{escape(one.name)}</td><td class=number>{one.faults}</td>"
+        body += f'<td class="number {mark}">{one.good}</td>'
+        body += f"<td class=number>{_seconds(one.median_s)}</td><td class=number>{_seconds(one.slowest_s)}</td></tr>"
+    return f"<h2>By {name}</h2><div class=scroll><table class=short><tr>{head}</tr>{body}</table></div>"
+
+
+def _seconds(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f} s"
 
 
 def _line(row: Row) -> str:
     mark = "<td class=good>ok</td>" if row.good else "<td class=bad>wrong</td>"
-    detected = "-" if row.detected_s is None else f"{row.detected_s:.1f} s"
+    limit = f" <span class=soft>of {row.limit_s:g}</span>" if row.detected_s is not None else ""
+    detected = _seconds(row.detected_s) + limit
     culprit = {None: "nothing to name", True: "named", False: "<b class=bad>not named</b>"}[row.culprit]
-    equal = {None: "-", True: f"equal, {row.compared} steps", False: "<b class=bad>differ</b>"}[row.equal]
+    steps = f"{row.compared} step{'s' if row.compared > 1 else ''}"
+    equal = {None: "-", True: f"equal, {steps}", False: "<b class=bad>differ</b>"}[row.equal]
     said = f"<div class=said>{escape(row.said)}</div>" if row.said else ""
     wrong = "".join(f"<div class=bad>{escape(text)}</div>" for text in row.problems)
     left = "<br>".join(escape(one) for one in row.left) or "nothing"

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slurm_rlhf.campaign.faults import Fault
-from slurm_rlhf.campaign.page import page
+from slurm_rlhf.campaign.page import page, sums
 from slurm_rlhf.campaign.verdicts import OUTCOMES, Row
 from slurm_rlhf.run_directory import write_atomically
 
@@ -52,7 +52,11 @@ class Campaign:
 
     def write(self, directory: Path) -> None:
         """Write campaign.json and the page into `directory`. Raises OSError."""
-        content = asdict(self) | {"good": self.good, "summary": self.summary()}
+        parts = {
+            "kinds": [asdict(one) for one in sums(self.rows, lambda row: row.kind)],
+            "phases": [asdict(one) for one in sums(self.rows, lambda row: row.phase)],
+        }
+        content = {"good": self.good, "summary": self.summary()} | parts | asdict(self)
         write_atomically(directory / JSON, json.dumps(content, indent=1) + "\n")
         title = f"fault campaign, seed {self.seed}"
         write_atomically(directory / PAGE, page(title, self.summary(), self.rows, self.not_run, self.note))

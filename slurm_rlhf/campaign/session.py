@@ -18,7 +18,7 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.events import CHECKPOINT, RESUME, read_events
 from slurm_rlhf.observe.events import START as BEGUN
 from slurm_rlhf.observe.jsonl import read_rows
-from slurm_rlhf.observe.phase_file import PhaseNow, read_phase
+from slurm_rlhf.observe.run_status import PhaseNow, read_phase
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 

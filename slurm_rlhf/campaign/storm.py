@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurm_rlhf.campaign.faults import ANY, CONDUCTOR, RANKS, Fault
+from slurm_rlhf.campaign.holds import Holds
 from slurm_rlhf.campaign.injection import victim
 from slurm_rlhf.campaign.session import FIRST_STEP_S, POLL_S, Session, Start
 from slurm_rlhf.campaign.verdicts import Observation, Row, judge, unequal
 from slurm_rlhf.campaign.watch import look_at_rest
-from slurm_rlhf.campaign.workload import HOLD, PACE, write_workload
+from slurm_rlhf.campaign.workload import PACE, write_workload
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.jsonl import read_rows
 from slurm_rlhf.polling import wait_until
@@ -65,7 +66,7 @@ class Storm:
                 raise RunError(f"the calm run did not finish: {calm.process.output()[-2000:]}")
         finally:
             calm.kill()
-        (config.parent / HOLD / PACE).write_text(str(self.pace_s), encoding="utf-8")
+        Holds(config).hold(PACE, str(self.pace_s))
         seen = Observation(hit_phase="all phases", resumed=True, exit_code=1, ended_s=0.0, detected_s=0.0)
         fault = Fault(f"a fault every {self.every_s:g} s", f"{self.steps} steps", ANY, says="died|cut off|is lost")
         try:

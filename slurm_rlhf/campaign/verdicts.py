@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from slurm_rlhf.campaign.faults import BORNE, EITHER, HURTS, Fault
+from slurm_rlhf.campaign.faults import BORNE, EITHER, HURTS, PHASES, STOPS, Fault
 
 RECOVERED: Final = "recovered in place"
 RESUMED: Final = "ended cleanly, resumed by the same command"
@@ -33,8 +33,7 @@ class Observation:
     detected_s: float | None = None  # from the fault to the first sign that the run gives of it
     ended_s: float | None = None  # to the end of the conductor; None: it went on
     exit_code: int | None = None
-    unharmed: bool = False  # the fault came when the run had no more need of what it hit
-    went_on: bool = False  # it did a step after the fault in the same session
+    went_on: bool = False  # it did steps after the fault in the same session, or was done
     resumed: bool | None = None  # the same command went on; None: it was not tried
     resumed_at: int = 0  # the step that it went on from
     told: str = ""  # output, events, status and what the next start said
@@ -42,6 +41,7 @@ class Observation:
     orphans: list[str] = field(default_factory=list)  # processes
     shared_memory: list[str] = field(default_factory=list)  # files in /dev/shm
     locks: list[str] = field(default_factory=list)
+    lost: list[str] = field(default_factory=list)  # of what had been done
     unequal: list[str] = field(default_factory=list)  # metrics that differ from the calm run's
     compared: int = 0  # steps
     error: str = ""  # of the harness: the fault could not be tried
@@ -57,6 +57,7 @@ class Row:
     phase: str
     hit: str
     detected_s: float | None
+    limit_s: float  # in which it had to be
     culprit: bool | None  # None: there is nothing to name
     said: str
     outcome: str
@@ -72,7 +73,9 @@ class Row:
 
 def judge(fault: Fault, seen: Observation) -> Row:
     """Judge one fault."""
-    if seen.ended_s is None and seen.went_on and (seen.unharmed or (fault.does == EITHER and seen.detected_s is None)):
+    # What was asked to stop while it exports its model finishes that, and is done.
+    harmless = fault.does == STOPS or (fault.does == EITHER and seen.detected_s is None)
+    if harmless and seen.went_on and seen.ended_s is None:
         fault = replace(fault, does=BORNE)
     elif fault.does == EITHER:
         fault = replace(fault, does=HURTS)
@@ -86,7 +89,8 @@ def judge(fault: Fault, seen: Observation) -> Row:
     hit = f"{seen.hit_phase or 'between phases'}, after step {seen.hit_step}"
     equal = None if not seen.compared else not seen.unequal
     return Row(
-        *(fault.name, fault.kind, fault.target, fault.phase, hit, _round(seen.detected_s), culprit, said, outcome),
+        *(fault.name, fault.kind, fault.target, fault.phase, hit, _round(seen.detected_s)),
+        *(fault.limit_s, culprit, said, outcome),
         *(equal, seen.compared, left, problems),
     )
 
@@ -125,9 +129,11 @@ def _problems(fault: Fault, seen: Observation, culprit: bool | None, outcome: st
         found.append("the run neither went on nor could the same command go on")
     if fault.does == BORNE and seen.ended_s is not None:
         found.append("the run ended, though it could have gone on")
-    if fault.does == HURTS and seen.detected_s is None and not seen.error:
+    if fault.phase in PHASES and seen.hit_phase not in PHASES[fault.phase] and not seen.error:
+        found.append(f"it came too late or too early: in {seen.hit_phase or 'no phase'}, not in {fault.phase}")
+    if fault.does in (HURTS, STOPS) and seen.detected_s is None and not seen.error:
         found.append("not detected")
-    if fault.does == HURTS and seen.detected_s is not None and seen.detected_s > fault.limit_s:
+    if fault.does in (HURTS, STOPS) and seen.detected_s is not None and seen.detected_s > fault.limit_s:
         found.append(f"detected after {seen.detected_s:.0f} s, which is more than {fault.limit_s:g} s")
     if culprit is False and not seen.error:
         found.append("the culprit is not named")
@@ -135,6 +141,7 @@ def _problems(fault: Fault, seen: Observation, culprit: bool | None, outcome: st
         found.append("a traceback on the terminal")
     if seen.resumed and seen.resumed_at < seen.checkpoint:
         found.append(f"went on at step {seen.resumed_at}, before the checkpoint of step {seen.checkpoint}")
+    found += seen.lost
     if seen.unequal:
         found.append(f"other metrics than the calm run: {', '.join(seen.unequal[:3])}")
     return found

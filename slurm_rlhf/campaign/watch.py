@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurm_rlhf.campaign import processes
-from slurm_rlhf.campaign.faults import BORNE, CONDUCTOR, EITHER, Fault
+from slurm_rlhf.campaign.faults import BORNE, CONDUCTOR, EITHER, HURTS, Fault
 from slurm_rlhf.campaign.session import POLL_S, Session
 from slurm_rlhf.campaign.verdicts import Observation, patterns
 from slurm_rlhf.polling import wait_until
@@ -24,6 +25,7 @@ RECOVERED_S = 5.0
 """So many steps and seconds after a run has noticed a fault it has recovered in place."""
 LASTS_S = 8.0
 """How long what holds a run up stays after it was noticed: longer than `timeout.hang_grace` of the runs."""
+HELD_S = 2.0
 LEAVE_S = 5.0
 """For the processes of a run, from the conductor's end to theirs."""
 ENDS = ("error", "hang", "stop", "restart")
@@ -39,21 +41,26 @@ def watch(
     known_events: int,
     hit_at: float,
     undo: Callable[[], None] = lambda: None,
+    release: Callable[[], None] = lambda: None,
 ) -> None:
     """Fill `seen` with what happens after a fault that struck at `hit_at` (time.monotonic()); returns when it is clear.
 
     `known_events`: how many events there were before it. `undo` takes the fault away; it is called when it was noticed
-    and has had its time, so that it does not meet a run that has recovered, and once more at the end.
+    and has had its time, so that it does not meet a run that has recovered, and once more at the end. `release` lets an
+    export go on that is held for the fault.
     """
     limit = hit_at + fault.limit_s + SPARE_S
     steps_then, marks = 0, log_sizes(session.directory.logs)
-    undone = False
+    undone = released = False
     stopped = fault.kind == "SIGSTOP" and fault.target == CONDUCTOR
     while True:
         session.look_around()
         over, now = session.over, time.monotonic() - hit_at
         if seen.detected_s is None and noticed(session, fault, seen, known_events, over):
             seen.detected_s, steps_then = now, session.steps
+        if not released and (seen.detected_s is not None or now > held_s(fault)):
+            released = True
+            release()
         if seen.detected_s is not None and not undone and now > seen.detected_s + LASTS_S:
             undone = True
             undo()
@@ -62,7 +69,8 @@ def watch(
             wait_until(lambda: len(processes.writers(session.directory.root)) <= 1, LEAVE_S)
             os.kill(seen.pid, signal.SIGCONT)
         if over:
-            seen.ended_s, seen.exit_code = now, session.process.poll()
+            seen.went_on, seen.exit_code = finished(session), session.process.poll()
+            seen.ended_s = None if seen.went_on else now
             break
         if goes_on(session, fault, seen, now, steps_then):
             seen.went_on = True
@@ -72,7 +80,7 @@ def watch(
             break
         time.sleep(POLL_S)
     undo()
-    output = session.process.output()[seen.printed :] if seen.ended_s is not None else ""
+    output = session.process.output()[seen.printed :] if session.over else ""
     seen.traceback = "Traceback (most recent call last)" in output
     seen.told += output + (written_since(session.directory.logs, marks) if stopped else "")
     seen.told += "\n" + "\n".join(session.events(known_events)) + "\n"
@@ -80,11 +88,24 @@ def watch(
 
 def noticed(session: Session, fault: Fault, seen: Observation, known_events: int, over: bool) -> bool:
     """Tell whether the run gives a sign of the fault: its end, an error, a hang, a warning that names the culprit."""
-    if over:
+    if over and not finished(session):
         return True
     names = re.compile("|".join(f"(?:{one})" for one in patterns(fault, seen))) if fault.says else None
     told = session.events(known_events)
     return any(text.partition(":")[0] in ENDS or (names and names.search(text)) for text in told)
+
+
+def finished(session: Session) -> bool:
+    """Tell whether the run has done all its steps, and exported the model."""
+    return session.process.poll() == 0 and (session.directory.final / "config.json").exists()
+
+
+def held_s(fault: Fault) -> float:
+    """Return how long an export is held for a fault: until a process is missed, or else until the fault had its time.
+
+    What breaks the writing itself is noticed only when that goes on.
+    """
+    return math.inf if fault.does == HURTS and fault.kind.startswith("SIG") else HELD_S
 
 
 def goes_on(session: Session, fault: Fault, seen: Observation, now: float, steps_then: int) -> bool:

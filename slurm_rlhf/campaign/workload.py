@@ -1,4 +1,4 @@
-"""The tiny run that is broken: a random model, sums to learn, a reward function and a plugin that faults hold up."""
+"""The tiny run that is broken: a random model, sums to learn, a reward function and a plugin that `holds` hold up."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-HOLD = "hold"
-"""Directory beside the files; a file in it switches a fault on in the run that reads it."""
+from slurm_rlhf.campaign.holds import Holds
+
 PACE = "pace"
-"""The one that holds the seconds by which each reward takes longer."""
-REWARD = '''"""The reward of the campaign: 1 where the answer holds the label; files in `hold` make it fail."""
+"""The hold with the seconds by which each reward takes longer."""
+REWARD = '''"""A reward: 1 where the answer holds the label; files in `hold` make it fail."""
 
 import sys
 import time
@@ -28,10 +28,11 @@ def reward_func(queries, prompts, labels, **kwargs):
         raise RuntimeError("the campaign's fault")
     if (HOLD / "reward-exit").exists():
         sys.exit(3)
-    rewards = [float(label in response) for label, response in zip(labels, kwargs["responses"])]
-    return rewards[:1] if (HOLD / "reward-few").exists() else rewards
+    hits = [float(label in response) for label, response in zip(labels, kwargs["responses"])]
+    return hits[:1] if (HOLD / "reward-few").exists() else {"rewards": hits, "scores": hits}
 '''
-PLUGIN = '''"""PPO whose loss the campaign can hold up in the actor's rank 1, and clocks that it can set."""
+"""What tests of runs reward, too."""
+PLUGIN = '''"""Algorithms that can be held up: actor rank 1 in its loss, rank 0 in the export; clocks to set."""
 
 import ctypes
 import dataclasses
@@ -61,8 +62,10 @@ time.time = set_clock
 
 
 def policy_loss(inputs):
-    from slurm_rlhf.algorithms.policy_losses.table import POLICY_LOSSES
+    from slurm_rlhf.algorithms.policy_losses import POLICY_LOSSES
 
+    if os.environ.get("RANK") == "0":
+        slow_export()
     if os.environ.get("RANK") == "1":
         while (HOLD / "python").exists():
             time.sleep(0.02)
@@ -79,7 +82,23 @@ def hold_the_lock():
     libc.close(libc.open(bytes(HOLD / "lock"), os.O_RDONLY))
 
 
-register_algorithm(dataclasses.replace(find_algorithm("gae"), name="campaign", policy_loss=policy_loss))
+def slow_export():
+    from transformers import PreTrainedModel
+
+    save = PreTrainedModel.save_pretrained
+    if save.__name__ == "wait_and_save":
+        return
+
+    def wait_and_save(model, *args, **kwargs):
+        while (HOLD / "export").exists():
+            time.sleep(0.02)
+        return save(model, *args, **kwargs)
+
+    PreTrainedModel.save_pretrained = wait_and_save
+
+
+for name in ("gae", "group_norm"):
+    register_algorithm(dataclasses.replace(find_algorithm(name), name=f"held_{name}", policy_loss=policy_loss))
 '''
 CONFIG = """
 [data]
@@ -94,7 +113,7 @@ learning_rate = 1e-3
 [reward]
 remote_url = "reward.py"
 [algo.advantage]
-estimator = "campaign"
+estimator = "held_gae"
 [rollout]
 batch_size = 4
 n_samples_per_prompt = 2
@@ -136,19 +155,22 @@ def write_workload(path: Path, changes: Sequence[str] = ()) -> Path:
     """
     config = path / "run.toml"
     path.mkdir(parents=True, exist_ok=True)
-    (path / HOLD).mkdir(exist_ok=True)
-    for left in (path / HOLD).iterdir():
-        left.unlink()
+    Holds(config).clear()
     if not (path / "model" / "config.json").exists():
         from slurm_rlhf.parity.random_models import make_model
 
         make_model(path / "model", "qwen2", noisy=False)
-    rows = [{"input": f"{a}+{b}=", "label": str((a + b) % 10)} for a in range(12) for b in range(12)]
-    (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (path / "prompts.jsonl").write_text("".join(sums()), encoding="utf-8")
     (path / "reward.py").write_text(REWARD, encoding="utf-8")
     (path / "plugin.py").write_text(PLUGIN, encoding="utf-8")
     config.write_text(changed(CONFIG, changes), encoding="utf-8")
     return config
+
+
+def sums() -> list[str]:
+    """Return the lines of a task that a tiny model can learn: 144 sums, and their last digits."""
+    rows = [{"input": f"{a}+{b}=", "label": str((a + b) % 10)} for a in range(12) for b in range(12)]
+    return [json.dumps(row) + "\n" for row in rows]
 
 
 def changed(text: str, changes: Sequence[str]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 from slurm_rlhf.checkpoint import resume
 from slurm_rlhf.checkpoint.manifest import describe, verify, write, write_state
-from slurm_rlhf.disk import MIB, refusal, size_of
+from slurm_rlhf.disk import MIB, refusal, size_of, vanished
 from slurm_rlhf.errors import CheckpointError, ConfigError, RemoteError
 
 
@@ -122,12 +122,12 @@ class CheckpointDir:
             told = refusal(error, self.root, max(sizes, default=0))
             if isinstance(error, RemoteError) and not told:
                 raise
+            what = "checkpoints could not be pruned" if step is None else f"checkpoint {step} could not be written"
             if not self.root.parent.is_dir():
-                told = f"run_dir {self.root.parent} has vanished: it was removed or renamed, or its disk unmounted"
+                raise CheckpointError(f"{what}: {vanished(self.root.parent)}") from error
             if told and begun:
                 told += f"; {begun / MIB:.1f} MiB were written before that"
             usable = resume.latest(self.root)
-            what = "checkpoints could not be pruned" if step is None else f"checkpoint {step} could not be written"
             rest = f"The newest whole checkpoint is {usable}" if usable else "There is no earlier checkpoint"
             raise CheckpointError(
                 f"{what} in {self.root}: {told or error}. {rest}. Free space there, keep fewer (ckpt.max_num; "

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from itertools import count
@@ -42,6 +40,7 @@ def run(words: list[str]) -> int:
     given = _options(words)
     from slurm_rlhf.campaign.draw import draw, runnable
     from slurm_rlhf.campaign.faults import NEEDS, all_faults, named
+    from slurm_rlhf.campaign.files import disks_here
     from slurm_rlhf.campaign.result import PAGE, Campaign, left_out
 
     seed, most = _number(given, "seed", 0), _number(given, "faults", 60)
@@ -50,7 +49,7 @@ def run(words: list[str]) -> int:
     except re.error as error:
         raise ConfigError(f"--only={given['only']}: no regular expression: {error}") from None
     out = Path(given.get("out", "campaign")).absolute()
-    can, cannot = runnable(chosen, _has())
+    can, cannot = runnable(chosen, disks_here())
     drawn, steps = draw(can, most, seed), _number(given, "storm", 0)
     if "list" in given:
         print("\n".join([*(fault.name for fault in drawn), *(f"{one.name} ({NEEDS[one.needs]})" for one in cannot)]))
@@ -105,16 +104,6 @@ def _timeouts() -> str:
     return f"Time-outs of these runs, in seconds: {', '.join(lines)}."
 
 
-def _has() -> set[str]:
-    """Return what this machine has of what faults need. Slurm is for the tests, which have a cluster of their own."""
-    from slurm_rlhf.campaign.files import can_mount
-
-    if os.geteuid() != 0:
-        return set()
-    with tempfile.TemporaryDirectory(prefix="campaign-") as place:
-        return {"root"} if can_mount(Path(place) / "disk") else set()
-
-
 def _number(given: dict[str, str], name: str, usual: int) -> int:
     text = given.get(name, str(usual))
     if not re.fullmatch(r"\d{1,9}", text):
@@ -139,9 +128,10 @@ COMMANDS = {
     "campaign": Command(
         USAGE,
         "Breaks small runs of a tiny random model on this machine's CPUs: kills and stops processes of each role in "
-        "each phase, damages checkpoints, fills the disk, attacks the control port, holds up the reward function and "
-        "collectives, and sets the clock. Tells for each fault how soon it was noticed, whether the culprit was named, "
-        "how the run went on, whether its metrics are those of an undisturbed run, and what was left behind.",
+        "each phase, damages checkpoints, fills the disk or a quota, attacks the control port, holds up the reward "
+        "function and collectives, and sets the clock. Tells for each fault how soon it was noticed, whether the "
+        "culprit was named, how the run went on, whether its metrics are those of an undisturbed run, and "
+        "what was left behind.",
         run,
         OPTIONS,
     ),

@@ -68,7 +68,7 @@ def _sorted(words: list[str]) -> tuple[list[str], dict[str, str]]:
 
 def _options(given: dict[str, str]) -> Options:
     from slurm_rlhf.parity.processes import Options
-    from slurm_rlhf.parity.texts import NEW_TOKENS
+    from slurm_rlhf.parity.subjects import NEW_TOKENS
     from slurm_rlhf.parity.verdicts import PRECISIONS
 
     default = Options()
@@ -112,7 +112,7 @@ def _subjects(names: list[str], given: dict[str, str], max_len: int) -> list[Sub
 def _compared(subjects: list[Subject], options: Options, as_json: bool) -> list[Line]:
     """Compare, and print: lines as they are known, or one JSON object at the end."""
     from slurm_rlhf.parity.processes import compare
-    from slurm_rlhf.parity.table import Table, reasons, summary
+    from slurm_rlhf.parity.verdicts import Table, reasons, summary
 
     table = Table(subjects, options.precisions)
     if not as_json:

@@ -1,11 +1,13 @@
-"""Run `slurm-rlhf docs [TOPIC]`: show a page of the documentation."""
+"""Help users to find words: `slurm-rlhf docs [TOPIC]` shows a page, `completion SHELL` completes commands and keys."""
 
 from __future__ import annotations
 
 import sys
 
-from slurm_rlhf.cli.main import WIDEST, Command
-from slurm_rlhf.docs.pages import contents, page
+from slurm_rlhf.cli.main import COMMANDS as ALL_COMMANDS
+from slurm_rlhf.cli.main import WIDEST, Command, unknown
+from slurm_rlhf.config.keys import all_keys
+from slurm_rlhf.docs.pages import TOPICS, contents, page
 from slurm_rlhf.errors import ConfigError
 
 USAGE = "usage: slurm-rlhf docs [TOPIC]"
@@ -34,4 +36,64 @@ def _show(text: str) -> None:
     console.print(Markdown(text), width=min(console.width, WIDEST))
 
 
-COMMANDS = {"docs": Command(USAGE, "Shows a page of the documentation; without TOPIC, the list of topics.", run)}
+COMPLETION_USAGE = "usage: slurm-rlhf completion bash|zsh"
+
+_SCRIPT = """_slurm_rlhf() {{
+  local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} key=
+  COMPREPLY=()
+  if ((COMP_CWORD == 1)); then
+    COMPREPLY=($(compgen -W "{commands}" -- "$word"))
+    return
+  fi
+  # bash cuts words at "=": --KEY, =, and what is to be completed.
+  if [[ $word == "=" ]]; then key=$before word=
+  elif [[ $before == "=" ]]; then key=${{COMP_WORDS[COMP_CWORD-2]}}
+  elif [[ $before == --* ]]; then key=$before
+  fi
+  case $key in
+{values}
+  esac
+  if ((${{#COMPREPLY[@]}})); then return; fi
+  if [[ ${{COMP_WORDS[1]}} == docs ]]; then
+    COMPREPLY=($(compgen -W "{topics}" -- "$word"))
+  elif [[ $word == --* ]]; then
+    COMPREPLY=($(compgen -W "--help {keys}" -- "$word"))
+    compopt -o nospace 2>/dev/null
+  fi
+}}
+complete -o default -F _slurm_rlhf slurm-rlhf
+"""
+
+
+def script() -> str:
+    """Return a script for bash: commands, `--` keys, the choices of a key, topics of the documentation; else files."""
+    choices: dict[str, list[str]] = {}
+    for key in all_keys().values():
+        words = [choice for choice in key.choices if choice] or (["true", "false"] if key.kind == "bool" else [])
+        if words:
+            choices.setdefault(" ".join(words), []).append(f"--{key.name}")
+    values = "\n".join(
+        f'    {"|".join(names)}) COMPREPLY=($(compgen -W "{words}" -- "$word")) ;;' for words, names in choices.items()
+    )
+    keys = " ".join(f"--{name}=" for name in all_keys())
+    return _SCRIPT.format(commands=" ".join(ALL_COMMANDS), values=values, topics=" ".join(TOPICS), keys=keys)
+
+
+def run_completion(words: list[str]) -> int:
+    """Print the script. Raises ConfigError for another shell."""
+    if words not in (["bash"], ["zsh"]):
+        raise ConfigError(f"no completion for {unknown(' '.join(words), ['bash', 'zsh'])}\n{COMPLETION_USAGE}")
+    zsh = "autoload -U +X bashcompinit && bashcompinit\n" if words == ["zsh"] else ""
+    print(zsh + script(), end="")
+    return 0
+
+
+COMMANDS = {
+    "docs": Command(USAGE, "Shows a page of the documentation; without TOPIC, the list of topics.", run),
+    "completion": Command(
+        COMPLETION_USAGE,
+        "Prints a script that completes commands, keys, their choices and file names. For this shell: "
+        "source <(slurm-rlhf completion bash); for all: put that line into ~/.bashrc or ~/.zshrc.",
+        run_completion,
+    ),
+}

@@ -1,4 +1,4 @@
-"""Run `slurm-rlhf generate`: answer the rows of a file, and put the outputs of a job array together."""
+"""Run `slurm-rlhf generate` and `eval`: answer the rows of a file, or evaluate a model, with engines only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from slurm_rlhf.launch.accelerators import Wanted
 from slurm_rlhf.launch.engine_launcher import EngineLauncher, LocalEngines
 from slurm_rlhf.launch.mpi.assignment import launched
 from slurm_rlhf.launch.probe import versions
-from slurm_rlhf.launch.role_steps import used_nodes
 from slurm_rlhf.launch.slurm_engines import SlurmEngines
 from slurm_rlhf.launch.srun import HOST, container_of
 from slurm_rlhf.placement.rank_map import RankMap
@@ -52,8 +51,7 @@ def run(words: list[str]) -> int:
     config = load_config(arguments.files, arguments.overrides)
     for note in given_twice(arguments.overrides):
         print(note, flush=True)
-    from slurm_rlhf.generation.layout import engines_everywhere
-    from slurm_rlhf.generation.start import generate, prepare
+    from slurm_rlhf.generation.start import engines_everywhere, generate, prepare
 
     shard, source = prepare(config, os.environ)
     ranks = engines_everywhere(
@@ -78,7 +76,7 @@ def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Pla
 
     `places`: (key, path) of the files that are read.
     """
-    slurm, nodes = read_slurm(os.environ), used_nodes(ranks)
+    slurm, nodes = read_slurm(os.environ), ranks.used_nodes
     if config.preflight != OFF:
         report = _look(config, directory, ranks, places, slurm)
         report.require()
@@ -94,7 +92,7 @@ def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Pla
 def _look(config: Config, directory: Path, ranks: RankMap, places: Places, slurm: SlurmEnvironment | None) -> Report:
     """Look at each node by itself: engines do not talk to each other, so links between nodes do not matter."""
     directory.mkdir(parents=True, exist_ok=True)
-    nodes, container = used_nodes(ranks), container_of(config)
+    nodes, container = ranks.used_nodes, container_of(config)
     needs = Needs(
         run_dir=str(directory),
         wanted=Wanted.by(ranks, config),
@@ -145,6 +143,60 @@ def _merge(words: list[str]) -> int:
     return 0
 
 
+EVAL_USAGE = "usage: slurm-rlhf eval FILE.toml [FILE.toml ...] --model=DIR [--output=DIR] [--KEY=VALUE ...]"
+EVAL_OPTIONS = {
+    "model": "what to evaluate: a Hugging Face directory, a run directory (its final model, else its newest "
+    "checkpoint), or a checkpoint of a run, for instance the best one",
+    "output": "where responses and report go; eval/<name of the model> in run_dir without it",
+}
+
+
+def run_eval(words: list[str]) -> int:
+    """Answer and score the prompts that are left, and print the report. Raises SlurmRlhfError."""
+    options, rest = take_paths(words)
+    arguments = parse(rest, EVAL_USAGE)
+    refuse_many_processes("eval")
+    model = options.get("model")
+    if model is None:
+        raise ConfigError(f"--model is missing: name the model, run or checkpoint to evaluate\n{EVAL_USAGE}")
+    config = load_config(arguments.files, arguments.overrides)
+    for note in given_twice(arguments.overrides):
+        print(note, flush=True)
+    from slurm_rlhf.evaluation.words import report_text
+    from slurm_rlhf.generation.eval_job import EvalJob
+    from slurm_rlhf.generation.start import engines_everywhere
+
+    job = EvalJob.prepare(config, model, options.get("output"))
+    for one in job.sets:
+        if one.prompts.dropped:
+            print(f"evaluation {one.settings.name}: {one.prompts.dropped} prompts are too long and are dropped")
+    per_node = config.generate.engines_per_node
+    ranks = engines_everywhere(nodes_here(os.environ), config.vllm.tensor_parallel_size, per_node)
+    places = [(f"eval.datasets, {one.settings.name}", one.settings.path) for one in job.sets]
+    code = job.run(ranks, engine_launcher(config, job.root, ranks, places))
+    if code:
+        return code
+    print(f"\n{report_text(job.report().reports)}\n\nreport: {job.root / 'eval.json'}", flush=True)
+    return 0
+
+
+def take_paths(words: list[str]) -> tuple[dict[str, Path], list[str]]:
+    """Split the options of this command, `--model PATH` or `--model=PATH`, from its other words. Raises ConfigError."""
+    found: dict[str, Path] = {}
+    rest: list[str] = []
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if name.removeprefix("--") not in EVAL_OPTIONS or not name.startswith("--"):
+            rest.append(word)
+            continue
+        path = value if equals else next(left, "")
+        if not path or (not equals and path.startswith("--")):
+            raise ConfigError(f"{name} needs a path: {name}=DIR\n{EVAL_USAGE}")
+        found[name.removeprefix("--")] = Path(os.path.abspath(Path(path).expanduser()))
+    return found, rest
+
+
 COMMANDS = {
     "generate": Command(
         USAGE,
@@ -154,19 +206,16 @@ COMMANDS = {
         "together in the order of the rows.",
         run,
         OPTIONS,
-        [
-            "generate",
-            "run_dir",
-            "preflight",
-            "data",
-            "rollout",
-            "vllm",
-            "reward",
-            "train",
-            "ds",
-            "logger",
-            "timeout",
-            "slurm",
-        ],
+        ["generate", "run_dir", "preflight", "data", "rollout", "vllm", "reward", *SETTINGS],
+    ),
+    "eval": Command(
+        EVAL_USAGE,
+        "Evaluates a model on eval.datasets (or eval.dataset) with engines on every GPU of the allocation, or of this "
+        "machine: samples, scores with the reward function, and prints pass@k, majority votes and intervals, by source "
+        "and by length. The figures are in eval.json, all responses in eval.jsonl. Started again, it goes on with the "
+        "prompts that are missing.",
+        run_eval,
+        EVAL_OPTIONS,
+        ["eval", "run_dir", "data", "rollout", "vllm", "reward", *SETTINGS],
     ),
 }

@@ -1,4 +1,4 @@
-"""Run `slurm-rlhf init NAME`: write the files of a new run for this cluster."""
+"""Make the files of a new run: `slurm-rlhf init NAME` for this cluster, `migrate` from a command of OpenRLHF."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from slurm_rlhf.cli.main import Command, unknown
-from slurm_rlhf.cluster.modules import ask_modules, proposed
-from slurm_rlhf.cluster.partitions import Partition, ask_partitions, best
+from slurm_rlhf.cluster.partitions import Partition, ask_modules, ask_partitions, best, proposed
+from slurm_rlhf.config.migrate import translate
 from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.launch.starter import Start, reward, script, toml
 
@@ -136,6 +136,33 @@ def _default(question: str, default: str) -> str:
     return default
 
 
+MIGRATE_USAGE = "usage: slurm-rlhf migrate openrlhf 'COMMAND' | FILE.sh | - (standard input)"
+
+
+def run_migrate(words: list[str]) -> int:
+    """Print TOML on stdout, and on stderr how much of the command it holds."""
+    if len(words) < 2 or words[0] != "openrlhf":
+        raise ConfigError(f"what is to be translated?\n{MIGRATE_USAGE}")
+    found = translate(_openrlhf_command(words[1:]))
+    print(found.toml(), end="")
+    flags = len(found.values) + len(found.left_out)
+    print(
+        f"{len(found.values)} of {flags} flags translated; the others are at the end, with what to do", file=sys.stderr
+    )
+    return 0
+
+
+def _openrlhf_command(words: list[str]) -> str:
+    if words == ["-"]:
+        return sys.stdin.read()
+    if len(words) == 1 and " " not in words[0]:
+        try:
+            return Path(words[0]).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{words[0]} cannot be read: {error}\n{MIGRATE_USAGE}") from None
+    return " ".join(words)
+
+
 COMMANDS = {
     "init": Command(
         USAGE,
@@ -143,5 +170,11 @@ COMMANDS = {
         "script for this cluster, from what sinfo and `module avail` tell. Asks a few questions on a terminal.",
         run,
         OPTIONS,
-    )
+    ),
+    "migrate": Command(
+        MIGRATE_USAGE,
+        "Translates a command of OpenRLHF into the TOML file that it is here, and prints it. Flags without a meaning "
+        "here stand at the end, with what to do instead.",
+        run_migrate,
+    ),
 }

@@ -126,10 +126,10 @@ COMMANDS = {
     "cancel": ("cancel", "end a run, at once or after it has saved"),
     "plan": ("plan", "show which rank of which role goes on which node"),
     "check-parity": ("check_parity", "compare the log-probs of vLLM, transformers and the trainer on a model"),
-    "migrate": ("migrate", "translate a command of OpenRLHF into a TOML file"),
-    "completion": ("completion", "print what completes words in bash or zsh"),
+    "migrate": ("init", "translate a command of OpenRLHF into a TOML file"),
+    "completion": ("docs", "print what completes words in bash or zsh"),
     "docs": ("docs", "show a page of the documentation"),
-    "eval": ("eval", "evaluate a model on several data sets: pass@k, majority votes, intervals"),
+    "eval": ("generate", "evaluate a model on several data sets: pass@k, majority votes, intervals"),
     "campaign": ("campaign", "break small runs on purpose, and tell what each fault did"),
     "bench": ("bench", "measure parts of a run and compare them with plain loops"),
 }

@@ -20,7 +20,7 @@ from slurm_rlhf.cli.placement_report import (
 from slurm_rlhf.cluster.gpu_memory import memory_of, memory_on
 from slurm_rlhf.cluster.slurm_notation import expand, gpus_of_nodes, rates_of_nodes, slurm_order
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.model_weights import stored_parameters
+from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.config.roles import ROLES, has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, shortened

@@ -19,8 +19,8 @@ def run(words: list[str]) -> int:
     """Write the page and print where it is. Raises ConfigError when a RUN names no run."""
     output, names = _sorted(words)
     directories = [_directory(name) for name in names]
+    from slurm_rlhf.report.page import write_page, write_report
     from slurm_rlhf.report.run_files import RunFiles
-    from slurm_rlhf.report.write import write_page, write_report
 
     if len(directories) == 1 and output is None:
         write_report(directories[0])

@@ -108,10 +108,9 @@ def _launcher(config: Config, ranks: RankMap, unfit: Mapping[str, str]) -> Launc
     slurm, run_dir = read_slurm(os.environ), Path(config.run_dir)
     if slurm is None:
         return LocalLauncher(run_dir, ranks)
-    from slurm_rlhf.launch.role_steps import used_nodes
     from slurm_rlhf.launch.slurm import SlurmLauncher
 
-    nodes = used_nodes(ranks)
+    nodes = ranks.used_nodes
     print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}, run directory {run_dir}")
     print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
     return SlurmLauncher(run_dir, ranks, slurm, container_of(config), unfit)

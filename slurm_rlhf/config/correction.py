@@ -1,11 +1,12 @@
-"""Read the keys of `algo.correction`: the rule that they choose, and what contradicts what among them."""
+"""Read the keys of `algo.correction`: the rule that they choose, where old log-probs come from, what contradicts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import cast
 
-from slurm_rlhf.algorithms.correction_rule import PRESETS, CorrectionRule, Level, Mode
+from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule, Level, Mode
+from slurm_rlhf.config.roles import has_reference
 from slurm_rlhf.config.schema import Config
 
 GROUP = "algo.correction"
@@ -114,3 +115,21 @@ def _mode(config: Config) -> str:
     keys = config.algo.correction
     preset = PRESETS.get(_preset(config))
     return keys.mode or ("" if keys.level or preset is None else preset.mode)
+
+
+def of_the_update(config: Config) -> bool:
+    """Tell whether the old log-probs are those of the update's own forward pass, so that none is made before it.
+
+    They are where a batch is one optimizer step, which starts from the policy that they are of, and where nothing needs
+    them before: no correction, no reference to compare with. The ratio is 1 then, and its gradient is that of the
+    log-probs. TRL and verl leave out the same pass.
+    """
+    responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
+    one_step = config.train.max_epochs == 1 and config.train.batch_size == responses
+    needed = corrects(config) or has_reference(config) or config.critic.freezing_steps
+    return config.actor.old_logprobs == "auto" and one_step and not needed
+
+
+def before_update(config: Config) -> bool:
+    """Tell whether the actor computes log-probs before the update: not with the engines', and not `of_the_update`."""
+    return not (config.algo.correction.bypass or of_the_update(config))

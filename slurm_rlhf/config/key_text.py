@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from slurm_rlhf.config.aliases import meaning, read_as
-from slurm_rlhf.config.data_set_entries import entry_table, read_entry
+from slurm_rlhf.config.evaluation import entry_table, read_entry
 from slurm_rlhf.config.keys import DATA_SETS, Key, all_keys, documentation, get
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_eval import EvalDataSet

@@ -14,7 +14,7 @@ from typing import Any
 
 from slurm_rlhf.config import hub
 from slurm_rlhf.config.aliases import begins_alias, meaning, read_as
-from slurm_rlhf.config.data_set_entries import resolved_entry
+from slurm_rlhf.config.evaluation import resolved_entry
 from slurm_rlhf.config.key_text import BadValue, from_text, from_toml, split_overrides
 from slurm_rlhf.config.keys import DATA_SETS, Key, all_keys, get, groups, nearest, put
 from slurm_rlhf.config.schema import Config

@@ -71,7 +71,7 @@ def _kl(config: Config) -> Iterator[str]:
 
 def _unused(config: Config) -> Iterator[str]:
     """Find keys that were set for another policy loss: the run would be another than its author thinks."""
-    from slurm_rlhf.algorithms.policy_losses.table import POLICY_LOSSES
+    from slurm_rlhf.algorithms.policy_losses import POLICY_LOSSES
 
     chosen = POLICY_LOSSES[config.actor.policy_loss_type]
     users: dict[str, list[str]] = {}
@@ -92,7 +92,7 @@ def _unused(config: Config) -> Iterator[str]:
 
 def _aggregation(config: Config) -> Iterator[str]:
     """Check that loss and algorithm do not each bring an aggregation that makes them what they are."""
-    from slurm_rlhf.algorithms.policy_losses.table import POLICY_LOSSES
+    from slurm_rlhf.algorithms.policy_losses import POLICY_LOSSES
 
     algorithm, loss = algorithm_of(config), POLICY_LOSSES[config.actor.policy_loss_type]
     usual = type(algorithm).__dataclass_fields__["aggregation"].default

@@ -2,8 +2,8 @@
 
 `load.py` reads TOML and dotted overrides into these classes, `rules.py` and `algorithm_rules.py` have the rules that
 span several keys. The docstrings are the help, and the range of each number stands in its type. Groups of their own
-files: actor, critic, ref, reward and ds in `schema_models.py`, algo in `schema_algorithm.py`, eval in
-`schema_eval.py`, slurm, cluster and timeout in `schema_cluster.py`, generate in `schema_generate.py`.
+files: actor, critic, ref, reward, ds and algo in `schema_models.py`, eval and generate in `schema_eval.py`, slurm,
+cluster and timeout in `schema_cluster.py`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from slurm_rlhf.config.ranges import COUNT, NOT_NEGATIVE, POSITIVE, FilePath, Range
-from slurm_rlhf.config.schema_algorithm import Algo
 from slurm_rlhf.config.schema_cluster import Cluster, Slurm, Timeout
-from slurm_rlhf.config.schema_eval import Eval
-from slurm_rlhf.config.schema_generate import Generate
-from slurm_rlhf.config.schema_models import Actor, Critic, Ds, Ref, Reward
+from slurm_rlhf.config.schema_eval import Eval, Generate
+from slurm_rlhf.config.schema_models import Actor, Algo, Critic, Ds, Ref, Reward
 
 FORWARD_SHARE = 4
 """Tokens of a pass without gradients for one of a pass with them, unless the user says so: it keeps the states of one
@@ -130,6 +128,10 @@ class Train:
     forward_max_tokens_per_gpu: Annotated[int, NOT_NEGATIVE] = 0
     """The same in passes without gradients (old log-probs, reference, values, reward model), which keep no activations;
     0: four times train.max_tokens_per_gpu."""
+    share_prompts: bool = False
+    """The actor computes a prompt once for all its responses in a micro-batch, where that is less work (groups of
+    responses no longer than their prompt). Log-probs and gradients differ by rounding only; models with attention over
+    a window, or without attention, are refused."""
     logprob_chunk_tokens: Annotated[int, COUNT] = 2048
     """Logits over the vocabulary exist for this many tokens at a time."""
     colocate_actor_ref: bool = False

@@ -1,4 +1,4 @@
-"""Define the group eval, and the entries of eval.datasets. See `schema.py`."""
+"""Define the groups of the jobs without training: `eval`, with the entries of eval.datasets, and `generate`."""
 
 from __future__ import annotations
 
@@ -52,3 +52,24 @@ class Eval:
     """Column that says where a prompt comes from, for a table by source; empty: none."""
     overlap: bool = False
     """Evaluate on the engines while the actor trains on the batch of the next step; needs GPUs of the engines' own."""
+
+
+@dataclass(slots=True)
+class Generate:
+    """`slurm-rlhf generate` only."""
+
+    model_name_or_path: FilePath = ""
+    """The model that answers: a Hugging Face directory, the name of a model in the Hugging Face cache of this machine,
+    a run directory (its final model, else its newest checkpoint), or a checkpoint of a run."""
+    dataset: FilePath = ""
+    """JSONL or Parquet (.parquet) file with the prompts in the column data.input_key."""
+    max_samples: Annotated[int, NOT_NEGATIVE] = 0
+    """Use only the first rows of the file; 0: all."""
+    engines_per_node: Annotated[int, NOT_NEGATIVE] = 0
+    """Engines on each node; 0: as many of vllm.tensor_parallel_size as its GPUs hold, one where there is no GPU."""
+    logprobs: bool = False
+    """Write the tokens of each response and their log-probs, too."""
+    ordered: bool = False
+    """When all rows are done, write them in the order of the file to merged.jsonl."""
+    num_shards: Annotated[int, NOT_NEGATIVE] = 0
+    """Parts of the file, one for each task of a job array; 0: as many as the array has tasks (--array=0-9)."""

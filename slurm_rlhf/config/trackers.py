@@ -1,12 +1,12 @@
-"""Which trackers there are, and what `logger` may ask of them."""
+"""Which trackers there are, what `logger` may ask of them, and which of their variables are not to be shown."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.secrets import secrets_set
 
 TENSORBOARD = "tensorboard"
 
@@ -34,3 +34,21 @@ def tracker_problems(config: Config) -> Iterator[str]:
                 f"slurm.setup sets {variable}, and the configuration is copied to run_dir/config.toml and to the "
                 "trackers: set it in your own environment, or log in once (`wandb login`, `hf auth login`)"
             )
+
+
+_NAME = re.compile(r"(^|_)(API_?KEY|TOKEN|PASSWORD|SECRET|CREDENTIALS?)$")
+_SET = re.compile(r"\b([A-Z][A-Z0-9_]*)=\S")
+_SHORTEST = 6  # characters: a shorter value would blot out words
+
+
+def without_secrets(text: str, environment: Mapping[str, str]) -> str:
+    """Replace each secret value of the environment in `text` by its variable's name."""
+    for name, value in environment.items():
+        if _NAME.search(name) and len(value) >= _SHORTEST:
+            text = text.replace(value, f"${name}")
+    return text
+
+
+def secrets_set(text: str) -> list[str]:
+    """Name the variables that hold secrets and that a line of shell sets: `export WANDB_API_KEY=...`."""
+    return [name for name in _SET.findall(text) if _NAME.search(name)]

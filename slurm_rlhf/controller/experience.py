@@ -16,18 +16,20 @@ from numpy.typing import ArrayLike
 from slurm_rlhf.algorithms.advantages import estimate
 from slurm_rlhf.algorithms.batching import Shard, assemble
 from slurm_rlhf.algorithms.correction import COLUMN, CorrectionInputs, correct
+from slurm_rlhf.algorithms.groups import Groups
+from slurm_rlhf.algorithms.losses import loss_weights, positive_weights
 from slurm_rlhf.algorithms.packed import find_actions, response_sums
 from slurm_rlhf.algorithms.policy_distance import approx_kl
+from slurm_rlhf.algorithms.policy_losses import aggregation_of
 from slurm_rlhf.algorithms.registry import AdvantageInputs, Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale, clipped_share
-from slurm_rlhf.config.correction import correction_of
-from slurm_rlhf.config.old_logprobs import before_update
+from slurm_rlhf.algorithms.reward_shaping import Responses, Shaping, shape
+from slurm_rlhf.config.correction import before_update, correction_of
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import CriticCalls, ForwardBatch, LogprobCalls
 from slurm_rlhf.control.server import RoleHandle, gather, send_shards
-from slurm_rlhf.controller.shaping import groups_of, loss_mask, shaped_rewards
-from slurm_rlhf.records import F32, I32, Experience
+from slurm_rlhf.records import F32, I32, REPETITION, STOP, Bool, Experience
 from slurm_rlhf.rewards.values import Rewards
 
 COLUMNS: tuple[tuple[str, Callable[[Any, ForwardBatch], F32], str], ...] = (
@@ -42,7 +44,7 @@ def fill_passes(config: Config, roles: Mapping[str, RoleHandle[Any]], experience
     """Fill the columns of log-probs and values, all roles at once.
 
     With algo.correction.bypass the engine's log-probs are the old ones, and the actor computes none; nor does it where
-    they are of the update's own pass (`config.old_logprobs`), after which `Step.update` fills the column.
+    they are of the update's own pass (`config.correction`), after which `Step.update` fills the column.
     """
     if config.algo.correction.bypass:
         engine = experience.columns["rollout_logprobs"]
@@ -160,3 +162,79 @@ def fill_correction(config: Config, experience: Experience, age: I32) -> dict[st
     if weights is not None:
         columns[COLUMN] = weights
     return metrics
+
+
+def groups_of(config: Config, experience: Experience) -> Groups:
+    """Number the prompt of each response, [N]: 0, 0, 1, 1, ..."""
+    return np.arange(len(experience)) // config.rollout.n_samples_per_prompt
+
+
+def shaped_rewards(
+    config: Config, experience: Experience, judged: Rewards, rewards: F32
+) -> tuple[F32, dict[str, float]]:
+    """Return `rewards` with the penalties that are on, [N], and their metrics.
+
+    `rewards` are the normalised ones of `judged`, whose own scores, or rewards without scores, say by being above 0
+    whether a response is correct.
+    """
+    group = config.reward
+    how = Shaping(
+        longest=config.rollout.max_new_tokens,
+        overlong_buffer_len=group.overlong_buffer_len,
+        overlong_penalty_factor=group.overlong_penalty_factor,
+        stop_properly_penalty_coef=group.stop_properly_penalty_coef,
+        length_penalty_coef=group.length_penalty_coef,
+    )
+    reasons = np.array(experience.finish_reasons or [STOP] * len(experience))
+    responses = Responses(
+        lengths=experience.response_lens,
+        ended=reasons == STOP,
+        repeated=reasons == REPETITION,
+        correct=(judged.rewards if judged.scores is None else judged.scores) > 0,
+        groups=groups_of(config, experience),
+    )
+    shaped, metrics = shape(rewards, responses, how)
+    return shaped.astype(np.float32), metrics
+
+
+def loss_mask(config: Config, experience: Experience) -> Bool:
+    """Return the actions that are trained on, [A]: with rollout.mask_truncated none of a response that was cut off.
+
+    Its reward stays in the baseline of its group: the baseline estimates what the policy earns with this prompt, and
+    without those that failed by their length the others would look worse than they are. So do DAPO (Yu et al., 2025,
+    arXiv 2503.14476: overlong filtering) and TRL's `mask_truncated_completions`.
+    """
+    if not config.rollout.mask_truncated or not experience.finish_reasons:
+        return experience.action_mask
+    ended = np.array([reason == STOP for reason in experience.finish_reasons], dtype=np.bool_)
+    return experience.action_mask & np.repeat(ended, experience.response_lens)
+
+
+def fill_loss_weights(config: Config, algorithm: Algorithm, batch: Experience, kl_coef: float) -> float:
+    """Fill the columns of weights of a mini-batch, the whole of one optimizer step; answers its denominator.
+
+    loss_weights: of the policy loss, by its aggregation times the correction; without the column every weight is 1. The
+    denominator counts all actions, whatever weight the correction gives them (`algorithms.correction`).
+    entropy_weights: those of the entropy bonus, by the aggregation alone. kl_weights: the same times `kl_coef`, where
+    the KL penalty is a term of the loss. nll_weights: of the likelihood of good responses. The terms have columns of
+    their own, because what corrects the policy loss for the age of its samples does not belong to a term of the policy
+    as it is now.
+    """
+    mode = aggregation_of(config.actor.loss_agg_mode, config.actor.policy_loss_type, algorithm.aggregation)
+    longest = config.rollout.max_new_tokens
+    denominator, weights = loss_weights(mode, batch.action_mask, batch.action_offsets, longest)
+    if weights is not None and config.actor.entropy_coef != 0.0:
+        batch.columns["entropy_weights"] = weights
+    if config.algo.kl.use_loss:
+        ones = np.ones(len(batch.action_mask), dtype=np.float32)
+        batch.columns["kl_weights"] = (ones if weights is None else weights) * np.float32(kl_coef)
+    if config.actor.nll_coef:
+        batch.columns["nll_weights"] = positive_weights(batch.rewards, batch.action_mask, batch.action_offsets)
+    correction = batch.columns.pop(COLUMN, None)
+    if weights is not None and correction is not None:
+        weights = weights * correction
+    elif correction is not None:
+        weights = correction
+    if weights is not None:
+        batch.columns["loss_weights"] = weights
+    return denominator

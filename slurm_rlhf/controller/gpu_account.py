@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from slurm_rlhf.config.old_logprobs import before_update
+from slurm_rlhf.config.correction import before_update
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import DeviceReport, RankCalls

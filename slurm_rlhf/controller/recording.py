@@ -26,12 +26,12 @@ from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.observe.events import START, EventLog, WarningEvents
 from slurm_rlhf.observe.jsonl import truncate_after
 from slurm_rlhf.observe.metrics import finite
-from slurm_rlhf.observe.phase_file import PhaseFile
+from slurm_rlhf.observe.run_status import PhaseFile
 from slurm_rlhf.observe.samples import Sample, SampleLog, choose
 from slurm_rlhf.observe.spans import CallSpans, TimelineLog
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Experience, SyncConnection, Trajectory
-from slurm_rlhf.report.write import write_report
+from slurm_rlhf.report.page import write_report
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
 
 log = logging.getLogger(__name__)

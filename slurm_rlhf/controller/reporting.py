@@ -10,10 +10,10 @@ from typing import Any
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.batches import Batch
-from slurm_rlhf.controller.best_checkpoint import Best
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.recording import Recorder
 from slurm_rlhf.controller.run_state import RunState
+from slurm_rlhf.controller.saves import Best
 from slurm_rlhf.observe import events
 from slurm_rlhf.observe.live import make_progress
 from slurm_rlhf.observe.metrics import MetricsLog

@@ -16,10 +16,8 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.control.calls import DirectoryRequest, TrainerCalls
 from slurm_rlhf.control.server import RoleHandle, gather
-from slurm_rlhf.controller.best_checkpoint import Best, better, resumed
 from slurm_rlhf.controller.gpu_account import GpuAccount
-from slurm_rlhf.controller.pending_save import PendingSave, written
-from slurm_rlhf.controller.save_cadence import SaveCadence
+from slurm_rlhf.controller.saves import Best, PendingSave, SaveCadence, better, resumed, written
 from slurm_rlhf.controller.step import Step
 from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.observe.metrics import finite

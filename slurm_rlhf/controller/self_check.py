@@ -16,7 +16,7 @@ import numpy as np
 from slurm_rlhf.algorithms.batching import assemble
 from slurm_rlhf.algorithms.policy_distance import ages
 from slurm_rlhf.algorithms.reward_scale import clip_warning
-from slurm_rlhf.config.old_logprobs import before_update, of_the_update
+from slurm_rlhf.config.correction import before_update, of_the_update
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import ActorCalls, ForwardBatch, SelfCheckAnswer
 from slurm_rlhf.control.server import RoleHandle, gather, send_shards

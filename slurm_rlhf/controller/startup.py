@@ -28,7 +28,7 @@ from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
-from slurm_rlhf.controller.save_cadence import SaveCadence
+from slurm_rlhf.controller.saves import SaveCadence
 from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
 from slurm_rlhf.controller.step import Step
 from slurm_rlhf.controller.step_metrics import EngineMetrics

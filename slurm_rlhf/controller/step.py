@@ -30,7 +30,6 @@ from slurm_rlhf.algorithms.policy_distance import KLController, ages
 from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale
 from slurm_rlhf.cluster.stop import Stop
-from slurm_rlhf.config.old_logprobs import of_the_update
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import TrainAnswer, TrainBatch, TrainerCalls
@@ -40,10 +39,16 @@ from slurm_rlhf.controller.batches import Batch, Batches, EpisodesOver, sampling
 from slurm_rlhf.controller.colocation import Colocation
 from slurm_rlhf.controller.dispatch import Sampler
 from slurm_rlhf.controller.engine_pool import EnginePool
-from slurm_rlhf.controller.experience import counting, fill_advantages, fill_correction, fill_passes, one_at_a_time
-from slurm_rlhf.controller.loss_weights import fill_loss_weights
+from slurm_rlhf.controller.experience import (
+    counting,
+    fill_advantages,
+    fill_correction,
+    fill_loss_weights,
+    fill_passes,
+    loss_mask,
+    one_at_a_time,
+)
 from slurm_rlhf.controller.self_check import SelfCheck
-from slurm_rlhf.controller.shaping import loss_mask
 from slurm_rlhf.controller.step_metrics import EngineMetrics, Trained, agreement_metrics, sample_metrics, update_metrics
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
@@ -54,6 +59,9 @@ from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.values import Rewards
 
 Metrics = dict[str, float]
+
+OLD = "logprobs"
+"""Column of the old log-probs; a batch without it gets those of the update's own pass."""
 
 
 class Beside(Protocol):
@@ -113,8 +121,9 @@ class Step:
                 self.self_check.before_update(number, batch.trajectories, experience, metrics, version)
             checked()
         metrics |= self.engine_metrics.step(number, batch.loads)
+        compared = OLD in experience.columns
         metrics = self.update(number, experience, metrics)
-        if of_the_update(self.config):
+        if not compared:
             metrics |= self._compare(batch, experience, version)
         self.self_check.after_update(number, experience, metrics)
         if beside is not None:
@@ -171,7 +180,7 @@ class Step:
         tokens: what is clipped is the distance from the newest policy. The distance of that to the policy which sampled
         a token is corrected by a weight, which `algo.correction` chooses (`algorithms.correction`); its `bypass` takes
         the ratio to the policy that sampled instead. Where nothing needs the actor's log-probs before the update, they
-        are of its own pass (`config.old_logprobs`), and are compared with the engines' afterwards.
+        are of its own pass (`config.correction`), and are compared with the engines' afterwards.
         """
         experience = pack(batch.trajectories, [0.0] * len(batch.trajectories))
         lost = mask_not_finite(experience)
@@ -180,7 +189,7 @@ class Step:
         experience.rewards = judged.rewards
         with self.phases("advantages"):
             metrics = fill_advantages(self.config, self.algorithm, experience, judged, self.kl.coef, self.scale)
-            if not of_the_update(self.config):
+            if OLD in experience.columns:
                 metrics |= self._compare(batch, experience, version)
             metrics["correction/not_finite"] = float(lost)
         return experience, metrics | sample_metrics(self.config, batch.trajectories, rewards, experience)
@@ -216,8 +225,8 @@ class Step:
             in_loss = replace(experience, action_mask=loss_mask(self.config, experience))
             steps = self._train(number, in_loss)
             trained = update_metrics(steps)
-        if of_the_update(self.config):
-            (experience.columns["logprobs"],) = (step.logprobs for step in steps if step.logprobs is not None)
+        if OLD not in experience.columns:
+            (experience.columns[OLD],) = (step.logprobs for step in steps if step.logprobs is not None)
         self.kl.update(metrics["kl"], len(experience))
         if self.scale is not None:
             self.scale = self.scale.with_batch(experience.rewards)

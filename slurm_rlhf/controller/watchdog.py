@@ -27,7 +27,7 @@ from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung
 from slurm_rlhf.observe.late_stacks import LateStacks
 from slurm_rlhf.observe.stacks import MAIN
-from slurm_rlhf.observe.wait_budget import Budget, WaitBudgets
+from slurm_rlhf.observe.timing import Budget, WaitBudgets
 from slurm_rlhf.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)

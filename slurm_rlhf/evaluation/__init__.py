@@ -1,7 +1,7 @@
 """What an evaluation says about a model: statistics of scored responses, as pure functions of them.
 
 What lives here: `estimators` (pass@k, majority vote, bootstrap), `responses` (the record of a scored response, and its
-file), `tables` (figures by source and by length), `report` (all of it for one data set), `words` (the same as text).
+file), `report` (all of it for one data set, by source and length too), `words` (the same as text).
 
 May import: the base modules and `config`; numpy, no torch. Who samples and scores is in `controller`.
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from slurm_rlhf.evaluation.estimators import Estimate
-from slurm_rlhf.evaluation.report import DataSetReport, overall
-from slurm_rlhf.evaluation.tables import Part
+from slurm_rlhf.evaluation.report import DataSetReport, Part, overall
 
 SHOWN = 3
 """Failures of each data set on the terminal; eval.json has more."""

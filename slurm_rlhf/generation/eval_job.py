@@ -9,28 +9,82 @@ from __future__ import annotations
 import copy
 import os
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.generate_rules import MODEL, check_eval
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.evaluation import EvalSet, Evaluated, keep, read_eval_sets
+from slurm_rlhf.controller.evaluation import EvalSet, Evaluated, keep, read_eval_sets, source_of
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import UserError
-from slurm_rlhf.generation.answers import Desk
-from slurm_rlhf.generation.eval_rows import EvalRows
+from slurm_rlhf.evaluation.responses import ScoredResponse, answer_of
+from slurm_rlhf.generation.answers import Desk, Scores
 from slurm_rlhf.generation.identity import Identity, claim, directory_fingerprint, file_fingerprint
 from slurm_rlhf.generation.job import Plan, run
 from slurm_rlhf.generation.model_source import Source, check_model, find_source, provide
 from slurm_rlhf.generation.output import OUTPUT, OutputFile, whole_lines
 from slurm_rlhf.generation.progress import Progress
-from slurm_rlhf.generation.scoring import Scores
 from slurm_rlhf.generation.start import engine_config, sampling_of
 from slurm_rlhf.launch.engine_launcher import EngineLauncher
 from slurm_rlhf.launch.requeue import continuation_of
 from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.records import Prompt, Sampling
 from slurm_rlhf.run_directory import RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRows:
+    """Numbers the prompts of several data sets, from 0; the number is that of the row in the job's output."""
+
+    sets: list[EvalSet]
+
+    def __len__(self) -> int:
+        return sum(len(one.prompts) for one in self.sets)
+
+    def prompts(self) -> list[Prompt]:
+        """Return all prompts, with the numbers of their rows."""
+        found = [prompt for one in self.sets for prompt in one.prompts]
+        return [replace(prompt, index=row) for row, prompt in enumerate(found)]
+
+    def sampling(self, config: Config) -> dict[int, Sampling]:
+        """Say how the responses to each row are sampled."""
+        each = [how for one in self.sets for how in [one.sampling(config)] * len(one.prompts)]
+        return dict(enumerate(each))
+
+    def responses(self, lines: Iterable[dict[str, Any]]) -> list[list[ScoredResponse]]:
+        """Make the scored responses of each data set of the lines of the output."""
+        places = [(number, prompt) for number, one in enumerate(self.sets) for prompt in one.prompts]
+        found: list[list[ScoredResponse]] = [[] for _ in self.sets]
+        for line in lines:
+            number, prompt = places[line["row"]]
+            found[number].append(_scored(self.sets[number], prompt, line))
+        return [sorted(each, key=lambda one: (one.index, one.sample)) for each in found]
+
+
+def _scored(one: EvalSet, prompt: Prompt, line: dict[str, Any]) -> ScoredResponse:
+    """Read a line; a row without a response, or without a score, has a score of 0 and says why."""
+    response, score, error = line.get("response"), line.get("score"), line.get("error", "")
+    return ScoredResponse(
+        dataset=one.settings.name,
+        index=prompt.index,
+        sample=line["sample"],
+        source=source_of(one.settings, prompt),
+        prompt=prompt.text,
+        response=response or "",
+        label=prompt.label,
+        answer=None if response is None else answer_of(response, one.settings.answer_pattern),
+        score=0.0 if score is None else score,
+        reward=0.0 if score is None else score,
+        prompt_tokens=len(prompt.token_ids),
+        response_tokens=line.get("tokens") or 0,
+        finish_reason=line.get("finish_reason") or "",
+        engine=line.get("engine") or 0,
+        error=error,
+    )
+
 
 REPORT = "eval"
 """Name of the files of the report: eval.json, eval.jsonl."""

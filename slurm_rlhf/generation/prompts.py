@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.data.prompts import CHUNK, encode_up_to, prompt_text
-from slurm_rlhf.data.rows import Row, read_rows, require_column
+from slurm_rlhf.data.prompts import CHUNK, Row, encode_up_to, prompt_text, read_rows, require_column
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import DataError, ModelError
 from slurm_rlhf.records import Prompt

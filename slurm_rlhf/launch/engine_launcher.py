@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slurm_rlhf.config.roles import ROLLOUT
-from slurm_rlhf.launch.engine_ranks import LOOPBACK, EngineRanks, plain_environment
+from slurm_rlhf.launch.engine_node import LOOPBACK, EngineRanks, plain_environment
 from slurm_rlhf.launch.node import visible_gpus, without_gpu_choice
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
@@ -84,12 +84,14 @@ class LocalEngines:
         # The devices in the rank map are those that CUDA_VISIBLE_DEVICES gave this process; there is no step to ask.
         gpus = visible_gpus(self._ranks.topology, share.node, share.gpus, {})
         variables = without_gpu_choice(plain_environment({**environment[share.node], **gpus}))
-        self._engines = EngineRanks(self._run_dir, self._ranks, share.node, arguments, variables)
-        self._engines.start()
+        with self._lock:  # another thread may look for ends already
+            self._engines = EngineRanks(self._run_dir, self._ranks, share.node, arguments, variables)
+            self._engines.start()
 
     def ended(self) -> list[tuple[int, str]]:
         with self._lock:
-            return self._engines.ended() if self._engines else []
+            # What `stop` ends is no news, though another thread still looks.
+            return self._engines.ended() if self._engines and not self._stopping else []
 
     def end(self, engine: int) -> None:
         with self._lock:

@@ -5,18 +5,15 @@ Prepares what the role's processes there get: variables, visible GPUs, a tempora
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import shutil
 import signal
-import stat
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from slurm_rlhf.cluster.kernel_cache import cache_variables
+from slurm_rlhf.cluster.local_directory import take_directory
 from slurm_rlhf.cluster.network import address_towards, interface_of
 from slurm_rlhf.cluster.processes import die_with_parent
 from slurm_rlhf.cluster.resources import node_name
@@ -112,53 +109,6 @@ def _device_names(value: str) -> list[str]:
     return [device for device in value.split(",") if device and device != "NoDevFiles"]
 
 
-def take_cache(name: str, base: Path | None = None) -> Path:
-    """Make a directory `name` on the node's own disk, for torchrun's logs and for caches that are not kept.
-
-    It lasts as long as this process, and whatever it becomes by exec. Directories of this user whose processes have
-    ended are removed first: a killed process cannot clean up. A shared file system will not do: there a stale handle
-    ends one rank and hangs the others. `cluster.kernel_cache` is what keeps caches.
-    """
-    root = _private(Path(tempfile.gettempdir()) if base is None else base)
-    with open(root / ".lock", "a", encoding="utf-8") as root_lock:
-        fcntl.flock(root_lock, fcntl.LOCK_EX)
-        for other in root.iterdir():
-            if other.is_dir() and _abandoned(other):
-                shutil.rmtree(other, ignore_errors=True)
-        own = root / name
-        own.mkdir(exist_ok=True)
-        lock = os.open(own / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        os.set_inheritable(lock, True)  # held until the last process that has it is gone
-    return own
-
-
-def _private(base: Path) -> Path:
-    """Make a directory below `base` that no other user can have created or can read."""
-    root = base / f"slurm_rlhf.{os.getuid()}"
-    try:
-        root.mkdir(mode=0o700)
-    except FileExistsError:
-        found = root.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            return Path(tempfile.mkdtemp(prefix=f"{root.name}.", dir=base))
-    return root
-
-
-def _abandoned(directory: Path) -> bool:
-    try:
-        lock = os.open(directory / ".lock", os.O_RDWR)
-    except OSError:
-        return True
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(lock)
-    return True
-
-
 RANK_MAP = "rank_map.json"
 """In the run directory."""
 
@@ -187,7 +137,7 @@ def prepare(file: Path, environ: Mapping[str, str]) -> tuple[list[str], dict[str
     share = share_on(ranks, spec.role, node)
     gpus = visible_gpus(ranks.topology, node, share.gpus, environ)
     interface = interface_to_others(ranks, node)
-    cache = take_cache(f"{spec.run_id}.{node}.{spec.role}")
+    cache = take_directory(f"{spec.run_id}.{node}.{spec.role}").path
     environment = node_environment(
         environ, spec.role, run_dir / "logs", cache, {**spec.environment[node], **gpus}, interface
     )

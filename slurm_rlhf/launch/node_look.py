@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slurm_rlhf.cluster.node_load import node_load, process_state
+from slurm_rlhf.cluster.processes import node_load, process_state
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.run_directory import write_atomically
 

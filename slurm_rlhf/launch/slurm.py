@@ -21,9 +21,8 @@ from slurm_rlhf.launch.engine_launcher import EngineLauncher
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node import RANK_MAP
 from slurm_rlhf.launch.node_look import arguments
-from slurm_rlhf.launch.role_steps import look_step, role_step, used_nodes
 from slurm_rlhf.launch.slurm_engines import SlurmEngines
-from slurm_rlhf.launch.srun import HOST, Container, RunningStep, Step
+from slurm_rlhf.launch.srun import HOST, Container, RunningStep, Step, look_step, role_step
 from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU
@@ -85,7 +84,7 @@ class SlurmLauncher:
         self._stopping = False
         self._lock = threading.Lock()
         self._engines: SlurmEngines | None = None
-        elsewhere = [node for node in used_nodes(ranks) if node != slurm.node_name]
+        elsewhere = [node for node in ranks.used_nodes if node != slurm.node_name]
         self._address = address_towards(elsewhere[0]) if elsewhere else "127.0.0.1"
 
     @property

@@ -16,11 +16,9 @@ from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.engine_launcher import Environment
-from slurm_rlhf.launch.engine_node import end_file, ended_file
-from slurm_rlhf.launch.engine_ranks import LOOPBACK
+from slurm_rlhf.launch.engine_node import LOOPBACK, end_file, ended_file
 from slurm_rlhf.launch.node import RANK_MAP
-from slurm_rlhf.launch.role_steps import role_step, used_nodes
-from slurm_rlhf.launch.srun import HOST, Container, RunningStep
+from slurm_rlhf.launch.srun import HOST, Container, RunningStep, role_step
 from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.spares import with_engine_on
@@ -98,7 +96,7 @@ class SlurmEngines:
         self._news: dict[int, str] = {}  # that `ended` has not told yet
         self._lock = threading.Lock()
         self._stopping = False
-        elsewhere = [node for node in used_nodes(ranks) if node != slurm.node_name]
+        elsewhere = [node for node in ranks.used_nodes if node != slurm.node_name]
         self._address = address_towards(elsewhere[0]) if elsewhere else LOOPBACK
 
     @property
@@ -107,7 +105,7 @@ class SlurmEngines:
 
     @property
     def spares(self) -> list[str]:
-        used = set(used_nodes(self._ranks))
+        used = set(self._ranks.used_nodes)
         return [node for node in self._job_nodes if node not in used]
 
     def start(self, arguments: list[str], environment: Environment) -> None:
@@ -117,7 +115,8 @@ class SlurmEngines:
                 old.unlink(missing_ok=True)
         self._write_map()
         node_of = {group.engine: group.node for group in self._ranks.tp_groups if group.role == ROLLOUT}
-        self._start(self._run_id, f"{ROLLOUT}", self._ranks, node_of, None)
+        with self._lock:  # another thread may look for ends already
+            self._start(self._run_id, f"{ROLLOUT}", self._ranks, node_of, None)
 
     def _start(
         self, run_id: str, name: str, ranks: RankMap, node_of: dict[int, str], only: Sequence[int] | None

@@ -1,4 +1,4 @@
-"""Run one step of the job: the `srun` command line, the container around the ranks, the child process."""
+"""Run one step of the job: which nodes a role gets, its `srun` command line, the container around it, the child."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_rlhf.config.keys import all_keys, get
+from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.launch.child_process import exit_text, start_child
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.placement.topology import GPU
 
 _OPTION_NAMES = """
     ACCOUNT ACCTG_FREQ BCAST BCAST_EXCLUDE BURST_BUFFER CLUSTERS COMPRESS CONSTRAINT CONTAINER CORE_SPEC CPUS_PER_GPU
@@ -199,3 +202,36 @@ def container_of(config: Config) -> Container:
     own = [config.run_dir, *(get(config, name) for name in all_keys() if name.endswith(".model_name_or_path"))]
     mounts = tuple(dict.fromkeys([*filter(None, own), *slurm.container_mounts]))
     return Container(slurm.container, slurm.container_runtime, mounts, slurm.container_python)
+
+
+def role_step(
+    ranks: RankMap, role: str, logs: Path, container: Container = HOST, only: Sequence[str] | None = None
+) -> Step:
+    """Return the step of `role`, on all of its nodes or on those in `only`.
+
+    Engines never span nodes: the tasks of rollout do not know of each other, and the others survive when one ends.
+    """
+    places = [share.node for share in ranks.roles[role]]
+    nodes = [ranks.topology.node(name) for name in places if only is None or name in only]
+    has_gpus = ranks.topology.accelerator == GPU
+    return Step(
+        name=role,
+        nodes=tuple(node.name for node in nodes),
+        cpus=min(node.cpus for node in nodes),
+        # All that the job has there: `launch.node` chooses among them, and NCCL needs to see the neighbours.
+        gpus=tuple(node.gpus for node in nodes) if has_gpus else (),
+        output=str(logs / f"{role}.%N.torchrun.log"),
+        together=ROLES[role].kind != "engine",
+        uneven=len({node.gpus for node in ranks.topology.nodes}) > 1,
+        options=container.step_options(),
+    )
+
+
+def look_step(ranks: RankMap, names: Sequence[str], container: Container = HOST) -> Step:
+    """Return a step of one task on each of the nodes `names`, beside the roles."""
+    nodes = [ranks.topology.node(name) for name in names]
+    uneven = len({node.gpus for node in ranks.topology.nodes}) > 1
+    gpus = tuple(node.gpus for node in nodes) if uneven else ()
+    return Step(
+        "look", tuple(names), cpus=1, gpus=gpus, uneven=uneven, together=False, options=container.step_options()
+    )

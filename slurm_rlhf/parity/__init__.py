@@ -1,8 +1,8 @@
 """Compare the log-probs of engine, plain transformers and trainer for the same tokens: `slurm-rlhf check-parity`.
 
-`subjects` says what is compared, `random_models` makes tiny models of known architectures, `texts` has the prompts,
-`sides` the three ways to compute; `stages` runs them in processes of their own, which `processes` starts one after the
-other with a time limit; `verdicts` judges, `table` shows.
+`subjects` says what is compared on which prompts, `random_models` makes tiny models of known architectures, `sides`
+has the three ways to compute; `stages` runs them in processes of their own, which `processes` starts one after the
+other with a time limit; `verdicts` judges and shows.
 
 May import every room but workers, bench and cli; torch and transformers inside functions or in `sides`. To
 add an architecture: its row in `random_models.ARCHITECTURES` and, once it agrees, in `config.architectures.COMPARED`.

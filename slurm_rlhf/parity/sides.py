@@ -11,7 +11,7 @@ from slurm_rlhf.algorithms.batching import shards
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.parity.texts import NEW_TOKENS, SAMPLES, TEMPERATURE, prompts
+from slurm_rlhf.parity.subjects import NEW_TOKENS, SAMPLES, TEMPERATURE, prompts
 from slurm_rlhf.parity.verdicts import Precision
 from slurm_rlhf.records import F32, Experience, Sampling, Trajectory, pack
 from slurm_rlhf.rollout.engine import GenerateRequest, request_seed

@@ -11,9 +11,8 @@ from typing import Any
 
 from slurm_rlhf.config.roles import ROLES, role_order
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.placement.explain import explain
 from slurm_rlhf.placement.packing import Assignment, Block, assign_slots, pack
-from slurm_rlhf.placement.role_sizes import RoleSize
+from slurm_rlhf.placement.role_sizes import RoleSize, explain
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 
 

@@ -9,8 +9,7 @@ from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, RoleSpec, has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.placement import trainer_memory as tm
-from slurm_rlhf.placement.engine_memory import GIB, Engine, engine
-from slurm_rlhf.placement.generation_memory import fits_whole, terms
+from slurm_rlhf.placement.engine_memory import GIB, Engine, engine, fits_whole, hf_terms
 from slurm_rlhf.placement.model_shape import ModelShape, read_shape
 from slurm_rlhf.placement.trainer_memory import Pass
 
@@ -63,7 +62,7 @@ def rank_memories(config: Config, models: Models, gpu: int) -> dict[str, RankMem
     """Estimate what a rank of each role that `config` starts holds, on GPUs of `gpu` bytes."""
     found = _alone(config, models, gpu)
     if not has_engines(config):
-        generation = {"generation": terms(config, models[ACTOR], gathers_once(config, gpu, models))}
+        generation = {"generation": hf_terms(config, models[ACTOR], gathers_once(config, gpu, models))}
         found[ACTOR] = replace(found[ACTOR], phases={**found[ACTOR].phases, **generation})
     return found
 

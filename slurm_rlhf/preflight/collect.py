@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from ipaddress import ip_interface
 from pathlib import Path
 
-from slurm_rlhf.cluster.gpu_health import ask_health
-from slurm_rlhf.cluster.network import address_towards, addresses, interface_of, link_mbits
-from slurm_rlhf.cluster.port_holders import held_by
+from slurm_rlhf.cluster.gpu_query import ask_health
+from slurm_rlhf.cluster.network import address_towards, addresses, held_by, interface_of, link_mbits
 from slurm_rlhf.disk import refusal
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.node import INTERFACES

@@ -1,8 +1,8 @@
 """One page that shows a run, or several beside each other: report.html, which needs no network and no other file.
 
-`run_files` and `evaluations` read a run directory; `curves`, `history`, `timeline`, `nodes` and `settings` make of it
-what a section of the page shows, as pure functions; `content` puts them together into one JSON document, `page` that
-into the HTML of `page/`, and `write` writes the files.
+`run_files` reads a run directory; `curves`, `timeline` and `nodes` make of it what a section of the page shows, as pure
+functions; `content` puts them together into one JSON document, beside the settings, and `page` that into the HTML of
+`page/`, which it writes.
 
 May import: the base modules, `config`, `observe`, `placement`. No numpy: the command line writes reports, too.
 

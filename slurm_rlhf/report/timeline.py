@@ -1,4 +1,4 @@
-"""Who computed and who waited in the last steps: rows for the page, means per role, and a trace for Perfetto."""
+"""When what happened in a run: its sessions and events, and who computed and who waited in the last steps."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from slurm_rlhf.observe.events import BEGINS, CHECKPOINT, ENDS, HANG, REQUEUE, RESTART, RunEvent
 from slurm_rlhf.observe.spans import joined
 
 CONDUCTOR = "conductor"
-MOST_STEPS = 8
+MOST_EVENTS_STEPS = 8
 """Steps on the page."""
-MOST_ROWS = 128
+MOST_EVENTS_ROWS = 128
 """Ranks on the page; the trace has all of them."""
 
 Line = dict[str, Any]
@@ -20,7 +21,7 @@ Line = dict[str, Any]
 
 def timeline(lines: Sequence[Line], layout: dict[str, Any]) -> dict[str, Any]:
     """Return {"names", "rows", "steps"}: a span is [row, name, begin, end], by their places in the two lists."""
-    last = lines[-MOST_STEPS:]
+    last = lines[-MOST_EVENTS_STEPS:]
     rows = rank_rows(last, layout)
     names = list(dict.fromkeys([name for line in last for name, *_ in line["phases"]]))
     calls = list(dict.fromkeys([name for line in last for _, _, name, *_ in line["calls"]]))
@@ -41,7 +42,7 @@ def timeline(lines: Sequence[Line], layout: dict[str, Any]) -> dict[str, Any]:
 def rank_rows(lines: Sequence[Line], layout: dict[str, Any]) -> list[dict[str, Any]]:
     """Return a row for the conductor and one for each rank that took calls, with its node."""
     nodes = _nodes(layout)
-    ranks = _ranks(lines)[: MOST_ROWS - 1]
+    ranks = _ranks(lines)[: MOST_EVENTS_ROWS - 1]
     return [
         {"role": CONDUCTOR, "rank": 0, "node": ""},
         *({"role": role, "rank": rank, "node": nodes.get((role, rank), "")} for role, rank in ranks),
@@ -160,3 +161,48 @@ def _nodes(layout: dict[str, Any]) -> dict[tuple[str, int], str]:
     """Map each (role, rank) to its node."""
     shares = layout.get("ranks", {}).get("roles", {})
     return {(role, rank): share["node"] for role, each in shares.items() for share in each for rank in share["ranks"]}
+
+
+MOST_EVENTS = 400
+"""Events in a report; of the checkpoints and warnings in the middle only the later ones."""
+
+
+def sessions(events: Sequence[RunEvent], now: float, running: bool) -> list[dict[str, Any]]:
+    """Return the sessions, {"begin", "end", "first", "last", "how"}: Unix times, steps done at both ends.
+
+    A session without an end of its own was killed, unless it is the last one of a run that is `running`: that one goes
+    on until `now`.
+    """
+    found: list[dict[str, Any]] = []
+    is_open = False
+    for event in events:
+        if event.event in BEGINS:
+            if is_open:
+                found[-1]["how"] = "killed"
+            found.append({"begin": event.at, "end": event.at, "first": event.step, "last": event.step, "how": "killed"})
+            is_open = True
+        elif is_open or (found and found[-1]["how"] == HANG and event.event != REQUEUE):
+            is_open = True  # a run may go on after a hang, or without an engine that hangs
+            found[-1] |= {"end": event.at, "last": event.step}
+            if event.event in ENDS:
+                found[-1]["how"], is_open = event.event, False
+    if is_open and running:
+        found[-1] |= {"end": max(now, found[-1]["end"]), "how": "running"}
+    return found
+
+
+def shown(events: Sequence[RunEvent]) -> list[RunEvent]:
+    """Return the events for the page: all, or without the oldest of those that come often."""
+    often = [event for event in events if event.event in (CHECKPOINT, "warning")]
+    spare = set(map(id, often[: max(0, len(events) - MOST_EVENTS)]))
+    return [event for event in events if id(event) not in spare]
+
+
+def requeues(events: Sequence[RunEvent]) -> int:
+    """Count how often the run has asked to go on in another allocation."""
+    return sum(event.event == REQUEUE for event in events)
+
+
+def restarts(events: Sequence[RunEvent]) -> int:
+    """Count how often roles were started again within a job."""
+    return sum(event.event == RESTART for event in events)

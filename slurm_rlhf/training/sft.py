@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+import signal
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurm_rlhf.algorithms.batching import micro_batches, split_ranks
-from slurm_rlhf.algorithms.policy_losses.inputs import Metrics
+from slurm_rlhf.algorithms.policy_loss_inputs import Metrics
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.data.framing import continuations
 from slurm_rlhf.data.order import PromptOrder
@@ -27,7 +30,6 @@ from slurm_rlhf.training.batch import collate
 from slurm_rlhf.training.deepspeed_engine import Schedule
 from slurm_rlhf.training.distributed import World, join_world
 from slurm_rlhf.training.sft_record import ROLE, SftRecord
-from slurm_rlhf.training.stop_signals import StopSignals, exit_code, told
 from slurm_rlhf.training.trainers import LanguageModelTrainer
 
 PROGRESS_LINES = 40  # about so many
@@ -97,7 +99,7 @@ def run(config: Config) -> int:
         torch.set_num_threads(config.train.threads_per_rank)
     tokenizer = Tokenizer.load(config.actor.model_name_or_path)
     examples = load_examples(Path(config.sft.dataset), tokenizer, config.data)
-    world = join_world(config.timeout.collective)
+    world = join_world(config.timeout.collective, config.timeout.connect)
     order = _order(config, examples, world)
     steps = min(order.total, config.sft.max_steps or order.total)
     record = SftRecord(config, world)
@@ -190,3 +192,45 @@ def _sum_over_ranks(values: list[float], world: World) -> list[float]:
     total = torch.tensor(values, dtype=torch.float32, device=world.device)
     dist.all_reduce(total)
     return [float(value) for value in total]
+
+
+WORDS = {
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGINT: "Ctrl-C",
+    signal.SIGUSR1: "SIGUSR1: the end of the allocation is near",
+}
+
+
+class StopSignals:
+    """Remembers the first signal, inside a `with` block; a second one does what it does by itself."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        """Of the signal that has come; 0: none."""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignals:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._came) for number in WORDS}
+        return self
+
+    def _came(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._restore()
+
+
+def told(number: int) -> str:
+    """Say which signal it was; another rank may have had it."""
+    return WORDS.get(signal.Signals(number), "a signal") if number else "a signal to another rank"
+
+
+def exit_code(number: int) -> int:
+    """Return the exit code of a training that was stopped: that of `slurm-rlhf train`, 0 where the allocation ends."""
+    return 0 if number == signal.SIGUSR1 else 128 + (number or signal.SIGTERM)

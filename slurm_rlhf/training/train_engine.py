@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slurm_rlhf.algorithms.policy_losses.inputs import Metrics
+from slurm_rlhf.algorithms.policy_loss_inputs import Metrics
 from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.records import Experience
 from slurm_rlhf.training._deepspeed import copy_masters_to_parameters, set_loss_scale

@@ -4,35 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import struct
-import tempfile
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.cluster.local_directory import take_for_sockets
 from slurm_rlhf.control.codec import MAX_FRAME_BYTES, MAX_FRAMES, decode, encode
 from slurm_rlhf.errors import CallTimeout, RoleDied, WireError
 
 _COUNT = struct.Struct("<I")
 _LENGTH = struct.Struct("<Q")
 _PEER = struct.Struct("3i")  # SO_PEERCRED: process, user, group
-_LONGEST_PATH = 100  # of the 108 bytes that a socket's name may have
 
 
 class LocalListener:
     """Listens in a directory of its own, which only this user can enter."""
 
     def __init__(self, backlog: int) -> None:
-        directory = tempfile.mkdtemp(prefix="slurm_rlhf.")
-        if len(directory) > _LONGEST_PATH:
-            os.rmdir(directory)
-            directory = tempfile.mkdtemp(prefix="slurm_rlhf.", dir="/tmp")
-        self._directory = Path(directory)
-        self.path = str(self._directory / "s")
+        self._directory = take_for_sockets()
+        self.path = str(self._directory.path / "s")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(self.path)
         self._socket.listen(backlog)
@@ -49,7 +42,7 @@ class LocalListener:
     def close(self) -> None:
         """Stop listening and leave nothing on the disk; connections stay."""
         self._socket.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._directory.remove()
 
 
 def connect_local(path: str, timeout_s: float) -> LocalStream:

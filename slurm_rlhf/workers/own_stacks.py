@@ -13,7 +13,7 @@ import os
 import sys
 from pathlib import Path
 
-from slurm_rlhf.cluster.node_load import node_load
+from slurm_rlhf.cluster.processes import node_load
 from slurm_rlhf.control.calls import StacksAnswer
 from slurm_rlhf.observe.late_stacks import LateStacks
 from slurm_rlhf.observe.stacks import own_stacks, written

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 from policy_loss import policy_loss
 
-from slurm_rlhf.algorithms.aggregation import loss_weights
 from slurm_rlhf.algorithms.batching import shards
 from slurm_rlhf.algorithms.correction import (
     CorrectionInputs,
@@ -23,7 +22,8 @@ from slurm_rlhf.algorithms.correction import (
     metrics_of_means,
     ratio_sums,
 )
-from slurm_rlhf.algorithms.correction_rule import PRESETS, CorrectionRule
+from slurm_rlhf.algorithms.losses import loss_weights
+from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule
 from slurm_rlhf.records import Experience
 
 

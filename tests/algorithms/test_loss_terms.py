@@ -13,8 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from slurm_rlhf.algorithms.aggregation import AGGREGATIONS, loss_weights, positive_weights
-from slurm_rlhf.algorithms.losses import KL_LOSSES, entropy_bonus, kl_loss, nll_loss
+from slurm_rlhf.algorithms.losses import (
+    AGGREGATIONS,
+    KL_LOSSES,
+    entropy_bonus,
+    kl_loss,
+    loss_weights,
+    nll_loss,
+    positive_weights,
+)
 from slurm_rlhf.algorithms.policy_distance import ESTIMATORS, approx_kl
 
 EVERYWHERE = torch.ones(3, dtype=torch.bool)

@@ -14,7 +14,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 from policy_loss import policy_loss
 
 from slurm_rlhf.algorithms.advantages import estimate, whiten
-from slurm_rlhf.algorithms.aggregation import AGGREGATIONS, loss_weights
+from slurm_rlhf.algorithms.losses import AGGREGATIONS, loss_weights
 from slurm_rlhf.algorithms.registry import AdvantageInputs, built_in, find_algorithm
 from slurm_rlhf.errors import ConfigError
 

@@ -11,7 +11,7 @@ import pytest
 
 from slurm_rlhf.algorithms import registry
 from slurm_rlhf.algorithms.advantages import estimate
-from slurm_rlhf.algorithms.policy_losses.clipped import gspo_loss, ppo_loss
+from slurm_rlhf.algorithms.policy_losses import gspo_loss, ppo_loss
 from slurm_rlhf.algorithms.registry import (
     AdvantageInputs,
     Algorithm,

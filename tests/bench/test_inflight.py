@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from slurm_rlhf.bench import inflight
-from slurm_rlhf.bench.long_tail import LongTail
+from slurm_rlhf.bench.inflight import LongTail
 
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())", "bench"]
 

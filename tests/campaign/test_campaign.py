@@ -12,6 +12,7 @@ from campaign_runs import WarmStart
 
 from slurm_rlhf.campaign.draw import draw, runnable
 from slurm_rlhf.campaign.faults import NEEDS, Fault, all_faults
+from slurm_rlhf.campaign.files import disks_here
 from slurm_rlhf.campaign.leader import Leader
 from slurm_rlhf.campaign.result import Campaign, left_out
 from slurm_rlhf.campaign.storm import Storm
@@ -34,7 +35,7 @@ def run(out: Path, faults: Sequence[Fault], seed: int, calm_steps: int | None = 
     for row in Leader(out, WarmStart(out), seed, print, calm_steps).run(faults):
         rows.append(row)
         print(row)
-    campaign = Campaign(seed, rows, left_out(runnable(all_faults(), {"root"})[1], NEEDS), time.monotonic() - began)
+    campaign = Campaign(seed, rows, left_out(runnable(all_faults(), disks_here())[1], NEEDS), time.monotonic() - began)
     campaign.write(out)
     print("\n".join(campaign.summary()), f"\nthe table is {out / 'campaign.html'}")
     return campaign
@@ -63,7 +64,7 @@ def test_a_slice_of_the_faults(tmp_path: Path) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("seed", [0])
 def test_sixty_faults(tmp_path: Path, seed: int) -> None:
-    campaign = run(tmp_path, draw(runnable(all_faults(), {"root"})[0], 60, seed), seed)
+    campaign = run(tmp_path, draw(runnable(all_faults(), disks_here())[0], 60, seed), seed)
     assert wrong(campaign.rows) == []
     assert len(campaign.rows) == 60
     assert not [row for row in campaign.rows if row.outcome == FAILED or row.left]

@@ -9,9 +9,10 @@ import pytest
 
 from slurm_rlhf.campaign.draw import delay_s, draw, runnable
 from slurm_rlhf.campaign.faults import BORNE, NEEDS, PHASES, Fault, all_faults, named
+from slurm_rlhf.campaign.files import DISKS
 from slurm_rlhf.campaign.injection import INJECT, function_of
 
-LOCAL, ELSEWHERE = runnable(all_faults(), {"root"})
+LOCAL, ELSEWHERE = runnable(all_faults(), DISKS)
 
 
 def test_there_are_enough_and_each_has_its_own_name() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.campaign.files import can_mount, damage, fill, free, remove_all, small_disk
+from slurm_rlhf.campaign.files import DISKS, damage, disks_here, fill, free, remove_all
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.errors import RunError
 
@@ -38,17 +39,18 @@ def test_the_only_checkpoint_is_not_damaged(tmp_path: Path) -> None:
     assert checkpoints.latest() == checkpoints.of(2)
 
 
-def test_a_full_disk_is_full_and_can_be_freed(tmp_path: Path) -> None:
-    if not can_mount(tmp_path):
-        assert os.geteuid() != 0, "root can mount"
+@pytest.mark.parametrize("need, told", [("root", "No space left"), ("quota", "Disk quota exceeded")])
+def test_a_disk_and_a_quota_can_be_used_up_and_freed(tmp_path: Path, need: str, told: str) -> None:
+    if need not in disks_here():
+        assert os.geteuid() != 0 or not shutil.which("mkfs.btrfs"), "root can mount"
         return
-    with small_disk(tmp_path / "disk") as disk:
+    with DISKS[need](tmp_path / "disk") as disk:
         fill(disk)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(OSError, match=told):
             (disk / "more").write_bytes(bytes(1 << 16))
         free(disk)
         (disk / "more").write_bytes(bytes(1 << 16))
-    assert not (tmp_path / "disk").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_directory_goes_away_with_all_that_is_in_it(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.campaign.faults import BORNE, EITHER, Fault
+from slurm_rlhf.campaign.faults import BORNE, EITHER, STOPS, Fault
 from slurm_rlhf.campaign.result import Campaign, left_out
 from slurm_rlhf.campaign.verdicts import ENDED, FAILED, RECOVERED, RESUMED, UNDISTURBED, Observation, judge, unequal
 
@@ -56,6 +56,9 @@ def test_all_as_it_should_be() -> None:
         ({"locks": ["lock /r/.control/lock"]}, "left behind: lock /r/.control/lock"),
         ({"unequal": ["reward of step 5"]}, "other metrics than the calm run: reward of step 5"),
         ({"traceback": True}, "a traceback on the terminal"),
+        ({"lost": ["the exported model is not"]}, "the exported model is not"),
+        ({"hit_phase": "sync"}, "it came too late or too early: in sync, not in train"),
+        ({"hit_phase": ""}, "it came too late or too early: in no phase, not in train"),
         ({"error": "RunError: actor rank 1 is not there"}, "actor rank 1 is not there"),
     ],
 )
@@ -75,10 +78,11 @@ def test_how_it_went_on() -> None:
     assert judge(CALM, seen(**on)).culprit is None
 
 
-def test_a_fault_that_came_too_late_harms_nothing() -> None:
+def test_a_fault_that_breaks_nothing() -> None:
     on = {"ended_s": None, "exit_code": 0, "resumed": None, "went_on": True, "detected_s": None, "told": ""}
     assert judge(KILL, seen(**on)).problems == ["not detected", "the culprit is not named"]
-    assert judge(KILL, seen(**on, unharmed=True)).problems == []
+    stop = dataclasses.replace(KILL, phase="export", does=STOPS)
+    assert judge(stop, seen(**on, hit_phase="export")).problems == []
     either = dataclasses.replace(KILL, does=EITHER)
     assert (judge(either, seen(**on)).problems, judge(either, seen(**on)).outcome) == ([], UNDISTURBED)
     assert judge(either, seen(told="")).problems == ["the culprit is not named"]
@@ -103,8 +107,19 @@ def test_json_and_page_have_every_fault(tmp_path: Path) -> None:
     assert [row["fault"] for row in told["rows"]] == [KILL.name, "SIGKILL: actor rank 1 in sync"]
     assert told["rows"][0]["detected_s"] == 1.2
     assert "as it should be: 1 of 2" in told["summary"]
+    assert told["kinds"] == [{"name": "SIGKILL", "faults": 2, "good": 1, "median_s": 1.2, "slowest_s": 1.2}]
+    assert [(one["name"], one["good"]) for one in told["phases"]] == [("sync", 0), ("train", 1)]
     page = (tmp_path / "campaign.html").read_text()
     assert page.index("SIGKILL: actor rank 1 in sync") < page.index("SIGKILL: actor rank 1 in train")
     assert "crash: node &lt;1&gt; in train" in page
+    assert "1.2 s <span class=soft>of 10</span>" in page
     assert "<script" not in page
     assert "http" not in page.replace("http-equiv", "")
+
+
+def test_of_two_nodes_that_were_hit_both_have_to_be_named() -> None:
+    fault = Fault("crash, one after the other", "two nodes", "train", says=r"rank \d on {node}\b", needs="slurm")
+    first, second = "restart: rank 1 on n2 is lost", "restart: rank 1 on n3 is lost"
+    row = judge(fault, seen(nodes=("n2", "n3"), told=f"{first}\nlog\n{second}"))
+    assert (row.good, row.culprit, row.said) == (True, True, f"{first} / {second}")
+    assert "the culprit is not named" in judge(fault, seen(nodes=("n2", "n3"), told=first)).problems

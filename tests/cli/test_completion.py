@@ -13,7 +13,7 @@ from slurm_rlhf.config.keys import all_keys
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from slurm_rlhf.cli.completion import script
+    from slurm_rlhf.cli.docs import script
 
     file = tmp_path_factory.mktemp("completion") / "script"
     file.write_text(script())

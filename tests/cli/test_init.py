@@ -12,8 +12,7 @@ import pytest
 
 from slurm_rlhf.cli import main as cli
 from slurm_rlhf.cli.init import choose
-from slurm_rlhf.cluster.modules import parse_modules, proposed
-from slurm_rlhf.cluster.partitions import best, parse_partitions
+from slurm_rlhf.cluster.partitions import best, parse_modules, parse_partitions, proposed
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.rules import rule_problems

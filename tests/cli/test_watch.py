@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import pty
 import subprocess
@@ -16,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from slurm_rlhf.cli import main as cli
 from slurm_rlhf.cli.status import watched
+from slurm_rlhf.cli.watch import bar, sparkline
 from slurm_rlhf.cluster.processes import Session
 from slurm_rlhf.observe.run_status import Summary
-
-pytestmark = pytest.mark.slow
 
 SUMMARY = Summary("running", 0, 4, None, None, None, None, 1.0, 2.0, 0, {"actor": 1}, 1)
 
@@ -64,6 +66,7 @@ def finish(run: Path) -> None:
     Summary("finished", 4, 4, None, None, 0.25, 1.0, 8.0, 2.0, 4, {"actor": 1}, 1).write(run / "summary.json")
 
 
+@pytest.mark.slow
 def test_a_frame_has_status_curve_phases_and_engines(run: Path) -> None:
     finish(run)
     lines, over = watched(str(run))
@@ -77,6 +80,7 @@ def test_a_frame_has_status_curve_phases_and_engines(run: Path) -> None:
     assert "1200 tokens/s, the slowest is engine 1 with 300" in text
 
 
+@pytest.mark.slow
 def test_into_a_pipe_each_frame_follows_the_last_until_the_run_is_over(run: Path) -> None:
     with held(run):
         command = [sys.executable, "-m", "slurm_rlhf.cli", "status", str(run), "--watch"]
@@ -91,6 +95,7 @@ def test_into_a_pipe_each_frame_follows_the_last_until_the_run_is_over(run: Path
     assert "step        4/4" in rest
 
 
+@pytest.mark.slow
 def test_on_a_terminal_it_stays_in_place(run: Path) -> None:
     ours, theirs = pty.openpty()
     env = {**os.environ, "COLUMNS": "80", "LINES": "40", "TERM": "xterm"}
@@ -120,6 +125,32 @@ def test_on_a_terminal_it_stays_in_place(run: Path) -> None:
     assert b"4/4" in shown
 
 
+@pytest.mark.slow
 def test_wrong_words(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", "--watch"]) == 2
     assert "usage: slurm-rlhf status RUN [--watch]" in capsys.readouterr().err
+
+
+def test_curves_and_bars_of_characters() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0, 0, 1, 1], 2) == "▁█"
+    assert sparkline([3, 3, 3], 10) == "▅▅▅"
+    assert sparkline([1, None, math.nan, 2], 9) == "▁  █"
+    assert sparkline([], 5) == sparkline([None, math.inf], 5) == ""
+    assert bar({"rollout": 2.0, "update": 1.0, "sync": 1.0}, 8) == "rrrruuss"
+    assert bar({"rollout": 0.0}, 8) == bar({}, 8) == ""
+
+
+@given(st.lists(st.none() | st.floats(-1e6, 1e6)), st.integers(1, 50))
+def test_a_curve_has_its_width(values: list[float | None], width: int) -> None:
+    assert len(sparkline(values, width)) <= min(width, len(values))
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.floats(0, 1e6), min_size=1), st.integers(1, 80))
+def test_a_bar_is_full_and_fair(parts: dict[str, float], width: int) -> None:
+    drawn = bar(parts, width)
+    total = sum(parts.values())
+    assert len(drawn) == (width if total > 0 else 0)
+    for name, value in parts.items():
+        if total > 0:
+            assert abs(drawn.count(name) - value / total * width) < 2

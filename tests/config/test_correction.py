@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_rlhf.algorithms.correction_rule import PRESETS, CorrectionRule
+from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule
 from slurm_rlhf.config.correction import bypass_note, correction_of
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.rules import rule_problems

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_rlhf.config.key_text import dump_toml
-from slurm_rlhf.config.keys import Key, all_keys, get, put
+from slurm_rlhf.config.key_text import dump_toml, help_text
+from slurm_rlhf.config.keys import Key, all_keys, documentation, get, put
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_eval import EvalDataSet
@@ -241,3 +241,28 @@ def test_shipped_files_are_read() -> None:
     assert shipped
     for file in shipped:
         load_config(file, [])
+
+
+def test_every_key_is_documented() -> None:
+    missing = [name for name in all_keys() if not documentation().get(name)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_every_key_is_in_the_help(width: int) -> None:
+    text = help_text(width=width)
+    for name in all_keys():
+        assert f"  --{name} " in text
+    assert max(len(line) for line in text.splitlines()) <= max(width, 60)
+
+
+def test_an_entry() -> None:
+    lines = help_text(["algo"], width=100).splitlines()
+    assert lines[0] == "algo.advantage:"
+    [entry] = [line for line in lines if "algo.advantage.gamma" in line]
+    assert entry.split() == ["--algo.advantage.gamma", "NUMBER", "Discount", "per", "token.", "[1.0]"]
+    assert not [line for line in lines if "--train." in line]
+
+
+def test_groups_come_with_their_docstring() -> None:
+    assert "timeout: The one table of time-outs, in seconds." in help_text(["timeout"])

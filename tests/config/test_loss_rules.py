@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurm_rlhf.algorithms import registry
-from slurm_rlhf.algorithms.policy_losses.table import POLICY_LOSSES
+from slurm_rlhf.algorithms.policy_losses import POLICY_LOSSES
 from slurm_rlhf.algorithms.registry import Algorithm, register_algorithm
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.rules import rule_problems

@@ -18,7 +18,7 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.checkpoint.interval import failures
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
-from slurm_rlhf.controller.save_cadence import SaveCadence
+from slurm_rlhf.controller.saves import SaveCadence
 from slurm_rlhf.errors import CheckpointError, RoleDied
 
 

@@ -13,9 +13,9 @@ from evaluated_runs import Engines, make, rows
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import STOP_FILE, Stop, StopRequested
-from slurm_rlhf.controller.best_checkpoint import Best, better, resumed
 from slurm_rlhf.controller.evaluation import Sample
 from slurm_rlhf.controller.loop import TrainingLoop
+from slurm_rlhf.controller.saves import Best, better, resumed
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
 

@@ -11,8 +11,7 @@ from slurm_rlhf.algorithms.correction import mask_not_finite
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.experience import fill_correction, fill_passes
-from slurm_rlhf.controller.loss_weights import fill_loss_weights
+from slurm_rlhf.controller.experience import fill_correction, fill_loss_weights, fill_passes
 from slurm_rlhf.records import Experience
 
 

@@ -10,8 +10,7 @@ from slurm_rlhf.algorithms.registry import find_algorithm
 from slurm_rlhf.algorithms.reward_scale import FixedScale
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.experience import counting, fill_advantages
-from slurm_rlhf.controller.shaping import loss_mask
+from slurm_rlhf.controller.experience import counting, fill_advantages, loss_mask
 from slurm_rlhf.records import Experience
 from slurm_rlhf.rewards.values import Rewards
 

@@ -10,8 +10,7 @@ import pytest
 from slurm_rlhf.algorithms.correction import COLUMN
 from slurm_rlhf.algorithms.methods.ppo import GAE
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.experience import fill_advantages
-from slurm_rlhf.controller.loss_weights import fill_loss_weights
+from slurm_rlhf.controller.experience import fill_advantages, fill_loss_weights
 from slurm_rlhf.controller.step_metrics import Trained, update_metrics
 from slurm_rlhf.records import Experience
 from slurm_rlhf.rewards.values import Rewards

@@ -24,7 +24,7 @@ from slurm_rlhf.controller.watchdog import MOST_RESTARTS, Watchdog
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node_look import look_here
-from slurm_rlhf.observe.wait_budget import LEARNED
+from slurm_rlhf.observe.timing import LEARNED
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Topology

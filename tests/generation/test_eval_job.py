@@ -14,10 +14,8 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.controller.evaluation import read_eval_sets
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.generation.answers import Desk
-from slurm_rlhf.generation.eval_job import EvalJob
-from slurm_rlhf.generation.eval_rows import EvalRows
-from slurm_rlhf.generation.scoring import Scores
+from slurm_rlhf.generation.answers import Desk, Scores
+from slurm_rlhf.generation.eval_job import EvalJob, EvalRows
 
 SETS = """datasets = [
   { path = "eval.jsonl", name = "greedy" },

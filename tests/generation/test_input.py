@@ -14,12 +14,12 @@ from tiny_models import make_tiny
 
 from slurm_rlhf.config.generate_rules import check_generate
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.data.rows import read_rows, require_column
+from slurm_rlhf.data.prompts import read_rows, require_column
 from slurm_rlhf.errors import ConfigError, DataError, ModelError, PlacementError, RewardError
-from slurm_rlhf.generation.layout import engines_everywhere
+from slurm_rlhf.generation.answers import Scores
 from slurm_rlhf.generation.model_source import find_source
 from slurm_rlhf.generation.prompts import BadRow, PromptRows
-from slurm_rlhf.generation.scoring import Scores
+from slurm_rlhf.generation.start import engines_everywhere
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 from slurm_rlhf.records import Prompt, Trajectory
 

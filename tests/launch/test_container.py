@@ -6,8 +6,7 @@ import pytest
 from golden_files import LOGS, assert_golden, lines, ranks
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.launch.role_steps import role_step
-from slurm_rlhf.launch.srun import HOST, container_of, step_command
+from slurm_rlhf.launch.srun import HOST, container_of, role_step, step_command
 from slurm_rlhf.preflight.network_checks import answers
 
 

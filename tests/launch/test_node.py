@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from slurm_rlhf.cluster.network import address_towards, interface_of
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.launch.node import node_environment, take_cache, visible_gpus
+from slurm_rlhf.launch.node import node_environment, visible_gpus
 from slurm_rlhf.launch.slurm import ATTEMPTS, ephemeral_start, rendezvous_port
 from slurm_rlhf.placement.topology import CPU, Node, Topology
 
@@ -81,42 +78,6 @@ def test_devices_that_are_known_by_name_and_nodes_without_any() -> None:
 def test_fewer_devices_in_the_step_than_the_map_uses() -> None:
     with pytest.raises(PlacementError, match="node n1: the rank map uses GPU 3, but the step was granted 2"):
         visible_gpus(Topology.uniform(["n1"], 8), "n1", (2, 3), {"CUDA_VISIBLE_DEVICES": "0,1"})
-
-
-HOLD = """
-import sys
-from pathlib import Path
-from slurm_rlhf.launch.node import take_cache
-print(take_cache("other", Path(sys.argv[1])), flush=True)
-import os
-os.execvp("sleep", ["sleep", "60"])
-"""
-
-
-def test_a_cache_lasts_as_long_as_its_process_and_what_that_becomes(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
-        try:
-            assert other.stdout is not None
-            theirs = Path(other.stdout.readline().strip())
-            assert theirs.is_dir()
-            (theirs / "kernel").write_text("compiled")
-            mine = take_cache("mine", tmp_path)
-            assert theirs.is_dir()
-        finally:
-            other.kill()
-    take_cache("next", tmp_path)
-    assert not theirs.exists()
-    assert mine.is_dir()
-    assert mine.parent.stat().st_mode & 0o077 == 0
-
-
-def test_a_cache_directory_that_somebody_else_put_there_is_not_used(tmp_path: Path) -> None:
-    planted = tmp_path / "elsewhere"
-    planted.mkdir()
-    (tmp_path / f"slurm_rlhf.{os.getuid()}").symlink_to(planted)
-    own = take_cache("mine", tmp_path)
-    assert planted not in own.resolve().parents
-    assert list(planted.iterdir()) == []
 
 
 def test_the_way_to_this_machine_is_loopback() -> None:

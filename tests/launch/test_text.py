@@ -11,8 +11,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.startup import role_environment
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.node import node_environment
-from slurm_rlhf.launch.role_steps import role_step, used_nodes
-from slurm_rlhf.launch.srun import Step, step_command, step_environment
+from slurm_rlhf.launch.srun import Step, role_step, step_command, step_environment
 from slurm_rlhf.launch.step_spec import StepSpec, share_on, torchrun_command
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.role_sizes import RoleSize
@@ -90,7 +89,7 @@ def test_on_uneven_nodes_each_asks_for_its_own_gpus() -> None:
 
 
 def test_only_nodes_that_hold_a_rank_are_used() -> None:
-    assert used_nodes(place(Topology.uniform(["a", "b", "c"], 8), [RoleSize("actor", 2, 8)])) == ["a", "b"]
+    assert place(Topology.uniform(["a", "b", "c"], 8), [RoleSize("actor", 2, 8)]).used_nodes == ["a", "b"]
 
 
 def test_a_node_that_the_map_does_not_give_the_role_is_refused() -> None:

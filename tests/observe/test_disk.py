@@ -95,8 +95,10 @@ def test_a_run_directory_that_is_gone_is_told(tmp_path: Path) -> None:
     directory = CheckpointDir(tmp_path / "run")
     directory.begin(1)
     shutil.rmtree(tmp_path / "run")
-    with pytest.raises(CheckpointError, match=rf"run_dir {tmp_path}/run has vanished: it was removed or renamed"):
+    gone = rf"checkpoint 1 could not be written: run_dir {tmp_path}/run has vanished: it was removed or renamed"
+    with pytest.raises(CheckpointError, match=gone) as told:
         directory.commit(1, {})
+    assert "Free space" not in str(told.value)
     with pytest.raises(DiskError, match=rf"run_dir {tmp_path}/run has vanished"), run_directory_kept(tmp_path / "run"):
         (tmp_path / "run" / "metrics.jsonl").write_text("")
     with pytest.raises(FileNotFoundError), run_directory_kept(tmp_path / "run"):

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_rlhf.observe.jsonl import whole_lines
+from slurm_rlhf.observe.log_tail import FailedProcess, first_failure
 from slurm_rlhf.observe.metrics import MetricsLog, TensorBoardEvents, _masked_crc
 from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.observe.timing import Phases
@@ -163,3 +164,36 @@ def test_phases_add_up_and_tell_what_goes_on():
     assert taken["time/reward"] >= 0.05
     assert 0 <= taken["time/rollout"] <= both - taken["time/reward"] + 0.01  # not counted twice
     assert phases.take() == {}
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+RANK = """
+import os, signal, time
+print("pid", os.environ["RANK"], os.getpid(), flush=True)
+if os.environ["RANK"] == "1":
+    END
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "exitcode", "how"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9, "was killed by SIGKILL (often: the node's or the job's memory"),
+        ("raise SystemExit(3)", 3, "ended with status 3"),
+    ],
+)
+def test_the_rank_that_failed_first_is_found(tmp_path: Path, end: str, exitcode: int, how: str) -> None:
+    script, log = tmp_path / "rank.py", tmp_path / "actor.n1.torchrun.log"
+    script.write_text(RANK.replace("END", end))
+    log.write_text("of an earlier start\n")
+    mark = log.stat().st_size
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    with log.open("a") as out:
+        subprocess.run(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, timeout=100, check=False)
+    pids = dict(line.split()[1:] for line in log.read_text().splitlines() if line.startswith("pid "))
+    found = first_failure(log, mark)
+    assert found == FailedProcess(1, int(pids["1"]), exitcode)
+    assert found.how.startswith(how)
+    assert first_failure(log, log.stat().st_size) is None  # nothing of an earlier start
+    assert first_failure(tmp_path / "none.log") is None

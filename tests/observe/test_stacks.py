@@ -18,7 +18,7 @@ from slurm_rlhf.observe.stacks import (
     read_stacks,
     written,
 )
-from slurm_rlhf.observe.wait_budget import FACTOR, LEARNED, WaitBudgets
+from slurm_rlhf.observe.timing import FACTOR, LEARNED, WaitBudgets
 
 HOLDS = """
 import ctypes, subprocess, sys, threading

@@ -11,7 +11,7 @@ import pytest
 
 from slurm_rlhf.config.architectures import COMPARED, REFUSED
 from slurm_rlhf.parity.random_models import ARCHITECTURES, ORIGINAL, WINDOW
-from slurm_rlhf.parity.texts import NEW_TOKENS
+from slurm_rlhf.parity.subjects import NEW_TOKENS
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -13,7 +13,7 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.parity import sides
 from slurm_rlhf.parity.random_models import make_model
-from slurm_rlhf.parity.texts import NEW_TOKENS, prompts
+from slurm_rlhf.parity.subjects import NEW_TOKENS, prompts
 from slurm_rlhf.parity.verdicts import PRECISIONS
 from slurm_rlhf.training import logprobs
 

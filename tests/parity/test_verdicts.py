@@ -11,8 +11,18 @@ import pytest
 
 from slurm_rlhf.controller.verdicts import BOUNDS
 from slurm_rlhf.parity.subjects import Subject
-from slurm_rlhf.parity.table import Table, reasons, summary
-from slurm_rlhf.parity.verdicts import AGREE, DIFFER, PRECISIONS, Apart, Line, differences, judge
+from slurm_rlhf.parity.verdicts import (
+    AGREE,
+    DIFFER,
+    PRECISIONS,
+    Apart,
+    Line,
+    Table,
+    differences,
+    judge,
+    reasons,
+    summary,
+)
 
 FP32, BF16 = PRECISIONS["fp32"], PRECISIONS["bf16"]
 

@@ -11,8 +11,7 @@ from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ACTOR, ROLES
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.placement.engine_memory import GIB
-from slurm_rlhf.placement.generation_memory import terms
+from slurm_rlhf.placement.engine_memory import GIB, hf_terms
 from slurm_rlhf.placement.memory import account
 from slurm_rlhf.placement.model_shape import shape_of
 from slurm_rlhf.placement.rank_memory import gathers_once, rank_memories
@@ -32,12 +31,12 @@ def config(**changes: object) -> Config:
 
 def test_the_terms_of_a_batch() -> None:
     made, shape = config(data__max_len=2048, rollout__max_new_tokens=1024), shape_of(SHAPES["7B"])
-    found = terms(made, shape, whole=True)
+    found = hf_terms(made, shape, whole=True)
     assert found["gathered parameters"] == 2 * shape.parameters
     assert found["KV cache"] == 8 * 2048 * (28 + 1) * 2 * 4 * 128 * 2  # rows, tokens, layers, keys and values, heads
     assert found["logits"] == 6 * 4 * 8 * 152064
-    assert terms(made, shape, whole=False)["gathered parameters"] <= found["gathered parameters"]
-    assert "gathered parameters" not in terms(config(ds__zero_stage=2), shape, whole=True)
+    assert hf_terms(made, shape, whole=False)["gathered parameters"] <= found["gathered parameters"]
+    assert "gathered parameters" not in hf_terms(config(ds__zero_stage=2), shape, whole=True)
 
 
 @pytest.mark.parametrize(

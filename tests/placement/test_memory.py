@@ -5,7 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import rollout_engine as child
 from model_configs import SHAPES
+from rollout_engine import EngineProcess
+from tiny_models import make_tiny
 
 from slurm_rlhf.cli.placement_report import draw_memory
 from slurm_rlhf.cluster.gpu_memory import Memory
@@ -13,10 +16,10 @@ from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.placement.engine_memory import GIB, weights
+from slurm_rlhf.placement.engine_memory import GIB, block_bytes, blocks_of_sequence, weights
 from slurm_rlhf.placement.gpus import GpuSize
 from slurm_rlhf.placement.memory import Account, account
-from slurm_rlhf.placement.model_shape import shape_of
+from slurm_rlhf.placement.model_shape import read_shape, shape_of
 from slurm_rlhf.placement.rank_memory import rank_memories
 from slurm_rlhf.placement.remedies import fits, remedies
 from slurm_rlhf.placement.trainer_memory import states
@@ -179,3 +182,15 @@ def test_copies_for_asynchronous_saves_are_told() -> None:
     assert account(config(), MODELS, H100).copies == {}
     drawn = " ".join(draw_memory(made, Memory(GpuSize(H100, "H100"), "", account(made, MODELS, H100))).split())
     assert f"ckpt.async_save takes for copies: {found[ACTOR] / GIB:.1f} GiB by each rank of actor" in drawn
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.full
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma", "mistral", "gemma3_text"])
+def test_the_kv_cache_of_other_models_is_as_planned(engine_process: EngineProcess, tmp_path: Path, arch: str) -> None:
+    """Of a real engine; Mistral's window is longer than its texts, Gemma 3's is in five layers of six."""
+    engine_process.run(child.start, make_tiny(tmp_path / arch, arch, heads=2, kv_heads=1, layers=7), "fp32", 5)
+    made, shape = engine_process.run(child.kv_cache), read_shape("actor.model_name_or_path", tmp_path / arch)
+    assert made["blocks"] == made["bytes"] // block_bytes(shape, 1, 4, made["block"])
+    per_sequence = blocks_of_sequence(shape, made["length"], 4096, made["block"])
+    assert made["sequences"] == pytest.approx(made["blocks"] / per_sequence)

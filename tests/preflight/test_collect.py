@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.cluster.gpu_health import ask_health, parse_health
+from slurm_rlhf.cluster.gpu_query import ask_health, parse_health
 from slurm_rlhf.launch.probe import MISSING, versions
 from slurm_rlhf.preflight.collect import collect, held
 from slurm_rlhf.preflight.facts import UNKNOWN

@@ -15,14 +15,12 @@ from recorded_run import BEGAN, RANKS, write_run
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.observe.events import RunEvent
 from slurm_rlhf.observe.samples import Sample, SampleLog
-from slurm_rlhf.report.content import CHARACTERS, content, distinct, short
+from slurm_rlhf.report.content import CHARACTERS, content, distinct, groups, settings, short
 from slurm_rlhf.report.curves import POINTS, curves, step_times
-from slurm_rlhf.report.history import MOST, sessions, shown
 from slurm_rlhf.report.nodes import nodes, weight_sync
 from slurm_rlhf.report.page import embedded, page
 from slurm_rlhf.report.run_files import SAMPLES, RunFiles, shown_places
-from slurm_rlhf.report.settings import groups, settings
-from slurm_rlhf.report.timeline import role_times, timeline, trace
+from slurm_rlhf.report.timeline import MOST_EVENTS, role_times, sessions, shown, timeline, trace
 from slurm_rlhf.run_directory import RunDirectory
 
 STEPS = 30
@@ -69,8 +67,8 @@ def test_sessions_end_by_their_last_event_or_were_killed() -> None:
     assert sessions(told, 100.0, False)[-1]["how"] == "killed"
     hung = [event("start", 0, 0), event("hang", 10, 4), event("engine lost", 11, 4), event("finish", 90, 9)]
     assert sessions(hung, 100.0, False) == [{"begin": 0, "end": 90, "first": 0, "last": 9, "how": "finish"}]
-    many = [event("checkpoint", n, n) for n in range(2 * MOST)] + [event("requeue", 0, 0)]
-    assert len(shown(many)) == MOST
+    many = [event("checkpoint", n, n) for n in range(2 * MOST_EVENTS)] + [event("requeue", 0, 0)]
+    assert len(shown(many)) == MOST_EVENTS
     assert shown(many)[-1].event == "requeue"
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.rewards.function import RewardFunction
-from slurm_rlhf.rewards.model import Scoring
-from slurm_rlhf.rewards.printed import printed_to
+from slurm_rlhf.rewards.model import Scoring, printed_to
 
 
 def test_a_function_that_prints_does_so_into_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

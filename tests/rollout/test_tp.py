@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -63,8 +64,8 @@ def zygote() -> Iterator[Zygote]:
 
 
 @pytest.fixture(scope="module")
-def single(zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
-    """An engine of one rank, and another one that is not asked but where a test wants both."""
+def launched(zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RolloutFleet]:
+    """Processes of `single`, which come up while those of `pair` do."""
     made = config(model, tmp_path_factory.mktemp("single"), engines=2)
     made.train.kernel_cache = str(tmp_path_factory.mktemp("kernels"))
     fleet = RolloutFleet(zygote, made)
@@ -75,8 +76,15 @@ def single(zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(scope="module")
+def single(launched: RolloutFleet) -> RolloutFleet:
+    """An engine of one rank, and another one that is not asked but where a test wants both."""
+    launched.start(400)
+    return launched
+
+
+@pytest.fixture(scope="module")
 def pair(
-    zygote: Zygote, single: RolloutFleet, model: Path, tmp_path_factory: pytest.TempPathFactory
+    zygote: Zygote, launched: RolloutFleet, model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RolloutFleet]:
     """Two engines of two ranks each."""
     made = config(model, tmp_path_factory.mktemp("pair"), engines=2, tp=2)
@@ -84,7 +92,6 @@ def pair(
     fleet = RolloutFleet(zygote, made)
     try:
         fleet.start(400)
-        single.start(400)
         yield fleet
     finally:
         fleet.close()
@@ -197,6 +204,21 @@ def test_an_idle_engine_costs_no_cpu(pair: RolloutFleet) -> None:
     before = spent()
     time.sleep(2)
     assert spent() - before < 4 * 2 * 0.05  # of 4 ranks, 2 s; heartbeats are what is left
+
+
+def test_sockets_of_vllm_are_in_a_directory_of_their_rank(pair: RolloutFleet) -> None:
+    """vLLM's queues between TP ranks are Unix sockets, in /tmp by default, and a killed rank cannot remove its own."""
+    bound = {rank: unix_sockets(pair.ranks[rank].pid) for rank in pair.ranks}
+    for rank, paths in bound.items():
+        assert all(re.fullmatch(r"/.*/slurm_rlhf\.\d+/\d+\.[0-9a-f]{6}/[0-9a-f-]{36}", path) for path in paths), rank
+    assert bound[0], "the leader binds vLLM's queue"
+
+
+def unix_sockets(pid: int) -> list[str]:
+    """Paths of the sockets at which a process listens, from the kernel's table."""
+    inodes = {os.readlink(one)[8:-1] for one in Path(f"/proc/{pid}/fd").iterdir() if "socket:" in os.readlink(one)}
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return [row[7] for row in rows if len(row) > 7 and row[6] in inodes and row[3] == "00010000"]
 
 
 def test_no_name_of_shared_memory_outlives_the_start(pair: RolloutFleet) -> None:
@@ -337,6 +359,7 @@ def test_an_engine_starts_again_where_a_killed_one_was(
     pair.close()
     left = SHARED_MEMORY / f"{segment_prefix(pair.config, EnginePlace(0, 0, 2, ''))}0123-tp:0-[0-1]-cpushm_0"
     left.write_bytes(b"of an engine that was killed while it started")
+    sockets = Path(tempfile.gettempdir()) / f"slurm_rlhf.{os.getuid()}"
     fleet = RolloutFleet(zygote, pair.config)
     try:
         fleet.launch([0, 1])
@@ -344,9 +367,13 @@ def test_an_engine_starts_again_where_a_killed_one_was(
         fleet.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=120)
         fleet.engines.ready = [0]
         assert not left.exists()
+        for rank in pair.ranks.values():
+            assert not list(sockets.glob(f"{rank.pid}.*")), "of a rank that was killed"
+        assert len([*sockets.glob(f"{fleet.ranks[0].pid}.*")]) == 1
         assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == single_tokens
         assert_sleeps_as_one(fleet)
         assert fleet.shut_down() == [0, 0]
+        assert not [path for rank in fleet.ranks.values() for path in sockets.glob(f"{rank.pid}.*")]
     finally:
         fleet.close()
 

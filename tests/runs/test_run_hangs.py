@@ -7,17 +7,19 @@ import time
 from pathlib import Path
 
 import pytest
-from held_runs import ENGINE, PLUGIN, REWARD, Holds
+from held_runs import ENGINE
 from patched_ranks import patched_engines
 from training_runs import metrics, started, summary, workspace
 
+from slurm_rlhf.campaign.holds import HOLD, Holds
+from slurm_rlhf.campaign.workload import PLUGIN, REWARD
 from slurm_rlhf.observe.events import read_events
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
 WORLD = (
     "--actor.num_gpus_per_node=2",
-    "--algo.advantage.estimator=held",
+    "--algo.advantage.estimator=held_group_norm",
     "--algo.kl.init_coef=0",
     "--train.full_determinism=false",
     "--train.max_steps=1000",
@@ -30,7 +32,7 @@ WORLD = (
     "--timeout.heartbeat_interval=0.5",
     "--train.on_hang=restart",
 )
-PLACES = ("python", "lock", "engine", "reward")
+PLACES = ("python", "lock", "engine", "reward-hang")
 
 
 class Told:
@@ -48,10 +50,10 @@ class Told:
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Told], int, str, Path]:
     """(what was told of each place, exit code, what it printed, run directory). The last hang is not let go."""
     path = tmp_path_factory.mktemp("hangs")
-    holds, told = Holds(path / "hold"), {}
+    config = workspace(path)
+    holds, told = Holds(config), {}
     (path / "plugin.py").write_text(PLUGIN)
-    config = workspace(path, REWARD)
-    with patched_engines(path / "patch", ENGINE.format(hold=str(path / "hold")), ranks=("0",)):
+    with patched_engines(path / "patch", ENGINE.format(hold=str(path / HOLD)), ranks=("0",)):
         with started(config, path / "run", *WORLD, f"--train.plugins={path / 'plugin.py'}", warm=True) as run:
             run.wait_for_step(4, 120)
             for place in PLACES:
@@ -115,7 +117,7 @@ def test_an_engine_in_an_endless_step_is_named(run) -> None:
 
 
 def test_a_reward_function_that_sleeps_is_named_with_its_line(run) -> None:
-    told = run[0]["reward"]
+    told = run[0]["reward-hang"]
     print(told.report)
     assert told.seconds < 60
     line = REWARD.splitlines().index("        time.sleep(0.02)") + 1

@@ -13,15 +13,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from attackers import Fire, counted, record
+from attackers import Fire, counted
 from browser import open_page
-from dying_engines import HELD_REWARD, dying_engine, wait_until_started
+from dying_engines import dying_engine, wait_until_started
 from open_ports import Strangers, listening
 from patched_ranks import Call, calls, noted
 from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train
 from warm_runs import WarmRun
 from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, small_run, whole_run
 
+from slurm_rlhf.campaign.holds import Holds
+from slurm_rlhf.campaign.intruders import record
+from slurm_rlhf.campaign.workload import REWARD
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.report.run_files import RunFiles
 from slurm_rlhf.run_directory import RunDirectory
@@ -116,14 +119,15 @@ def test_an_engine_that_dies_twice_comes_back_and_changes_no_metric(
     config: Path, whole: tuple[Path, str], tmp_path: Path
 ) -> None:
     """Killed in the middle of a batch, and in the middle of the update with which it is back."""
-    (tmp_path / "reward.py").write_text(HELD_REWARD)
+    (tmp_path / "reward.py").write_text(REWARD)
+    holds = Holds(tmp_path / "run.toml")
     world = (*WORLD, f"--reward.remote_url={tmp_path / 'reward.py'}")
     seconds = []
     with dying_engine(tmp_path), started(config, tmp_path / "run", *world, warm=True) as run:
         for start, when in ((2, "generation"), (3, "update")):
             back = wait_until_started(run, 1, start, 120)
             seconds.append(back - float((tmp_path / when).read_text()))
-            (tmp_path / "hold").unlink()
+            holds.let_go("reward-hang")
         code, output = run.wait(150)
         run.assert_gone(1)
     assert code == 0, output

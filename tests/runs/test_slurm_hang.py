@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from held_runs import REWARD, Holds
 from slurm_cluster import SMALL, Cluster, said
 from training_runs import metrics, steps, summary, timeless, train, workspace
 
+from slurm_rlhf.campaign.holds import Holds
 from slurm_rlhf.observe.events import read_events
 
 # Behind -m full for its time: a whole run, twice started.
@@ -21,8 +21,8 @@ HANG = ("--train.on_hang=restart", "--timeout.hang=5", "--timeout.hang_grace=6")
 
 def test_a_run_that_hangs_is_requeued_and_ends_with_the_same_metrics(slurm: Cluster) -> None:
     """The reward function never answers in a step: trainers and engines have nothing to do, so all is saved."""
-    config = workspace(slurm.shared / "hanging", REWARD)
-    holds = Holds(config.parent / "hold")
+    config = workspace(slurm.shared / "hanging")
+    holds = Holds(config)
     calm = config.parent / "calm"
     code, output = train(config, calm, *SMALL, *LENGTH, "--actor.num_gpus_per_node=2", warm=True)
     assert code == 0, output
@@ -35,7 +35,7 @@ def test_a_run_that_hangs_is_requeued_and_ends_with_the_same_metrics(slurm: Clus
         *(*SMALL, *LENGTH, *HANG),
     )
     slurm.wait_until(lambda: steps(run_dir) >= 4, "step 4", 150)
-    holds.hold("reward")
+    holds.hold("reward-hang")
     told_s = slurm.wait_until(lambda: any(run_dir.glob("hang-*/nodes.txt")), "report of the hang", 60)
     requeued_s = slurm.wait_until(lambda: slurm.job(job)["Restarts"] == "1", "requeue", 60)
     print(f"told after {told_s:.1f} s, requeued {requeued_s:.1f} s later")
@@ -48,7 +48,7 @@ def test_a_run_that_hangs_is_requeued_and_ends_with_the_same_metrics(slurm: Clus
         lambda: not any(slurm.left(run_dir, node) for node in slurm.names), "end of its processes", 30
     )
     assert gone < 30
-    holds.let_go("reward")
+    holds.let_go("reward-hang")
     slurm.start_soon(job)
     assert slurm.wait_over(job, 200) == ("COMPLETED", 0), said(run_dir)
 

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from held_runs import REWARD, Holds
 from open_ports import listening
 from slurm_cluster import COMMAND, ENDLESS, OVER, PLACES, SMALL, Cluster, said
 from training_runs import is_worker, steps, workspace
 
+from slurm_rlhf.campaign.holds import Holds
 from slurm_rlhf.control.auth import RunKeys
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -28,7 +28,7 @@ WAIT_S = 150  # for the first steps of two runs on a busy machine
 
 @pytest.fixture(scope="module")
 def config(slurm: Cluster) -> Path:
-    return workspace(slurm.shared / "two_runs", REWARD)  # other files of tests share the cluster
+    return workspace(slurm.shared / "two_runs")  # other files of tests share the cluster
 
 
 def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cluster, config: Path) -> None:
@@ -41,7 +41,7 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
     """
     first, second = slurm.shared / "interactive", slurm.shared / "second"
     half = ["--nodes=3", "--nodelist=gpu[001-003]", "--gres=gpu:4", "--cpus-per-task=4", "--mem=8000"]
-    holds = Holds(config.parent / "hold")
+    holds = Holds(config)
     job = slurm.submit(config, second, half, *SMALL, *ENDLESS, "--train.max_restarts=0", f"--timeout.hang={HANG_S}")
     slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "start", 30)
     with interactive(slurm, config, first) as login:
@@ -85,9 +85,9 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
 
 def assert_hang_is_told_of_every_node(slurm: Cluster, run_dir: Path, holds: Holds) -> None:
     """The reward function hangs for a while: a step of srun looks at the ranks of all nodes, and the run goes on."""
-    holds.hold("reward")
+    holds.hold("reward-hang")
     slurm.wait_until(lambda: any(run_dir.glob("hang-*/nodes.txt")), "report of the hang", 60)
-    holds.let_go("reward")
+    holds.let_go("reward-hang")
     (told,) = run_dir.glob("hang-*")
     report = (told / "report.txt").read_text()
     assert "behind is the reward function, at reward_func" in report

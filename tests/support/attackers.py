@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
-import socket
 import threading
 import time
 from collections import Counter
@@ -12,49 +10,14 @@ from collections.abc import Callable
 
 import zmq
 
+from slurm_rlhf.campaign.intruders import GREETING, send
 from slurm_rlhf.control.auth import RunKeys
-from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.codec import encode
 from slurm_rlhf.control.messages import Envelope, unpack
-from slurm_rlhf.errors import CallTimeout
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE" + bytes(48)  # ZMTP 3.1, as a client of the run begins
 SHARES = {"fuzzed": 40, "truncated": 25, "replayed": 25, "wrong key": 5, "nonsense": 5}
 """Of a hundred messages."""
 PAUSE_S = 0.001
-
-
-def record(endpoint: str, keys: RunKeys, role: str, world: int) -> list[bytes]:
-    """What a client with the run's key sends over each of its two connections, byte for byte.
-
-    It introduces itself as a rank that `role` does not have: it speaks to the conductor and changes nothing.
-    """
-    host, port = endpoint.removeprefix("tcp://").split(":")
-    sent: list[bytearray] = []
-    with socket.create_server(("127.0.0.1", 0)) as listener, contextlib.ExitStack() as stack:
-        listener.settimeout(5)
-
-        def forward(source: socket.socket, target: socket.socket, copy: bytearray) -> None:
-            with contextlib.suppress(OSError):
-                while data := source.recv(65536):
-                    copy += data
-                    target.sendall(data)
-
-        def accept() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    client = stack.enter_context(listener.accept()[0])
-                    server = stack.enter_context(socket.create_connection((host, int(port))))
-                    sent.append(bytearray())
-                    threading.Thread(target=forward, args=(client, server, sent[-1]), daemon=True).start()
-                    threading.Thread(target=forward, args=(server, client, bytearray()), daemon=True).start()
-
-        threading.Thread(target=accept, daemon=True).start()
-        through = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-        with ControlClient(through, keys, role, world, world, heartbeat_interval=0.1, heartbeat_limit=20) as client:
-            with contextlib.suppress(CallTimeout):
-                client.connect(1.5)
-    return [bytes(stream) for stream in sent if stream]
 
 
 class Fire:
@@ -64,11 +27,10 @@ class Fire:
     """
 
     def __init__(self, endpoint: str, keys: RunKeys, recorded: list[bytes], role: str, world: int) -> None:
-        host, port = endpoint.removeprefix("tcp://").split(":")
         self.sent: Counter[str] = Counter()
         self.latencies: list[float] = []
         """Seconds from a hello to the conductor's answer, since `probe`."""
-        self._endpoint, self._address = endpoint, (host, int(port))
+        self._endpoint = endpoint
         self._keys, self._recorded = keys, recorded
         self._hello = {"role": role, "rank": 0, "world": world, "host": "elsewhere", "pid": 1, "start": 0}
         self._over = threading.Event()
@@ -130,25 +92,14 @@ class Fire:
 
     def _fuzz(self, dice: random.Random) -> bool:
         """Random bytes, some of them behind a greeting that the port understands."""
-        return self._send(dice.choice([b"", GREETING, GREETING[: dice.randrange(64)]]) + dice.randbytes(300))
+        return send(self._endpoint, dice.choice([b"", GREETING, GREETING[: dice.randrange(64)]]) + dice.randbytes(300))
 
     def _truncate(self, dice: random.Random) -> bool:
         stream = dice.choice(self._recorded)
-        return self._send(stream[: dice.randrange(1, len(stream))])
+        return send(self._endpoint, stream[: dice.randrange(1, len(stream))])
 
     def _replay(self, dice: random.Random) -> bool:
-        return self._send(dice.choice(self._recorded))
-
-    def _send(self, data: bytes) -> bool:
-        """On a connection of its own; the other side may close it before it has read everything."""
-        try:
-            with socket.create_connection(self._address, timeout=10) as stranger:
-                stranger.sendall(data)
-        except ConnectionRefusedError:
-            return False  # the run is over
-        except OSError:
-            pass
-        return True
+        return send(self._endpoint, dice.choice(self._recorded))
 
     def _forge(self, dice: random.Random) -> bool:
         """A whole client with a key of its own, with the server's key wrong, or with neither."""

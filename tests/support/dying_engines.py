@@ -11,21 +11,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from patched_ranks import patched_engines
-from training_runs import REWARD, Run
-
-HELD_REWARD = f"""
-import time
-from pathlib import Path
-
-HOLD = Path(__file__).parent / "hold"
-{REWARD}
-judge = reward_func
-
-def reward_func(queries, prompts, labels, **kwargs):
-    while HOLD.exists():
-        time.sleep(0.02)
-    return judge(queries, prompts, labels, **kwargs)
-"""
+from training_runs import Run
 
 DYING = """
 import os, signal, time
@@ -34,7 +20,8 @@ from pathlib import Path
 PLACE = Path({place!r})
 
 def die(when):
-    (PLACE / "hold").touch()
+    (PLACE / "hold").mkdir(exist_ok=True)
+    (PLACE / "hold" / "reward-hang").touch()
     (PLACE / when).write_text(str(time.time()))
     os.kill(os.getpid(), signal.{number})
 
@@ -63,7 +50,7 @@ def change(module):
 
 
 def dying_engine(place: Path, rank: str = "1", number: str = "SIGKILL") -> AbstractContextManager[None]:
-    """The engine of this local rank dies twice, in runs that start within it; `place` has `HELD_REWARD` in a file."""
+    """The engine of this local rank dies twice, in runs in `place` that start within it."""
     return patched_engines(place / "dying", DYING.format(place=str(place), number=number), (rank,))
 
 

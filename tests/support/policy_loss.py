@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from slurm_rlhf.algorithms.policy_losses.clipped import ppo_loss
-from slurm_rlhf.algorithms.policy_losses.inputs import Metrics, PolicyInputs
+from slurm_rlhf.algorithms.policy_loss_inputs import Metrics, PolicyInputs
+from slurm_rlhf.algorithms.policy_losses import ppo_loss
 
 
 def policy_loss(

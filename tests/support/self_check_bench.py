@@ -20,7 +20,7 @@ from steps import make_step
 from training_ranks import make_config
 
 from slurm_rlhf.algorithms.correction import mask_not_finite
-from slurm_rlhf.config.old_logprobs import before_update, of_the_update
+from slurm_rlhf.config.correction import before_update, of_the_update
 from slurm_rlhf.control.calls import SelfCheckAnswer, TrainAnswer
 from slurm_rlhf.controller.experience import fill_passes
 from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck

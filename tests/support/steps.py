@@ -17,7 +17,7 @@ from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
-from slurm_rlhf.controller.save_cadence import SaveCadence
+from slurm_rlhf.controller.saves import SaveCadence
 from slurm_rlhf.controller.step import Step
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.observe.timing import Phases

@@ -92,7 +92,7 @@ def train(trainer: Any, steps: range, max_tokens: int) -> list[dict[str, float]]
 def weigh(config: Config, exp: Experience) -> float:
     """Fill the columns that a step of the conductor sends with the loss of `config`; answer the denominator."""
     from slurm_rlhf.algorithms.methods.reinforce import GROUP_NORM
-    from slurm_rlhf.controller.loss_weights import fill_loss_weights
+    from slurm_rlhf.controller.experience import fill_loss_weights
 
     if config.algo.kl.use_loss:
         rng = np.random.default_rng(len(exp.token_ids))

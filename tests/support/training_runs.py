@@ -19,14 +19,10 @@ from kit_seats import visible
 from tiny_models import make_tiny
 from warm_runs import WarmRun, commands
 
+from slurm_rlhf.campaign.workload import REWARD, sums
+
 MPIRUN = str(Path(sys.executable).with_name("mpirun"))
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())", "train"]
-
-REWARD = """
-def reward_func(queries, prompts, labels, **kwargs):
-    hits = [float(label in response) for label, response in zip(labels, kwargs["responses"])]
-    return {"rewards": hits, "scores": hits}
-"""
 
 CONFIG = """
 [data]
@@ -61,9 +57,9 @@ def workspace(path: Path, reward: str = REWARD) -> Path:
     """A directory with model, data, reward function and configuration; returns the configuration file."""
     path.mkdir(parents=True, exist_ok=True)
     make_tiny(path / "model", tied=True, hidden=128, heads=4, kv_heads=2)
-    rows = [{"input": f"{a}+{b}=", "label": str((a + b) % 10)} for a in range(12) for b in range(12)]
-    (path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:120]))
-    (path / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[120:]))
+    rows = sums()
+    (path / "prompts.jsonl").write_text("".join(rows[:120]))
+    (path / "eval.jsonl").write_text("".join(rows[120:]))
     (path / "reward.py").write_text(reward)
     (path / "run.toml").write_text(CONFIG)
     return path / "run.toml"

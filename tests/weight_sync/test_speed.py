@@ -12,7 +12,7 @@ from tiny_models import make_tiny
 
 from slurm_rlhf.bench.sync import World, measure, parameters_of
 from slurm_rlhf.cli.bench import Bench
-from slurm_rlhf.config.model_weights import stored_parameters
+from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.weight_sync.member import interface_near, pick_interface
 

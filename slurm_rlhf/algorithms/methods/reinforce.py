@@ -1,9 +1,4 @@
-"""Methods without a critic: the return of a response, less what the other responses to the same prompt got.
-
-In all of them the reward is clipped first, then compared within its group; the KL penalty of each token is added last,
-and a token's advantage is its return: the discounted sum of what follows it. Without KL and with gamma 1 that is the
-compared reward, for every token of the response. With algo.advantage.no_std_norm nothing is divided by a spread.
-"""
+"""Methods without a critic: the return of a response, less what the other responses to the same prompt got."""
 
 from __future__ import annotations
 
@@ -97,3 +92,37 @@ OPO = Algorithm("opo", opo, min_samples_per_prompt=2)
 MAX_RL = Algorithm("max_rl", max_rl, min_samples_per_prompt=2, refuses_negative_rewards=True)
 # Liu et al., Understanding R1-Zero-Like Training (2025), arXiv 2503.20783: neither the spread nor the length divides.
 DR_GRPO = Algorithm("dr_grpo", reinforce_baseline, min_samples_per_prompt=2, aggregation="seq-mean-token-sum-norm")
+
+
+def gdpo(inputs: AdvantageInputs) -> tuple[F32, None]:
+    """Add up the rewards after each was normalised in its group: A = sum_k w_k (R_k - mean_k) / (std_k + 1e-6).
+
+    Added first and normalised then, as in GRPO, different combinations of rewards fall together, and the reward with
+    the largest spread decides. A reward without spread in a group adds nothing there. The result is whitened over the
+    tokens of the batch, as in verl and in the authors' code for it; the paper and TRL take mean and standard deviation
+    over the responses. Each component is clipped by reward.clip_range. Source: Liu et al., GDPO: Group reward-Decoupled
+    Normalization Policy Optimization (2026), arXiv 2601.05242.
+
+    Takes the components that `algo.advantage.gdpo_reward_keys` names, with the weights of
+    `algo.advantage.gdpo_reward_weights`, or all of them with weight 1. Raises ConfigError if a component is missing.
+    """
+    names = list(inputs.component_weights or inputs.components)
+    if not inputs.components:
+        raise ConfigError(
+            "algo.advantage.estimator = gdpo takes several rewards for each response, and the reward function answered "
+            'one: let it return {"rewards": ..., "components": {"name": one number per response, ...}}'
+        )
+    for name in names:
+        if name not in inputs.components:
+            raise ConfigError(
+                f"algo.advantage.gdpo_reward_keys names the component {name!r}, and the reward function answered "
+                f"{', '.join(map(repr, inputs.components))}: correct the key or the function"
+            )
+    total = np.zeros(len(inputs.groups))
+    for name in names:
+        component = clipped(inputs.components[name], inputs.clip_range)
+        total += inputs.component_weights.get(name, 1.0) * normed(component, inputs.groups, inputs.no_std_norm)
+    return returns_to_go(inputs, total)
+
+
+GDPO = Algorithm("gdpo", gdpo, min_samples_per_prompt=2, whiten=True, divides_by_spread=True, needs_components=True)

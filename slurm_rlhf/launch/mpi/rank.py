@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from slurm_rlhf.cluster.local_directory import take_directory
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.processes import KEYS, STORE_FD, STORE_RANKS
 from slurm_rlhf.launch.child_process import bound_to_parent, exit_text, start_child
@@ -32,7 +33,6 @@ from slurm_rlhf.launch.node import (
     IGNORED,
     interface_to_others,
     node_environment,
-    take_cache,
     visible_gpus,
     without_injected,
 )
@@ -204,7 +204,7 @@ class MpiWorker:
         variables |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))  # a launcher may have bound us
         if store is not None:
             variables[STORE_FD] = str(store.fileno())
-        cache = take_cache(f"{spec.run_id}.{own.node}.{own.role}")
+        cache = take_directory(f"{spec.run_id}.{own.node}.{own.role}").path
         interface = interface_to_others(ranks, own.node)
         environment = node_environment(os.environ, own.role, run_dir / "logs", cache, variables, interface)
         arguments = [*spec.arguments[own.role], *worker_arguments(ranks, own.role, share)]

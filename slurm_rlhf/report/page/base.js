@@ -82,6 +82,13 @@ function workColour(name) {
   return colour(hash);
 }
 
+// Phases of the conductor and the calls that they make share a colour, so they share an entry of the legend.
+function byColour(names) {
+  const found = new Map();
+  for (const name of names) found.set(workColour(name), [...(found.get(workColour(name)) || []), name]);
+  return [...found].map(([fill, alike]) => [alike.join(", "), fill]);
+}
+
 const key = (fill, text) => el("span", {}, el("i", { style: `background:${fill}` }), text);
 const legend = (entries) => el("div", { class: "legend" }, entries.map(([text, fill]) => key(fill, text)));
 

@@ -23,13 +23,6 @@ function timelineCard(run) {
     el("p", { class: "soft small" }, `${left}trace.json beside this page opens in ui.perfetto.dev.`));
 }
 
-// Phases of the conductor and the calls that they make share a colour, so they share an entry of the legend.
-function byColour(names) {
-  const found = new Map();
-  for (const name of names) found.set(workColour(name), [...(found.get(workColour(name)) || []), name]);
-  return [...found].map(([fill, alike]) => [alike.join(", "), fill]);
-}
-
 function gantt(rows, steps, names, width) {
   const unit = rem();
   const left = 7.2 * unit;

@@ -17,7 +17,7 @@ function stackedPlot(title, times) {
     return picture;
   });
   queueMicrotask(draw);
-  return el("figure", { class: "card" }, el("h3", {}, title), host, legend(names.map((name) => [name, workColour(name)])));
+  return el("figure", { class: "card" }, el("h3", {}, title), host, legend(byColour(names)));
 }
 
 // Pixels at which the column of each step, or of a group of steps, begins and ends.
@@ -63,7 +63,7 @@ function roleBars(title, roles) {
   });
   queueMicrotask(draw);
   const names = [...new Set(rows.flatMap(([, calls]) => Object.keys(calls)))].sort((a, b) => (a === "waits") - (b === "waits"));
-  return el("figure", { class: "card" }, el("h3", {}, title), host, legend(names.map((name) => [name, workColour(name)])));
+  return el("figure", { class: "card" }, el("h3", {}, title), host, legend(byColour(names)));
 }
 
 function roleBar(role, calls, top, height, x) {

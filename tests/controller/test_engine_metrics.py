@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_rlhf.controller.dispatch import allowance, chunk
-from slurm_rlhf.controller.step_metrics import EngineMetrics
-from slurm_rlhf.observe.engine_load import Stragglers, far_below
+from slurm_rlhf.controller.step_metrics import EngineMetrics, Stragglers, far_below
 from slurm_rlhf.records import EngineLoad
 
 
