@@ -61,8 +61,9 @@ def replaced(
     try:
         return _on_fewer(ranks, Topology(left, ranks.topology.accelerator, ranks.topology.origin), config, fits)
     except PlacementError as error:
+        names = shortened([node.name for node in left])
         raise PlacementError(
-            f"{spares} ({len(free)} are free), and the roles do not fit the {len(left)} nodes that are left: "
+            f"{spares} ({len(free)} are free), and the roles do not fit what is left ({names}): "
             f"{error}. Keep a node in reserve: cluster.spares"
         ) from None
 
