@@ -159,7 +159,7 @@ class BaselineTrainer:
         import deepspeed
         from transformers import AutoModelForCausalLM
 
-        self.world = join_world(config.timeout.collective)
+        self.world = join_world(config.timeout.collective, config.timeout.connect)
         self.micro_batch = micro_batch
         self.clip, self.temperature = config.actor.eps_clip, config.rollout.temperature
         model: Any = AutoModelForCausalLM.from_pretrained(

@@ -33,7 +33,7 @@ class Trainer(ABC):
     def __init__(self, config: Config, schedule: Schedule) -> None:
         """Load the model. Raises ModelError, ConfigError."""
         self.config = config
-        self.world = join_world(config.timeout.collective)
+        self.world = join_world(config.timeout.collective, config.timeout.connect)
         seed_rank(config.train.seed, self.world.rank, config.train.full_determinism)
         with loading(config.ds, self.world) as ds:
             module = self._load(ds)
