@@ -27,15 +27,11 @@ def names_of(nodes: str) -> list[str]:
         return [nodes]
 
 
-def unheard(shares: Sequence[NodeShare], here: Collection[int], hosts: Collection[str]) -> dict[str, int]:
-    """Return the nodes that are dead where ranks of a role did not say hello in time, each with its first such rank.
+def unheard(shares: Sequence[NodeShare], here: Collection[int], hosts: Collection[str]) -> NodeShare | None:
+    """Return the part of a role on a dead node, where ranks did not say hello in time; None: it is not known which.
 
-    `here`: those that did. `hosts`: nodes from which any rank of any role did. Empty: it is no matter of nodes, for a
-    rank is missing whose node was heard of, or there is none that was.
+    `here`: the ranks that did. `hosts`: nodes from which any rank of any role did. Torchruns wait for each other, so
+    ranks are missing on good nodes as well; the dead one is the only one of which nobody at all was heard.
     """
-    missing = {
-        share.node: min(rank for rank in share.ranks if rank not in here)
-        for share in shares
-        if {*share.ranks} - {*here}
-    }
-    return {} if not hosts or missing.keys() & {*hosts} else missing
+    silent = [share for share in shares if {*share.ranks} - {*here} and share.node not in hosts]
+    return silent[0] if hosts and len(silent) == 1 else None

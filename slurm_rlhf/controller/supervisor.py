@@ -128,10 +128,10 @@ class Supervisor:
             self.server.wait_for(role, world, self._config.timeout.connect)
         except CallTimeout as error:
             dead = unheard(self._ranks.roles[role], self.here(role), {peer.host for peer in self._peers()})
-            if not dead:
+            if dead is None:
                 raise
-            what = f"rank {min(dead.values())} on {', '.join(dead)} is lost before its hello: {error}"
-            self._fail(Casualty(role, tuple(dead), silent=True), what, [self._directory.logs / f"{role}.srun.log"])
+            what = f"rank {dead.ranks[0]} on {dead.node} is lost before its hello: {error}"
+            self._fail(Casualty(role, (dead.node,), silent=True), what, [self._directory.logs / f"{role}.srun.log"])
             raise self.failure or error from error
 
     def end(self, roles: Collection[str], ranks: RankMap) -> None:

@@ -115,3 +115,11 @@ def test_json_and_page_have_every_fault(tmp_path: Path) -> None:
     assert "1.2 s <span class=soft>of 10</span>" in page
     assert "<script" not in page
     assert "http" not in page.replace("http-equiv", "")
+
+
+def test_of_two_nodes_that_were_hit_both_have_to_be_named() -> None:
+    fault = Fault("crash, one after the other", "two nodes", "train", says=r"rank \d on {node}\b", needs="slurm")
+    first, second = "restart: rank 1 on n2 is lost", "restart: rank 1 on n3 is lost"
+    row = judge(fault, seen(nodes=("n2", "n3"), told=f"{first}\nlog\n{second}"))
+    assert (row.good, row.culprit, row.said) == (True, True, f"{first} / {second}")
+    assert "the culprit is not named" in judge(fault, seen(nodes=("n2", "n3"), told=first)).problems

@@ -18,7 +18,7 @@ from slurm_rlhf.campaign.workload import write_workload
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SEED = 0
-PACE_S = 0.3
+PACE_S = 0.1
 """By which each reward of the storm takes longer: 200 steps of the tiny run would be over before the third fault."""
 
 

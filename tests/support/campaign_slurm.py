@@ -15,7 +15,8 @@ from slurm_rlhf.campaign.watch import watch
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.jsonl import read_rows
 
-CALM_STEPS = 200
+STEPS_EACH, FEWEST_STEPS = 8, 40
+"""Length of the calm run: for each fault the steps before and after it."""
 MOVING = ("crash", "network cut")
 """Beginnings of kinds after which ranks are elsewhere: the next fault meets a new job, with all nodes."""
 
@@ -35,8 +36,9 @@ class ClusterCampaign:
 
     def run(self, faults: Sequence[Fault]) -> Iterator[Row]:
         """Yield a row for each fault, some later than others."""
-        calm = Session(self._start, self._config, self._run_dir.with_name("calm"), f"--train.max_steps={CALM_STEPS}")
-        self._slurm.wait_until(lambda: calm.over, "end of the calm run", 400)
+        steps = max(FEWEST_STEPS, STEPS_EACH * len(faults))
+        calm = Session(self._start, self._config, self._run_dir.with_name("calm"), f"--train.max_steps={steps}")
+        self._slurm.wait_until(lambda: calm.over, "end of the calm run", 600)
         assert calm.process.poll() == 0, calm.process.output()
         self._calm = read_rows(calm.directory.metrics)
         for fault in faults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -15,17 +16,19 @@ from slurm_cluster import COMMAND, OVER, Cluster, said
 
 from slurm_rlhf.campaign import processes
 from slurm_rlhf.campaign.faults import CONDUCTOR, Fault
+from slurm_rlhf.campaign.holds import Holds
 from slurm_rlhf.campaign.injection import CLOCK
 from slurm_rlhf.campaign.verdicts import Observation
-from slurm_rlhf.campaign.workload import HOLD
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.polling import wait_until
 
 OPTIONS = ("--nodes=4", "--gres=gpu:8", "--cpus-per-task=16", "--no-kill")
-RANKS = ("--actor.num_gpus_per_node=1",)
-"""The actor on two nodes, the engines on the two others."""
+RANKS = ("--actor.num_gpus_per_node=1", "--timeout.connect=55")
+"""The actor on two nodes, the engines on the two others. A node that dies before its ranks say hello is missed after
+55 s."""
 NODES = {"crash": ("crash", "restart"), "network cut": ("cut", "uncut")}
 """Kind of a fault -> the words of slurm_cluster.sh that do it and undo it."""
+ASK_S = 0.5
 OTHER_S = 10.0
 """The most from the first node's stand-in to its own end."""
 MOVED_S = 60.0
@@ -45,12 +48,19 @@ class Job:
         self._slurm, self._run_dir = slurm, run_dir
         self._before = len(said(run_dir)) if Path(f"{run_dir}.log").exists() else 0
         self.number = slurm.submit(config, run_dir, list(OPTIONS), *RANKS, *overrides)
+        self._asked_at = time.monotonic()
+        self._code: int | None = None
 
     def poll(self) -> int | None:
-        job = self._slurm.job(self.number)
-        code, number = map(int, job["ExitCode"].split(":"))
-        # A job whose node is gone completes for minutes; its conductor has ended.
-        return (code or -number) if job["JobState"] in {*OVER, "COMPLETING"} else None
+        """Ask slurmctld once in `ASK_S` at most; while it does not answer, the job goes on."""
+        if self._code is None and time.monotonic() > self._asked_at + ASK_S:
+            self._asked_at = time.monotonic()
+            with contextlib.suppress(AssertionError):
+                job = self._slurm.job(self.number)
+                code, number = map(int, job["ExitCode"].split(":"))
+                # A job whose node is gone completes for minutes; its conductor has ended.
+                self._code = (code or -number) if job["JobState"] in {*OVER, "COMPLETING"} else None
+        return self._code
 
     def output(self) -> str:
         file = Path(f"{self._run_dir}.log")
@@ -84,7 +94,7 @@ class ClusterFaults:
     """Does faults to the run in `run_dir`, whose `config` lies beside its workload."""
 
     def __init__(self, slurm: Cluster, config: Path, run_dir: Path, seed: int) -> None:
-        self._slurm, self._hold, self._run_dir, self._seed = slurm, config.parent / HOLD, run_dir, seed
+        self._slurm, self._config, self._run_dir, self._seed = slurm, config, run_dir, seed
         self._down: set[str] = set()  # nodes of which something is to be healed
 
     def do(self, fault: Fault, count_events: Callable[[], int]) -> Struck:
@@ -111,9 +121,9 @@ class ClusterFaults:
     def _hit_node(self, kind: str, node: str, known: int) -> Struck:
         slurm, at = self._slurm, time.monotonic()
         if kind.startswith("clock jump "):
-            clock = self._hold / f"clock.{node}"
-            clock.write_text(str(CLOCK[kind.removeprefix("clock jump ")]))
-            return Struck(at, known, 0, (node,), lambda: clock.unlink(missing_ok=True))
+            holds, clock = Holds(self._config), f"clock.{node}"
+            holds.hold(clock, str(CLOCK[kind.removeprefix("clock jump ")]))
+            return Struck(at, known, 0, (node,), lambda: holds.let_go(clock))
         if node == slurm.names[0] or node in self._down:
             raise RunError(f"{node} is the conductor's, or broken already")
         how, back = NODES[kind]
@@ -150,7 +160,7 @@ class ClusterFaults:
 
     def _victim(self, what: str, role: str, number: int, node: str) -> int:
         """The process that a target means: a rank, srun, slurmd, the conductor."""
-        if what.startswith(role):
+        if " rank " in what:
             found = processes.rank(self._run_dir, role, number, node)
             pids = [found.pid] if found else []
         else:
