@@ -159,7 +159,7 @@ class BaselineTrainer:
         import deepspeed
         from transformers import AutoModelForCausalLM
 
-        self.world = join_world(config.timeout.collective)
+        self.world = join_world(config.timeout.collective, config.timeout.connect)
         self.micro_batch = micro_batch
         self.clip, self.temperature = config.actor.eps_clip, config.rollout.temperature
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -170,7 +170,7 @@ class BaselineTrainer:
         if config.actor.gradient_checkpointing_enable:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
-        engine = EngineConfig.of(config, Schedule.of(config, config.actor.learning_rate, 1))
+        engine = EngineConfig.of(config, Schedule.of(config, config.actor.learning_rate, 1), self.world.size)
         optimizer = torch.optim.AdamW(model.parameters(), lr=engine.schedule.peak, betas=engine.betas)
         settings = deepspeed_config(engine, sum(p.numel() for p in model.parameters()), self.world.size)
         self.engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)

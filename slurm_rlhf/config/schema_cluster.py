@@ -98,7 +98,8 @@ class Timeout:
     """The one table of time-outs, in seconds."""
 
     connect: Annotated[float, POSITIVE] = 600.0
-    """From the start of a role's process to its first message: until its libraries are imported."""
+    """From the start of a role's process to its first message: until its libraries are imported. Then once more, until
+    the ranks of a trainer have met."""
     start: Annotated[float, POSITIVE] = 1800.0
     """Loading the model, starting the engine."""
     generate: Annotated[float, POSITIVE] = 3600.0

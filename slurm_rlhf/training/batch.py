@@ -12,36 +12,57 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slurm_rlhf.records import F32, Experience
+from slurm_rlhf.training.shared_prompts import Layout, attention_mask, plain
 
 
 @dataclass(slots=True)
 class TokenBatch:
-    """B sequences of at most L tokens with A response tokens, in the order of the experience.
+    """Rows of at most L tokens with A response tokens, in the order of the experience.
 
-    Right-padded, and the models are causal: real tokens see no padding, so there is no attention mask, and position
-    ids are 0 .. L-1 in every row.
+    Right-padded, and the models are causal: real tokens see no padding, so where a row is a sequence there is no
+    attention mask, and position ids are 0 .. L-1.
     """
 
     input_ids: Tensor  # int64 [B, L], 0 where padded
     action_index: Tensor  # int64 [A] into [B * L]: the token before each response token, whose hidden state predicts it
     targets: Tensor  # int64 [A], the response tokens
+    position_ids: Tensor | None = None  # int64 [B, L], where several responses stand behind a prompt
+    attention_mask: Tensor | None = None  # bool [B, 1, L, L], there too
+
+    @property
+    def rows(self) -> dict[str, Tensor]:
+        """Return what the body of a model needs to know of rows that are more than a sequence."""
+        given = {"position_ids": self.position_ids, "attention_mask": self.attention_mask}
+        return {name: tensor for name, tensor in given.items() if tensor is not None}
 
 
-def collate(exp: Experience, device: torch.device) -> TokenBatch:
-    """Pad all sequences of `exp` into one batch. Raises ValueError for a response without a prompt before it."""
+def collate(exp: Experience, device: torch.device, layout: Layout | None = None) -> TokenBatch:
+    """Pad all sequences of `exp` into one batch, by `layout` or in a row each.
+
+    Raises ValueError for a response without a prompt before it.
+    """
     if np.any((exp.prompt_lens == 0) & (exp.response_lens > 0)):
         index = int(np.flatnonzero((exp.prompt_lens == 0) & (exp.response_lens > 0))[0])
         raise ValueError(f"sequence {index} has a response but no prompt: nothing predicts its first token")
-    lengths = exp.lengths
-    width = int(lengths.max(initial=1))
-    row = np.repeat(np.arange(len(exp)), lengths)
-    position = np.arange(len(row)) - exp.token_offsets[row]
-    input_ids = np.zeros((len(exp), width), dtype=np.int64)
-    input_ids[row, position] = exp.token_ids
-    is_action = position >= exp.prompt_lens[row]
-    action_index = (row * width + position - 1)[is_action]
+    placed = layout or plain(exp)
+    width = placed.width
+    sequence = np.repeat(np.arange(len(exp)), exp.lengths)
+    row, prompt = placed.row[sequence], exp.prompt_lens[sequence]
+    position = np.arange(len(sequence)) - exp.token_offsets[sequence]
+    is_action = position >= prompt
+    column = np.where(is_action, placed.start[sequence] + position - prompt, position)
+    input_ids = np.zeros((len(placed.rows), width), dtype=np.int64)
+    input_ids[row, column] = exp.token_ids
+    before = np.where(position == prompt, prompt, column) - 1  # the first token of a response follows its prompt
+    action_index = (row * width + before)[is_action]
     targets = exp.token_ids[is_action].astype(np.int64)
-    return TokenBatch(*(to_device(values, device) for values in (input_ids, action_index, targets)))
+    batch = TokenBatch(*(to_device(values, device) for values in (input_ids, action_index, targets)))
+    if layout is not None:
+        positions = np.zeros_like(input_ids)
+        positions[row, column] = position
+        batch.position_ids = to_device(positions, device)
+        batch.attention_mask = to_device(attention_mask(exp, layout), device)
+    return batch
 
 
 def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
@@ -64,15 +85,21 @@ def optional_column(exp: Experience, name: str, device: torch.device) -> Tensor 
 
 
 def per_action(
-    exp: Experience, micro: list[list[int]], device: torch.device, answer: Callable[[TokenBatch], Tensor]
+    exp: Experience,
+    micro: list[list[int]],
+    device: torch.device,
+    answer: Callable[[TokenBatch], Tensor],
+    place: Callable[[Experience], Layout | None] = lambda part: None,
 ) -> F32:
     """Call `answer` on every micro-batch and return its numbers, one for each action, in the order of `exp`, [A].
 
+    `place` chooses the rows of a micro-batch, as in `collate`.
     `micro`: rows of `exp`; every row must be in exactly one. Under ZeRO-3 each is a collective, so that every rank
     needs as many.
     """
     with torch.no_grad():
-        return in_order(exp, micro, [answer(collate(exp.select(rows), device)) for rows in micro])
+        parts = [exp.select(rows) for rows in micro]
+        return in_order(exp, micro, [answer(collate(part, device, place(part))) for part in parts])
 
 
 def in_order(exp: Experience, micro: list[list[int]], answers: list[Tensor]) -> F32:

@@ -88,11 +88,11 @@ class EngineConfig:
     most_skipped: int = 0  # steps in a row that are not finite, but in fp16
 
     @classmethod
-    def of(cls, config: Config, schedule: Schedule) -> EngineConfig:
+    def of(cls, config: Config, schedule: Schedule, ranks: int) -> EngineConfig:
         """Read all but the schedule from the actor's settings, which all trained models share."""
         actor = config.actor
         return cls(
-            zero_stage=config.ds.zero_stage,
+            zero_stage=stage_of(config.ds, ranks),
             param_dtype=config.ds.param_dtype,
             grad_comm_dtype=config.ds.grad_comm_dtype,
             betas=(actor.adam_betas[0], actor.adam_betas[1]),
@@ -103,6 +103,16 @@ class EngineConfig:
             ds=config.ds,
             most_skipped=config.train.max_skipped_steps,
         )
+
+
+def stage_of(ds: Ds, ranks: int) -> int:
+    """Choose the ZeRO stage of an optimizer over `ranks`: 0 where stages 1 and 2 would have nothing to do but copy.
+
+    On one rank in fp32 they cut nothing and keep no masters, and pass every gradient through buffers: a seventh of the
+    update of a small model. With ds.enable_sleep they stay, as DeepSpeed moves no states of stage 0 to host memory.
+    """
+    idle = ranks == 1 and ds.zero_stage in (1, 2) and ds.param_dtype == "fp32" and not ds.enable_sleep
+    return 0 if idle else ds.zero_stage
 
 
 def start_deepspeed(module: nn.Module, cfg: EngineConfig, world: World) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import nn
+
+from slurm_rlhf.errors import RunError
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +25,51 @@ class World:
     device: torch.device
 
 
-def join_world(timeout_s: float) -> World:
+def join_world(timeout_s: float, connect_s: float) -> World:
     """Join the process group that torchrun's environment describes; without one, form a group of one rank.
 
-    NCCL where there are GPUs, gloo elsewhere. Called again, it returns the world that was joined before.
+    NCCL where there are GPUs, gloo elsewhere. `timeout_s`: of its collectives; `connect_s`: of joining. Called again,
+    it returns the world that was joined before. Raises RunError where the ranks do not meet.
     """
-    cuda = torch.cuda.is_available()
     if not dist.is_initialized():
-        backend, timeout = ("nccl" if cuda else "gloo"), timedelta(seconds=timeout_s)
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it in every case
-        if cuda:
+        if torch.cuda.is_available():
             torch.cuda.set_device(local_device())
+        timeout = timedelta(seconds=timeout_s)
         if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
+            _meet(timeout, connect_s)
         else:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+            dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     return World(dist.get_rank(), dist.get_world_size(), local_device())
+
+
+def _backend() -> str:
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _meet(timeout: timedelta, connect_s: float) -> None:
+    """Form the group in a thread: towards a store whose process stands still, torch's clients have no time-out."""
+    raised: list[BaseException] = []
+
+    def join() -> None:
+        try:
+            if torch.cuda.is_available():  # each thread has its own
+                torch.cuda.set_device(local_device())
+            dist.init_process_group(_backend(), timeout=timeout)
+        except BaseException as error:
+            raised.append(error)
+
+    joining = threading.Thread(target=join, name="join", daemon=True)
+    joining.start()
+    joining.join(connect_s)
+    if raised:
+        raise raised[0]
+    if joining.is_alive():
+        raise RunError(
+            f"the ranks of this role did not meet within {connect_s:g} s (timeout.connect): another rank has not come, "
+            f"or their torchrun stands still, which has the store at {os.environ.get('MASTER_ADDR')}:"
+            f"{os.environ.get('MASTER_PORT')}"
+        )
 
 
 def local_device() -> torch.device:

@@ -39,7 +39,7 @@ class Frozen:
         if group.zero_stage == 0:
             self._module = load().to(self.device).requires_grad_(False).eval()
             return
-        world = join_world(config.timeout.collective)
+        world = join_world(config.timeout.collective, config.timeout.connect)
         with sharded_from_the_start(world, zero3_config(dtype, group.offload)):
             module = load()
         settings = zero3_config(dtype, group.offload, sum(sizes(module).values()))

@@ -99,7 +99,7 @@ def run(config: Config) -> int:
         torch.set_num_threads(config.train.threads_per_rank)
     tokenizer = Tokenizer.load(config.actor.model_name_or_path)
     examples = load_examples(Path(config.sft.dataset), tokenizer, config.data)
-    world = join_world(config.timeout.collective)
+    world = join_world(config.timeout.collective, config.timeout.connect)
     order = _order(config, examples, world)
     steps = min(order.total, config.sft.max_steps or order.total)
     record = SftRecord(config, world)

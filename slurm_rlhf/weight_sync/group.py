@@ -125,7 +125,9 @@ class SyncGroup:
                 self.me = replace(self.me, port=port, heartbeat_port=self.heartbeat.port)
                 self._meet()
                 self._try_links()
-            self.control = GlooTransport(self.store, self.rank, self.world, self.me.address, self.timeout_s)
+            self.control = GlooTransport(
+                self.store, self.rank, self.world, self.me.address, self.timeout_s, self._await_listening
+            )
             self._holds.append(self.control)
         except (TransportFailure, RuntimeError, OSError) as error:
             raise SyncError(f"{self.me} could not connect to the members of group {self.name}: {error}") from error
@@ -279,6 +281,19 @@ class SyncGroup:
         if self.rank == 0:
             log.info("weight transfer group %s uses %s: %s", self.name, self.backend, roster["why"])
 
+    def _all_at(self, place: str, ranks: Sequence[int], what: str) -> None:
+        """Wait until all of `ranks` have come to a place of the start, as rank 0 sees it. Raises SyncError."""
+        self.store.set(f"{place}/{self.rank}", "")
+        if self.rank == 0:
+            keys = [f"{place}/{rank}" for rank in ranks]
+            self.wait_for(lambda: self.store.check(keys), what)
+            self.store.set(place, "")
+        self.wait_for(lambda: self.store.check([place]), what)
+
+    def _await_listening(self) -> None:
+        """Gloo would wait for the address of a member that has died, and nothing wakes it."""
+        self._all_at("listening", range(self.world), "the members' listening sockets")
+
     def _try_links(self) -> None:
         """Raise SyncError naming two hosts and their interfaces where one cannot reach the other.
 
@@ -290,12 +305,8 @@ class SyncGroup:
         if failure:
             self.abort(failure)
             raise SyncError(f"group {self.name}: {failure}")
-        self.store.set(f"links/{self.rank}", "open")
-        keys = [f"links/{member.rank}" for member in first_of_each(self.members)]
-        if self.rank == 0:
-            self.wait_for(lambda: self.store.check(keys), "the message of all nodes that they can reach the others")
-            self.store.set("links", "open")
-        self.wait_for(lambda: self.store.check(["links"]), "the message of all nodes that they can reach the others")
+        first = [member.rank for member in first_of_each(self.members)]
+        self._all_at("links", first, "the message of all nodes that they can reach the others")
 
 
 _newest: list[SyncGroup] = []

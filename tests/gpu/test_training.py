@@ -164,10 +164,10 @@ def test_deepspeeds_stand_in_takes_what_deepspeed_takes() -> None:
 
 
 def test_a_rank_joins_nccl_on_the_gpu_of_its_local_rank(cuda: FakeCuda) -> None:
-    world = distributed.join_world(30.0)
+    world = distributed.join_world(30.0, 30.0)
     assert world.device == GPU
     assert cuda.asked == [("nccl", 1)]  # type: ignore[attr-defined]  the device comes before the group
-    assert distributed.join_world(30.0) == world
+    assert distributed.join_world(30.0, 30.0) == world
     assert len(cuda.asked) == 1  # type: ignore[attr-defined]
     limit_collectives(20.0)
     distributed.seed_rank(1, 0, full_determinism=True)

@@ -148,6 +148,12 @@ class _Engine:
         self.group = join(Membership(**where))
         return [str(member) for member in self.group.members]
 
+    def die_connecting(self) -> None:
+        """The next time that it is about to connect to the other members of a group."""
+        import slurm_rlhf.weight_sync.group as module
+
+        module.GlooTransport = lambda *arguments: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[misc,assignment]
+
     def receiver_of(self, parameters: Any, bucket: int, zero: int = 0, expected: Any = None) -> int:
         from slurm_rlhf.weight_sync.receiver import Receiver
         from slurm_rlhf.weight_sync.transfer_plan import make_plan

@@ -187,7 +187,7 @@ def main() -> None:
     wire = Wire()
     from slurm_rlhf.training.distributed import join_world
 
-    world = join_world(60.0)
+    world = join_world(60.0, 60.0)
     answers: dict[str, Any] = {name(case): step_of(case, models / "tied", wire) for case in CASES}
     trace = Trace()
     for tied, checkpointing in PASSES:

@@ -51,7 +51,7 @@ def main() -> None:
     from slurm_rlhf.training.distributed import join_world
     from slurm_rlhf.training.frozen_models import FrozenPolicy, RewardModel
 
-    world = join_world(60.0)
+    world = join_world(60.0, 60.0)
     answers: dict[str, Any] = {}
     # Uneven rows a rank, so that log-probs take another number of chunks on each.
     part, micro = share(experience(), world.rank, world.size, 30)

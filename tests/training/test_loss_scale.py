@@ -89,6 +89,6 @@ def test_a_device_without_fp16_is_told_before_a_model_trains(monkeypatch: pytest
     monkeypatch.setattr(type(accelerator), "is_fp16_supported", lambda _: False)
     config = Config()
     config.ds.param_dtype = "fp16"
-    engine = EngineConfig.of(config, Schedule.of(config, 1e-3, 1))
+    engine = EngineConfig.of(config, Schedule.of(config, 1e-3, 1), ranks=1)
     with pytest.raises(ConfigError, match=r"ds\.param_dtype = fp16: DeepSpeed does not train in it on this device"):
         start_deepspeed(torch.nn.Linear(1, 1), engine, World(0, 1, torch.device("cpu")))

@@ -133,7 +133,7 @@ def main() -> None:
     models, out = Path(request["models"]), Path(request["out"])
     from slurm_rlhf.training.distributed import join_world
 
-    world = join_world(60.0)
+    world = join_world(60.0, 60.0)
     answers = first_step(models / "opt", world) | cut_models(models, world) | fp16_models(models / "qwen2", world)
     # Stage 0 last: DeepSpeed's autocast, once it was in use, changes how later engines add up gradients.
     for stage in reversed(STAGES):

@@ -54,16 +54,26 @@ class GlooTransport:
 
     device = torch.device("cpu")
 
-    def __init__(self, store: Store, rank: int, world: int, address: str, timeout_s: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        world: int,
+        address: str,
+        timeout_s: float,
+        await_peers: Callable[[], None] = lambda: None,
+    ) -> None:
         """Connect rank 0 and all others; who exchanges chunks connects by `meet`. A full mesh would cost the square.
 
-        The others connect to `address` of this node. Raises TransportFailure.
+        The others connect to `address` of this node. `await_peers` blocks until all have come so far, and may raise.
+        Raises TransportFailure.
         """
         self._rank = rank
         self._met: set[int] = set()
         self._group = _raising(
             lambda: gloo_group(PrefixStore("gloo", store), rank, world, address, timeout_s, lazy=True)
         )
+        await_peers()
         self.stop = _Stop()
         self._sends = _worker("sync-sends")
         self.meet(range(1, world) if rank == 0 else (0,))

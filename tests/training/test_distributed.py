@@ -1,0 +1,52 @@
+"""The group that the ranks of a role form."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+STORE = """
+import time
+from torch.distributed import TCPStore
+
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(120)
+"""
+JOIN = """
+import time
+from slurm_rlhf.errors import RunError
+from slurm_rlhf.training.distributed import join_world
+
+begun = time.monotonic()
+try:
+    join_world(1800.0, 2.0)
+except RunError as error:
+    print(f"{time.monotonic() - begun:.1f} {error}")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_store_that_stands_still_costs_no_more_than_the_time_to_connect() -> None:
+    """torch's clients would wait for it for ever."""
+    with subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            port = server.stdout.readline().strip()
+            os.kill(server.pid, signal.SIGSTOP)
+            variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+            environment = {**os.environ, **variables, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+            done = subprocess.run(
+                [sys.executable, "-c", JOIN], env=environment, capture_output=True, text=True, timeout=100, check=True
+            )
+        finally:
+            server.kill()
+    seconds, _, told = done.stdout.partition(" ")
+    assert 2 <= float(seconds) < 10
+    assert "did not meet within 2 s (timeout.connect)" in told
+    assert f"the store at 127.0.0.1:{port}" in told
