@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slurm_rlhf.records import Sampling, Trajectory
+from slurm_rlhf.rollout._transformers import shared_prompts
 from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.hf_sampling import Row, choose, distribution
 
@@ -119,8 +120,11 @@ def _generate(model: Any, inputs: dict[str, Tensor], batch: Batch, collective: b
         use_cache=True,
         pad_token_id=batch.vocabulary.pad,
     )
+    # Not where all ranks step together: one of them may have prompts that are all different.
+    cache = None if collective else shared_prompts(model, **inputs)
     model.generate(
         **inputs,
+        **({} if cache is None else {"past_key_values": cache}),
         generation_config=settings,
         logits_processor=LogitsProcessorList([batch.choose]),
         stopping_criteria=StoppingCriteriaList([batch.ended]),

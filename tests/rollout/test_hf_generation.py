@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ LONGEST = 100
 # A window shorter than the text; positions that are learned; longrope; one that vLLM has no model of.
 FEW = ("mistral", "gpt2", "phi3")
 MORE = ("gemma2", "bloom", "qwen3_moe", "gemma3_text", "cohere", "opt", "falcon", "gptj", "olmoe", "granite")
+WINDOWED = ("mistral", "gemma2", "gemma3_text")
 NOT_IN_VLLM: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16, "num_layers": 2}
 }
@@ -84,6 +87,33 @@ def test_a_batch_of_unlike_prompts_is_what_each_is_alone(model: Path) -> None:
         alone = sampler(model).sample(policy, [request], 6)[0][0]
         assert alone.response_ids.tolist() == one.response_ids.tolist()
         assert (one.engine, one.versions[0].version) == (4, 6)
+
+
+def test_prompts_that_several_responses_share_are_computed_once(model: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
+    policy, sampling = load(model), Sampling(temperature=0.7, max_new_tokens=24)
+    one_each = requests(4, sampling)
+    asked = [replace(one, key=f"{one.key}.{n}", sample=n, seed=one.seed + n) for n in range(3) for one in one_each]
+    seen: list[tuple[int, ...]] = []
+    step = policy.forward
+
+    @functools.wraps(step)
+    def watched(**inputs: Any) -> Any:
+        seen.append(tuple(inputs["input_ids"].shape))
+        return step(**inputs)
+
+    policy.forward = watched
+    found, _ = sampler(model).sample(policy, asked, 6)
+    for one in found:
+        np.testing.assert_allclose(one.rollout_logprobs, plain_logprobs(plain, one, 0.7), atol=1e-5)
+    for one, request in list(zip(found, asked, strict=True))[4:6]:
+        alone = sampler(model).sample(policy, [request], 6)[0][0]
+        assert alone.response_ids.tolist() == one.response_ids.tolist()
+    # All but the last token of the four prompts, then that of every row; of a model with a window, all rows whole.
+    windowed = any(model.name.startswith(name) for name in WINDOWED)
+    assert seen[:2] == ([(12, 30), (12, 1)] if windowed else [(4, 29), (12, 1)])
 
 
 def test_what_is_dropped_is_not_answered(model: Path) -> None:

@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from slurm_cluster import CHECKOUT, Cluster, said
 from slurm_undisturbed import STEPS, Calm, calm_run
+from tracker_files import history, trackio_rows, wandb_starts
 from training_runs import metrics, saved, steps, summary, timeless
 
 from slurm_rlhf.config.load import load_config
+from slurm_rlhf.observe.trackers.trackers import kept_id
 from slurm_rlhf.report.content import content
 from slurm_rlhf.report.run_files import RunFiles
 from slurm_rlhf.run_directory import RunDirectory
@@ -80,6 +82,7 @@ def test_requeued_preempted_and_followed_it_writes_the_same_metrics(slurm: Clust
         f"--train.max_steps={STEPS}",
         "--train.num_episodes=10",
         f"--slurm.signal_lead_s={60 * limit_min - alive_s:.0f}",
+        '--logger.use=["tensorboard", "trackio", "wandb"]',
     )
     config = CHECKOUT / "sbatch" / "ppo_32b.toml"
     job = slurm.submit(config, run_dir, [*NODES, "--requeue", "--time=20"], *calm.overrides, *length)
@@ -129,6 +132,22 @@ def test_requeued_preempted_and_followed_it_writes_the_same_metrics(slurm: Clust
     assert said(run_dir).count("resuming from") == 3
     assert timeless(metrics(run_dir)) == calm.metrics
     assert_report_shows(run_dir, requeues=3)
+    assert_trackers_have(run_dir, starts=4)
+
+
+def assert_trackers_have(run_dir: Path, starts: int) -> None:
+    """Each tracker has one run of all starts, with the reward of every step."""
+    rewards = [(step["step"], step["reward"]) for step in metrics(run_dir)]
+    run_id = kept_id(run_dir / "trackers" / "id")
+    rows = trackio_rows(run_dir / "trackers" / "trackio" / "slurm_rlhf.db")
+    assert {name for _, name, _, _ in rows} == {f"{run_dir.name}-{run_id}"}
+    assert len({run for run, _, _, _ in rows}) == 1
+    told = {(step, values["train/reward"]) for _, _, step, values in rows if "train/reward" in values}
+    assert sorted(told) == rewards
+    files = wandb_starts(run_dir / "trackers" / "wandb" / "wandb", run_id)
+    assert len(files) == starts
+    lines = [row for records in files for row in history(records)]
+    assert sorted({(row["_step"], row["train/reward"]) for row in lines if "train/reward" in row}) == rewards
 
 
 def assert_report_shows(run_dir: Path, requeues: int) -> None:

@@ -1,8 +1,12 @@
-"""Read the file of an offline run of Weights & Biases: LevelDB's log format, records of W&B's own protocol."""
+"""Read what trackers keep of a run: trackio's database, and the files of Weights & Biases.
+
+An offline run of the latter is a log in LevelDB's format with records of W&B's own protocol.
+"""
 
 from __future__ import annotations
 
 import json
+import sqlite3
 import struct
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -44,3 +48,16 @@ def history(found: Iterable[Any]) -> list[dict[str, Any]]:
             items = record.history.item
             rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
     return rows
+
+
+def trackio_rows(database: Path) -> list[tuple[str, str, int, dict[str, Any]]]:
+    """Return id and name of the run, step and metrics of each row of one project, oldest first."""
+    with sqlite3.connect(database) as store:
+        rows = store.execute("select run_id, run_name, step, metrics from metrics order by id").fetchall()
+    return [(run, name, step, json.loads(metrics)) for run, name, step, metrics in rows]
+
+
+def wandb_starts(place: Path, run_id: str) -> list[list[Any]]:
+    """Return the records of each start of an offline run, oldest first."""
+    starts = sorted(place.glob(f"offline-run-*-{run_id}"))
+    return [list(records(start / f"run-{run_id}.wandb")) for start in starts]
