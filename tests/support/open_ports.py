@@ -23,6 +23,7 @@ _MAGIC = 0x3C85F7CE  # of torch's TCPStore: a client begins with it
 _VALIDATE, _SET, _ADD, _DELETE = 0, 1, 4, 8  # its commands, by number
 KINDS = ("garbage", "replay", "store commands", "gloo's greeting", "half a message")
 """What strangers send."""
+LOOK_S = 0.5  # between two looks at who listens: they take the time of whoever attacks beside
 HALF_OPEN = 40  # connections to a port that say half a message and stay
 
 
@@ -69,7 +70,7 @@ def _address(text: str) -> str:
 def store_commands(dice: random.Random) -> bytes:
     """What a client of torch's TCPStore sends that wants to do harm: commands as the protocol has them.
 
-    It counts ranks that have not come, deletes and overwrites keys, and asks to wait for a key that nobody sets.
+    It counts ranks that have not come, and deletes and overwrites keys whose names it knows.
     """
 
     def text(value: str | bytes) -> bytes:
@@ -77,7 +78,14 @@ def store_commands(dice: random.Random) -> bytes:
         return struct.pack("<Q", len(data)) + data
 
     said = struct.pack("<BI", _VALIDATE, _MAGIC)
-    for key in ("/init/", "/slurm_rlhf/joined", "/default_pg/0//cpu//0/rank_0", "/verdict", "/refused"):
+    for key in (
+        "/init/",
+        "/slurm_rlhf/joined",
+        "/slurm_rlhf/joined/0",
+        "/default_pg/0//cpu//0/rank_0",
+        "/verdict",
+        "/refused",
+    ):
         said += struct.pack("<B", _DELETE) + text(key)
         said += struct.pack("<B", _ADD) + text(key) + struct.pack("<q", dice.randrange(1000))
     return said
@@ -131,7 +139,7 @@ class Strangers:
             "gloo's greeting": lambda: struct.pack("<Q", dice.randrange(64)),
             "half a message": lambda: dice.choice([bytes(4), store_commands(dice)[:9], GREETING[:20]]),
         }
-        while not self._over.wait(self._pause_s):
+        while not self._over.wait(LOOK_S if self.rounds else 0.0):
             for port in self._ports():
                 for kind in self._kinds:
                     if self._over.wait(self._pause_s):
