@@ -119,12 +119,14 @@ _SYNC = Bench(
     "a weight update, compared with the raw transfer of its bytes and with one broadcast per parameter",
     "Starts actor ranks and engine ranks on this machine, moves the weights of a model of the given size (bf16), or\n"
     "of the shapes in a model directory, and prints seconds, bytes and rates: as a run does it, as plain gloo moves\n"
-    "the same bytes in 64 MB pieces, and naively, a broadcast per parameter from one root. Each byte is compared.\n"
+    "the same bytes in 64 MB pieces (one actor rank sends one buffer over and over, to all engine ranks, or over a\n"
+    "network to one: the same processes and sockets but for further actor ranks, no checksums, no parameters), and\n"
+    "naively, a broadcast per parameter from one root. Update and raw transfer take turns. Each byte is compared.\n"
     "`2x2` stands for two nodes of two ranks; on one machine nodes are names, and all of them share its loopback.\n"
     "With --one_node all ranks are on one node, and what they share goes through its shared memory, as in a run on\n"
     "this machine. With nccl and ipc every rank has a GPU, several ranks the same one where there are fewer; the raw\n"
     "transfer of nccl is NCCL's. The JSON object has seconds, bytes, raw_seconds, share_of_raw, naive_seconds,\n"
-    "peak_extra_bytes and more.",
+    "cpu_seconds, peak_extra_bytes and more.",
     {
         "size": Option("500MB", "bytes of the model: kB, MB or GB"),
         "model": Option("", "directory of a model: its shapes instead of --size"),

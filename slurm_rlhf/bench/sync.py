@@ -158,7 +158,6 @@ def _derived(world: World, measured: dict[str, Any]) -> dict[str, Any]:
         "engines": _shape(world.engines),
         "zero": world.zero,
         **measured,
-        "share_of_raw": measured["raw_seconds"] / measured["seconds"],
         "bytes_per_s": rate,  # that arrive at each engine rank, and over the network at each engine node
         "bytes_per_s_all_ranks": rate * len(world.engines),
         "bytes_per_s_all_nodes": rate * nodes,
@@ -174,7 +173,9 @@ def show(found: dict[str, Any]) -> str:
         f"{found['backend']}",
         f"  update        {found['seconds']:.3f} s, {found['bytes_per_s'] / mega:.0f} MB/s into each engine rank and "
         f"node, {found['bytes_per_s_all_ranks'] / mega:.0f} MB/s into all ranks",
-        f"  raw           {found['raw_seconds']:.3f} s: the update reaches {found['share_of_raw']:.0%} of that rate",
+        f"  raw           {found['raw_seconds']:.3f} s: the update reaches {found['share_of_raw']:.0%} of that rate "
+        f"(median of pairs; least {found['least_share_of_raw']:.0%})",
+        f"  CPU           {found['cpu_seconds']:.3f} s of all ranks, {found['cpu_raw_seconds']:.3f} s of the raw way",
     ]
     if found["naive_seconds"] is not None:
         lines.append(f"  naive         {found['naive_seconds']:.3f} s")

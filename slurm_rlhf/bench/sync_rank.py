@@ -2,6 +2,9 @@
 
 All ranks move the same synthetic weights on three ways, from a barrier to the last rank's word: as updates of the real
 run, as plain gloo does it with the same bytes, and naively, each parameter broadcast by itself.
+
+The raw way has the same engine ranks and one actor rank, the same kind of sockets, and nothing of the rest: the bytes
+of one buffer, over and over, into one buffer, without checksums.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +28,7 @@ from slurm_rlhf.cluster.network import is_loopback
 from slurm_rlhf.cluster.processes import die_with_parent
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import write_atomically
-from slurm_rlhf.weight_sync._torch import gloo_group, largest, nccl_group
+from slurm_rlhf.weight_sync._torch import gloo_group, largest, nccl_group, total
 from slurm_rlhf.weight_sync.group import SyncGroup, join
 from slurm_rlhf.weight_sync.member import Membership
 from slurm_rlhf.weight_sync.receiver import Receiver
@@ -114,8 +117,8 @@ class Rank:
         self.without = Resident()
         self.sender = Sender(self.group, self.plan) if self.is_actor else None
         self.receiver = None if self.is_actor else Receiver(self.group, self.plan)
-        self.plain = self._plain_group()
-        self.raw = _nccl_group(self.plain, self.group, spec) if self.group.backend == "nccl" else self.plain
+        self.plain = self._gloo("plain", range(self.group.world))
+        self.raw = self._raw_group()
 
     def run(self) -> dict[str, Any]:
         """Measure the seconds of each way, median of the repetitions."""
@@ -128,32 +131,40 @@ class Rank:
             "seconds": lambda: self._update(next(versions)),
             "raw_seconds": self._raw,
         }
-        results: dict[str, Any] = self._medians(ways)
+        results: dict[str, Any] = self._in_turn(ways)
         results["peak_extra_bytes"] = self._peaks()
         results["resident_extra_bytes"] = resident
         results["checksum_seconds"] = self._largest(self.receiver.verify_s if self.receiver else 0.0)
         if self.spec.model:
-            results |= self._medians({"seconds_with_loading": lambda: self._load(next(versions))})
+            results |= self._in_turn({"seconds_with_loading": lambda: self._load(next(versions))})
         if self.spec.naive:
-            results["naive_seconds"] = self._timed(self._naive)
+            results["naive_seconds"], _ = self._timed(self._naive)
         self.plain.barrier().wait()
         return results
 
-    def _medians(self, ways: dict[str, Callable[[], None]]) -> dict[str, float]:
-        found: dict[str, list[float]] = {name: [] for name in ways}
+    def _in_turn(self, ways: dict[str, Callable[[], None]]) -> dict[str, Any]:
+        """Return the medians, and where the raw way is among them, which part of its rate the updates reach."""
+        found: dict[str, list[float]] = {}
         for _ in range(self.spec.repeats):
             for name, work in ways.items():
-                found[name].append(self._timed(work))
-        return {name: statistics.median(seconds) for name, seconds in found.items()}
+                for measured, value in zip((name, f"cpu_{name}"), self._timed(work), strict=True):
+                    found.setdefault(measured, []).append(value)
+        results: dict[str, Any] = {name: statistics.median(values) for name, values in found.items()}
+        if "raw_seconds" in found:
+            shares = [raw / ours for ours, raw in zip(found["seconds"], found["raw_seconds"], strict=True)]
+            results |= {"share_of_raw": statistics.median(shares), "least_share_of_raw": min(shares)}
+        return results
 
-    def _timed(self, work: Callable[[], None]) -> float:
+    def _timed(self, work: Callable[[], None]) -> tuple[float, float]:
+        """Return the seconds from the first to the last rank, and of CPUs, all ranks together."""
         self.plain.barrier().wait()
-        start = time.monotonic()
+        start, busy = time.monotonic(), time.process_time()
         work()
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         self.plain.barrier().wait()
-        return time.monotonic() - start
+        seconds = time.monotonic() - start
+        return seconds, total(self.plain, time.process_time() - busy)
 
     def _update(self, version: int, compare: bool = False) -> None:
         if self.sender is not None:
@@ -174,7 +185,9 @@ class Rank:
             self.engine.load_weights(weights, version)
 
     def _raw(self) -> None:
-        """Move the bytes: over a network once over one link, by one stream; on loopback by a broadcast to all ranks."""
+        """Move the bytes: over a network once over one link, by one stream; on loopback broadcast to all engines."""
+        if self.raw is None:
+            return
         layout = Layout(tuple(self.spec.actors), tuple(self.spec.engines))
         network = not is_loopback(self.group.me.address)
         at = self.device if self.group.backend == "nccl" else torch.device("cpu")
@@ -187,7 +200,7 @@ class Rank:
                 self.raw.broadcast(piece, 0).wait()
         for tag, piece in enumerate(pieces if remote else []):
             if self.rank == 0:
-                self.raw.send([piece], remote[-1], tag).wait()
+                self.raw.send([piece], self._of_raw.index(remote[-1]), tag).wait()
             elif self.rank == remote[-1]:
                 self.raw.recv([piece], 0, tag).wait()
 
@@ -212,9 +225,29 @@ class Rank:
         """Return the largest of all ranks' values."""
         return largest(self.plain, value)
 
-    def _plain_group(self) -> Any:
-        store, world = PrefixStore("plain", self.group.store), len(self.spec.actors) + len(self.spec.engines)
-        return gloo_group(store, self.rank, world, self.group.me.address, self.spec.timeout_s)
+    def _gloo(self, name: str, ranks: Sequence[int]) -> Any:
+        store = PrefixStore(name, self.group.store)
+        return gloo_group(store, ranks.index(self.rank), len(ranks), self.group.me.address, self.spec.timeout_s)
+
+    @property
+    def _of_raw(self) -> list[int]:
+        """Return the ranks that the raw bytes go to, and rank 0, which they come from."""
+        return [0, *range(len(self.spec.actors), self.group.world)]
+
+    def _raw_group(self) -> Any:
+        if self.rank not in self._of_raw:
+            return None
+        if self.group.backend != "nccl":
+            return self._gloo("raw", self._of_raw)
+        made = nccl_group(
+            PrefixStore("raw", self.group.store),
+            self._of_raw.index(self.rank),
+            len(self._of_raw),
+            self.spec.timeout_s,
+        )
+        made.allreduce(torch.zeros(1, device="cuda")).wait()  # connects all, before anything is timed
+        torch.cuda.synchronize()
+        return made
 
     def _port(self) -> int:
         file = Path(self.spec.port_file)
@@ -223,14 +256,6 @@ class Rank:
             write_atomically(file, str(self.store.port))
         wait_until(file.exists, self.spec.timeout_s)
         return int(file.read_text())
-
-
-def _nccl_group(plain: Any, group: SyncGroup, spec: Spec) -> Any:
-    """Connect all ranks by NCCL for the raw transfer, before anything is timed."""
-    made = nccl_group(PrefixStore("raw", group.store), plain.rank(), plain.size(), spec.timeout_s)
-    made.allreduce(torch.zeros(1, device="cuda")).wait()
-    torch.cuda.synchronize()
-    return made
 
 
 def _held(plan: SyncPlan, rank: int, device: torch.device) -> Held:

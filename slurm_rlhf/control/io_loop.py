@@ -101,6 +101,10 @@ class IoLoop:
         """Return when the I/O thread last listened, on its clock."""
         return self._now
 
+    def absence_s(self, within_s: float) -> float:
+        """Return how long the ranks were not heard, nor heard anything, at a stretch; see `ListeningClock`."""
+        return self._clock.absence_s(within_s)
+
     def start(self) -> None:
         self._thread.start()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import time
@@ -141,6 +142,7 @@ class ListeningClock:
         self._longest_round = longest_round
         self._missed = 0.0
         self._last = time.monotonic()
+        self._absence = (0.0, -math.inf)  # (seconds, when it ended), by the clock of this machine
 
     def now(self) -> float:
         """Return seconds since some fixed moment, for other threads."""
@@ -149,6 +151,20 @@ class ListeningClock:
     def tick(self) -> float:
         """I/O thread, once per round, after waiting and before reading: return the time of that round."""
         real = time.monotonic()
-        self._missed += max(0.0, real - self._last - self._longest_round)
+        if real - self._last > self._longest_round:
+            self._missed += real - self._last - self._longest_round
+            self._absence = (real - self._last, real)
         self._last = real
         return real - self._missed
+
+    def absence_s(self, within_s: float) -> float:
+        """Return how long nobody was heard at a stretch, if that lasts or ended within `within_s`; 0.0: no such time.
+
+        For other threads; one that runs before the I/O thread does so again counts as well.
+        """
+        real = time.monotonic()
+        lasting = real - self._last
+        seconds, ended = self._absence
+        if lasting > self._longest_round:
+            return lasting
+        return seconds if real - ended < within_s else 0.0

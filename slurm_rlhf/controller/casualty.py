@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from slurm_rlhf.cluster.slurm_notation import expand
+from slurm_rlhf.config.schema import Timeout
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import NodeShare
 
@@ -25,6 +26,20 @@ def names_of(nodes: str) -> list[str]:
         return expand(nodes)
     except PlacementError:
         return [nodes]
+
+
+def conductor_stood_still(absence_s: Callable[[float], float], timeout: Timeout) -> str:
+    """Say that ranks ended because the conductor was away; empty: they wait longer than it was.
+
+    `absence_s`: how long it was, if that is no longer ago than so many seconds.
+    """
+    seconds = absence_s(timeout.heartbeat)
+    if seconds < timeout.heartbeat - timeout.heartbeat_interval:
+        return ""
+    return (
+        f"the conductor stood still for {seconds:.0f} s (stopped by a signal, or its machine was suspended), and the "
+        f"ranks, which wait for {timeout.heartbeat:g} s (timeout.heartbeat), left: all are gone, not one role"
+    )
 
 
 def unheard(shares: Sequence[NodeShare], here: Collection[int], hosts: Collection[str]) -> NodeShare | None:

@@ -18,7 +18,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.messages import FAILURE, TERMINATION, Peer
 from slurm_rlhf.control.server import ControlServer, EngineHandle, RoleHandle
-from slurm_rlhf.controller.casualty import Casualty, names_of, unheard
+from slurm_rlhf.controller.casualty import Casualty, conductor_stood_still, names_of, unheard
 from slurm_rlhf.controller.engine_recovery import EngineRecovery
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
 from slurm_rlhf.launch.launcher import Ended, Launcher
@@ -384,17 +384,15 @@ class Supervisor:
 
     def _fail(self, casualty: Casualty, what: str, logs: list[Path], hang: bool = False) -> None:
         """Break the run: quote the newest of `logs`, without what earlier starts in this directory have written."""
+        away = conductor_stood_still(self.server.loop.absence_s, self._config.timeout)
         with self._failure_lock:
             if self.failure is not None:
                 return
             newest = max(written(logs, self._marks), key=lambda path: path.stat().st_mtime, default=logs[-1])
             words = "\n".join(f"    {line}" for line in tail(newest, 12, self._marks.get(newest, 0)))
-            self.casualty = casualty
-            self.failure = RoleDied(
-                f"role {casualty.role} died: {what}.\nThe last lines of {newest}:\n{words}\n"
-                f"Earlier checkpoints are intact; the same command goes on from the newest.",
-                hang=hang,
-            )
+            told = f"{away or f'role {casualty.role} died: {what}'}.\nThe last lines of {newest}:\n{words}\n"
+            kept = "Earlier checkpoints are intact; the same command goes on from the newest."
+            self.casualty, self.failure = casualty, RoleDied(told + kept, hang=hang)
         log.error("%s", self.failure)
         for name in self._ranks.roles:
             self.server.fail_role(name, self.failure)

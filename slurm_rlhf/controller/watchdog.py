@@ -176,7 +176,7 @@ class Watchdog:
             if self._supervisor.bereft:  # starts have deadlines of their own
                 self._moved = self._clock.now()
             waited, phase, moved = self._learn(), self._phase, self._moved
-            budget = self._budgets.of(phase, self._ceiling(flights))
+            budget = self._budgets.of(phase, self._ceiling(flights), once=phase == START)
         if moved != self._stuck_since:
             self._goes_on(moved)
         self._watch_silence()
@@ -242,16 +242,17 @@ class Watchdog:
             look_from_outside(scene, self._supervisor, where)
             verdict = verdict if silent else self._judge(scene)
         hang = Hang(self._step(), self._stuck_phase, verdict, where, attempt)
+        grace_s = max(self._config.timeout.hang_grace, budget.ends_s - waited)
         cause = "a rank has sent no heartbeat" if silent else f"nothing has moved for {waited:.0f} s ({budget.words()})"
         paragraph = (
             f"step {hang.step} hangs in {_phase_words(hang.phase)}: {cause}; {verdict.words}. Stacks of all ranks, the "
-            f"last messages and the load of the nodes are in {where}/. {self._next(hang, silent)}"
+            f"last messages and the load of the nodes are in {where}/. {self._next(hang, silent, grace_s)}"
         )
         with contextlib.suppress(OSError):
             take_flights(self._directory.logs, scene.when, where)
             write_scene(scene, verdict, paragraph, where)
         self._hang = hang
-        self._act_at = time.monotonic() + self._config.timeout.hang_grace
+        self._act_at = time.monotonic() + grace_s
         self._note_hang(paragraph)
 
     def _place(self) -> tuple[Path, int]:
@@ -262,14 +263,14 @@ class Watchdog:
                 return path, number
         raise AssertionError("unreachable")
 
-    def _next(self, hang: Hang, silent: bool) -> str:
+    def _next(self, hang: Hang, silent: bool, grace_s: float) -> str:
         key = f"train.on_hang = {self._config.train.on_hang}"
         ends = "ends and goes on from its last checkpoint" if self._restart(hang) else "ends with an error"
         if self._config.train.on_hang == "restart" and not self._restart(hang):
             key += f", but this step has hung {hang.attempt} times"
         if silent:
             return f"The run {ends} ({key})."
-        return f"If nothing moves for {self._config.timeout.hang_grace:g} s more, the run {ends} ({key})."
+        return f"If nothing moves for {grace_s:.4g} s more, the run {ends} ({key})."
 
     def _restart(self, hang: Hang) -> Reason | None:
         if self._config.train.on_hang != "restart" or hang.attempt > MOST_RESTARTS:

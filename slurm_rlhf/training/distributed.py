@@ -68,7 +68,8 @@ def _meet(timeout: timedelta, connect_s: float) -> None:
         raise RunError(
             f"the ranks of this role did not meet within {connect_s:g} s (timeout.connect): another rank has not come, "
             f"or their torchrun stands still, which has the store at {os.environ.get('MASTER_ADDR')}:"
-            f"{os.environ.get('MASTER_PORT')}"
+            f"{os.environ.get('MASTER_PORT')}; or a stranger has changed the store, which knows no password: then put "
+            "GLOO_SOCKET_IFNAME on a network that others do not reach"
         )
 
 

@@ -79,8 +79,17 @@ def all_gather(group: Any, whole: torch.Tensor, mine: torch.Tensor) -> Work:
 
 def largest(group: ProcessGroupGloo, value: float) -> float:
     """Return the largest of all ranks' values."""
+    return _reduced(group, value, ReduceOp.MAX)
+
+
+def total(group: ProcessGroupGloo, value: float) -> float:
+    """Return the sum of all ranks' values."""
+    return _reduced(group, value, ReduceOp.SUM)
+
+
+def _reduced(group: ProcessGroupGloo, value: float, operation: Any) -> float:
     options = AllreduceOptions()
-    options.reduceOp = ReduceOp.MAX
+    options.reduceOp = operation
     found = torch.tensor([value], dtype=torch.float64)
     group.allreduce([found], options).wait()
     return float(found)

@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -72,12 +72,20 @@ class Pool:
         self.peak = max(self.peak, self._held)
 
 
-def fill(buffer: torch.Tensor, part: Part, bucket: int, version: int, source: Source) -> None:
-    """Write a part into `buffer` (uint8 [part.nbytes]): its pieces, and a header with their checksums."""
+def fill(buffer: torch.Tensor, part: Part, bucket: int, version: int, source: Source, pool: Pool) -> list[torch.Tensor]:
+    """Write a part into `buffer` (uint8 [part.nbytes]): its pieces, and a header with their checksums.
+
+    Returns the bytes of those that lie apart: where the actor has them, or in memory of `pool` if that is on a device.
+    """
     sums = []
+    apart = []
     for piece in part.pieces:
         offset = piece.offset - part.start
         data = source(piece.span)
+        if piece.apart:
+            apart.append(data if data.device == buffer.device else pool.take(piece.span.nbytes).copy_(data))
+            sums.append(checksum(apart[-1]))
+            continue
         view = buffer[offset : offset + piece.span.nbytes]
         if data.device == buffer.device and (_on_host(data) or _in_words(data)):
             sums.append(checksum(data, into=view))
@@ -89,6 +97,7 @@ def fill(buffer: torch.Tensor, part: Part, bucket: int, version: int, source: So
     header[0].fill_(version)
     header[1].fill_(bucket)
     header[FIXED_HEADER:].copy_(torch.stack(sums))
+    return apart
 
 
 def verify(buffer: torch.Tensor, plan: SyncPlan, parts: Sequence[Part], bucket: int, version: int) -> None:
@@ -129,7 +138,7 @@ class Assembly:
         return self._views(buffer, parts)
 
     def _views(self, buffer: torch.Tensor, parts: tuple[Part, ...]) -> Iterator[tuple[str, torch.Tensor]]:
-        for piece, _ in _in_order(parts):
+        for piece in _side_by_side([piece for piece, _ in _in_order(parts)]):
             data = buffer[piece.offset : piece.offset + piece.span.nbytes]
             parameter = self.plan.parameters[piece.span.parameter]
             if piece.span.nbytes < parameter.nbytes:
@@ -199,6 +208,21 @@ def _different(names: list[str], part: Part, bucket: int, version: int) -> SyncE
 def _in_order(parts: tuple[Part, ...]) -> list[tuple[Piece, Part]]:
     pieces = [(piece, part) for part in parts for piece in part.pieces]
     return sorted(pieces, key=lambda each: (each[0].span.parameter, each[0].span.low))
+
+
+def _side_by_side(pieces: Sequence[Piece]) -> Iterator[Piece]:
+    """Take pieces of a parameter that follow each other in the buffer for one."""
+    last: Piece | None = None
+    for piece in pieces:
+        if last is None:
+            last = piece
+        elif piece.apart and (piece.span.parameter, piece.span.low) == (last.span.parameter, last.span.high):
+            last = replace(last, span=replace(last.span, high=piece.span.high))
+        else:
+            yield last
+            last = piece
+    if last is not None:
+        yield last
 
 
 def _shaped(data: torch.Tensor, parameter: Parameter) -> torch.Tensor:

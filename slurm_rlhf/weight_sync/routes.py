@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from slurm_rlhf.weight_sync.balance import parents
-from slurm_rlhf.weight_sync.transfer_plan import ITEM_SIZE, Stream, SyncPlan
+from slurm_rlhf.weight_sync.transfer_plan import ITEM_SIZE, Part, Stream, SyncPlan
 
 _TAG_BUCKETS = 32  # more than are on their way at a time
 _TAGS_OF_BUCKET = 1 << 24
@@ -63,20 +63,26 @@ def routes(plan: SyncPlan, bucket: int, stream: int) -> Iterator[Route]:
     """Yield all chunks of a bucket, parts in turn, so that every owner's interface is busy from the start."""
     parts = plan.parts(bucket, stream)
     taking = plan.streams[stream]
-    counts = [-(-part.nbytes // plan.chunk_bytes) for part in parts]
+    chunks = [_chunks(part, plan.chunk_bytes) for part in parts]
     duty = dict(zip(taking.owners, taking.duties, strict=True))
     # Tags of a sender towards a receiver must differ; streams do not share receivers, parts do not share owners.
     base = (bucket % _TAG_BUCKETS) * _TAGS_OF_BUCKET
-    for turn in range(max(counts)):
-        for part, count in zip(parts, counts, strict=True):
-            if turn >= count:
+    for turn in range(max(map(len, chunks))):
+        for part, cut in zip(parts, chunks, strict=True):
+            if turn >= len(cut):
                 continue
-            low = part.start + turn * plan.chunk_bytes
-            high = min(low + plan.chunk_bytes, part.start + part.nbytes)
+            low, high = cut[turn]
             mine = duty[part.owner]
             seat = turn + part.index if mine.seat < 0 else mine.seat
             way = _way(plan, stream, part.owner, (turn + part.index + bucket) % mine.starts, seat)
             yield Route(part.owner, low, high, base + turn * len(parts) + part.index, *way)
+
+
+def _chunks(part: Part, size: int) -> list[tuple[int, int]]:
+    """Cut a part into chunks, its header last: so the others are on their way before all checksums are known."""
+    ranges = [(piece.offset, piece.offset + piece.span.nbytes) for piece in part.apart]
+    ranges.append((part.start, part.start + part.nbytes))
+    return [(low, min(low + size, end)) for start, end in ranges for low in range(start, end, size)]
 
 
 Way = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]

@@ -85,10 +85,11 @@ class Sender:
             for stream, part in self._mine(bucket):
                 buffer = self._pool.take(part.nbytes)
                 started = time.monotonic()
-                fill(buffer, part, bucket, version, source)
+                apart = fill(buffer, part, bucket, version, source, self._pool)
                 filling += time.monotonic() - started
-                on_the_way.append((bucket, self.backend.send(bucket, stream, part, buffer)))
-                sent += part.nbytes
+                on_the_way.append((bucket, self.backend.send(bucket, stream, part, buffer, apart)))
+                sent += part.sent
+                del buffer, apart
         while on_the_way:
             on_the_way.popleft()[1].wait()
         return sent, filling

@@ -7,6 +7,9 @@ Parameters are laid end to end in layer order and cut into buckets; what of a bu
 A bucket's buffer is its parts, one after the other. A parameter that lies in one piece is used where it arrived; one
 that is cut, because ranks own shards of it or because it is larger than a bucket, is put together.
 
+Where chunks go between hosts, each by itself (`Layout.chunked`), large parameters lie apart, before the parts: each
+piece is sent from where the actor has it, and shards of several ranks arrive side by side, as the parameter.
+
 `Layout` says who takes part and where, as all members know it: the group counts the actor's ranks first, as the actor
 does, and then the ranks of the engines.
 """
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -50,6 +53,7 @@ class Layout:
     zero_stage: int = 0
     interfaces: tuple[str, ...] = ()  # the network interface of each rank of the group; empty: nobody has a choice
     rates: tuple[float, ...] = ()  # bytes/s at which each actor rank can send; 0: not known; empty: none is
+    chunked: bool = False  # the backend moves each chunk by itself, from anywhere to anywhere in a host's memory
 
     def __post_init__(self) -> None:
         if not self.actors or not self.engines:
@@ -124,8 +128,10 @@ FIXED_HEADER = 2
 """Count of int64 words of a part's header before the checksums: version and bucket index."""
 CHUNK = 512 << 10
 """Size of what nodes relay at a time, in bytes: 2 MB and more cost 5 to 10 % there, less costs calls."""
-_DIRECT_CHUNK = 4 << 20
+_DIRECT_CHUNK = 8 << 20
 """Size of a chunk where no node relays: nobody waits for a chunk in order to hand it on."""
+_APART = 128 << 10
+"""Bytes of a parameter in a bucket from which on it lies apart: copying a smaller one costs less than a message."""
 DEPTH = 3
 """Count of buckets that an engine rank has memory for: one is loaded, one comes in, one for unequally fast ranks."""
 _RELAY_CUT = 8
@@ -167,7 +173,8 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Piece:
     span: Span
-    offset: int  # bytes from the start of the bucket's buffer; a multiple of ALIGN
+    offset: int  # bytes from the start of the bucket's buffer; a multiple of ALIGN where it does not lie apart
+    apart: bool = False  # it lies outside of its part's range of the buffer
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +184,18 @@ class Part:
     owner: int  # rank in the group
     index: int  # among the parts of the bucket
     start: int  # bytes from the start of the bucket's buffer
-    nbytes: int  # header and padding included; a multiple of ALIGN
+    nbytes: int  # header and padding included, pieces apart not; a multiple of ALIGN
     pieces: tuple[Piece, ...]
+
+    @property
+    def apart(self) -> tuple[Piece, ...]:
+        """Return the pieces that lie apart, in the order of the buffer."""
+        return tuple(piece for piece in self.pieces if piece.apart)
+
+    @property
+    def sent(self) -> int:
+        """Return all bytes that the owner sends once."""
+        return self.nbytes + sum(piece.span.nbytes for piece in self.apart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +235,9 @@ class SyncPlan:
                 owned = _shards(spans, self.parameters, len(owners))
             else:
                 owned = _by_weight(spans, [duty.weight for duty in self.streams[stream].duties])
-            self._parts[key] = _lay_out([(owner, spans) for owner, spans in zip(owners, owned, strict=True) if spans])
+            apart = _apart(spans) if self.layout.chunked else ({}, 0)
+            mine = [(owner, spans) for owner, spans in zip(owners, owned, strict=True) if spans]
+            self._parts[key] = _lay_out(mine, *apart)
         return self._parts[key]
 
     def nbytes(self, bucket: int, stream: int) -> int:
@@ -343,13 +362,29 @@ def _place_empty(spans: Sequence[Span], owned: list[list[Span]]) -> None:
     owned[0] = sorted(owned[0] + empty, key=lambda span: (span.parameter, span.low))
 
 
-def _lay_out(owned: Sequence[tuple[int, Sequence[Span]]]) -> tuple[Part, ...]:
+def _apart(spans: Sequence[Span]) -> tuple[dict[int, int], int]:
+    """Return where the buffer would have the first byte of each large parameter in a bucket, and where the rest begins.
+
+    That of a parameter whose beginning is in an earlier bucket may be negative.
+    """
+    places, end = {}, 0
+    for span in spans:
+        if span.nbytes >= _APART:
+            places[span.parameter] = end - span.low
+            end += _aligned(span.nbytes)
+    return places, end
+
+
+def _lay_out(owned: Sequence[tuple[int, Sequence[Span]]], places: Mapping[int, int], start: int) -> tuple[Part, ...]:
+    """Lay out the parts from byte `start` on. `places`: of parameters that lie apart."""
     parts = []
-    start = 0
     for index, (owner, spans) in enumerate(owned):
         offset = start + _aligned(8 * (FIXED_HEADER + len(spans)))
         pieces = []
         for span in spans:
+            if span.parameter in places:
+                pieces.append(Piece(span, places[span.parameter] + span.low, apart=True))
+                continue
             pieces.append(Piece(span, offset))
             offset += _aligned(span.nbytes)
         parts.append(Part(owner, index, start, offset - start, tuple(pieces)))

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurm_rlhf.cluster.doors import JOINED, shut_when_joined
+from slurm_rlhf.cluster import doors
 from slurm_rlhf.cluster.kernel_cache import KernelCache, cache_variables, take_kernel_cache
 from slurm_rlhf.cluster.processes import KEYS, STORE_FD, STORE_RANKS, die_with_parent
 from slurm_rlhf.cluster.resources import node_name
@@ -78,7 +78,7 @@ def take_caches(config: Config, info: RankInfo) -> KernelCache | None:
     return cache
 
 
-def serve(client: ControlClient, worker: Worker, cache: KernelCache | None) -> None:
+def serve(client: ControlClient, worker: Worker, cache: KernelCache | None, info: RankInfo, keys: RunKeys) -> None:
     """Answer calls until the conductor calls `shutdown`."""
     started = False
     while True:
@@ -96,7 +96,7 @@ def serve(client: ControlClient, worker: Worker, cache: KernelCache | None) -> N
         if not started:  # the first call of a rank lets it load what it works with
             started = True
             collect_as_usual()
-            tell_joined()
+            tell_joined(info, keys)
             if cache is not None and (request is None or not request.failed):
                 cache.started()
 
@@ -122,7 +122,7 @@ def import_libraries(config: Config, info: RankInfo) -> None:
     import_trainers(deepspeed=stage == 3)  # a frozen model that is whole does without
 
 
-def open_store(environ: Mapping[str, str] = os.environ) -> TCPStore | None:
+def open_store(info: RankInfo, keys: RunKeys, environ: Mapping[str, str] = os.environ) -> TCPStore | None:
     """Open the store of the role's ranks on the socket that this process inherited; None: another process has it.
 
     For launches without torchrun. The port was bound before anybody knew it, so nobody else can have it.
@@ -140,24 +140,26 @@ def open_store(environ: Mapping[str, str] = os.environ) -> TCPStore | None:
         master_listen_fd=number,
     )
     if STORE_RANKS in environ:
-        shut_when_joined(store, number, int(environ[STORE_RANKS]))
+        ranks = range(info.rank, info.rank + int(environ[STORE_RANKS]))  # those of an engine, or of the whole role
+        doors.shut_when_joined(store, number, ranks, keys.client_secret)
     return store
 
 
-def tell_joined(environ: Mapping[str, str] = os.environ) -> None:
+def tell_joined(info: RankInfo, keys: RunKeys, environ: Mapping[str, str] = os.environ) -> None:
     """Tell the role's store that this rank needs no further connection to it; with GPUs it listens on nevertheless."""
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and STORE_RANKS not in environ:
         return
     from torch.distributed import TCPStore
 
     try:
-        TCPStore(
+        store = TCPStore(
             environ["MASTER_ADDR"],
             int(environ["MASTER_PORT"]),
             is_master=False,
             wait_for_workers=False,
             timeout=timedelta(seconds=_JOIN_S),
-        ).add(JOINED, 1)
+        )
+        doors.tell_joined(store, info.rank, keys.client_secret)
     except RuntimeError as error:  # it listens on, that is all
         print(f"the store of the role does not answer: {error}", flush=True)
 
@@ -215,13 +217,14 @@ def main() -> None:
     expect_beat(config.timeout.connect / 2)
     record_flights(directory.keys.parent, info.role)
     cache = take_caches(config, info)
-    store = open_store()  # alive as long as this process
+    keys = RunKeys.parse(os.environ.pop(KEYS), KEYS) if KEYS in os.environ else RunKeys.load(directory.keys)
+    store = open_store(info, keys)  # alive as long as this process
     # Before there is a client: from its hello on, a silent rank counts as lost.
     import_libraries(config, info)
     make_worker = ROLES[info.role].load_worker()
     client = ControlClient(
         arguments.endpoint,
-        RunKeys.parse(os.environ.pop(KEYS), KEYS) if KEYS in os.environ else RunKeys.load(directory.keys),
+        keys,
         info.role,
         info.rank,
         info.world,
@@ -237,7 +240,7 @@ def main() -> None:
     if held:
         relay_termination(client)
     try:
-        serve(client, make_worker(config, info, client), cache)
+        serve(client, make_worker(config, info, client), cache, info, keys)
         client.close()
         expect_none()
         del store

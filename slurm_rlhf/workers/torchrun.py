@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import sys
 from datetime import timedelta
+from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -23,6 +25,8 @@ from torch.distributed.run import main as torchrun
 
 from slurm_rlhf.cluster.doors import shut_when_joined
 from slurm_rlhf.cluster.network import own_address
+from slurm_rlhf.control.auth import RunKeys
+from slurm_rlhf.run_directory import RunDirectory
 
 BACKEND = "bound"
 """Value of torchrun's `--rdzv-backend`; its `--rdzv-conf` has `rank`, of this node, and `ranks`, of all nodes."""
@@ -91,8 +95,15 @@ class BoundRendezvous(RendezvousHandler):
             *(address, self._where.master_port, self._nodes, True, timedelta(seconds=_LIMIT_S)), master_listen_fd=number
         )
         if self._ranks:
-            shut_when_joined(store, number, self._ranks)
+            first, run_dir = int(_of_rank("--first_rank=")), RunDirectory(Path(_of_rank("--run_dir=")))
+            secret = RunKeys.load(run_dir.keys).client_secret
+            shut_when_joined(store, number, range(first, first + self._ranks), secret)
         return store
+
+
+def _of_rank(name: str) -> str:
+    """Return an argument of the ranks; they stand behind torchrun's own."""
+    return next(word.removeprefix(name) for word in sys.argv if word.startswith(name))
 
 
 def make(parameters: RendezvousParameters) -> BoundRendezvous:

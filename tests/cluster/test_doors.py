@@ -13,8 +13,10 @@ from open_ports import store_commands
 from torch.distributed import TCPStore
 
 from slurm_rlhf.cluster import network
-from slurm_rlhf.cluster.doors import JOINED, shut, shut_when_joined
+from slurm_rlhf.cluster.doors import JOINED, shut, shut_when_joined, tell_joined
 from slurm_rlhf.cluster.network import own_address
+
+SECRET = "of the run"
 
 
 def opened() -> tuple[TCPStore, int, int]:
@@ -49,15 +51,33 @@ def test_a_stranger_can_change_a_store_that_listens_and_cannot_reach_one_that_is
 
 def test_it_listens_until_the_last_rank_has_joined() -> None:
     store, port, number = opened()
-    shut_when_joined(store, number, 2)
+    shut_when_joined(store, number, range(4, 6), SECRET)
     members = [joined(port)]
-    members[0].add(JOINED, 1)
+    tell_joined(members[0], 4, SECRET)
     time.sleep(1.2)
     members.append(joined(port))
-    members[1].add(JOINED, 1)
+    tell_joined(members[1], 5, SECRET)
     assert until(lambda: not reachable(port))
     members[0].set("key", "value")
     assert members[1].get("key") == b"value"
+
+
+def test_a_stranger_counts_no_rank_in() -> None:
+    """Not by the key that ranks use, not by another's proof: the door would be shut before the last rank."""
+    store, port, number = opened()
+    shut_when_joined(store, number, range(2), SECRET)
+    member, stranger = joined(port), joined(port)
+    tell_joined(member, 0, SECRET)
+    stranger.add(JOINED, 2)
+    for forged in ("1", "", stranger.get(f"{JOINED}/0").decode()):
+        stranger.set(f"{JOINED}/1", forged)
+        time.sleep(1.2)
+        assert reachable(port)
+    tell_joined(stranger, 1, "another secret")
+    time.sleep(1.2)
+    last = joined(port)
+    tell_joined(last, 1, SECRET)
+    assert until(lambda: not reachable(port))
 
 
 def until(true: object, seconds: float = 20) -> bool:

@@ -190,6 +190,10 @@ def test_the_clock_leaves_out_what_a_round_took_too_long(monkeypatch: pytest.Mon
         real[0] += step
         clock.tick()
         assert clock.now() - start == pytest.approx(elapsed)
+    assert clock.absence_s(within_s=2.0) == pytest.approx(1000.0)
+    assert clock.absence_s(within_s=1.0) == 0.0  # it ended before
+    real[0] += 30.0
+    assert clock.absence_s(within_s=1.0) == pytest.approx(30.0)  # and this lasts
 
 
 class Proxy:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 from control_peer import INTERVAL, start_peer, stop_peer
 
+from slurm_rlhf.cluster.processes import running
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.supervisor import SILENT_BEATS, VERDICT_S, Supervisor
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
@@ -19,6 +22,7 @@ from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Topology
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
@@ -26,12 +30,43 @@ LIMIT = 8.0
 CONNECT = 12.0
 BROKEN = RemoteError("train_step failed on actor rank 0: RuntimeError: Connection closed by peer")
 
+EARLIER = "STEP 7.0 CANCELLED DUE TO NODE FAILURE"  # a start before this one wrote it
+
+STOPPED = """
+import sys
+sys.path[:0] = ["{tests}", "{tests}/../support"]
+from test_supervisor import *
+
+class Watched(Processes):
+    def ended(self):
+        codes = {{who: process.poll() for who, process in self.started.items()}}
+        fresh = [who for who, code in codes.items() if code is not None and who not in self.told]
+        self.told.update(fresh)
+        log = self.directory.logs / "srun.log"
+        return [Ended(role, f"n{{rank + 1}}", f"ended with status {{codes[role, rank]}}", log) for role, rank in fresh]
+    told = set()
+
+directory = RunDirectory(Path("{path}"))
+directory.make()
+processes = Watched(directory)
+processes.limit = LIMIT
+made = make(processes)
+made.start({{"actor": {{}}, "critic": {{}}}})
+print(*(process.pid for process in processes.started.values()), flush=True)
+while made.failure is None:
+    time.sleep(0.1)
+print(made.failure)
+made.stop()
+"""
+"""A conductor in a process of its own."""
+
 
 class Processes:
     """Implements `cluster.launcher.Launcher`: a rank of the actor and one of the critic on n1, another actor on n2."""
 
     address = "127.0.0.2"  # not that of a run on one machine alone
     engines = None
+    limit = LIMIT
 
     def __init__(self, directory: RunDirectory) -> None:
         self.directory = directory
@@ -43,7 +78,7 @@ class Processes:
         endpoint = next(word for word in arguments if word.startswith("--endpoint=")).partition("=")[2]
         world = 2 if role == "actor" else 1
         for rank in range(world):
-            where = (endpoint, self.directory.keys, role, rank, world, LIMIT, f"n{rank + 1}")
+            where = (endpoint, self.directory.keys, role, rank, world, self.limit, f"n{rank + 1}")
             if (role, rank) not in self.absent:
                 self.started[role, rank] = start_peer(*where)
 
@@ -65,6 +100,7 @@ class Processes:
 def processes(tmp_path: Path) -> Processes:
     directory = RunDirectory(tmp_path / "run")
     directory.make()
+    (directory.logs / "actor.srun.log").write_text(f"slurmstepd: error: *** {EARLIER} ***\n")
     return Processes(directory)
 
 
@@ -80,7 +116,7 @@ def supervisor(processes: Processes) -> Iterator[Supervisor]:
 
 def make(processes: Processes) -> Supervisor:
     config = Config()
-    config.timeout.heartbeat_interval, config.timeout.heartbeat = INTERVAL, LIMIT
+    config.timeout.heartbeat_interval, config.timeout.heartbeat = INTERVAL, processes.limit
     config.timeout.shutdown, config.timeout.connect = 1.0, CONNECT
     ranks = place(Topology.uniform(["n1", "n2"], 2), [RoleSize("actor", 2, 1), RoleSize("critic", 1, 1)])
     return Supervisor(config, processes.directory, ranks, processes)
@@ -124,10 +160,14 @@ def test_a_dead_node_is_named_and_not_the_ranks_that_ended_because_of_it(
 def test_a_rank_that_ended_is_named_and_not_those_that_were_ended_with_it(
     supervisor: Supervisor, processes: Processes
 ) -> None:
+    with (processes.directory.logs / "actor.srun.log").open("a") as log:
+        log.write("srun: error: n2: task 1: Killed\n")
     processes.end("actor", 1)
     processes.end("actor", 0)
     verdict, seconds = blamed(supervisor, BROKEN)
     assert "role actor died: its process group on n2 ended: Killed" in str(verdict)
+    assert "    srun: error: n2: task 1: Killed\n" in str(verdict)
+    assert EARLIER not in str(verdict)
     assert seconds < LIMIT / 2
 
 
@@ -166,3 +206,25 @@ def test_an_error_stands_where_everybody_is_heard_or_was_only_busy(
     verdict, seconds = blamed(supervisor, BROKEN)
     assert verdict is None
     assert stopped <= seconds < LIMIT / 2
+
+
+def test_a_conductor_that_stood_still_blames_itself_and_no_role(tmp_path: Path) -> None:
+    """Stopped by a signal until its ranks have left; the first that it sees of them then is that they have ended."""
+    script = STOPPED.format(tests=Path(__file__).parent, path=tmp_path / "run")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment
+    ) as conductor:
+        try:
+            assert conductor.stdout is not None
+            ranks = [int(pid) for pid in conductor.stdout.readline().split()]
+            conductor.send_signal(signal.SIGSTOP)
+            assert wait_until(lambda: not any(map(running, ranks)), 40)
+            conductor.send_signal(signal.SIGCONT)
+            told, _ = conductor.communicate(timeout=30)
+        finally:
+            conductor.kill()
+    assert len(ranks) == 3
+    assert told.startswith("the conductor stood still for ")
+    assert "which wait for 8 s (timeout.heartbeat)" in told
+    assert " died: " not in told

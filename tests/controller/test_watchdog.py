@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from slurm_rlhf.controller.watchdog import MOST_RESTARTS, Watchdog
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node_look import look_here
-from slurm_rlhf.observe.timing import LEARNED
+from slurm_rlhf.observe.timing import LEARNED, UNKNOWN
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Topology
@@ -171,9 +172,30 @@ def test_a_rank_lost_with_its_interpreters_lock_held_is_a_hang_and_not_a_death(t
         assert "actor rank 1: call hold_the_lock" in run.file("messages.txt")
 
 
+def test_a_hang_of_the_first_step_is_told_long_before_the_deadline_and_ends_the_run_at_that_only(
+    tmp_path: Path,
+) -> None:
+    with watched(tmp_path, hang_s=0.2, limit_s=30) as run:
+        run.dog.phase("update")
+        began = time.monotonic()
+        call = run.call(1, "work_in_python", timeout_s=200.0)
+        told = run.told(UNKNOWN * 0.2 + 20)
+        assert "behind is actor rank 1 on n1" in told
+        assert "(budget 4 s: the first time, it is not known what is usual)" in told
+        left = float(re.search(r"If nothing moves for ([\d.]+) s more, the run ends", told)[1])  # type: ignore[index]
+        assert 0.9 * 200.0 - (time.monotonic() - began) - 1 < left < 0.9 * 200.0
+        time.sleep(5 * run.dog._config.timeout.hang_grace)
+        assert not call.done()
+        assert run.supervisor.failure is None
+
+
 def test_neither_a_deadline_nor_a_killed_rank_is_a_hang(tmp_path: Path) -> None:
     with watched(tmp_path, hang_s=1, limit_s=5) as run:
-        late = error_of(run.call(0, "work_in_python", timeout_s=0.2))
+        late_call = run.call(0, "work_in_python", timeout_s=0.2)
+        while not late_call.done():  # something moves all the time, so that its deadline alone ends it
+            run.dog.phase("reward")
+            time.sleep(0.02)
+        late = error_of(late_call)
         assert isinstance(late, CallTimeout)
         assert run.dog.behind(late) is None
         run.learn("update")
@@ -213,8 +235,13 @@ def test_a_stopped_trainer_is_seen_from_outside_and_ends_the_run_and_a_forbidden
         assert time.monotonic() - began < 50
 
 
-def test_restart_ends_as_the_requeue_path_does_until_the_same_step_has_hung_too_often(tmp_path: Path) -> None:
+def test_restart_ends_as_the_requeue_path_does_until_the_same_step_has_hung_too_often(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without py-spy, which is said: the ranks' own stacks are enough."""
     with watched(tmp_path, hang_s=1, limit_s=30, on_hang="restart") as run:
+        monkeypatch.setenv("PATH", str(tmp_path))
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # nor is it beside the interpreter
         run.directory.hang(7, 1).mkdir()
         run.learn("update")
         error = error_of(run.call(1, "work_in_python"))
@@ -223,6 +250,8 @@ def test_restart_ends_as_the_requeue_path_does_until_the_same_step_has_hung_too_
         assert (ended.reason.requeue, ended.reason.exit_code, ended.saved) == (True, 1, False)
         assert "the run ends and goes on from its last checkpoint" in run.told()
         assert "in work_in_python" in run.file("stacks.txt", "hang-7.2")
+        report = run.file("report.txt", "hang-7.2")
+        assert "note: py-spy is not installed (pip install py-spy), on n1: stacks are the ranks' own" in report
 
 
 def test_a_step_that_hangs_each_time_is_not_restarted_for_ever(tmp_path: Path) -> None:

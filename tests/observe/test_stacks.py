@@ -18,7 +18,7 @@ from slurm_rlhf.observe.stacks import (
     read_stacks,
     written,
 )
-from slurm_rlhf.observe.timing import FACTOR, LEARNED, WaitBudgets
+from slurm_rlhf.observe.timing import FACTOR, LEARNED, UNKNOWN, UNSURE, WaitBudgets
 
 HOLDS = """
 import ctypes, subprocess, sys, threading
@@ -132,16 +132,19 @@ Thread 12 (active+gil): "MainThread"
     assert (other.name, other.holds_lock) == ("control-client", False)
 
 
-def test_a_budget_is_the_ceiling_until_the_phase_is_known_and_never_above_it() -> None:
+def test_a_budget_is_wide_until_the_phase_is_known_and_never_above_the_ceiling() -> None:
     budgets = WaitBudgets(30.0)
-    for _ in range(LEARNED):
-        assert budgets.of("update", 900.0).seconds == 900.0
+    for passed in range(LEARNED):
+        now = budgets.of("update", 900.0)
+        assert (now.seconds, now.ends_s) == ((UNSURE * FACTOR * 7.0, 0.0) if passed else (UNKNOWN * 30.0, 900.0))
+        assert budgets.of("update", 50.0).seconds == 50.0
         for wait in (2.0, 7.0, 1.0):
             budgets.waited("update", wait)
         budgets.passed("update")
     assert budgets.of("update", 900.0).seconds == FACTOR * 7.0
     assert budgets.of("update", 50.0).seconds == 50.0
     assert budgets.of("rollout", 900.0).usual_s is None
+    assert budgets.of("start", 900.0, once=True).seconds == 900.0
 
 
 def test_a_budget_has_a_floor_and_one_long_wait_does_not_widen_it() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.launch.accelerators import Wanted
 from slurm_rlhf.launch.probe import versions
@@ -19,7 +20,7 @@ from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import CPU, Node, Topology
 from slurm_rlhf.preflight.desk import Desk, encode, proof
 from slurm_rlhf.preflight.examination import Examination, Question, look_here
-from slurm_rlhf.preflight.needs import Needs, earlier_nodes, needs_of
+from slurm_rlhf.preflight.needs import Needs, allocation_problem, earlier_nodes, needs_of
 from slurm_rlhf.preflight.report import FAILED, OK, draw
 from slurm_rlhf.preflight.starters import AGENT, CommandStarter, here
 
@@ -155,3 +156,21 @@ def test_needs_of_a_configuration(tmp_path: Path) -> None:
     assert earlier_nodes(tmp_path) == (NODE,)
     (tmp_path / "rank_map.json").write_text("{")
     assert earlier_nodes(tmp_path) == ()
+
+
+def test_an_allocation_that_shrank_over_a_requeue_is_read_from_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The environment of the job, as it was made, beside what scontrol says now; nothing where it does not answer."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_NUM_NODES": "3"}
+    slurm = read_slurm(job)
+    assert slurm is not None
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        "#!/bin/sh\necho 'JobId=7 JobName=x JobState=RUNNING Restarts=1 NodeList=n[1,3-4] NumNodes=3'\n"
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert allocation_problem(slurm) == "n2 no longer belongs to it and it has n4 as well"
+    scontrol.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1\n")
+    assert allocation_problem(slurm) == ""

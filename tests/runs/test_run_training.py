@@ -16,7 +16,7 @@ import pytest
 from attackers import Fire, counted
 from browser import open_page
 from dying_engines import dying_engine, wait_until_started
-from open_ports import Strangers, listening
+from open_ports import Listening, Strangers, listening
 from patched_ranks import Call, calls, noted
 from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train
 from warm_runs import WarmRun
@@ -260,33 +260,40 @@ def test_eval_of_the_final_model_finds_what_the_last_evaluation_found(config: Pa
 def test_ten_thousand_attacks_and_strangers_at_every_port_change_nothing(config: Path, whole: tuple[Path, str]) -> None:
     """Fuzzed, truncated and replayed bytes, wrong keys, and nonsense under the right one, from the first process on.
 
-    And at every port of every rank, when all are connected: garbage, replays, commands for torch's stores, greetings of
-    gloo, half messages and silence. All are bound to the loopback, and stores do not listen any more.
+    And at every port of every process, as soon as it listens: garbage, replays, commands for torch's stores, greetings
+    of gloo, half messages and silence. All are bound to the loopback, and stores do not listen any more when all are
+    connected.
     """
     run_dir = config.parent / "attacked"
     with started(config, run_dir, *WORLD) as run:
         run.wait_for_ranks(60)
         endpoint, keys = run.endpoint(), RunKeys.load(run_dir / ".control" / "keys.json")
         recorded = record(endpoint, keys, "actor", 2)
-        with Fire(endpoint, keys, recorded, "actor", 2) as fire:
+        known: list[Listening] = []  # when all are connected: looking for them takes time from the attacks
+        come = Strangers(lambda: known or listening([run.process.pid, *run.ranks()]), recorded)
+        with Fire(endpoint, keys, recorded, "actor", 2) as fire, come as strangers:
             run.wait_for_log("roles: actor x 2", 150)  # every rank has said hello
             fire.probe()
             run.wait_for_log("weight transfer group 1: ", 200)
-            ports = listening([run.process.pid, *run.ranks()])
-            with Strangers(lambda: ports, recorded) as strangers:
-                run.wait_for_step(1, 200)
-                before_training = fire.total
-                run.wait_for_step(STEPS, 200)
-                in_training = fire.total - before_training
-                code, output = run.wait(200)
+            ports, early = listening([run.process.pid, *run.ranks()]), strangers.sent.total()
+            known += ports
+            run.wait_for_step(1, 200)
+            before_training = fire.total
+            run.wait_for_step(STEPS, 200)
+            in_training = fire.total - before_training
+            code, output = run.wait(200)
         log = run.log()
     print(f"{dict(fire.sent)}, {in_training} of them between step 1 and {STEPS}; {counted(log)}; an answer took")
     print(f"{statistics.median(fire.latencies):.4f} s in the median, {max(fire.latencies):.2f} s at most")
-    print(f"{len(ports)} ports, {strangers.rounds} rounds, {dict(strangers.sent)}, {strangers.refused} refused")
+    met = f"{len(strangers.met)} ports, {strangers.rounds} rounds, {dict(strangers.sent)}, {early} of them before all"
+    print(f"{met} were connected, {strangers.refused} refused")
     assert code == 0, output
     assert {each.address for each in ports} == {"127.0.0.1"}
     assert len({each.pid for each in ports if not each.is_torchrun}) >= 5  # conductor, both of the actor, two engines
     assert strangers.rounds >= 2
+    assert early > 100
+    assert any(each.is_torchrun for each in strangers.met)  # torch's stores, while roles met there
+    assert {each.address for each in strangers.met} == {"127.0.0.1"}
     assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
     assert fire.total >= 10_000
     assert in_training > 100  # the four steps take a second

@@ -69,7 +69,7 @@ def _address(text: str) -> str:
 def store_commands(dice: random.Random) -> bytes:
     """What a client of torch's TCPStore sends that wants to do harm: commands as the protocol has them.
 
-    It counts ranks that have not come, deletes and overwrites keys, and asks to wait for a key that nobody sets.
+    It counts ranks that have not come, and deletes and overwrites keys whose names it knows.
     """
 
     def text(value: str | bytes) -> bytes:
@@ -77,7 +77,14 @@ def store_commands(dice: random.Random) -> bytes:
         return struct.pack("<Q", len(data)) + data
 
     said = struct.pack("<BI", _VALIDATE, _MAGIC)
-    for key in ("/init/", "/slurm_rlhf/joined", "/default_pg/0//cpu//0/rank_0", "/verdict", "/refused"):
+    for key in (
+        "/init/",
+        "/slurm_rlhf/joined",
+        "/slurm_rlhf/joined/0",
+        "/default_pg/0//cpu//0/rank_0",
+        "/verdict",
+        "/refused",
+    ):
         said += struct.pack("<B", _DELETE) + text(key)
         said += struct.pack("<B", _ADD) + text(key) + struct.pack("<q", dice.randrange(1000))
     return said

@@ -12,6 +12,8 @@ from slurm_rlhf.weight_sync.checksum import checksum
 from slurm_rlhf.weight_sync.sender import span_source
 from slurm_rlhf.weight_sync.transfer_plan import Layout, make_plan
 
+POOL = Pool(torch.device("cpu"))
+
 
 def _random_bytes(n: int) -> torch.Tensor:
     return torch.randint(0, 256, (n,), dtype=torch.uint8, generator=torch.Generator().manual_seed(n))
@@ -58,7 +60,7 @@ def test_checksum_of_a_copy_is_that_of_the_bytes(lanes, where):
     assert torch.equal(copy, data)
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(2, 9000), st.data())
 def test_checksum_sees_a_flipped_bit_a_shift_and_an_exchange(where, lanes, draw):
     data = _random_bytes(8 * lanes)
@@ -83,8 +85,8 @@ def _weights() -> list[tuple[str, torch.Tensor]]:
     ]
 
 
-def _plan(actors: int = 1, zero: int = 0, bucket: int = 1 << 20):
-    return make_plan(describe(_weights()), bucket, Layout(("a",) * actors, ("b",), zero))
+def _plan(actors: int = 1, zero: int = 0, bucket: int = 1 << 20, chunked: bool = False):
+    return make_plan(describe(_weights()), bucket, Layout(("a",) * actors, ("b",), zero, chunked=chunked))
 
 
 def _filled(plan, bucket: int, version: int) -> torch.Tensor:
@@ -94,15 +96,19 @@ def _filled(plan, bucket: int, version: int) -> torch.Tensor:
     buffer = torch.randint(0, 256, (plan.nbytes(bucket, 0),), dtype=torch.uint8)
     for part in plan.parts(bucket, 0):
         source = span_source(plan, hold(_weights(), part.owner if cut > 1 else 0, cut))
-        fill(buffer[part.start : part.start + part.nbytes], part, bucket, version, source)
+        apart = fill(buffer[part.start : part.start + part.nbytes], part, bucket, version, source, POOL)
+        for piece, data in zip(part.apart, apart, strict=True):
+            buffer[piece.offset : piece.offset + piece.span.nbytes] = data
     return buffer
 
 
 @pytest.mark.parametrize(("actors", "zero"), [(1, 0), (3, 2), (1, 3), (4, 3)])
 @pytest.mark.parametrize("bucket", [64, 320, 1 << 20])
 @pytest.mark.parametrize("way", ["parameters", "copies"])
-def test_what_is_filled_is_what_is_put_together(actors, zero, bucket, way):
-    plan = _plan(actors, zero, bucket)
+@pytest.mark.parametrize("chunked", [False, True])
+def test_what_is_filled_is_what_is_put_together(actors, zero, bucket, way, chunked, monkeypatch):
+    monkeypatch.setattr("slurm_rlhf.weight_sync.transfer_plan._APART", 100)
+    plan = _plan(actors, zero, bucket, chunked)
     assembly = Assembly(plan, Pool(torch.device("cpu")))
     got = []
     for index in range(len(plan.buckets)):
@@ -112,6 +118,27 @@ def test_what_is_filled_is_what_is_put_together(actors, zero, bucket, way):
         assert name == expected
         assert tensor.dtype == sent.dtype
         assert torch.equal(tensor, sent)
+
+
+def test_shards_that_lie_apart_arrive_as_their_parameter(monkeypatch):
+    """Nothing is copied, on neither end; parameters that are small travel in the parts."""
+    monkeypatch.setattr("slurm_rlhf.weight_sync.transfer_plan._APART", 100)
+    plan = _plan(3, 3, chunked=True)
+    buffer = _filled(plan, 0, 12)
+    parts = plan.parts(0, 0)
+    large = {plan.parameters[piece.span.parameter].name for part in parts for piece in part.apart}
+    assert large == {"fp32", "large"}
+    pool = Pool(torch.device("cpu"))
+    got = dict(Assembly(plan, pool).parameters(buffer, parts, 0, 12))
+    inside = {
+        name: buffer.data_ptr() <= tensor.data_ptr() < buffer.data_ptr() + buffer.numel()
+        for name, tensor in got.items()
+        if tensor.numel()
+    }
+    assert {name for name, lies in inside.items() if lies} >= large
+    held = hold(_weights(), 1, 3)
+    sent = fill(torch.empty(parts[1].nbytes, dtype=torch.uint8), parts[1], 0, 12, span_source(plan, held), POOL)
+    assert [data.data_ptr() for data in sent] == [held[name][1].data_ptr() for name in ("fp32", "large")]
 
 
 def test_a_wrong_byte_and_a_wrong_version_are_named():

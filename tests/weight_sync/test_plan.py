@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slurm_rlhf.errors import SyncError
@@ -245,7 +246,7 @@ def test_chunks_are_small_only_where_nodes_relay():
         return make_plan(PARAMETERS, 256, Layout(*map(tuple, LAYOUTS[name]), 3)).chunk_bytes
 
     assert chunk("2x2 to 4x2") == chunk("1 actor, 3 engine nodes") == 512 << 10
-    assert chunk("2x2 to 2x2") == chunk("TP 4 on one node") == chunk("6+2 on two nodes") == 4 << 20
+    assert chunk("2x2 to 2x2") == chunk("TP 4 on one node") == chunk("6+2 on two nodes") == 8 << 20
 
 
 def test_what_cannot_be_planned():
@@ -276,3 +277,30 @@ def test_two_architectures_are_told_apart_by_name():
 def test_a_dtype_that_would_be_rounded_is_refused(sent, kept):
     with pytest.raises(SyncError, match=r"(?s)rollout 1 cannot hold .* actor 0 .*p: .* at actor 0, .*vllm.dtype"):
         check_match([["p", [2], sent]], [["p", [2], kept]], "actor 0", "rollout 1")
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cases())
+def test_chunks_of_what_lies_apart_are_pieces_of_their_owner_and_nothing_overlaps(monkeypatch, case):
+    """A parameter lies in the buffer as it is, whoever owns which piece of it."""
+    monkeypatch.setattr("slurm_rlhf.weight_sync.transfer_plan._APART", 200)
+    plan = planned(case)
+    plan = make_plan(plan.described, plan.bucket_bytes, replace(plan.layout, chunked=True), plan.asked_chunk)
+    for stream, bucket in everything(plan):
+        parts = plan.parts(bucket, stream)
+        held = np.zeros(plan.nbytes(bucket, stream), dtype=np.int32)
+        for route in routes(plan, bucket, stream):
+            held[route.low : route.high] += 1 + route.owner
+        distance = {}
+        for part in parts:
+            ranges = [(piece.offset, piece.offset + piece.span.nbytes) for piece in part.apart]
+            for low, high in [(part.start, part.start + part.nbytes), *ranges]:
+                assert (held[low:high] == 1 + part.owner).all()
+                held[low:high] = -1  # no other range may have any of it
+            for piece in part.apart:
+                at = distance.setdefault(piece.span.parameter, piece.offset - piece.span.low)
+                assert piece.offset - piece.span.low == at
+            for piece in part.pieces:
+                assert piece.apart or part.start < piece.offset <= part.start + part.nbytes - piece.span.nbytes
+            assert part.sent == part.nbytes + sum(high - low for low, high in ranges)
+        assert (held <= 0).all()  # padding at most is left

@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -238,13 +239,13 @@ def test_bytes_changed_on_the_way_are_named_on_both_ends(fleet):
     sender = fleet.sender(2)
     part = sender.plan.parts(2, 0)[0]
     damaged = next(p for p in part.pieces if sender.plan.parameters[p.span.parameter].name.endswith("weight"))
-    name, offset = sender.plan.parameters[damaged.span.parameter].name, damaged.offset + 1000
+    name, at = sender.plan.parameters[damaged.span.parameter].name, part.apart.index(damaged)
     send = sender.backend.send
 
-    def damaging(bucket: int, stream: int, sent: Any, buffer: torch.Tensor):
+    def damaging(bucket: int, stream: int, sent: Any, buffer: torch.Tensor, apart: Sequence[torch.Tensor]):
         if bucket == 2:
-            buffer[offset] ^= 16
-        return send(bucket, stream, sent, buffer)
+            apart[at][1000] ^= 16
+        return send(bucket, stream, sent, buffer, apart)
 
     sender.backend.send = damaging
     for peer in fleet.peers:

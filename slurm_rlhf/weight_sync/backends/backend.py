@@ -6,7 +6,7 @@ The group finds out who is behind a TransportFailure.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,8 +61,12 @@ class Backend(Protocol):
     pool: Pool
     """Where buckets that come in lie; its peak tells how much memory they take."""
 
-    def send(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> Pending:
+    def send(
+        self, bucket: int, stream: int, part: Part, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
+    ) -> Pending:
         """Start to send an actor rank's part of a bucket, uint8 [part.nbytes], to the engine ranks of a stream.
+
+        `apart`: the bytes of `part.apart`, where the plan's layout is `chunked`; memory of the actor's own parameters.
 
         Called by `Sender`, in the thread that runs the update. Does not block. `wait` of what it returns blocks until
         the buffer may be used again, at most the group's time-out.

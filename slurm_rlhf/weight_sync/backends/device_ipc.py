@@ -77,7 +77,9 @@ class DeviceIpc:
         if gather is not None:
             in_time(lambda: gather.settle(gather.meet(self.device)), timeout_s)
 
-    def send(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> Pending:
+    def send(
+        self, bucket: int, stream: int, part: Part, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
+    ) -> Pending:
         self._reach(bucket)
         self._fill(bucket, part, buffer)
         return Done()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,9 @@ class Disk:
         self._aborted = threading.Event()
         self._mine: list[list[Path]] = [[], []]  # files of the last update, and of this one
 
-    def send(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> Pending:
+    def send(
+        self, bucket: int, stream: int, part: Part, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
+    ) -> Pending:
         path = self._path(bucket, stream, part)
         fresh = path.with_suffix(".new")
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -213,13 +213,15 @@ class Gloo:
         by_wire = [peer for peer in partners(plan, rank) if memory is None or plan.layout.node(peer) != self._node]
         transport.meet(by_wire)
 
-    def send(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> Pending:
+    def send(
+        self, bucket: int, stream: int, part: Part, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
+    ) -> Pending:
         works: list[Pending] = []
         copied: list[int] = []
         for index, route in enumerate(routes(self._plan, bucket, stream)):
             if route.owner != self._rank:
                 continue
-            view = buffer[route.low - part.start : route.high - part.start]
+            view = _outgoing(route, part, buffer, apart)
             for taker in route.takers(self._rank):
                 if self._memory is not None and self._plan.layout.node(taker) == self._node:
                     copied.append(index)
@@ -227,7 +229,8 @@ class Gloo:
                     works.append(self._transport.send(view, taker, route.tag))
         if copied and self._memory is not None:
             counted = _Counted(1, self._stop)
-            self._thread(self._rank).put(_Copy(self._memory, self._number + bucket, copied, part, buffer, counted))
+            task = _Copy(self._memory, self._number + bucket, copied, part, (buffer, *apart), counted)
+            self._thread(self._rank).put(task)
             works.append(counted)
         return _All(works)
 
@@ -347,14 +350,27 @@ class _Copy:
     number: int  # of the bucket in the shared memory
     chunks: list[int]
     part: Part
-    buffer: torch.Tensor
+    given: Sequence[torch.Tensor]  # the part's own bytes, and those of its pieces apart
     counted: _Counted
 
     def run(self) -> None:
         slot = self.memory.slot(self.number)
-        slot[self.part.start : self.part.start + self.part.nbytes].copy_(self.buffer)
+        for start, data in zip(_starts(self.part), self.given, strict=True):
+            slot[start : start + data.numel()].copy_(data)
         self.memory.mark(self.number, self.chunks)
         self.counted.came([])
+
+
+def _outgoing(route: Route, part: Part, buffer: torch.Tensor, apart: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return a chunk of this rank's own; no chunk is more than one of its pieces apart."""
+    given = zip(_starts(part), (buffer, *apart), strict=True)
+    start, data = max((each for each in given if each[0] <= route.low), key=lambda each: each[0])
+    return data[route.low - start : route.high - start]
+
+
+def _starts(part: Part) -> list[int]:
+    """Return where the bucket's buffer has a part's own bytes, and its pieces apart."""
+    return [part.start, *(piece.offset for piece in part.apart)]
 
 
 def _when_complete(counted: _Counted, kept: deque[torch.Tensor]) -> torch.Tensor:

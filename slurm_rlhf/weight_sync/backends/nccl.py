@@ -171,7 +171,9 @@ class Nccl:
         # Connections come to be when they are used first, with all ranks together: now, and not in an update.
         in_time(self._connect, timeout_s)
 
-    def send(self, bucket: int, stream: int, part: Part, buffer: torch.Tensor) -> Pending:
+    def send(
+        self, bucket: int, stream: int, part: Part, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
+    ) -> Pending:
         works = self._everybody.exchange(self._sends(bucket, stream, part, buffer), [])
         return Incoming(partial(self._settled, works, buffer))
 
