@@ -7,7 +7,7 @@ import math
 import shutil
 from typing import TYPE_CHECKING
 
-from slurm_rlhf.cli.main import WIDEST, Command, unknown
+from slurm_rlhf.cli.main import WIDEST, Command, take_options, unknown
 from slurm_rlhf.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,36 +34,15 @@ def run(words: list[str]) -> int:
     """Compare, print the table; 1 if something differs or fails or a named model is refused. Raises UserError."""
     from slurm_rlhf.parity.verdicts import AGREE
 
-    names, given = _sorted(words)
+    given, names = take_options(words, OPTIONS, USAGE, SWITCHES, several=("architecture",))
+    if not names and not given.keys() & {"architecture", "all"}:
+        raise ConfigError(f"check-parity: name a model, an architecture or --all\n{USAGE}")
     options = _options(given)
     subjects = _subjects(names, given, options.max_len)
     lines = _compared(subjects, options, "json" in given)
     # What the table refuses is shown with the whole table, and is no failure of it.
     expected = {subject.name for subject in subjects if subject.refused and subject.listed}
     return int(any(line.verdict != AGREE and line.model not in expected for line in lines))
-
-
-def _sorted(words: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Sort the command line into models and options."""
-    names: list[str] = []
-    given: dict[str, str] = {}
-    left = iter(words)
-    for word in left:
-        if not word.startswith("-"):
-            names.append(word)
-            continue
-        name, equals, value = word.removeprefix("--").partition("=")
-        name = name.replace("-", "_")
-        if name not in OPTIONS or (name in SWITCHES and equals):
-            raise ConfigError(f"check-parity: unknown option {unknown(name, OPTIONS)}\n{USAGE}")
-        if name not in SWITCHES and not equals:
-            value = next(left, "")
-        if name not in SWITCHES and not value:
-            raise ConfigError(f"check-parity: --{name} takes a value: {OPTIONS[name]}\n{USAGE}")
-        given[name] = ",".join(filter(None, [given.get(name, ""), value])) if name == "architecture" else value
-    if not names and not given.keys() & {"architecture", "all"}:
-        raise ConfigError(f"check-parity: name a model, an architecture or --all\n{USAGE}")
-    return names, given
 
 
 def _options(given: dict[str, str]) -> Options:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurm_rlhf.cli.main import Command, parse
+from slurm_rlhf.cli.main import Command, parse, take_options
 from slurm_rlhf.cli.preflight import OFF
 from slurm_rlhf.cli.train import given_twice
 from slurm_rlhf.cluster.network import address_towards
@@ -124,21 +124,12 @@ def _look(config: Config, directory: Path, ranks: RankMap, places: Places, slurm
 
 
 def _merge(words: list[str]) -> int:
-    partial = "--partial" in words
-    rest = [word for word in words if word != "--partial"]
-    out: Path | None = None
-    for place, word in enumerate(rest):
-        if word == "--output" and place + 1 < len(rest):
-            out, rest = Path(rest[place + 1]), rest[:place] + rest[place + 2 :]
-            break
-        if word.startswith("--output="):
-            out, rest = Path(word.partition("=")[2]), rest[:place] + rest[place + 1 :]
-            break
-    if len(rest) != 1 or rest[0].startswith("-"):
+    given, rest = take_options(words, OPTIONS, USAGE, ("partial",))
+    if len(rest) != 1:
         raise ConfigError(f"merge takes one run directory\n{USAGE}")
     from slurm_rlhf.generation.merge import merge
 
-    merged = merge(Path(rest[0]), out, partial)
+    merged = merge(Path(rest[0]), Path(given["output"]) if "output" in given else None, "partial" in given)
     print(f"{merged.lines} lines of {merged.shards} {'shard' if merged.shards == 1 else 'shards'} in {merged.path}")
     return 0
 
@@ -153,7 +144,8 @@ EVAL_OPTIONS = {
 
 def run_eval(words: list[str]) -> int:
     """Answer and score the prompts that are left, and print the report. Raises SlurmRlhfError."""
-    options, rest = take_paths(words)
+    given, rest = take_options(words, EVAL_OPTIONS, EVAL_USAGE, strict=False)
+    options = {name: Path(os.path.abspath(Path(path).expanduser())) for name, path in given.items()}
     arguments = parse(rest, EVAL_USAGE)
     refuse_many_processes("eval")
     model = options.get("model")
@@ -178,23 +170,6 @@ def run_eval(words: list[str]) -> int:
         return code
     print(f"\n{report_text(job.report().reports)}\n\nreport: {job.root / 'eval.json'}", flush=True)
     return 0
-
-
-def take_paths(words: list[str]) -> tuple[dict[str, Path], list[str]]:
-    """Split the options of this command, `--model PATH` or `--model=PATH`, from its other words. Raises ConfigError."""
-    found: dict[str, Path] = {}
-    rest: list[str] = []
-    left = iter(words)
-    for word in left:
-        name, equals, value = word.partition("=")
-        if name.removeprefix("--") not in EVAL_OPTIONS or not name.startswith("--"):
-            rest.append(word)
-            continue
-        path = value if equals else next(left, "")
-        if not path or (not equals and path.startswith("--")):
-            raise ConfigError(f"{name} needs a path: {name}=DIR\n{EVAL_USAGE}")
-        found[name.removeprefix("--")] = Path(os.path.abspath(Path(path).expanduser()))
-    return found, rest
 
 
 COMMANDS = {

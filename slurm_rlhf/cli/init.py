@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from slurm_rlhf.cli.main import Command, unknown
+from slurm_rlhf.cli.main import Command, take_options, unknown
 from slurm_rlhf.cluster.partitions import Partition, ask_modules, ask_partitions, best, proposed
 from slurm_rlhf.config.migrate import translate
 from slurm_rlhf.errors import ConfigError, RunError
@@ -34,8 +34,7 @@ Ask = Callable[[str, str], str]
 
 def run(words: list[str]) -> int:
     """Write NAME.toml, NAME_reward.py and, where there is Slurm, NAME.sh; none of them over a file that is there."""
-    names = [word for word in words if not word.startswith("--")]
-    given = _options([word for word in words if word.startswith("--")])
+    given, names = take_options(words, OPTIONS, USAGE, ("yes",))
     if len(names) != 1 or not re.fullmatch(r"[A-Za-z0-9_]+", names[0]):
         raise ConfigError(f"give the run a name of letters, digits and _\n{USAGE}")
     asked = "yes" not in given and sys.stdin.isatty()
@@ -107,18 +106,6 @@ def next_steps(start: Start, slurm: bool) -> list[str]:
     steps.append(f"slurm-rlhf check {start.name}.toml")
     steps.append(f"sbatch {start.name}.sh" if slurm else f"slurm-rlhf train {start.name}.toml")
     return ["", "Next:", *(f"  {number}. {step}" for number, step in enumerate(steps, 1))]
-
-
-def _options(words: list[str]) -> dict[str, str]:
-    given = {}
-    for word in words:
-        name, equals, value = word[2:].partition("=")
-        name = name.replace("-", "_")
-        if name not in OPTIONS or (not equals and name != "yes") or (equals and not value):
-            known = unknown(name, OPTIONS) if name not in OPTIONS else f"{name!r} without a value"
-            raise ConfigError(f"unknown option {known} (options: {', '.join(f'--{each}' for each in OPTIONS)})")
-        given[name] = value
-    return given
 
 
 def _number(name: str, text: str, least: int, most: int) -> int:

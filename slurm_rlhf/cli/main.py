@@ -113,6 +113,39 @@ def parse(words: list[str], usage: str, flags: Collection[str] = ()) -> Argument
     return Arguments(files, rest[count:], frozenset(spelled[word] for word in words if word in spelled))
 
 
+def take_options(
+    words: list[str],
+    options: Mapping[str, str],
+    usage: str,
+    switches: Collection[str] = (),
+    several: Collection[str] = (),
+    strict: bool = True,
+) -> tuple[dict[str, str], list[str]]:
+    """Part the `options` of a command, `--name=value` or `--name value`, and its `switches`, from its other words.
+
+    `options`: name -> explanation, switches among them. Of an option that stands twice the later value counts, or both,
+    with a comma between them, if it may have `several`. Raises ConfigError for one without a value and, where it is
+    `strict`, for one that is not known; otherwise that is one of the other words.
+    """
+    given: dict[str, str] = {}
+    rest: list[str] = []
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.removeprefix("--").partition("=")
+        name = name.replace("-", "_")
+        if not word.startswith("--") or name not in options or (name in switches and equals):
+            if strict and word.startswith("-"):
+                raise ConfigError(f"unknown option {unknown(name, options)}\n{usage}")
+            rest.append(word)
+            continue
+        if name not in switches:
+            value = value if equals else next(left, "")
+            if not value or (not equals and value.startswith("--")):
+                raise ConfigError(f"--{name} takes a value: {options[name]}\n{usage}")
+        given[name] = f"{given[name]},{value}" if name in several and name in given else value
+    return given, rest
+
+
 COMMANDS = {
     "init": ("init", "write the files of a new run for this cluster"),
     "train": ("train", "train a policy by PPO, GRPO or an algorithm of your own"),

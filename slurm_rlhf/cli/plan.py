@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from slurm_rlhf.cli.main import Command, parse
+from slurm_rlhf.cli.main import Command, parse, take_options
 from slurm_rlhf.cli.placement_report import (
     draw_layout,
     draw_memory,
@@ -85,7 +85,7 @@ KEYS += ["rollout.hf_max_num_seqs", "rollout.hf_gather", "rollout.max_new_tokens
 
 def run(words: list[str]) -> int:
     """Print the plan. Raises ConfigError, and PlacementError if the roles or their memory do not fit."""
-    options, rest = take_options(words)
+    options, rest = take_options(words, NODE_OPTIONS | GPU_OPTIONS | RATES, USAGE, strict=False)
     rest += [f"--train.{name}={options.pop(name)}" for name in GPU_OPTIONS if name in options]
     arguments = parse(rest, USAGE, FLAGS)
     config = load_config(arguments.files, arguments.overrides)
@@ -107,21 +107,6 @@ def run(words: list[str]) -> int:
     sys.stdout.flush()
     require_fit(config, memory)
     return 0
-
-
-def take_options(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """Separate the options of NODE_OPTIONS, GPU_OPTIONS and RATES, with their values, from the other words."""
-    options: dict[str, str] = {}
-    rest: list[str] = []
-    left = iter(words)
-    for word in left:
-        name, equals, value = word.partition("=")
-        name = name.removeprefix("--").replace("-", "_") if name.startswith("--") else ""
-        if name in NODE_OPTIONS | GPU_OPTIONS | RATES:
-            options[name] = value if equals else next(left, "")
-        else:
-            rest.append(word)
-    return options, rest
 
 
 def wanted_nodes(options: dict[str, str]) -> tuple[list[str], tuple[int, ...]] | None:

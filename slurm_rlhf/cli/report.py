@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slurm_rlhf.cli.main import Command
+from slurm_rlhf.cli.main import Command, take_options
 from slurm_rlhf.cli.status import find
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.run_directory import RunDirectory
 
 USAGE = "usage: slurm-rlhf report RUN [RUN ...] [--output=FILE]"
 OPTIONS = {
-    "output FILE": "where the page goes [report.html in the directory of the run; of several runs: in this directory]"
+    "output": "where the page goes [report.html in the directory of the run; of several runs: in this directory]"
 }
 
 
 def run(words: list[str]) -> int:
     """Write the page and print where it is. Raises ConfigError when a RUN names no run."""
-    output, names = _sorted(words)
+    given, names = take_options(words, OPTIONS, USAGE)
+    if not names:
+        raise ConfigError(f"report takes run directories or job numbers\n{USAGE}")
+    output = Path(given["output"]).expanduser().absolute() if "output" in given else None
     directories = [_directory(name) for name in names]
     from slurm_rlhf.report.page import write_page, write_report
     from slurm_rlhf.report.run_files import RunFiles
@@ -32,25 +35,6 @@ def run(words: list[str]) -> int:
         write_page(output, [RunFiles.read(directory) for directory in directories])
     print(f"{output} ({output.stat().st_size / 1e6:.1f} MB): open it in a browser, here or after scp")
     return 0
-
-
-def _sorted(words: list[str]) -> tuple[Path | None, list[str]]:
-    output, names = None, []
-    rest = iter(words)
-    for word in rest:
-        option, equals, value = word.partition("=")
-        if option == "--output":
-            value = value if equals else next(rest, "")
-            if not value:
-                raise ConfigError(f"--output takes a file\n{USAGE}")
-            output = Path(value).expanduser().absolute()
-        elif word.startswith("-"):
-            raise ConfigError(f"unknown option {word}; did you mean --output=FILE?\n{USAGE}")
-        else:
-            names.append(word)
-    if not names:
-        raise ConfigError(f"report takes run directories or job numbers\n{USAGE}")
-    return output, names
 
 
 def _directory(name: str) -> RunDirectory:

@@ -63,10 +63,13 @@ def fits_gpus(config: Config) -> bool:
 
     Blocks for up to a minute, the first time, if nothing answers.
     """
-    found = memory_of(config, _found()).account
+    found = memory_of(config, _found_once()).account
     return found is None or found.fits
 
 
-@cache
 def _found() -> GpuSize:
     return found_size(local_kinds(os.environ), granted_types(os.environ))
+
+
+_found_once = cache(_found)
+"""For a run that goes on: its nodes keep their GPUs."""

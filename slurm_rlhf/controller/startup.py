@@ -311,6 +311,8 @@ class Startup:
         if told:
             note(told)
         source = inputs.reward or ModelRewards(roles[REWARD], config.train.forward_tokens)
+        recovery = self.supervisor.recovery  # an engine that has died may go on on another node
+        node = sampling_nodes(self.ranks).__getitem__ if recovery is None else recovery.node
         return Step(
             config=config,
             algorithm=algorithm_of(config),
@@ -325,7 +327,7 @@ class Startup:
             kl=KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon),
             scale=scale,
             self_check=SelfCheck(config, roles[ACTOR], note, inputs.findings, self.reporting.self_check),
-            engine_metrics=EngineMetrics(sampling_nodes(self.ranks), note),
+            engine_metrics=EngineMetrics(node, note),
             phases=Phases(self._phase, self.watchdog.ended),
             stop=self.stop,
         )

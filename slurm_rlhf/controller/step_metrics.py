@@ -176,9 +176,9 @@ def _per_token(step: Trained, name: str) -> float:
 class EngineMetrics:
     """Says what the engines did in a step: as metrics, and in words where one is far below its peers."""
 
-    def __init__(self, nodes: list[str], note: Callable[[str, str, int], None]) -> None:
-        """`nodes[engine]`: where an engine runs; `note` tells the user: text, kind of event ("": none), engine."""
-        self._nodes = nodes
+    def __init__(self, node: Callable[[int], str], note: Callable[[str, str, int], None]) -> None:
+        """`node(engine)`: where an engine runs now; `note` tells the user: text, kind of event ("": none), engine."""
+        self._node = node
         self._note = note
         self._stragglers = Stragglers()
 
@@ -187,7 +187,7 @@ class EngineMetrics:
         rates = {engine: load.tokens_per_s for engine, load in loads.items()}
         fresh, back = self._stragglers.step(rates)
         for engine, peers in fresh.items():
-            node = self._nodes[engine]
+            node = self._node(engine)
             self._note(
                 f"step {number}: engine {engine} on {node} is far below its peers for {STEPS} steps: "
                 f"{rates[engine]:.0f} tokens/s, the others' median is {peers:.0f} (perf/engine/{engine}/tokens_per_s). "
@@ -197,7 +197,7 @@ class EngineMetrics:
             )
         for engine in back:
             self._note(
-                f"step {number}: engine {engine} on {self._nodes[engine]} is back among its peers, "
+                f"step {number}: engine {engine} on {self._node(engine)} is back among its peers, "
                 f"{rates[engine]:.0f} tokens/s",
                 "",
                 engine,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import os
 import signal
@@ -68,6 +69,15 @@ def collect_as_usual() -> None:
     gc.set_threshold(_USUAL)
 
 
+def crash_at_once() -> None:
+    """End at once where memory is violated, as without libraries.
+
+    One that vLLM loads (tvm_ffi) writes C stacks first, which takes up to 14 s: so long a dead engine passes for alive.
+    """
+    if not faulthandler.is_enabled():  # a user wants the Python stacks, which takes no time
+        signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+
+
 def take_caches(config: Config, info: RankInfo) -> KernelCache | None:
     """Name in the environment where compiled kernels are kept; it comes before anything is compiled."""
     train = config.train
@@ -95,6 +105,7 @@ def serve(client: ControlClient, worker: Worker, cache: KernelCache | None, info
                 client.phase = f"idle after {request.method}"
         if not started:  # the first call of a rank lets it load what it works with
             started = True
+            crash_at_once()
             collect_as_usual()
             tell_joined(info, keys)
             if cache is not None and (request is None or not request.failed):

@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from slurm_rlhf.campaign.draw import delay_s, draw, runnable
-from slurm_rlhf.campaign.faults import BORNE, NEEDS, PHASES, Fault, all_faults, named
+from slurm_rlhf.campaign.faults import ANY, BORNE, NEEDS, PHASES, SLURM, Fault, all_faults, named
 from slurm_rlhf.campaign.files import DISKS
 from slurm_rlhf.campaign.injection import INJECT, function_of
 
@@ -52,6 +52,17 @@ def test_a_seed_draws_the_same_faults_at_the_same_moments() -> None:
     assert first == again != other
     assert [delay_s(fault, 3, 1.0) for fault in first] == [delay_s(fault, 3, 1.0) for fault in again]
     assert delay_s(first[0], 3, 1.0) != delay_s(first[0], 4, 1.0)
+
+
+def test_a_seed_draws_all_faults_of_a_cluster_in_its_own_order() -> None:
+    """Among them two at once: an engine dies while a checkpoint is written, a node while another is replaced."""
+    first, other = draw(SLURM, len(SLURM), 0), draw(SLURM, len(SLURM), 1)
+    assert first != other
+    assert {fault.name for fault in first} == {fault.name for fault in other} == {fault.name for fault in SLURM}
+    known = {(fault.kind, fault.target, fault.phase) for fault in SLURM}
+    assert ("SIGKILL", "rollout rank 0", "checkpoint") in known
+    assert ("crash, one after the other", "node of actor rank 1, its stand-in", "train") in known
+    assert ("clock jump +1 h", "node of actor rank 1", ANY) in known
 
 
 def test_there_is_no_more_than_all() -> None:

@@ -166,7 +166,7 @@ def test_a_slurm_that_fails_is_a_warning(here: Callable[[str], None], capsys: py
         (["a", "b"], "give the run a name"),
         (["a/b"], "give the run a name"),
         (["mine", "--modle=x"], "unknown option 'modle'; did you mean model?"),
-        (["mine", "--model"], "'model' without a value"),
+        (["mine", "--model"], "--model takes a value: directory of the Hugging Face model"),
     ],
 )
 def test_wrong_words(

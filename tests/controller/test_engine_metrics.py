@@ -51,14 +51,17 @@ def test_a_slow_engine_is_named_once_with_node_and_figures_and_again_when_it_is_
         told.append(text)
         kinds.append((kind, engine))
 
-    metrics = EngineMetrics(["gpu01", "gpu02"], note)
+    nodes = {0: "gpu01", 1: "gpu02"}
+    metrics = EngineMetrics(nodes.__getitem__, note)
     for step, rate in enumerate([1500, 6000, 1500, 1400, 1300, 5900, 1500], start=1):
+        if step == 6:
+            nodes[1] = "gpu07"  # it was started again there
         measured = metrics.step(step, {0: load(6000), 1: load(rate)})
         assert measured["perf/engine/1/tokens_per_s"] == rate
     assert kinds == [("warning", 1), ("", 1)]
     assert told[0].startswith("step 4: engine 1 on gpu02 is far below its peers for 2 steps: 1400 tokens/s")
     assert "the others' median is 6000" in told[0]
-    assert told[1] == "step 6: engine 1 on gpu02 is back among its peers, 5900 tokens/s"
+    assert told[1] == "step 6: engine 1 on gpu07 is back among its peers, 5900 tokens/s"
 
 
 def test_an_engine_without_prompts_ends_the_streak_and_is_not_back() -> None:

@@ -72,8 +72,8 @@ def test_an_engine_is_asked_for_each_row_as_its_data_set_says(file: Path) -> Non
     ("words", "told"),
     [
         ([], "--model is missing: name the model, run or checkpoint to evaluate"),
-        (["--model"], "--model needs a path: --model=DIR"),
-        (["--model", "--output=x"], "--model needs a path: --model=DIR"),
+        (["--model"], "--model takes a value: what to evaluate"),
+        (["--model", "--output=x"], "--model takes a value: what to evaluate"),
         (["--model=nowhere"], "nowhere is no Hugging Face directory (config.json), no run directory"),
         (["--model={model}", "--eval.datasets=/no.jsonl"], "eval.datasets, no: no such file: /no.jsonl"),
         (["--model={model}", "--eval.datasets=[]"], "there is nothing to evaluate: name JSONL files"),

@@ -323,7 +323,7 @@ def run(
         total_steps=4 if resume else 2,
         kl=KLController(0.0),
         self_check=SelfCheck(made, roles["actor"], reporting.note, PromptFindings({}), {}),
-        engine_metrics=EngineMetrics([], reporting.note),
+        engine_metrics=EngineMetrics(str, reporting.note),
         stop=stop,
     )
     step.batches = OnDemand(lambda number: Batch(number, [], [], {}, 1.0, {**order.state_dict()}))

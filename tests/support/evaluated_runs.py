@@ -108,7 +108,7 @@ def make(
         kl=KLController(0.0),
         scale=RunningScale(3, 1.0, 2.0),
         self_check=SelfCheck(config, roles["actor"], reporting.note, PromptFindings({}), {}),  # type: ignore[arg-type]
-        engine_metrics=EngineMetrics([], reporting.note),
+        engine_metrics=EngineMetrics(str, reporting.note),
         stop=stop,
     )
     order = PromptOrder(4, 1, steps, 0).state_dict()

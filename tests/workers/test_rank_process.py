@@ -1,0 +1,34 @@
+"""What a rank does with its own process."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+CRASH = """
+import os, signal
+import xgrammar
+from slurm_rlhf.workers.rank_process import crash_at_once
+
+def caught():
+    (line,) = [line for line in open("/proc/self/status") if line.startswith("SigCgt")]
+    return bool(int(line.split()[1], 16) & 1 << signal.SIGSEGV - 1)
+
+before = caught()
+crash_at_once()
+print(before, caught(), flush=True)
+os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_crash_ends_the_process_without_stacks_of_a_library() -> None:
+    """xgrammar, which vLLM imports for an engine, brings a handler that writes C stacks, for seconds."""
+    done = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == -signal.SIGSEGV
+    assert done.stdout.split() == ["True", "False"]
+    assert "Segfault" not in done.stderr + done.stdout
