@@ -138,9 +138,9 @@ def _pack(indices: Sequence[int], lengths: Sequence[int], max_tokens: int, lead:
     """
     micros: list[list[int]] = []
     longest = 0  # of the last of them
-    leads = _longest_first({lead.get(index, index) for index in indices}, lengths)
-    place = {index: number for number, index in enumerate(leads)}
-    for index in sorted(_longest_first(indices, lengths), key=lambda index: place[lead.get(index, index)]):
+    leads: dict[int, int] = {index: lead.get(index, index) for index in indices}
+    place = {index: number for number, index in enumerate(_longest_first(set(leads.values()), lengths))}
+    for index in sorted(_longest_first(indices, lengths), key=lambda index: place[leads[index]]):
         longest = max(longest, int(lengths[index]))
         if micros and longest * (len(micros[-1]) + 1) <= max_tokens:
             micros[-1].append(index)
