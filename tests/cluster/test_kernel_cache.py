@@ -115,6 +115,7 @@ for n in range(200):
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_start_together_write_apart(tmp_path: Path) -> None:
     """Two runs of two ranks each on one node: each has a directory to itself, whoever comes first."""
     ranks = [

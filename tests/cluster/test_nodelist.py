@@ -73,6 +73,7 @@ def hostnames(text: str, environ: dict[str, str]) -> list[str]:
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=20, check=False).stdout.split()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 def test_4000_lists_equal_to_scontrol(scontrol: dict[str, str]) -> None:
     rng = random.Random(7)

@@ -62,6 +62,7 @@ def answer(prompt: int, sample: int) -> Trajectory:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("deterministic", [True, False], ids=["fixed", "streamed"])
 def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic: bool) -> None:

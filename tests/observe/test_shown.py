@@ -143,6 +143,7 @@ progress.end()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [80, 100])
 def test_a_terminal_gets_rows_over_bars(width: int) -> None:
     mine, theirs = pty.openpty()
