@@ -156,8 +156,7 @@ class Leader:
         fault, seen = case.fault, case.seen
         place = Place(session, self._holds, self._seed)
         known, seen.printed = session.count_events(), len(session.process.output())
-        self._meet(place, fault)
-        now, hit_at = session.phase() or PhaseNow("", 0, 0.0), time.monotonic()
+        now, hit_at = self._meet(place, fault), time.monotonic()
         hit = inject(fault, place)
         seen.hit_phase, seen.hit_step, seen.pid, seen.checkpoint = now.phase, now.step, hit.pid, session.checkpoint
         try:
@@ -168,19 +167,23 @@ class Leader:
         if seen.exit_code is not None and seen.exit_code < 0:  # a conductor that was killed leaves no word
             seen.told += self._status(session.directory)
 
-    def _meet(self, place: Place, fault: Fault) -> None:
-        """Wait until the run is in the fault's phase, and a drawn moment more; again where the phase was shorter."""
+    def _meet(self, place: Place, fault: Fault) -> PhaseNow:
+        """Wait until the run is in the fault's phase, and a drawn moment more; again where the phase was shorter.
+
+        Returns the phase of now, which a start that was shorter is not.
+        """
         session, delay = place.session, delay_s(fault, self._seed, LONGEST_DELAY_S.get(fault.phase, DELAY_S))
         if fault.phase == START:
             session.wait_for_phase(PHASES[START], 0)
         place.find(fault)
-        time.sleep(delay if fault.phase in (START, ANY) else 0.0)
-        for _ in range(TRIES if fault.phase not in (START, ANY) else 0):
-            session.wait_for_phase(PHASES[fault.phase], session.steps)
+        tries = 1 if fault.phase in (START, ANY) else TRIES
+        while True:
+            if tries > 1:
+                session.wait_for_phase(PHASES[fault.phase], session.steps)
             time.sleep(delay)
-            if (now := session.phase()) and now.phase in PHASES[fault.phase]:
-                break
-            delay /= 2
+            now, tries, delay = session.phase() or PhaseNow("", 0, 0.0), tries - 1, delay / 2
+            if not tries or now.phase in PHASES[fault.phase]:
+                return now
 
     def _status(self, directory: RunDirectory) -> str:
         asked = self._start(["status", str(directory.root)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from slurm_rlhf.campaign.holds import Holds
@@ -100,59 +100,48 @@ def slow_export():
 for name in ("gae", "group_norm"):
     register_algorithm(dataclasses.replace(find_algorithm(name), name=f"held_{name}", policy_loss=policy_loss))
 '''
-CONFIG = """
-[data]
-prompt_dataset = "prompts.jsonl"
-max_len = 64
-[actor]
-model_name_or_path = "model"
-num_gpus_per_node = 2
-learning_rate = 1e-3
-[critic]
-learning_rate = 1e-3
-[reward]
-remote_url = "reward.py"
-[algo.advantage]
-estimator = "held_gae"
-[rollout]
-batch_size = 4
-n_samples_per_prompt = 2
-max_new_tokens = 8
-[train]
-plugins = ["plugin.py"]
-batch_size = 8
-num_episodes = 1000
-max_steps = 1000
-full_determinism = true
-self_check = false
-threads_per_rank = 1
-[ds]
-param_dtype = "fp32"
-[vllm]
-max_num_seqs = 16
-[ckpt]
-save_steps = 2
-max_num = 3
-[logger]
-report_steps = 0
-tensorboard = false
-[timeout]
-connect = 60
-heartbeat_interval = 0.5
-heartbeat = 12
-hang = 8
-hang_grace = 4
-shutdown = 4
-"""
+TINY = {
+    "data.prompt_dataset": "prompts.jsonl",
+    "data.max_len": 64,
+    "actor.model_name_or_path": "model",
+    "actor.learning_rate": 1e-3,
+    "critic.learning_rate": 1e-3,
+    "reward.remote_url": "reward.py",
+    "rollout.max_new_tokens": 8,
+    "train.full_determinism": True,
+    "ds.param_dtype": "fp32",
+    "vllm.max_num_seqs": 16,
+}
+"""Keys of a run on the sums, which tests of runs have, too."""
+CONFIG = {
+    **TINY,
+    "actor.num_gpus_per_node": 2,
+    "algo.advantage.estimator": "held_gae",
+    "rollout.batch_size": 4,
+    "rollout.n_samples_per_prompt": 2,
+    "train.plugins": ["plugin.py"],
+    "train.batch_size": 8,
+    "train.num_episodes": 1000,
+    "train.max_steps": 1000,
+    "train.self_check": False,
+    "train.threads_per_rank": 1,
+    "ckpt.save_steps": 2,
+    "ckpt.max_num": 3,
+    "logger.report_steps": 0,
+    "logger.tensorboard": False,
+    "timeout.connect": 60,
+    "timeout.heartbeat_interval": 0.5,
+    "timeout.heartbeat": 12,
+    "timeout.hang": 8,
+    "timeout.hang_grace": 4,
+    "timeout.shutdown": 4,
+}
 """Five ranks of four roles. A rank that does not come is missed after a minute, silence after 12 s, a hang
 after 8 s: on a machine that is busy with other work less would be taken for a fault that is none."""
 
 
-def write_workload(path: Path, changes: Sequence[str] = ()) -> Path:
-    """Write model, data and code to `path`, unless they are there; return the file of the configuration.
-
-    `changes`: lines that are put in place of those of `CONFIG` with the same key.
-    """
+def write_workload(path: Path) -> Path:
+    """Write model, data and code to `path`, unless they are there; return the file of the configuration."""
     config = path / "run.toml"
     path.mkdir(parents=True, exist_ok=True)
     Holds(config).clear()
@@ -163,7 +152,7 @@ def write_workload(path: Path, changes: Sequence[str] = ()) -> Path:
     (path / "prompts.jsonl").write_text("".join(sums()), encoding="utf-8")
     (path / "reward.py").write_text(REWARD, encoding="utf-8")
     (path / "plugin.py").write_text(PLUGIN, encoding="utf-8")
-    config.write_text(changed(CONFIG, changes), encoding="utf-8")
+    config.write_text(toml(CONFIG), encoding="utf-8")
     return config
 
 
@@ -173,13 +162,6 @@ def sums() -> list[str]:
     return [json.dumps(row) + "\n" for row in rows]
 
 
-def changed(text: str, changes: Sequence[str]) -> str:
-    """Put lines `key = value` in place of those with the same key. Raises ValueError for a key that has no line."""
-    lines = text.splitlines()
-    for change in changes:
-        key = change.partition(" = ")[0]
-        places = [place for place, line in enumerate(lines) if line.startswith(f"{key} = ")]
-        if len(places) != 1:
-            raise ValueError(f"{key} stands {len(places)} times in the workload's configuration")
-        lines[places[0]] = change
-    return "\n".join(lines) + "\n"
+def toml(keys: Mapping[str, object]) -> str:
+    """Write keys as a user's file has them, a line each."""
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in keys.items())

@@ -100,8 +100,8 @@ def _note(text: str) -> None:
 def _timeouts() -> str:
     from slurm_rlhf.campaign.workload import CONFIG
 
-    lines = CONFIG.partition("[timeout]\n")[2].strip().splitlines()
-    return f"Time-outs of these runs, in seconds: {', '.join(lines)}."
+    table = [f"{key} = {value}" for key, value in CONFIG.items() if key.startswith("timeout.")]
+    return f"Time-outs of these runs, in seconds: {', '.join(table)}."
 
 
 def _number(given: dict[str, str], name: str, usual: int) -> int:

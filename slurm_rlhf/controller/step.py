@@ -30,6 +30,7 @@ from slurm_rlhf.algorithms.policy_distance import KLController, ages
 from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale
 from slurm_rlhf.cluster.stop import Stop
+from slurm_rlhf.config.correction import of_the_update
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import TrainAnswer, TrainBatch, TrainerCalls
@@ -59,9 +60,6 @@ from slurm_rlhf.rewards.model import Scoring
 from slurm_rlhf.rewards.values import Rewards
 
 Metrics = dict[str, float]
-
-OLD = "logprobs"
-"""Column of the old log-probs; a batch without it gets those of the update's own pass."""
 
 
 class Beside(Protocol):
@@ -95,12 +93,14 @@ class Step:
     phases: Phases
     stop: Stop
     batches: Batches = field(init=False)
+    _of_update: bool = field(init=False)  # the old log-probs are of the update's own pass
     _synced: Metrics = field(default_factory=dict, init=False)  # of the last sync
 
     def __post_init__(self) -> None:
         last, awake = self.total_steps, self.awake
         parts = Parts(self.config, self.prompts, self.order, last, self.dispatcher, self.reward, awake)
         self.batches = make_batches(parts, self.sample)
+        self._of_update = of_the_update(self.config)
 
     def run(
         self, number: int, version: int, checked: Callable[[], None], beside: Beside | None = None
@@ -121,9 +121,8 @@ class Step:
                 self.self_check.before_update(number, batch.trajectories, experience, metrics, version)
             checked()
         metrics |= self.engine_metrics.step(number, batch.loads)
-        compared = OLD in experience.columns
         metrics = self.update(number, experience, metrics)
-        if not compared:
+        if self._of_update:
             metrics |= self._compare(batch, experience, version)
         self.self_check.after_update(number, experience, metrics)
         if beside is not None:
@@ -189,7 +188,7 @@ class Step:
         experience.rewards = judged.rewards
         with self.phases("advantages"):
             metrics = fill_advantages(self.config, self.algorithm, experience, judged, self.kl.coef, self.scale)
-            if OLD in experience.columns:
+            if not self._of_update:
                 metrics |= self._compare(batch, experience, version)
             metrics["correction/not_finite"] = float(lost)
         return experience, metrics | sample_metrics(self.config, batch.trajectories, rewards, experience)
@@ -225,8 +224,8 @@ class Step:
             in_loss = replace(experience, action_mask=loss_mask(self.config, experience))
             steps = self._train(number, in_loss)
             trained = update_metrics(steps)
-        if OLD not in experience.columns:
-            (experience.columns[OLD],) = (step.logprobs for step in steps if step.logprobs is not None)
+        if self._of_update:
+            (experience.columns["logprobs"],) = (step.logprobs for step in steps if step.logprobs is not None)
         self.kl.update(metrics["kl"], len(experience))
         if self.scale is not None:
             self.scale = self.scale.with_batch(experience.rewards)

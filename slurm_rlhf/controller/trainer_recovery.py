@@ -168,7 +168,8 @@ class TrainerRecovery:
         except PlacementError as error:
             if not gone:
                 return as_it_is  # there is nothing better, and its nodes answer
-            raise PlacementError(f"{shortened(sorted(gone))} does not answer any more, and {error}") from None
+            does = "does" if len(gone) == 1 else "do"
+            raise PlacementError(f"{shortened(sorted(gone))} {does} not answer any more, and {error}") from None
         if moved.change and not gone:
             return as_it_is
         self.left_out |= bad
@@ -208,4 +209,5 @@ def _places(ranks: RankMap) -> dict[int, tuple[str, tuple[int, ...]]]:
 
 def _changes(before: RankMap, after: RankMap) -> str:
     fresh = sorted(set(after.used_nodes) - set(before.used_nodes))
-    return f"{', '.join(fresh)} takes over" if fresh else f"the run goes on with {len(after.used_nodes)} nodes"
+    count = len(after.used_nodes)
+    return f"{', '.join(fresh)} takes over" if fresh else f"the run goes on with {count} node{'s' * (count > 1)}"

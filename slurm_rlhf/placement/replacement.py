@@ -9,7 +9,7 @@ from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.roles import ROLLOUT, colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError, shortened
-from slurm_rlhf.placement.rank_map import RankMap, place, process_slots
+from slurm_rlhf.placement.rank_map import RankMap, make_blocks, place, process_slots
 from slurm_rlhf.placement.remedies import Change, changed
 from slurm_rlhf.placement.role_sizes import RoleSize, role_sizes
 from slurm_rlhf.placement.smaller import Smaller
@@ -61,8 +61,9 @@ def replaced(
     try:
         return _on_fewer(ranks, Topology(left, ranks.topology.accelerator, ranks.topology.origin), config, fits)
     except PlacementError as error:
+        names = shortened([node.name for node in left])
         raise PlacementError(
-            f"{spares} ({len(free)} are free), and the roles do not fit the {len(left)} nodes that are left: "
+            f"{spares} ({len(free)} are free), and the roles do not fit what is left ({names}): "
             f"{error}. Keep a node in reserve: cluster.spares"
         ) from None
 
@@ -96,8 +97,8 @@ def _on_fewer(ranks: RankMap, left: Topology, config: Config, fits: Fits) -> Rep
 def _placed(ranks: RankMap, left: Topology, config: Config) -> Iterator[RankMap]:
     """Yield the maps of a layout that fit: the one in which engines stay where they are comes first."""
     sizes, colocate = role_sizes(config), colocations(config)
-    if left.accelerator == GPU and not config.train.colocate_all and _slots(sizes, colocate) > left.slots:
-        return  # at once: to find out why takes longer
+    if left.accelerator == GPU and sum(block.slots for block in make_blocks(sizes, colocate)) > left.slots:
+        return  # at once: `place` would find out why
     for way in (_around_engines, _anew):
         try:
             if (found := way(ranks, left, sizes, colocate)) is not None:
@@ -143,15 +144,6 @@ def _around_engines(
 def _with_slots(left: Topology, sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -> Topology:
     """Without GPUs slots are processes, as many as the roles need."""
     return process_slots(left, sizes, colocate) if left.accelerator == CPU else left
-
-
-def _slots(sizes: Sequence[RoleSize], colocate: Sequence[frozenset[str]]) -> int:
-    """Count the slots of all roles, those that share theirs once."""
-    largest: dict[frozenset[str], int] = {}
-    for size in sizes:
-        group = next((names for names in colocate if size.role in names), frozenset({size.role}))
-        largest[group] = max(largest.get(group, 0), size.slots)
-    return sum(largest.values())
 
 
 def _stand_ins(gone: Sequence[Node], free: Sequence[Node], accelerator: str) -> dict[str, Node] | None:

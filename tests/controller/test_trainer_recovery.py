@@ -235,8 +235,8 @@ def test_without_a_spare_and_a_smaller_layout_the_run_ends_and_says_what_is_miss
     with pytest.raises(RoleDied):
         parts.plan(DIED)
     (told,) = parts.notes
-    assert told.startswith("the run is not restarted in this job: n2, n3 does not answer any more, and no free node")
-    assert "the roles do not fit the 2 nodes that are left" in told
+    assert told.startswith("the run is not restarted in this job: n2, n3 do not answer any more, and no free node")
+    assert "the roles do not fit what is left (n1, n4)" in told
     assert "the smallest that the rules of the configuration allow needs 3 slots" in told
     assert "Keep a node in reserve: cluster.spares" in told
 

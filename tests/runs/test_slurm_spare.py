@@ -73,7 +73,7 @@ def test_without_a_spare_the_run_goes_on_with_a_smaller_actor(slurm: Cluster) ->
     ended = slurm.wait_over(job, 60)
     print(f"told after {told:.1f} s")
     assert ended == ("COMPLETED", 0), said(run_dir)
-    assert "left out from now on: gpu002; the run goes on with 1 nodes" in said(run_dir)
+    assert "left out from now on: gpu002; the run goes on with 1 node" in said(run_dir)
     assert "smaller from now on: actor.num_nodes = 1 (it was 2)" in said(run_dir)
     assert summary(run_dir)["world"]["actor"] == 1
     found = re.findall(r"resuming from \S+ at step (\d+)/", said(run_dir))

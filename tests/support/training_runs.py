@@ -19,38 +19,20 @@ from kit_seats import visible
 from tiny_models import make_tiny
 from warm_runs import WarmRun, commands
 
-from slurm_rlhf.campaign.workload import REWARD, sums
+from slurm_rlhf.campaign.workload import REWARD, TINY, sums, toml
 
 MPIRUN = str(Path(sys.executable).with_name("mpirun"))
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())", "train"]
 
-CONFIG = """
-[data]
-prompt_dataset = "prompts.jsonl"
-max_len = 64
-[actor]
-model_name_or_path = "model"
-learning_rate = 1e-3
-[critic]
-learning_rate = 1e-3
-[reward]
-remote_url = "reward.py"
-[rollout]
-batch_size = 8
-n_samples_per_prompt = 4
-max_new_tokens = 8
-[train]
-batch_size = 16
-max_steps = 4
-max_epochs = 2
-full_determinism = true
-[ds]
-param_dtype = "fp32"
-[vllm]
-max_num_seqs = 16
-[eval]
-dataset = "eval.jsonl"
-"""
+CONFIG = {
+    **TINY,
+    "rollout.batch_size": 8,
+    "rollout.n_samples_per_prompt": 4,
+    "train.batch_size": 16,
+    "train.max_steps": 4,
+    "train.max_epochs": 2,
+    "eval.dataset": "eval.jsonl",
+}
 
 
 def workspace(path: Path, reward: str = REWARD) -> Path:
@@ -61,7 +43,7 @@ def workspace(path: Path, reward: str = REWARD) -> Path:
     (path / "prompts.jsonl").write_text("".join(rows[:120]))
     (path / "eval.jsonl").write_text("".join(rows[120:]))
     (path / "reward.py").write_text(reward)
-    (path / "run.toml").write_text(CONFIG)
+    (path / "run.toml").write_text(toml(CONFIG))
     return path / "run.toml"
 
 
