@@ -382,12 +382,10 @@ def send_shards(
     request: Callable[[Experience, list[list[int]]], A],
     whole: Experience,
     max_tokens: int,
+    together: bool = False,
 ) -> tuple[list[Shard], list[Future[R]]]:
-    """Send every rank of a role its part of a batch, as `request` makes it of sequences and micro-batches.
-
-    `max_tokens`: of a micro-batch. Answers the parts, and the calls in their order.
-    """
-    parts = shards(whole, role.world, max_tokens)
+    """Send every rank its part of a batch, cut by `shards` and packed by `request`; answer parts and calls in order."""
+    parts = shards(whole, role.world, max_tokens, together)
     return parts, role.start_each(method, [request(part.experience, part.micro) for part in parts])
 
 

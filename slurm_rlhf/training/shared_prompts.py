@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from slurm_rlhf.algorithms.batching import same_prompts
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.records import Bool, Experience
 
@@ -54,10 +55,7 @@ def share(exp: Experience, hidden: int) -> Layout | None:
 
     `hidden`: size of the model's states, by which tokens are dear or attention is. Deterministic.
     """
-    groups: dict[bytes, list[int]] = {}
-    for number, (first, length) in enumerate(zip(exp.token_offsets, exp.prompt_lens, strict=False)):
-        groups.setdefault(exp.token_ids[first : first + length].tobytes(), []).append(number)
-    found = _layout([row for group in groups.values() for row in _rows(group, exp, hidden)], exp)
+    found = _layout([row for group in same_prompts(exp) for row in _rows(group, exp, hidden)], exp)
     return found if found.cost(hidden, masked=True) < plain(exp).cost(hidden, masked=False) else None
 
 
