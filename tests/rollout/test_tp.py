@@ -6,20 +6,17 @@ import json
 import os
 import re
 import shutil
-import signal
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+from dispatch_times import Recorder, slowed
 from ranks import RolloutFleet, config
 from tiny_models import make_tiny
 from zygote import Zygote
@@ -34,7 +31,6 @@ from slurm_rlhf.control.calls import (
     StartRequest,
     WakeUpRequest,
 )
-from slurm_rlhf.control.server import EngineHandle
 from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.errors import RemoteError, RunError
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Prompt, Sampling, Trajectory
@@ -225,57 +221,6 @@ def test_no_name_of_shared_memory_outlives_the_start(pair: RolloutFleet) -> None
     for engine in (0, 1):
         prefix = segment_prefix(pair.config, EnginePlace(engine, 0, 2, ""))
         assert not list(SHARED_MEMORY.glob(f"{prefix}*"))
-
-
-@contextmanager
-def slowed(process: int, factor: float) -> Iterator[None]:
-    """The process runs 1 / factor of the time."""
-    over = threading.Event()
-
-    def throttle() -> None:
-        while not over.is_set():
-            os.kill(process, signal.SIGSTOP)
-            over.wait(0.01 * (factor - 1))
-            os.kill(process, signal.SIGCONT)
-            over.wait(0.01)
-
-    thread = threading.Thread(target=throttle)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-class Recorder:
-    """When which engine was given how many sequences, and when it gave them back."""
-
-    def __init__(self, engines: EngineHandle) -> None:
-        self.engines = engines
-        self.given: list[tuple[float, int, int]] = []
-        self.returned: list[tuple[float, int, int]] = []
-
-    @property
-    def ready(self) -> list[int]:
-        return self.engines.ready
-
-    @property
-    def world(self) -> int:
-        return self.engines.world
-
-    def call(self, engine: int, method: Any, batch: GenerateBatch, /) -> Future[Any]:
-        count = batch.answer  # of the responses, those that this call brings
-        self.given.append((time.monotonic(), engine, count))
-        future = self.engines.call(engine, method, batch)
-        future.add_done_callback(lambda _: self.returned.append((time.monotonic(), engine, count)))
-        return future
-
-    def held(self, engine: int, when: float) -> int:
-        """Sequences that an engine has at a time."""
-        return sum(count * (1 if at <= when else 0) for at, e, count in self.given if e == engine) - sum(
-            count * (1 if at <= when else 0) for at, e, count in self.returned if e == engine
-        )
 
 
 def test_a_slow_engine_delays_the_batch_by_its_own_last_sequences_at_most(single: RolloutFleet) -> None:

@@ -1,0 +1,68 @@
+"""Strangers at the ports of a run under a real slurmctld: on the nodes' own addresses, from its start to its end."""
+
+from __future__ import annotations
+
+import pytest
+from attackers import counted
+from open_ports import Listening, Strangers, listening
+from slurm_cluster import SMALL, Cluster, said
+from training_runs import metrics, timeless, train, workspace
+
+from slurm_rlhf.campaign.intruders import record
+from slurm_rlhf.control.auth import RunKeys
+
+# Behind -m full for its time: two whole runs.
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(700)]
+
+STEPS = 8
+LENGTH = (f"--train.max_steps={STEPS}", "--train.num_episodes=4", "--train.threads_per_rank=1")
+NODES = ["--nodes=2", "--gres=gpu:8", "--cpus-per-task=4", "--mem=8000"]
+
+
+def test_strangers_of_another_machine_change_no_metric_from_the_start_on(slurm: Cluster) -> None:
+    """They come from the login node to every port of every process of both nodes, as soon as it listens."""
+    config = workspace(slurm.shared / "doors")
+    calm, run_dir = config.parent / "calm", slurm.shared / "visited"
+    code, output = train(config, calm, *SMALL, *LENGTH, "--actor.num_gpus_per_node=2", warm=True)
+    assert code == 0, output
+
+    job = slurm.submit(config, run_dir, NODES, *SMALL, *LENGTH)
+    words = f"--run_dir={run_dir}"
+    slurm.wait_until(lambda: any("--endpoint=" in line for line in lines(slurm, words)), "a rank", 120)
+    endpoint = (
+        next(line for line in lines(slurm, words) if "--endpoint=" in line).partition("--endpoint=")[2].split()[0]
+    )
+    recorded = record(endpoint, RunKeys.load(run_dir / ".control" / "keys.json"), "actor", 2)
+
+    def ports() -> list[Listening]:
+        """Those that another machine reaches. srun is Slurm's own."""
+        ours = [
+            pid
+            for node in slurm.names[:2]
+            for pid, line in slurm.numbered(node)
+            if words in line and not line.startswith(("srun ", "/bin/bash"))
+        ]
+        return [each for each in listening(ours) if each.address != "127.0.0.1"]
+
+    with Strangers(ports, recorded) as strangers:
+        slurm.wait_until(lambda: bool(metrics(run_dir)) or over(slurm, job), "step 1", 250)
+        early = strangers.sent.total()
+        state = slurm.wait_over(job, 200)
+    met = {each.address for each in strangers.met}
+    print(f"{len(strangers.met)} ports at {sorted(met)}, {dict(strangers.sent)}, {early} before step 1")
+    log = next((run_dir / "logs").glob("conductor.*.log")).read_text()
+    print(f"{strangers.refused} found no port any more; {counted(log)}")
+    assert state == ("COMPLETED", 0), said(run_dir)
+    assert met == {slurm.address(node) for node in slurm.names[:2]}
+    assert early > 100
+    assert any(each.is_torchrun for each in strangers.met)
+    assert counted(log)["connections refused"] > 10
+    assert timeless(metrics(run_dir)) == timeless(metrics(calm))
+
+
+def lines(slurm: Cluster, words: str) -> list[str]:
+    return [line for node in slurm.names[:2] for _, line in slurm.numbered(node) if words in line]
+
+
+def over(slurm: Cluster, job: int) -> bool:
+    return slurm.job(job)["JobState"] not in ("PENDING", "RUNNING", "CONFIGURING")
