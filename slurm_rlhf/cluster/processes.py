@@ -76,6 +76,8 @@ STORE_RANKS = "SLURM_RLHF_STORE_RANKS"
 KEYS = "SLURM_RLHF_RUN_KEYS"
 """Variable with the keys of the run, where they are not read from the run directory."""
 
+PARENT = "SLURM_RLHF_PARENT"
+"""Variable with the process id of the torchrun that starts a rank: it may end before the rank can ask for it."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from slurm_rlhf.cluster import doors
 from slurm_rlhf.cluster.kernel_cache import KernelCache, cache_variables, take_kernel_cache
-from slurm_rlhf.cluster.processes import KEYS, STORE_FD, STORE_RANKS, die_with_parent
+from slurm_rlhf.cluster.processes import KEYS, PARENT, STORE_FD, STORE_RANKS, die_with_parent
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES
@@ -217,7 +217,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     collect_rarely()
-    die_with_parent(os.getppid())
+    die_with_parent(int(os.environ.pop(PARENT, os.getppid())))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the conductor answers Ctrl-C
     held = hold_termination()
     directory = RunDirectory(arguments.run_dir)

@@ -25,6 +25,7 @@ from torch.distributed.run import main as torchrun
 
 from slurm_rlhf.cluster.doors import shut_when_joined
 from slurm_rlhf.cluster.network import own_address
+from slurm_rlhf.cluster.processes import PARENT
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.run_directory import RunDirectory
 
@@ -115,6 +116,7 @@ def make(parameters: RendezvousParameters) -> BoundRendezvous:
 
 def main() -> None:
     rendezvous_handler_registry.register(BACKEND, make)
+    os.environ[PARENT] = str(os.getpid())
     torchrun()
 
 

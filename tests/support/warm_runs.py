@@ -27,6 +27,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from slurm_rlhf.cluster.processes import PARENT
+
 ROOT = Path(__file__).parents[2]
 REGISTRY = "SLURM_RLHF_TEST_COMMANDS"
 """In the environment of forked processes: a directory with a file for each, named by process id, with its command."""
@@ -261,6 +263,8 @@ def _prepare(request: dict[str, Any], files: list[int], parent: int) -> None:
     atexit._clear()
     os.environ.clear()
     os.environ.update(request["environment"])
+    if PARENT in os.environ:
+        os.environ[PARENT] = str(parent)
     os.chdir(request["directory"])
     Path(os.environ[REGISTRY], str(os.getpid())).write_text(" ".join(request["command"]))
     _take_popen(_forker())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+
+from slurm_rlhf.cluster.processes import PARENT
 
 CRASH = """
 import os, signal
@@ -32,3 +36,21 @@ def test_a_crash_ends_the_process_without_stacks_of_a_library() -> None:
     assert done.returncode == -signal.SIGSEGV
     assert done.stdout.split() == ["True", "False"]
     assert "Segfault" not in done.stderr + done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_rank_whose_torchrun_ended_before_it_could_ask_for_it_ends_at_once(tmp_path: Path) -> None:
+    """Its parent is process 1 by then, which never ends: the torchrun itself says who it was."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    options = ["--role=critic", f"--run_dir={tmp_path}", "--endpoint=tcp://127.0.0.1:9", "--first_rank=0", "--world=1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "slurm_rlhf.workers.rank_process", *options],
+        env=os.environ | {PARENT: str(gone.pid)},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
