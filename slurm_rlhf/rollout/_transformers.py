@@ -2,8 +2,8 @@
 
 conversion_mapping.py get_model_conversion_mapping(model, *, add_legacy)
 core_model_loading.py revert_weight_conversion(model, state_dict)
-generation/utils.py GenerationMixin._supports_default_dynamic_cache(self)
-cache_utils.py DynamicCache.layers
+generation/utils.py GenerationMixin._supports_default_dynamic_cache(cls)
+cache_utils.py self.layers
 cache_utils.py DynamicLayer.batch_select_indices(self, indices)
 """
 
