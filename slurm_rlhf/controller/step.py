@@ -93,14 +93,17 @@ class Step:
     phases: Phases
     stop: Stop
     batches: Batches = field(init=False)
-    _of_update: bool = field(init=False)  # the old log-probs are of the update's own pass
     _synced: Metrics = field(default_factory=dict, init=False)  # of the last sync
 
     def __post_init__(self) -> None:
         last, awake = self.total_steps, self.awake
         parts = Parts(self.config, self.prompts, self.order, last, self.dispatcher, self.reward, awake)
         self.batches = make_batches(parts, self.sample)
-        self._of_update = of_the_update(self.config)
+
+    @property
+    def _of_update(self) -> bool:
+        """Say whether the old log-probs are of the update's own pass."""
+        return of_the_update(self.config)
 
     def run(
         self, number: int, version: int, checked: Callable[[], None], beside: Beside | None = None

@@ -92,7 +92,7 @@ class EngineConfig:
         """Read all but the schedule from the actor's settings, which all trained models share."""
         actor = config.actor
         return cls(
-            zero_stage=stage_of(config.ds, ranks),
+            zero_stage=stage_of(config, ranks),
             param_dtype=config.ds.param_dtype,
             grad_comm_dtype=config.ds.grad_comm_dtype,
             betas=(actor.adam_betas[0], actor.adam_betas[1]),
@@ -105,14 +105,16 @@ class EngineConfig:
         )
 
 
-def stage_of(ds: Ds, ranks: int) -> int:
+def stage_of(config: Config, ranks: int) -> int:
     """Choose the ZeRO stage of an optimizer over `ranks`: 0 where stages 1 and 2 would have nothing to do but copy.
 
     On one rank in fp32 they cut nothing and keep no masters, and pass every gradient through buffers: a seventh of the
-    update of a small model. With ds.enable_sleep they stay, as DeepSpeed moves no states of stage 0 to host memory.
+    update of a small model. With ds.enable_sleep they stay, as DeepSpeed moves no states of stage 0 to host memory, and
+    with train.full_determinism, as stage 0 rounds the norm of gradients otherwise than a checkpoint's run did.
     """
+    ds = config.ds
     idle = ranks == 1 and ds.zero_stage in (1, 2) and ds.param_dtype == "fp32" and not ds.enable_sleep
-    return 0 if idle else ds.zero_stage
+    return 0 if idle and not config.train.full_determinism else ds.zero_stage
 
 
 def start_deepspeed(module: nn.Module, cfg: EngineConfig, world: World) -> Any:
