@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,6 +162,17 @@ def test_deepspeeds_stand_in_takes_what_deepspeed_takes() -> None:
         OffloadStateTypeEnum.optim_states.value,
         OffloadStateTypeEnum.hp_params.value,
     }
+
+
+def test_a_rank_of_torchrun_meets_the_others_on_its_gpu(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They meet in a thread of their own, which does not have the GPU of the main thread."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    where = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    assert distributed.join_world(30.0, 30.0).device == GPU
+    assert cuda.asked == [("nccl", 1)]  # type: ignore[attr-defined]
 
 
 def test_a_rank_joins_nccl_on_the_gpu_of_its_local_rank(cuda: FakeCuda) -> None:

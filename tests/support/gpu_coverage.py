@@ -28,7 +28,7 @@ GPU_FILES = (
     "weight_sync/member.py",
     "weight_sync/backends/nccl.py",
     "weight_sync/backends/device_ipc.py",
-    "rollout/vllm_engine.py",
+    "rollout/sleep.py",
 )
 """Code that runs on GPUs alone. At least `ENOUGH` of each file's lines have to run with the stand-ins."""
 ROOMS = ("weight_sync", "workers", "controller", "rewards", "training", "rollout", "bench")
