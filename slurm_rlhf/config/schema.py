@@ -48,7 +48,8 @@ class Data:
 class Rollout:
     engine: Literal["vllm", "hf"] = "vllm"
     """vllm: engines of their own. hf: the actor's ranks sample with transformers' `generate`, for models that vLLM does
-    not run: slower, without a rollout role and without weight transfers. Keys of vllm and sync then have no effect."""
+    not run: slower but for tiny models, without a rollout role and without weight transfers. Keys of vllm and sync
+    then have no effect."""
     hf_max_num_seqs: Annotated[int, COUNT] = 64
     """With rollout.engine = hf: responses that a rank of the actor works on at once."""
     hf_gather: Literal["auto", "batch", "layer"] = "auto"
