@@ -74,7 +74,7 @@ def crash_at_once() -> None:
 
     One that vLLM loads (tvm_ffi) writes C stacks first, which takes up to 14 s: so long a dead engine passes for alive.
     """
-    # With faulthandler a user wants the Python stacks, which takes no time. A bench serves in a thread: it sets nothing.
+    # With faulthandler a user wants the Python stacks, which takes no time. A bench serves in a thread and sets none.
     if not faulthandler.is_enabled() and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGSEGV, signal.SIG_DFL)
 
