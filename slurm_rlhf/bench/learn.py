@@ -53,11 +53,16 @@ def run(given: Given) -> dict[str, Any]:
     sides = [Side(OURS, ours)]
     if peers:
         sides.append(Side(f"TRL {importlib.metadata.version('trl')}", peers))
-    file = directory / "learn.svg"
     what = f"{config.algo.advantage.estimator}, {config.train.batch_size} responses per optimizer step"
-    file.write_text(picture(sides, f"accuracy on held-out problems: {what}"), encoding="utf-8")
+    return drawn("learn", sides, f"accuracy on held-out problems: {what}", directory)
+
+
+def drawn(bench: str, sides: Sequence[Side], title: str, directory: Path) -> dict[str, Any]:
+    """Draw the curves of a bench into its directory, and return its result."""
+    file = directory / f"{bench}.svg"
+    file.write_text(picture(list(sides), title), encoding="utf-8")
     return {
-        "bench": "learn",
+        "bench": bench,
         "picture": str(file),
         "load": os.getloadavg()[0],
         "sides": [asdict(side) for side in sides],

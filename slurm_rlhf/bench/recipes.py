@@ -7,18 +7,15 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import sys
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from slurm_rlhf.bench.learn import points_of, run_process, side_of
+from slurm_rlhf.bench.learn import drawn, points_of, run_process, side_of
 from slurm_rlhf.bench.learn_curves import Learned, Side
-from slurm_rlhf.bench.learn_picture import picture
 from slurm_rlhf.bench.options import Given
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.key_text import dump_toml
@@ -40,14 +37,7 @@ def run(given: Given) -> dict[str, Any]:
         for name, config in configs.items():
             runs[name].append(_learned(name, config, seed, out))
     sides = [Side(name, found) for name, found in runs.items()]
-    file = out / "recipes.svg"
-    file.write_text(picture(sides, "accuracy on held-out problems, by recipe"), encoding="utf-8")
-    return {
-        "bench": "recipes",
-        "picture": str(file),
-        "load": os.getloadavg()[0],
-        "sides": [asdict(side) for side in sides],
-    }
+    return drawn("recipes", sides, "accuracy on held-out problems, by recipe", out)
 
 
 def show(result: dict[str, Any]) -> str:

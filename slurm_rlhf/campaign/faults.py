@@ -19,7 +19,6 @@ PHASES: Final = {
     EXPORT: ("export",),
 }
 """Phase of a fault -> the phases that a run tells (`RunDirectory.phase`)."""
-STEPPING: Final = ("generate", "score", "train", "sync")
 ANY: Final = "any"
 """The phase of a fault that is not about one."""
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -74,8 +74,7 @@ def crash_at_once() -> None:
 
     One that vLLM loads (tvm_ffi) writes C stacks first, which takes up to 14 s: so long a dead engine passes for alive.
     """
-    # With faulthandler a user wants the Python stacks, which takes no time. A bench serves in a thread and sets none.
-    if not faulthandler.is_enabled() and threading.current_thread() is threading.main_thread():
+    if not faulthandler.is_enabled():  # a user wants the Python stacks, which takes no time
         signal.signal(signal.SIGSEGV, signal.SIG_DFL)
 
 
@@ -89,9 +88,20 @@ def take_caches(config: Config, info: RankInfo) -> KernelCache | None:
     return cache
 
 
-def serve(client: ControlClient, worker: Worker, cache: KernelCache | None, info: RankInfo, keys: RunKeys) -> None:
-    """Answer calls until the conductor calls `shutdown`."""
-    started = False
+def has_loaded(cache: KernelCache | None, info: RankInfo, keys: RunKeys, failed: bool) -> None:
+    """Do what comes after the first call, by which a rank has loaded what it works with, unless it `failed`."""
+    crash_at_once()
+    collect_as_usual()
+    tell_joined(info, keys)
+    if cache is not None and not failed:
+        cache.started()
+
+
+def serve(client: ControlClient, worker: Worker, loaded: Callable[[bool], None] | None = None) -> None:
+    """Answer calls until the conductor calls `shutdown`.
+
+    `loaded`: called once after the first call, which lets a worker load what it works with; True: that call failed.
+    """
     while True:
         request = client.receive(0.0 if worker.busy() else None)
         if request is None:
@@ -104,13 +114,9 @@ def serve(client: ControlClient, worker: Worker, cache: KernelCache | None, info
             worker.handle(request)
             if not worker.busy():
                 client.phase = f"idle after {request.method}"
-        if not started:  # the first call of a rank lets it load what it works with
-            started = True
-            crash_at_once()
-            collect_as_usual()
-            tell_joined(info, keys)
-            if cache is not None and (request is None or not request.failed):
-                cache.started()
+        if loaded is not None:
+            loaded(request is not None and request.failed)
+            loaded = None
 
 
 def import_libraries(config: Config, info: RankInfo) -> None:
@@ -252,7 +258,7 @@ def main() -> None:
     if held:
         relay_termination(client)
     try:
-        serve(client, make_worker(config, info, client), cache, info, keys)
+        serve(client, make_worker(config, info, client), partial(has_loaded, cache, info, keys))
         client.close()
         expect_none()
         del store

@@ -70,12 +70,11 @@ def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic:
     assert one * PROMPTS * SAMPLES > MAX_HEADER_BYTES, "the test must ask for more than one message holds"
     engine = Scripted()
     with ControlServer(RunKeys.create(tmp_path / "keys.json")) as server:
-        keys, info = RunKeys.load(tmp_path / "keys.json"), RankInfo("rollout", 0, 1, 0, "n")
-        client = ControlClient(server.endpoint(), keys, "rollout", 0, 1)
+        client = ControlClient(server.endpoint(), RunKeys.load(tmp_path / "keys.json"), "rollout", 0, 1)
         client.connect(20.0)
-        role = EngineLeader(Config(), info, client)
+        role = EngineLeader(Config(), RankInfo("rollout", 0, 1, 0, "n"), client)
         role.engine = engine
-        thread = threading.Thread(target=serve, args=(client, role, None, info, keys), daemon=True)
+        thread = threading.Thread(target=serve, args=(client, role), daemon=True)
         thread.start()
         handle = EngineHandle(server, "rollout", 1, 1, Timeout(generate=30.0))
         prompts = [Prompt(100 + i, "", np.full(10, i, dtype=np.int32)) for i in range(PROMPTS)]
