@@ -127,7 +127,7 @@ class Supervisor:
         try:
             self.server.wait_for(role, world, self._config.timeout.connect)
         except CallTimeout as error:
-            dead = unheard(self._ranks.roles[role], self.here(role), {peer.host for peer in self._peers()})
+            dead = unheard(self._ranks.roles[role], self.here(role), self._heard_nodes(self._config.timeout.heartbeat / 2))
             if dead is None:
                 raise
             what = f"rank {dead.ranks[0]} on {dead.node} is lost before its hello: {error}"
@@ -169,10 +169,9 @@ class Supervisor:
         return EngineRecovery(engines, self.server, launcher, homes, self._config.timeout, most, self.fail, self._over)
 
     def move_engines(self, ranks: RankMap, left_out: Collection[str]) -> None:
-        """Let engines on nodes that are left out start where `ranks` has them."""
-        for group in ranks.tp_groups:
-            if self.recovery is not None and self.recovery.node(group.engine) in left_out:
-                self.recovery.move(group.engine, group.node)
+        """Let engines on nodes that are left out start where `ranks` has them, and none start there again."""
+        if self.recovery is not None:
+            self.recovery.leave_out({g.engine: g.node for g in ranks.tp_groups if g.role == ROLLOUT}, left_out)
 
     def _over(self) -> bool:
         return self.failure is not None or self._leaving.is_set()
@@ -303,8 +302,8 @@ class Supervisor:
         dead = self.casualty.nodes if self.casualty is not None and self.casualty.silent else ()
         return {*dead, *(peer.host for peer in self._peers())} - self._heard_nodes()
 
-    def _heard_nodes(self) -> set[str]:
-        quiet = self._silent()
+    def _heard_nodes(self, within_s: float = 0.0) -> set[str]:
+        quiet = self.server.silent(within_s) if within_s else self._silent()
         return {peer.host for peer in self._peers() if not peer.lost and peer not in quiet}
 
     def _peers(self) -> list[Peer]:
