@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 
+from slurm_rlhf.cli.examine import before_run
 from slurm_rlhf.cli.main import Command, parse
 from slurm_rlhf.cli.placement_report import (
     check_memory,
@@ -16,7 +17,6 @@ from slurm_rlhf.cli.placement_report import (
     print_resolved,
     require_fit,
 )
-from slurm_rlhf.cli.preflight import before_run
 from slurm_rlhf.cluster.gpu_memory import memory_of, memory_on
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.slurm_environment import read_slurm

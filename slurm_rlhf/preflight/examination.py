@@ -10,17 +10,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.launch.probe import MISSING
+from slurm_rlhf.launch.node_look import MISSING
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.spares import chosen
 from slurm_rlhf.preflight.collect import collect
 from slurm_rlhf.preflight.desk import Desk
+from slurm_rlhf.preflight.facts import Orders
 from slurm_rlhf.preflight.groups import links, role_groups
 from slurm_rlhf.preflight.hearing import Hearing
 from slurm_rlhf.preflight.measurement import measure_groups, measure_links
 from slurm_rlhf.preflight.needs import Needs
 from slurm_rlhf.preflight.network_checks import names
-from slurm_rlhf.preflight.orders import Orders
 from slurm_rlhf.preflight.report import FAILED, Report
 from slurm_rlhf.preflight.starters import Starter
 from slurm_rlhf.preflight.verdicts import Evidence, judge

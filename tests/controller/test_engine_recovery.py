@@ -101,6 +101,9 @@ class Roles:
         self.start = self.engines.start
         self.stop = self.engines.stop
 
+    def stopped(self) -> list[tuple[str, int]]:
+        return []
+
     def ended(self) -> list[Ended]:
         return []
 
