@@ -129,7 +129,8 @@ class Supervisor:
         try:
             self.server.wait_for(role, world, self._config.timeout.connect)
         except CallTimeout as error:
-            dead = unheard(self._ranks.roles[role], self.here(role), self._heard_nodes(self._config.timeout.heartbeat / 2))
+            enough = self._config.timeout.heartbeat / 2
+            dead = unheard(self._ranks.roles[role], self.here(role), self._heard_nodes(enough))
             if dead is None:
                 raise
             what = f"rank {dead.ranks[0]} on {dead.node} is lost before its hello: {error}"
