@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slurm_rlhf.cluster.network import LOOPBACK
+from slurm_rlhf.cluster.processes import process_state
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.launch.child_process import exit_text, start_child
 from slurm_rlhf.launch.engine_launcher import EngineLauncher, LocalEngines
@@ -72,6 +73,9 @@ class Launcher(Protocol):
 
     def ended(self) -> list[Ended]:
         """Return the process groups that ended since the last call, in order. The supervisor's thread polls it."""
+
+    def stopped(self) -> list[tuple[str, int]]:
+        """Return (role, process id) of the torchruns that a signal has stopped, as far as this process sees them."""
 
     def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
         """Let each node write what it sees of the processes `pids[node]` to `directory` (`launch.node_look`).
@@ -130,6 +134,10 @@ class LocalLauncher:
                 item.reported = True
                 news.append(Ended(item.role, self._node, exit_text(code), item.log))
         return news
+
+    def stopped(self) -> list[tuple[str, int]]:
+        pids = [(item.role, item.process.pid) for item in self._started]
+        return [(role, pid) for role, pid in pids if process_state(pid).startswith("T")]
 
     def end(self, roles: Collection[str], ranks: RankMap) -> None:
         self._ranks = ranks

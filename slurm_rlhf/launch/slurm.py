@@ -136,6 +136,9 @@ class SlurmLauncher:
                 news += [Ended(item.spec.role, node, how, item.step.log) for node, how in fresh]
         return news
 
+    def stopped(self) -> list[tuple[str, int]]:
+        return []  # they are children of others
+
     def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
         step = look_step(self._ranks, list(pids), self._container)
         gpus = bool(step.gpus)

@@ -91,6 +91,9 @@ class MpiLauncher:
                 news.append(Ended(role, shares[0].node, how, Path("/dev/null")))
         return news
 
+    def stopped(self) -> list[tuple[str, int]]:
+        return []  # they are children of others
+
     def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
         """Look at the ranks of this node alone: no other process of the run can start anything elsewhere."""
         here = node_name()
