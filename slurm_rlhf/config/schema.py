@@ -50,8 +50,8 @@ class Rollout:
     """vllm: engines of their own. hf: the actor's ranks sample with transformers' `generate`, for models that vLLM does
     not run: slower but for tiny models, without a rollout role and without weight transfers. Keys of vllm and sync
     then have no effect."""
-    hf_max_num_seqs: Annotated[int, COUNT] = 64
-    """With rollout.engine = hf: responses that a rank of the actor works on at once."""
+    hf_max_num_seqs: Annotated[int, NOT_NEGATIVE] = 0
+    """With rollout.engine = hf: responses that a rank of the actor works on at once, at most; 0: 256, on GPUs 64."""
     hf_gather: Literal["auto", "batch", "layer"] = "auto"
     """With rollout.engine = hf and ds.zero_stage = 3: batch gathers all parameters on every rank, once for the
     responses of a step; layer gathers each layer for each token, all ranks together. auto: batch where memory allows.
@@ -84,6 +84,10 @@ class Rollout:
     """The smallest pattern that counts."""
     repetition_detection_min_count: Annotated[int, Range(2)] = 8
     """Times that the pattern must stand there, one after the other."""
+
+    def hf_at_once(self, on_gpus: bool) -> int:
+        """Return the responses that a rank of the actor works on at once: more on CPUs, where models are small."""
+        return self.hf_max_num_seqs or (64 if on_gpus else 256)
 
 
 @dataclass(slots=True)
