@@ -74,10 +74,9 @@ def signals() -> Iterator[Fault]:
         for role in TRAINERS:
             torchrun = f"torchrun of {role}"
             yield Fault("SIGKILL", torchrun, phase, says=rf"role {role} died", limit_s=KILLED_S)
-            # They are missed after timeout.connect while it has not started its ranks, or has the store at which they
-            # meet; afterwards nobody needs it.
-            late = rf"{role}: \d of \d ranks said hello|start failed on {role} rank \d.*their torchrun stands still"
-            yield Fault("SIGSTOP", torchrun, phase, does=EITHER if phase == START else BORNE, says=late, limit_s=75)
+            # One is missed while its ranks start, and has the store at which they meet; afterwards nobody needs it.
+            stopped = rf"role {role} died: its torchrun \(pid {{pid}}\).* has stood still"
+            yield Fault("SIGSTOP", torchrun, phase, does=EITHER if phase == START else BORNE, says=stopped)
         yield Fault("SIGKILL", CONDUCTOR, phase, says="cut off in the middle", limit_s=KILLED_S)
         yield Fault("SIGSTOP", CONDUCTOR, phase, says="the conductor is gone")
         yield Fault("SIGTERM", CONDUCTOR, phase, does=STOPS, says="SIGTERM", limit_s=KILLED_S)

@@ -15,7 +15,7 @@ from slurm_rlhf.campaign import processes
 from slurm_rlhf.campaign.faults import START
 from slurm_rlhf.checkpoint.resume import latest
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.observe.events import CHECKPOINT, RESUME, read_events
+from slurm_rlhf.observe.events import CHECKPOINT, RESTART, RESUME, read_events
 from slurm_rlhf.observe.events import START as BEGUN
 from slurm_rlhf.observe.jsonl import read_rows
 from slurm_rlhf.observe.run_status import PhaseNow, read_phase
@@ -114,12 +114,12 @@ class Session:
 
     @property
     def goes_from(self) -> int | None:
-        """Return the step from which it went on last: trainers may have been restarted in place since."""
+        """Return the step beyond which it is new: where it went on last, or had come when trainers were restarted."""
         return next(reversed(self._beginnings()), None)
 
     def _beginnings(self) -> list[int]:
         new = read_events(self.directory.events)[self._known :]
-        return [event.step for event in new if event.event in (BEGUN, RESUME)]
+        return [event.step for event in new if event.event in (BEGUN, RESUME, RESTART)]
 
     def phase(self) -> PhaseNow | None:
         """Return the phase that this start is in."""

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
-from slurm_rlhf.campaign.faults import BORNE, EITHER, HURTS, PHASES, STOPS, Fault
+from slurm_rlhf.campaign.faults import BORNE, EITHER, HURTS, PHASES, START, STOPS, Fault
+from slurm_rlhf.config.roles import ROLLOUT
 
 RECOVERED: Final = "recovered in place"
 RESUMED: Final = "ended cleanly, resumed by the same command"
@@ -18,6 +19,9 @@ FAILED: Final = "failed"
 OUTCOMES: Final = (UNDISTURBED, RECOVERED, RESUMED, ENDED, FAILED)
 UNTIMED: Final = ("time/", "perf/")
 """Beginnings of metrics that a clock measures."""
+_RANK, _TORCHRUN = re.compile(r"\b(\w+) rank (\d+)\b"), re.compile(r"\btorchrun of (\w+)\b")
+_DIED = re.compile(r"\brole (\w+) died(?:: rank (\d+)\b)?")
+_LOST_ENGINE = re.compile(r"\bengine (\d+) on \S+ is lost\b")
 
 
 @dataclass(slots=True)
@@ -36,6 +40,7 @@ class Observation:
     went_on: bool = False  # it did steps after the fault in the same session, or was done
     resumed: bool | None = None  # the same command went on; None: it was not tried
     resumed_at: int = 0  # the step that it went on from
+    innocents: list[str] = field(default_factory=list)  # that the run says have died, though nobody hit them
     told: str = ""  # output, events, status and what the next start said
     traceback: bool = False  # the terminal showed one
     orphans: list[str] = field(default_factory=list)  # processes
@@ -81,7 +86,7 @@ def judge(fault: Fault, seen: Observation) -> Row:
         fault = replace(fault, does=HURTS)
     quotes = [quote(one, seen.told) for one in patterns(fault, seen)]
     said = " / ".join(dict.fromkeys(filter(None, quotes)))
-    culprit = None if fault.does == BORNE else all(quotes)
+    culprit = None if fault.does == BORNE else all(quotes) and not seen.innocents
     outcome = outcome_of(fault, seen)
     left = [*seen.orphans, *seen.shared_memory, *seen.locks]
     problems = list(_problems(fault, seen, culprit, outcome))
@@ -99,6 +104,23 @@ def patterns(fault: Fault, seen: Observation) -> list[str]:
     """Return the regular expressions that name the culprits, one for each node that was hit."""
     says = fault.says.replace("{pid}", str(seen.pid))
     return [says.replace("{node}", re.escape(node)) for node in seen.nodes or ("",)]
+
+
+def innocents(fault: Fault, told: str) -> list[str]:
+    """List who `told` says has died, where the fault was to hit others; empty where it hits no rank and no torchrun.
+
+    While roles start, a rank may be gone before its number is known: then the role is enough.
+    """
+    ranks = {(role, number) for role, number in _RANK.findall(fault.target)}
+    roles = {role for role, _ in ranks} | {*_TORCHRUN.findall(fault.target)}
+    found = [(role, number) for role, number in _DIED.findall(told)]
+    found += [(ROLLOUT, number) for number in _LOST_ENGINE.findall(told)]
+    wrong = [
+        f"{role} rank {number}" if number else role
+        for role, number in found
+        if role not in roles or (number and fault.phase != START and (role, number) not in ranks and ranks)
+    ]
+    return list(dict.fromkeys(wrong)) if roles else []
 
 
 def quote(expression: str, told: str) -> str:
@@ -135,8 +157,9 @@ def _problems(fault: Fault, seen: Observation, culprit: bool | None, outcome: st
         found.append("not detected")
     if fault.does in (HURTS, STOPS) and seen.detected_s is not None and seen.detected_s > fault.limit_s:
         found.append(f"detected after {seen.detected_s:.0f} s, which is more than {fault.limit_s:g} s")
-    if culprit is False and not seen.error:
+    if culprit is False and not seen.innocents and not seen.error:
         found.append("the culprit is not named")
+    found += [f"named, though nobody hit it: {one}" for one in seen.innocents]
     if seen.traceback:
         found.append("a traceback on the terminal")
     if seen.resumed and seen.resumed_at < seen.checkpoint:

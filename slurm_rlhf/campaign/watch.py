@@ -13,7 +13,7 @@ from pathlib import Path
 from slurm_rlhf.campaign import processes
 from slurm_rlhf.campaign.faults import BORNE, CONDUCTOR, EITHER, HURTS, Fault
 from slurm_rlhf.campaign.session import POLL_S, Session
-from slurm_rlhf.campaign.verdicts import Observation, patterns
+from slurm_rlhf.campaign.verdicts import Observation, innocents, patterns
 from slurm_rlhf.polling import wait_until
 
 SPARE_S = 120.0
@@ -84,6 +84,7 @@ def watch(
     seen.traceback = "Traceback (most recent call last)" in output
     seen.told += output + (written_since(session.directory.logs, marks) if stopped else "")
     seen.told += "\n" + "\n".join(session.events(known_events)) + "\n"
+    seen.innocents = innocents(fault, seen.told)
 
 
 def noticed(session: Session, fault: Fault, seen: Observation, known_events: int, over: bool) -> bool:

@@ -4,27 +4,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+from slurm_rlhf.cli.examine import OFF, question
 from slurm_rlhf.cli.main import Command, parse, take_options
-from slurm_rlhf.cli.preflight import OFF
-from slurm_rlhf.cli.train import given_twice
-from slurm_rlhf.cluster.network import address_towards
+from slurm_rlhf.cli.train import configured
 from slurm_rlhf.cluster.processes import attach_line
-from slurm_rlhf.cluster.resources import node_name, nodes_here
+from slurm_rlhf.cluster.resources import nodes_here
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
-from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.launch.accelerators import Wanted
 from slurm_rlhf.launch.engine_launcher import EngineLauncher, LocalEngines
 from slurm_rlhf.launch.mpi.assignment import launched
-from slurm_rlhf.launch.probe import versions
 from slurm_rlhf.launch.slurm_engines import SlurmEngines
-from slurm_rlhf.launch.srun import HOST, container_of
+from slurm_rlhf.launch.srun import container_of
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.preflight.examination import Examination, Question, look_here
+from slurm_rlhf.preflight.examination import Examination, look_here
 from slurm_rlhf.preflight.needs import Needs, lock_problem
 from slurm_rlhf.preflight.report import Report
 from slurm_rlhf.preflight.starters import by_srun
@@ -48,9 +46,7 @@ def run(words: list[str]) -> int:
         return _merge(words[1:])
     arguments = parse(words, USAGE)
     refuse_many_processes("generate")
-    config = load_config(arguments.files, arguments.overrides)
-    for note in given_twice(arguments.overrides):
-        print(note, flush=True)
+    config = configured(arguments)
     from slurm_rlhf.generation.start import engines_everywhere, generate, prepare
 
     shard, source = prepare(config, os.environ)
@@ -92,7 +88,7 @@ def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Pla
 def _look(config: Config, directory: Path, ranks: RankMap, places: Places, slurm: SlurmEnvironment | None) -> Report:
     """Look at each node by itself: engines do not talk to each other, so links between nodes do not matter."""
     directory.mkdir(parents=True, exist_ok=True)
-    nodes, container = ranks.used_nodes, container_of(config)
+    nodes = ranks.used_nodes
     needs = Needs(
         run_dir=str(directory),
         wanted=Wanted.by(ranks, config),
@@ -101,26 +97,11 @@ def _look(config: Config, directory: Path, ranks: RankMap, places: Places, slurm
         granted_by="start it where nvidia-smi shows GPUs" if slurm is None else "ask for them with --gpus-per-node",
         lock=lock_problem(directory),
     )
-    own = node_name()
-    elsewhere = next((node for node in nodes if node != own), None)
-    asked = Question(
-        nodes=tuple(nodes),
-        here=own,
-        address=address_towards(elsewhere) if slurm is not None and elsewhere else "127.0.0.1",
-        needs=needs,
-        versions=versions(),
-        ranks=ranks,
-        place=lambda names: ranks,
-        measure=False,
-        inside=container != HOST,
-        job=str(slurm.job_id) if slurm is not None else "",
-        started=" ".join(container.command("...", gpus=False)[:-2]),
-        limit_s=config.timeout.preflight,
-    )
+    asked = replace(question(config, ranks, needs, nodes, slurm), measure=False)
     if slurm is None:
         return look_here(asked, os.environ)
     gpus = [ranks.topology.node(node).gpus for node in nodes] if needs.wanted.slots else []
-    return Examination(asked, by_srun(asked.nodes, container, gpus)).run().report
+    return Examination(asked, by_srun(asked.nodes, container_of(config), gpus)).run().report
 
 
 def _merge(words: list[str]) -> int:
@@ -151,9 +132,7 @@ def run_eval(words: list[str]) -> int:
     model = options.get("model")
     if model is None:
         raise ConfigError(f"--model is missing: name the model, run or checkpoint to evaluate\n{EVAL_USAGE}")
-    config = load_config(arguments.files, arguments.overrides)
-    for note in given_twice(arguments.overrides):
-        print(note, flush=True)
+    config = configured(arguments)
     from slurm_rlhf.evaluation.words import report_text
     from slurm_rlhf.generation.eval_job import EvalJob
     from slurm_rlhf.generation.start import engines_everywhere

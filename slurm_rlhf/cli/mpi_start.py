@@ -8,31 +8,43 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cli import mpi_preflight
+from slurm_rlhf.cli.examine import OFF, QUICK, local_question, show, tell
 from slurm_rlhf.cli.main import Arguments, guarded
 from slurm_rlhf.cli.placement_report import check_memory, print_resolved
-from slurm_rlhf.cli.preflight import OFF, show, tell
 from slurm_rlhf.cluster.gpu_memory import memory_on
-from slurm_rlhf.cluster.network import address_towards
+from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.cluster.processes import attach_line
+from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SlurmRlhfError
+from slurm_rlhf.launch.accelerators import seen_by_processes
+from slurm_rlhf.launch.child_process import bound_to_parent
 from slurm_rlhf.launch.mpi.assignment import Assignment, Launched, Placed, Process, place_processes, this_process
 from slurm_rlhf.launch.mpi.communicator import Communicator
 from slurm_rlhf.launch.mpi.launcher import Channel, MpiLauncher
 from slurm_rlhf.launch.mpi.rank import follow, lead
+from slurm_rlhf.launch.node_look import equipment
 from slurm_rlhf.placement.rank_map import RankMap, draw
+from slurm_rlhf.placement.topology import GPU
+from slurm_rlhf.polling import wait_until
+from slurm_rlhf.preflight.examination import Examination
+from slurm_rlhf.preflight.facts import Orders
+from slurm_rlhf.preflight.report import Report
+from slurm_rlhf.preflight.starters import AGENT
 
 NO_RECOVERY = "no role can be restarted alone: if a rank fails the run ends, and the same command resumes it"
+_POLL_S = 0.1
+_LATE_S = 30.0
 
 
 def train(arguments: Arguments, start: Launched) -> int:
@@ -66,7 +78,7 @@ def _first(world: Communicator, arguments: Arguments, start: Launched) -> int:
         placed = place_processes(config, processes, start)
         check_memory(config, placed.ranks)
         if "dry_run" not in arguments.flags and config.preflight != OFF:
-            tell(mpi_preflight.lead(world, config, placed.ranks, processes))
+            tell(examine_nodes(world, config, placed.ranks, processes))
     except SlurmRlhfError as error:
         return _refuse(world, error)
     if "dry_run" in arguments.flags:
@@ -84,7 +96,7 @@ def _look(world: Communicator, arguments: Arguments, start: Launched) -> int:
         config = load_config(arguments.files, arguments.overrides)
         check(config)
         placed = place_processes(config, processes, start)
-        report = mpi_preflight.lead(world, config, placed.ranks, processes, full=True)
+        report = examine_nodes(world, config, placed.ranks, processes, full=True)
     except SlurmRlhfError as error:
         return _refuse(world, error)
     world.broadcast(None)
@@ -106,8 +118,7 @@ def _run(world: Communicator, config: Config, placed: Placed, arguments: Argumen
     if (slurm := read_slurm(os.environ)) is not None:
         print(f"job {slurm.job_id}, run directory {config.run_dir}")
         print(f"to look inside: {attach_line(str(slurm.job_id), own.node)}", flush=True)
-    elsewhere = next((node.name for node in placed.ranks.topology.nodes if node.name != own.node), None)
-    address = address_towards(elsewhere) if elsewhere else "127.0.0.1"
+    address = address_among([node.name for node in placed.ranks.topology.nodes], own.node)
     found = [[str(file.absolute()) for file in arguments.files], arguments.overrides, ranks, address]
     conductor = [sys.executable, "-m", "slurm_rlhf.cli.mpi_start", json.dumps(found)]
     return lead(world, placed.ranks, own, config.timeout.start, conductor, Path(config.run_dir))
@@ -115,7 +126,7 @@ def _run(world: Communicator, config: Config, placed: Placed, arguments: Argumen
 
 def _other(world: Communicator) -> int:
     world.gather(asdict(this_process()))
-    message = mpi_preflight.follow(world)
+    message = obey(world)
     if message is not None:
         own = Assignment(*message["assignments"][world.rank])
         follow(world, RankMap.from_json(message["ranks"]), own, message["start_s"])
@@ -138,6 +149,101 @@ def run_conductor(start: str, channel: int) -> int:
     from slurm_rlhf.controller import conductor
 
     return conductor.run_here(config, ranks, launcher)
+
+
+def examine_nodes(
+    world: Communicator, config: Config, ranks: RankMap, processes: Sequence[Process], full: bool = False
+) -> Report:
+    """Examine the nodes from rank 0, while the other ranks `obey`."""
+    gpus = ranks.topology.accelerator == GPU
+    world.broadcast({"equipment": gpus})
+    wanted, seen = seen_by_processes(world.gather(_own_equipment(gpus)), gpus, config.ds.attn_implementation)
+    nodes = tuple(dict.fromkeys(process.node for process in processes))
+    asked = local_question(config, ranks, "start it with a GPU for each process")
+    asked = replace(
+        asked,
+        nodes=nodes,
+        address=address_among(nodes, node_name()),
+        needs=replace(asked.needs, wanted=wanted),
+        equipment=seen,
+        thorough=full,
+        measure=full or (config.preflight != QUICK and len(nodes) > 1),
+    )
+    first = {node: next(rank for rank, each in enumerate(processes) if each.node == node) for node in nodes}
+    return Examination(asked, MpiStarter(world, first)).run().report
+
+
+def obey(world: Communicator) -> Any:
+    """Take part as any rank but 0, as often as rank 0 wants; return its first message about something else."""
+    wait_s = _LATE_S
+    while (message := world.broadcast(timeout_s=wait_s + _LATE_S)) is not None:
+        if "equipment" in message:
+            world.gather(_own_equipment(message["equipment"]))
+        elif "agents" in message:
+            wait_s = message["limit_s"] + _LATE_S
+            if world.rank in message["agents"]:
+                world.send(0, {"printed": _agent(message["environment"])})
+        else:
+            break
+    return message
+
+
+def _own_equipment(gpus: bool) -> dict[str, Any]:
+    return {"node": node_name(), **equipment(gpus)}
+
+
+def _agent(environment: Mapping[str, str]) -> list[str]:
+    """Run the agent of this node; return its output and its errors."""
+    done = _start(environment)
+    return list(done.communicate())
+
+
+def _start(environment: Mapping[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        bound_to_parent([sys.executable, "-m", AGENT]),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+class MpiStarter:
+    """Implement `preflight.starters.Starter` on rank 0; `first` maps a node to its first rank."""
+
+    def __init__(self, world: Communicator, first: Mapping[str, int]) -> None:
+        self._world = world
+        self._agents = set(first.values())
+        self._own: subprocess.Popen[str] | None = None
+        self._printed: list[list[str]] = []
+        self._limit_s = 0.0
+
+    def start(self, orders: Orders) -> None:
+        self._limit_s = orders.limit_s
+        environment = orders.to_environment()
+        self._world.broadcast({"agents": sorted(self._agents), "environment": environment, "limit_s": orders.limit_s})
+        if self._world.rank in self._agents:
+            self._own = _start(environment)
+
+    def said(self) -> tuple[str, str]:
+        self._hear()
+        return "".join(out for out, _ in self._printed), "".join(err for _, err in self._printed)
+
+    def over(self) -> bool:
+        self._hear()
+        return len(self._printed) == len(self._agents)
+
+    def end(self) -> None:
+        """Wait for the agents, which end with the desk: what a rank said later would be taken for a report."""
+        wait_until(self.over, self._limit_s + _LATE_S, _POLL_S, _POLL_S)
+
+    def _hear(self) -> None:
+        if self._own is not None and self._own.poll() is not None:
+            self._printed.append(list(self._own.communicate()))
+            self._own = None
+        while (message := self._world.receive()) is not None:
+            self._printed.append(message["printed"])
 
 
 if __name__ == "__main__":

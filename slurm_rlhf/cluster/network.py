@@ -8,13 +8,15 @@ import os
 import pwd
 import socket
 import struct
+from collections.abc import Iterable
 from pathlib import Path
 
 from slurm_rlhf.errors import ConfigError, PlacementError
 
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _ANY_PORT = 9
-_LOOPBACK = {"localhost": "127.0.0.1", "127.0.0.1": "127.0.0.1", "::1": "::1"}
+LOOPBACK = "127.0.0.1"
+_LOOPBACK = {"localhost": LOOPBACK, LOOPBACK: LOOPBACK, "::1": "::1"}
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -35,6 +37,15 @@ def address_towards(host: str) -> str:
             f"{socket.gethostname()} cannot reach node {host} ({error.strerror or error}): start the run on a node "
             f"that is on the same network, and check that {host} is a name there"
         ) from error
+
+
+def address_among(nodes: Iterable[str], own: str) -> str:
+    """Return the address of this machine, called `own`, that the others of `nodes` see; loopback if there are none.
+
+    Raises PlacementError as `address_towards`.
+    """
+    other = next((node for node in nodes if node != own), None)
+    return address_towards(other) if other else LOOPBACK
 
 
 def interface_of(address: str) -> str:

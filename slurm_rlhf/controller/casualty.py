@@ -45,8 +45,9 @@ def conductor_stood_still(absence_s: Callable[[float], float], timeout: Timeout)
 def unheard(shares: Sequence[NodeShare], here: Collection[int], hosts: Collection[str]) -> NodeShare | None:
     """Return the part of a role on a dead node, where ranks did not say hello in time; None: it is not known which.
 
-    `here`: the ranks that did. `hosts`: nodes from which any rank of any role did. Torchruns wait for each other, so
-    ranks are missing on good nodes as well; the dead one is the only one of which nobody at all was heard.
+    `here`: the ranks that did. `hosts`: nodes of which any rank of any role is heard now: one that was heard before may
+    have died since. Torchruns wait for each other, so ranks are missing on good nodes as well; the dead one is the only
+    one of which nobody at all is heard.
     """
     silent = [share for share in shares if {*share.ranks} - {*here} and share.node not in hosts]
     return silent[0] if hosts and len(silent) == 1 else None

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from slurm_rlhf.checkpoint.directory import CheckpointDir
-from slurm_rlhf.checkpoint.way_back import WayBack
+from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack
 from slurm_rlhf.cluster.gpu_memory import fits_gpus
 from slurm_rlhf.cluster.processes import Session
 from slurm_rlhf.cluster.resources import current_topology, node_name

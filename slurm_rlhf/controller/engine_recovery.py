@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -74,6 +74,7 @@ class EngineRecovery:
         self._failed = failed
         self._states = {engine: EngineState(node) for engine, node in homes.items()}
         self._losses: list[Loss] = []
+        self._left_out: set[str] = set()  # nodes that the run has given up
         self._lock = threading.RLock()
         self._armed = False
         self.tell: Tell = lambda text, kind, engine: log.warning("%s", text)
@@ -86,9 +87,12 @@ class EngineRecovery:
         handle.goes_on_without = self.goes_on_without
         handle.give_up = self.lost
 
-    def move(self, engine: int, node: str) -> None:
-        """Let an engine that is lost start on another node: its own is left out."""
-        self._put(engine, node=node, silent=False)
+    def leave_out(self, places: Mapping[int, str], nodes: Collection[str]) -> None:
+        """Start no engine on `nodes` again; those that were there, which are lost, start at `places[engine]`."""
+        self._left_out = set(nodes)
+        for engine, node in places.items():
+            if self.node(engine) in nodes:
+                self._put(engine, node=node, silent=False)
 
     @property
     def armed(self) -> bool:
@@ -198,7 +202,8 @@ class EngineRecovery:
 
     def _start_again(self, engine: int) -> None:
         state = self._states[engine]
-        spares, unfit = self._launcher.spares, self._launcher.unfit
+        spares = [node for node in self._launcher.spares if node not in self._left_out]
+        unfit = self._launcher.unfit
         place = next_place(engine, state.node, self._losses, spares, self._node_gone(state), self._most, unfit)
         if place.node is None:
             self._leave_out(engine, place.why)

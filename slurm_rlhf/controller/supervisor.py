@@ -19,10 +19,11 @@ from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.messages import FAILURE, TERMINATION, Peer
 from slurm_rlhf.control.server import ControlServer, EngineHandle, RoleHandle
 from slurm_rlhf.controller.casualty import Casualty, conductor_stood_still, names_of, unheard
+from slurm_rlhf.controller.deaths import Deaths, RoleRanks, Standstills
 from slurm_rlhf.controller.engine_recovery import EngineRecovery
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
-from slurm_rlhf.launch.launcher import Ended, Launcher
-from slurm_rlhf.observe.log_tail import first_failure, tail, written
+from slurm_rlhf.launch.launcher import Launcher
+from slurm_rlhf.observe.log_tail import tail, written
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
@@ -60,7 +61,8 @@ class Supervisor:
         self._leaving = threading.Event()
         self._gone = threading.Event()
         self._terminated = False
-        self._ends: list[Ended] = []
+        self._deaths = Deaths(directory.logs)
+        self._standstills = Standstills()
         self._looking = threading.Lock()  # held while ends are looked for, and while roles are ended on purpose
         self._watching = False
         self.failure: Exception | None = None
@@ -127,7 +129,8 @@ class Supervisor:
         try:
             self.server.wait_for(role, world, self._config.timeout.connect)
         except CallTimeout as error:
-            dead = unheard(self._ranks.roles[role], self.here(role), {peer.host for peer in self._peers()})
+            enough = self._config.timeout.heartbeat / 2
+            dead = unheard(self._ranks.roles[role], self.here(role), self._heard_nodes(enough))
             if dead is None:
                 raise
             what = f"rank {dead.ranks[0]} on {dead.node} is lost before its hello: {error}"
@@ -144,7 +147,7 @@ class Supervisor:
             pids = [peer.pid for role in roles for peer in self.server.peers(role)] if here else []
             self._launcher.end(roles, ranks)
             wait_until(lambda: not any(map(running, pids)), self._config.timeout.shutdown)
-            self._ends = [end for end in self._ends if end.role not in roles]
+            self._deaths.forget(roles)
             self._marks = {path: path.stat().st_size for path in self._directory.logs.glob("*.log")}
             for role in roles:
                 self.server.dismiss(role, "its role is started again")
@@ -169,10 +172,9 @@ class Supervisor:
         return EngineRecovery(engines, self.server, launcher, homes, self._config.timeout, most, self.fail, self._over)
 
     def move_engines(self, ranks: RankMap, left_out: Collection[str]) -> None:
-        """Let engines on nodes that are left out start where `ranks` has them."""
-        for group in ranks.tp_groups:
-            if self.recovery is not None and self.recovery.node(group.engine) in left_out:
-                self.recovery.move(group.engine, group.node)
+        """Let engines on nodes that are left out start where `ranks` has them, and none start there again."""
+        if self.recovery is not None:
+            self.recovery.leave_out({g.engine: g.node for g in ranks.tp_groups if g.role == ROLLOUT}, left_out)
 
     def _over(self) -> bool:
         return self.failure is not None or self._leaving.is_set()
@@ -219,7 +221,7 @@ class Supervisor:
         begin = time.monotonic()
         while not own and self.failure is None:
             waited = time.monotonic() - begin
-            if not self._ends:
+            if not self._deaths.ends:
                 silent = self._silent()
                 self._give_up(silent, str(error))
                 if not silent and waited > self._patience_s:
@@ -250,16 +252,28 @@ class Supervisor:
         return not late and all(call.exception() is None for call in done)
 
     def _watch(self) -> None:
-        first = 0.0
         # Not before all is over: a launcher may start a process anew here, and its life may hang on this thread's.
         while not self._gone.wait(POLL_S):
             with self._looking:
                 self._watch_engines()
-                news = self._launcher.ended()
-                first = first if self._ends else time.monotonic()
-                self._ends += news
-                if self._ends and self.failure is None and not self._leaving.is_set():
-                    self._judge(time.monotonic() - first)
+                now, known, stopped = self.server.loop.now, self._known(), self._launcher.stopped()
+                self._deaths.note(self._launcher.ended(), known, stopped, now)
+                if self.failure is None and not self._leaving.is_set():
+                    if self._deaths.ends:
+                        self._judge(self._deaths.waited_s(now), known)
+                    else:
+                        self._watch_starts(known, stopped, now)
+
+    def _known(self) -> list[RoleRanks]:
+        """Return what is known of the ranks of each role whose end `Launcher.ended` tells."""
+        here, engines = self._launcher.address == LOOPBACK, self._launcher.engines is not None
+        roles = [role for role, handle in self.roles.items() if not (engines and isinstance(handle, EngineHandle))]
+        return [RoleRanks(role, self._ranks.world(role), self.server.peers(role), here) for role in roles]
+
+    def _watch_starts(self, known: list[RoleRanks], stopped: list[tuple[str, int]], now: float) -> None:
+        """Give up a role whose torchrun stands still while its ranks start. Afterwards they do without it."""
+        for role, why in self._standstills.longer_than(self._config.timeout.heartbeat, stopped, known, now):
+            self._fail(Casualty(role), why, self._role_logs(role))
 
     def _watch_engines(self) -> None:
         engines = self._launcher.engines
@@ -278,24 +292,26 @@ class Supervisor:
         logs = [self._directory.role_log(ROLLOUT, group.node, name) for name in names]
         self._fail(Casualty(ROLLOUT, (group.node,)), how, logs)
 
-    def _judge(self, waited_s: float) -> None:
-        """Name the process group that ended first, unless it ended because another node is dead.
+    def _judge(self, waited_s: float, known: list[RoleRanks]) -> None:
+        """Name the process groups that ended by themselves, the first first, unless that was because a node is dead.
 
         NCCL ends the processes whose peers are gone, and srun then says so of them, and nothing of the dead node.
         """
-        end = self._ends[0]
+        end = self._deaths.ends[0]
         if self._launcher.address != LOOPBACK:
             dead = self._on_dead_nodes()
             self._give_up(dead, f"{end.role} on {end.node} {end.how}")
             if dead or waited_s < self._patience_s:
                 return
+        elif self._deaths.more_to_come(waited_s, known, self._patience_s, self._config.timeout.heartbeat / 2):
+            return
+        end, what = self._deaths.verdict(known, self._marks, self._named)
         logs = written(self._directory.logs.glob(f"{end.role}.{end.node}.[0-9]*.log"), self._marks)
-        casualty = Casualty(end.role, tuple(names_of(end.node)))
-        self._fail(casualty, self._describe(end), logs or [*self._role_logs(end.role), end.log])
+        self._fail(Casualty(end.role, tuple(names_of(end.node))), what, logs or [*self._role_logs(end.role), end.log])
 
     def _on_dead_nodes(self) -> list[Peer]:
         """List ranks on nodes where every rank is silent, and the launcher has no end to report."""
-        known = self._heard_nodes().union(*(names_of(end.node) for end in self._ends))
+        known = self._heard_nodes().union(*(names_of(end.node) for end in self._deaths.ends))
         return [peer for peer in self._silent() if peer.host not in known]
 
     def silent_nodes(self) -> set[str]:
@@ -303,8 +319,8 @@ class Supervisor:
         dead = self.casualty.nodes if self.casualty is not None and self.casualty.silent else ()
         return {*dead, *(peer.host for peer in self._peers())} - self._heard_nodes()
 
-    def _heard_nodes(self) -> set[str]:
-        quiet = self._silent()
+    def _heard_nodes(self, within_s: float = 0.0) -> set[str]:
+        quiet = self.server.silent(within_s) if within_s else self._silent()
         return {peer.host for peer in self._peers() if not peer.lost and peer not in quiet}
 
     def _peers(self) -> list[Peer]:
@@ -355,21 +371,6 @@ class Supervisor:
             self._terminated = True
             log.info("%s was told to terminate", peer)
             threading.Timer(TERMINATION_S, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-
-    def _describe(self, end: Ended) -> str:
-        for node in names_of(end.node):
-            log = self._directory.logs / f"{end.role}.{node}.torchrun.log"
-            failed = first_failure(log, self._marks.get(log, 0))
-            if failed is not None:
-                same = [p for p in self.server.peers(end.role) if (p.host, p.pid) == (node, failed.pid)]
-                who = self._named(same[0]) if same else f"rank {failed.rank}"
-                return f"{who} on {node} (pid {failed.pid}) {failed.how}"
-        gone = []
-        if self._launcher.address == LOOPBACK:
-            peers = self.server.peers(end.role)
-            gone = [p for p in peers if p.host == end.node and not os.path.exists(f"/proc/{p.pid}")]
-        ranks = ", ".join(f"{self._named(p)} (pid {p.pid})" for p in gone)
-        return f"its process group on {end.node} {end.how}" + (f"; gone: {ranks}" if ranks else "")
 
     def _engine_of(self, peer: Peer) -> int | None:
         handle = self.roles[peer.role]

@@ -15,7 +15,7 @@ from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU
 
 Answers = Mapping[str, Mapping[str, Any]]
-"""Node -> what `probe.equipment` returned there."""
+"""Node -> what `node_look.equipment` returned there."""
 
 OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 """CUDA's major version -> the first driver branch for Linux that runs it. Source: CUDA release notes, table of minor

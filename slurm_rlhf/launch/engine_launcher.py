@@ -5,13 +5,15 @@ Under Slurm: `launch.slurm_engines`. Under MPI nothing starts again: a rank that
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
+from slurm_rlhf.cluster.network import LOOPBACK
 from slurm_rlhf.config.roles import ROLLOUT
-from slurm_rlhf.launch.engine_node import LOOPBACK, EngineRanks, plain_environment
+from slurm_rlhf.launch.engine_node import EngineRanks
 from slurm_rlhf.launch.node import visible_gpus, without_gpu_choice
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
@@ -64,16 +66,14 @@ class LocalEngines:
 
     unfit: Mapping[str, str] = {}
 
+    address = LOOPBACK
+
     def __init__(self, run_dir: Path, ranks: RankMap) -> None:
         self._run_dir = run_dir
         self._ranks = ranks
         self._engines: EngineRanks | None = None
         self._lock = threading.Lock()
         self._stopping = False
-
-    @property
-    def address(self) -> str:
-        return LOOPBACK
 
     @property
     def spares(self) -> list[str]:
@@ -83,7 +83,7 @@ class LocalEngines:
         share = self._ranks.roles[ROLLOUT][0]
         # The devices in the rank map are those that CUDA_VISIBLE_DEVICES gave this process; there is no step to ask.
         gpus = visible_gpus(self._ranks.topology, share.node, share.gpus, {})
-        variables = without_gpu_choice(plain_environment({**environment[share.node], **gpus}))
+        variables = without_gpu_choice({**os.environ, **environment[share.node], **gpus})
         with self._lock:  # another thread may look for ends already
             self._engines = EngineRanks(self._run_dir, self._ranks, share.node, arguments, variables)
             self._engines.start()

@@ -6,8 +6,6 @@ there says that an engine is to be ended.
 
 from __future__ import annotations
 
-import json
-import os
 import signal
 import socket
 import subprocess
@@ -18,18 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurm_rlhf.cluster.local_directory import take_directory
-from slurm_rlhf.cluster.processes import STORE_FD, STORE_RANKS, die_with_parent
-from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.cluster.network import LOOPBACK
+from slurm_rlhf.cluster.processes import STORE_FD, STORE_RANKS
 from slurm_rlhf.config.roles import ROLLOUT
-from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.child_process import exit_text, start_child
-from slurm_rlhf.launch.node import IGNORED, RANK_MAP, interface_to_others, node_environment, visible_gpus
+from slurm_rlhf.launch.node import begun, interface_to_others, node_environment, read_spec, visible_gpus
 from slurm_rlhf.launch.step_spec import WORKER_MODULE, StepSpec, share_on
 from slurm_rlhf.placement.rank_map import RankMap, TpGroup
 from slurm_rlhf.placement.topology import GPU
 from slurm_rlhf.run_directory import write_atomically
-
-LOOPBACK = "127.0.0.1"
 
 
 @dataclass(slots=True)
@@ -162,11 +157,6 @@ class EngineRanks:
                 process.send_signal(signal.SIGKILL)
 
 
-def plain_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment with `variables` over it."""
-    return {**os.environ, **variables}
-
-
 POLL_S = 0.2
 _LOOKS_S = 1.0
 """Between two looks for orders, on a file system that all nodes share."""
@@ -183,13 +173,7 @@ def end_file(run_dir: Path, run_id: str, engine: int) -> Path:
 
 
 def main() -> None:
-    die_with_parent(os.getppid())
-    for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)  # inherited by the ranks
-    try:
-        spec, engines = prepare(Path(sys.argv[1]), os.environ)
-    except PlacementError as error:
-        sys.exit(f"error: {error}")
+    spec, engines = begun(prepare)
     engines.start()
     looked = time.monotonic()
     while engines.running:
@@ -220,15 +204,12 @@ def tell(spec: StepSpec, engines: EngineRanks) -> None:
 
 def prepare(file: Path, environ: Mapping[str, str]) -> tuple[StepSpec, EngineRanks]:
     """Read the specification of the step, and make the engines of this node with their environment."""
-    spec = StepSpec.read(file)
-    run_dir = Path(spec.run_dir)
-    ranks = RankMap.from_json(json.loads((run_dir / RANK_MAP).read_text(encoding="utf-8")))
-    node = node_name(environ)
+    spec, ranks, node = read_spec(file, environ)
     share = share_on(ranks, ROLLOUT, node)
     own = {**spec.environment[node], **visible_gpus(ranks.topology, node, share.gpus, environ)}
     cache = take_directory(f"{spec.run_id}.{node}.{ROLLOUT}").path
-    logs, interface = run_dir / "logs", interface_to_others(ranks, node)
-    environment = node_environment(environ, ROLLOUT, logs, cache, own, interface)
+    run_dir = Path(spec.run_dir)
+    environment = node_environment(environ, ROLLOUT, run_dir / "logs", cache, own, interface_to_others(ranks, node))
     print(f"{node}: ranks {share.ranks[0]} to {share.ranks[-1]}, slots {','.join(map(str, share.gpus))}", flush=True)
     return spec, EngineRanks(run_dir, ranks, node, spec.arguments, environment, spec.engines)
 

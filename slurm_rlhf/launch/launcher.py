@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from slurm_rlhf.cluster.network import LOOPBACK
+from slurm_rlhf.cluster.processes import process_state
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.launch.child_process import exit_text, start_child
 from slurm_rlhf.launch.engine_launcher import EngineLauncher, LocalEngines
@@ -72,6 +74,9 @@ class Launcher(Protocol):
     def ended(self) -> list[Ended]:
         """Return the process groups that ended since the last call, in order. The supervisor's thread polls it."""
 
+    def stopped(self) -> list[tuple[str, int]]:
+        """Return (role, process id) of the torchruns that a signal has stopped, as far as this process sees them."""
+
     def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
         """Let each node write what it sees of the processes `pids[node]` to `directory` (`launch.node_look`).
 
@@ -99,26 +104,19 @@ class LocalLauncher:
 
     fixed = ""
     unfit: Mapping[str, str] = {}
+    address = LOOPBACK
 
     def __init__(self, run_dir: Path, ranks: RankMap) -> None:
         self._run_dir = run_dir
         self._ranks = ranks
         self._node = ranks.topology.nodes[0].name
         self._started: list[_Started] = []
-        self._engines: LocalEngines | None = None
-
-    @property
-    def address(self) -> str:
-        return "127.0.0.1"
-
-    @property
-    def engines(self) -> EngineLauncher | None:
-        return self._engines
+        self.engines: LocalEngines | None = None
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         if ROLES[role].kind == "engine":
-            self._engines = LocalEngines(self._run_dir, self._ranks)
-            self._engines.start(arguments, environment)
+            self.engines = LocalEngines(self._run_dir, self._ranks)
+            self.engines.start(arguments, environment)
             return
         log = self._run_dir / "logs" / f"{role}.{self._node}.torchrun.log"
         spec = StepSpec(role, str(self._run_dir), f"{self._run_dir.name}.{os.getpid()}", arguments, environment)
@@ -137,6 +135,10 @@ class LocalLauncher:
                 news.append(Ended(item.role, self._node, exit_text(code), item.log))
         return news
 
+    def stopped(self) -> list[tuple[str, int]]:
+        pids = [(item.role, item.process.pid) for item in self._started]
+        return [(role, pid) for role, pid in pids if process_state(pid).startswith("T")]
+
     def end(self, roles: Collection[str], ranks: RankMap) -> None:
         self._ranks = ranks
         ended = [item for item in self._started if item.role in roles]
@@ -144,8 +146,8 @@ class LocalLauncher:
         _signal(ended, signal.SIGKILL)
         for item in ended:
             item.process.wait()
-        if ROLLOUT in roles and self._engines is not None:
-            self._engines.stop(False, 0.0)
+        if ROLLOUT in roles and self.engines is not None:
+            self.engines.stop(False, 0.0)
 
     def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
         look_here(self._node, pids[self._node], directory)
@@ -157,8 +159,8 @@ class LocalLauncher:
         # If all ranks are done, ending torchrun gently would only cost seconds. Its workers are sessions of their own,
         # but the kernel ends them with their parent.
         _signal(self._started, signal.SIGKILL)
-        if self._engines is not None:
-            self._engines.stop(done, grace_s)
+        if self.engines is not None:
+            self.engines.stop(done, grace_s)
         for item in self._started:
             item.process.wait()
 

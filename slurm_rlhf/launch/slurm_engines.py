@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurm_rlhf.cluster.network import address_towards
+from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
 from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.engine_launcher import Environment
-from slurm_rlhf.launch.engine_node import LOOPBACK, end_file, ended_file
+from slurm_rlhf.launch.engine_node import end_file, ended_file
 from slurm_rlhf.launch.node import RANK_MAP
 from slurm_rlhf.launch.srun import HOST, Container, RunningStep, role_step
 from slurm_rlhf.launch.step_spec import StepSpec
@@ -96,12 +96,7 @@ class SlurmEngines:
         self._news: dict[int, str] = {}  # that `ended` has not told yet
         self._lock = threading.Lock()
         self._stopping = False
-        elsewhere = [node for node in ranks.used_nodes if node != slurm.node_name]
-        self._address = address_towards(elsewhere[0]) if elsewhere else LOOPBACK
-
-    @property
-    def address(self) -> str:
-        return self._address
+        self.address = address_among(ranks.used_nodes, slurm.node_name)
 
     @property
     def spares(self) -> list[str]:

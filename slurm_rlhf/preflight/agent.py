@@ -19,10 +19,9 @@ from typing import IO, Any
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.preflight.collect import collect
 from slurm_rlhf.preflight.desk import encode, proof
-from slurm_rlhf.preflight.facts import Reach
+from slurm_rlhf.preflight.facts import Orders, Reach
 from slurm_rlhf.preflight.group_host import GroupHost
 from slurm_rlhf.preflight.link_test import Answerer, measure
-from slurm_rlhf.preflight.orders import Orders
 
 _PROBES = 16  # connections that are tried at a time
 _BACKLOG = 4096

@@ -18,10 +18,9 @@ from slurm_rlhf.cluster.network import address_towards, addresses, held_by, inte
 from slurm_rlhf.disk import refusal
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.node import INTERFACES
-from slurm_rlhf.launch.probe import equipment, versions
+from slurm_rlhf.launch.node_look import equipment, versions
 from slurm_rlhf.polling import wait_until
-from slurm_rlhf.preflight.facts import UNKNOWN, Held, NodeFacts, Place
-from slurm_rlhf.preflight.orders import Orders
+from slurm_rlhf.preflight.facts import UNKNOWN, Held, NodeFacts, Orders, Place
 
 SHM = Path("/dev/shm")
 _CANARY_S = 5.0  # for a file system that is slow to show a new file

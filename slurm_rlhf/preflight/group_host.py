@@ -14,7 +14,7 @@ from slurm_rlhf.cluster.network import address_of, is_loopback
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.launch.node import visible_gpus, without_injected
 from slurm_rlhf.placement.topology import Node, Topology
-from slurm_rlhf.preflight.orders import VARIABLE
+from slurm_rlhf.preflight.facts import VARIABLE
 
 _MESSAGE = 1 << 20
 _LATE_S = 5.0

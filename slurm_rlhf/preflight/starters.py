@@ -12,7 +12,7 @@ from typing import IO, Protocol
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.launch.child_process import bound_to_parent
 from slurm_rlhf.launch.srun import HOST, Container, Step, step_command, step_environment
-from slurm_rlhf.preflight.orders import Orders
+from slurm_rlhf.preflight.facts import Orders
 
 AGENT = "slurm_rlhf.preflight.agent"
 _END_S = 5.0

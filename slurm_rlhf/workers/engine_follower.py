@@ -15,8 +15,7 @@ from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.declarations import calls_of, read
 from slurm_rlhf.records import SyncConnection, SyncReport
 from slurm_rlhf.rollout.engine import GenerateRequest
-from slurm_rlhf.rollout.tp_engine import TpEngine
-from slurm_rlhf.rollout.tp_group import engine_store
+from slurm_rlhf.rollout.tp_engine import TpEngine, engine_store
 from slurm_rlhf.workers.engine_worker import EngineWorker, read_address
 from slurm_rlhf.workers.follower_links import Answer, Command, FollowerCalls, Told
 from slurm_rlhf.workers.local_stream import connect_local

@@ -28,8 +28,7 @@ from slurm_rlhf.control.messages import FAILURE, Request
 from slurm_rlhf.errors import CallTimeout, RunError
 from slurm_rlhf.records import MemoryPart, SyncConnection, SyncReport, Trajectory
 from slurm_rlhf.rollout.engine import GenerateRequest, Meter, request_seed
-from slurm_rlhf.rollout.tp_engine import TpEngine
-from slurm_rlhf.rollout.tp_group import EnginePlace, engine_store
+from slurm_rlhf.rollout.tp_engine import EnginePlace, TpEngine, engine_store
 from slurm_rlhf.workers.engine_follower import EngineFollower
 from slurm_rlhf.workers.engine_worker import EngineWorker, publish_address
 from slurm_rlhf.workers.follower_links import FollowerCalls, FollowerLinks

@@ -19,7 +19,7 @@ from slurm_rlhf.control.calls import SyncGroupRequest
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.records import SyncConnection, SyncReport
 from slurm_rlhf.rollout.engine import Engine
-from slurm_rlhf.rollout.tp_group import EnginePlace
+from slurm_rlhf.rollout.tp_engine import EnginePlace
 from slurm_rlhf.rollout.vllm_settings import prepare_environment
 from slurm_rlhf.weight_sync.receiver import EngineEnd
 from slurm_rlhf.workers.worker import RankInfo, Worker
@@ -93,7 +93,7 @@ def segment_prefix(config: Config, place: EnginePlace) -> str:
 
 def publish_address(store: Any, config: Config, place: EnginePlace, path: str) -> str:
     """Leader: publish where it listens; remove shared memory of earlier starts and return its new name."""
-    from slurm_rlhf.rollout.tp_group import unlink_segments
+    from slurm_rlhf.rollout.tp_engine import unlink_segments
 
     prefix = segment_prefix(config, place)
     unlink_segments(prefix)

@@ -14,7 +14,7 @@ from slurm_rlhf.control.declarations import call, read, spec_of
 from slurm_rlhf.errors import CallTimeout, EngineBroken, RunError
 from slurm_rlhf.records import SyncConnection, SyncReport
 from slurm_rlhf.rollout.engine import GenerateRequest
-from slurm_rlhf.rollout.tp_group import EnginePlace
+from slurm_rlhf.rollout.tp_engine import EnginePlace
 from slurm_rlhf.workers.local_stream import LocalStream
 
 A = TypeVar("A")

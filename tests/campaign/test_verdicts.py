@@ -10,7 +10,17 @@ import pytest
 
 from slurm_rlhf.campaign.faults import BORNE, EITHER, STOPS, Fault
 from slurm_rlhf.campaign.result import Campaign, left_out
-from slurm_rlhf.campaign.verdicts import ENDED, FAILED, RECOVERED, RESUMED, UNDISTURBED, Observation, judge, unequal
+from slurm_rlhf.campaign.verdicts import (
+    ENDED,
+    FAILED,
+    RECOVERED,
+    RESUMED,
+    UNDISTURBED,
+    Observation,
+    innocents,
+    judge,
+    unequal,
+)
 
 KILL = Fault("SIGKILL", "actor rank 1", "train", says=r"role actor died: rank 1\b", limit_s=10)
 CALM = Fault("clock jump +1 h", "all of the run", "any", does=BORNE)
@@ -59,6 +69,7 @@ def test_all_as_it_should_be() -> None:
         ({"lost": ["the exported model is not"]}, "the exported model is not"),
         ({"hit_phase": "sync"}, "it came too late or too early: in sync, not in train"),
         ({"hit_phase": ""}, "it came too late or too early: in no phase, not in train"),
+        ({"innocents": ["critic rank 0"]}, "named, though nobody hit it: critic rank 0"),
         ({"error": "RunError: actor rank 1 is not there"}, "actor rank 1 is not there"),
     ],
 )
@@ -66,6 +77,31 @@ def test_each_thing_that_can_be_wrong_is_told(changes: dict[str, object], proble
     row = judge(KILL, seen(**changes))
     assert not row.good
     assert any(problem in text for text in row.problems), row.problems
+
+
+PAIR = Fault("SIGKILL, one after the other", "actor rank 1, critic rank 0", "train")
+TORCHRUN = Fault("SIGKILL", "torchrun of actor", "train")
+BOTH = "role actor died: rank 1 on n (pid 7) was killed by SIGKILL; role critic died: rank 0 on n (pid 8) was killed"
+
+
+@pytest.mark.parametrize(
+    "fault, told, named",
+    [
+        (KILL, "error: role actor died: rank 1 on n1 (pid 7) was killed", []),
+        (KILL, "role actor died: rank 0 on n1 (pid 7) ended", ["actor rank 0"]),
+        (KILL, BOTH, ["critic rank 0"]),
+        (PAIR, BOTH, []),
+        (PAIR, f"{BOTH}\nengine 0 on n is lost: silent", ["rollout rank 0"]),
+        (TORCHRUN, "role actor died: its process group on n was killed; gone: rank 0 (pid 3)", []),
+        (TORCHRUN, "role actor died: rank 0 on n", []),
+        (TORCHRUN, "role critic died: its process group", ["critic"]),
+        (dataclasses.replace(KILL, phase="start"), "role actor died: rank 0 on n", []),
+        (dataclasses.replace(KILL, phase="start"), "role critic died: rank 0 on n", ["critic rank 0"]),
+        (Fault("deleted", "run directory", "train"), BOTH, []),
+    ],
+)
+def test_nobody_is_named_whom_the_fault_did_not_hit(fault: Fault, told: str, named: list[str]) -> None:
+    assert innocents(fault, told) == named
 
 
 def test_how_it_went_on() -> None:

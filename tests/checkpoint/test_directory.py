@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from slurm_rlhf.checkpoint import manifest
-from slurm_rlhf.checkpoint.directory import CheckpointDir
-from slurm_rlhf.checkpoint.way_back import WayBack
+from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack
 from slurm_rlhf.errors import CheckpointError, ConfigError
 
 

@@ -101,6 +101,9 @@ class Roles:
         self.start = self.engines.start
         self.stop = self.engines.stop
 
+    def stopped(self) -> list[tuple[str, int]]:
+        return []
+
     def ended(self) -> list[Ended]:
         return []
 
@@ -122,7 +125,7 @@ class Bench:
         config.timeout.heartbeat_interval, config.timeout.heartbeat, config.timeout.shutdown = 0.2, LIMIT, 1.0
         config.train.max_engine_restarts, config.vllm.tensor_parallel_size = most, 2
         self.launcher = Roles(directory)
-        ranks = place(Topology.uniform(["n1"], 4), [RoleSize("rollout", 1, 4, tp=2, engines=2)])
+        self.ranks = ranks = place(Topology.uniform(["n1"], 4), [RoleSize("rollout", 1, 4, tp=2, engines=2)])
         self.supervisor = Supervisor(config, directory, ranks, self.launcher)  # type: ignore[arg-type]
         self.supervisor.start({"rollout": {}})
         self.recovery = self.supervisor.recovery
@@ -222,6 +225,17 @@ def test_an_engine_that_stands_still_is_ended_and_started_again_and_its_silence_
     until(lambda: stopped[0].poll() == -signal.SIGKILL)
     bench.until_back(0, 2)
     assert bench.supervisor.failure is None
+
+
+def test_no_engine_starts_on_a_node_that_the_run_has_given_up(bench: Bench) -> None:
+    """Both fall silent, and with them their node: of the two spares one was left out before."""
+    bench.begin()
+    bench.launcher.engines.spares = ["n2", "n3"]
+    bench.supervisor.move_engines(bench.ranks, ["n2"])
+    for process in (*bench.processes[0], *bench.processes[1]):
+        os.kill(process.pid, signal.SIGSTOP)
+    until(lambda: len(bench.launcher.engines.places) == 2)
+    assert {node for _, node in bench.launcher.engines.places} == {"n3"}
 
 
 def test_where_all_engines_die_the_pool_has_none_until_one_is_back(bench: Bench) -> None:

@@ -16,9 +16,9 @@ from control_peer import INTERVAL, start_peer, stop_peer
 
 from slurm_rlhf.cluster.processes import running
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.supervisor import SILENT_BEATS, VERDICT_S, Supervisor
+from slurm_rlhf.controller.supervisor import POLL_S, SILENT_BEATS, VERDICT_S, Supervisor
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
-from slurm_rlhf.launch.launcher import Ended
+from slurm_rlhf.launch.launcher import Ended, LocalLauncher
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Topology
@@ -86,6 +86,9 @@ class Processes:
         """The rank ends, and is seen to."""
         self.started[role, rank].kill()
         self.news.append(Ended(role, f"n{rank + 1}", "ended: Killed", self.directory.logs / f"{role}.srun.log"))
+
+    def stopped(self) -> list[tuple[str, int]]:
+        return []
 
     def ended(self) -> list[Ended]:
         news, self.news = self.news, []
@@ -171,6 +174,28 @@ def test_a_rank_that_ended_is_named_and_not_those_that_were_ended_with_it(
     assert seconds < LIMIT / 2
 
 
+def test_of_two_roles_that_die_the_first_is_named_first_though_its_torchrun_ends_last(processes: Processes) -> None:
+    """A torchrun ends its other ranks before it ends."""
+    processes.address = "127.0.0.1"
+    supervisor = make(processes)
+    supervisor.start({"actor": {}, "critic": {}})
+    try:
+        processes.started["actor", 1].kill()
+        time.sleep(3 * POLL_S)
+        processes.end("critic", 0)
+        assert wait_until(lambda: not processes.news, 10)
+        time.sleep(3 * POLL_S)
+        assert supervisor.failure is None
+        log = processes.directory.logs / "actor.srun.log"
+        processes.news.append(Ended("actor", "n2", "was killed by SIGKILL", log))
+        verdict, _ = blamed(supervisor, BROKEN)
+        head, _, rest = str(verdict).partition("; role critic died: ")
+        assert head.startswith("role actor died: its process group on n2 was killed by SIGKILL; gone: rank 1 (pid ")
+        assert rest.startswith("its process group on n1 ended: Killed; gone: rank 0 (pid ")
+    finally:
+        supervisor.stop()
+
+
 @pytest.mark.parametrize(
     ("absent", "error", "said", "dead"),
     [
@@ -188,6 +213,32 @@ def test_a_node_of_which_nobody_says_hello_is_dead(
         with pytest.raises(error, match=said):
             supervisor.start({"actor": {}, "critic": {}})
         assert supervisor.silent_nodes() == dead
+    finally:
+        supervisor.stop()
+
+
+class Stopping(LocalLauncher):
+    """A launcher whose torchruns are stopped as soon as they are started."""
+
+    def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
+        super().start(role, arguments, environment)
+        os.kill(self._started[-1].process.pid, signal.SIGSTOP)
+
+
+def test_a_torchrun_that_is_stopped_before_its_ranks_come_is_missed_after_the_silence_of_a_rank(
+    tmp_path: Path,
+) -> None:
+    directory, config = RunDirectory(tmp_path / "run"), Config()
+    directory.make()
+    config.timeout.heartbeat_interval, config.timeout.heartbeat = INTERVAL, 3.0
+    config.timeout.connect, config.timeout.shutdown = 60.0, 1.0
+    ranks = place(Topology.uniform(["here"], 1), [RoleSize("critic", 1, 1)])
+    supervisor = Supervisor(config, directory, ranks, Stopping(directory.root, ranks))
+    began = time.monotonic()
+    try:
+        with pytest.raises(RoleDied, match=r"role critic died: its torchrun \(pid \d+\), .* has stood still for 3 s"):
+            supervisor.start({"critic": {"here": {}}})
+        assert time.monotonic() - began < 30
     finally:
         supervisor.stop()
 

@@ -19,7 +19,7 @@ from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
-from slurm_rlhf.launch import probe
+from slurm_rlhf.launch import node_look
 from slurm_rlhf.launch.accelerators import Wanted, judge_accelerators, seen_by_processes
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.role_sizes import role_sizes
@@ -148,8 +148,8 @@ def test_the_rank_map_says_how_many_gpus_a_node_needs() -> None:
 
 @pytest.mark.slow
 def test_a_node_says_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probe.cuda_build() == ""  # of this environment
-    assert probe.equipment(gpus=True) == {"cuda_build": "", "modules": MODULES}
+    assert node_look.cuda_build() == ""  # of this environment
+    assert node_look.equipment(gpus=True) == {"cuda_build": "", "modules": MODULES}
     package = tmp_path / "site" / "torch"
     package.mkdir(parents=True)
     (package / "version.py").write_text("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n")
@@ -159,12 +159,12 @@ def test_a_node_says_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     write_smi(tmp_path / "bin", [card(0), card(1), card(2)])
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,0")
-    found = probe.equipment(gpus=True)
+    found = node_look.equipment(gpus=True)
     assert (found["cuda_build"], found["driver"], found["slices"]) == ("13.0", "580.95.05", 0)
     assert [gpu["index"] for gpu in found["gpus"]] == [2, 0]
     assert judge_accelerators({"n": json.loads(json.dumps(found))}, Wanted({"n": 2}), GRANTED) == []
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-aaaa,MIG-bbbb")
-    assert probe.equipment(gpus=True)["slices"] == 2
+    assert node_look.equipment(gpus=True)["slices"] == 2
 
 
 def test_unknown_names_of_attention_and_missing_kernels_end_a_run_before_it_starts(

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from slurm_rlhf.cluster.gpu_query import ask_health, parse_health
-from slurm_rlhf.launch.probe import MISSING, versions
+from slurm_rlhf.launch.node_look import MISSING, versions
 from slurm_rlhf.preflight.collect import collect, held
-from slurm_rlhf.preflight.facts import UNKNOWN
-from slurm_rlhf.preflight.orders import Orders
+from slurm_rlhf.preflight.facts import UNKNOWN, Orders
 
 pytestmark = pytest.mark.slow
 

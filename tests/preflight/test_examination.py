@@ -14,7 +14,7 @@ import pytest
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.launch.accelerators import Wanted
-from slurm_rlhf.launch.probe import versions
+from slurm_rlhf.launch.node_look import versions
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import CPU, Node, Topology

@@ -34,7 +34,7 @@ from slurm_rlhf.control.calls import (
 from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.errors import RemoteError, RunError
 from slurm_rlhf.records import KV_CACHE, WEIGHTS, Prompt, Sampling, Trajectory
-from slurm_rlhf.rollout.tp_group import SHARED_MEMORY, EnginePlace
+from slurm_rlhf.rollout.tp_engine import SHARED_MEMORY, EnginePlace
 from slurm_rlhf.workers.engine_worker import segment_prefix
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]

@@ -12,8 +12,7 @@ from slurm_rlhf.control.codec import decode, encode
 from slurm_rlhf.control.declarations import read
 from slurm_rlhf.records import Sampling
 from slurm_rlhf.rollout.engine import GenerateRequest
-from slurm_rlhf.rollout.tp_engine import TpDigest
-from slurm_rlhf.rollout.tp_group import EnginePlace
+from slurm_rlhf.rollout.tp_engine import EnginePlace, TpDigest
 from slurm_rlhf.workers.engine_worker import own_devices
 
 

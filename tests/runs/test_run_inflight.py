@@ -24,6 +24,7 @@ WORLD = (
     f"--rollout.n_samples_per_prompt={SAMPLES}",
     "--rollout.max_new_tokens=48",
     "--vllm.max_num_seqs=8",
+    "--train.staleness_threshold=1",  # so much that the engine is not through with it when the weights come
     "--train.batch_size=32",
     "--train.max_epochs=1",
     f"--train.max_steps={STEPS}",
@@ -55,14 +56,18 @@ def change(module):
     step, load = module.VllmEngine.step, module.VllmEngine.load_weights
     def slow_step(engine):
         training = any(active.request.sampling.temperature for active in engine._active.values())
+        if training and 0 < engine.patience <= 1200:
+            engine.patience -= 1
+            time.sleep(0.05)
+            return []
         landed = step(engine)
         if training:
             engine.served += len(landed)
-            if engine.served == BATCH:
-                engine.served, engine.patience = 0, 150
+            if engine.served >= BATCH:
+                engine.served, engine.patience = engine.served - BATCH, 1300
             elif engine.patience > 0:
                 engine.patience -= 1
-                time.sleep(0.02 if engine.patience > 50 else 0.2)
+                time.sleep(0.02)
         return landed
     def load_weights(engine, weights, version):
         load(engine, stand_still(engine, weights) if version == 2 else weights, version)
@@ -78,9 +83,9 @@ def change(module):
     module.VllmEngine.served = module.VllmEngine.patience = 0
     module.VllmEngine.step, module.VllmEngine.load_weights = slow_step, load_weights
 """
-"""From the second batch on, the engine pauses after each of its first 150 steps until new weights come, the last 50 of
-them for longer: the weights meet it half way however busy the machine is. Evaluations, which are greedy, do not pause.
-In the update to policy version 2 its process stands still for six seconds."""
+"""Once a batch is served the engine does 100 more steps, in which every response begun before ends, and then none until
+new weights come, for a minute at most: they meet the next batch half way however busy the machine is. Evaluations,
+which are greedy, do not wait. In the update to policy version 2 its process stands still for six seconds."""
 
 
 class Whole:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 from campaign_slurm import ClusterCampaign
+from cluster_faults import SPARES
 from cluster_storm import cluster_storm
 from slurm_cluster import Cluster
 
 from slurm_rlhf.campaign.draw import draw
-from slurm_rlhf.campaign.faults import SLURM
+from slurm_rlhf.campaign.faults import SLURM, named
 from slurm_rlhf.campaign.result import Campaign
+from slurm_rlhf.campaign.verdicts import RECOVERED
 from slurm_rlhf.campaign.workload import write_workload
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -39,6 +41,19 @@ def test_faults_of_a_cluster(slurm: Cluster, tmp_path: Path) -> None:
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(900)
+def test_a_spare_node_that_dies_while_it_takes_over_is_replaced_by_the_next(slurm: Cluster) -> None:
+    """Nobody on it has said hello: it is known by the silence of all of its ranks while the other node is heard."""
+    (fault,) = named(list(SLURM), "one after the other")
+    (row,) = ClusterCampaign(slurm, write_workload(slurm.shared / "spares"), SEED, *SPARES).run([fault])
+    print(row)
+    assert row.good, row.problems
+    assert row.outcome == RECOVERED
+    assert row.equal
+    assert "is lost before its hello: actor: 0 of 2 ranks said hello within 55 s" in row.said
+
+
+@pytest.mark.campaign
 @pytest.mark.timeout(1800)
 def test_a_storm_of_two_hundred_steps(slurm: Cluster) -> None:
     """A fault every 10 s that the run steps: of ranks, srun, conductor, nodes, networks, slurmd and slurmctld."""
@@ -47,6 +62,8 @@ def test_a_storm_of_two_hundred_steps(slurm: Cluster) -> None:
     row = storm.run()
     print(row, f"{len(storm.struck)} faults in {time.monotonic() - began:.0f} s")
     assert row.problems == []
+    assert row.detected_s is not None
+    assert "faults that hurt were noticed, median " in row.said
     assert row.equal
     assert row.compared == 200
     assert len(storm.struck) >= 8

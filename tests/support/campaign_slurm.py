@@ -24,9 +24,10 @@ MOVING = ("crash", "network cut")
 class ClusterCampaign:
     """Runs faults one after the other. `config`: the workload, in the directory that all nodes see."""
 
-    def __init__(self, slurm: Cluster, config: Path, seed: int) -> None:
-        self._slurm, self._config = slurm, config
-        self._run_dir = slurm.shared / "campaign"
+    def __init__(self, slurm: Cluster, config: Path, seed: int, *options: str) -> None:
+        """`options`: of every run."""
+        self._slurm, self._config, self._options = slurm, config, options
+        self._run_dir = config.parent / "campaign"
         self._start = Jobs(slurm)
         self._faults = ClusterFaults(slurm, config, self._run_dir, seed)
         self._session: Session | None = None
@@ -37,12 +38,12 @@ class ClusterCampaign:
     def run(self, faults: Sequence[Fault]) -> Iterator[Row]:
         """Yield a row for each fault, some later than others."""
         steps = max(FEWEST_STEPS, STEPS_EACH * len(faults))
-        calm = Session(self._start, self._config, self._run_dir.with_name("calm"), f"--train.max_steps={steps}")
+        calm = self._session_in(self._run_dir.with_name("calm"), f"--train.max_steps={steps}")
         self._slurm.wait_until(lambda: calm.over, "end of the calm run", 600)
         assert calm.process.poll() == 0, calm.process.output()
         self._calm = read_rows(calm.directory.metrics)
         for fault in faults:
-            session = self._session = self._session or Session(self._start, self._config, self._run_dir, *ENDLESS)
+            session = self._session = self._session or self._session_in(self._run_dir, *ENDLESS)
             yield from self._after_a_step(session)
             seen = Observation()
             try:
@@ -58,9 +59,12 @@ class ClusterCampaign:
                 yield from self._settled()
                 self._ended.append((fault, seen))
                 self._session = None
-        session = self._session or Session(self._start, self._config, self._run_dir, *ENDLESS)
+        session = self._session or self._session_in(self._run_dir, *ENDLESS)
         yield from self._after_a_step(session)
         yield from self._leave(session)
+
+    def _session_in(self, run_dir: Path, *overrides: str) -> Session:
+        return Session(self._start, self._config, run_dir, *self._options, *overrides)
 
     def _after_a_step(self, session: Session) -> Iterator[Row]:
         """Wait until the job has done steps: it goes on after the faults before."""

@@ -23,9 +23,11 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.polling import wait_until
 
 OPTIONS = ("--nodes=4", "--gres=gpu:8", "--cpus-per-task=16", "--no-kill")
-RANKS = ("--actor.num_gpus_per_node=1", "--timeout.connect=55")
-"""The actor on two nodes, the engines on the two others. A node that dies before its ranks say hello is missed after
-55 s."""
+RANKS = ("--actor.num_gpus_per_node=1", "--timeout.connect=90")
+"""The actor on two nodes, the engines on the two others. At a load of 24 ranks have said hello after 45 s. A node that
+dies before its ranks say hello is missed by its engine's silence after 12 s, and its ranks after 90 s."""
+SPARES = ("--cluster.spares=2", "--vllm.num_engines=1", "--vllm.num_nodes=1", "--timeout.connect=55")
+"""Two nodes, and two in reserve. These have no engine: of them nothing was heard, so 55 s alone tell that they died."""
 NODES = {"crash": ("crash", "restart"), "network cut": ("cut", "uncut")}
 """Kind of a fault -> the words of slurm_cluster.sh that do it and undo it."""
 ASK_S = 0.5

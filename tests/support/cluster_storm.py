@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from cluster_faults import ClusterFaults, Jobs
 from slurm_cluster import Cluster
 
-from slurm_rlhf.campaign.faults import ANY, SLURM
+from slurm_rlhf.campaign.faults import ANY, BORNE, SLURM
 from slurm_rlhf.campaign.session import Session
-from slurm_rlhf.campaign.storm import Storm
-from slurm_rlhf.campaign.verdicts import Observation
+from slurm_rlhf.campaign.storm import Blow, Storm
+from slurm_rlhf.campaign.verdicts import Observation, patterns
 from slurm_rlhf.errors import RunError
 
 WEATHER = tuple(fault for fault in SLURM if fault.phase != ANY and "one after the other" not in fault.kind)
@@ -30,7 +31,7 @@ class Weather:
         self._slurm, self._faults = slurm, ClusterFaults(slurm, config, run_dir, seed)
         self._healing: list[threading.Timer] = []
 
-    def strike(self, session: Session, dice: random.Random) -> str:
+    def strike(self, session: Session, dice: random.Random) -> Blow:
         """Implements `slurm_rlhf.campaign.storm.Strike`."""
         for _ in range(TRIES):
             fault = dice.choice(WEATHER)
@@ -40,7 +41,9 @@ class Weather:
                 continue  # its target is just being started again
             self._healing.append(threading.Timer(HEAL_S, struck.heal))
             self._healing[-1].start()
-            return f"{fault.kind}: {fault.target}"
+            says = "|".join(patterns(fault, Observation(pid=struck.pid, nodes=struck.nodes)))
+            at = time.time() - (time.monotonic() - struck.at)
+            return Blow(f"{fault.kind}: {fault.target}", at, "" if fault.does == BORNE else says)
         raise RunError(f"{TRIES} faults were drawn, and none had its target")
 
     def rest(self, session: Session, seen: Observation) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.gpu_query import ask_gpus
-from slurm_rlhf.launch.probe import versions
+from slurm_rlhf.launch.node_look import versions
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

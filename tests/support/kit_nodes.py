@@ -15,7 +15,7 @@ from slurm_rlhf.bench.sync import World, measure, parameters_of
 from slurm_rlhf.cluster.network import address_towards
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.launch.accelerators import Wanted
-from slurm_rlhf.launch.probe import versions
+from slurm_rlhf.launch.node_look import versions
 from slurm_rlhf.launch.srun import STEP_VARIABLES, Step, step_command
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import Topology

@@ -18,7 +18,7 @@ from slurm_rlhf.control.messages import Request
 from slurm_rlhf.errors import CallTimeout, RunError, WireError
 from slurm_rlhf.records import Sampling, SyncReport
 from slurm_rlhf.rollout.engine import GenerateRequest
-from slurm_rlhf.rollout.tp_group import EnginePlace
+from slurm_rlhf.rollout.tp_engine import EnginePlace
 from slurm_rlhf.workers.engine_follower import EngineFollower
 from slurm_rlhf.workers.follower_links import Answer, FollowerCalls, FollowerLinks, Told
 from slurm_rlhf.workers.local_stream import LocalListener, LocalStream, accept_all, connect_local

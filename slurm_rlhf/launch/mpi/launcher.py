@@ -65,22 +65,14 @@ class MpiLauncher:
 
     fixed = "under MPI no role can be started again: a rank that is gone is missing in MPI_COMM_WORLD"
     unfit: Mapping[str, str] = {}
+    engines = None  # that could be started again
 
     def __init__(self, channel: Channel, ranks: RankMap, address: str) -> None:
         self._channel = channel
         self._ranks = ranks
-        self._address = address
+        self.address = address
         self._lock = threading.Lock()
         self._reported = False  # that rank 0 is gone; also when it was told to stop
-
-    @property
-    def address(self) -> str:
-        return self._address
-
-    @property
-    def engines(self) -> None:
-        """Return None: no engine can be started again."""
-        return None
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         self._channel.send(start=role, arguments=arguments, environment=environment)
@@ -98,6 +90,9 @@ class MpiLauncher:
                 how = "was ended by the MPI launcher, which ends all ranks when one is gone; its own output names it"
                 news.append(Ended(role, shares[0].node, how, Path("/dev/null")))
         return news
+
+    def stopped(self) -> list[tuple[str, int]]:
+        return []  # they are children of others
 
     def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
         """Look at the ranks of this node alone: no other process of the run can start anything elsewhere."""

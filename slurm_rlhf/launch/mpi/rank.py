@@ -23,7 +23,7 @@ from types import FrameType
 from typing import IO, Any
 
 from slurm_rlhf.cluster.local_directory import take_directory
-from slurm_rlhf.cluster.network import address_towards
+from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.cluster.processes import KEYS, STORE_FD, STORE_RANKS
 from slurm_rlhf.launch.child_process import bound_to_parent, exit_text, start_child
 from slurm_rlhf.launch.mpi.assignment import Assignment
@@ -159,8 +159,8 @@ class WorkerSpec:
 
 def rendezvous_socket(ranks: RankMap, role: str) -> tuple[socket.socket, dict[str, Any]]:
     """Open a socket for the store where the ranks of `role` meet; return it and its address."""
-    elsewhere = [share.node for share in ranks.roles[role][1:]]
-    address = address_towards(elsewhere[0]) if elsewhere else "127.0.0.1"
+    nodes = [share.node for share in ranks.roles[role]]
+    address = address_among(nodes, nodes[0])
     listening = socket.create_server((address, 0), backlog=1024)
     return listening, {"host": address, "port": listening.getsockname()[1]}
 
