@@ -31,15 +31,15 @@ class Links:
     def second(self, node: str, subnet: int) -> str:
         """Another interface, ib0, in a network of its own; returns its address."""
         address = f"10.98.{subnet}.1"
-        _run(*self.inside(node), "ip", "link", "add", "ib0", "type", "bridge")
-        _run(*self.inside(node), "ip", "addr", "add", f"{address}/24", "dev", "ib0")
-        _run(*self.inside(node), "ip", "link", "set", "ib0", "up")
+        run(*self.inside(node), "ip", "link", "add", "ib0", "type", "bridge")
+        run(*self.inside(node), "ip", "addr", "add", f"{address}/24", "dev", "ib0")
+        run(*self.inside(node), "ip", "link", "set", "ib0", "up")
         return address
 
     def rail(self, rate: str) -> None:
         """A second interface, ib0, on every node, with a bridge and a network of its own."""
-        _run("ip", "link", "add", f"{self._tag}b2", "type", "bridge")
-        _run("ip", "link", "set", f"{self._tag}b2", "up")
+        run("ip", "link", "add", f"{self._tag}b2", "type", "bridge")
+        run("ip", "link", "set", f"{self._tag}b2", "up")
         for index, node in enumerate(self.nodes):
             address = f"10.98.{os.getpid() % 250}.{10 + index}"
             self._attach(node, f"{self._tag}w{index}", "ib0", f"{self._tag}b2", address, rate)
@@ -48,54 +48,54 @@ class Links:
         """Give the node's link another rate, in both directions."""
         outer = f"{self._tag}v{self.nodes.index(node)}"
         for command, device in (((), outer), (self.inside(node), "eth0")):
-            _run(*command, "tc", "qdisc", "change", "dev", device, *_shape(rate))
+            run(*command, "tc", "qdisc", "change", "dev", device, *_shape(rate))
 
     def sent(self, node: str, interface: str) -> int:
         """Bytes that have left the node over an interface."""
-        shown = _run(*self.inside(node), "ip", "-s", "-j", "link", "show", "dev", interface)
+        shown = run(*self.inside(node), "ip", "-s", "-j", "link", "show", "dev", interface)
         return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
     def vanish(self, node: str) -> None:
         """Let everything from and to the node disappear, while its link looks fine at both ends."""
-        _run("ip", "link", "set", f"{self._tag}v{self.nodes.index(node)}", "nomaster")
+        run("ip", "link", "set", f"{self._tag}v{self.nodes.index(node)}", "nomaster")
 
     def appear(self, node: str) -> None:
-        _run("ip", "link", "set", f"{self._tag}v{self.nodes.index(node)}", "master", f"{self._tag}br")
+        run("ip", "link", "set", f"{self._tag}v{self.nodes.index(node)}", "master", f"{self._tag}br")
 
     def part(self, one: str, other: str) -> None:
         """Let what two nodes send each other disappear; others reach both."""
         for here, there in ((one, other), (other, one)):
-            _run("ip", "-n", self._name(here), "route", "add", "blackhole", f"{self.address(there)}/32")
+            run("ip", "-n", self._name(here), "route", "add", "blackhole", f"{self.address(there)}/32")
 
     def join(self, one: str, other: str) -> None:
         for here, there in ((one, other), (other, one)):
-            _run("ip", "-n", self._name(here), "route", "del", "blackhole", f"{self.address(there)}/32")
+            run("ip", "-n", self._name(here), "route", "del", "blackhole", f"{self.address(there)}/32")
 
     def make(self, rate: str) -> None:
-        _run("ip", "link", "add", f"{self._tag}br", "type", "bridge")
-        _run("ip", "link", "set", f"{self._tag}br", "up")
+        run("ip", "link", "add", f"{self._tag}br", "type", "bridge")
+        run("ip", "link", "set", f"{self._tag}br", "up")
         for node in self.nodes:
-            _run("ip", "netns", "add", self._name(node))
-            _run("ip", "-n", self._name(node), "link", "set", "lo", "up")
+            run("ip", "netns", "add", self._name(node))
+            run("ip", "-n", self._name(node), "link", "set", "lo", "up")
             outer = f"{self._tag}v{self.nodes.index(node)}"
             self._attach(node, outer, "eth0", f"{self._tag}br", self.address(node), rate)
 
     def _attach(self, node: str, outer: str, inner: str, bridge: str, address: str, rate: str) -> None:
         space, shape = self._name(node), _shape(rate)
-        _run("ip", "link", "add", outer, "type", "veth", "peer", "name", inner, "netns", space)
-        _run("ip", "link", "set", outer, "master", bridge, "up")
-        _run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", inner)
-        _run("ip", "-n", space, "link", "set", inner, "up")
-        _run("tc", "qdisc", "add", "dev", outer, *shape)
-        _run(*self.inside(node), "tc", "qdisc", "add", "dev", inner, *shape)
+        run("ip", "link", "add", outer, "type", "veth", "peer", "name", inner, "netns", space)
+        run("ip", "link", "set", outer, "master", bridge, "up")
+        run("ip", "-n", space, "addr", "add", f"{address}/24", "dev", inner)
+        run("ip", "-n", space, "link", "set", inner, "up")
+        run("tc", "qdisc", "add", "dev", outer, *shape)
+        run(*self.inside(node), "tc", "qdisc", "add", "dev", inner, *shape)
 
     def remove(self) -> None:
         for index, node in enumerate(self.nodes):
             for letter in "vw":
-                _run("ip", "link", "del", f"{self._tag}{letter}{index}", check=False)
-            _run("ip", "netns", "del", self._name(node), check=False)
+                run("ip", "link", "del", f"{self._tag}{letter}{index}", check=False)
+            run("ip", "netns", "del", self._name(node), check=False)
         for bridge in ("br", "b2"):
-            _run("ip", "link", "del", f"{self._tag}{bridge}", check=False)
+            run("ip", "link", "del", f"{self._tag}{bridge}", check=False)
 
     def _name(self, node: str) -> str:
         return f"{self._tag}-{node}"
@@ -116,7 +116,7 @@ def shaped(nodes: Sequence[str], rate: str) -> Iterator[Links]:
         links.remove()
 
 
-def _run(*command: str, check: bool = True) -> str:
+def run(*command: str, check: bool = True) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     if check and done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import long_links
 import pytest
 from shaped_links import available, shaped
 
@@ -53,3 +54,26 @@ def test_a_node_at_a_tenth_costs_what_the_network_costs(zero: int) -> None:
     assert found["seconds"] <= 1.3 * optimum
     # Two updates in which nothing is known yet, four that follow the rates.
     assert sent <= (2 + 4 * (0.15 if zero == 0 else 0.55)) * found["bytes"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not long_links.available(), reason="packets are delayed by way of /dev/net/tun")
+def test_links_of_20_ms_are_as_full_as_one_stream_makes_them() -> None:
+    """Eight ranks on four nodes, 100 MB of ZeRO-3 shards at 400 Mbit/s; a round trip takes 20 ms."""
+    nodes = ["actor0", "actor1", "rollout0", "rollout1"]
+    with long_links.long(nodes, 400, 0.01) as links:
+        world = World(
+            parameters_of(100_000_000),
+            actors=[node for node in nodes[:2] for _ in range(2)],
+            engines=[node for node in nodes[2:] for _ in range(2)],
+            zero=3,
+            naive=False,
+            bucket_bytes=16 << 20,
+            host=links.address("actor0"),
+            prefix=links.inside,
+        )
+        found = measure(world)
+    print(json.dumps(found))
+    assert found["raw_seconds"] > found["bytes"] / 50e6  # the links are no faster than they were set
+    assert found["share_of_raw"] >= 1 / 1.15
