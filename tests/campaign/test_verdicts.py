@@ -57,6 +57,7 @@ def test_all_as_it_should_be() -> None:
         ({"told": "role critic died: rank 1"}, "the culprit is not named"),
         ({"told": "role actor died: rank 12"}, "the culprit is not named"),
         ({"detected_s": None}, "not detected"),
+        ({"ended_s": None, "requeued": True, "went_on": True, "resumed_at": 1}, "went on at step 1, before the"),
         ({"detected_s": 12.0}, "detected after 12 s, which is more than 10 s"),
         ({"resumed": False}, "the run neither went on"),
         ({"resumed": None}, "the run neither went on"),
