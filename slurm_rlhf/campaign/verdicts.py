@@ -109,10 +109,12 @@ def patterns(fault: Fault, seen: Observation) -> list[str]:
 
 
 def innocents(fault: Fault, told: str) -> list[str]:
-    """List who `told` says has died, where the fault was to hit others; empty where it hits no rank and no torchrun.
+    """List who `told` says has died, where the fault was to hit others; empty where it hits a node, or no rank at all.
 
     While roles start, a rank may be gone before its number is known: then the role is enough.
     """
+    if "node of " in fault.target:
+        return []  # all of its ranks are hit
     ranks = {(role, number) for role, number in _RANK.findall(fault.target)}
     roles = {role for role, _ in ranks} | {*_TORCHRUN.findall(fault.target)}
     found = [(role, number) for role, number in _DIED.findall(told)]

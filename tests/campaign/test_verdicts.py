@@ -89,6 +89,7 @@ BOTH = "role actor died: rank 1 on n (pid 7) was killed by SIGKILL; role critic 
     "fault, told, named",
     [
         (KILL, "error: role actor died: rank 1 on n1 (pid 7) was killed", []),
+        (dataclasses.replace(KILL, target="node of actor rank 1"), "role critic died: rank 0 on n1 (pid 7)", []),
         (KILL, "role actor died: rank 0 on n1 (pid 7) ended", ["actor rank 0"]),
         (KILL, BOTH, ["critic rank 0"]),
         (PAIR, BOTH, []),

@@ -101,9 +101,9 @@ class ClusterCampaign:
         if fault.phase != ANY:
             session.wait_for_phase(PHASES[fault.phase], session.steps)
         seen.checkpoint, seen.printed, first = session.checkpoint, len(session.process.output()), session.count_events()
-        struck = self._faults.do(fault, session.count_events)
         now = session.phase()
         assert now is not None
+        struck = self._faults.do(fault, session.count_events)
         seen.hit_phase, seen.hit_step, seen.pid, seen.nodes = now.phase, now.step, struck.pid, struck.nodes
         try:
             seen.told = "\n".join(session.events(first)) + "\n"
