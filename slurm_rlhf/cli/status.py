@@ -27,6 +27,8 @@ from slurm_rlhf.run_directory import RunDirectory
 
 _JOB = re.compile(r"\d+(_\d+)?")
 _RANK_LOG = re.compile(r"(?!conductor\.)[a-z]+\.(?P<node>.+)\.\d+\.log")
+_LEFT = re.compile(rf"^{CONDUCTOR_GONE}: |: the conductor at \S+ is lost: ")
+"""In the last line of a rank that has left: its I/O thread ends it, or its main thread sees it first."""
 _ANNOUNCED = re.compile(r"run directory (/.*?)(?:, \d+ steps|;|$)", re.MULTILINE)
 _READ = 1 << 20
 PATIENCE_S = 5.0
@@ -256,7 +258,7 @@ def _deserted(found: Found) -> list[str]:
     for log in (directory / "logs").glob("*.log"):
         rank = _RANK_LOG.fullmatch(log.name)
         if rank and rank["node"] != session.first_node and log.stat().st_mtime > session.began:
-            if not tail(log, 1)[0].startswith(CONDUCTOR_GONE):
+            if not _LEFT.search(tail(log, 1)[0]):
                 return []
             nodes.add(rank["node"])
     return sorted(nodes)

@@ -42,17 +42,16 @@ def test_the_ranks_leave_by_themselves_and_the_run_goes_on_from_its_checkpoint(s
         try:
             left = slurm.wait_until(lambda: not slurm.left(run_dir, *OTHERS), "end of the ranks", SILENCE_S + 30)
             assert not any(slurm.cluster("exec", node, "ls", "-A", "/dev/shm").split() for node in OTHERS)
-            known = slurm.job(job)["JobState"] != "RUNNING"
             before = slurm.run(COMMAND, "status", str(run_dir))
-            slurm.wait_until(lambda: FIRST not in slurm.job(job)["NodeList"] or over(slurm, job), "notice", 120)
+            known = slurm.job(job)["JobState"] != "RUNNING"
+            slurm.wait_until(lambda: AFTER[how] in slurm.run(COMMAND, "status", str(run_dir)), f"{AFTER[how]}", 120)
             after = slurm.run(COMMAND, "status", str(run_dir))
-            print(f"{how}: the ranks were gone after {left:.0f} s\n{before}\n{after}")
+            print(f"{how}: the ranks were gone after {left:.0f} s\n{before}\n{after}", flush=True)
             number = go_on(slurm, job, how, run_dir, calm.overrides)
             slurm.wait_until(lambda: summary(run_dir)["status"] == "finished", "end of the run", 400)
         finally:
             slurm.restart(FIRST)
     assert known or f"the conductor is gone, say its ranks on {', '.join(OTHERS)}, and have left" in before
-    assert AFTER[how] in after
     assert slurm.wait_over(number, 60) == ("COMPLETED", 0), said(run_dir)
     assert slurm.job(job)["Restarts"] == ("0" if how == "--no-requeue" else "1")
     (at,) = map(int, re.findall(r"resuming from \S+ at step (\d+)/", said(run_dir)))
@@ -61,14 +60,10 @@ def test_the_ranks_leave_by_themselves_and_the_run_goes_on_from_its_checkpoint(s
 
 
 AFTER = {
-    "--requeue": "PENDING",
+    "--requeue": "requeued 1 times",
     "--no-requeue": "NODE_FAIL: it lost a node",
     "--no-kill": f"its first node {FIRST} is gone, and with it the conductor: nobody leads the run any more.",
 }
-
-
-def over(slurm: Cluster, job: int) -> bool:
-    return slurm.job(job)["JobState"] not in ("RUNNING", "COMPLETING")
 
 
 def go_on(slurm: Cluster, job: int, how: str, run_dir: Path, overrides: tuple[str, ...]) -> int:

@@ -115,9 +115,7 @@ class ClusterFaults:
         role, _, number = rank.partition(" rank ")
         node = slurm.names[0] if what == "srun" or rank == CONDUCTOR else self.node(role, int(number))
         if what == "node":
-            if node == slurm.names[0] and rank != CONDUCTOR:
-                raise RunError(f"{node} is the conductor's")
-            return self._hit_node(fault.kind, node, known)
+            return self._hit_node(fault.kind, node, known, conductors=rank == CONDUCTOR)
         pid = self._victim(what or rank, role, int(number or 0), node)
         at = time.monotonic()
         os.kill(pid, getattr(signal, fault.kind))
@@ -125,14 +123,14 @@ class ClusterFaults:
             return Struck(at, known, pid, (node,), self._healing(node, "restart-slurmd"))
         return Struck(at, known, pid, (node,))
 
-    def _hit_node(self, kind: str, node: str, known: int) -> Struck:
+    def _hit_node(self, kind: str, node: str, known: int, conductors: bool = False) -> Struck:
         slurm, at = self._slurm, time.monotonic()
         if kind.startswith("clock jump "):
             holds, clock = Holds(self._config), f"clock.{node}"
             holds.hold(clock, str(CLOCK[kind.removeprefix("clock jump ")]))
             return Struck(at, known, 0, (node,), lambda: holds.let_go(clock))
-        if node in self._down:
-            raise RunError(f"{node} is broken already")
+        if (node == slurm.names[0] and not conductors) or node in self._down:
+            raise RunError(f"{node} is the conductor's, or broken already")
         how, back = NODES[kind]
         slurm.cluster(how, node)
         return Struck(at, known, 0, (node,), self._healing(node, back))
