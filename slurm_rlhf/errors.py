@@ -1,4 +1,4 @@
-"""List the exceptions of the package, and shorten lists in their messages.
+"""List the exceptions of the package, and write the lists, long texts and nearest names in their messages.
 
 Every message says what happened, where, why, and how to fix it.
 
@@ -26,6 +26,7 @@ SlurmRlhfError                  anything this package raises on purpose
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Sequence
 
 
@@ -167,3 +168,14 @@ def shortened_lines(lines: Sequence[str], most: int) -> str:
     """Put the first `most` items and the count of the others on indented lines of their own, below a message."""
     rest = len(lines) - most
     return "".join(f"\n  {line}" for line in [*lines[:most], *([f"and {rest} more"] if rest > 0 else [])])
+
+
+def meant(name: str, valid: Iterable[str]) -> str:
+    """Ask whether the one of `valid` names that is nearest to `name` was meant, behind it; empty: none is near."""
+    near = difflib.get_close_matches(name, list(valid), n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def cut(text: str, most: int) -> str:
+    """Show the first `most` characters of a longer text, and say how long it is."""
+    return text if len(text) <= most else f"{text[:most]} ... ({len(text)} characters)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import pkgutil
@@ -12,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.errors import ConfigError, meant
 from slurm_rlhf.user_files import file_of, run_file, same_place
 
 if TYPE_CHECKING:  # the command line and the planner read records, and start without numpy
@@ -133,10 +132,9 @@ def find_algorithm(name: str) -> Algorithm:
     """Look an algorithm up by its name. Raises ConfigError that names the nearest and all valid ones."""
     found = built_in().get(name) or _REGISTERED.get(name)
     if found is None:
-        near = difflib.get_close_matches(name, algorithm_names(), n=1)
-        meant = f"; did you mean {near[0]}?" if near else ""
+        names = algorithm_names()
         raise ConfigError(
-            f"{KEY} = {name!r} is unknown{meant} (valid: {', '.join(algorithm_names())}; more come with files that "
+            f"{KEY} = {name!r} is unknown{meant(name, names)} (valid: {', '.join(names)}; more come with files that "
             "train.plugins names)"
         )
     return found

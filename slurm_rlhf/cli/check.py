@@ -11,6 +11,7 @@ from slurm_rlhf.cluster.gpu_memory import memory_on
 from slurm_rlhf.config.check import check, warnings
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.errors import cut
 
 if TYPE_CHECKING:
     from slurm_rlhf.controller.startup import Inputs
@@ -52,8 +53,8 @@ def look(config: Config, inputs: Inputs) -> list[str]:
         f"{config.rollout.n_samples_per_prompt} responses each; the prompts are good for {per_episode} in an episode"
     )
     first = inputs.prompts[0]
-    lines.append(f"the first prompt, {len(first.token_ids)} tokens: {_cut(first.text)}")
-    lines.append(f"its label: {_cut(first.label)}")
+    lines.append(f"the first prompt, {len(first.token_ids)} tokens: {cut(repr(first.text), _WIDTH)}")
+    lines.append(f"its label: {cut(repr(first.label), _WIDTH)}")
     if inputs.findings.template:
         lines.append(f"warning: {inputs.findings.template}")
     return lines
@@ -87,11 +88,6 @@ def _answered(prompt: Prompt) -> Trajectory:
     ids = prompt.token_ids
     none, mask = np.zeros(len(ids), np.float32), np.ones(len(ids), np.bool_)
     return Trajectory(prompt.index, 0, ids, ids, none, mask, "stop", text, [])
-
-
-def _cut(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _WIDTH else f"{text[:_WIDTH]} ... ({len(text)} characters)"
 
 
 COMMANDS = {

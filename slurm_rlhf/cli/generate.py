@@ -9,11 +9,10 @@ from pathlib import Path
 
 from slurm_rlhf.cli.examine import OFF, question
 from slurm_rlhf.cli.main import Command, parse, take_options
-from slurm_rlhf.cli.train import given_twice
+from slurm_rlhf.cli.train import configured
 from slurm_rlhf.cluster.processes import attach_line
 from slurm_rlhf.cluster.resources import nodes_here
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
-from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
@@ -47,9 +46,7 @@ def run(words: list[str]) -> int:
         return _merge(words[1:])
     arguments = parse(words, USAGE)
     refuse_many_processes("generate")
-    config = load_config(arguments.files, arguments.overrides)
-    for note in given_twice(arguments.overrides):
-        print(note, flush=True)
+    config = configured(arguments)
     from slurm_rlhf.generation.start import engines_everywhere, generate, prepare
 
     shard, source = prepare(config, os.environ)
@@ -135,9 +132,7 @@ def run_eval(words: list[str]) -> int:
     model = options.get("model")
     if model is None:
         raise ConfigError(f"--model is missing: name the model, run or checkpoint to evaluate\n{EVAL_USAGE}")
-    config = load_config(arguments.files, arguments.overrides)
-    for note in given_twice(arguments.overrides):
-        print(note, flush=True)
+    config = configured(arguments)
     from slurm_rlhf.evaluation.words import report_text
     from slurm_rlhf.generation.eval_job import EvalJob
     from slurm_rlhf.generation.start import engines_everywhere

@@ -5,7 +5,6 @@ Has what all commands share, too: FILE.toml, overrides and flags, and the layout
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import shutil
@@ -22,7 +21,7 @@ from slurm_rlhf import __version__
 from slurm_rlhf.config.key_text import help_text, key_names, listed
 from slurm_rlhf.config.keys import all_keys, groups
 from slurm_rlhf.disk import refusal
-from slurm_rlhf.errors import ConfigError, SlurmRlhfError
+from slurm_rlhf.errors import ConfigError, SlurmRlhfError, meant
 
 WIDEST = 120
 KEYS_INTRO = (
@@ -255,8 +254,7 @@ def _suspects(error: Exception) -> list[Path]:
 
 def unknown(name: str, known: Collection[str]) -> str:
     """Quote a name that is not `known`, and ask whether the one that is nearest to it was meant."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"{name!r}; did you mean {near[0]}?" if near else repr(name)
+    return f"{name!r}{meant(name, known)}"
 
 
 def _dispatch(words: list[str]) -> int:

@@ -114,8 +114,8 @@ def _kv_line(config: Config, found: Account) -> str:
     engine, wanted = found.engine, found.wanted
     if engine is None:
         return (
-            f"A rank of the actor samples {config.rollout.hf_max_num_seqs} responses at a time, of up to data.max_len "
-            f"= {config.data.max_len} tokens (rollout.engine = hf)."
+            f"A rank of the actor samples {config.rollout.hf_at_once(on_gpus=True)} responses at a time, of up to "
+            f"data.max_len = {config.data.max_len} tokens (rollout.engine = hf)."
         )
     fewer = " (not all fit at once: sampling takes longer)" if engine.sequences < wanted else ""
     return (

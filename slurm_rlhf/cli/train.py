@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from slurm_rlhf.cli.examine import before_run
-from slurm_rlhf.cli.main import Command, parse
+from slurm_rlhf.cli.main import Arguments, Command, parse
 from slurm_rlhf.cli.placement_report import (
     check_memory,
     draw_layout,
@@ -55,9 +55,8 @@ def train(words: list[str]) -> int:
 
         return mpi_start.train(arguments, start)
     refuse_foreign_keys(arguments.overrides)
-    config = load_config(arguments.files, arguments.overrides)
-    _print_notes(given_twice(arguments.overrides) if "dry_run" not in arguments.flags else [])
     if "dry_run" in arguments.flags:
+        config = load_config(arguments.files, arguments.overrides)
         from slurm_rlhf.cli.check import look, read
 
         check(config)
@@ -66,8 +65,17 @@ def train(words: list[str]) -> int:
         print_resolved(config, layout, memory, look(config, read(config)))
         require_fit(config, memory)
         return 0
+    config = configured(arguments)
     fetch_models(config, _say)
     return train_here(config)
+
+
+def configured(arguments: Arguments) -> Config:
+    """Read the configuration of a command, and tell of the keys that its command line has several times."""
+    config = load_config(arguments.files, arguments.overrides)
+    for note in given_twice(arguments.overrides):
+        _say(note)
+    return config
 
 
 def refuse_foreign_keys(overrides: list[str]) -> None:
@@ -116,11 +124,6 @@ def _launcher(config: Config, ranks: RankMap, unfit: Mapping[str, str]) -> Launc
     return SlurmLauncher(run_dir, ranks, slurm, container_of(config), unfit)
 
 
-def _print_notes(notes: list[str]) -> None:
-    for note in notes:
-        _say(note)
-
-
 def _say(text: str) -> None:
     print(text, flush=True)
 
@@ -128,11 +131,11 @@ def _say(text: str) -> None:
 def sft(words: list[str]) -> int:
     """Train on examples and write the model. Raises SlurmRlhfError."""
     arguments = parse(words, SFT_USAGE)
-    config = load_config(arguments.files, arguments.overrides)
-    _print_notes(given_twice(arguments.overrides))
+    config = configured(arguments)
     fetch_models(config, _say)
     check_sft(config)
-    _print_notes([f"warning: {told}" for told in warnings(config)])
+    for told in warnings(config):
+        _say(f"warning: {told}")
     from slurm_rlhf.controller.startup import WAITING_THREADS
 
     for name, value in WAITING_THREADS.items():
@@ -146,8 +149,7 @@ def submit(words: list[str]) -> int:
     """Submit a job that trains. Raises SlurmRlhfError."""
     arguments = parse(words, SUBMIT_USAGE, SUBMIT_FLAGS)
     refuse_foreign_keys(arguments.overrides)
-    config = load_config(arguments.files, arguments.overrides)
-    _print_notes(given_twice(arguments.overrides))
+    config = configured(arguments)
     fetch_models(config, _say)
     require_fit(config, memory_of(config, None))  # if train.gpu names the GPUs: an error now, not after the queue
     from slurm_rlhf.launch import submit as submit_job

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
+
+from slurm_rlhf.errors import meant
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,12 +173,9 @@ def problem(name: str) -> str:
     """Return what is wrong with the value of `ds.attn_implementation`; empty for a known name or a kernel."""
     if name in BUILT_IN or name in MODULES or "/" in name:
         return ""
-    near = difflib.get_close_matches(name, [*BUILT_IN, *MODULES], n=1)
-    meant = f"; did you mean {near[0]}?" if near else ""
-    return (
-        f"ds.attn_implementation = {name!r} is not known{meant} (valid: {', '.join([*BUILT_IN, *MODULES])}, or a "
-        "kernel as OWNER/NAME)"
-    )
+    valid = [*BUILT_IN, *MODULES]
+    told = f"ds.attn_implementation = {name!r} is not known{meant(name, valid)}"
+    return f"{told} (valid: {', '.join(valid)}, or a kernel as OWNER/NAME)"
 
 
 def missing(name: str, installed: dict[str, bool]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from typing import Any
 from slurm_rlhf.config.keys import Key, all_keys
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_eval import EvalDataSet
+from slurm_rlhf.errors import meant
 
 MEAN = "eval"
 """The metric that averages over data sets."""
@@ -150,9 +150,8 @@ def _wrong(one: EvalSettings, listed: bool) -> Iterator[str]:
 def _best(config: Config) -> Iterator[str]:
     name, valid = config.ckpt.best_metric, metric_names(config)
     if name and name not in valid:
-        near = difflib.get_close_matches(name, valid, n=1)
-        meant = f"did you mean {near[0]}? " if near else ""
-        yield f"ckpt.best_metric = {name!r} is no metric of this evaluation; {meant}Valid: {', '.join(valid)}"
+        told = f"ckpt.best_metric = {name!r} is no metric of this evaluation{meant(name, valid)}"
+        yield f"{told} (valid: {', '.join(valid)})"
 
 
 def _overlap(config: Config) -> Iterator[str]:
@@ -194,9 +193,7 @@ def read_entry(key: Key, value: Any, check: Check) -> EvalDataSet | str:
         return f"{key.name} takes {key.expected}, got an entry {value!r}"
     for name in value:
         if name not in FIELDS:
-            near = difflib.get_close_matches(name, FIELDS, n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
-            return f"{key.name}: a data set has no {name!r}{meant} (valid: {', '.join(FIELDS)})"
+            return f"{key.name}: a data set has no {name!r}{meant(name, FIELDS)} (valid: {', '.join(FIELDS)})"
     entry = EvalDataSet(**{"path": "", **{name: check(field_key(key, name), inner) for name, inner in value.items()}})
     if not entry.path:
         return f"{key.name}: a data set has no path: name its JSONL file"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slurm_rlhf.config.evaluation import data_sets, eval_problems
 from slurm_rlhf.config.load import joined
-from slurm_rlhf.config.rules import key_problems
+from slurm_rlhf.config.rules import key_problems, length_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 
@@ -19,7 +19,7 @@ def check_generate(config: Config) -> None:
     problems = [
         *key_problems(config),
         *_files(config),
-        *_lengths(config),
+        *length_problems(config),
         *_engine(config),
         *_reward(config),
         *_run_dir(config),
@@ -30,7 +30,7 @@ def check_generate(config: Config) -> None:
 
 def check_eval(config: Config) -> None:
     """Raise one ConfigError with all that is wrong with keys and files of `slurm-rlhf eval`; as `check_generate`."""
-    problems = [*key_problems(config), *eval_problems(config), *_lengths(config), *_reward(config)]
+    problems = [*key_problems(config), *eval_problems(config), *length_problems(config), *_reward(config)]
     sets = data_sets(config)
     if not sets:
         problems.append("there is nothing to evaluate: name JSONL files of prompts in eval.datasets")
@@ -54,14 +54,6 @@ def _files(config: Config) -> Iterator[str]:
     elif not Path(dataset).is_file():
         what = "is a directory, not a file" if Path(dataset).is_dir() else "no such file"
         yield f"generate.dataset: {what}: {dataset}"
-
-
-def _lengths(config: Config) -> Iterator[str]:
-    if config.data.max_len <= config.rollout.max_new_tokens:
-        yield (
-            f"data.max_len = {config.data.max_len} leaves no room for a prompt beside "
-            f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: raise the one or lower the other"
-        )
 
 
 def _engine(config: Config) -> Iterator[str]:

@@ -111,12 +111,17 @@ def _divisors(whole: int, wanted: int) -> str:
     return " or ".join(str(n) for n in near)
 
 
-def _relations(config: Config) -> Iterator[str]:
+def length_problems(config: Config) -> Iterator[str]:
+    """Check that a prompt fits beside its response."""
     if config.data.max_len <= config.rollout.max_new_tokens:
         yield (
             f"data.max_len = {config.data.max_len} leaves no room for a prompt beside "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}: raise the one or lower the other"
         )
+
+
+def _relations(config: Config) -> Iterator[str]:
+    yield from length_problems(config)
     yield from eval_problems(config)
     if 0 < config.train.self_check_stop < 1:
         yield (

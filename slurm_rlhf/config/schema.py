@@ -50,8 +50,8 @@ class Rollout:
     """vllm: engines of their own. hf: the actor's ranks sample with transformers' `generate`, for models that vLLM does
     not run: slower but for tiny models, without a rollout role and without weight transfers. Keys of vllm and sync
     then have no effect."""
-    hf_max_num_seqs: Annotated[int, COUNT] = 64
-    """With rollout.engine = hf: responses that a rank of the actor works on at once."""
+    hf_max_num_seqs: Annotated[int, NOT_NEGATIVE] = 0
+    """With rollout.engine = hf: responses that a rank of the actor works on at once, at most; 0: 256, on GPUs 64."""
     hf_gather: Literal["auto", "batch", "layer"] = "auto"
     """With rollout.engine = hf and ds.zero_stage = 3: batch gathers all parameters on every rank, once for the
     responses of a step; layer gathers each layer for each token, all ranks together. auto: batch where memory allows.
@@ -84,6 +84,10 @@ class Rollout:
     """The smallest pattern that counts."""
     repetition_detection_min_count: Annotated[int, Range(2)] = 8
     """Times that the pattern must stand there, one after the other."""
+
+    def hf_at_once(self, on_gpus: bool) -> int:
+        """Return the responses that a rank of the actor works on at once: more on CPUs, where models are small."""
+        return self.hf_max_num_seqs or (64 if on_gpus else 256)
 
 
 @dataclass(slots=True)
@@ -150,6 +154,10 @@ class Train:
     async_queue_size: Annotated[int, Range(1, 8)] = 1
     """With vllm.sync_mode = inflight no token is older than so many updates when trained on, 1 to 8. A batch is made of
     whichever groups are finished; one whose response is long may come this many batches later."""
+    staleness_threshold: Annotated[float, Range(0, 8)] = 0.5
+    """With vllm.sync_mode = inflight at most this share of a batch's groups is begun by older policies than the one
+    that trains on it. 0: engines wait for the actor; 1: they sample one whole batch ahead; more: further ones, up to
+    train.async_queue_size."""
     full_determinism: bool = False
     """Bitwise equal metrics from run to run and over a resume: fixed prompt-to-engine assignment and order."""
     gpu: str = ""

@@ -40,7 +40,7 @@ from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.observe.events import read_events
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.topology import CPU
+from slurm_rlhf.placement.topology import CPU, GPU
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
 from slurm_rlhf.run_directory import RunDirectory
@@ -184,9 +184,8 @@ class Startup:
         else:
             gpus = self._gpus(None)
             self._start_trainers(None)
-            sampler = ActorSampler(
-                roles[ACTOR], config.train.seed, config.rollout.hf_max_num_seqs, self.reporting.answered
-            )
+            at_once = config.rollout.hf_at_once(on_gpus=self.ranks.topology.accelerator == GPU)
+            sampler = ActorSampler(roles[ACTOR], config.train.seed, at_once, self.reporting.answered)
             step = self._step(sampler, None, None)
         directory, saved, cadence = CheckpointDir(self.directory.root), self.reporting.saved, self._cadence(state.step)
         checkpoints = RunCheckpoints(

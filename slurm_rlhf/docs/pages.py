@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
 from slurm_rlhf.config.key_text import default_text, value_text
 from slurm_rlhf.config.keys import Key, all_keys, documentation
-from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.errors import ConfigError, meant
 
 TOPICS: dict[str, str] = {
     "first_run": "see it learn, and what a run leaves behind",
@@ -35,9 +34,7 @@ TOPICS: dict[str, str] = {
 def page(topic: str) -> str:
     """Return the Markdown of a page. Raises ConfigError for a topic that is not there, naming the nearest."""
     if topic not in TOPICS:
-        near = difflib.get_close_matches(topic, TOPICS, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
-        raise ConfigError(f"there is no page {topic!r}; {hint}The pages: {', '.join(TOPICS)}")
+        raise ConfigError(f"there is no page {topic!r}{meant(topic, TOPICS)} (pages: {', '.join(TOPICS)})")
     if topic == "keys":
         return key_reference()
     return Path(__file__).with_name(f"{topic}.md").read_text(encoding="utf-8")

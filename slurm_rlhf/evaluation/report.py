@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from slurm_rlhf.config.evaluation import EvalSettings
+from slurm_rlhf.errors import cut
 from slurm_rlhf.evaluation.estimators import Estimate, bootstrap, majority_score, pass_at_k
 from slurm_rlhf.evaluation.responses import ScoredResponse
 from slurm_rlhf.records import STOP
@@ -181,18 +182,14 @@ def _failure(one: ScoredResponse) -> Failure:
     return Failure(
         one.index,
         one.source,
-        _cut(one.prompt),
+        cut(one.prompt, _SHOWN),
         one.label,
-        _cut(one.response),
-        one.answer if one.answer is None else _cut(one.answer),
+        cut(one.response, _SHOWN),
+        one.answer if one.answer is None else cut(one.answer, _SHOWN),
         one.score,
         one.finish_reason,
         one.error,
     )
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]} ... ({len(text)} characters)"
 
 
 def _plain(value: Any) -> Any:

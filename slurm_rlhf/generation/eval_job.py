@@ -17,6 +17,7 @@ from typing import Any
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.generate_rules import MODEL, check_eval
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.batches import sampling_of
 from slurm_rlhf.controller.evaluation import EvalSet, Evaluated, keep, read_eval_sets, source_of
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import UserError
@@ -27,7 +28,7 @@ from slurm_rlhf.generation.job import Plan, run
 from slurm_rlhf.generation.model_source import Source, check_model, find_source, provide
 from slurm_rlhf.generation.output import OUTPUT, OutputFile, whole_lines
 from slurm_rlhf.generation.progress import Progress
-from slurm_rlhf.generation.start import engine_config, sampling_of
+from slurm_rlhf.generation.start import engine_config
 from slurm_rlhf.launch.engine_launcher import EngineLauncher
 from slurm_rlhf.launch.requeue import continuation_of
 from slurm_rlhf.placement.rank_map import RankMap

@@ -13,6 +13,7 @@ from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.generate_rules import check_generate
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.batches import sampling_of
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.generation.answers import Desk, Scores
 from slurm_rlhf.generation.identity import claim, identity_of
@@ -26,7 +27,6 @@ from slurm_rlhf.launch.engine_launcher import EngineLauncher
 from slurm_rlhf.launch.requeue import continuation_of
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.placement.topology import CPU, Node, Topology
-from slurm_rlhf.records import Sampling
 from slurm_rlhf.run_directory import RunDirectory
 
 
@@ -88,22 +88,6 @@ def engine_config(config: Config, model: Path, ranks: RankMap, directory: Path) 
     )
     made.train.colocate_all = made.ds.enable_sleep = False
     return made
-
-
-def sampling_of(config: Config) -> Sampling:
-    """Return how responses are sampled."""
-    rollout = config.rollout
-    return Sampling(
-        n=rollout.n_samples_per_prompt,
-        temperature=rollout.temperature,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        max_new_tokens=rollout.max_new_tokens,
-        stop=list(rollout.stop),
-        max_pattern_size=rollout.repetition_detection_max_pattern_size,
-        min_pattern_size=rollout.repetition_detection_min_pattern_size,
-        min_count=rollout.repetition_detection_min_count,
-    )
 
 
 def generate(config: Config, shard: Shard, source: Source, ranks: RankMap, launcher: EngineLauncher) -> int:

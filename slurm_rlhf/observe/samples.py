@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.errors import cut
 from slurm_rlhf.observe.jsonl import append_line, iterate_rows
 
 
@@ -83,9 +84,8 @@ def _code(text: str) -> str:
 
 
 def _lines(mark: str, text: str, width: int, most: int) -> list[str]:
-    cut = text if len(text) <= most else f"{text[:most]} ... ({len(text)} characters)"
     found = []
-    for line in cut.splitlines() or [""]:
+    for line in cut(text, most).splitlines() or [""]:
         plain = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
         found += textwrap.wrap(plain, width - 4, drop_whitespace=False) or [""]
     return [f"  {mark}{line}" for line in found]

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_rlhf.cluster.gpu_query import local_gpus
-from slurm_rlhf.cluster.processes import die_with_parent
+from slurm_rlhf.cluster.processes import die_with_parent, print_to
 from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.observe.log_tail import tail
-from slurm_rlhf.parity.stages import Task, follow, import_libraries, make, print_to, printing_to, read_compared, sample
+from slurm_rlhf.parity.stages import Task, follow, import_libraries, make, printing_to, read_compared, sample
 from slurm_rlhf.parity.subjects import Subject
 from slurm_rlhf.parity.verdicts import FAILED, FP32_BOUND, PRECISIONS, REFUSED, Line, judge
 

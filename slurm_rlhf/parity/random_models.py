@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import string
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,17 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 REFUSED = {"phimoe"}
 """Those whose log-probs are right in training, and which are refused because of the engines."""
 
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": MAX_POSITIONS,
+    # The default, 0.02, leaves models of this size with a nearly uniform distribution.
+    "initializer_range": 0.1,
+}
 UNKNOWN = {"falcon": ["head_dim"], "gpt_neox": ["head_dim", "num_key_value_heads"]}
 """model_type -> shared sizes that it does not have, where vLLM would take them at their word."""
 
@@ -115,40 +127,48 @@ def tiny_tokenizer() -> Any:
 
 def make_model(path: Path, arch: str, noisy: bool = True, **changes: Any) -> Path:
     """Write a model of `arch` with what ARCHITECTURES says of it and `changes`; `noisy`: with dropout."""
+    sizes = {**SIZES, **ARCHITECTURES.get(arch, {}), **changes}
+    config = write_model(
+        path,
+        arch,
+        {name: size for name, size in sizes.items() if name not in UNKNOWN.get(arch, ())},
+        change=_unlike_new,
+    )
+    if noisy:
+        _make_noisy(path / "config.json", config)
+    return path
+
+
+def _unlike_new(model: Any) -> None:
+    """Change what is the same in every new model, which would hide that it is left out."""
+    import torch
+
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    for name, buffer in model.named_buffers():
+        if name in model.state_dict():  # numbers of a model that are not trained
+            buffer.mul_(1.3)
+
+
+def write_model(
+    path: Path, arch: str, sizes: Mapping[str, Any], seed: int = 0, change: Callable[[Any], object] = lambda model: None
+) -> Any:
+    """Write a model of `arch` with random weights, which `change` changes, and its tokenizer; return its config."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     tokenizer = tiny_tokenizer()
     special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    sizes = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "max_position_embeddings": MAX_POSITIONS,
-        "initializer_range": 0.1,
-    }
-    for name in UNKNOWN.get(arch, ()):
-        del sizes[name]
-    config = AutoConfig.for_model(arch, **{**sizes, **special, **ARCHITECTURES.get(arch, {}), **changes})
+    config = AutoConfig.for_model(arch, **{"vocab_size": len(tokenizer), **special, **sizes})
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):  # zero in a new model, which would hide one that is left out
-                torch.nn.init.normal_(parameter, std=0.1)
-        for name, buffer in model.named_buffers():
-            if name in model.state_dict():  # numbers of a model that are not trained
-                buffer.mul_(1.3)
+        change(model)
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
-    if noisy:
-        _make_noisy(path / "config.json", config)
-    return path
+    return config
 
 
 def _make_noisy(file: Path, config: Any) -> None:

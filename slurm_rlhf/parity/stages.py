@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from slurm_rlhf.cluster.processes import print_to
 from slurm_rlhf.parity.subjects import Subject
 from slurm_rlhf.parity.verdicts import ENGINE, PLAIN, PRECISIONS, TRAINER, Apart, differences
 from slurm_rlhf.records import Experience
@@ -128,12 +129,3 @@ def printing_to(path: Path) -> Iterator[None]:
             stream.flush()
             os.dup2(descriptor, stream.fileno())
             os.close(descriptor)
-
-
-def print_to(path: Path) -> None:
-    """Append what this process prints from now on to a file."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        os.dup2(descriptor, stream.fileno())
-    os.close(descriptor)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from slurm_rlhf.config.architectures import COMPARED, REFUSED
 from slurm_rlhf.config.hub import download, is_hub_name
 from slurm_rlhf.config.model_directory import check_architecture, check_length, check_model_directory, read_config
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.errors import ConfigError, ModelError
+from slurm_rlhf.errors import ConfigError, ModelError, meant
 from slurm_rlhf.records import I32
 
 
@@ -41,11 +40,9 @@ def known_architecture(name: str) -> Subject:
         if name == architecture or architecture.lower().startswith(f"{name.lower()}for"):
             return _refused(architecture)
     valid = [compared.model_type for compared in COMPARED.values()]
-    near = difflib.get_close_matches(name, valid, n=1)
-    meant = f"; did you mean {near[0]}?" if near else ""
     raise ConfigError(
-        f"--architecture={name} is not in the table of compared architectures{meant} (valid: {', '.join(valid)}). To "
-        "compare any other one, give the directory of a model"
+        f"--architecture={name} is not in the table of compared architectures{meant(name, valid)} (valid: "
+        f"{', '.join(valid)}). To compare any other one, give the directory of a model"
     )
 
 

@@ -125,7 +125,7 @@ def hf_terms(config: Config, shape: ModelShape, whole: bool) -> dict[str, int]:
     `whole`: every rank has all parameters meanwhile.
     """
     half = config.ds.param_dtype != "fp32"
-    width, rows = 2 if half else 4, config.rollout.hf_max_num_seqs
+    width, rows = 2 if half else 4, config.rollout.hf_at_once(on_gpus=True)
     of_token = 2 * shape.kv_heads * shape.head_dim * width
     # A layer's keys and values are copied when a token is appended.
     cache = rows * config.data.max_len * of_token * (shape.layers + 1)

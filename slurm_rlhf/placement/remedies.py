@@ -23,6 +23,7 @@ _HELP = {
     "activations": ("actor.gradient", "train.max_tokens", "train.forward"),
     "backward": ("train.max_tokens",),
     "logits": ("train.logprob",),
+    "mask": ("train.max_tokens",),
     "optimizer": ("ds.", "num_nodes"),
     "gradient": ("ds.", "num_nodes"),
     "parameters": ("ds.", "ref.", "reward.", "num_nodes"),
@@ -118,7 +119,9 @@ def _chains(config: Config, models: Models, role: str) -> Iterator[list[Change]]
     chains = {"trained": _trainer, "frozen": _frozen, "engine": _engine}[row.kind]
     yield from (chain for chain in chains(config, models, row) if chain)
     if role == ACTOR and not has_engines(config):
-        yield from filter(None, [_halves(config, "rollout.hf_max_num_seqs", config.rollout.hf_max_num_seqs, 1)])
+        yield from filter(
+            None, [_halves(config, "rollout.hf_max_num_seqs", config.rollout.hf_at_once(on_gpus=True), 1)]
+        )
         if config.rollout.hf_gather == "batch":
             yield [{"rollout.hf_gather": "layer"}]
     if config.train.colocate_all and has_engines(config):

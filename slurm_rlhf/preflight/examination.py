@@ -13,17 +13,16 @@ from typing import Any
 from slurm_rlhf.launch.node_look import MISSING
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.spares import chosen
+from slurm_rlhf.preflight import file_checks, network_checks, node_checks, speed_checks
 from slurm_rlhf.preflight.collect import collect
 from slurm_rlhf.preflight.desk import Desk
-from slurm_rlhf.preflight.facts import Orders
-from slurm_rlhf.preflight.groups import links, role_groups
-from slurm_rlhf.preflight.hearing import Hearing
-from slurm_rlhf.preflight.measurement import measure_groups, measure_links
+from slurm_rlhf.preflight.facts import NodeFacts, Orders
+from slurm_rlhf.preflight.groups import Outcome, links, role_groups
+from slurm_rlhf.preflight.hearing import Hearing, measure_groups, measure_links
 from slurm_rlhf.preflight.needs import Needs
 from slurm_rlhf.preflight.network_checks import names
-from slurm_rlhf.preflight.report import FAILED, Report
+from slurm_rlhf.preflight.report import FAILED, Check, Report
 from slurm_rlhf.preflight.starters import Starter
-from slurm_rlhf.preflight.verdicts import Evidence, judge
 
 INTRODUCED, FACTS, LINKS, GROUPS = 0.35, 0.45, 0.65, 0.95
 """Parts of the time limit at which the next stage begins, whoever is missing."""
@@ -211,3 +210,58 @@ def _peers(node: str, asked: Question, ports: Mapping[str, int]) -> dict[str, in
     at = ring.index(node) if node in ring else 0
     near = [ring[(at + step) % len(ring)] for distance in range(1, _PEERS + 1) for step in (distance, -distance)]
     return {other: ports[other] for other in dict.fromkeys([*near, asked.here]) if other != node and other in ports}
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Hold what was asked and what came back."""
+
+    nodes: tuple[str, ...]
+    here: str  # the conductor's node
+    where: str  # host, address and port of the conductor
+    needs: Needs
+    versions: Mapping[str, str]  # of the conductor
+    token: str  # in the canary
+    facts: Mapping[str, NodeFacts]
+    job: str = ""
+    said: str = ""  # by the launcher
+    started: str = ""  # what was to run on the nodes
+    links: Sequence[Outcome] = ()
+    groups: Sequence[Outcome] = ()
+    unmeasured: str = ""  # why there are no links and groups
+
+
+def judge(seen: Evidence) -> tuple[Check, ...]:
+    """Return all checks. Those of the network need several nodes."""
+    facts, needs = seen.facts, seen.needs
+    several = len(seen.nodes) > 1
+    checks = [network_checks.answers(facts, seen.nodes, seen.said, seen.started)]
+    if seen.job:
+        checks.append(node_checks.allocation(needs, seen.nodes, seen.job))
+    if not facts:
+        return tuple(checks)  # nothing is known of anything else
+    if several:
+        checks += [
+            network_checks.names(facts),
+            network_checks.conductor(facts, seen.where),
+            network_checks.interfaces(facts, seen.here),
+            network_checks.clocks(facts),
+            node_checks.packages(facts, seen.versions),
+        ]
+    checks += [
+        file_checks.run_directory(facts, needs, seen.token),
+        file_checks.places(facts),
+        file_checks.space(facts, needs),
+        file_checks.locks(needs),
+        node_checks.shared_memory(facts, needs),
+        node_checks.limits(facts, needs),
+        node_checks.ports(facts, needs),
+        node_checks.gpus(facts, needs),
+    ]
+    if seen.unmeasured:
+        return (*checks, speed_checks.untested("links and groups", seen.unmeasured))
+    return (
+        *checks,
+        speed_checks.links(seen.links, {node: each.link_mbits for node, each in facts.items()}),
+        speed_checks.groups(seen.groups),
+    )

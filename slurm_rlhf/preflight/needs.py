@@ -1,4 +1,4 @@
-"""What a run wants of its nodes, from its configuration and rank map."""
+"""What a run wants of its nodes, from its configuration and rank map, and what is left of the user's quota."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import errno
 import fcntl
 import json
 import os
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +19,13 @@ from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.roles import running_roles
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.disk import mount_of, size_of
+from slurm_rlhf.disk import device_of, mount_of, size_of
 from slurm_rlhf.errors import ModelError, PlacementError, RunError
 from slurm_rlhf.launch.accelerators import Wanted
 from slurm_rlhf.launch.node import RANK_MAP
 from slurm_rlhf.launch.slurm import port_candidates
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.rank_memory import read_models
-from slurm_rlhf.preflight.quota import Quota, quota_on
 from slurm_rlhf.run_directory import RunDirectory
 
 _FILES_OF_A_RANK = 4
@@ -171,3 +172,66 @@ def nodes_differ(named: Sequence[str], now: Sequence[str]) -> str:
     if more:
         told.append(f"it has {', '.join(more)} as well")
     return " and ".join(told)
+
+
+_KIB = 1024
+_ASK_S = 5.0
+_FIELDS = 8  # used, quota, limit, grace of the blocks, and of the files
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """Hold what this user may still write. None: without a limit."""
+
+    by: str  # the command that says so
+    free_bytes: int | None
+    free_files: int | None
+
+
+def quota_on(directory: Path) -> Quota | None:
+    """Ask for the quota of this user on the file system of `directory`. Blocks for 5 s at most.
+
+    None where there is no program to ask, no quota, or no answer that can be read. Lustre has `lfs quota`, others (NFS
+    with rquotad, XFS, ext4) `quota`.
+    """
+    point, kind = mount_of(directory)
+    if kind == "lustre":
+        command, place = ["lfs", "quota", "-q", "-u", str(os.getuid()), str(point)], str(point)
+    else:
+        # Long lines and no words for the grace time: each line has all of its fields.
+        command, place = ["quota", "-w", "-p", "-u"], device_of(point)
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        # Its exit status is that of a quota which is used up, too.
+        said = subprocess.run(
+            command, check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ASK_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return read_quota(said.stdout, place, " ".join(command[:2] if kind == "lustre" else command[:1]))
+
+
+def read_quota(text: str, place: str, by: str) -> Quota | None:
+    """Read what `quota -w -p` or `lfs quota -q` printed of `place`; a long name of it may have a line of its own.
+
+    A star marks what is over its quota, brackets what Lustre could not ask all servers for. The hard limit counts: what
+    is over the soft one can be written for a while. Kilobytes are of 1024 bytes; 0 is no limit.
+    """
+    words = text.split()
+    for at, word in enumerate(words):
+        fields = [each.strip("*[]") for each in words[at + 1 : at + 1 + _FIELDS]]
+        if word == place and len(fields) == _FIELDS:
+            free = [_left(fields[:3]), _left(fields[4:7])]
+            if free == [None, None]:
+                return None
+            return Quota(by, None if free[0] is None else _KIB * free[0], free[1])
+    return None
+
+
+def _left(fields: Sequence[str]) -> int | None:
+    if not all(field.isdigit() for field in fields):
+        return None
+    used, soft, hard = map(int, fields)
+    most = hard or soft
+    return max(most - used, 0) if most else None

@@ -8,6 +8,7 @@ from typing import Any
 
 from slurm_rlhf import __version__
 from slurm_rlhf.config.keys import all_keys, documentation
+from slurm_rlhf.errors import cut
 from slurm_rlhf.observe.samples import Sample
 from slurm_rlhf.report.curves import curves, latest, step_times
 from slurm_rlhf.report.nodes import nodes, weight_sync
@@ -60,7 +61,7 @@ def short(sample: Sample) -> dict[str, Any]:
     found = asdict(sample)
     for name in ("prompt", "response"):
         text = found[name]
-        found[name] = text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]} ... ({len(text)} characters)"
+        found[name] = cut(text, CHARACTERS)
     count = tokens_within(sample.tokens, CHARACTERS)
     found["tokens"] = sample.tokens[:count]
     for name in ("logprobs", "actor_logprobs"):

@@ -7,7 +7,6 @@ example: `docs/data_and_reward.md`.
 from __future__ import annotations
 
 import copy
-import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from slurm_rlhf.config.schema import Reward
-from slurm_rlhf.errors import ConfigError, RewardError
+from slurm_rlhf.errors import ConfigError, RewardError, meant
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.values import Rewards, parse_answer
 from slurm_rlhf.user_files import file_of, line_of, run_file, same_place, text_of
@@ -162,11 +161,9 @@ class RewardFunction:
             return cls.load(config.remote_url)
         name = config.function
         if name not in _REGISTERED:
-            near = difflib.get_close_matches(name, _REGISTERED, n=1)
-            meant = f"; did you mean {near[0]}?" if near else ""
             known = ", ".join(sorted(_REGISTERED)) or "none"
             raise ConfigError(
-                f"reward.function = {name!r} is not registered{meant} (registered: {known}): call "
+                f"reward.function = {name!r} is not registered{meant(name, _REGISTERED)} (registered: {known}): call "
                 "slurm_rlhf.register_reward in a file that train.plugins names, or pass it to slurm_rlhf.train"
             )
         function = _REGISTERED[name]

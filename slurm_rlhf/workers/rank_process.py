@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from slurm_rlhf.cluster import doors
 from slurm_rlhf.cluster.kernel_cache import KernelCache, cache_variables, take_kernel_cache
-from slurm_rlhf.cluster.processes import CONDUCTOR_GONE, KEYS, PARENT, STORE_FD, STORE_RANKS, die_with_parent
+from slurm_rlhf.cluster.processes import CONDUCTOR_GONE, KEYS, PARENT, STORE_FD, STORE_RANKS, die_with_parent, print_to
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES
@@ -46,15 +46,6 @@ def rank_info(role: str, first_rank: int, world: int) -> RankInfo:
     """Find out who this process is: torchrun counts the processes of a node, from `first_rank` of the rank map on."""
     local_rank = int(os.environ["LOCAL_RANK"])
     return RankInfo(role, first_rank + local_rank, world, local_rank, node_name())
-
-
-def log_to(path: Path) -> None:
-    """Send everything this process prints to its own log, libraries written in C included."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-        os.dup2(descriptor, stream.fileno())
-    os.close(descriptor)
 
 
 def collect_rarely() -> None:
@@ -229,7 +220,7 @@ def main() -> None:
     held = hold_termination()
     directory = RunDirectory(arguments.run_dir)
     info = rank_info(arguments.role, arguments.first_rank, arguments.world)
-    log_to(directory.role_log(info.role, info.node, info.rank))
+    print_to(directory.role_log(info.role, info.node, info.rank))
     config = load_config(directory.config, [])
     # An import from a slow file system holds the interpreter's lock for minutes.
     expect_beat(config.timeout.connect / 2)

@@ -116,7 +116,7 @@ def test_an_entry_that_cannot_be_read(tmp_path: Path, entry: str, told: str) -> 
         (
             ["eval.dataset=a.jsonl", "ckpt.best_metric=eval/a/pass@2"],
             "ckpt.best_metric = 'eval/a/pass@2' is no metric of this evaluation; did you mean eval/a/pass@1? "
-            "Valid: eval, eval/a/mean, eval/a/pass@1",
+            "(valid: eval, eval/a/mean, eval/a/pass@1",
         ),
         (["eval.dataset=a.jsonl", "eval.overlap", "train.colocate_all"], "eval.overlap and train.colocate_all exclude"),
         (["eval.dataset=a.jsonl", "eval.overlap", "vllm.sync_mode=inflight"], "eval.overlap needs vllm.sync_mode"),

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from slurm_rlhf.disk import device_of
-from slurm_rlhf.preflight import quota
-from slurm_rlhf.preflight.quota import Quota, quota_on, read_quota
+from slurm_rlhf.preflight import needs
+from slurm_rlhf.preflight.needs import Quota, quota_on, read_quota
 
 NFS = """Disk quotas for user alice (uid 1000):
      Filesystem  blocks   quota   limit   grace   files   quota   limit   grace
@@ -40,13 +40,13 @@ def test_what_the_programs_print(text: str, place: str, left: tuple[int, int | N
 def test_the_programs_are_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the file system wants it; none of them, or one that does not answer, is no error."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    monkeypatch.setattr(quota, "mount_of", lambda path: (Path("/scratch"), "lustre"))
+    monkeypatch.setattr(needs, "mount_of", lambda path: (Path("/scratch"), "lustre"))
     program = tmp_path / "lfs"
     program.write_text('#!/bin/sh\n[ "$1 $2 $3" = "quota -q -u" ] && echo "$5 100 0 400 - 1 0 0 -"\nexit 1\n')
     program.chmod(0o755)
     assert quota_on(tmp_path) == Quota("lfs quota", 300 * 1024, None)
     program.write_text("#!/bin/sh\nexec sleep 60\n")
-    monkeypatch.setattr(quota, "_ASK_S", 0.2)
+    monkeypatch.setattr(needs, "_ASK_S", 0.2)
     assert quota_on(tmp_path) is None
     program.unlink()
     assert quota_on(tmp_path) is None

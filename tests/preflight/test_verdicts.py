@@ -10,11 +10,10 @@ import pytest
 from slurm_rlhf.config.architectures import wanted_modules
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.accelerators import Wanted
+from slurm_rlhf.preflight.examination import Evidence, judge
 from slurm_rlhf.preflight.facts import Held, NodeFacts, Place, Reach
-from slurm_rlhf.preflight.needs import Needs, Space, nodes_differ
-from slurm_rlhf.preflight.quota import Quota
+from slurm_rlhf.preflight.needs import Needs, Quota, Space, nodes_differ
 from slurm_rlhf.preflight.report import FAILED, OK, WARNING, Report, draw
-from slurm_rlhf.preflight.verdicts import Evidence, judge
 
 NODES = ("n1", "n2", "n3", "n4")
 HERE = {"python": "3.11.7", "torch": "2.13.0", "nccl": "2.29.7"}

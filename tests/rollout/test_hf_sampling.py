@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_models import tiny_tokenizer
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from slurm_rlhf.parity.random_models import tiny_tokenizer
 from slurm_rlhf.records import LENGTH, REPETITION, STOP, Sampling
 from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.hf_generation import padded_left

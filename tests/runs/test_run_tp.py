@@ -13,6 +13,10 @@ import pytest
 from patched_ranks import patched
 from training_runs import Run, metrics, started, timeless, train, workspace
 
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.rollout.tp_engine import EnginePlace
+from slurm_rlhf.workers.engine_worker import segment_prefix
+
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
 
 TP = ("--vllm.tensor_parallel_size=2", "--algo.kl.init_coef=0", "--eval.dataset=", "--train.num_episodes=1000")
@@ -106,7 +110,12 @@ def test_a_rank_that_is_killed_is_named_and_its_whole_engine_comes_back(late: Ru
 
 
 def test_a_run_after_a_killed_one_gives_the_same_bits(config: Path, killed: list[str]) -> None:
-    assert not list(Path("/dev/shm").glob("slurm_rlhf.*"))
+    prefixes = [
+        segment_prefix(Config(run_dir=str(config.parent / name)), EnginePlace(engine, 0, 2, ""))
+        for name in ("late", "killed")
+        for engine in range(2)
+    ]
+    assert [left for prefix in prefixes for left in Path("/dev/shm").glob(f"{prefix}*")] == []
     code, output = train(config, config.parent / "killed", *TP, "--train.max_steps=2", timeout_s=250, warm=True)
     assert code == 0, output
     assert timeless(metrics(config.parent / "killed")) == killed

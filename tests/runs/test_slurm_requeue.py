@@ -14,6 +14,7 @@ from slurm_undisturbed import STEPS, Calm, calm_run
 from tracker_files import history, trackio_rows, wandb_starts
 from training_runs import metrics, saved, steps, summary, timeless
 
+from slurm_rlhf.campaign.holds import Holds
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.observe.trackers.trackers import kept_id
 from slurm_rlhf.report.content import content
@@ -75,7 +76,7 @@ def test_requeued_preempted_and_followed_it_writes_the_same_metrics(slurm: Clust
     Before the end of the allocation it submits its successor, as requeue is forbidden by then. Steps in flight are
     finished or dropped. The roles: actor with two ranks on two nodes, critic, reference, two engines, on three nodes.
     """
-    run_dir, hold = slurm.shared / "requeued", calm.work / "hold"
+    run_dir, holds = slurm.shared / "requeued", Holds(calm.work / "run.toml")
     alive_s = calm.start_s + 4
     limit_min = math.ceil((alive_s + 20) / 60)
     length = (
@@ -92,7 +93,7 @@ def test_requeued_preempted_and_followed_it_writes_the_same_metrics(slurm: Clust
     wait_for_restart(slurm, job, run_dir, 1)
 
     wait_for_another_step(slurm, run_dir)
-    hold.touch()  # no step ends any more: what is in flight is dropped
+    holds.hold("reward-hang")  # no step ends any more: what is in flight is dropped
     release = slurm.shared / f"{run_dir.name}.release"
     urgent = slurm.sbatch(
         *("--partition=high", "--nodes=3", "--nodelist=gpu[001-003]", "--gres=gpu:8", "--output=/dev/null"),
@@ -106,16 +107,16 @@ def test_requeued_preempted_and_followed_it_writes_the_same_metrics(slurm: Clust
     # From here on this job may not be requeued, and its time is short.
     slurm.run("scontrol", "update", f"JobId={job}", "Requeue=0", f"TimeLimit={limit_min}")
     slurm.start_soon(job)
-    hold.unlink()
+    holds.let_go("reward-hang")
     release.touch()
     assert slurm.wait_over(urgent, 30) == ("COMPLETED", 0)
 
     slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "next start", 60)
     done = steps(run_dir)
     slurm.wait_until(lambda: steps(run_dir) > done or slurm.job(job)["JobState"] != "RUNNING", "step", 150)
-    hold.touch()
+    holds.hold("reward-hang")
     assert slurm.wait_over(job, alive_s + 30) == ("COMPLETED", 0), said(run_dir)
-    hold.unlink()
+    holds.let_go("reward-hang")
     assert "stopped by the end of the allocation is near; saved at step" in said(run_dir)
     assert "requeue is not allowed here (Requested operation is presently disabled for job" in said(run_dir)
 

@@ -9,12 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.cluster.processes import print_to
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.observe.stacks import late_s
 from slurm_rlhf.workers.own_stacks import answer, expect_beat
-from slurm_rlhf.workers.rank_process import log_to
 
 INTERVAL = 0.2
 
@@ -37,7 +37,7 @@ def start(total_steps: int) -> dict[str, Any]:
 
 
 def main(endpoint: str, keys: str, role: str, rank: str, world: str, limit: str, log: str) -> None:
-    log_to(Path(log))
+    print_to(Path(log))
     client = ControlClient(
         endpoint,
         RunKeys.load(keys),

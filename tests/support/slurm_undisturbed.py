@@ -23,18 +23,6 @@ TINY = (
     *("--ref.num_gpus_per_node=1", "--train.colocate_actor_ref=false", "--vllm.tensor_parallel_size=1"),
     *("--vllm.sync_mode=drain", "--algo.advantage.lambd=0.95"),
 )
-REWARD = """
-import pathlib, time
-
-HOLD = pathlib.Path(__file__).with_name("hold")
-
-def reward_func(queries, prompts, labels, **kwargs):
-    while HOLD.exists():
-        time.sleep(0.1)
-    hits = [float(label in response) for label, response in zip(labels, kwargs["responses"])]
-    return {"rewards": hits, "scores": hits}
-"""
-"""No step of a run ends while there is a file `hold` beside it."""
 TAKEN = """
 import socket, sys, time
 server = socket.create_server(("", int(sys.argv[1])))
@@ -85,7 +73,7 @@ def calm_run(slurm: Cluster) -> Calm:
 
 def _run(slurm: Cluster) -> Calm:
     """The port on which its actors are to meet is taken. A save file must not end it, a stop file must."""
-    run_dir, work = slurm.shared / "large", workspace(slurm.shared / "calm", REWARD).parent
+    run_dir, work = slurm.shared / "large", workspace(slurm.shared / "calm").parent
     job = slurm.sbatch(
         *("--hold", "--nodes=4", f"--output={run_dir}.log", "sbatch/ppo_32b.sh", f"--run_dir={run_dir}"),
         *(*PLACES, *ENDLESS, *tiny(work)),

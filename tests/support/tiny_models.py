@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.parity.random_models import MAX_POSITIONS, tiny_tokenizer
+from slurm_rlhf.parity.random_models import SIZES, write_model
 
 
 def make_tiny(
@@ -25,34 +25,20 @@ def make_tiny(
     hidden / heads must be at least 32: vLLM's attention on CPUs knows no smaller heads.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-    path = Path(path)
-    tokenizer = tiny_tokenizer()
-    special = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
-    config = AutoConfig.for_model(
-        arch,
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=2 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=hidden // heads,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=tied,
-        # The default, 0.02, leaves a model of this size with a nearly uniform distribution.
-        initializer_range=0.1,
-        **special,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(config)
-    model = model.to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
-    model.generation_config = GenerationConfig(**special)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
+    sizes = {
+        **SIZES,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "tie_word_embeddings": tied,
+    }
+    width = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
+    write_model(Path(path), arch, sizes, seed, lambda model: model.to(width))
+    return Path(path)
 
 
 def make_reward(path: str | Path, head: str = "score", arch: str = "qwen2", *, seed: int = 1, **sizes: Any) -> Path:
