@@ -1,4 +1,4 @@
-"""Scored responses: the record of one, its answer, and the file that keeps them."""
+"""Describe scored responses, find the answer in one, and write them to a file."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ class Engine(Protocol):
         """Describe the parameters in Hugging Face's names and order. Returns at once."""
 
     def sleep(self) -> int:
-        """Drop all requests and free weights and KV cache; return by how much the device's free bytes grew.
+        """Drop all requests and free weights and KV cache; return how many bytes of the device this has freed.
 
         Called between two steps, where other roles share the accelerator (train.colocate_all). Blocks. It refuses to
         step until `wake_up` has allocated all parts again and `load_weights` has loaded weights.
