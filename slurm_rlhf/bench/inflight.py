@@ -47,7 +47,7 @@ def run(given: Given) -> dict[str, Any]:
         "longest": max(lengths),
         "median_length": statistics.median(lengths),
         "mean_length": statistics.fmean(lengths),
-        **{name: options[name] for name in ("prompts", "samples", "engines", "steps", "queue")},
+        **{name: options[name] for name in ("prompts", "samples", "engines", "steps", "queue", "stale_percent")},
         "load": os.getloadavg()[0],
     }
 
@@ -62,11 +62,13 @@ def show(result: dict[str, Any]) -> str:
     rows.append(("median", f"{result['drain']:.0f}", f"{result['inflight']:.0f}", f"{result['ratio']:.2f}"))
     listed = "\n".join(f"{a:<18}{b:>8}{c:>10}{d:>8}" for a, b, c, d in rows)
     oldest = max(row["staleness_max"] for row in result["runs"]["inflight"])
+    stale = statistics.fmean(row["stale_tokens"] for row in result["runs"]["inflight"])
     return (
         f"{listed}\n{result['engines']} engines, {result['prompts']} prompts x {result['samples']} responses a step, "
         f"{result['steps']} steps; lengths: median {result['median_length']:.0f}, mean {result['mean_length']:.0f}, "
-        f"longest {result['longest']}; oldest token {oldest:.0f} updates (train.async_queue_size = {result['queue']}); "
-        f"load {result['load']:.1f}"
+        f"longest {result['longest']}; oldest token {oldest:.0f} updates (train.async_queue_size = {result['queue']}), "
+        f"{stale:.0%} of the tokens of an older policy "
+        f"(train.staleness_threshold = {result['stale_percent'] / 100:g}); load {result['load']:.1f}"
     )
 
 
@@ -112,6 +114,7 @@ def _measure(path: Path, mode: str, number: int, options: dict[str, Any]) -> dic
     words = [f"--run_dir={run_dir}", f"--vllm.sync_mode={mode}"]
     if mode == "inflight":
         words.append(f"--train.async_queue_size={options['queue']}")
+        words.append(f"--train.staleness_threshold={options['stale_percent'] / 100}")
     command = [*_TRAIN, str(path / "run.toml"), *words]
     try:
         done = subprocess.run(
@@ -134,6 +137,7 @@ def _measure(path: Path, mode: str, number: int, options: dict[str, Any]) -> dic
         "rollout_s": sum(row["time/rollout"] for row in rows),
         "update_s": sum(row["time/update"] for row in rows),
         "staleness_max": max(row.get("staleness_max", 0.0) for row in rows),
+        "stale_tokens": statistics.fmean(row.get("stale_tokens", 0.0) for row in rows),
     }
 
 

@@ -8,7 +8,7 @@ from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.config.correction import corrects
 from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.roles import algorithm_of
-from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema import Config, Train
 from slurm_rlhf.errors import ConfigError
 
 COLDEST = 0.01
@@ -110,6 +110,12 @@ def ahead_problems(config: Config) -> Iterator[str]:
         yield (
             f"train.async_queue_size = {config.train.async_queue_size} has no effect with vllm.sync_mode = drain, "
             "which samples nothing ahead: set vllm.sync_mode = inflight, or leave the key out"
+        )
+    share, default = config.train.staleness_threshold, Train().staleness_threshold
+    if config.vllm.sync_mode == "drain" and share != default:
+        yield (
+            f"train.staleness_threshold = {share:g} has no effect with vllm.sync_mode = drain, which samples nothing "
+            "ahead: set vllm.sync_mode = inflight, or leave the key out"
         )
 
 

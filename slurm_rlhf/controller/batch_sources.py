@@ -147,15 +147,26 @@ class Parts:
     awake: Awake
 
 
+def rule_of(config: Config, last: int) -> Rule:
+    """Say how many groups there may be in a run of `last` steps."""
+    batch, train = config.rollout.batch_size, config.train
+    return Rule(
+        batch=batch,
+        last=last,
+        size=train.async_queue_size if config.vllm.sync_mode == "inflight" else None,
+        at_once=prompts_at_once(config),
+        tries=config.algo.dynamic_filtering_max_tries,
+        ahead=int(train.staleness_threshold * batch),
+    )
+
+
 def make_batches(parts: Parts, sample: Callable[[int], Batch]) -> Batches:
     """Choose by vllm.sync_mode, algo.dynamic_filtering_enable and train.full_determinism; `sample`: without any."""
     config, ahead = parts.config, parts.config.vllm.sync_mode == "inflight"
     filtered = config.algo.dynamic_filtering_enable
     if not ahead and not filtered:
         return OnDemand(sample)
-    dispatcher, size = parts.dispatcher, config.train.async_queue_size if ahead else None
-    tries = config.algo.dynamic_filtering_max_tries
-    rule = Rule(config.rollout.batch_size, parts.last, size, prompts_at_once(config), tries)
+    dispatcher, rule = parts.dispatcher, rule_of(config, parts.last)
     if not has_engines(config) or (not ahead and config.train.full_determinism):
         rounds = Rounds(config, rule, parts.prompts, parts.order, dispatcher, parts.reward, parts.awake)
         return OnDemand(rounds.sample)

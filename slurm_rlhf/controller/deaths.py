@@ -83,18 +83,33 @@ class Deaths:
     last. Used by one thread.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, logs: Path) -> None:
+        """`logs`: the directory of the run's logs."""
         self.ends: list[Ended] = []
+        self._logs = logs
         self._at: dict[str, float] = {}
         self._first_end = 0.0
 
-    def note(self, ends: Sequence[Ended], known: Sequence[RoleRanks], now: float) -> None:
-        """Note what was seen at `now`: groups that have ended since, and all roles."""
-        if ends and not self.ends:
+    def note(
+        self, ends: Sequence[Ended], known: Sequence[RoleRanks], stopped: Sequence[tuple[str, int]], now: float
+    ) -> None:
+        """Note what was seen at `now`: groups that have ended since, and all roles.
+
+        `stopped`: role and process id of the torchruns that a signal has stopped: those do not end when a rank does.
+        """
+        hurt, still = {one.role: one for one in known if one.hurt}, dict(stopped)
+        ended = {end.role for end in (*self.ends, *ends)}
+        fresh = [*ends, *(self._end_of(one, still[role]) for role, one in hurt.items() if role in still.keys() - ended)]
+        if fresh and not self.ends:
             self._first_end = now
-        self.ends += ends
-        for role in (*(one.role for one in known if one.hurt), *(end.role for end in ends)):
+        self.ends += fresh
+        for role in (*hurt, *(end.role for end in ends)):
             self._at.setdefault(role, now)
+
+    def _end_of(self, ranks: RoleRanks, torchrun: int) -> Ended:
+        node = ranks.gone[0].host
+        how = f"has lost a process, which its torchrun (pid {torchrun}) does not see: it is stopped by a signal"
+        return Ended(ranks.role, node, how, self._logs / f"{ranks.role}.{node}.torchrun.log")
 
     def forget(self, roles: Collection[str]) -> None:
         """Forget the ends of roles that are started again."""
@@ -118,15 +133,16 @@ class Deaths:
         return waited_s < max(limits, default=0.0)
 
     def verdict(
-        self, known: Sequence[RoleRanks], logs: Path, marks: Mapping[Path, int], name: Callable[[Peer], str]
+        self, known: Sequence[RoleRanks], marks: Mapping[Path, int], name: Callable[[Peer], str]
     ) -> tuple[Ended, str]:
         """Return the group that died first, and how it and the others did which died by themselves.
 
-        `logs`: the directory; `marks`: lengths of those before this start. `name`: of a rank, in words.
+        `marks`: lengths of the logs before this start. `name`: of a rank, in words.
         """
         of = {one.role: one for one in known}
         deaths = [
-            Death(end, _describe(end, of.get(end.role), logs, marks, name), self._at[end.role]) for end in self.ends
+            Death(end, _describe(end, of.get(end.role), self._logs, marks, name), self._at[end.role])
+            for end in self.ends
         ]
         first, *others = culprits(deaths)
         return first.end, "; ".join([first.how, *(f"role {one.end.role} died: {one.how}" for one in others)])

@@ -15,6 +15,11 @@ step v + 1 is taken that is (size + 1) * batch, afterwards size * batch.
 Nothing is begun while the next batch is ready: the trainer is the slower side then, and more would only be older when
 their turn comes. That takes nothing from the engines that a step waits for.
 
+The share. Of all the groups that step `step` trains on, at most `ahead` are begun before the engines have its policy,
+version step - 1: until they have it no more than `ahead` groups may wait to be trained on, and from then on no more
+than batch + ahead, so that `ahead` are left when the batch is taken. It only makes `room` smaller, so the bound holds;
+and a batch can always become full, because a step that waits for one waits with version step - 1.
+
 Choice (`choose`). A batch takes the earliest begun of the finished groups, if for every deadline d it leaves at most
 (d - step) * batch groups of deadline d or earlier: what the steps after it, up to d, have places for. Else it waits.
 
@@ -47,13 +52,15 @@ def deadline(version: int, size: int) -> int:
     return version + size + 1
 
 
-def room(groups: int, version: int, step: int, size: int, batch: int, last: int) -> int:
+def room(groups: int, version: int, step: int, size: int, batch: int, last: int, ahead: int) -> int:
     """Count the groups that may be begun under policy `version`; negative or 0: none.
 
     groups: begun and neither trained on nor dropped. step: the next to be trained, last: the run's last, behind which
-    nothing is begun for. size: the bound in updates; batch: groups of a step.
+    nothing is begun for. size: the bound in updates; batch: groups of a step; ahead: of them, begun by older policies.
     """
-    return (min(deadline(version, size), last) - step + 1) * batch - groups
+    within_bound = (min(deadline(version, size), last) - step + 1) * batch
+    within_share = (batch if version >= step - 1 else 0) + ahead
+    return min(within_bound, within_share) - groups
 
 
 def choose(groups: Sequence[Standing], step: int, size: int, batch: int) -> list[int] | None:

@@ -41,6 +41,7 @@ class Rule:
     size: int | None  # train.async_queue_size; None: a batch is sampled when its step asks, under one policy
     at_once: int = 0  # rollout.vllm_generate_batch_size, for a batch under one policy
     tries: int = 0  # algo.dynamic_filtering_max_tries
+    ahead: int = 0  # groups of a batch that may be begun by older policies: train.staleness_threshold of the batch
 
     @property
     def most(self) -> int:
@@ -199,7 +200,8 @@ class GroupStream:
             return fresh if self._wanted else 0
         if (filtered and dropped >= rule.most) or self._choose() is not None:
             return 0  # where the next batch is ready, what is begun now would only be older
-        return room(len(self._groups) - dropped, self._version, self._step, rule.size, rule.batch, rule.last)
+        waiting = len(self._groups) - dropped
+        return room(waiting, self._version, self._step, rule.size, rule.batch, rule.last, rule.ahead)
 
     def _begin(self, engine: int) -> bool:
         """Begin one group on an engine; False: no prompt is left that is not in flight already."""

@@ -61,7 +61,7 @@ class Supervisor:
         self._leaving = threading.Event()
         self._gone = threading.Event()
         self._terminated = False
-        self._deaths = Deaths()
+        self._deaths = Deaths(directory.logs)
         self._standstills = Standstills()
         self._looking = threading.Lock()  # held while ends are looked for, and while roles are ended on purpose
         self._watching = False
@@ -256,13 +256,13 @@ class Supervisor:
         while not self._gone.wait(POLL_S):
             with self._looking:
                 self._watch_engines()
-                now, known = self.server.loop.now, self._known()
-                self._deaths.note(self._launcher.ended(), known, now)
+                now, known, stopped = self.server.loop.now, self._known(), self._launcher.stopped()
+                self._deaths.note(self._launcher.ended(), known, stopped, now)
                 if self.failure is None and not self._leaving.is_set():
                     if self._deaths.ends:
                         self._judge(self._deaths.waited_s(now), known)
                     else:
-                        self._watch_stopped(now, known)
+                        self._watch_starts(known, stopped, now)
 
     def _known(self) -> list[RoleRanks]:
         """Return what is known of the ranks of each role whose end `Launcher.ended` tells."""
@@ -270,10 +270,9 @@ class Supervisor:
         roles = [role for role, handle in self.roles.items() if not (engines and isinstance(handle, EngineHandle))]
         return [RoleRanks(role, self._ranks.world(role), self.server.peers(role), here) for role in roles]
 
-    def _watch_stopped(self, now: float, known: list[RoleRanks]) -> None:
+    def _watch_starts(self, known: list[RoleRanks], stopped: list[tuple[str, int]], now: float) -> None:
         """Give up a role whose torchrun stands still while its ranks start. Afterwards they do without it."""
-        limit_s = self._config.timeout.heartbeat
-        for role, why in self._standstills.longer_than(limit_s, self._launcher.stopped(), known, now):
+        for role, why in self._standstills.longer_than(self._config.timeout.heartbeat, stopped, known, now):
             self._fail(Casualty(role), why, self._role_logs(role))
 
     def _watch_engines(self) -> None:
@@ -306,7 +305,7 @@ class Supervisor:
                 return
         elif self._deaths.more_to_come(waited_s, known, self._patience_s, self._config.timeout.heartbeat / 2):
             return
-        end, what = self._deaths.verdict(known, self._directory.logs, self._marks, self._named)
+        end, what = self._deaths.verdict(known, self._marks, self._named)
         logs = written(self._directory.logs.glob(f"{end.role}.{end.node}.[0-9]*.log"), self._marks)
         self._fail(Casualty(end.role, tuple(names_of(end.node))), what, logs or [*self._role_logs(end.role), end.log])
 

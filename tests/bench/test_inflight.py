@@ -26,17 +26,27 @@ def test_lengths_are_log_normal_and_cut() -> None:
 
 
 def test_the_results_are_shown_with_their_pairs() -> None:
-    row = {"tokens_per_s": 100.0, "staleness_max": 0.0}
+    row = {"tokens_per_s": 100.0, "staleness_max": 0.0, "stale_tokens": 0.25}
     runs = {
         "drain": [row, row],
-        "inflight": [{**row, "tokens_per_s": 150.0}, {"tokens_per_s": 170.0, "staleness_max": 2}],
+        "inflight": [{**row, "tokens_per_s": 150.0}, {**row, "tokens_per_s": 170.0, "staleness_max": 2}],
     }
     result = {"runs": runs, "drain": 100.0, "inflight": 160.0, "ratio": 1.6, "engines": 2, "prompts": 4, "samples": 2}
     told = inflight.show(
-        {**result, "steps": 3, "queue": 2, "median_length": 9, "mean_length": 11.5, "longest": 40, "load": 1.0}
+        {
+            **result,
+            "steps": 3,
+            "queue": 2,
+            "stale_percent": 50,
+            "median_length": 9,
+            "mean_length": 11.5,
+            "longest": 40,
+            "load": 1.0,
+        }
     )
     assert "run 2                  100       170    1.70" in told
     assert "oldest token 2 updates (train.async_queue_size = 2)" in told
+    assert "25% of the tokens of an older policy (train.staleness_threshold = 0.5)" in told
 
 
 @pytest.mark.engine

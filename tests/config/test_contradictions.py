@@ -88,6 +88,7 @@ PAIRS = [
     ),
     ("train.full_determinism=true", "vllm.sync_mode=inflight"),
     ("train.async_queue_size=2", "vllm.sync_mode=drain"),
+    ("train.staleness_threshold=0.2", "vllm.sync_mode=drain"),
     ("rollout.top_p=0.9", "rollout.temperature=0.7"),
     # precision
     ("vllm.dtype=bf16", "ds.param_dtype=fp32"),

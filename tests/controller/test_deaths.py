@@ -55,17 +55,17 @@ def ranks(role: str, *pids: int, world: int = 1, phase: str = "train_step", here
 
 def test_the_first_of_two_may_be_the_last_whose_group_ends(gone: int, tmp_path: Path) -> None:
     """The torchrun of two ranks ends the other one first."""
-    deaths = Deaths()
+    deaths = Deaths(tmp_path)
     alive = [ranks("actor", os.getpid(), gone, world=2), ranks("critic", os.getpid())]
-    deaths.note([], alive, 10.0)
+    deaths.note([], alive, [], 10.0)
     known = [alive[0], ranks("critic", gone)]
-    deaths.note([end("critic")], known, 10.5)
+    deaths.note([end("critic")], known, [], 10.5)
     assert deaths.waited_s(11.0) == 0.5
     assert deaths.more_to_come(0.5, known, 2.0, 6.0)
     assert not deaths.more_to_come(6.1, known, 2.0, 6.0)  # it hangs
-    deaths.note([end("actor")], known, 11.5)
+    deaths.note([end("actor")], known, [], 11.5)
     assert not deaths.more_to_come(1.0, known, 2.0, 6.0)
-    first, told = deaths.verdict(known, tmp_path, {}, lambda peer: f"rank {peer.rank}")
+    first, told = deaths.verdict(known, {}, lambda peer: f"rank {peer.rank}")
     assert first.role == "actor"
     assert told == (
         f"its process group on n {KILLED}; gone: rank 1 (pid {gone}); "
@@ -76,14 +76,30 @@ def test_the_first_of_two_may_be_the_last_whose_group_ends(gone: int, tmp_path: 
     assert not deaths.more_to_come(0.0, [ranks("actor", os.getpid())], 2.0, 6.0)
 
 
-def test_a_single_death_is_judged_at_once_but_before_the_hello_of_others(gone: int) -> None:
-    deaths = Deaths()
+def test_a_single_death_is_judged_at_once_but_before_the_hello_of_others(gone: int, tmp_path: Path) -> None:
+    deaths = Deaths(tmp_path)
     known = [ranks("actor", os.getpid(), gone, world=2), ranks("critic", os.getpid())]
-    deaths.note([end("actor")], known, 1.0)
+    deaths.note([end("actor")], known, [], 1.0)
     assert not deaths.more_to_come(0.0, known, 2.0, 6.0)
     starting = [known[0], ranks("critic")]
     assert deaths.more_to_come(1.9, starting, 2.0, 6.0)
     assert not deaths.more_to_come(2.0, starting, 2.0, 6.0)
+
+
+def test_a_stopped_torchrun_does_not_end_when_a_rank_does(gone: int, tmp_path: Path) -> None:
+    deaths, name = Deaths(tmp_path), lambda peer: f"rank {peer.rank}"
+    known = [ranks("actor", os.getpid(), gone, world=2), ranks("critic", gone)]
+    deaths.note([], [ranks("actor", os.getpid())], [("actor", 5)], 1.0)
+    assert deaths.ends == []
+    deaths.note([end("critic")], known, [("actor", 5)], 2.0)
+    deaths.note([], known, [("actor", 5)], 2.25)
+    assert [one.role for one in deaths.ends] == ["critic", "actor"]
+    assert not deaths.more_to_come(0.0, known, 2.0, 6.0)
+    alone = Deaths(tmp_path)
+    alone.note([], known[:1], [("actor", 5)], 2.0)
+    told = alone.verdict(known, {}, name)[1]
+    assert told.startswith("its process group on n has lost a process, which its torchrun (pid 5) does not see")
+    assert told.endswith(f"stopped by a signal; gone: rank 1 (pid {gone})")
 
 
 def test_processes_of_another_machine_are_not_looked_for(gone: int) -> None:

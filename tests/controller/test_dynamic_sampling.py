@@ -80,7 +80,7 @@ def test_nothing_is_begun_while_the_actor_trains(tmp_path: Path) -> None:
 
 
 def test_with_older_groups_allowed_what_is_left_over_stays(tmp_path: Path) -> None:
-    run = Streamed(tmp_path, Rule(BATCH, 10, 1, BATCH, 10), judge=Judge(EVEN))
+    run = Streamed(tmp_path, Rule(BATCH, 10, 1, BATCH, 10, BATCH), judge=Judge(EVEN))
     with run.taking(1) as found:
         until(lambda: run.order.place == 8)
         run.engines.finish(1, 3, 5)
@@ -103,7 +103,7 @@ def test_with_older_groups_allowed_what_is_left_over_stays(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("size", [None, 1])
 def test_all_groups_filtered_away_end_in_a_clear_stop(tmp_path: Path, size: int | None) -> None:
-    run = Streamed(tmp_path, Rule(BATCH, 10, size, BATCH, 3), judge=Judge({2}))
+    run = Streamed(tmp_path, Rule(BATCH, 10, size, BATCH, 3, BATCH), judge=Judge({2}))
     with run.taking(1) as found:
         while not found:
             run.engines.finish(*run.engines.places())
@@ -119,7 +119,7 @@ def test_all_groups_filtered_away_end_in_a_clear_stop(tmp_path: Path, size: int 
 
 @pytest.mark.parametrize("size", [None, 1])
 def test_prompts_that_run_out_end_the_run(tmp_path: Path, size: int | None) -> None:
-    run = Streamed(tmp_path, Rule(BATCH, 2, size, BATCH, 10), prompts=8, judge=Judge({0, 2, 3, 5, 6}))
+    run = Streamed(tmp_path, Rule(BATCH, 2, size, BATCH, 10, BATCH), prompts=8, judge=Judge({0, 2, 3, 5, 6}))
     for step in (1, 2):
         with run.taking(step) as found:
             while not found:

@@ -14,15 +14,16 @@ from slurm_rlhf.controller.group_rules import Standing, choose, deadline, first_
 class Run:
     """Engines and a trainer without clocks: `data` says who finishes when, and when the trainer goes on."""
 
-    def __init__(self, size: int, batch: int, last: int, data: st.DataObject, drops: bool = False) -> None:
-        self.size, self.batch, self.last, self.data, self.drops = size, batch, last, data, drops
+    def __init__(self, size: int, batch: int, last: int, ahead: int, data: st.DataObject, drops: bool = False) -> None:
+        self.size, self.batch, self.last, self.ahead, self.data, self.drops = size, batch, last, ahead, data, drops
         self.version, self.step, self.next = 0, 1, 0
         self.waiting: list[tuple[int, Standing]] = []
         self.trained: list[tuple[int, int]] = []  # place, step
         self.oldest = 0
+        self.most_stale = 0  # groups of a batch that an older policy began
 
     def begin(self) -> None:
-        while room(len(self.waiting), self.version, self.step, self.size, self.batch, self.last) > 0:
+        while room(len(self.waiting), self.version, self.step, self.size, self.batch, self.last, self.ahead) > 0:
             if choose([row[1] for row in self.waiting], self.step, self.size, self.batch) is not None:
                 return
             self.waiting.append((self.next, Standing(self.version)))
@@ -47,7 +48,9 @@ class Run:
         assert chosen == sorted(chosen)
         assert len(rows) == self.batch
         assert all(row[1].finished for row in rows)
-        self.oldest = max([self.oldest, *(self.step - 1 - row[1].version for row in rows)])
+        ages = [self.step - 1 - row[1].version for row in rows]
+        self.oldest = max([self.oldest, *ages])
+        self.most_stale = max(self.most_stale, sum(age > 0 for age in ages))
         self.trained += [(row[0], self.step) for row in rows]
         self.waiting = [row for row in self.waiting if row not in rows]
         self.step += 1
@@ -64,27 +67,29 @@ class Run:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 8), st.integers(1, 5), st.data())
+@given(st.integers(1, 8), st.integers(1, 5), st.integers(0, 12), st.data())
 def test_no_group_is_older_than_the_bound_and_each_is_trained_on_once(
-    size: int, batch: int, data: st.DataObject
+    size: int, batch: int, ahead: int, data: st.DataObject
 ) -> None:
-    run = Run(size, batch, 12, data)
+    run = Run(size, batch, 12, ahead, data)
     for _ in range(run.last):
         run.begin()
         run.train()
     assert run.oldest <= size
+    assert run.most_stale <= ahead
     assert sorted(place for place, _ in run.trained) == list(range(run.last * batch))
     assert run.waiting == []  # nothing is begun that no step is left for
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.integers(1, 4), st.integers(1, 4), st.data())
-def test_neither_is_any_where_groups_are_dropped(size: int, batch: int, data: st.DataObject) -> None:
-    run = Run(size, batch, 8, data, drops=True)
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 6), st.data())
+def test_neither_is_any_where_groups_are_dropped(size: int, batch: int, ahead: int, data: st.DataObject) -> None:
+    run = Run(size, batch, 8, ahead, data, drops=True)
     for _ in range(run.last):
         run.begin()
         run.train()
     assert run.oldest <= size
+    assert run.most_stale <= ahead
     assert max(Counter(place for place, _ in run.trained).values()) == 1
 
 
@@ -108,17 +113,21 @@ def test_a_batch_leaves_room_for_those_that_the_next_steps_must_take() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "step", "groups", "expected"),
+    ("version", "step", "groups", "ahead", "expected"),
     [
-        (0, 1, 0, 8),  # before a batch is taken: size + 1 batches
-        (0, 2, 0, 4),  # the first is in training: size batches
-        (1, 2, 4, 4),
-        (4, 5, 0, 4),  # the last step
-        (3, 5, 4, 0),
+        (0, 1, 0, 9, 8),  # before a batch is taken: size + 1 batches
+        (0, 2, 0, 9, 4),  # the first is in training: size batches
+        (1, 2, 4, 9, 4),
+        (4, 5, 0, 9, 4),  # the last step
+        (3, 5, 4, 9, 0),
+        (0, 1, 0, 2, 6),  # a share: the batch, and half a one beyond it
+        (0, 2, 2, 2, 0),  # in training: what is beyond it
+        (1, 2, 2, 2, 4),  # the policy is there: the rest of the batch, and again half a one
+        (0, 2, 0, 0, 0),
     ],
 )
-def test_room(version: int, step: int, groups: int, expected: int) -> None:
-    assert room(groups, version, step, 1, 4, 5) == expected
+def test_room(version: int, step: int, groups: int, ahead: int, expected: int) -> None:
+    assert room(groups, version, step, 1, 4, 5, ahead) == expected
 
 
 def test_a_group_that_is_dropped_makes_room_at_once() -> None:

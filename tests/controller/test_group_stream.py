@@ -11,6 +11,8 @@ from typing import cast
 import pytest
 from group_engines import BATCH, Streamed, order_of, places, until
 
+from slurm_rlhf.config.load import load_config
+from slurm_rlhf.controller.batch_sources import rule_of
 from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.controller.group_stream import Rule
 from slurm_rlhf.data.order import PromptOrder
@@ -19,8 +21,8 @@ from slurm_rlhf.errors import RoleDied
 pytestmark = pytest.mark.timeout(60)
 
 
-def ahead(size: int, last: int = 10) -> Rule:
-    return Rule(BATCH, last, size, BATCH, 10)
+def ahead(size: int, last: int = 10, stale: int = 8 * BATCH) -> Rule:
+    return Rule(BATCH, last, size, BATCH, 10, stale)
 
 
 @pytest.mark.parametrize("size", [1, 3])
@@ -38,6 +40,36 @@ def test_no_group_is_begun_further_ahead_than_the_bound(tmp_path: Path, size: in
         run.engines.version = step
         run.stream.updated(step)
     assert run.engines.seeds == {place: place // BATCH for place in range(40)}  # as where batches are sampled whole
+
+
+def test_a_share_of_a_batch_is_begun_while_the_actor_trains_and_the_rest_by_its_new_policy(tmp_path: Path) -> None:
+    run = Streamed(tmp_path, ahead(3, stale=1))
+    with run.taking(1):
+        until(lambda: run.order.place == BATCH + 1)
+        run.engines.finish(*range(BATCH))
+    run.engines.finish(BATCH)
+    time.sleep(0.03)
+    assert run.order.place == BATCH + 1  # the engines are idle, and one group is there for the next step
+    run.engines.version = 1
+    run.stream.updated(1)
+    until(lambda: run.order.place == 2 * BATCH + 1)  # before the step asks
+    with run.taking(2) as found:
+        run.engines.finish(*run.engines.places()[: BATCH - 1])
+    assert places(found[0]) == list(range(BATCH, 2 * BATCH))
+
+
+@pytest.mark.parametrize(
+    ("words", "size", "stale"),
+    [
+        (["--vllm.sync_mode=inflight"], 1, 4),  # half a batch of 9, and not more
+        (["--vllm.sync_mode=inflight", "--train.staleness_threshold=2", "--train.async_queue_size=4"], 4, 18),
+        (["--vllm.sync_mode=inflight", "--train.staleness_threshold=0"], 1, 0),
+        ([], None, 4),
+    ],
+)
+def test_the_keys_that_the_rule_is_of(words: list[str], size: int | None, stale: int) -> None:
+    rule = rule_of(load_config(None, [*words, "--rollout.batch_size=9"]), 20)
+    assert (rule.batch, rule.last, rule.size, rule.ahead) == (9, 20, size, stale)
 
 
 def test_a_batch_is_made_of_what_is_finished_and_a_straggler_comes_later(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ WORLD = (
     f"--rollout.n_samples_per_prompt={SAMPLES}",
     "--rollout.max_new_tokens=48",
     "--vllm.max_num_seqs=8",
+    "--train.staleness_threshold=1",  # so much that the engine is not through with it when the weights come
     "--train.batch_size=32",
     "--train.max_epochs=1",
     f"--train.max_steps={STEPS}",
