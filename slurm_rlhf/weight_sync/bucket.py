@@ -5,18 +5,19 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from slurm_rlhf.errors import SyncError, shortened
-from slurm_rlhf.weight_sync.checksum import checksum
+from slurm_rlhf.weight_sync.checksum import checksum, host_checksum
 from slurm_rlhf.weight_sync.transfer_plan import FIXED_HEADER, Parameter, Part, Piece, Span, SyncPlan
 
 Source = Callable[[Span], torch.Tensor]
 """A span of a parameter -> its bytes, uint8 [span.nbytes], on any device."""
 
+_NOTHING: Mapping[int, int] = {}
 _WASTE = 2  # a block of memory serves requests down to its size over this
 
 
@@ -100,22 +101,49 @@ def fill(buffer: torch.Tensor, part: Part, bucket: int, version: int, source: So
     return apart
 
 
-def verify(buffer: torch.Tensor, plan: SyncPlan, parts: Sequence[Part], bucket: int, version: int) -> None:
+def verify(
+    buffer: torch.Tensor,
+    plan: SyncPlan,
+    parts: Sequence[Part],
+    bucket: int,
+    version: int,
+    known: Mapping[int, int] = _NOTHING,
+) -> None:
     """Compare the parts of a bucket that arrived with the checksums of their owners.
 
-    `buffer` is the bucket's. Waits for a GPU once. Raises SyncError naming the parameters that differ.
+    `buffer` is the bucket's. `known`: of pieces at these offsets, checksums of what arrived. Waits for a GPU once.
+    Raises SyncError naming the parameters that differ.
     """
+    read = _read_on_host if _on_host(buffer) else _read_on_device
+    for part, header, sums in read(buffer, parts, known):
+        sent = _checksums(header, part, bucket, version)
+        pairs = zip(part.pieces, sent, sums, strict=True)
+        wrong = [plan.parameters[piece.span.parameter].name for piece, said, arrived in pairs if said != arrived]
+        if wrong:
+            raise _different(wrong, part, bucket, version)
+
+
+_Read = Iterator[tuple[Part, list[int], list[int]]]
+"""Parts, their headers, and the checksums of their pieces as they arrived."""
+
+
+def _read_on_host(buffer: torch.Tensor, parts: Sequence[Part], known: Mapping[int, int]) -> _Read:
+    for part in parts:
+        offsets = [(piece.offset, piece.offset + piece.span.nbytes) for piece in part.pieces]
+        sums = [known[low] if low in known else host_checksum(buffer[low:high]) for low, high in offsets]
+        yield part, _header(buffer[part.start :], len(sums)).tolist(), sums
+
+
+def _read_on_device(buffer: torch.Tensor, parts: Sequence[Part], known: Mapping[int, int]) -> _Read:
+    """Read everything in one go. Nothing is known."""
     words = []
     for part in parts:
         words.append(_header(buffer[part.start :], len(part.pieces)))
         words.append(torch.stack([checksum(_words(buffer, piece.offset, piece)) for piece in part.pieces]))
     found = iter(torch.cat(words).tolist())
     for part in parts:
-        sent = _checksums([next(found) for _ in range(FIXED_HEADER + len(part.pieces))], part, bucket, version)
-        pairs = zip(part.pieces, sent, [next(found) for _ in part.pieces], strict=True)
-        wrong = [plan.parameters[piece.span.parameter].name for piece, said, arrived in pairs if said != arrived]
-        if wrong:
-            raise _different(wrong, part, bucket, version)
+        header = [next(found) for _ in range(FIXED_HEADER + len(part.pieces))]
+        yield part, header, [next(found) for _ in part.pieces]
 
 
 @dataclass(slots=True)
@@ -128,13 +156,18 @@ class Assembly:
     _filled: int = 0
 
     def parameters(
-        self, buffer: torch.Tensor, parts: tuple[Part, ...], bucket: int, version: int
+        self,
+        buffer: torch.Tensor,
+        parts: tuple[Part, ...],
+        bucket: int,
+        version: int,
+        known: Mapping[int, int] = _NOTHING,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield those that the bucket in `buffer` completes; one that lies there in one piece is a view of it.
 
-        Raises SyncError as `verify` does, at once.
+        Takes and raises what `verify` does, at once.
         """
-        verify(buffer, self.plan, parts, bucket, version)
+        verify(buffer, self.plan, parts, bucket, version, known)
         return self._views(buffer, parts)
 
     def _views(self, buffer: torch.Tensor, parts: tuple[Part, ...]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -161,9 +194,9 @@ class Assembly:
         sums = {part.index: iter(_checksums(headers[part.index], part, bucket, version)) for part in parts}
         for piece, part in _in_order(parts):
             room = self._room(piece)
-            found = checksum(buffer[piece.offset : piece.offset + piece.span.nbytes], into=room)
+            found = host_checksum(buffer[piece.offset : piece.offset + piece.span.nbytes], into=room)
             parameter = self.plan.parameters[piece.span.parameter]
-            if int(found) != next(sums[part.index]):  # a part's pieces are in the order of their parameters, too
+            if found != next(sums[part.index]):  # a part's pieces are in the order of their parameters, too
                 raise _different([parameter.name], part, bucket, version)
             whole = self._completed(piece)
             if whole is not None:

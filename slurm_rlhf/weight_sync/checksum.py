@@ -23,12 +23,12 @@ def checksum(data: torch.Tensor, into: torch.Tensor | None = None) -> torch.Tens
     With `into` (uint8 [n]) the bytes are copied there on the way, and those that arrived are summed.
     """
     if _is_cpu(data):
-        return torch.tensor(_hashed(data, into))
+        return torch.tensor(host_checksum(data, into))
     return _weighted(data, into)
 
 
-def _hashed(data: torch.Tensor, into: torch.Tensor | None) -> int:
-    """Return XXH3 of the bytes, as int64. The interpreter's lock is free meanwhile."""
+def host_checksum(data: torch.Tensor, into: torch.Tensor | None = None) -> int:
+    """Compute `checksum` of bytes on a host, XXH3, as an int64. The interpreter's lock is free meanwhile."""
     state = xxh3_64()
     if into is None:
         state.update(data.numpy())

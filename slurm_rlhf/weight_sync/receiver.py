@@ -79,8 +79,7 @@ class Receiver:
             left_over = sum(1 for _ in weights)
             if left_over:
                 raise SyncError(f"the engine left {left_over} of the {len(self.plan.parameters)} parameters unread")
-            self.backend.flush()
-            self.group.heard = self.backend.rates()
+            self.group.heard = self.backend.flush()
 
     def _weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Have further buckets on their way while the engine loads one; leave the last slot to slower neighbours."""
@@ -96,7 +95,12 @@ class Receiver:
             incoming = ahead.popleft()
             buffer = incoming.wait()
             parts = self.plan.parts(bucket, self._stream)
-            found = (assembly.copies if incoming.lent else assembly.parameters)(buffer, parts, bucket, version)
+            started = time.monotonic()
+            if incoming.lent:
+                found = assembly.copies(buffer, parts, bucket, version)
+            else:
+                found = assembly.parameters(buffer, parts, bucket, version, incoming.sums)
+            self.verify_s += time.monotonic() - started
             del buffer
             while True:
                 started = time.monotonic()

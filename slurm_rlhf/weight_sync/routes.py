@@ -80,9 +80,9 @@ def routes(plan: SyncPlan, bucket: int, stream: int) -> Iterator[Route]:
 
 def _chunks(part: Part, size: int) -> list[tuple[int, int]]:
     """Cut a part into chunks, its header last: so the others are on their way before all checksums are known."""
-    ranges = [(piece.offset, piece.offset + piece.span.nbytes) for piece in part.apart]
-    ranges.append((part.start, part.start + part.nbytes))
-    return [(low, min(low + size, end)) for start, end in ranges for low in range(start, end, size)]
+    pieces = [(piece.offset, piece.offset + piece.span.nbytes) for piece in part.apart]
+    end = part.start + part.nbytes
+    return pieces + [(low, min(low + size, end)) for low in range(part.start, end, size)]
 
 
 Way = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[int, ...], ...]]
@@ -110,7 +110,10 @@ def _way(plan: SyncPlan, stream: int, owner: int, turn: int, seat: int) -> Way:
 
 def _seats(plan: SyncPlan, owner: int) -> int:
     """Return after how many turns the same ranks of all nodes take a chunk again."""
-    return math.lcm(*(len(plan.layout.near(owner, ranks)) for ranks in plan.layout.by_node.values()))
+    if owner not in plan.ways:
+        sizes = (len(plan.layout.near(owner, ranks)) for ranks in plan.layout.by_node.values())
+        plan.ways[owner] = math.lcm(*sizes)
+    return int(plan.ways[owner])
 
 
 def partners(plan: SyncPlan, rank: int) -> tuple[int, ...]:

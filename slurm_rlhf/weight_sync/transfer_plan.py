@@ -8,7 +8,7 @@ A bucket's buffer is its parts, one after the other. A parameter that lies in on
 that is cut, because ranks own shards of it or because it is larger than a bucket, is put together.
 
 Where chunks go between hosts, each by itself (`Layout.chunked`), large parameters lie apart, before the parts: each
-piece is sent from where the actor has it, and shards of several ranks arrive side by side, as the parameter.
+piece, at most a chunk, is sent from where the actor has it, and shards of several ranks arrive side by side.
 
 `Layout` says who takes part and where, as all members know it: the group counts the actor's ranks first, as the actor
 does, and then the ranks of the engines.
@@ -237,7 +237,7 @@ class SyncPlan:
                 owned = _by_weight(spans, [duty.weight for duty in self.streams[stream].duties])
             apart = _apart(spans) if self.layout.chunked else ({}, 0)
             mine = [(owner, spans) for owner, spans in zip(owners, owned, strict=True) if spans]
-            self._parts[key] = _lay_out(mine, *apart)
+            self._parts[key] = _lay_out(mine, *apart, self.chunk_bytes)
         return self._parts[key]
 
     def nbytes(self, bucket: int, stream: int) -> int:
@@ -265,8 +265,7 @@ def make_plan(described: Sequence[Sequence[Any]], bucket_bytes: int, layout: Lay
     """Plan the transfer of parameters [[name, shape, dtype], ...] over `layout`, in buckets up to `bucket_bytes`.
 
     An engine rank has three times `bucket_bytes` for buckets, and room for a parameter that is put together; buckets
-    are smaller where the layout gains by it.
-    `chunk_bytes` 0: as the layout wants it.
+    are smaller where the layout gains by it. `chunk_bytes` 0: as the layout wants it.
     Raises SyncError for a name given twice, a dtype that is not fp32, bf16 or fp16, and for no parameters at all.
     """
     parameters = tuple(_parameter(item) for item in described)
@@ -375,10 +374,11 @@ def _apart(spans: Sequence[Span]) -> tuple[dict[int, int], int]:
     return places, end
 
 
-def _lay_out(owned: Sequence[tuple[int, Sequence[Span]]], places: Mapping[int, int], start: int) -> tuple[Part, ...]:
-    """Lay out the parts from byte `start` on. `places`: of parameters that lie apart."""
+def _lay_out(owned: list[tuple[int, list[Span]]], places: Mapping[int, int], start: int, size: int) -> tuple[Part, ...]:
+    """Lay out the parts from byte `start` on. `places`: of parameters that lie apart, in pieces up to `size` bytes."""
     parts = []
-    for index, (owner, spans) in enumerate(owned):
+    for index, (owner, whole) in enumerate(owned):
+        spans = [cut for span in whole for cut in (_cut(span, size) if span.parameter in places else [span])]
         offset = start + _aligned(8 * (FIXED_HEADER + len(spans)))
         pieces = []
         for span in spans:
@@ -390,6 +390,10 @@ def _lay_out(owned: Sequence[tuple[int, Sequence[Span]]], places: Mapping[int, i
         parts.append(Part(owner, index, start, offset - start, tuple(pieces)))
         start = offset
     return tuple(parts)
+
+
+def _cut(span: Span, size: int) -> list[Span]:
+    return [Span(span.parameter, low, min(low + size, span.high)) for low in range(span.low, span.high, size)]
 
 
 def _aligned(nbytes: int) -> int:

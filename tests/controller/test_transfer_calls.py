@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller import transfer_calls
+from slurm_rlhf.controller.engine_pool import WeightSync
 from slurm_rlhf.controller.transfer_calls import EngineLost, settle_update
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.records import SyncReport
@@ -27,6 +30,9 @@ class Engines:
         self.given_up[engine] = why
         self.calls[engine].set_exception(RoleDied(why))
 
+    def call(self, engine: int, call: object, request: object) -> Future[Any]:
+        return self.calls[engine]
+
     def goes_on_without(self, engine: int, error: BaseException) -> bool:
         return isinstance(error, RoleDied)
 
@@ -43,12 +49,17 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settle(engines: Engines, actor: list[Future[Any]]) -> list[BaseException]:
+    calls = {call: engine for engine, call in engines.calls.items()}
+    return raised_by(lambda: settle_update(engines, actor, calls))  # type: ignore[arg-type]
+
+
+def raised_by(work: Callable[[], object]) -> list[BaseException]:
     """What it raises; AssertionError where it waits for longer than it may."""
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
-            settle_update(engines, actor, {call: engine for engine, call in engines.calls.items()})  # type: ignore[arg-type]
+            work()
         except EngineLost as lost:
             raised.append(lost)
 
@@ -63,6 +74,22 @@ def test_an_engine_that_stands_still_is_not_waited_for_and_the_others_go_on() ->
     engines = Engines({0: answered(BROKEN), 1: Future()})
     (lost,) = settle(engines, [answered(BROKEN), answered(BROKEN)])
     assert list(engines.given_up) == [1]
+    assert "it stands still in a weight update that broke off" in str(lost)
+
+
+class Actor:
+    """In place of the handle: its ranks let go of the update."""
+
+    def start_all(self, call: object, request: object) -> list[Future[Any]]:
+        return [answered(BROKEN), answered(BROKEN)]
+
+
+def test_an_update_of_a_run_does_not_wait_for_an_engine_that_stands_still() -> None:
+    engines = Engines({3: answered(BROKEN), 5: Future()})
+    sync = WeightSync(Config(), Actor(), engines, "node1")  # type: ignore[arg-type]
+    sync.engines = [3, 5]
+    (lost,) = raised_by(lambda: sync.update(7))
+    assert list(engines.given_up) == [5]
     assert "it stands still in a weight update that broke off" in str(lost)
 
 

@@ -9,6 +9,7 @@ from xxhash import xxh3_64_intdigest
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.weight_sync.bucket import Assembly, Pool, fill, verify
 from slurm_rlhf.weight_sync.checksum import checksum
+from slurm_rlhf.weight_sync.routes import routes
 from slurm_rlhf.weight_sync.sender import span_source
 from slurm_rlhf.weight_sync.transfer_plan import Layout, make_plan
 
@@ -153,6 +154,23 @@ def test_a_wrong_byte_and_a_wrong_version_are_named():
     for way in (assembly.parameters, assembly.copies):
         with pytest.raises(SyncError, match="differs from that of actor 1 in bf16 "):
             list(way(buffer, (first, second), 0, 12))
+
+
+def test_what_was_summed_on_arrival_is_compared_and_not_read_again(monkeypatch):
+    """Pieces of a large parameter are no larger than a chunk; whoever takes a chunk sums it."""
+    monkeypatch.setattr("slurm_rlhf.weight_sync.transfer_plan._APART", 100)
+    plan = make_plan(describe(_weights()), 1 << 20, Layout(("a", "a"), ("b",), 3, chunked=True), 64)
+    buffer, parts = _filled(plan, 0, 12), plan.parts(0, 0)
+    apart = [piece for part in parts for piece in part.apart]
+    assert {(piece.offset, piece.offset + piece.span.nbytes) for piece in apart} == {
+        (route.low, route.high) for route in routes(plan, 0, 0) if route.high <= parts[0].start
+    }
+    known = {piece.offset: int(checksum(buffer[piece.offset : piece.offset + piece.span.nbytes])) for piece in apart}
+    buffer[apart[-1].offset] += 1  # nobody looks there any more
+    verify(buffer, plan, parts, 0, 12, known)
+    known[apart[1].offset] += 1
+    with pytest.raises(SyncError, match="differs from that of actor 0 in fp32 "):
+        verify(buffer, plan, parts, 0, 12, known)
 
 
 def test_parameters_that_are_not_the_plan():

@@ -85,10 +85,10 @@ def test_a_group_opens_connections_to_rank_0_and_no_others() -> None:
         )
         # Two ends of each connection, and where each member listens.
         assert _sockets() - before <= 2 * (world - 1) + 2 * world
-        assert [len(each.met) for each in made] == [world - 1, *[1] * (world - 1)]
-        for each in threads.map(lambda pair: pair[0].meet(pair[1]) or pair[0], [(made[3], [9]), (made[9], [3])]):
-            assert each.met >= {0}
-        assert 9 in made[3].met
+        known = _sockets()
+        for _ in range(2):  # they meet once
+            list(threads.map(lambda pair: pair[0].meet(pair[1]), [(made[3], [9]), (made[9], [3])]))
+            assert _sockets() == known + 2
         list(threads.map(GlooTransport.close, made))
 
 

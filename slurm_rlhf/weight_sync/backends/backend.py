@@ -6,8 +6,8 @@ The group finds out who is behind a TransportFailure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -51,6 +51,8 @@ class Incoming:
     """Say that nothing more is read from the buffer."""
     lent: bool = False
     """The buffer is used again after `release`; else whoever keeps a view keeps the memory."""
+    sums: Mapping[int, int] = field(default_factory=dict)
+    """Checksums of pieces that were taken as these arrived, by their offsets in the bucket; complete after `wait`."""
 
 
 class Backend(Protocol):
@@ -81,18 +83,13 @@ class Backend(Protocol):
         """
         ...
 
-    def flush(self) -> None:
+    def flush(self) -> tuple[float, ...]:
         """Wait until nothing of this member's is on its way any more: the end of an update.
+
+        Returns the bytes/s that came over the network from each actor rank in it; 0 or empty: unknown.
 
         Called by `Sender` and `Receiver`, in the thread that runs the update. Blocks, at most the group's time-out for
         each chunk.
-        """
-        ...
-
-    def rates(self) -> tuple[float, ...]:
-        """Return the bytes/s that came over the network from each actor rank since the last call; 0 or empty: unknown.
-
-        Called by `Receiver`, in the thread that runs the update, after `flush`.
         """
         ...
 

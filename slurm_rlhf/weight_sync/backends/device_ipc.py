@@ -87,15 +87,13 @@ class DeviceIpc:
     def receive(self, bucket: int) -> Incoming:
         return Incoming(partial(self._copy, bucket, self._number + bucket))
 
-    def flush(self) -> None:
+    def flush(self) -> tuple[float, ...]:
         if self._gather is not None:
             self._reach(len(self._plan.buckets))
         self._hand_over(0)
         self._give_back(0)
         self._number += len(self._plan.buckets)
         self._next = 0
-
-    def rates(self) -> tuple[float, ...]:
         return ()
 
     def abort(self) -> None:

@@ -55,14 +55,12 @@ class Disk:
     def receive(self, bucket: int) -> Incoming:
         return Incoming(partial(self._read, bucket, self._plan.stream_to(self._rank)))
 
-    def flush(self) -> None:
+    def flush(self) -> tuple[float, ...]:
         # Everybody has this update when the next one is over, and not before.
         for path in self._mine.pop(0):
             path.unlink(missing_ok=True)
         self._mine.append([])
         self._update += 1
-
-    def rates(self) -> tuple[float, ...]:
         return ()
 
     def abort(self) -> None:

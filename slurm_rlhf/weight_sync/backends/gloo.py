@@ -20,6 +20,7 @@ from slurm_rlhf.weight_sync._torch import gloo_group
 from slurm_rlhf.weight_sync.backends.backend import Incoming, Pending, TransportFailure
 from slurm_rlhf.weight_sync.backends.shared_memory import SharedMemory
 from slurm_rlhf.weight_sync.bucket import Pool
+from slurm_rlhf.weight_sync.checksum import host_checksum
 from slurm_rlhf.weight_sync.pace import Arrivals
 from slurm_rlhf.weight_sync.routes import Route, partners, routes
 from slurm_rlhf.weight_sync.transfer_plan import Part, SyncPlan
@@ -77,11 +78,6 @@ class GlooTransport:
         self.stop = _Stop()
         self._sends = _worker("sync-sends")
         self.meet(range(1, world) if rank == 0 else (0,))
-
-    @property
-    def met(self) -> frozenset[int]:
-        """Return the ranks that this one is connected to."""
-        return frozenset(self._met)
 
     def meet(self, peers: Iterable[int]) -> None:
         """Connect to `peers`, while they do the same. Raises TransportFailure."""
@@ -167,7 +163,8 @@ class _Counted:
         with self._changed:
             self._handed_on.extend(handed_on)
             self._left -= 1
-            self._changed.notify_all()
+            if self._left == 0:
+                self._changed.notify_all()
 
     def failed(self, failure: TransportFailure) -> None:
         with self._changed:
@@ -193,10 +190,7 @@ class Gloo:
     """Relay chunks; see `Backend`. One thread for each rank that chunks come from: a slow one delays nobody else's."""
 
     def __init__(self, plan: SyncPlan, rank: int, transport: GlooTransport, memory: SharedMemory | None = None) -> None:
-        """`memory`: that of this rank's node, where it shares some with other members. Collective.
-
-        Raises TransportFailure.
-        """
+        """`memory`: that of this rank's node, if it shares some with others. Collective. Raises TransportFailure."""
         self.device = transport.device
         self.pool = Pool(self.device, memory.nbytes if memory else 0)
         self._plan = plan
@@ -243,15 +237,18 @@ class Gloo:
         number = self._number + bucket
         buffer = self._memory.slot(number)[:nbytes] if self._memory else self.pool.take(nbytes)
         mine = [(index, route) for index, route in enumerate(taken) if self._comes_by_wire(route)]
-        counted = _Counted(len(mine), self._stop)
+        counted, sums = _Counted(len(mine), self._stop), dict[int, int]()
+        apart = self._plan.parts(bucket, stream)[0].start  # each chunk before it is a piece
         # All receives first: then no sender waits for a handshake.
         for index, route in mine:
             giver, view = route.giver(self._rank), buffer[route.low : route.high]
             pending = self._transport.receive(view, giver, route.tag)
-            self._thread(giver).put(_Chunk(self, pending, view, route, number, index, counted, time.monotonic()))
+            kept = sums if self._memory is None and route.high <= apart else None
+            chunk = _Chunk(self, pending, view, route, number, index, counted, kept, time.monotonic())
+            self._thread(giver).put(chunk)
         self._arrivals.append(counted)
         if self._memory is None:
-            return Incoming(partial(_when_complete, counted, deque([buffer])))
+            return Incoming(partial(_when_complete, counted, deque([buffer])), sums=sums)
         return self._shared(number, len(taken), nbytes, counted)
 
     def _shared(self, number: int, chunks: int, nbytes: int, counted: _Counted) -> Incoming:
@@ -269,12 +266,10 @@ class Gloo:
 
         return Incoming(wait, release, lent=True)
 
-    def flush(self) -> None:
+    def flush(self) -> tuple[float, ...]:
         while self._arrivals:
             self._arrivals.popleft().drain()
         self._number += len(self._plan.buckets)
-
-    def rates(self) -> tuple[float, ...]:
         return self._intake.take()
 
     def abort(self) -> None:
@@ -285,8 +280,7 @@ class Gloo:
     def close(self) -> None:
         for queue in self._threads.values():
             queue.put(None)
-        self._threads = {}
-        self._memory = None
+        self._threads, self._memory = {}, None
 
     def count(self, route: Route, asked: float) -> None:
         """Measure what has come over the network from its owner."""
@@ -334,12 +328,16 @@ class _Chunk:
     number: int  # of its bucket in the shared memory
     index: int  # among the bucket's chunks
     counted: _Counted
+    sums: dict[int, int] | None  # for its checksum, where it is a piece that nobody copies
     asked: float  # when, in seconds of time.monotonic
 
     def run(self) -> None:
         self.pending.wait()
         self.relay.count(self.route, self.asked)
-        self.counted.came(self.relay.hand_on(self.route, self.view, self.number, self.index))
+        handed_on = self.relay.hand_on(self.route, self.view, self.number, self.index)
+        if self.sums is not None:  # now that it is in the processor's cache, and the next chunks come meanwhile
+            self.sums[self.route.low] = host_checksum(self.view)
+        self.counted.came(handed_on)
 
 
 @dataclass(slots=True)

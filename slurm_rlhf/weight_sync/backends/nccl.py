@@ -192,10 +192,8 @@ class Nccl:
                 works += self._engines.all_gather(buffer, buffer[mine : mine + step])
         return Incoming(partial(self._settled, works, buffer))
 
-    def flush(self) -> None:
+    def flush(self) -> tuple[float, ...]:
         torch.cuda.current_stream(self.device).synchronize()
-
-    def rates(self) -> tuple[float, ...]:
         return ()
 
     def abort(self) -> None:
