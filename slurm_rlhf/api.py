@@ -78,7 +78,7 @@ def submit(config: Config, *, local: bool = False) -> Any:
 
 
 def _take_algorithm(algorithm: Algorithm | AdvantageFunction | str) -> str:
-    """Make what the caller passed known in this process and return its name."""
+    """Register the algorithm that the caller passed, in this process, and return its name."""
     if isinstance(algorithm, str):
         return algorithm
     if not isinstance(algorithm, Algorithm):

@@ -1,4 +1,4 @@
-"""Waiting for what nobody announces: ask, pause, ask again."""
+"""Wait for something that sends no message: ask whether it is there, pause, ask again."""
 
 from __future__ import annotations
 

@@ -49,7 +49,6 @@ class Sampling:
     top_k: int = -1  # -1: all
     max_new_tokens: int = 1024
     stop: list[str] = field(default_factory=list)
-    skip_special_tokens: bool = True  # of `Trajectory.text` only
     max_pattern_size: int = 0  # end at a pattern of up to so many tokens that repeats itself; 0: never
     min_pattern_size: int = 1
     min_count: int = 2  # times that the pattern stands there

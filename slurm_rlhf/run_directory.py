@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
@@ -50,8 +51,10 @@ class RunDirectory:
         self.keys.parent.mkdir(mode=0o700, exist_ok=True)
 
 
-def write_atomically(path: Path, text: str, *, durable: bool = False, private: bool = False) -> None:
-    """Replace `path` by a file with `text`, in one step. Raises OSError, and leaves an earlier file as it was then.
+def write_atomically(
+    path: Path, text: str | Iterable[str], *, durable: bool = False, private: bool = False, errors: str = "strict"
+) -> None:
+    """Replace `path` by a file with `text`, one piece or many, in one step. Raises OSError; an earlier file stays then.
 
     `durable`: the file outlives a crash of the node. `private`: only the owner can read it, at any moment.
     """
@@ -59,10 +62,10 @@ def write_atomically(path: Path, text: str, *, durable: bool = False, private: b
     # O_EXCL: never through somebody's link.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with os.fdopen(descriptor, "w", encoding="utf-8", errors=errors) as file:
             if private:
                 os.fchmod(file.fileno(), 0o600)
-            file.write(text)
+            file.writelines([text] if isinstance(text, str) else text)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

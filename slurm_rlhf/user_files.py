@@ -17,9 +17,9 @@ from slurm_rlhf.errors import ConfigError, UserError
 def run_file(file: Path, key: str, error_class: type[UserError], mend: str = "") -> ModuleType:
     """Run a Python file as a module; its directory is importable for it.
 
-    `key` of the configuration names the file.
-    Raises `error_class` with file and line for what the file raises; `mend` ends the message and says what to do.
-    ConfigError where it is not a Python file.
+    `key`: the key of the configuration that names the file, for messages. Where the file raises, this raises
+    `error_class` with file and line; its message ends with `mend`, which says what to do. Raises ConfigError for a file
+    that is not Python.
     """
     name = f"slurm_rlhf_user_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, file)

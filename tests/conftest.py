@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 import pytest
 from gpu_coverage import Recorder
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from rollout_engine import EngineProcess
@@ -36,6 +37,9 @@ MARKS_OF_FIXTURES = {"slurm": "slurm", "engine_process": "engine"}
 """Marks that a test has because it asks for a fixture."""
 ASKED_FOR = ("full", "campaign", "gpu")
 """Marks of tests that run only where `-m` names the mark, or is empty."""
+
+settings.register_profile("shared machine", deadline=None)
+settings.load_profile("shared machine")
 
 SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_CACHE_DIR"}
 """Variables that pytest sets, and libraries when they are imported."""

@@ -106,36 +106,46 @@ class ModelSize:
     layers: int = 4
     vocab: int = 8192
     positions: int = 2048
+    tied: bool = True  # input and output embeddings are one
 
 
 def make_random_model(path: Path, size: ModelSize, mean_response: int) -> Path:
-    """Write a Qwen2 of `size` (head size 64 at most, tied embeddings, fp32) to directory `path`.
+    """Write a Qwen2 of `size` to directory `path`.
 
     So many of its tokens end a sequence that responses have about `mean_response` tokens on average, of all lengths.
     """
-    import torch
-    from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+    from transformers import GenerationConfig
 
-    tokenizer = _tokenizer(size.vocab)
-    vocab = len(tokenizer)
+    def ends(model: Any) -> None:
+        vocab = model.config.vocab_size
+        every = range(0, vocab, max(1, min(mean_response, vocab)))
+        model.generation_config = GenerationConfig(eos_token_id=list(every), pad_token_id=0)
+
+    return write_qwen2(path, _tokenizer(size.vocab), size, ends)
+
+
+def write_qwen2(path: Path, tokenizer: Any, size: ModelSize, change: Callable[[Any], None]) -> Path:
+    """Write a random Qwen2 (head size 64 at most, fp32), which `change` changes, with its tokenizer; token 0 ends."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     heads = max(2, size.hidden // 64)
     config = Qwen2Config(
-        vocab_size=vocab,
+        vocab_size=len(tokenizer),
         hidden_size=size.hidden,
         intermediate_size=4 * size.hidden,
         num_hidden_layers=size.layers,
         num_attention_heads=heads,
         num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
         max_position_embeddings=size.positions,
-        tie_word_embeddings=True,
+        tie_word_embeddings=size.tied,
         eos_token_id=0,
         bos_token_id=None,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = Qwen2ForCausalLM(config)
-    ends = list(range(0, vocab, max(1, min(mean_response, vocab))))
-    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=0)
+        change(model)
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
@@ -144,11 +154,17 @@ def make_random_model(path: Path, size: ModelSize, mean_response: int) -> Path:
 def _tokenizer(vocab: int) -> Any:
     """`vocab` tokens, at least 258: the end, a byte each, and words that no text is cut into."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = [EOS, *letters, *(f"Ġw{number}" for number in range(vocab - len(letters) - 1))]
     tokenizer = Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return fast_tokenizer(tokenizer)
+
+
+def fast_tokenizer(tokenizer: Any) -> Any:
+    """Wrap a tokenizer of `tokenizers`, whose EOS ends and pads, for transformers."""
+    from transformers import PreTrainedTokenizerFast
+
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slurm_rlhf.bench.compare import EOS, ModelSize, fast_tokenizer, write_qwen2
 from slurm_rlhf.bench.options import Given
 from slurm_rlhf.errors import RunError
 
@@ -140,7 +141,6 @@ def _measure(path: Path, mode: str, number: int, options: dict[str, Any]) -> dic
     }
 
 
-EOS = "<eos>"
 # At this scale the logit of the next word is above all others by so much that sampling never takes another one.
 _LOGIT = 60.0
 
@@ -183,25 +183,10 @@ def make_counting_model(path: Path, longest: int, hidden: int, layers: int) -> N
     does all the computing of a transformer of its size; its layers add 0 to what passes through them.
     """
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = _tokenizer(longest)
-    heads = max(2, hidden // 64)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=hidden,
-        intermediate_size=4 * hidden,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2 if heads % 2 == 0 else heads,
-        max_position_embeddings=longest + 8,
-        tie_word_embeddings=False,
-        eos_token_id=0,
-        bos_token_id=None,
-    )
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        model = Qwen2ForCausalLM(config)
+
+    def count_down(model: Any) -> None:
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
@@ -211,16 +196,16 @@ def make_counting_model(path: Path, longest: int, hidden: int, layers: int) -> N
         head = torch.zeros_like(words)
         head[:-1] = words[1:] * _LOGIT / hidden**0.5  # the norm before the head gives vectors of length sqrt(hidden)
         model.lm_head.weight.copy_(head)
-    model.save_pretrained(path)
-    tokenizer.save_pretrained(path)
+
+    size = ModelSize(hidden, layers, len(tokenizer), longest + 8, tied=False)
+    write_qwen2(path, tokenizer, size, count_down)
 
 
 def _tokenizer(words: int) -> Any:
     """The end is token 0, word n token n + 1."""
     from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
 
     names = [EOS, *(f"w{number}" for number in range(words))]
     tokenizer = Tokenizer(models.WordLevel({name: index for index, name in enumerate(names)}, unk_token=EOS))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS)
+    return fast_tokenizer(tokenizer)

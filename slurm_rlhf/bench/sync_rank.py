@@ -231,7 +231,7 @@ class Rank:
 
     @property
     def _of_raw(self) -> list[int]:
-        """Return the ranks that the raw bytes go to, and rank 0, which they come from."""
+        """Return the ranks of the raw transfer: rank 0, which sends, and the engine ranks, which receive."""
         return [0, *range(len(self.spec.actors), self.group.world)]
 
     def _raw_group(self) -> Any:

@@ -169,6 +169,7 @@ SLURM: Final = (
     Fault("network cut", "node of actor rank 1", "train", says=NODE, needs="slurm"),
     Fault("network cut", "node of rollout rank 0", "generate", says=NODE, needs="slurm"),
     Fault("crash, one after the other", "node of actor rank 1, its stand-in", "train", says=NODE, needs="slurm"),
+    Fault("crash", "node of conductor", "train", says="the conductor is gone", needs="slurm"),
     Fault("restart", "slurmctld", "train", does=BORNE, needs="slurm"),
     Fault("SIGKILL", "slurmd of actor rank 1", "train", does=BORNE, needs="slurm"),
     Fault("clock jump +1 h", "node of actor rank 1", ANY, does=BORNE, needs="slurm"),

@@ -12,11 +12,12 @@ from slurm_rlhf.campaign.faults import BORNE, EITHER, HURTS, PHASES, START, STOP
 from slurm_rlhf.config.roles import ROLLOUT
 
 RECOVERED: Final = "recovered in place"
+REQUEUED: Final = "ended cleanly, requeued by Slurm, went on"
 RESUMED: Final = "ended cleanly, resumed by the same command"
 ENDED: Final = "ended cleanly"
 UNDISTURBED: Final = "went on undisturbed"
 FAILED: Final = "failed"
-OUTCOMES: Final = (UNDISTURBED, RECOVERED, RESUMED, ENDED, FAILED)
+OUTCOMES: Final = (UNDISTURBED, RECOVERED, REQUEUED, RESUMED, ENDED, FAILED)
 UNTIMED: Final = ("time/", "perf/")
 """Beginnings of metrics that a clock measures."""
 _RANK, _TORCHRUN = re.compile(r"\b(\w+) rank (\d+)\b"), re.compile(r"\btorchrun of (\w+)\b")
@@ -38,6 +39,7 @@ class Observation:
     ended_s: float | None = None  # to the end of the conductor; None: it went on
     exit_code: int | None = None
     went_on: bool = False  # it did steps after the fault in the same session, or was done
+    requeued: bool = False  # Slurm started its job again
     resumed: bool | None = None  # the same command went on; None: it was not tried
     resumed_at: int = 0  # the step that it went on from
     innocents: list[str] = field(default_factory=list)  # that the run says have died, though nobody hit them
@@ -107,10 +109,12 @@ def patterns(fault: Fault, seen: Observation) -> list[str]:
 
 
 def innocents(fault: Fault, told: str) -> list[str]:
-    """List who `told` says has died, where the fault was to hit others; empty where it hits no rank and no torchrun.
+    """List who `told` says has died, where the fault was to hit others; empty where it hits a node, or no rank at all.
 
     While roles start, a rank may be gone before its number is known: then the role is enough.
     """
+    if "node of " in fault.target:
+        return []  # all of its ranks are hit
     ranks = {(role, number) for role, number in _RANK.findall(fault.target)}
     roles = {role for role, _ in ranks} | {*_TORCHRUN.findall(fault.target)}
     found = [(role, number) for role, number in _DIED.findall(told)]
@@ -136,7 +140,7 @@ def outcome_of(fault: Fault, seen: Observation) -> str:
     if seen.error:
         return FAILED
     if seen.ended_s is None:
-        went = UNDISTURBED if fault.does == BORNE else RECOVERED
+        went = REQUEUED if seen.requeued else UNDISTURBED if fault.does == BORNE else RECOVERED
         return went if seen.went_on else FAILED
     if seen.resumed is None:
         return ENDED if fault.apart else FAILED
@@ -162,7 +166,7 @@ def _problems(fault: Fault, seen: Observation, culprit: bool | None, outcome: st
     found += [f"named, though nobody hit it: {one}" for one in seen.innocents]
     if seen.traceback:
         found.append("a traceback on the terminal")
-    if seen.resumed and seen.resumed_at < seen.checkpoint:
+    if (seen.resumed or seen.requeued) and seen.resumed_at < seen.checkpoint:
         found.append(f"went on at step {seen.resumed_at}, before the checkpoint of step {seen.checkpoint}")
     found += seen.lost
     if seen.unequal:

@@ -14,6 +14,7 @@ from slurm_rlhf.campaign import processes
 from slurm_rlhf.campaign.faults import BORNE, CONDUCTOR, EITHER, HURTS, Fault
 from slurm_rlhf.campaign.session import POLL_S, Session
 from slurm_rlhf.campaign.verdicts import Observation, innocents, patterns
+from slurm_rlhf.cluster.processes import CONDUCTOR_GONE
 from slurm_rlhf.polling import wait_until
 
 SPARE_S = 120.0
@@ -30,8 +31,6 @@ LEAVE_S = 5.0
 """For the processes of a run, from the conductor's end to theirs."""
 ENDS = ("error", "hang", "stop", "restart")
 """Events by which a run says that something is wrong, whatever it is."""
-LONELY = "the conductor is gone"
-"""What ranks write into their logs when they leave by themselves."""
 
 
 def watch(
@@ -52,6 +51,7 @@ def watch(
     limit = hit_at + fault.limit_s + SPARE_S
     steps_then, marks = 0, log_sizes(session.directory.logs)
     undone = released = False
+    crashed = (fault.kind, fault.target) == ("crash", f"node of {CONDUCTOR}")
     stopped = fault.kind == "SIGSTOP" and fault.target == CONDUCTOR
     while True:
         session.look_around()
@@ -64,8 +64,10 @@ def watch(
         if seen.detected_s is not None and not undone and now > seen.detected_s + LASTS_S:
             undone = True
             undo()
-        if stopped and seen.detected_s is None and LONELY in written_since(session.directory.logs, marks):
-            seen.detected_s = now
+        speechless = (stopped or crashed) and seen.detected_s is None
+        if speechless and CONDUCTOR_GONE in written_since(session.directory.logs, marks):
+            seen.detected_s, steps_then = now, session.steps
+        if stopped and speechless and seen.detected_s is not None:
             wait_until(lambda: len(processes.writers(session.directory.root)) <= 1, LEAVE_S)
             os.kill(seen.pid, signal.SIGCONT)
         if over:
@@ -82,7 +84,7 @@ def watch(
     undo()
     output = session.process.output()[seen.printed :] if session.over else ""
     seen.traceback = "Traceback (most recent call last)" in output
-    seen.told += output + (written_since(session.directory.logs, marks) if stopped else "")
+    seen.told += output + (written_since(session.directory.logs, marks) if stopped or crashed else "")
     seen.told += "\n" + "\n".join(session.events(known_events)) + "\n"
     seen.innocents = innocents(fault, seen.told)
 

@@ -94,7 +94,7 @@ class CheckpointDir:
         return surplus
 
     def of(self, step: int) -> Path:
-        """Name the checkpoint of a step, which need not be there."""
+        """Return the path of a step's checkpoint, whether it is there or not."""
         return self.root / f"step_{step:06d}"
 
     def latest(self) -> Path | None:

@@ -73,7 +73,7 @@ class Command:
 
 
 def _parts(name: str) -> set[str]:
-    """`algo.kl.target` -> itself, `algo.kl`, `algo`; a key without a group is in `run`."""
+    """Return a key with the groups it is in: of `algo.kl.target` also `algo.kl` and `algo`; of `resume` also `run`."""
     words = name.split(".")
     return {".".join(words[:count]) for count in range(1, len(words) + 1)} | ({"run"} if len(words) == 1 else set())
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from slurm_rlhf.cli.main import Command
 from slurm_rlhf.cli.watch import INTERVAL_S, extra_lines, repeated, rows_of, show
-from slurm_rlhf.cluster.processes import SESSION_FILE, Session, attach_line, read_session
+from slurm_rlhf.cluster.processes import CONDUCTOR_GONE, SESSION_FILE, Session, attach_line, read_session
 from slurm_rlhf.cluster.slurm_job import OVER, Job, ask_jobs, place_in_queue, reason_words, state_words
-from slurm_rlhf.errors import ConfigError, RunError
+from slurm_rlhf.errors import ConfigError, RunError, shortened
 from slurm_rlhf.observe.events import engines_lost, read_events
 from slurm_rlhf.observe.log_tail import tail
 from slurm_rlhf.observe.progress import duration
@@ -26,6 +26,9 @@ from slurm_rlhf.observe.run_status import RunStatus, read_run_status
 from slurm_rlhf.run_directory import RunDirectory
 
 _JOB = re.compile(r"\d+(_\d+)?")
+_RANK_LOG = re.compile(r"(?!conductor\.)[a-z]+\.(?P<node>.+)\.\d+\.log")
+_LEFT = re.compile(rf"^{CONDUCTOR_GONE}: |: the conductor at \S+ is lost: ")
+"""In the last line of a rank that has left: its I/O thread ends it, or its main thread sees it first."""
 _ANNOUNCED = re.compile(r"run directory (/.*?)(?:, \d+ steps|;|$)", re.MULTILINE)
 _READ = 1 << 20
 PATIENCE_S = 5.0
@@ -170,6 +173,9 @@ def job_lines(found: Found) -> list[str]:
         lines.append(_row("", f"requeued {job.restarts} times"))
     if todo:
         lines.append(_row("", todo))
+    if job.is_headless:
+        gone = f"its first node {job.batch_host} is gone, and with it the conductor: nobody leads the run any more."
+        lines += [_row("", gone), _row("", f"scontrol requeue {job.id}: it goes on from the newest checkpoint")]
     if job.state == "RUNNING" and found.session is not None and found.session.job_id == job.number:
         lines.append(_row("look inside", attach_line(job.number, found.session.first_node)))
     if found.others:
@@ -236,7 +242,26 @@ def failure_lines(found: Found, run_status: RunStatus | None) -> list[str]:
 def _state(found: Found, run_status: RunStatus) -> str:
     if _cut_off(found, run_status):
         return "it was cut off in the middle and could not say why; checkpoints are intact"
+    if run_status.status == "running" and (nodes := _deserted(found)):
+        return (
+            f"the conductor is gone, say its ranks on {shortened(nodes)}, and have left; checkpoints are intact. Slurm "
+            "ends the job, or requeues it, when it finds the node down (SlurmdTimeout)"
+        )
     return run_status.status
+
+
+def _deserted(found: Found) -> list[str]:
+    """List the nodes whose ranks have left because they heard nothing of the conductor; empty where one has not."""
+    directory, session, nodes = found.directory, found.session, set()
+    if directory is None or session is None:
+        return []
+    for log in (directory / "logs").glob("*.log"):
+        rank = _RANK_LOG.fullmatch(log.name)
+        if rank and rank["node"] != session.first_node and log.stat().st_mtime > session.began:
+            if not _LEFT.search(tail(log, 1)[0]):
+                return []
+            nodes.add(rank["node"])
+    return sorted(nodes)
 
 
 def _cut_off(found: Found, run_status: RunStatus) -> bool:

@@ -20,7 +20,7 @@ _LOOK_S = 0.5
 
 
 class KeyStore(Protocol):
-    """A store as torch's are."""
+    """Keep values by their keys, as torch's stores do, for all processes that are connected."""
 
     def set(self, key: str, value: str, /) -> None:
         """Put `value` under `key`."""

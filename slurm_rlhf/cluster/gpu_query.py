@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from slurm_rlhf.cluster.network import user_name
+
 _PROC = Path("/proc/driver/nvidia/gpus")
 FIELDS = ("index", "uuid", "name", "memory.total", "memory.used", "driver_version", "mig.mode.current")
 """As `nvidia-smi --help-query-gpu` names them; one line a GPU:
@@ -185,10 +187,10 @@ def driver_cuda(library: str = "libcuda.so.1") -> str:
     return f"{version.value // 1000}.{version.value % 1000 // 10}" if version.value else ""
 
 
-def _run(program: str, *query: str) -> str:
+def _run(program: str, *query: str, timeout_s: float = _TIMEOUT_S) -> str:
     words = [*query, "--format=csv,noheader,nounits"] if query and query[0].startswith("--query") else query
     return subprocess.run(
-        [program, *words], capture_output=True, text=True, timeout=_TIMEOUT_S, check=True, stdin=subprocess.DEVNULL
+        [program, *words], capture_output=True, text=True, timeout=timeout_s, check=True, stdin=subprocess.DEVNULL
     ).stdout
 
 
@@ -204,15 +206,10 @@ def _number(text: str) -> int:
 
 def _owner(pid: int) -> str:
     """Name the user who runs a process; empty where the process is not seen from here."""
-    import pwd
-
     try:
-        uid = os.stat(f"/proc/{pid}").st_uid
-        return pwd.getpwuid(uid).pw_name
+        return user_name(os.stat(f"/proc/{pid}").st_uid)
     except OSError:
         return ""
-    except KeyError:
-        return str(uid)
 
 
 def _short(text: str) -> str:
@@ -246,18 +243,11 @@ def ask_health(environ: Mapping[str, str]) -> list[str]:
     for spelling in _SPELLINGS:
         fields = [*_ERRORS, *(f"{spelling}.{reason}" for reason in _REASONS)]
         try:
-            answer = subprocess.run(
-                [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"],
-                capture_output=True,
-                text=True,
-                timeout=_HEALTH_TIMEOUT_S,
-                check=False,
-                stdin=subprocess.DEVNULL,
-            )
+            return parse_health(_run(program, f"--query-gpu={','.join(fields)}", timeout_s=_HEALTH_TIMEOUT_S), names)
+        except subprocess.CalledProcessError:
+            continue  # it does not know this spelling
         except (OSError, subprocess.SubprocessError):
-            return []
-        if answer.returncode == 0:
-            return parse_health(answer.stdout, names)
+            break
     return []
 
 

@@ -172,8 +172,12 @@ def _name(process: Path) -> str:
         name, uid = (process / "comm").read_text().strip(), process.stat().st_uid
     except OSError:
         return f"pid {process.name}"
+    return f"{name} (pid {process.name} of {user_name(uid)})"
+
+
+def user_name(uid: int) -> str:
+    """Return the name of a user; the number where nobody knows a name."""
     try:
-        user = pwd.getpwuid(uid).pw_name
+        return pwd.getpwuid(uid).pw_name
     except KeyError:
-        user = str(uid)
-    return f"{name} (pid {process.name} of {user})"
+        return str(uid)

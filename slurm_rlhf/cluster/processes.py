@@ -74,6 +74,9 @@ STORE_FD = "SLURM_RLHF_STORE_FD"
 STORE_RANKS = "SLURM_RLHF_STORE_RANKS"
 """Variable with the number of ranks that meet at that store: it listens until all have come."""
 
+CONDUCTOR_GONE = "the conductor is gone"
+"""The last words of a rank that leaves by itself, in its log."""
+
 KEYS = "SLURM_RLHF_RUN_KEYS"
 """Variable with the keys of the run, where they are not read from the run directory."""
 

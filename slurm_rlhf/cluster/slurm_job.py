@@ -34,6 +34,15 @@ class Job:
     output: str  # of its batch script
     partition: str = ""  # several with commas
     start_time: str = ""  # of a job that waits: when Slurm expects to start it, or Unknown
+    batch_host: str = ""  # where its batch script runs
+
+    @property
+    def is_headless(self) -> bool:
+        """Tell whether it goes on without the node of its batch script, as --no-kill has it: nobody leads it."""
+        try:
+            return self.state == "RUNNING" and bool(self.batch_host) and self.batch_host not in expand(self.nodes)
+        except PlacementError:
+            return False
 
 
 def parse_jobs(text: str) -> list[Job]:
@@ -51,7 +60,7 @@ def parse_jobs(text: str) -> list[Job]:
                 f"{fields['ArrayJobId']}_{task}" if task else fields["JobId"],
                 fields["JobId"],
                 *(fields.get(name, "") for name in ("JobState", "Reason", "ExitCode", "Restarts", "NodeList")),
-                *(fields.get(name, "") for name in ("EndTime", "StdOut", "Partition", "StartTime")),
+                *(fields.get(name, "") for name in ("EndTime", "StdOut", "Partition", "StartTime", "BatchHost")),
             )
         )
     return jobs

@@ -128,14 +128,10 @@ def _apply_table(source: _Source, table: dict[str, Any], prefix: str) -> None:
         elif isinstance(value, dict) and (name in groups() or begins_alias(name)):
             _apply_table(source, value, name + ".")
         elif name in all_keys() or name in read_as():
-            source.put(name, partial(_from_toml, value))
+            source.put(name, partial(from_toml, value=value))
         else:
             for leaf in _leaves(name, value):
                 source.wrong(_unknown(leaf))
-
-
-def _from_toml(value: Any, key: Key) -> Any:
-    return from_toml(key, value)
 
 
 def _leaves(name: str, value: Any) -> Iterator[str]:
@@ -154,11 +150,7 @@ def _apply_overrides(source: _Source, overrides: list[str]) -> None:
         if name in groups():
             source.wrong(f"--{name} is a group of keys, not a key: write --{name}.<key>=<value>")
         else:
-            source.put(name, partial(_from_text, words))
-
-
-def _from_text(words: list[str], key: Key) -> Any:
-    return from_text(key, words)
+            source.put(name, partial(from_text, words=words))
 
 
 def _unknown(name: str, dashes: str = "") -> str:

@@ -13,7 +13,7 @@ PPO = "ppo"  # the loss that has one range for both sides
 
 
 def loss_problems(config: Config) -> Iterator[str]:
-    """Check the policy loss, of an algorithm that is known."""
+    """Find the broken rules of the policy loss. The name of the algorithm has to be a valid one."""
     yield from _ranges(config)
     yield from _kl(config)
     algorithm, actor = algorithm_of(config), config.actor

@@ -195,13 +195,13 @@ def check_weights(key: str, directory: Path) -> None:
     Reads a few kB of each, so that a broken download is told before anything starts.
     """
     try:
-        for file in _files(directory):
+        for file in weight_files(directory):
             _check_file(file)
     except ModelError as error:
         raise ModelError(f"{key}: {error}") from None
 
 
-def _files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
     """List the files that the index names, or the single file, as transformers chooses them."""
     for index in (directory / name for name in INDICES):
         if (directory / index.name.removesuffix(".index.json")).is_file():

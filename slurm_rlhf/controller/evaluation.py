@@ -94,7 +94,7 @@ class Evaluated:
 
 @dataclass(slots=True)
 class Evaluation:
-    """Evaluates the policy that the engines hold on all data sets."""
+    """Evaluates, on all data sets, the policy that the engines have."""
 
     config: Config
     sets: list[EvalSet]

@@ -18,7 +18,6 @@ Source = Literal["itself", "lock", "py-spy", ""]
 
 Kind = Literal["collective", "device", "sync", "idle", "follows", "busy", "locked", "unknown"]
 
-CONDUCTOR = "conductor"
 REWARD_THREAD = "reward"
 """Name of the threads in which the user's reward function runs (`rewards.model.in_background`)."""
 

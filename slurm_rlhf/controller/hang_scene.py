@@ -6,7 +6,6 @@ and from outside.
 
 from __future__ import annotations
 
-import logging
 import shutil
 import time
 from collections import defaultdict
@@ -27,8 +26,6 @@ from slurm_rlhf.launch.node_look import NodeView, ProcessView
 from slurm_rlhf.observe.log_tail import read_end
 from slurm_rlhf.observe.stacks import ThreadStack, last_late_dump, late_s, own_stacks, read_spy, read_stacks, written
 from slurm_rlhf.run_directory import RunDirectory
-
-log = logging.getLogger(__name__)
 
 ASK_S = 5.0
 """How long the ranks have for their answer, which needs no main thread."""

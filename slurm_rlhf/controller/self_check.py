@@ -7,7 +7,6 @@ four more forward passes of the actor over a few sequences. So a run with it wri
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 
@@ -43,8 +42,6 @@ from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ModelError, SelfCheckError
 from slurm_rlhf.records import F32, Bool, Experience, Trajectory
-
-log = logging.getLogger(__name__)
 
 PER_RANK = 4
 """How many sequences each rank of the actor computes again."""

@@ -317,7 +317,8 @@ class Supervisor:
     def silent_nodes(self) -> set[str]:
         """List the nodes of which no rank is heard any more, or ever was."""
         dead = self.casualty.nodes if self.casualty is not None and self.casualty.silent else ()
-        return {*dead, *(peer.host for peer in self._peers())} - self._heard_nodes()
+        quiet = self._silent()  # a rank that was killed says nothing of its node
+        return {*dead, *(peer.host for peer in self._peers() if peer.silent or peer in quiet)} - self._heard_nodes()
 
     def _heard_nodes(self, within_s: float = 0.0) -> set[str]:
         quiet = self.server.silent(within_s) if within_s else self._silent()

@@ -102,12 +102,7 @@ def encode_up_to(texts: list[str], tokenizer: Tokenizer, templated: bool, max_to
 
 def prompt_text(row: dict[str, Any], where: str, tokenizer: Tokenizer, data: Data) -> str:
     """Return the text of a prompt as it is tokenized. Raises DataError, its message starting with `where`."""
-    if data.input_key not in row:
-        columns = ", ".join(row) or "none"
-        raise DataError(
-            f"{where}: no column {data.input_key!r} (columns: {columns}): fix the row or set data.input_key"
-        )
-    value = row[data.input_key]
+    value = cell(row, data.input_key, "data.input_key", where)
     if data.apply_chat_template and _is_chat(value):
         return tokenizer.chat(value)
     if not isinstance(value, str):
@@ -115,6 +110,15 @@ def prompt_text(row: dict[str, Any], where: str, tokenizer: Tokenizer, data: Dat
         raise DataError(f"{where}: {data.input_key!r} must be {needed}, got {type(value).__name__}")
     text = data.input_template.format(value) if data.input_template else value
     return tokenizer.chat([{"role": "user", "content": text}]) if data.apply_chat_template else text
+
+
+def cell(row: dict[str, Any], column: str, key: str, where: str) -> Any:
+    """Return the value of the column that `key` of the configuration names. Raises DataError if there is none."""
+    if column not in row:
+        raise DataError(
+            f"{where}: no column {column!r} (columns: {', '.join(row) or 'none'}): fix the row or set {key}"
+        )
+    return row[column]
 
 
 def _is_chat(value: Any) -> bool:
@@ -130,16 +134,15 @@ def read_jsonl(path: Path | str, max_rows: int = 0) -> Iterator[tuple[int, dict[
 
     Raises DataError with file and line for a line that is not UTF-8, not JSON, or not an object.
     """
-    rows = 0
+    for number, line in islice(_lines(path), max_rows or None):
+        yield number, parse_line(line, number, path)
+
+
+def _lines(path: Path | str) -> Iterator[tuple[int, bytes]]:
+    """Yield (number from 1, line) for each line that is not blank. Raises DataError."""
     try:
         with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                if max_rows and rows == max_rows:
-                    return
-                rows += 1
-                yield number, parse_line(line, number, path)
+            yield from ((number, line) for number, line in enumerate(file, start=1) if line.strip())
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
 
@@ -186,7 +189,7 @@ def read_rows(path: Path, max_rows: int = 0) -> list[Row]:
     Raises DataError for a file that cannot be read at all or holds no rows, ConfigError where pyarrow is missing.
     """
     found = _parquet(path) if path.suffix == PARQUET else _jsonl(path)
-    rows = list(islice(found, max_rows) if max_rows else found)
+    rows = list(islice(found, max_rows or None))
     if not rows:
         raise DataError(f"{path}: the file holds no rows")
     return rows
@@ -205,20 +208,11 @@ def require_column(rows: list[Row], column: str, path: Path) -> None:
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
-    try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield _parsed(line, number, path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def _parsed(line: bytes, number: int, path: Path) -> Row:
-    try:
-        return parse_line(line, number, path)
-    except DataError as error:
-        return error
+    for number, line in _lines(path):
+        try:
+            yield parse_line(line, number, path)
+        except DataError as error:
+            yield error
 
 
 def _parquet(path: Path) -> Iterator[Row]:

@@ -1,14 +1,15 @@
-"""Scored responses: the record of one, its answer, and the file that keeps them."""
+"""Describe scored responses, find the answer in one, and write them to a file."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from slurm_rlhf.run_directory import write_atomically
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,6 @@ def answer_of(response: str, pattern: str) -> str | None:
 def write_responses(path: Path, responses: Iterable[ScoredResponse]) -> None:
     """Replace `path` by one JSON object a line, in one step. Raises OSError; an earlier file stays as it was then."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
-    try:
-        # One line at a time: the text of a whole evaluation may be larger than the memory that is left.
-        with open(temporary, "x", encoding="utf-8", errors="replace") as file:
-            for response in responses:
-                file.write(json.dumps(asdict(response), ensure_ascii=False) + "\n")
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    # One line at a time: the text of a whole evaluation may be larger than the memory that is left.
+    lines = (json.dumps(asdict(response), ensure_ascii=False) + "\n" for response in responses)
+    write_atomically(path, lines, errors="replace")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -146,23 +145,13 @@ class Desk:
             answer = news.call.result()
             progress.took(news.engine, answer.load)
             if self.queue.finish(news.engine, news.row, now):
-                found += [trajectory for _, trajectory in answer.found if self._is_new(trajectory)]
+                found += [one for _, one in answer.found if (one.prompt, one.sample) not in self.written]
         lines += self._lines(found)
         self.written.update((line.row, line.sample) for line in lines)
-        for row, count in self._counts(lines).items():
-            if count and not self._missing(row):
+        for row in {line.row for line in lines}:
+            if not self._missing(row):
                 self.prompts.pop(row, None)
         return lines
-
-    @staticmethod
-    def _counts(lines: Sequence[Answer]) -> dict[int, int]:
-        counts: dict[int, int] = defaultdict(int)
-        for line in lines:
-            counts[line.row] += 1
-        return counts
-
-    def _is_new(self, trajectory: Trajectory) -> bool:
-        return (trajectory.prompt, trajectory.sample) not in self.written
 
     def _failed(self, fleet: Fleet, news: Answered, error: BaseException) -> list[Answer]:
         """Let others try a row, or give it up; an engine that was silent for too long is given up as well."""

@@ -7,10 +7,10 @@ are missing, and an engine that dies costs its share. Figures and files are made
 from __future__ import annotations
 
 import copy
-import os
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,12 @@ from slurm_rlhf.errors import UserError
 from slurm_rlhf.evaluation.responses import ScoredResponse, answer_of
 from slurm_rlhf.generation.answers import Desk, Scores
 from slurm_rlhf.generation.identity import Identity, claim, directory_fingerprint, file_fingerprint
-from slurm_rlhf.generation.job import Plan, run
+from slurm_rlhf.generation.job import Opened, run
 from slurm_rlhf.generation.model_source import Source, check_model, find_source, provide
 from slurm_rlhf.generation.output import OUTPUT, OutputFile, whole_lines
 from slurm_rlhf.generation.progress import Progress
 from slurm_rlhf.generation.start import engine_config
 from slurm_rlhf.launch.engine_launcher import EngineLauncher
-from slurm_rlhf.launch.requeue import continuation_of
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.records import Prompt, Sampling
 from slurm_rlhf.run_directory import RunDirectory
@@ -120,13 +119,8 @@ class EvalJob:
 
     def run(self, ranks: RankMap, launcher: EngineLauncher) -> int:
         """Answer what is not answered yet; returns the exit code. Raises SlurmRlhfError."""
-        began = time.monotonic()
-        plan = Plan(engine_config(self.config, self.source.model, ranks, self.root), self.root, ranks, node_name())
-
-        def opened(directory: RunDirectory) -> tuple[OutputFile, Desk, Progress]:
-            return self._open(ranks, directory, began)
-
-        return run(plan, launcher, continuation_of(self.config.slurm, self.root, os.environ), opened)
+        made = engine_config(self.config, self.source.model, ranks, self.root)
+        return run(made, self.root, ranks, launcher, partial(self._open, ranks, time.monotonic()))
 
     def report(self) -> Evaluated:
         """Sum up the output, which is complete, into eval.json and eval.jsonl. Raises DataError, OSError."""
@@ -135,7 +129,7 @@ class EvalJob:
         about = {"model": self.config.generate.model_name_or_path, "seed": self.config.train.seed}
         return keep(self.config, self.sets, scored, self.root, REPORT, about)
 
-    def _open(self, ranks: RankMap, directory: RunDirectory, began: float) -> tuple[OutputFile, Desk, Progress]:
+    def _open(self, ranks: RankMap, began: float, directory: RunDirectory) -> Opened:
         """Open the output of a directory that this process has to itself, and find out what is left to do."""
         scores = Scores.of(self.config, directory.reward_log)
         model = provide(self.source, print, directory.role_log("model", node_name(), 0))

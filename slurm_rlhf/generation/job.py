@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.processes import Session
-from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
+from slurm_rlhf.cluster.resources import node_name
+from slurm_rlhf.cluster.stop import Stop, StopRequested
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
@@ -23,10 +26,11 @@ from slurm_rlhf.generation.answers import Desk
 from slurm_rlhf.generation.fleet import Answered, Fleet, Gone, Ready
 from slurm_rlhf.generation.merge import merge
 from slurm_rlhf.generation.output import MERGED, OutputFile
-from slurm_rlhf.generation.progress import Progress, write_summary
+from slurm_rlhf.generation.progress import Progress
 from slurm_rlhf.launch.engine_launcher import EngineLauncher
+from slurm_rlhf.launch.requeue import continuation_of
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.run_directory import RunDirectory, write_atomically
 
 WAIT_S = 0.2
 
@@ -105,7 +109,7 @@ class Job:
     def _write_summary(self, status: str, **more: Any) -> None:
         lost = {engine: gone.why for engine, gone in self.fleet.gone.items()} if self.fleet else {}
         summary = self.progress.summary(status, self.output.tally, lost, time.monotonic(), **more)
-        write_summary(self.directory.summary, summary)
+        write_atomically(self.directory.summary, json.dumps(summary, indent=2) + "\n", durable=True)
 
     def tell(self, line: str) -> None:
         """Print a line, unless logger.progress = none."""
@@ -121,31 +125,26 @@ class Job:
         self.tell(f"{status}: {len(self.output.tally.done)} of {self.progress.total} responses in {self.output.path}")
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """Says where a job works and with what, before anything is started."""
-
-    config: Config  # of the engines
-    root: Path  # of this shard
-    ranks: RankMap
-    node: str
+Opened = tuple[OutputFile, Desk, Progress]
 
 
-def run(plan: Plan, launcher: EngineLauncher, continuation: Continuation, opened: Any) -> int:
-    """Answer the rows that are left; returns the exit code.
+def run(
+    config: Config, root: Path, ranks: RankMap, launcher: EngineLauncher, opened: Callable[[RunDirectory], Opened]
+) -> int:
+    """Answer the rows that are left with engines of `config`, in `root`; returns the exit code.
 
-    `opened(directory)`: gives (output, desk, progress) once the directory is this process's own. Whatever happens, no
-    engine is left when this returns, and every row that was answered is in the output.
+    `opened`: called once the directory is this process's own. Whatever happens, no engine is left when this returns,
+    and every row that was answered is in the output.
     """
-    config, directory = plan.config, RunDirectory(plan.root)
+    directory, continuation = RunDirectory(root), continuation_of(config.slurm, root, os.environ)
     with run_directory_kept(directory.root):
         directory.make()
-    with exclusive(directory), logging_to(directory.role_log("conductor", plan.node, 0)):
+    with exclusive(directory), logging_to(directory.role_log("conductor", node_name(), 0)):
         Session.here(os.environ).write(directory.root)
         with run_directory_kept(directory.root):
             output, desk, progress = opened(directory)
             directory.config.write_text(dump_toml(config), encoding="utf-8")
-        job = Job(config, directory, plan.ranks, launcher, output, desk, progress)
+        job = Job(config, directory, ranks, launcher, output, desk, progress)
         try:
             with Stop(directory.root, continuation.end_time(), config.slurm.signal_lead_s) as stop:
                 try:

@@ -6,7 +6,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,22 +39,12 @@ class Answer:
 
 def line_of(answer: Answer) -> bytes:
     """Write a line of the output, with its end."""
-    row: dict[str, Any] = {
-        "row": answer.row,
-        "sample": answer.sample,
-        "prompt": answer.prompt,
-        "response": answer.response,
-        "finish_reason": answer.finish_reason,
-        "prompt_tokens": answer.prompt_tokens,
-        "tokens": answer.tokens,
-        "score": answer.score,
-        "seed": answer.seed,
-        "engine": answer.engine,
-    }
+    row = asdict(answer)
+    error, logged = row.pop("error"), {name: row.pop(name) for name in ("token_ids", "logprobs")}
     if answer.logprobs is not None:
-        row |= {"token_ids": list(answer.token_ids or ()), "logprobs": list(answer.logprobs)}
-    if answer.error:
-        row["error"] = answer.error
+        row |= logged
+    if error:
+        row["error"] = error
     # ASCII: a lone surrogate of a prompt has no UTF-8, and no reader takes an escaped line end for one.
     return json.dumps(row).encode("ascii") + b"\n"
 

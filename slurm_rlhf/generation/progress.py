@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.generation.output import Tally
 from slurm_rlhf.observe.progress import duration
 from slurm_rlhf.placement.rank_map import TpGroup
 from slurm_rlhf.records import EngineLoad
-from slurm_rlhf.run_directory import write_atomically
 
 LINE_S = 10.0
 _SHOWN = 8  # engines in a line
@@ -98,8 +95,3 @@ class Progress:
             "engines": engines,
             **more,
         }
-
-
-def write_summary(path: Path, summary: dict[str, Any]) -> None:
-    """Replace summary.json. Raises OSError."""
-    write_atomically(path, json.dumps(summary, indent=2) + "\n", durable=True)

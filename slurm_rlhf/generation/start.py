@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from slurm_rlhf.cluster.resources import node_name
@@ -17,14 +17,13 @@ from slurm_rlhf.controller.batches import sampling_of
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.generation.answers import Desk, Scores
 from slurm_rlhf.generation.identity import claim, identity_of
-from slurm_rlhf.generation.job import Plan, run
+from slurm_rlhf.generation.job import Opened, run
 from slurm_rlhf.generation.model_source import Source, check_model, find_source, provide
 from slurm_rlhf.generation.output import OUTPUT, OutputFile
 from slurm_rlhf.generation.progress import Progress
 from slurm_rlhf.generation.prompts import PromptRows
 from slurm_rlhf.generation.shards import Shard, shard_here
 from slurm_rlhf.launch.engine_launcher import EngineLauncher
-from slurm_rlhf.launch.requeue import continuation_of
 from slurm_rlhf.placement.rank_map import NodeShare, RankMap
 from slurm_rlhf.placement.topology import CPU, Node, Topology
 from slurm_rlhf.run_directory import RunDirectory
@@ -94,17 +93,13 @@ def generate(config: Config, shard: Shard, source: Source, ranks: RankMap, launc
     """Answer the rows of `shard` that are not answered yet; returns the exit code. Raises SlurmRlhfError."""
     began = time.monotonic()
     root = shard.directory(Path(config.run_dir))
-    plan = Plan(engine_config(config, source.model, ranks, root), root, ranks, node_name())
-
-    def opened(directory: RunDirectory) -> tuple[OutputFile, Desk, Progress]:
-        return _open(config, shard, source, ranks, directory, began)
-
-    return run(plan, launcher, continuation_of(config.slurm, root, os.environ), opened)
+    made = engine_config(config, source.model, ranks, root)
+    return run(made, root, ranks, launcher, partial(_open, config, shard, source, ranks, began))
 
 
 def _open(
-    config: Config, shard: Shard, source: Source, ranks: RankMap, directory: RunDirectory, began: float
-) -> tuple[OutputFile, Desk, Progress]:
+    config: Config, shard: Shard, source: Source, ranks: RankMap, began: float, directory: RunDirectory
+) -> Opened:
     """Open the output of a directory that this process has to itself, and find out what is left to do."""
     scores = Scores.of(config, directory.reward_log)
     model = provide(source, print, directory.role_log("model", node_name(), 0))

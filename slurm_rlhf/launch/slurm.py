@@ -163,7 +163,7 @@ class SlurmLauncher:
         self._wait_gone(_KILL_S)
 
     def _started_again(self, item: _Role) -> bool:
-        """Start a role once more, at another port. True also while its failed step is still ending."""
+        """Start a role once more, at another port; return whether it will run. Its failed step may still be ending."""
         if self._stopping or item.attempt + 1 == ATTEMPTS or not item.step.worth_another_try():
             return False
         if item.step.code is None:

@@ -13,10 +13,13 @@ import os
 import socket
 import struct
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from slurm_rlhf.observe.jsonl import drop_end, truncate_after
+from slurm_rlhf.observe.samples import Sample, markdown_text
+from slurm_rlhf.observe.trackers.sink import grouped
 
 # Metrics that depend on the clock; all others are equal bit for bit in two runs under full determinism.
 TIMED = ("time/", "perf/")
@@ -64,38 +67,40 @@ _MASK = 0xA282EAD8
 
 
 class TensorBoardEvents:
-    """Write one scalar per metric and step. The first one creates the file; a resumed run adds another file."""
+    """Implement `trackers.sink.Sink`: a scalar per metric and step. A resumed run adds another file to those there."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._file: BinaryIO | None = None
 
-    def scalars(self, step: int, metrics: dict[str, float]) -> None:
-        """Write every metric of a step; TensorBoard can show it while the run goes on.
+    def open(self) -> str:
+        """Do nothing yet: the first step makes the file."""
+        return ""
 
-        Metrics without a group appear under `train/`.
-        """
+    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write every metric of a step; TensorBoard can show it while the run goes on."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        tags = {name if "/" in name else f"train/{name}": float(value) for name, value in sorted(metrics.items())}
         file = self._file or self._open(step)
-        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in grouped(metrics).items()]
         self._write(file, step=step, summary=Summary(value=values))
         file.flush()
 
-    def text(self, step: int, name: str, text: str) -> None:
-        """Write a text, which TensorBoard shows as Markdown."""
+    def samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Write texts, which TensorBoard shows as Markdown."""
         from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
         from tensorboard.compat.proto.tensor_pb2 import TensorProto
         from tensorboard.compat.proto.types_pb2 import DT_STRING
 
         file = self._file or self._open(step)
         kind = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-        tensor = TensorProto(dtype=DT_STRING, string_val=[text.encode("utf-8", "replace")])
-        self._write(file, step=step, summary=Summary(value=[Summary.Value(tag=name, metadata=kind, tensor=tensor)]))
+        for place, sample in enumerate(samples):
+            tensor = TensorProto(dtype=DT_STRING, string_val=[markdown_text(sample).encode("utf-8", "replace")])
+            value = Summary.Value(tag=f"samples/{place}", metadata=kind, tensor=tensor)
+            self._write(file, step=step, summary=Summary(value=[value]))
         file.flush()
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         if self._file is not None:
             self._file.close()
             self._file = None

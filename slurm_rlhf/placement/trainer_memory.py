@@ -114,7 +114,7 @@ def saved_by_layer(shape: ModelShape, how: Pass, moe: bool = False) -> float:
 
 
 def _experts(shape: ModelShape, d: int) -> float:
-    """Count the bytes of the batched experts of transformers; the tensors of the router are small."""
+    """Count the bytes that the experts of a layer save, as transformers computes them, and the few of the router."""
     routed = shape.experts_per_token * (4 * shape.expert_width + 2 * shape.hidden)
     return d * (routed + 4 * shape.shared_width) + 36 * shape.experts_per_token + 4 * shape.experts
 

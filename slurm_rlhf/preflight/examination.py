@@ -80,7 +80,7 @@ class Examination:
         finally:
             desk.close()
             self._starter.end()
-        report = self._report(evidence, heard)
+        report = self._report(evidence, heard.seconds())
         ranks = self._placed(evidence)
         taken = {node.name for node in ranks.topology.nodes}
         gone = tuple(node for node in report.bad_nodes() if node not in taken)
@@ -100,7 +100,7 @@ class Examination:
         asked = self._question
         if not asked.measure:
             return evidence
-        if not (asked.thorough or asked.spares) and self._verdict(evidence) == FAILED:
+        if not (asked.thorough or asked.spares) and self._report(evidence).verdict == FAILED:
             return replace(evidence, unmeasured="a run cannot start here anyhow")
         away = self._cut_off(heard, evidence)
         slots = {share.node: min(share.gpus) for shares in asked.ranks.roles.values() for share in shares}
@@ -145,14 +145,11 @@ class Examination:
         asked = self._question
         if not asked.spares:
             return asked.ranks
-        report = Report(asked.nodes, judge(evidence), 0.0)
+        report = self._report(evidence)
         return asked.place(chosen(asked.nodes, report.bad_nodes(), report.failed_nodes(), asked.spares))
 
-    def _verdict(self, evidence: Evidence) -> str:
-        return Report(self._question.nodes, judge(evidence), 0.0).verdict
-
-    def _report(self, evidence: Evidence, heard: Hearing) -> Report:
-        return Report(self._question.nodes, judge(evidence), heard.seconds())
+    def _report(self, evidence: Evidence, seconds: float = 0.0) -> Report:
+        return Report(self._question.nodes, judge(evidence), seconds)
 
 
 def look_here(asked: Question, environ: Mapping[str, str]) -> Report:
@@ -259,7 +256,7 @@ def judge(seen: Evidence) -> tuple[Check, ...]:
         node_checks.gpus(facts, needs),
     ]
     if seen.unmeasured:
-        return (*checks, speed_checks.untested("links and groups", seen.unmeasured))
+        return (*checks, Check("links and groups", f"not measured: {seen.unmeasured}"))
     return (
         *checks,
         speed_checks.links(seen.links, {node: each.link_mbits for node, each in facts.items()}),

@@ -102,7 +102,7 @@ def measure_links(heard: Hearing, lineup: Lineup, topology: Topology, until: flo
         _measure_round(heard, lineup, stage, f"{lineup.name} {number}", until)
     seen = _outcomes(heard, lineup)
     for each in seen:
-        if each.figures is not None and each.figures.rate < SUSPICIOUS * max(_rates(seen)):
+        if each.figures is not None and each.figures.rate < SUSPICIOUS * max(map(_rate, seen)):
             _measure_round(heard, lineup, (each.group,), f"{lineup.name} again: {each.group.name}", until)
     again = _outcomes(heard, lineup)
     return [max(pair, key=_rate) for pair in zip(seen, again, strict=True)]
@@ -117,10 +117,6 @@ def _outcomes(heard: Hearing, lineup: Lineup) -> list[Outcome]:
 
 def _rate(outcome: Outcome) -> float:
     return outcome.figures.rate if outcome.figures is not None else 0.0
-
-
-def _rates(seen: list[Outcome]) -> list[float]:
-    return [_rate(each) for each in seen]
 
 
 def _measure_round(heard: Hearing, lineup: Lineup, stage: tuple[Group, ...], work: str, until: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,7 +73,12 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         checks = [
-            {"name": check.name, "verdict": check.verdict, "said": check.said, "findings": _listed(check.findings)}
+            {
+                "name": check.name,
+                "verdict": check.verdict,
+                "said": check.said,
+                "findings": list(map(asdict, check.findings)),
+            }
             for check in self.checks
         ]
         return {
@@ -135,10 +140,6 @@ def _told(finding: Finding) -> str:
 def _wrapped(head: str, text: str) -> list[str]:
     lines = [part for line in text.splitlines() for part in textwrap.wrap(line, _WIDTH - len(head)) or [""]]
     return [f"{head if not number else ' ' * len(head)}{line}" for number, line in enumerate(lines)]
-
-
-def _listed(findings: Sequence[Finding]) -> list[dict[str, Any]]:
-    return [asdict(finding) for finding in findings]
 
 
 def _counted(nodes: Collection[str]) -> str:

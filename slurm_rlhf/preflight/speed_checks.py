@@ -86,11 +86,6 @@ def groups(outcomes: Sequence[Outcome]) -> Check:
     return Check("groups", "; ".join(shown[:6]) + rest or "none has two members", tuple(found))
 
 
-def untested(name: str, why: str) -> Check:
-    """Say that something was not measured."""
-    return Check(name, f"not measured: {why}")
-
-
 def _broken(outcome: Outcome) -> Finding:
     culprits = outcome.culprits if len(outcome.culprits) < len(outcome.nodes) else ()
     whose = f" on {', '.join(outcome.culprits)}" if outcome.culprits else ""

@@ -1,4 +1,4 @@
-"""Curves over the steps: the columns of metrics.jsonl, with at most so many points."""
+"""Make curves over the steps of the columns of metrics.jsonl, with at most `POINTS` points each."""
 
 from __future__ import annotations
 

@@ -120,9 +120,10 @@ class Scoring:
     """
 
     def __init__(self, source: RewardFunction | ModelRewards, timeout_s: float, printed: Path | None = None) -> None:
-        """Take the source of rewards; `timeout_s` is for a function: calls to a role have deadlines of their own.
+        """Take the source of rewards.
 
-        `printed` takes what a function prints; None: it goes where all prints go.
+        `timeout_s`: how long a reward function may take; calls to a reward model have deadlines of their own.
+        `printed`: the file for what a reward function prints; None: it is printed as usual.
         """
         self._source = source
         self._printed = printed if isinstance(source, RewardFunction) else None

@@ -299,7 +299,6 @@ def _sampling_params(sampling: Sampling, seed: int) -> Any:
         max_tokens=sampling.max_new_tokens,
         stop=list(sampling.stop),
         include_stop_str_in_output=True,
-        skip_special_tokens=sampling.skip_special_tokens,
         seed=seed,
         logprobs=0,  # of the sampled token only
         detokenize=bool(sampling.stop),

@@ -82,21 +82,19 @@ def request_seed(run_seed: int, prompt: int, sample: int, version: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def response_text(tokenizer: Any, prompt_ids: list[int], response_ids: list[int], skip_special_tokens: bool) -> str:
-    """Decode `response_ids` as what follows the prompt.
+def response_text(tokenizer: Any, prompt_ids: list[int], response_ids: list[int]) -> str:
+    """Decode `response_ids` as what follows the prompt, without special tokens.
 
     Decoded alone, a response would lose its first space with tokenizers that write it at the start of every word
     (SentencePiece). So it is the text with the prompt's last tokens, without the text of these.
     """
     context = prompt_ids[-CONTEXT_TOKENS:]
     before, whole = tokenizer.decode(
-        [context, context + response_ids],
-        skip_special_tokens=skip_special_tokens,
-        clean_up_tokenization_spaces=False,
+        [context, context + response_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
     )
     if whole.startswith(before):
         return str(whole[len(before) :])
-    return str(tokenizer.decode(response_ids, skip_special_tokens=skip_special_tokens))
+    return str(tokenizer.decode(response_ids, skip_special_tokens=True))
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------
@@ -163,7 +161,7 @@ class Engine(Protocol):
         """Describe the parameters in Hugging Face's names and order. Returns at once."""
 
     def sleep(self) -> int:
-        """Drop all requests and free weights and KV cache; return by how much the device's free bytes grew.
+        """Drop all requests and free weights and KV cache; return how many bytes of the device this has freed.
 
         Called between two steps, where other roles share the accelerator (train.colocate_all). Blocks. It refuses to
         step until `wake_up` has allocated all parts again and `load_weights` has loaded weights.

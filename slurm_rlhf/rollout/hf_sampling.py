@@ -86,7 +86,7 @@ class Row:
         longest, size = max(map(len, sampling.stop)), CONTEXT_TOKENS
         # Where the string ends with the last token, it lies in the last few; special tokens may have no text.
         while size < len(tokens):
-            recent = tokenizer.decode(tokens[-size:], skip_special_tokens=sampling.skip_special_tokens)
+            recent = tokenizer.decode(tokens[-size:], skip_special_tokens=True)
             if len(recent) > 2 * longest:
                 if not any(stop in recent for stop in sampling.stop):
                     return ""
@@ -100,7 +100,7 @@ class Row:
         assert self.active is not None
         request = self.active.request
         prompt_ids = [int(token) for token in request.prompt_ids]
-        return response_text(tokenizer, prompt_ids, self.active.tokens, request.sampling.skip_special_tokens)
+        return response_text(tokenizer, prompt_ids, self.active.tokens)
 
 
 def choose(logprobs: Tensor, rows: Sequence[Row], greedy: bool) -> Tensor:

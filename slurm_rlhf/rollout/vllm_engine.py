@@ -206,6 +206,5 @@ class VllmEngine:
             text = active.stops.text
         else:
             prompt_ids = [int(token) for token in request.prompt_ids]
-            skip = request.sampling.skip_special_tokens
-            text = response_text(self._core.tokenizer, prompt_ids, active.tokens, skip)
+            text = response_text(self._core.tokenizer, prompt_ids, active.tokens)
         return active.finish(reason, text, self._index)

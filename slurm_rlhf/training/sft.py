@@ -22,7 +22,7 @@ from slurm_rlhf.algorithms.policy_loss_inputs import Metrics
 from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.data.framing import continuations
 from slurm_rlhf.data.order import PromptOrder
-from slurm_rlhf.data.prompts import PromptSet, read_jsonl
+from slurm_rlhf.data.prompts import PromptSet, cell, read_jsonl
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ConfigError, DataError
 from slurm_rlhf.records import Experience
@@ -71,12 +71,7 @@ def load_examples(path: Path, tokenizer: Tokenizer, data: Data) -> Examples:
 
 
 def _answer(row: dict[str, Any], where: str, data: Data) -> str:
-    if data.output_key not in row:
-        columns = ", ".join(row) or "none"
-        raise DataError(
-            f"{where}: no column {data.output_key!r} (columns: {columns}): fix the row or set data.output_key"
-        )
-    value = row[data.output_key]
+    value = cell(row, data.output_key, "data.output_key", where)
     if not isinstance(value, str):
         raise DataError(f"{where}: {data.output_key!r} must be a string, got {type(value).__name__}")
     return value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
+from slurm_rlhf.config.model_directory import weight_files
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.training.optimizer_state import Fragment
 
@@ -76,7 +76,7 @@ class ValueHead(nn.Linear):
 
 def head_name(directory: Path) -> str | None:
     """Return which of HEADS the directory has, or None. Raises ModelError if it has several."""
-    names = {key for file in _weight_files(directory) for key in _keys(file)}
+    names = {key for file in weight_files(directory) for key in _keys(file)}
     found = [head for head in HEADS if f"{head}.weight" in names]
     if len(found) > 1:
         raise ModelError(
@@ -101,7 +101,7 @@ def take_head(directory: Path, head: ValueHead, statistics: tuple[float, float] 
 
 def load_head(directory: Path, hidden: int) -> ValueHead:
     """Load the directory's head, fp32. Raises ModelError unless there is one and it has one output."""
-    names = {key: file for file in _weight_files(directory) for key in _keys(file)}
+    names = {key: file for file in weight_files(directory) for key in _keys(file)}
     found = [head for head in HEADS if f"{head}.weight" in names]
     if len(found) != 1:
         what = f"{' and '.join(found)} are in it" if found else "none of them is in it"
@@ -124,17 +124,6 @@ def load_head(directory: Path, hidden: int) -> ValueHead:
         if bias in names:
             head.bias.copy_(_read(names[bias], bias))
     return head
-
-
-def _weight_files(directory: Path) -> list[Path]:
-    """List the files that the index names; without an index, the single file."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        index = directory / f"{name}.index.json"
-        if index.is_file():
-            return [directory / file for file in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        if (directory / name).is_file():
-            return [directory / name]
-    return []  # `models` has refused such a directory
 
 
 def _keys(file: Path) -> list[str]:

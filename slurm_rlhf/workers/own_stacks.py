@@ -36,7 +36,7 @@ def expect_none() -> None:
 
 
 def record_flights(control: Path, role: str) -> None:
-    """Let NCCL's flight recorder open a pipe below `control`; it comes before the first group is made.
+    """Let NCCL's flight recorder open a pipe below `control`; to be called before the first process group is made.
 
     Torch ends a process that cannot make its pipe, so this tries whether the file system takes one.
     """

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from slurm_rlhf.cluster import doors
 from slurm_rlhf.cluster.kernel_cache import KernelCache, cache_variables, take_kernel_cache
-from slurm_rlhf.cluster.processes import KEYS, PARENT, STORE_FD, STORE_RANKS, die_with_parent, print_to
+from slurm_rlhf.cluster.processes import CONDUCTOR_GONE, KEYS, PARENT, STORE_FD, STORE_RANKS, die_with_parent, print_to
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES
@@ -200,7 +200,7 @@ def abort_forming() -> None:
 
 def _leave(reason: str) -> None:
     """End this process: its conductor is gone, and its main thread may sit in a collective that never ends."""
-    print(f"the conductor is gone: {reason}", file=sys.stderr, flush=True)
+    print(f"{CONDUCTOR_GONE}: {reason}", file=sys.stderr, flush=True)
     os._exit(1)
 
 

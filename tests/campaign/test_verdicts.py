@@ -57,6 +57,7 @@ def test_all_as_it_should_be() -> None:
         ({"told": "role critic died: rank 1"}, "the culprit is not named"),
         ({"told": "role actor died: rank 12"}, "the culprit is not named"),
         ({"detected_s": None}, "not detected"),
+        ({"ended_s": None, "requeued": True, "went_on": True, "resumed_at": 1}, "went on at step 1, before the"),
         ({"detected_s": 12.0}, "detected after 12 s, which is more than 10 s"),
         ({"resumed": False}, "the run neither went on"),
         ({"resumed": None}, "the run neither went on"),
@@ -88,6 +89,7 @@ BOTH = "role actor died: rank 1 on n (pid 7) was killed by SIGKILL; role critic 
     "fault, told, named",
     [
         (KILL, "error: role actor died: rank 1 on n1 (pid 7) was killed", []),
+        (dataclasses.replace(KILL, target="node of actor rank 1"), "role critic died: rank 0 on n1 (pid 7)", []),
         (KILL, "role actor died: rank 0 on n1 (pid 7) ended", ["actor rank 0"]),
         (KILL, BOTH, ["critic rank 0"]),
         (PAIR, BOTH, []),

@@ -124,6 +124,25 @@ def test_a_pending_job_says_why(bench: Bench, capsys: pytest.CaptureFixture[str]
     assert ": stopped\n" in out
 
 
+def test_a_job_whose_first_node_is_gone(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """First the ranks alone know it, and when Slurm does, too, it lets a job with --no-kill go on without a script."""
+    bench.says("RUNNING BatchHost=gpu001")
+    bench.wrote("running", 4)
+    left, stays = (bench.run_dir / "logs" / f"actor.{node}.log" for node in ("gpu002.1", "gpu003.2"))
+    left.write_text("step 4\nthe conductor is gone: nothing was heard of it for 12 s\n")
+    stays.write_text("step 4\n")
+    (bench.run_dir / "logs" / "conductor.gpu001.0.log").write_text("step 4\n")
+    assert f"run         {bench.run_dir}: running\n" in shown(bench.run_dir, capsys)
+    stays.write_text("RoleDied: actor rank 2: the conductor at tcp://n:1 is lost: it was not heard from for 12 s\n")
+    out = shown(bench.run_dir, capsys)
+    assert f"{bench.run_dir}: the conductor is gone, say its ranks on gpu002, gpu003, and have left" in out
+    assert "scontrol requeue" not in out
+    bench.says("RUNNING BatchHost=gpu009")
+    out = shown(bench.run_dir, capsys)
+    assert "its first node gpu009 is gone, and with it the conductor: nobody leads the run any more.\n" in out
+    assert "scontrol requeue 12: it goes on from the newest checkpoint\n" in out
+
+
 @pytest.mark.parametrize(("state", "code"), [("NODE_FAIL", "1:0"), ("OUT_OF_MEMORY", "0:125"), ("TIMEOUT", "0:15")])
 def test_a_run_that_was_cut_off_shows_the_newest_logs(
     bench: Bench, state: str, code: str, capsys: pytest.CaptureFixture[str]

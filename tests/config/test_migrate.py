@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_rlhf.cli import main as cli
@@ -98,7 +98,6 @@ def test_wrong_words_show_the_usage(words: list[str], capsys: pytest.CaptureFixt
     assert "usage: slurm-rlhf migrate openrlhf" in capsys.readouterr().err
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from(["--pretrain", "--use_kl_loss", "--", "--x.y=1", "a b", "$X", "-1", "|", "é", "0.5"])))
 def test_any_words_give_a_file_that_loads_or_one_error(words: list[str]) -> None:
     try:

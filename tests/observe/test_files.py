@@ -87,12 +87,12 @@ def test_tensorboard_reads_the_events_of_a_run_and_of_its_resume(tmp_path):
     directory = tmp_path / "tensorboard"
     events = TensorBoardEvents(directory)
     for step in (1, 2, 3):
-        events.scalars(step, {"reward": step / 4, "time/step": 0.5})
+        events.metrics(step, {"reward": step / 4, "time/step": 0.5})
     assert _read_events(directory)[:3] == [("time/step", 1, 0.5), ("time/step", 2, 0.5), ("time/step", 3, 0.5)]
     events.close()
     events.close()
     resumed = TensorBoardEvents(directory)
-    resumed.scalars(3, {"reward": 0.75, "time/step": math.nan})
+    resumed.metrics(3, {"reward": 0.75, "time/step": math.nan})
     resumed.close()
     assert [(step, value) for tag, step, value in _read_events(directory) if tag == "train/reward"] == [
         (1, 0.25),
@@ -110,7 +110,7 @@ from slurm_rlhf.config.schema import Logger
 from slurm_rlhf.observe import live, metrics, run_status, timing
 from slurm_rlhf.observe import log_tail as tail
 writer = metrics.TensorBoardEvents(Path(sys.argv[1]))
-writer.scalars(1, {"reward": 1.0})
+writer.metrics(1, {"reward": 1.0})
 for kind in ("rich", "plain", "none"):
     shown = live.make_progress(Logger(progress=kind))
     shown.begin(0, 1)

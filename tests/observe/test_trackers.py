@@ -120,7 +120,7 @@ def test_a_tracker_that_fails_is_told_of_once_and_the_others_go_on(
         asked.append(step)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(TensorBoardEvents, "scalars", full)
+    monkeypatch.setattr(TensorBoardEvents, "metrics", full)
     trackers, told = started(tmp_path, "tensorboard")
     for step in (1, 2, 3):
         trackers.metrics(step, {"reward": 0.5})

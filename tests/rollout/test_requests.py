@@ -78,8 +78,8 @@ class Words:
 
 
 def test_the_text_of_a_response_keeps_its_first_space() -> None:
-    assert response_text(Words(), [1, 2, 3, 4, 5, 6, 7], [8, 9], True) == " w8 w9"
-    assert response_text(Words(), [1], [], True) == ""
+    assert response_text(Words(), [1, 2, 3, 4, 5, 6, 7], [8, 9]) == " w8 w9"
+    assert response_text(Words(), [1], []) == ""
 
 
 def test_an_update_is_checked_as_it_streams() -> None:

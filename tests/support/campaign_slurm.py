@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from cluster_faults import ClusterFaults, Jobs
+from cluster_faults import ClusterFaults, Job, Jobs, Struck
 from slurm_cluster import ENDLESS, Cluster
 
-from slurm_rlhf.campaign.faults import ANY, PHASES, Fault
+from slurm_rlhf.campaign.faults import ANY, CONDUCTOR, PHASES, Fault
 from slurm_rlhf.campaign.session import Session
 from slurm_rlhf.campaign.verdicts import Observation, Row, judge, unequal
 from slurm_rlhf.campaign.watch import watch
@@ -100,13 +101,16 @@ class ClusterCampaign:
         if fault.phase != ANY:
             session.wait_for_phase(PHASES[fault.phase], session.steps)
         seen.checkpoint, seen.printed, first = session.checkpoint, len(session.process.output()), session.count_events()
-        struck = self._faults.do(fault, session.count_events)
         now = session.phase()
         assert now is not None
+        struck = self._faults.do(fault, session.count_events)
         seen.hit_phase, seen.hit_step, seen.pid, seen.nodes = now.phase, now.step, struck.pid, struck.nodes
         try:
             seen.told = "\n".join(session.events(first)) + "\n"
-            watch(session, fault, seen, struck.events, struck.at)
+            requeues = _requeues(session)
+            watch(session, fault, seen, struck.events, struck.at, partial(self._bring_back, fault, seen, struck))
+            seen.requeued = _requeues(session) > requeues
+            seen.resumed_at = (session.goes_from or 0) if seen.requeued else 0
             crashed = struck.nodes if fault.kind.startswith("crash") else ()
             if fault.kind == "network cut":
                 seen.orphans += self._faults.left_alone(struck.nodes[0])
@@ -116,3 +120,15 @@ class ClusterCampaign:
                     seen.told += self._faults.status()
         finally:
             struck.heal()
+
+    def _bring_back(self, fault: Fault, seen: Observation, struck: Struck) -> None:
+        """Restart the conductor's node, when all ranks on the others have left: then Slurm requeues the job."""
+        if fault.target == f"node of {CONDUCTOR}":
+            alive = [node for node in self._slurm.names if node not in struck.nodes]
+            seen.orphans += [] if seen.went_on else self._faults.lonely(*alive)
+            struck.heal()
+
+
+def _requeues(session: Session) -> int:
+    assert isinstance(session.process, Job)
+    return session.process.requeues

@@ -52,6 +52,7 @@ class Job:
         self.number = slurm.submit(config, run_dir, list(OPTIONS), *RANKS, *overrides)
         self._asked_at = time.monotonic()
         self._code: int | None = None
+        self.requeues = 0
 
     def poll(self) -> int | None:
         """Ask slurmctld once in `ASK_S` at most; while it does not answer, the job goes on."""
@@ -60,8 +61,10 @@ class Job:
             with contextlib.suppress(AssertionError):
                 job = self._slurm.job(self.number)
                 code, number = map(int, job["ExitCode"].split(":"))
-                # A job whose node is gone completes for minutes; its conductor has ended.
-                self._code = (code or -number) if job["JobState"] in {*OVER, "COMPLETING"} else None
+                self.requeues = int(job["Restarts"])
+                # A job whose node is gone completes for minutes; its conductor has ended, unless it starts again.
+                over = OVER if self.requeues else {*OVER, "COMPLETING"}
+                self._code = (code or -number) if job["JobState"] in over else None
         return self._code
 
     def output(self) -> str:
@@ -112,7 +115,7 @@ class ClusterFaults:
         role, _, number = rank.partition(" rank ")
         node = slurm.names[0] if what == "srun" or rank == CONDUCTOR else self.node(role, int(number))
         if what == "node":
-            return self._hit_node(fault.kind, node, known)
+            return self._hit_node(fault.kind, node, known, conductors=rank == CONDUCTOR)
         pid = self._victim(what or rank, role, int(number or 0), node)
         at = time.monotonic()
         os.kill(pid, getattr(signal, fault.kind))
@@ -120,13 +123,13 @@ class ClusterFaults:
             return Struck(at, known, pid, (node,), self._healing(node, "restart-slurmd"))
         return Struck(at, known, pid, (node,))
 
-    def _hit_node(self, kind: str, node: str, known: int) -> Struck:
+    def _hit_node(self, kind: str, node: str, known: int, conductors: bool = False) -> Struck:
         slurm, at = self._slurm, time.monotonic()
         if kind.startswith("clock jump "):
             holds, clock = Holds(self._config), f"clock.{node}"
             holds.hold(clock, str(CLOCK[kind.removeprefix("clock jump ")]))
             return Struck(at, known, 0, (node,), lambda: holds.let_go(clock))
-        if node == slurm.names[0] or node in self._down:
+        if (node == slurm.names[0] and not conductors) or node in self._down:
             raise RunError(f"{node} is the conductor's, or broken already")
         how, back = NODES[kind]
         slurm.cluster(how, node)
@@ -136,6 +139,8 @@ class ClusterFaults:
         self._down.add(node)
 
         def heal() -> None:
+            if node not in self._down:
+                return
             if how == "restart":
                 self._slurm.restart(node)
             else:
@@ -189,10 +194,12 @@ class ClusterFaults:
     def left_alone(self, node: str) -> list[str]:
         """What is left of the run on a node without a network that it has left out."""
         used = json.loads((self._run_dir / "rank_map.json").read_text())["roles"].values()
-        if node in {share["node"] for shares in used for share in shares}:
-            return []
-        wait_until(lambda: not self._slurm.left(self._run_dir, node), LONELY_S, 0.2, 0.5)
-        return [f"process {line[:160]} on {node}" for line in self._slurm.left(self._run_dir, node)]
+        return [] if node in {share["node"] for shares in used for share in shares} else self.lonely(node)
+
+    def lonely(self, *nodes: str) -> list[str]:
+        """What does not leave by itself on nodes that hear nothing of the conductor any more."""
+        wait_until(lambda: not self._slurm.left(self._run_dir, *nodes), LONELY_S, 0.2, 0.5)
+        return [f"process {line[:160]} on {node}" for node in nodes for line in self._slurm.left(self._run_dir, node)]
 
     def look_at_rest(self, seen: Observation, nodes: Sequence[str]) -> None:
         """Note what an ended job has left on the nodes that live."""

@@ -11,13 +11,17 @@ from pathlib import Path
 from cluster_faults import ClusterFaults, Jobs
 from slurm_cluster import Cluster
 
-from slurm_rlhf.campaign.faults import ANY, BORNE, SLURM
+from slurm_rlhf.campaign.faults import ANY, BORNE, CONDUCTOR, SLURM
 from slurm_rlhf.campaign.session import Session
 from slurm_rlhf.campaign.storm import Blow, Storm
 from slurm_rlhf.campaign.verdicts import Observation, patterns
 from slurm_rlhf.errors import RunError
 
-WEATHER = tuple(fault for fault in SLURM if fault.phase != ANY and "one after the other" not in fault.kind)
+WEATHER = tuple(
+    fault
+    for fault in SLURM
+    if fault.phase != ANY and "one after the other" not in fault.kind and fault.target != f"node of {CONDUCTOR}"
+)
 HEAL_S = 20.0
 """From a fault to its end: longer than `timeout.heartbeat` of the runs."""
 TRIES = 50

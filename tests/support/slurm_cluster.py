@@ -143,6 +143,15 @@ class Cluster:
             if left:
                 self.undrain(*left)
 
+    @contextmanager
+    def patience(self, seconds: int) -> Iterator[None]:
+        """Let a dead node count as alive for so long, in place of Slurm's five minutes."""
+        self.cluster("patience", str(seconds))
+        try:
+            yield
+        finally:
+            self.cluster("patience", "300")
+
     def restart(self, node: str) -> None:
         """Start a crashed node again; its daemon is the last that comes up."""
         self.cluster("restart", node)

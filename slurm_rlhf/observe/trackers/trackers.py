@@ -12,7 +12,7 @@ from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.trackers import TENSORBOARD
 from slurm_rlhf.observe.metrics import TensorBoardEvents
-from slurm_rlhf.observe.samples import Sample, markdown_text
+from slurm_rlhf.observe.samples import Sample
 from slurm_rlhf.observe.trackers.process import ProcessSink
 from slurm_rlhf.observe.trackers.sink import Sink, TrackedRun
 from slurm_rlhf.run_directory import RunDirectory, write_atomically
@@ -28,7 +28,7 @@ class Trackers:
         self._config, self._directory, self._told = config, directory, told
         self._sinks: dict[str, Sink] = {}
         if TENSORBOARD in config.logger.use and config.logger.tensorboard:
-            self._sinks[TENSORBOARD] = TensorBoardSink(directory.tensorboard)
+            self._sinks[TENSORBOARD] = TensorBoardEvents(directory.tensorboard)
 
     def open(self) -> None:
         """Start all trackers; a run that goes on has the id that it had."""
@@ -102,23 +102,3 @@ def tracked_run(config: Config, run_id: str, directory: Path) -> TrackedRun:
     }
     name = config.logger.run_name or Path(config.run_dir).resolve().name or "run"
     return TrackedRun(run_id, name, config.logger.project, str(directory.resolve()), config.logger.online, plain)
-
-
-class TensorBoardSink:
-    """Implements `Sink`; nothing is written before the first step."""
-
-    def __init__(self, directory: Path) -> None:
-        self._events = TensorBoardEvents(directory)
-
-    def open(self) -> str:
-        return ""
-
-    def metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._events.scalars(step, dict(metrics))
-
-    def samples(self, step: int, samples: Sequence[Sample]) -> None:
-        for place, sample in enumerate(samples):
-            self._events.text(step, f"samples/{place}", markdown_text(sample))
-
-    def close(self, failed: bool) -> None:
-        self._events.close()
