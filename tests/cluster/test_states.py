@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,10 @@ def test_reasons(reason: str, words: str) -> None:
 def test_jobs_as_scontrol_prints_them() -> None:
     first, rest = parse_jobs(ARRAY)
     end = "2026-11-20T18:00:00"
-    assert first == Job("12_1", "13", "RUNNING", "None", "0:0", "2", "gpu[001-002]", end, "/home/me/ppo_7b.log")
+    output = "/home/me/ppo_7b.log"
+    known = ("12_1", "13", "RUNNING", "None", "0:0", "2", "gpu[001-002]", end, output)
+    assert first == Job(*known, batch_host="gpu001")
+    assert not first.is_headless
+    assert replace(first, nodes="gpu002").is_headless
     assert (rest.id, rest.state, rest.reason) == ("12_2-10%1", "PENDING", "JobArrayTaskLimit")
     assert parse_jobs("slurm_load_jobs error: Invalid job id specified\n") == []
