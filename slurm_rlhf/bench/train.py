@@ -61,8 +61,7 @@ def bench_train(config: Config, sequences: int, prompt_tokens: int, repeats: int
     role = ActorWorker(config, RankInfo("actor", 0, 1, 0, socket.gethostname()), cast(ControlClient, None))
     role.start(StartRequest(total_steps=1))
     baseline = BaselineTrainer(config, micro)
-    shape = read_shape("actor.model_name_or_path", config.actor.model_name_or_path)
-    gpu = str(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
+    shape, gpu = read_shape("actor.model_name_or_path", config.actor.model_name_or_path), _gpu()
     result: dict[str, Any] = {"bench": "train", "unit": "tokens/s", "gpu": gpu}
     for name, shortest in (("equal", config.rollout.max_new_tokens), ("ragged", config.rollout.max_new_tokens // 16)):
         batch = _batch(config, sequences, prompt_tokens, max(1, shortest), role)
@@ -113,6 +112,11 @@ def utilisation(shape: ModelShape, batch: Experience, rate: float, dtype: str, g
     known = find_gpu(gpu) if dtype == "bf16" else None
     share = mfu(flops, seconds, 1, known.bf16_tflops) if known else 0.0
     return {"tflops": flops / seconds / 1e12, "mfu": share or None}
+
+
+def _gpu() -> str:
+    """Return the name of this process's GPU; empty without one."""
+    return str(torch.cuda.get_device_name()) if torch.cuda.is_available() else ""
 
 
 def _micros(config: Config, batch: Experience) -> list[list[int]]:
