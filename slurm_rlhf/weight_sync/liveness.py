@@ -11,7 +11,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -137,7 +137,18 @@ class Heartbeat:
         tell = self._on_silence
         if tell is None:
             return
-        quiet = [rank for rank, at in self._heard.items() if self._clock - max(at, self._armed) > self.silence_s]
+        quiet = silent({rank: self._clock - max(at, self._armed) for rank, at in self._heard.items()}, self.silence_s)
         if quiet:
             self._on_silence = None
-            tell(tuple(sorted(quiet)))
+            tell(quiet)
+
+
+def silent(ages: Mapping[int, float], limit_s: float) -> tuple[int, ...]:
+    """Return the ranks that were not heard for longer than `limit_s`; none as long as more may belong to them.
+
+    `ages`: rank -> seconds since its last heartbeat. A node that is cut off misses all others at about the same time,
+    and is to name all of them: so who was not heard for half of the limit is waited for, up to half a limit more.
+    """
+    quiet = tuple(sorted(rank for rank, age in ages.items() if age > limit_s))
+    doubtful = any(limit_s / 2 < age <= limit_s for age in ages.values())
+    return () if doubtful and max(ages.values()) <= 1.5 * limit_s else quiet

@@ -17,7 +17,7 @@ from sync_peer import Peer, describe, make_weights
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.engine_pool import WeightSync
 from slurm_rlhf.weight_sync.diagnosis import Names, cut
-from slurm_rlhf.weight_sync.liveness import Heartbeat, partners
+from slurm_rlhf.weight_sync.liveness import Heartbeat, partners, silent
 from slurm_rlhf.weight_sync.member import Member
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -167,6 +167,22 @@ def test_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
     assert quiet == [(1,)]
     for end in ends:
         end.close()
+
+
+@pytest.mark.parametrize(
+    ("ages", "named"),
+    [
+        ({1: 0.1, 2: 2.0}, ()),
+        ({1: 0.1, 2: 2.1}, (2,)),
+        ({1: 1.9, 2: 2.1}, ()),  # cut off together, perhaps: the one heard last will be known soon
+        ({1: 2.1, 2: 2.3}, (1, 2)),
+        ({1: 0.9, 2: 2.1, 3: 2.4}, (2, 3)),
+        ({1: 1.5, 2: 3.1}, (2,)),  # nobody is waited for longer than half of the limit
+        ({}, ()),
+    ],
+)
+def test_who_is_silent(ages: dict[int, float], named: tuple[int, ...]) -> None:
+    assert silent(ages, 2.0) == named
 
 
 def test_what_silences_mean() -> None:
