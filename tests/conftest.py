@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
+import gc
 import os
 import signal
 import sys
@@ -97,9 +99,10 @@ def unchanged_environment() -> Iterator[None]:
     """Undo changes of os.environ in the block, and fail for them."""
     before = dict(os.environ)
     yield
-    names = {name for name in before.keys() | os.environ.keys() if before.get(name) != os.environ.get(name)}
+    after = dict(os.environ)
+    names = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
     changed = sorted(names - SET_BY_OTHERS)
-    said = ", ".join(f"{name}={os.environ.get(name)!r} (was {before.get(name)!r})" for name in changed)
+    said = ", ".join(f"{name}={after.get(name)!r} (was {before.get(name)!r})" for name in changed)
     for name in changed:
         if name in before:
             os.environ[name] = before[name]
@@ -122,6 +125,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("gpu", "the acceptance kit on GPUs (-m gpu)")
     group.addoption("--rehearse", action="store_true", help="run the kit on CPUs: no figure is a GPU's")
     group.addoption("--gpu_report", default="", metavar="DIR", help="where gpu_report.md and .json go [the checkout]")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Keep what is imported and collected out of the garbage collector: it stays, and is a million objects."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # extension modules look for leaks at the end
+        gc.set_threshold(5000, 10, 20)  # the few that tests add would have all of them looked at 30 times
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

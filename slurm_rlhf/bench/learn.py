@@ -27,7 +27,10 @@ from slurm_rlhf.bench.options import Given
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.role_environment import role_environment
 from slurm_rlhf.errors import ConfigError, RunError
+from slurm_rlhf.placement.rank_map import RankMap
+from slurm_rlhf.run_directory import RunDirectory
 
 OURS = "slurm-rlhf"
 LIMIT_S = 3600.0
@@ -119,10 +122,22 @@ def _ours(config: Config, directory: Path, seed: int) -> Learned:
 
     began = time.monotonic()
     run_process([sys.executable, "-m", "slurm_rlhf.cli", "train", str(file)], directory / f"ours_{seed}.log", read)
-    run_dir = Path(mine.run_dir)
-    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    before = float(json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))["eval_before"])
-    return Learned(seed, points_of(rows, before, mine.train.batch_size), first[0] - began - rows[0]["time/step"])
+    run_dir = RunDirectory(Path(mine.run_dir))
+    rows = [json.loads(line) for line in run_dir.metrics.read_text(encoding="utf-8").splitlines()]
+    before = float(json.loads(run_dir.summary.read_text(encoding="utf-8"))["eval_before"])
+    layout = json.loads(run_dir.layout.read_text(encoding="utf-8"))
+    used = processes(mine, RankMap.from_json(layout["ranks"]), len(os.sched_getaffinity(0)))
+    points = points_of(rows, before, mine.train.batch_size)
+    return Learned(seed, points, first[0] - began - rows[0]["time/step"], used)
+
+
+def processes(config: Config, ranks: RankMap, cpus: int) -> str:
+    """Say how many ranks each role has, and how many threads a rank; `cpus`: of nodes without a number of their own."""
+    given = role_environment(config, ranks, cpus)
+    threads = {role: {int(own["OMP_NUM_THREADS"]) for own in nodes.values()} for role, nodes in given.items()}
+    return ", ".join(
+        f"{role} {count} x {' or '.join(map(str, sorted(threads[role])))}" for role, count in ranks.worlds.items()
+    )
 
 
 def points_of(rows: Sequence[dict[str, Any]], before: float, per_step: int) -> list[Point]:
@@ -144,7 +159,7 @@ def _peer(config: Config, directory: Path, seed: int, steps: int, every: int) ->
     run_process([sys.executable, "-m", "slurm_rlhf.bench.learn_peer", str(spec)], directory / f"peer_{seed}.log")
     rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     points = [Point(row["step"] * config.train.batch_size, row["seconds"], row["eval"]) for row in rows]
-    return Learned(seed, points, rows[0]["start_up_s"])
+    return Learned(seed, points, rows[0]["start_up_s"], f"1 x {threads}")
 
 
 def run_process(command: list[str], log: Path, read: Callable[[str], None] = lambda line: None) -> None:

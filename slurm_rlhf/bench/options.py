@@ -156,7 +156,7 @@ _INFLIGHT = Bench(
         "sigma_percent": Option(100, "standard deviation of the logarithm of the length, in percent"),
         "longest": Option(1024, "where longer ones are cut"),
         "queue": Option(8, "train.async_queue_size; small: a batch waits for its longest responses after all"),
-        "stale_percent": Option(50, "train.staleness_threshold in percent", least=0),
+        "stale_percent": Option(25, "train.staleness_threshold in percent", least=0),
         "engines": Option(2, "vllm.num_engines"),
         "width": Option(64, "vllm.max_num_seqs"),
         "repeats": Option(3, "runs of each mode"),

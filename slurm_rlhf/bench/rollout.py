@@ -17,7 +17,8 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import EngineCalls, StartRequest
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.server import ControlServer, EngineHandle
+from slurm_rlhf.control.handles import EngineHandle
+from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.records import I32, Prompt, Sampling, Trajectory

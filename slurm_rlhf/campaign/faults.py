@@ -69,7 +69,7 @@ def signals() -> Iterator[Fault]:
     """Yield every signal for every process in every phase."""
     for phase in PHASES:
         for rank in RANKS:
-            yield Fault("SIGKILL", rank, phase, says=_dead(rank, phase, "SIGKILL"), limit_s=KILLED_S)
+            yield killed(rank, phase)
             yield Fault("SIGSTOP", rank, phase, says=_silent(rank, phase))
         for role in TRAINERS:
             torchrun = f"torchrun of {role}"
@@ -77,7 +77,7 @@ def signals() -> Iterator[Fault]:
             # One is missed while its ranks start, and has the store at which they meet; afterwards nobody needs it.
             stopped = rf"role {role} died: its torchrun \(pid {{pid}}\).* has stood still"
             yield Fault("SIGSTOP", torchrun, phase, does=EITHER if phase == START else BORNE, says=stopped)
-        yield Fault("SIGKILL", CONDUCTOR, phase, says="cut off in the middle", limit_s=KILLED_S)
+        yield killed(CONDUCTOR, phase)
         yield Fault("SIGSTOP", CONDUCTOR, phase, says="the conductor is gone")
         yield Fault("SIGTERM", CONDUCTOR, phase, does=STOPS, says="SIGTERM", limit_s=KILLED_S)
         yield Fault("pause of 3 s", CONDUCTOR, phase, does=BORNE)
@@ -89,6 +89,12 @@ def signals() -> Iterator[Fault]:
         for rank in RANKS:
             yield Fault(name, rank, "train", says=_dead(rank, "train", name), limit_s=KILLED_S)
     yield Fault("SIGINT", CONDUCTOR, "train", does=STOPS, says="Ctrl-C", limit_s=KILLED_S)
+
+
+def killed(target: str, phase: str) -> Fault:
+    """Return the SIGKILL of a rank or of the conductor."""
+    says = "cut off in the middle" if target == CONDUCTOR else _dead(target, phase, "SIGKILL")
+    return Fault("SIGKILL", target, phase, says=says, limit_s=KILLED_S)
 
 
 def _dead(rank: str, phase: str, name: str) -> str:

@@ -32,8 +32,6 @@ LEARNED_STEPS = 4
 LONGEST_DELAY_S = {START: 3.0}
 DELAY_S = 0.03
 """The most that a fault comes after the beginning of its phase: the phases of the tiny run are short."""
-TRIES = 20
-"""Times that a phase is waited for which was over before the fault came."""
 END_S = 60.0
 
 
@@ -168,22 +166,15 @@ class Leader:
             seen.told += self._status(session.directory)
 
     def _meet(self, place: Place, fault: Fault) -> PhaseNow:
-        """Wait until the run is in the fault's phase, and a drawn moment more; again where the phase was shorter.
-
-        Returns the phase of now, which a start that was shorter is not.
-        """
+        """Wait for the phase of the fault, and a drawn moment more; a start that was shorter is over then."""
         session, delay = place.session, delay_s(fault, self._seed, LONGEST_DELAY_S.get(fault.phase, DELAY_S))
         if fault.phase == START:
             session.wait_for_phase(PHASES[START], 0)
         place.find(fault)
-        tries = 1 if fault.phase in (START, ANY) else TRIES
-        while True:
-            if tries > 1:
-                session.wait_for_phase(PHASES[fault.phase], session.steps)
-            time.sleep(delay)
-            now, tries, delay = session.phase() or PhaseNow("", 0, 0.0), tries - 1, delay / 2
-            if not tries or now.phase in PHASES[fault.phase]:
-                return now
+        if fault.phase not in (START, ANY):
+            return session.meet_phase(PHASES[fault.phase], delay)
+        time.sleep(delay)
+        return session.phase_now()
 
     def _status(self, directory: RunDirectory) -> str:
         asked = self._start(["status", str(directory.root)])

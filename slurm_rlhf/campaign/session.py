@@ -25,6 +25,8 @@ from slurm_rlhf.run_directory import RunDirectory
 QUICK_S = 0.002
 """Between two looks at the phase: a phase of the tiny run lasts for tens of milliseconds."""
 POLL_S = 0.05
+TRIES = 20
+"""A phase is met so often: a short one may be over before a fault strikes."""
 FIRST_STEP_S = 240.0
 """For a start on a busy machine, imports included."""
 ORDERLY = (CHECKPOINT, BEGUN, RESUME)
@@ -157,6 +159,22 @@ class Session:
             return now is not None and now.phase in names and (now.step >= step or now.phase == START)
 
         self._wait(there, f"phase {' or '.join(names)} after step {step}", FIRST_STEP_S, poll_s)
+
+    def meet_phase(self, names: Sequence[str], delay_s: float = 0.0, tries: int = TRIES) -> PhaseNow:
+        """Wait until it is in one of the phases, and `delay_s` more; again, with half the delay, where it left by then.
+
+        Returns the phase of now, which after the last try may be another one. Raises RunError as `wait_for_step`.
+        """
+        while True:
+            self.wait_for_phase(names, self.steps)
+            time.sleep(delay_s)
+            now, tries, delay_s = self.phase_now(), tries - 1, delay_s / 2
+            if not tries or now.phase in names:
+                return now
+
+    def phase_now(self) -> PhaseNow:
+        """Return the phase that this start is in, which may be none."""
+        return self.phase() or PhaseNow("", 0, 0.0)
 
     def _wait(self, ready: Callable[[], bool], what: str, limit_s: float, poll_s: float) -> None:
         end = time.monotonic() + limit_s

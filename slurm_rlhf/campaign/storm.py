@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from slurm_rlhf.campaign.faults import ANY, CONDUCTOR, RANKS, START, Fault, signals
+from slurm_rlhf.campaign.faults import ANY, CONDUCTOR, RANKS, START, Fault, killed
 from slurm_rlhf.campaign.holds import Holds
 from slurm_rlhf.campaign.injection import victim
 from slurm_rlhf.campaign.session import FIRST_STEP_S, POLL_S, Session, Start
@@ -41,7 +41,6 @@ class Blow:
 
 Strike = Callable[[Session, random.Random], Blow]
 """Draw a fault, and do it."""
-_SAYS = {one.target: one.says for one in signals() if (one.kind, one.phase) == ("SIGKILL", START)}
 
 
 def kill_one(session: Session, dice: random.Random) -> Blow:
@@ -50,7 +49,7 @@ def kill_one(session: Session, dice: random.Random) -> Blow:
     pid = victim(session, target)
     at = time.time()
     os.kill(pid, signal.SIGKILL)
-    return Blow(target, at, _SAYS[target])
+    return Blow(target, at, killed(target, START).says)
 
 
 def noticed(blows: Sequence[Blow], events: Sequence[RunEvent], ends: Sequence[float]) -> list[float | None]:

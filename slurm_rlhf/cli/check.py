@@ -14,7 +14,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import cut
 
 if TYPE_CHECKING:
-    from slurm_rlhf.controller.startup import Inputs
+    from slurm_rlhf.controller.run_inputs import Inputs
     from slurm_rlhf.data.prompts import PromptSet
     from slurm_rlhf.records import Prompt, Trajectory
 
@@ -37,7 +37,7 @@ def run(words: list[str]) -> int:
 
 def read(config: Config) -> Inputs:
     """Read what a run reads, and tell nothing of it. Raises UserError."""
-    from slurm_rlhf.controller.startup import Inputs
+    from slurm_rlhf.controller.run_inputs import Inputs
 
     return Inputs.read(config, lambda note: None)
 

@@ -20,6 +20,7 @@ from slurm_rlhf.launch.accelerators import Wanted
 from slurm_rlhf.launch.engine_launcher import EngineLauncher, LocalEngines
 from slurm_rlhf.launch.mpi.assignment import launched
 from slurm_rlhf.launch.slurm_engines import SlurmEngines
+from slurm_rlhf.launch.slurm_run import SlurmRun
 from slurm_rlhf.launch.srun import container_of
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.preflight.examination import Examination, look_here
@@ -82,7 +83,7 @@ def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Pla
         return LocalEngines(directory, ranks)
     print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}")
     print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
-    return SlurmEngines(directory, ranks, slurm, container_of(config))
+    return SlurmEngines(SlurmRun(directory, slurm, container_of(config)), ranks)
 
 
 def _look(config: Config, directory: Path, ranks: RankMap, places: Places, slurm: SlurmEnvironment | None) -> Report:

@@ -19,6 +19,7 @@ from slurm_rlhf.cli.watch import INTERVAL_S, extra_lines, repeated, rows_of, sho
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE, SESSION_FILE, Session, attach_line, read_session
 from slurm_rlhf.cluster.slurm_job import OVER, Job, ask_jobs, place_in_queue, reason_words, state_words
 from slurm_rlhf.errors import ConfigError, RunError, shortened
+from slurm_rlhf.launch.headless import last_words
 from slurm_rlhf.observe.events import engines_lost, read_events
 from slurm_rlhf.observe.log_tail import tail
 from slurm_rlhf.observe.progress import duration
@@ -175,7 +176,15 @@ def job_lines(found: Found) -> list[str]:
         lines.append(_row("", todo))
     if job.is_headless:
         gone = f"its first node {job.batch_host} is gone, and with it the conductor: nobody leads the run any more."
-        lines += [_row("", gone), _row("", f"scontrol requeue {job.id}: it goes on from the newest checkpoint")]
+        lines += [
+            _row("", gone),
+            _row(
+                "", "Another node on which an engine was ends this, within a minute: it requeues the job, which goes on"
+            ),
+            _row("", f"from the newest checkpoint. Where none does: scontrol requeue {job.id}"),
+        ]
+    elif found.directory is not None and (ended := last_words(found.directory, job)):
+        lines.append(_row("", ended))
     if job.state == "RUNNING" and found.session is not None and found.session.job_id == job.number:
         lines.append(_row("look inside", attach_line(job.number, found.session.first_node)))
     if found.others:
@@ -244,8 +253,9 @@ def _state(found: Found, run_status: RunStatus) -> str:
         return "it was cut off in the middle and could not say why; checkpoints are intact"
     if run_status.status == "running" and (nodes := _deserted(found)):
         return (
-            f"the conductor is gone, say its ranks on {shortened(nodes)}, and have left; checkpoints are intact. Slurm "
-            "ends the job, or requeues it, when it finds the node down (SlurmdTimeout)"
+            f"the conductor is gone, say its ranks on {shortened(nodes)}, and have left; checkpoints are intact. When "
+            "Slurm finds the node down (SlurmdTimeout), it ends the job or requeues it; with --no-kill one of those "
+            "nodes does"
         )
     return run_status.status
 
@@ -253,7 +263,7 @@ def _state(found: Found, run_status: RunStatus) -> str:
 def _deserted(found: Found) -> list[str]:
     """List the nodes whose ranks have left because they heard nothing of the conductor; empty where one has not."""
     directory, session, nodes = found.directory, found.session, set()
-    if directory is None or session is None:
+    if directory is None or session is None or (found.job is not None and found.job.state != "RUNNING"):
         return []
     for log in (directory / "logs").glob("*.log"):
         rank = _RANK_LOG.fullmatch(log.name)

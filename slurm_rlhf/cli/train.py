@@ -117,11 +117,12 @@ def _launcher(config: Config, ranks: RankMap, unfit: Mapping[str, str]) -> Launc
     if slurm is None:
         return LocalLauncher(run_dir, ranks)
     from slurm_rlhf.launch.slurm import SlurmLauncher
+    from slurm_rlhf.launch.slurm_run import SlurmRun
 
     nodes = ranks.used_nodes
     print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}, run directory {run_dir}")
     print(f"to look inside: {attach_line(str(slurm.job_id), nodes[0])}", flush=True)
-    return SlurmLauncher(run_dir, ranks, slurm, container_of(config), unfit)
+    return SlurmLauncher(SlurmRun(run_dir, slurm, container_of(config), unfit), ranks)
 
 
 def _say(text: str) -> None:
@@ -136,7 +137,7 @@ def sft(words: list[str]) -> int:
     check_sft(config)
     for told in warnings(config):
         _say(f"warning: {told}")
-    from slurm_rlhf.controller.startup import WAITING_THREADS
+    from slurm_rlhf.controller.role_environment import WAITING_THREADS
 
     for name, value in WAITING_THREADS.items():
         os.environ.setdefault(name, value)  # before torch is imported, which starts the threads

@@ -1,4 +1,4 @@
-"""Know the processes of a run: who works on a run directory, what ties a process to its parent, what one does now."""
+"""Know the processes of a run: who works on a run directory, what ties one to its parent, what it does, how it ends."""
 
 from __future__ import annotations
 
@@ -63,6 +63,30 @@ def running(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
+_OFTEN = {
+    -signal.SIGKILL: " (often: the node's or the job's memory was full; lower vllm.cpu_kvcache_gib or the ranks on a "
+    "node, or ask for --mem=0)",
+    -signal.SIGBUS: " (often: /dev/shm was full)",
+}
+
+
+def exit_text(code: int) -> str:
+    """Describe how a process ended whose exit status is `code`, negative for a signal."""
+    number = -code if code < 0 else code - 128  # as shells and the conductor itself tell of a signal
+    try:
+        name = signal.Signals(number).name
+    except ValueError:
+        name = f"signal {number}" if code < 0 else ""
+    if code < 0:
+        return f"was killed by {name}"
+    return f"ended with status {code}" + (f" (128 + {name})" if name else "")
+
+
+def usual_cause(code: int) -> str:
+    """Return in brackets what often ends a process so, if nobody ended it on purpose; empty: nothing in particular."""
+    return _OFTEN.get(code, "")
+
+
 def attach_line(job_id: str, node: str) -> str:
     """Return the command that opens a shell on `node`, beside the steps of the job."""
     return f"srun --jobid={job_id} --overlap --pty --nodes=1 --nodelist={node} bash"
@@ -76,6 +100,9 @@ STORE_RANKS = "SLURM_RLHF_STORE_RANKS"
 
 CONDUCTOR_GONE = "the conductor is gone"
 """The last words of a rank that leaves by itself, in its log."""
+
+CONDUCTOR_GONE_STATUS = 75
+"""Exit status of such a rank."""
 
 KEYS = "SLURM_RLHF_RUN_KEYS"
 """Variable with the keys of the run, where they are not read from the run directory."""

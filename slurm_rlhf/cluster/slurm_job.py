@@ -35,6 +35,7 @@ class Job:
     partition: str = ""  # several with commas
     start_time: str = ""  # of a job that waits: when Slurm expects to start it, or Unknown
     batch_host: str = ""  # where its batch script runs
+    requeue: str = ""  # 0: it is not to be requeued
 
     @property
     def is_headless(self) -> bool:
@@ -60,7 +61,10 @@ def parse_jobs(text: str) -> list[Job]:
                 f"{fields['ArrayJobId']}_{task}" if task else fields["JobId"],
                 fields["JobId"],
                 *(fields.get(name, "") for name in ("JobState", "Reason", "ExitCode", "Restarts", "NodeList")),
-                *(fields.get(name, "") for name in ("EndTime", "StdOut", "Partition", "StartTime", "BatchHost")),
+                *(
+                    fields.get(name, "")
+                    for name in ("EndTime", "StdOut", "Partition", "StartTime", "BatchHost", "Requeue")
+                ),
             )
         )
     return jobs

@@ -154,7 +154,7 @@ class Train:
     async_queue_size: Annotated[int, Range(1, 8)] = 1
     """With vllm.sync_mode = inflight no token is older than so many updates when trained on, 1 to 8. A batch is made of
     whichever groups are finished; one whose response is long may come this many batches later."""
-    staleness_threshold: Annotated[float, Range(0, 8)] = 0.5
+    staleness_threshold: Annotated[float, Range(0, 8)] = 0.25
     """With vllm.sync_mode = inflight at most this share of a batch's groups is begun by older policies than the one
     that trains on it. 0: engines wait for the actor; 1: they sample one whole batch ahead; more: further ones, up to
     train.async_queue_size."""

@@ -122,6 +122,9 @@ class Timeout:
     """Between a rank's heartbeats."""
     heartbeat: Annotated[float, POSITIVE] = 20.0
     """Silence after which a rank is lost."""
+    node_down: Annotated[float, POSITIVE] = 900.0
+    """From the silence of the job's first node until Slurm marks it down (SlurmdTimeout): then what is left of a job
+    with --no-kill requeues it."""
     hang: Annotated[float, POSITIVE] = 30.0
     """The least time without an answer or a change of phase that the watchdog calls a hang. It learns 10 times what is
     usual in the phase, and stays below the deadlines above."""

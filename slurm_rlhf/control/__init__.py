@@ -1,6 +1,6 @@
 """The control plane: typed calls from the conductor to the ranks, over authenticated and encrypted sockets.
 
-The conductor holds one `ControlServer` and a `RoleHandle` per role; every rank holds one `ControlClient`.
+The conductor holds one `ControlServer` and a `RoleHandle` (`handles`) per role; every rank one `ControlClient`.
 Both keep their sockets on a thread of their own, so heartbeats go on while the main thread computes.
 `calls` declares every call with its records, `codec` and `declarations` carry them, `auth` says who may connect.
 

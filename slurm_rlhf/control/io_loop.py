@@ -18,22 +18,9 @@ from slurm_rlhf.control.auth import Authenticator, RunKeys
 from slurm_rlhf.control.codec import Buffer, decode
 from slurm_rlhf.control.declarations import read
 from slurm_rlhf.control.io_thread import Heartbeat, ListeningClock, Part, Wakeup, end_context, make_socket
-from slurm_rlhf.control.messages import (
-    LOOKING,
-    MAIN_LANE,
-    NUMBERED,
-    PULSE_LANE,
-    Call,
-    Envelope,
-    Failure,
-    Hello,
-    Peer,
-    PendingCalls,
-    Roster,
-    Said,
-    body,
-    unpack,
-)
+from slurm_rlhf.control.messages import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, Failure, Said, body, unpack
+from slurm_rlhf.control.pending_calls import LOOKING, Call, PendingCalls
+from slurm_rlhf.control.roster import Hello, Peer, Roster
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The messages between conductor and ranks: their envelope, who sends them, and the calls and failures in them.
+"""The messages between conductor and ranks: their envelope, and the calls and failures in them.
 
 Both directions of a connection number their calls, replies, errors and events 1, 2, 3, ... All other messages carry
 the number of the last one before them. So the receiver notices a message that came twice, and within one heartbeat a
@@ -13,18 +13,15 @@ that they do not wait behind 100 MB of log-probs. All other messages use the oth
 
 from __future__ import annotations
 
-import heapq
 import traceback
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgpack
 
 from slurm_rlhf.control.codec import Buffer, decode, encode
-from slurm_rlhf.control.io_thread import Part
+from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.errors import RemoteError, RunError, SlurmRlhfError, UserError, WireError
 
 NUMBERED = frozenset({"call", "reply", "error", "event"})
@@ -36,10 +33,6 @@ TERMINATION = "termination"
 FAILURE = "failure"
 """Event: the rank cannot go on; with the field `reason`."""
 
-LOOKING = frozenset({"stacks", "written"})
-"""Calls that only look, beside the others: that they are answered is no sign that the run moves."""
-
-_FORGOTTEN = 256  # deadlines of calls that have ended, at most, beside as many as there are calls
 _MAX_ENVELOPE_BYTES = 64
 _MAX_CHARACTERS = 100_000
 
@@ -157,115 +150,6 @@ class Request:
         self.send(kind, frames, self.id)
 
 
-@dataclass(slots=True, eq=False)
-class Peer:
-    """Stands for a process of a role. A rank that comes back after it was lost is another Peer."""
-
-    role: str
-    rank: int
-    world: int
-    host: str
-    pid: int
-    phase: str = ""
-    """Its phase, as of its last pulse."""
-    lost: str = ""
-    """Reason for which it counts as gone; empty while it does not."""
-    silent: bool = False
-    """That is that it was not heard from."""
-    route: bytes = field(default=b"", repr=False)
-    heard: float = field(default=0.0, repr=False)
-    """Time of its last message, on the server's clock."""
-    sent: int = field(default=0, repr=False)
-    received: int = field(default=0, repr=False)
-    backlog: deque[list[Part]] = field(default_factory=deque, repr=False)
-    """Messages to send when its broken connection is back."""
-
-    def __str__(self) -> str:
-        return f"{self.role} rank {self.rank} on {self.host} (pid {self.pid})"
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """Introduces a rank, as its first message."""
-
-    role: str
-    rank: int
-    world: int
-    host: str
-    pid: int
-    start: int = 0  # of the role, by its conductor's count
-
-    def peer(self, route: bytes, now: float) -> Peer:
-        """Make the peer at the other end of the connection `route`. Raises WireError."""
-        if not self.role or not 0 <= self.rank < self.world:
-            raise WireError(f"a hello that introduces nobody: {self}")
-        return Peer(self.role, self.rank, self.world, self.host, self.pid, route=route, heard=now)
-
-
-class Roster:
-    """Finds peers by connection and by name. Not locked: the server does that."""
-
-    def __init__(self) -> None:
-        self._by_route: dict[bytes, Peer] = {}
-        self._by_name: dict[tuple[str, int], Peer] = {}
-
-    def add(self, peer: Peer) -> None:
-        """Add a peer, in place of a lost one of the same name."""
-        self._by_route[peer.route] = peer
-        self._by_name[peer.role, peer.rank] = peer
-
-    def at(self, route: bytes) -> Peer | None:
-        """Return the peer behind a connection, lost ones included."""
-        return self._by_route.get(route)
-
-    def find(self, role: str, rank: int) -> Peer | None:
-        """Return the newest peer of that name, lost or not."""
-        return self._by_name.get((role, rank))
-
-    def of_role(self, role: str) -> list[Peer]:
-        """Return the newest peer of each rank, in rank order, lost ones included."""
-        return sorted((peer for peer in self._by_name.values() if peer.role == role), key=lambda peer: peer.rank)
-
-    def dismiss(self, role: str, reason: str) -> list[Peer]:
-        """Give up all peers of a role, and forget their names; their connections stay known. Returns them."""
-        dismissed = self.of_role(role)
-        for peer in dismissed:
-            peer.lost = peer.lost or reason
-            del self._by_name[peer.role, peer.rank]
-        return dismissed
-
-    def on(self, host: str) -> list[Peer]:
-        """Return the newest peer of each rank on a node, lost ones included."""
-        return [peer for peer in self._by_name.values() if peer.host == host]
-
-    def present(self) -> Iterator[Peer]:
-        """Yield all peers that are not lost."""
-        return (peer for peer in list(self._by_name.values()) if not peer.lost)
-
-
-@dataclass(slots=True)
-class Call:
-    """Waits for the reply of a peer."""
-
-    id: int
-    peer: Peer
-    method: str
-    timeout_s: float
-    read: Callable[[Any], Any]  # makes the result of what has arrived
-    since: float  # on the server's clock
-    future: Future[Any] = field(default_factory=Future)
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """Describes a call that was not answered yet."""
-
-    peer: Peer
-    method: str
-    seconds: float  # since it was sent
-    timeout_s: float
-
-
 @dataclass(frozen=True, slots=True)
 class Said:
     """Describes a message that was sent or received; heartbeats are none."""
@@ -273,72 +157,3 @@ class Said:
     when: float  # seconds since the epoch
     peer: Peer
     what: str  # "call train_step", "reply to train_step"
-
-
-class PendingCalls:
-    """Finds calls by id and by deadline. Not locked: the server does that.
-
-    A deadline is a limit on silence: it counts from the call, or from the peer's last reply to the same method if
-    that is later. So many calls can be queued at one rank, and none expires while the rank works them off.
-    """
-
-    def __init__(self) -> None:
-        self._calls: dict[int, Call] = {}
-        self._deadlines: list[tuple[float, int]] = []
-        self._last_reply: dict[tuple[Peer, str], float] = {}
-        self._newest = 0
-
-    def add(self, peer: Peer, method: str, timeout_s: float, read: Callable[[Any], Any], now: float) -> Call:
-        self._newest += 1
-        call = Call(self._newest, peer, method, timeout_s, read, now)
-        call.future.set_running_or_notify_cancel()
-        self._calls[call.id] = call
-        if len(self._deadlines) > 2 * len(self._calls) + _FORGOTTEN:
-            # Calls that are answered leave theirs behind, and deadlines are hours.
-            self._deadlines = [each for each in self._deadlines if each[1] in self._calls]
-            heapq.heapify(self._deadlines)
-        heapq.heappush(self._deadlines, (now + timeout_s, call.id))
-        return call
-
-    def answered(self, id: int, peer: Peer, now: float) -> Call | None:
-        """Take the call that `peer` replied to; None: it was given up, or never made to this peer."""
-        call = self._calls.get(id)
-        if call is None or call.peer is not peer:
-            return None
-        self._last_reply[peer, call.method] = now
-        return self._calls.pop(id)
-
-    def was_made(self, id: int) -> bool:
-        return 0 < id <= self._newest
-
-    def expired(self, now: float) -> list[Call]:
-        """Take the calls that are past their deadline."""
-        calls = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, id = heapq.heappop(self._deadlines)
-            call = self._calls.get(id)
-            if call is None:
-                continue
-            renewed = self._last_reply.get((call.peer, call.method), 0.0) + call.timeout_s
-            if renewed > now:
-                heapq.heappush(self._deadlines, (renewed, id))
-            else:
-                calls.append(self._calls.pop(id))
-        return calls
-
-    def flights(self, now: float) -> list[Flight]:
-        """List the calls, the oldest first, but for those that only look."""
-        calls = [call for call in self._calls.values() if call.method not in LOOKING]
-        return [Flight(call.peer, call.method, now - call.since, call.timeout_s) for call in calls]
-
-    def next_deadline(self) -> float | None:
-        while self._deadlines and self._deadlines[0][1] not in self._calls:
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
-
-    def take(self, which: Callable[[Call], bool]) -> list[Call]:
-        """Take the calls for which `which` holds."""
-        calls = [call for call in self._calls.values() if which(call)]
-        for call in calls:
-            del self._calls[call.id]
-        return calls

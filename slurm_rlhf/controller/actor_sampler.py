@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -10,7 +11,7 @@ import numpy as np
 from slurm_rlhf.cluster.stop import StopRequested
 from slurm_rlhf.control.calls import ActorCalls, GenerateAnswer, PackedPrompts, PromptTokens, ResponseBatch
 from slurm_rlhf.control.generation_phase import behind
-from slurm_rlhf.control.server import RoleHandle, gather
+from slurm_rlhf.control.handles import RoleHandle, gather
 from slurm_rlhf.controller.dispatch import Answered, answer_sizes, nobody
 from slurm_rlhf.errors import CallTimeout, RemoteError, RunError
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
@@ -82,11 +83,19 @@ def deal(lengths: list[int], samples: int, ranks: int, most: int) -> list[list[l
     """Deal the responses to prompts of `lengths` tokens to ranks: round -> rank -> at most `most` of them.
 
     Neighbours in length are sampled together, so that prompts have little padding; in a round the ranks have equally
-    many responses, or one less.
+    many responses, or one less. A rank that samples all responses to a prompt computes it once for them.
     """
     order = sorted(range(len(lengths)), key=lambda position: lengths[position])
     wanted = [(position, sample) for position in order for sample in range(samples)]
     count = -(-len(wanted) // (ranks * most))
     size = -(-len(wanted) // max(count, 1))
     rounds = [wanted[begin : begin + size] for begin in range(0, len(wanted), max(size, 1))]
-    return [[part[rank::ranks] for rank in range(ranks)] for part in rounds]
+    return [_dealt(part, ranks) for part in rounds]
+
+
+def _dealt(wanted: list[Wanted], ranks: int) -> list[list[Wanted]]:
+    """Give each rank every so-manieth prompt with all its samples; where that is uneven, one is cut between two."""
+    number = {position: number for number, position in enumerate(dict.fromkeys(position for position, _ in wanted))}
+    ordered = sorted(wanted, key=lambda one: (number[one[0]] % ranks, number[one[0]]))
+    bounds = [len(wanted) * rank // ranks for rank in range(ranks + 1)]
+    return [ordered[begin:end] for begin, end in itertools.pairwise(bounds)]

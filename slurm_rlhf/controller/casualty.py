@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.schema import Timeout
+from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import NodeShare
 
@@ -42,12 +43,33 @@ def conductor_stood_still(absence_s: Callable[[float], float], timeout: Timeout)
     )
 
 
-def unheard(shares: Sequence[NodeShare], here: Collection[int], hosts: Collection[str]) -> NodeShare | None:
-    """Return the part of a role on a dead node, where ranks did not say hello in time; None: it is not known which.
+def unheard(
+    shares: Sequence[NodeShare],
+    here: Collection[int],
+    hosts: Collection[str],
+    unreached: Callable[[Sequence[str]], Collection[str]],
+) -> list[NodeShare]:
+    """Return the parts of a role on dead nodes, where ranks did not say hello in time; empty: it is not known which.
 
     `here`: the ranks that did. `hosts`: nodes of which any rank of any role is heard now: one that was heard before may
     have died since. Torchruns wait for each other, so ranks are missing on good nodes as well; the dead one is the only
-    one of which nobody at all is heard.
+    one of which nobody at all is heard. Where several are, `unreached` tells those where nothing can be started.
     """
     silent = [share for share in shares if {*share.ranks} - {*here} and share.node not in hosts]
-    return silent[0] if hosts and len(silent) == 1 else None
+    if len(silent) > 1:
+        gone = unreached([share.node for share in silent])
+        return [share for share in silent if share.node in gone]
+    return silent if hosts else []
+
+
+def heard_nodes(peers: Collection[Peer], quiet: Collection[Peer]) -> set[str]:
+    """Return the nodes of which some rank is heard. `quiet`: those of `peers` that were not heard lately."""
+    return {peer.host for peer in peers if not peer.lost and peer not in quiet}
+
+
+def silent_nodes(peers: Collection[Peer], quiet: Collection[Peer], dead: Collection[str] = ()) -> set[str]:
+    """Return the nodes of which no rank is heard any more, or ever was: those in `dead`.
+
+    A rank that was killed says nothing of its node, and neither does one that has not said hello yet: it may import.
+    """
+    return {*dead, *(peer.host for peer in peers if peer.silent or peer in quiet)} - heard_nodes(peers, quiet)

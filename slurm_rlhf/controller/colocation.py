@@ -11,7 +11,7 @@ from typing import Any
 from slurm_rlhf.cluster.stop import StopRequested
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.control.calls import EngineCalls, TrainerCalls, WakeUpRequest
-from slurm_rlhf.control.server import EngineHandle, RoleHandle, gather
+from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.records import KV_CACHE, WEIGHTS
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,9 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.possession import exclusive, log_error, logging_to
 from slurm_rlhf.controller.reporting import Reporting
+from slurm_rlhf.controller.run_inputs import Inputs
 from slurm_rlhf.controller.run_state import UNEVALUATED, RunState
-from slurm_rlhf.controller.startup import Inputs, Startup
+from slurm_rlhf.controller.startup import Startup
 from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.controller.trainer_recovery import Plan, TrainerRecovery
 from slurm_rlhf.controller.watchdog import Watchdog

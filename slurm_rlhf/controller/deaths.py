@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from slurm_rlhf.cluster.processes import running
+from slurm_rlhf.cluster.processes import exit_text, running, usual_cause
 from slurm_rlhf.control.calls import StartCalls
-from slurm_rlhf.control.messages import Peer
+from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.controller.casualty import names_of
+from slurm_rlhf.controller.start_logs import StartLogs
 from slurm_rlhf.launch.launcher import Ended
-from slurm_rlhf.observe.log_tail import first_failure
 
 _BY_ITSELF = re.compile(
     r"\bkilled by SIG(KILL|SEGV|BUS|ILL|FPE)\b"
@@ -83,8 +82,7 @@ class Deaths:
     last. Used by one thread.
     """
 
-    def __init__(self, logs: Path) -> None:
-        """`logs`: the directory of the run's logs."""
+    def __init__(self, logs: StartLogs) -> None:
         self.ends: list[Ended] = []
         self._logs = logs
         self._at: dict[str, float] = {}
@@ -109,7 +107,7 @@ class Deaths:
     def _end_of(self, ranks: RoleRanks, torchrun: int) -> Ended:
         node = ranks.gone[0].host
         how = f"has lost a process, which its torchrun (pid {torchrun}) does not see: it is stopped by a signal"
-        return Ended(ranks.role, node, how, self._logs / f"{ranks.role}.{node}.torchrun.log")
+        return Ended(ranks.role, node, how, self._logs.of_torchrun(ranks.role, node))
 
     def forget(self, roles: Collection[str]) -> None:
         """Forget the ends of roles that are started again."""
@@ -132,34 +130,29 @@ class Deaths:
         ]
         return waited_s < max(limits, default=0.0)
 
-    def verdict(
-        self, known: Sequence[RoleRanks], marks: Mapping[Path, int], name: Callable[[Peer], str]
-    ) -> tuple[Ended, str]:
+    def verdict(self, known: Sequence[RoleRanks], name: Callable[[Peer], str]) -> tuple[Ended, str]:
         """Return the group that died first, and how it and the others did which died by themselves.
 
-        `marks`: lengths of the logs before this start. `name`: of a rank, in words.
+        `name`: of a rank, in words.
         """
         of = {one.role: one for one in known}
         deaths = [
-            Death(end, _describe(end, of.get(end.role), self._logs, marks, name), self._at[end.role])
-            for end in self.ends
+            Death(end, _describe(end, of.get(end.role), self._logs, name), self._at[end.role]) for end in self.ends
         ]
         first, *others = culprits(deaths)
         return first.end, "; ".join([first.how, *(f"role {one.end.role} died: {one.how}" for one in others)])
 
 
-def _describe(
-    end: Ended, ranks: RoleRanks | None, logs: Path, marks: Mapping[Path, int], name: Callable[[Peer], str]
-) -> str:
+def _describe(end: Ended, ranks: RoleRanks | None, logs: StartLogs, name: Callable[[Peer], str]) -> str:
     """Say how a group ended, by the report of its torchrun, or else by which of its ranks are gone."""
     peers = ranks.peers if ranks else []
     for node in names_of(end.node):
-        log = logs / f"{end.role}.{node}.torchrun.log"
-        failed = first_failure(log, marks.get(log, 0))
+        failed = logs.first_failure(end.role, node)
         if failed is not None:
             same = [peer for peer in peers if (peer.host, peer.pid) == (node, failed.pid)]
             who = name(same[0]) if same else f"rank {failed.rank}"
-            return f"{who} on {node} (pid {failed.pid}) {failed.how}"
+            how = exit_text(failed.exitcode) + usual_cause(failed.exitcode)
+            return f"{who} on {node} (pid {failed.pid}) {how}"
     gone = [peer for peer in (ranks.gone if ranks else []) if peer.host == end.node]
     told = ", ".join(f"{name(peer)} (pid {peer.pid})" for peer in gone)
     return f"its process group on {end.node} {end.how}" + (f"; gone: {told}" if told else "")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from slurm_rlhf.control.calls import EngineCalls, GenerateAnswer, GenerateBatch, PackedPrompts, PromptTokens
-from slurm_rlhf.control.server import EngineHandle
+from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.controller.engine_pool import EnginePool
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory

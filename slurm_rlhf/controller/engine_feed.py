@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from slurm_rlhf.control.calls import EngineCalls, GenerateAnswer, GenerateBatch, PackedPrompts, PromptTokens
-from slurm_rlhf.control.server import EngineHandle
+from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.controller.dispatch import Answered, allowance, nobody
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling
 

@@ -15,8 +15,9 @@ from typing import Literal
 
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Timeout
-from slurm_rlhf.control.messages import Peer
-from slurm_rlhf.control.server import ControlServer, EngineHandle
+from slurm_rlhf.control.handles import EngineHandle
+from slurm_rlhf.control.roster import Peer
+from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller.restart_rules import Loss, next_place
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied
 from slurm_rlhf.launch.engine_launcher import EngineLauncher

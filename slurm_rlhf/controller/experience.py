@@ -28,7 +28,7 @@ from slurm_rlhf.config.correction import before_update, correction_of
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import CriticCalls, ForwardBatch, LogprobCalls
-from slurm_rlhf.control.server import RoleHandle, gather, send_shards
+from slurm_rlhf.control.handles import RoleHandle, gather, send_shards
 from slurm_rlhf.records import F32, I32, REPETITION, STOP, Bool, Experience
 from slurm_rlhf.rewards.values import Rewards
 

@@ -13,7 +13,7 @@ from slurm_rlhf.config.correction import before_update
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import DeviceReport, RankCalls
-from slurm_rlhf.control.server import EngineHandle, RoleHandle, gather
+from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.errors import ModelError, RunError
 from slurm_rlhf.observe.timing import GpuTime, Slot
 from slurm_rlhf.placement.gpus import find_gpu

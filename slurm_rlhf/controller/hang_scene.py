@@ -17,8 +17,10 @@ from typing import Any
 
 from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control.calls import StacksAnswer
-from slurm_rlhf.control.messages import Flight, Peer, Said
-from slurm_rlhf.control.server import RoleHandle
+from slurm_rlhf.control.handles import RoleHandle
+from slurm_rlhf.control.messages import Said
+from slurm_rlhf.control.pending_calls import Flight
+from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.controller.hang_rules import Sighting, Verdict, standing
 from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.errors import SlurmRlhfError

@@ -21,7 +21,7 @@ import numpy as np
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import MemoryReport, RankCalls
 from slurm_rlhf.control.declarations import spec_of
-from slurm_rlhf.control.server import EngineHandle, RoleHandle
+from slurm_rlhf.control.handles import EngineHandle, RoleHandle
 from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.observe.events import START, EventLog, WarningEvents
 from slurm_rlhf.observe.jsonl import truncate_after

@@ -15,7 +15,7 @@ from slurm_rlhf.algorithms.reward_scale import RunningScale
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.control.calls import DirectoryRequest, TrainerCalls
-from slurm_rlhf.control.server import RoleHandle, gather
+from slurm_rlhf.control.handles import RoleHandle, gather
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.saves import Best, PendingSave, SaveCadence, better, resumed, written
 from slurm_rlhf.controller.step import Step

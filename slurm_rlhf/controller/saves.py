@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from slurm_rlhf.checkpoint.interval import Failures, best_interval, in_steps, span
-from slurm_rlhf.control.server import RoleHandle
+from slurm_rlhf.control.handles import RoleHandle
 
 FIRST = 2
 """The step after which `auto` saves first, to see what it takes; the first step has the warm-up in it."""

@@ -18,7 +18,7 @@ from slurm_rlhf.algorithms.reward_scale import clip_warning
 from slurm_rlhf.config.correction import before_update, of_the_update
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import ActorCalls, ForwardBatch, SelfCheckAnswer
-from slurm_rlhf.control.server import RoleHandle, gather, send_shards
+from slurm_rlhf.control.handles import RoleHandle, gather, send_shards
 from slurm_rlhf.controller.step_metrics import skip_warning
 from slurm_rlhf.controller.verdicts import (
     ALL_THE_SAME,

@@ -1,11 +1,11 @@
-"""Starting a run: what it reads from the user's files, the variables of its processes, and its parts put together."""
+"""Starting a run: its processes, models and engines, each as soon as it can, and its parts put together."""
 
 from __future__ import annotations
 
 import logging
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,82 +14,36 @@ from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.checkpoint.interval import failures
 from slurm_rlhf.cluster.stop import Stop
-from slurm_rlhf.config.check import warnings
-from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLES, ROLLOUT, algorithm_of
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD, ROLLOUT, algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import EngineCalls, StartAnswer, StartCalls, StartRequest
-from slurm_rlhf.control.server import EngineHandle, gather
+from slurm_rlhf.control.handles import EngineHandle, gather
 from slurm_rlhf.controller.actor_sampler import ActorSampler
 from slurm_rlhf.controller.colocation import Colocation
 from slurm_rlhf.controller.dispatch import Dispatcher, Sampler
-from slurm_rlhf.controller.engine_pool import EnginePool, WeightSync
-from slurm_rlhf.controller.evaluation import EvalSet, Evaluation, read_eval_sets
+from slurm_rlhf.controller.engine_pool import EnginePool
+from slurm_rlhf.controller.evaluation import Evaluation
 from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.reporting import Reporting
+from slurm_rlhf.controller.role_environment import role_environment
+from slurm_rlhf.controller.run_inputs import Inputs
 from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
 from slurm_rlhf.controller.saves import SaveCadence
-from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
+from slurm_rlhf.controller.self_check import SelfCheck
 from slurm_rlhf.controller.step import Step
 from slurm_rlhf.controller.step_metrics import EngineMetrics
 from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.controller.watchdog import Watchdog
-from slurm_rlhf.data.order import PromptOrder
-from slurm_rlhf.data.prompts import PromptSet
-from slurm_rlhf.data.tokenizer import Tokenizer
+from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.observe.events import read_events
 from slurm_rlhf.observe.timing import Phases
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import CPU, GPU
-from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.model import ModelRewards, Scoring, reward_scale
 from slurm_rlhf.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
-
-WAITING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "KMP_BLOCKTIME": "0"}
-"""Variables by which threads that wait do not spin: on shared cores they take the time of whoever has work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Holds what the run reads from the user's files."""
-
-    prompts: PromptSet
-    evaluation: list[EvalSet]  # empty: nothing is evaluated
-    order: PromptOrder
-    reward: RewardFunction | None  # None: a model's
-    total_steps: int
-    findings: PromptFindings  # for the self-check
-    tokenizer: Tokenizer
-
-    @classmethod
-    def read(cls, config: Config, note: Callable[[str], None]) -> Inputs:
-        """Read everything that a user can have wrong; `note` tells the user. Raises UserError."""
-        for told in warnings(config):
-            note(f"warning: {told}")
-        tokenizer = Tokenizer.load(config.actor.model_name_or_path)
-        longest = config.data.max_len - config.rollout.max_new_tokens
-        prompts = PromptSet.load(config.data.prompt_dataset, tokenizer, config.data, longest, config.data.max_samples)
-        evaluation = read_eval_sets(config, tokenizer)
-        sets = [(f"evaluation {one.settings.name}", one.prompts) for one in evaluation]
-        for name, found in (("data.prompt_dataset", prompts), *sets):
-            if found.dropped:
-                note(f"{name}: {found.dropped} prompts longer than {longest} tokens were dropped")
-        per_episode = max(len(prompts) // config.rollout.batch_size, 1)
-        order = PromptOrder(
-            len(prompts),
-            config.rollout.batch_size,
-            # As many as train.max_steps needs, which goes beyond the episodes. Source: TRL, `TrainingArguments`.
-            max(config.train.num_episodes, -(-config.train.max_steps // per_episode)),
-            config.train.seed,
-            config.data.shuffle,
-            prompts.fingerprint(),
-        )
-        total = config.train.max_steps or order.total
-        reward = None if config.reward.model_name_or_path else RewardFunction.of(config.reward)
-        findings = PromptFindings.of(prompts, tokenizer, config.data.apply_chat_template)
-        return cls(prompts, evaluation, order, reward, total, findings, tokenizer)
 
 
 @dataclass(slots=True)
@@ -334,8 +288,7 @@ class Startup:
 
 def sampling_nodes(ranks: RankMap) -> list[str]:
     """List the node of each engine; of each rank of the actor, where there are no engines."""
-    engines = [group.node for group in ranks.tp_groups if group.role == ROLLOUT]
-    return engines or [share.node for share in ranks.roles[ACTOR] for _ in share.ranks]
+    return [*ranks.engine_nodes.values()] or [share.node for share in ranks.roles[ACTOR] for _ in share.ranks]
 
 
 def optimizer_steps(config: Config, role: str, steps: int) -> int:
@@ -347,42 +300,3 @@ def optimizer_steps(config: Config, role: str, steps: int) -> int:
     responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
     frozen = config.critic.freezing_steps if role == ACTOR else 0
     return max(steps - frozen, 0) * config.train.max_epochs * responses // config.train.batch_size
-
-
-def role_environment(config: Config, ranks: RankMap, cpus: int) -> dict[str, dict[str, dict[str, str]]]:
-    """Choose the environment variables of each role on each node: role -> node -> variables.
-
-    `cpus`: of nodes for which the topology has no number.
-
-    Roles of one phase compute at the same time, and those of another phase wait: each rank gets its share of the node's
-    CPUs among the ranks of its phase, and none of its threads spins while it waits.
-    """
-    nodes = {share.node for shares in ranks.roles.values() for share in shares}
-    environment: dict[str, dict[str, dict[str, str]]] = {role: {} for role in ranks.roles}
-    for node in nodes:
-        here = {
-            role: len(share.ranks) for role, shares in ranks.roles.items() for share in shares if share.node == node
-        }
-        for role in here:
-            rivals = sum(count for other, count in here.items() if ROLES[other].phase == ROLES[role].phase)
-            threads = config.train.threads_per_rank or max(1, (ranks.topology.node(node).cpus or cpus) // rivals)
-            environment[role][node] = _variables(threads, alone=len(nodes) == 1)
-    return environment
-
-
-def _variables(threads: int, alone: bool) -> dict[str, str]:
-    variables = {
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        **WAITING_THREADS,
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "DO_NOT_TRACK": "1",
-        # An engine lives on one node: nothing of it is to be reached from outside, whatever the host name resolves to.
-        "VLLM_HOST_IP": "127.0.0.1",
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-    }
-    # One machine: nothing of the whole run is.
-    return {**variables, "GLOO_SOCKET_IFNAME": "lo"} if alone else variables

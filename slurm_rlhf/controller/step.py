@@ -34,7 +34,7 @@ from slurm_rlhf.config.correction import of_the_update
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import TrainAnswer, TrainBatch, TrainerCalls
-from slurm_rlhf.control.server import RoleHandle, gather, send_shards
+from slurm_rlhf.control.handles import RoleHandle, gather, send_shards
 from slurm_rlhf.controller.batch_sources import Parts, make_batches
 from slurm_rlhf.controller.batches import Batch, Batches, EpisodesOver, sampling_of
 from slurm_rlhf.controller.colocation import Colocation

@@ -16,14 +16,24 @@ from slurm_rlhf.cluster.processes import running
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
-from slurm_rlhf.control.messages import FAILURE, TERMINATION, Peer
-from slurm_rlhf.control.server import ControlServer, EngineHandle, RoleHandle
-from slurm_rlhf.controller.casualty import Casualty, conductor_stood_still, names_of, unheard
+from slurm_rlhf.control.handles import EngineHandle, RoleHandle
+from slurm_rlhf.control.messages import FAILURE, TERMINATION
+from slurm_rlhf.control.roster import Peer
+from slurm_rlhf.control.server import ControlServer
+from slurm_rlhf.controller.casualty import (
+    Casualty,
+    conductor_stood_still,
+    heard_nodes,
+    names_of,
+    silent_nodes,
+    unheard,
+)
 from slurm_rlhf.controller.deaths import Deaths, RoleRanks, Standstills
 from slurm_rlhf.controller.engine_recovery import EngineRecovery
+from slurm_rlhf.controller.start_logs import StartLogs
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
+from slurm_rlhf.launch.engine_launcher import Environment
 from slurm_rlhf.launch.launcher import Launcher
-from slurm_rlhf.observe.log_tail import tail, written
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
@@ -61,7 +71,8 @@ class Supervisor:
         self._leaving = threading.Event()
         self._gone = threading.Event()
         self._terminated = False
-        self._deaths = Deaths(directory.logs)
+        self._logs = StartLogs(directory)
+        self._deaths = Deaths(self._logs)
         self._standstills = Standstills()
         self._looking = threading.Lock()  # held while ends are looked for, and while roles are ended on purpose
         self._watching = False
@@ -70,36 +81,27 @@ class Supervisor:
         self.casualty: Casualty | None = None
         """Of `failure`, where it is that of a role."""
         self._failure_lock = threading.Lock()
-        # What earlier starts of the run have written into the logs: it is not what this one died of.
-        self._marks = {path: path.stat().st_size for path in directory.logs.glob("*.log")}
         self.roles: dict[str, RoleHandle[Any]] = {}
         self.recovery: EngineRecovery | None = None
         """Starts engines again that died; None: with the first one that dies the run ends."""
 
-    def start(self, environment: Mapping[str, Mapping[str, Mapping[str, str]]]) -> None:
+    def start(self, environment: Mapping[str, Environment]) -> None:
         """Start all roles, with the variables of `environment[role][node]`; wait until each rank has said hello.
 
         It does not wait for engines: `EnginePool` does that.
         Raises RoleDied naming the role that ended instead, CallTimeout naming the ranks that stayed silent.
         """
-        self._start(self._ranks.roles, environment, dict.fromkeys(self._ranks.roles, 0))
+        self._start(self._ranks.roles, environment)
 
-    def start_again(
-        self, roles: Collection[str], ranks: RankMap, environment: Mapping[str, Mapping[str, Mapping[str, str]]]
-    ) -> None:
+    def start_again(self, roles: Collection[str], ranks: RankMap, environment: Mapping[str, Environment]) -> None:
         """Start `roles` again, which `end` has ended, as `ranks` has them. All roles get new handles.
 
         What still calls through an old one has failed. Raises as `start`.
         """
         self._ranks = ranks
-        self._start(roles, environment, {role: self.server.starts(role) for role in roles})
+        self._start(roles, environment)
 
-    def _start(
-        self,
-        roles: Collection[str],
-        environment: Mapping[str, Mapping[str, Mapping[str, str]]],
-        numbers: Mapping[str, int],
-    ) -> None:
+    def _start(self, roles: Collection[str], environment: Mapping[str, Environment]) -> None:
         retired = RunError("the role goes on after a restart; this call is of before")
         for role in self._ranks.roles:
             if (old := self.roles.get(role)) is not None:
@@ -109,7 +111,7 @@ class Supervisor:
                     f"--role={role}",
                     f"--run_dir={self._directory.root}",
                     f"--endpoint={self.server.endpoint()}",
-                    *([f"--role_start={numbers[role]}"] if numbers[role] else []),
+                    *([f"--role_start={number}"] if (number := self.server.starts(role)) else []),
                 ]
                 self._launcher.start(role, arguments, environment[role])
             self.roles[role] = self._handle(role)
@@ -129,12 +131,13 @@ class Supervisor:
         try:
             self.server.wait_for(role, world, self._config.timeout.connect)
         except CallTimeout as error:
-            enough = self._config.timeout.heartbeat / 2
-            dead = unheard(self._ranks.roles[role], self.here(role), self._heard_nodes(enough))
-            if dead is None:
+            heard = heard_nodes(self._peers(), self.server.silent(self._enough_s))
+            dead = unheard(self._ranks.roles[role], self.here(role), heard, self._launcher.unreached)
+            if not dead:
                 raise
-            what = f"rank {dead.ranks[0]} on {dead.node} is lost before its hello: {error}"
-            self._fail(Casualty(role, (dead.node,), silent=True), what, [self._directory.logs / f"{role}.srun.log"])
+            who = ", ".join(f"rank {share.ranks[0]} on {share.node}" for share in dead)
+            what = f"{who} {'is lost before its' if len(dead) == 1 else 'are lost before their'} hello: {error}"
+            self._fail(Casualty(role, tuple(share.node for share in dead), silent=True), what, self._logs.of_srun(role))
             raise self.failure or error from error
 
     def end(self, roles: Collection[str], ranks: RankMap) -> None:
@@ -148,7 +151,7 @@ class Supervisor:
             self._launcher.end(roles, ranks)
             wait_until(lambda: not any(map(running, pids)), self._config.timeout.shutdown)
             self._deaths.forget(roles)
-            self._marks = {path: path.stat().st_size for path in self._directory.logs.glob("*.log")}
+            self._logs.mark()
             for role in roles:
                 self.server.dismiss(role, "its role is started again")
             with self._failure_lock:
@@ -167,14 +170,13 @@ class Supervisor:
         # Where engines share accelerators with trainers, vLLM would measure memory that is in use while it starts.
         if launcher is None or not isinstance(engines, EngineHandle) or self._config.train.colocate_all:
             return None
-        homes = {group.engine: group.node for group in self._ranks.tp_groups if group.role == ROLLOUT}
-        most = self._config.train.max_engine_restarts
+        homes, most = self._ranks.engine_nodes, self._config.train.max_engine_restarts
         return EngineRecovery(engines, self.server, launcher, homes, self._config.timeout, most, self.fail, self._over)
 
     def move_engines(self, ranks: RankMap, left_out: Collection[str]) -> None:
         """Let engines on nodes that are left out start where `ranks` has them, and none start there again."""
         if self.recovery is not None:
-            self.recovery.leave_out({g.engine: g.node for g in ranks.tp_groups if g.role == ROLLOUT}, left_out)
+            self.recovery.leave_out(ranks.engine_nodes, left_out)
 
     def _over(self) -> bool:
         return self.failure is not None or self._leaving.is_set()
@@ -188,10 +190,11 @@ class Supervisor:
         """List the ranks of `role` that have said hello and are not lost."""
         return {peer.rank for peer in self.server.peers(role) if not peer.lost}
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: Exception, casualty: Casualty | None = None) -> None:
         """Break the run by an error that no call of the loop sees: every pending and every later call raises it."""
         with self._failure_lock:
-            self.failure = self.failure or error
+            if self.failure is None:
+                self.failure, self.casualty = error, casualty
         for name in self._ranks.roles:
             self.server.fail_role(name, self.failure)
 
@@ -217,20 +220,19 @@ class Supervisor:
         and only missing heartbeats tell which node it was. So this waits while a rank is silent; half of
         `timeout.heartbeat` of silence, together with `error`, is evidence enough.
         """
-        own = isinstance(error, RemoteError) and error.user_error
-        begin = time.monotonic()
-        while not own and self.failure is None:
-            waited = time.monotonic() - begin
-            if not self._deaths.ends:
-                silent = self._silent()
-                self._give_up(silent, str(error))
-                if not silent and waited > self._patience_s:
-                    break
-            if waited > self._config.timeout.heartbeat + self._patience_s:
-                break
-            time.sleep(0.05)
+        if not (isinstance(error, RemoteError) and error.user_error):
+            begin, longest_s = time.monotonic(), self._config.timeout.heartbeat + self._patience_s
+            wait_until(lambda: self._explained(error, time.monotonic() - begin), longest_s, 0.05)
         if self.failure is not None and self.failure is not error:
             raise self.failure from error
+
+    def _explained(self, error: RunError, waited_s: float) -> bool:
+        """Tell whether it is known why the run broke, or nothing more will be known after `waited_s`."""
+        if self.failure is not None or self._deaths.ends:
+            return self.failure is not None  # ends are judged by the thread that has seen them
+        silent = self._silent()
+        self._give_up(silent, str(error))
+        return not silent and waited_s > self._patience_s
 
     def stop(self) -> None:
         """End every process: ask, then end by force what is left, within `timeout.shutdown` seconds each."""
@@ -273,7 +275,7 @@ class Supervisor:
     def _watch_starts(self, known: list[RoleRanks], stopped: list[tuple[str, int]], now: float) -> None:
         """Give up a role whose torchrun stands still while its ranks start. Afterwards they do without it."""
         for role, why in self._standstills.longer_than(self._config.timeout.heartbeat, stopped, known, now):
-            self._fail(Casualty(role), why, self._role_logs(role))
+            self._fail(Casualty(role), why, self._logs.of_role(role))
 
     def _watch_engines(self) -> None:
         engines = self._launcher.engines
@@ -288,9 +290,7 @@ class Supervisor:
 
     def _fail_of(self, engine: int, how: str) -> None:
         group = next(group for group in self._ranks.tp_groups if group.engine == engine)
-        names = [name for rank in group.ranks for name in (rank, f"{rank}.start")]
-        logs = [self._directory.role_log(ROLLOUT, group.node, name) for name in names]
-        self._fail(Casualty(ROLLOUT, (group.node,)), how, logs)
+        self._fail(Casualty(ROLLOUT, (group.node,)), how, self._logs.of_ranks(ROLLOUT, group.node, group.ranks))
 
     def _judge(self, waited_s: float, known: list[RoleRanks]) -> None:
         """Name the process groups that ended by themselves, the first first, unless that was because a node is dead.
@@ -303,11 +303,10 @@ class Supervisor:
             self._give_up(dead, f"{end.role} on {end.node} {end.how}")
             if dead or waited_s < self._patience_s:
                 return
-        elif self._deaths.more_to_come(waited_s, known, self._patience_s, self._config.timeout.heartbeat / 2):
+        elif self._deaths.more_to_come(waited_s, known, self._patience_s, self._enough_s):
             return
-        end, what = self._deaths.verdict(known, self._marks, self._named)
-        logs = written(self._directory.logs.glob(f"{end.role}.{end.node}.[0-9]*.log"), self._marks)
-        self._fail(Casualty(end.role, tuple(names_of(end.node))), what, logs or [*self._role_logs(end.role), end.log])
+        end, what = self._deaths.verdict(known, self._named)
+        self._fail(Casualty(end.role, tuple(names_of(end.node))), what, self._logs.of_end(end))
 
     def _on_dead_nodes(self) -> list[Peer]:
         """List ranks on nodes where every rank is silent, and the launcher has no end to report."""
@@ -317,12 +316,10 @@ class Supervisor:
     def silent_nodes(self) -> set[str]:
         """List the nodes of which no rank is heard any more, or ever was."""
         dead = self.casualty.nodes if self.casualty is not None and self.casualty.silent else ()
-        quiet = self._silent()  # a rank that was killed says nothing of its node
-        return {*dead, *(peer.host for peer in self._peers() if peer.silent or peer in quiet)} - self._heard_nodes()
+        return silent_nodes(self._peers(), self._silent(), dead)
 
-    def _heard_nodes(self, within_s: float = 0.0) -> set[str]:
-        quiet = self.server.silent(within_s) if within_s else self._silent()
-        return {peer.host for peer in self._peers() if not peer.lost and peer not in quiet}
+    def _heard_nodes(self) -> set[str]:
+        return heard_nodes(self._peers(), self._silent())
 
     def _peers(self) -> list[Peer]:
         return [peer for role in self._ranks.roles for peer in self.server.peers(role)]
@@ -332,16 +329,21 @@ class Supervisor:
         """Return how long it takes to see that a rank is silent."""
         return max(VERDICT_S, (SILENT_BEATS + 1) * self._config.timeout.heartbeat_interval)
 
+    @property
+    def _enough_s(self) -> float:
+        """Return how long a silence has to be that is evidence, together with something that broke."""
+        return self._config.timeout.heartbeat / 2
+
     def _silent(self) -> list[Peer]:
         return self.server.silent(SILENT_BEATS * self._config.timeout.heartbeat_interval)
 
     def _give_up(self, suspects: list[Peer], evidence: str) -> None:
-        """Give up silent ranks: with `evidence` that something broke, half of the heartbeats' limit is enough."""
-        enough = self._config.timeout.heartbeat / 2
-        for peer in self.server.silent(enough):
+        """Give up silent ranks: there is `evidence` that something broke."""
+        for peer in self.server.silent(self._enough_s):
             if peer in suspects:
                 peer.silent = True
-                self._lose(peer, f"it was not heard from for {enough:g} s, last phase {peer.phase!r}, and {evidence}")
+                why = f"it was not heard from for {self._enough_s:g} s, last phase {peer.phase!r}, and {evidence}"
+                self._lose(peer, why)
 
     def _on_lost(self, peer: Peer) -> None:
         if peer in self.server.peers(peer.role):  # not one of a start before
@@ -353,7 +355,7 @@ class Supervisor:
             return
         if not self._leaving.is_set():
             casualty = Casualty(peer.role, (peer.host,), silent=True)
-            self._fail(casualty, what, [self._directory.role_log(peer.role, peer.host, peer.rank)], hang=peer.silent)
+            self._fail(casualty, what, self._logs.of_peer(peer), hang=peer.silent)
 
     def _on_event(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         """Act on the event of a rank: it cannot go on, or it got SIGTERM.
@@ -365,9 +367,7 @@ class Supervisor:
             reason = str(data.get("reason"))
             if (engine := self._engine_of(peer)) is not None and self._goes_on_without(engine, reason):
                 return
-            self._fail(
-                Casualty(peer.role, (peer.host,)), reason, [self._directory.role_log(peer.role, peer.host, peer.rank)]
-            )
+            self._fail(Casualty(peer.role, (peer.host,)), reason, self._logs.of_peer(peer))
         if event == TERMINATION and not self._terminated and not self._leaving.is_set():
             self._terminated = True
             log.info("%s was told to terminate", peer)
@@ -381,20 +381,12 @@ class Supervisor:
         engine = self._engine_of(peer)
         return f"rank {peer.rank}" if engine is None else f"rank {peer.rank} of engine {engine}"
 
-    def _role_logs(self, role: str) -> list[Path]:
-        return [*self._directory.logs.glob(f"{role}.*.[0-9]*.log"), *self._directory.logs.glob(f"{role}.*torchrun.log")]
-
     def _fail(self, casualty: Casualty, what: str, logs: list[Path], hang: bool = False) -> None:
-        """Break the run: quote the newest of `logs`, without what earlier starts in this directory have written."""
-        away = conductor_stood_still(self.server.loop.absence_s, self._config.timeout)
-        with self._failure_lock:
-            if self.failure is not None:
-                return
-            newest = max(written(logs, self._marks), key=lambda path: path.stat().st_mtime, default=logs[-1])
-            words = "\n".join(f"    {line}" for line in tail(newest, 12, self._marks.get(newest, 0)))
-            told = f"{away or f'role {casualty.role} died: {what}'}.\nThe last lines of {newest}:\n{words}\n"
+        """Break the run: `what` happened to a role, as the newest of `logs` may explain."""
+        if self.failure is None:
+            away = conductor_stood_still(self.server.loop.absence_s, self._config.timeout)
+            told = away or f"role {casualty.role} died: {what}"
             kept = "Earlier checkpoints are intact; the same command goes on from the newest."
-            self.casualty, self.failure = casualty, RoleDied(told + kept, hang=hang)
-        log.error("%s", self.failure)
-        for name in self._ranks.roles:
-            self.server.fail_role(name, self.failure)
+            error = RoleDied(f"{told}.\n{self._logs.quote(logs)}\n{kept}", hang=hang)
+            log.error("%s", error)
+            self.fail(error, casualty)

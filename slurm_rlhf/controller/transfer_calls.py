@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from slurm_rlhf.control.calls import ActorCalls
-from slurm_rlhf.control.server import EngineHandle, RoleHandle
+from slurm_rlhf.control.handles import EngineHandle, RoleHandle
 from slurm_rlhf.errors import RemoteError
 from slurm_rlhf.records import SyncReport
 

@@ -20,7 +20,7 @@ from slurm_rlhf.cluster.stop import Reason, Stop, StopRequested
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.io_thread import ListeningClock
-from slurm_rlhf.control.messages import Flight
+from slurm_rlhf.control.pending_calls import Flight
 from slurm_rlhf.controller.hang_rules import Verdict, judge
 from slurm_rlhf.controller.hang_scene import Scene, ask_ranks, look_from_outside, take_flights, write_scene
 from slurm_rlhf.controller.supervisor import Supervisor

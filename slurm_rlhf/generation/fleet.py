@@ -17,8 +17,10 @@ from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import EngineCalls, GenerateAnswer, GenerateBatch, StartRequest
-from slurm_rlhf.control.messages import FAILURE, TERMINATION, Peer
-from slurm_rlhf.control.server import ControlServer, EngineHandle
+from slurm_rlhf.control.handles import EngineHandle
+from slurm_rlhf.control.messages import FAILURE, TERMINATION
+from slurm_rlhf.control.roster import Peer
+from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import RemoteError
 from slurm_rlhf.launch.engine_launcher import EngineLauncher, Environment
 from slurm_rlhf.observe.log_tail import tail

@@ -19,7 +19,7 @@ from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.conductor import refuse_restart
 from slurm_rlhf.controller.possession import exclusive, log_error, logging_to
-from slurm_rlhf.controller.startup import role_environment
+from slurm_rlhf.controller.role_environment import role_environment
 from slurm_rlhf.disk import run_directory_kept
 from slurm_rlhf.errors import RemoteError, RoleDied
 from slurm_rlhf.generation.answers import Desk

@@ -1,9 +1,10 @@
 """Start the processes of a run, on one machine, under Slurm or under MPI, and submit runs as jobs.
 
 What lives here: `launcher` (the protocol, and one machine), `slurm` with `srun` (the steps of a job) and `node`, `mpi/`
-(all of MPI); `engine_launcher` (the protocol of engines, and one machine), `slurm_engines`, `engine_node`; `step_spec`
-(what a role's processes are started with), `child_process`; `node_look` (what a node has, and what its processes do in
-a hang) and `accelerators` (checks before a start); `requeue` (the next job of a run); `submitit_job`.
+(all of MPI); `engine_launcher` (the protocol of engines, and one machine), `slurm_engines`, `engine_node`; `slurm_run`
+(what all steps of a run share), `step_spec` (what a role's processes are started with), `child_process`; `node_look`
+(what a node has, and what its processes do in a hang) and `accelerators` (checks before a start); `requeue` (the next
+job of a run), `headless` (a job that has lost its first node); `submitit_job`.
 
 May import: the base modules, `config`, `placement` and `cluster`. mpi4py only in `mpi/communicator`, submitit only in
 `submitit_job`, both inside functions.

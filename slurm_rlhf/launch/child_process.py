@@ -42,13 +42,6 @@ def start_child(
         )
 
 
-def exit_text(code: int) -> str:
-    """Describe how a process ended whose exit status is `code`, negative for a signal."""
-    if code >= 0:
-        return f"ended with status {code}"
-    return f"was killed by {signal.Signals(-code).name}"
-
-
 def main() -> None:
     die_with_parent(int(sys.argv[1]), int(sys.argv[2]))
     os.execvp(sys.argv[3], sys.argv[3:])

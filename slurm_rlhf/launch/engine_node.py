@@ -17,9 +17,10 @@ from pathlib import Path
 
 from slurm_rlhf.cluster.local_directory import take_directory
 from slurm_rlhf.cluster.network import LOOPBACK
-from slurm_rlhf.cluster.processes import STORE_FD, STORE_RANKS
+from slurm_rlhf.cluster.processes import CONDUCTOR_GONE_STATUS, STORE_FD, STORE_RANKS, exit_text
 from slurm_rlhf.config.roles import ROLLOUT
-from slurm_rlhf.launch.child_process import exit_text, start_child
+from slurm_rlhf.launch.child_process import start_child
+from slurm_rlhf.launch.headless import become_heir
 from slurm_rlhf.launch.node import begun, interface_to_others, node_environment, read_spec, visible_gpus
 from slurm_rlhf.launch.step_spec import WORKER_MODULE, StepSpec, share_on
 from slurm_rlhf.placement.rank_map import RankMap, TpGroup
@@ -128,6 +129,12 @@ class EngineRanks:
         """Tell whether a rank is left."""
         return any(not self.gone(number) for number in self._engines)
 
+    @property
+    def deserted(self) -> bool:
+        """Tell whether a rank has left because it heard nothing of the conductor."""
+        ranks = (process for engine in self._engines.values() for process in engine.ranks)
+        return any(process.poll() == CONDUCTOR_GONE_STATUS for process in ranks)
+
     def gone(self, number: int) -> bool:
         """Tell whether no rank of an engine is left."""
         return all(process.poll() is not None for process in self._engines[number].ranks)
@@ -183,6 +190,8 @@ def main() -> None:
             looked = time.monotonic()
             obey(spec, engines)
     tell(spec, engines)
+    if engines.deserted:
+        become_heir(Path(sys.argv[1]))
 
 
 def obey(spec: StepSpec, engines: EngineRanks) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Protocol
 
 from slurm_rlhf.cluster.network import LOOPBACK
-from slurm_rlhf.cluster.processes import process_state
+from slurm_rlhf.cluster.processes import exit_text, process_state
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
-from slurm_rlhf.launch.child_process import exit_text, start_child
+from slurm_rlhf.launch.child_process import start_child
 from slurm_rlhf.launch.engine_launcher import EngineLauncher, LocalEngines
 from slurm_rlhf.launch.node import visible_gpus, without_gpu_choice
 from slurm_rlhf.launch.node_look import look_here
@@ -82,6 +82,12 @@ class Launcher(Protocol):
 
         The watchdog calls it, from its thread, when a run hangs. Blocks for `within_s` at most; raises OSError and
         RunError. A node may write nothing.
+        """
+
+    def unreached(self, nodes: Sequence[str]) -> list[str]:
+        """Return those of `nodes` where nothing can be started any more; empty: there are none, or it is not known.
+
+        The conductor calls it when ranks did not come. Blocks for 20 s at most.
         """
 
     def stop(self, done: bool, grace_s: float) -> None:
@@ -151,6 +157,9 @@ class LocalLauncher:
 
     def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
         look_here(self._node, pids[self._node], directory)
+
+    def unreached(self, nodes: Sequence[str]) -> list[str]:
+        return []  # all is this machine
 
     def stop(self, done: bool, grace_s: float) -> None:
         if not done:

@@ -5,8 +5,6 @@ Engines are children of their step's tasks, without a torchrun: `slurm_engines`.
 
 from __future__ import annotations
 
-import json
-import secrets
 import signal
 import threading
 from collections import Counter
@@ -15,20 +13,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_rlhf.cluster.network import address_among
-from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
 from slurm_rlhf.config.roles import ROLES, ROLLOUT, role_order
 from slurm_rlhf.launch.launcher import Ended
-from slurm_rlhf.launch.node import RANK_MAP
 from slurm_rlhf.launch.node_look import arguments
 from slurm_rlhf.launch.slurm_engines import SlurmEngines
-from slurm_rlhf.launch.srun import HOST, Container, RunningStep, Step, look_step, role_step
+from slurm_rlhf.launch.slurm_run import SlurmRun
+from slurm_rlhf.launch.srun import RunningStep, Step, look_step, role_step
 from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.topology import GPU
 from slurm_rlhf.polling import wait_until
-from slurm_rlhf.run_directory import write_atomically
 
 _KILL_S = 3.0
+_REACHED_S = 20.0
+"""For srun to find that a node does not answer: 3 s without a network, else Slurm's MessageTimeout, 10 s by default."""
 ATTEMPTS = 5
 """Number of ports that are tried for a role."""
 
@@ -61,21 +58,11 @@ class SlurmLauncher:
 
     fixed = ""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        ranks: RankMap,
-        slurm: SlurmEnvironment,
-        container: Container = HOST,
-        unfit: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, run: SlurmRun, ranks: RankMap) -> None:
         """Raise PlacementError if this process cannot reach the nodes."""
-        self.unfit = unfit or {}
-        self._run_dir = run_dir
+        self.unfit = run.unfit
+        self._run = run
         self._ranks = ranks
-        self._slurm = slurm
-        self._container = container
-        self._run_id = f"{slurm.job_id}.{slurm.restart_count}.{secrets.token_hex(4)}"
         self._ephemeral = ephemeral_start()
         self._roles: list[_Role] = []
         self._starts: Counter[str] = Counter()
@@ -83,13 +70,11 @@ class SlurmLauncher:
         self._stopping = False
         self._lock = threading.Lock()
         self.engines: SlurmEngines | None = None
-        self.address = address_among(ranks.used_nodes, slurm.node_name)
+        self.address = address_among(ranks.used_nodes, run.slurm.node_name)
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         if ROLES[role].kind == "engine":
-            self.engines = SlurmEngines(
-                self._run_dir, self._ranks, self._slurm, self._container, self._run_id, self.unfit
-            )
+            self.engines = SlurmEngines(self._run, self._ranks)
             self.engines.start(arguments, environment)
             return
         if not self._written:
@@ -97,15 +82,14 @@ class SlurmLauncher:
             if self.engines is not None:
                 self.engines.place_others(self._ranks)
             else:
-                write_atomically(self._run_dir / RANK_MAP, json.dumps(self._ranks.to_json(), indent=1) + "\n")
-        step = role_step(self._ranks, role, self._run_dir / "logs", self._container)
+                self._run.write_map(self._ranks)
+        step = role_step(self._ranks, role, self._run.logs, self._run.container)
         first = ATTEMPTS * self._starts[role]
         self._starts[role] += 1
-        spec = StepSpec(role, str(self._run_dir), self._run_id, arguments, environment, self._port(step, first))
-        file = self._run_dir / ".control" / f"{role}.json"
-        gpus = self._ranks.topology.accelerator == GPU
-        command = self._container.command("slurm_rlhf.launch.node", str(file), gpus=gpus)
-        item = _Role(spec, file, RunningStep(step, command, self._run_dir / "logs" / f"{role}.srun.log"), first)
+        port = self._port(step, first)
+        spec = StepSpec(role, str(self._run.run_dir), self._run.run_id, arguments, environment, port)
+        file = self._run.control / f"{role}.json"
+        item = _Role(spec, file, self._run.running(step, self._run.logs / f"{role}.srun.log", "node", str(file)), first)
         spec.write(file)
         with self._lock:
             self._roles.append(item)
@@ -140,15 +124,21 @@ class SlurmLauncher:
         return []  # they are children of others
 
     def look(self, pids: Mapping[str, Sequence[int]], directory: Path, within_s: float) -> None:
-        step = look_step(self._ranks, list(pids), self._container)
-        gpus = bool(step.gpus)
-        command = self._container.command("slurm_rlhf.launch.node_look", str(directory), *arguments(pids), gpus=gpus)
-        running = RunningStep(step, command, directory / "look.srun.log")
+        step = look_step(self._ranks, list(pids), self._run.container)
+        log, words = directory / "look.srun.log", [str(directory), *arguments(pids)]
+        running = self._run.running(step, log, "node_look", *words)
         running.start()
         wait_until(lambda: running.code is not None, within_s, 0.05, 0.2)
         running.signal(signal.SIGTERM)
         if running.log.exists() and running.log.stat().st_size == 0:
             running.log.unlink()
+
+    def unreached(self, nodes: Sequence[str]) -> list[str]:
+        running = RunningStep(look_step(self._ranks, nodes), ["true"], self._run.logs / "unreached.srun.log")
+        running.start()
+        wait_until(lambda: running.code is not None, _REACHED_S, 0.05, 0.2)
+        running.signal(signal.SIGTERM)
+        return running.unreached()
 
     def stop(self, done: bool, grace_s: float) -> None:
         with self._lock:
@@ -183,7 +173,8 @@ class SlurmLauncher:
         if not step.together or len(step.nodes) == 1:
             return 0
         number = role_order(step.name)[0]
-        return rendezvous_port(self._slurm.job_id, self._slurm.restart_count, number, attempt, self._ephemeral)
+        slurm = self._run.slurm
+        return rendezvous_port(slurm.job_id, slurm.restart_count, number, attempt, self._ephemeral)
 
     def _signal(self, number: signal.Signals) -> None:
         for item in self._roles:

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import json
-import secrets
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from slurm_rlhf.cluster.network import address_among
-from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
 from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.engine_launcher import Environment
 from slurm_rlhf.launch.engine_node import end_file, ended_file
-from slurm_rlhf.launch.node import RANK_MAP
-from slurm_rlhf.launch.srun import HOST, Container, RunningStep, role_step
+from slurm_rlhf.launch.slurm_run import SlurmRun
+from slurm_rlhf.launch.srun import RunningStep, role_step
 from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.spares import with_engine_on
-from slurm_rlhf.placement.topology import GPU, Topology
+from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.polling import wait_until
-from slurm_rlhf.run_directory import write_atomically
 
 _KILL_S = 3.0
 _ATTEMPTS = 5
@@ -73,22 +69,11 @@ class _Start:
 class SlurmEngines:
     """Implements `EngineLauncher` in a Slurm allocation; a node that is lost costs its own engines."""
 
-    def __init__(
-        self,
-        run_dir: Path,
-        ranks: RankMap,
-        slurm: SlurmEnvironment,
-        container: Container = HOST,
-        run_id: str = "",
-        unfit: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, run: SlurmRun, ranks: RankMap) -> None:
         """Raise PlacementError if this process cannot reach the nodes."""
-        self.unfit = unfit or {}
-        self._run_dir = run_dir
+        self.unfit = run.unfit
+        self._run = run
         self._ranks = ranks
-        self._container = container
-        self._job_nodes = slurm.job_nodes
-        self._run_id = run_id or f"{slurm.job_id}.{slurm.restart_count}.{secrets.token_hex(4)}"
         self._arguments: list[str] = []
         self._environment: Environment = {}
         self._starts: list[_Start] = []  # every one so far
@@ -96,40 +81,32 @@ class SlurmEngines:
         self._news: dict[int, str] = {}  # that `ended` has not told yet
         self._lock = threading.Lock()
         self._stopping = False
-        self.address = address_among(ranks.used_nodes, slurm.node_name)
+        self.address = address_among(ranks.used_nodes, run.slurm.node_name)
 
     @property
     def spares(self) -> list[str]:
         used = set(self._ranks.used_nodes)
-        return [node for node in self._job_nodes if node not in used]
+        return [node for node in self._run.slurm.job_nodes if node not in used]
 
     def start(self, arguments: list[str], environment: Environment) -> None:
         self._arguments, self._environment = arguments, environment
         for pattern in ("ended.*", "end.*"):
-            for old in (self._run_dir / ".control").glob(pattern):
+            for old in self._run.control.glob(pattern):
                 old.unlink(missing_ok=True)
-        self._write_map()
-        node_of = {group.engine: group.node for group in self._ranks.tp_groups if group.role == ROLLOUT}
+        self._run.write_map(self._ranks)
         with self._lock:  # another thread may look for ends already
-            self._start(self._run_id, f"{ROLLOUT}", self._ranks, node_of, None)
+            self._start(self._run.run_id, ROLLOUT, self._ranks.engine_nodes, None)
 
-    def _start(
-        self, run_id: str, name: str, ranks: RankMap, node_of: dict[int, str], only: Sequence[int] | None
-    ) -> None:
-        engines = None if only is None else list(only)
-        spec = StepSpec(ROLLOUT, str(self._run_dir), run_id, self._arguments, self._environment, engines=engines)
-        file = self._run_dir / ".control" / f"{name}.json"
+    def _start(self, run_id: str, name: str, node_of: dict[int, str], only: Sequence[int] | None) -> None:
+        run, engines = self._run, None if only is None else list(only)
+        spec = StepSpec(ROLLOUT, str(run.run_dir), run_id, self._arguments, self._environment, engines=engines)
+        file = run.control / f"{name}.json"
         spec.write(file)
-        gpus = ranks.topology.accelerator == GPU
-        command = self._container.command("slurm_rlhf.launch.engine_node", str(file), gpus=gpus)
-        logs = self._run_dir / "logs"
         nodes = None if only is None else list(dict.fromkeys(node_of.values()))
-        step = role_step(ranks, ROLLOUT, logs, self._container, nodes)
-        self._starts.append(_Start(run_id, RunningStep(step, command, logs / f"{name}.srun.log"), node_of))
-        self._starts[-1].step.start()
-
-    def _write_map(self) -> None:
-        write_atomically(self._run_dir / RANK_MAP, json.dumps(self._ranks.to_json(), indent=1) + "\n")
+        step = role_step(self._ranks, ROLLOUT, run.logs, run.container, nodes)
+        running = run.running(step, run.logs / f"{name}.srun.log", "engine_node", str(file))
+        self._starts.append(_Start(run_id, running, node_of))
+        running.start()
 
     def place_others(self, ranks: RankMap) -> None:
         """Note where the other roles are from now on, for the run directory and for `spares`."""
@@ -139,7 +116,7 @@ class SlurmEngines:
             nodes = (*ranks.topology.nodes, *(node for name, node in own.items() if name not in known))
             topology = Topology(nodes, ranks.topology.accelerator, ranks.topology.origin)
             self._ranks = RankMap(topology, {**ranks.roles, ROLLOUT: self._ranks.roles[ROLLOUT]})
-            self._write_map()
+            self._run.write_map(self._ranks)
 
     def ended(self) -> list[tuple[int, str]]:
         with self._lock:
@@ -149,7 +126,7 @@ class SlurmEngines:
 
     def _look(self) -> None:
         for start in self._starts if not self._stopping else ():
-            for engine, how in start.look(self._run_dir).items():
+            for engine, how in start.look(self._run.run_dir).items():
                 if (start.run_id, engine) not in self._ended:
                     self._news[engine] = how
 
@@ -162,7 +139,7 @@ class SlurmEngines:
             self._ended.add((start.run_id, engine))
             self._news.pop(engine, None)
             if engine not in start.told:
-                end_file(self._run_dir, start.run_id, engine).touch()
+                end_file(self._run.run_dir, start.run_id, engine).touch()
 
     def gone(self, engine: int) -> bool:
         with self._lock:
@@ -177,10 +154,10 @@ class SlurmEngines:
             if node != home:
                 self._ranks = with_engine_on(self._ranks, ROLLOUT, engine, node)
                 self._environment = {**self._environment, node: self._environment.get(node, self._environment[home])}
-                self._write_map()
+                self._run.write_map(self._ranks)
             number = sum(engine in start.node_of for start in self._starts)
             name = f"{ROLLOUT}.engine{engine}"
-            self._start(f"{self._run_id}.e{engine}.{number}", name, self._ranks, {engine: node}, [engine])
+            self._start(f"{self._run.run_id}.e{engine}.{number}", name, {engine: node}, [engine])
 
     def stop(self, done: bool, grace_s: float) -> None:
         with self._lock:

@@ -11,10 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurm_rlhf.cluster.processes import exit_text
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.launch.child_process import exit_text, start_child
+from slurm_rlhf.launch.child_process import start_child
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.topology import GPU
 
@@ -38,6 +39,7 @@ SLURM_DEBUG, SLURM_NETWORK, SLURM_TASK_PROLOG and SLURM_TASK_EPILOG, SLURM_PMI_*
 """
 
 _TASK_ENDED = re.compile(r"^srun: error: (?P<nodes>[^\s:]+): tasks? [\d,-]+: (?P<how>.+)$", re.MULTILINE)
+_NOT_STARTED = re.compile(r"^srun: error: Task launch for \S+ failed on node (?P<node>[^\s:]+): ", re.MULTILINE)
 _PASSING_FAILURES = ("EADDRINUSE", "Unable to contact slurm controller", "Communication connection failure")
 """Texts of failures that another attempt may not meet: a port in use, a Slurm controller that is restarting."""
 
@@ -135,6 +137,10 @@ class RunningStep:
         if found or self.code is None:
             return found
         return [(",".join(self.step.nodes), f"ended (srun {exit_text(self.code)})")]
+
+    def unreached(self) -> list[str]:
+        """Return the nodes on which srun could not start the step."""
+        return _NOT_STARTED.findall(self._said(self.log))
 
     def worth_another_try(self) -> bool:
         """Tell whether it failed for a reason that may be gone the next time."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.cluster.processes import exit_text
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.schema import Config
@@ -211,7 +212,9 @@ class TrainJob:
         self._watch.start()
         self._wait()
         if child.returncode:
-            raise RunError(f"slurm-rlhf train {end_text(child.returncode)}:\n{''.join(lines) or '(it said nothing)'}")
+            told = child.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM)
+            how = "was cancelled (SIGTERM)" if told else exit_text(child.returncode)
+            raise RunError(f"slurm-rlhf train {how}:\n{''.join(lines) or '(it said nothing)'}")
         return dict(json.loads((Path(self.run_dir) / "summary.json").read_text(encoding="utf-8")))
 
     def checkpoint(self) -> Any:
@@ -234,15 +237,6 @@ class TrainJob:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_child": None, "_watch": None}
-
-
-def end_text(status: int) -> str:
-    """Describe how a process ended whose exit status is `status`: negative, or 128 and more, for a signal."""
-    number = -status if status < 0 else status - 128
-    if number not in set(signal.Signals):
-        return f"ended with status {status}"
-    name = signal.Signals(number).name
-    return f"was cancelled ({name})" if number == signal.SIGTERM else f"was ended by {name}"
 
 
 def _restore(environ: Mapping[str, str], changed: Mapping[str, str | None]) -> dict[str, str]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,13 +28,6 @@ _TORCHRUN_FRAME = re.compile(r'  File ".*torch/distributed/(run|launcher/api)\.p
 _ROOT_CAUSE = "Root Cause (first observed failure):"
 _RANK = re.compile(r"^  rank\s*: (?P<rank>\d+) \(local_rank: \d+\)$", re.MULTILINE)
 _CODE = re.compile(r"^  exitcode\s*: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)", re.MULTILINE)
-
-_OFTEN = {
-    "SIGKILL": " (often: the node's or the job's memory was full; lower vllm.cpu_kvcache_gib or the ranks on a node, "
-    "or ask for --mem=0)",
-    "SIGBUS": " (often: /dev/shm was full)",
-}
-"""Signal -> its usual cause, for a process that was not ended on purpose."""
 
 
 def tail(path: Path, lines: int, start: int = 0) -> list[str]:
@@ -81,17 +73,6 @@ class FailedProcess:
     pid: int
     exitcode: int  # negative: the signal that ended it
 
-    @property
-    def how(self) -> str:
-        """Describe how it ended."""
-        if self.exitcode >= 0:
-            return f"ended with status {self.exitcode}"
-        try:
-            name = signal.Signals(-self.exitcode).name
-        except ValueError:
-            name = f"signal {-self.exitcode}"
-        return f"was killed by {name}{_OFTEN.get(name, '')}"
-
 
 def first_failure(log: Path, start: int = 0) -> FailedProcess | None:
     """Return the root cause in the newest report in `log` after byte `start`; None if there is none."""
@@ -104,11 +85,6 @@ def first_failure(log: Path, start: int = 0) -> FailedProcess | None:
     if not found or rank is None or code is None:
         return None
     return FailedProcess(int(rank["rank"]), int(code["pid"]), int(code["code"]))
-
-
-def written(logs: Iterable[Path], marks: Mapping[Path, int]) -> list[Path]:
-    """List the logs that have grown since their lengths were `marks`."""
-    return [log for log in logs if log.exists() and log.stat().st_size > marks.get(log, 0)]
 
 
 def read_end(path: Path, start: int = 0, most: int = _READ) -> str:

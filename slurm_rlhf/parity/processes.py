@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_rlhf.cluster.gpu_query import local_gpus
-from slurm_rlhf.cluster.processes import die_with_parent, print_to
+from slurm_rlhf.cluster.processes import die_with_parent, exit_text, print_to
 from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.observe.log_tail import tail
 from slurm_rlhf.parity.stages import Task, follow, import_libraries, make, printing_to, read_compared, sample
@@ -104,7 +104,7 @@ def _run(task: Task, deadline: float, stage: Callable[[], None]) -> None:
     if refusal.exists():
         raise StageError(refusal.read_text(encoding="utf-8"))
     if status:
-        raise StageError(f"its process ended {_how(status)}")
+        raise StageError(f"its process {exit_text(status)}")
 
 
 def _become(task: Task, parent: int, refusal: Path, stage: Callable[[], None]) -> None:
@@ -145,7 +145,3 @@ def _end(process: int) -> int:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-
-
-def _how(code: int) -> str:
-    return f"with exit code {code}" if code > 0 else f"by {signal.Signals(-code).name}"

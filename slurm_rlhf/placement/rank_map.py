@@ -76,6 +76,11 @@ class RankMap:
                     groups.append(TpGroup(role, engine, share.node, share.gpus[own], share.ranks[own]))
         return groups
 
+    @property
+    def engine_nodes(self) -> dict[int, str]:
+        """Return the node of each engine."""
+        return {group.engine: group.node for group in self.tp_groups}
+
     def to_json(self) -> dict[str, Any]:
         """Return the map ready for JSON; `roles` has a list of {node, gpus, ranks, engines} for each role."""
         return {

@@ -16,7 +16,7 @@ from slurm_rlhf.algorithms.reward_scale import FixedScale, RewardScale, RunningS
 from slurm_rlhf.config.check import reward_statistics
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import ForwardBatch, RewardCalls
-from slurm_rlhf.control.server import RoleHandle, gather, send_shards
+from slurm_rlhf.control.handles import RoleHandle, gather, send_shards
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.records import Prompt, Trajectory, pack
 from slurm_rlhf.rewards.function import RewardFunction

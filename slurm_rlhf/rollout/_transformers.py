@@ -3,14 +3,19 @@
 conversion_mapping.py get_model_conversion_mapping(model, *, add_legacy)
 core_model_loading.py revert_weight_conversion(model, state_dict)
 generation/utils.py GenerationMixin._supports_default_dynamic_cache(cls)
+generation/utils.py GenerationMixin._prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration)
+generation/utils.py GenerationMixin._update_model_kwargs_for_generation(self, outputs, model_kwargs)
+generation/utils.py GenerationMixin._has_unfinished_sequences(self, this_peer_finished, synced_gpus, device)
+generation/utils.py GenerationMixin._optimize_model_for_decode(self)
 cache_utils.py self.layers
 cache_utils.py DynamicLayer.batch_select_indices(self, indices)
+cache_utils.py DynamicSlidingWindowLayer
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,27 +39,84 @@ def as_saved(model: Any, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tupl
         yield from revert_weight_conversion(model, {name: tensor}).items()
 
 
-def shared_prompts(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Any:
-    """Compute keys and values of prompts, int64 [B, P] padded left, each of several equal ones once.
+Choose = Callable[["Tensor"], "tuple[Tensor, list[int]]"]
+"""Gets logits, fp32 [B, V]; answers the next token of each row, int64 [B], and the rows to go on with: none where all
+have ended."""
 
-    Returns the cache that `generate` goes on from with all B rows: all tokens of each but the last. None where no two
-    are equal, and for a model that keeps anything else of a text, or of a window of it only.
-    """
-    import torch
+
+def selects_rows(model: Any) -> bool:
+    """Tell whether all that `model` keeps of its texts are keys and values, of which rows can be taken."""
     from transformers import DynamicCache
-    from transformers.cache_utils import DynamicLayer
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-    different, place = torch.cat([input_ids, attention_mask], dim=1).unique(dim=0, return_inverse=True)
-    rows, width = input_ids.shape
-    if len(different) == rows or width < 2 or not model._supports_default_dynamic_cache():
-        return None
-    cache = DynamicCache(config=model.config)
-    if not cache.layers or any(type(layer) is not DynamicLayer for layer in cache.layers):
-        return None
-    ids, mask = different[:, : width - 1], different[:, width:-1]
-    inputs = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
-    if "position_ids" in inspect.signature(model.forward).parameters:
-        inputs["position_ids"] = (mask.cumsum(dim=-1) - 1).clamp(min=0)
-    model(**inputs)
-    cache.batch_select_indices(place)
-    return cache
+    if not model._supports_default_dynamic_cache():
+        return False
+    layers = DynamicCache(config=model.config).layers
+    return bool(layers) and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
+
+
+def decoding(place: Tensor | None, choose: Choose, together: bool) -> Callable[..., Tensor]:
+    """Return a loop for `generate` to run (`custom_generate`) once it has prepared the model's inputs and cache.
+
+    `place` int64 [B]: the prompt that each row goes on from, of those that `generate` got; None: row i from prompt i.
+    With `together` every rank takes as many passes as the one with the longest response.
+    """
+
+    def loop(model: Any, input_ids: Tensor, generation_config: Any, **given: Any) -> Tensor:
+        kwargs = {name: value for name, value in given.items() if name not in ("logits_processor", "stopping_criteria")}
+        texts = _Texts(model, input_ids, kwargs)
+        logits = texts.prefill(generation_config)
+        if place is not None:
+            texts.take(place)
+            logits = logits[place]
+        rows = texts.append(*choose(logits))
+        with model._optimize_model_for_decode():
+            while model._has_unfinished_sequences(not rows, together, device=input_ids.device):
+                logits = texts.step()
+                if rows:
+                    rows = texts.append(*choose(logits))
+        return texts.ids
+
+    return loop
+
+
+@dataclass(slots=True)
+class _Texts:
+    """Texts on their way through `generate`: their tokens, and what the model gets in a pass."""
+
+    model: Any
+    ids: Tensor  # int64 [B, L]
+    kwargs: dict[str, Any]
+
+    def prefill(self, generation_config: Any) -> Tensor:
+        """Compute the prompts; return the logits after them, fp32 [B, V]."""
+        return self._after(self.model._prefill(self.ids, generation_config, self.kwargs))
+
+    def step(self) -> Tensor:
+        """Compute the last tokens; return the logits after them, fp32 [B, V]."""
+        inputs = self.model.prepare_inputs_for_generation(self.ids, next_sequence_length=1, **self.kwargs)
+        return self._after(self.model(**inputs, return_dict=True))
+
+    def append(self, tokens: Tensor, rows: list[int]) -> list[int]:
+        """Append `tokens` [B], and keep the texts `rows`, but all where that is none; return `rows`."""
+        import torch
+
+        self.ids = torch.cat([self.ids, tokens[:, None]], dim=-1)
+        if 0 < len(rows) < len(tokens):
+            self.take(torch.tensor(rows, device=self.ids.device))
+        return rows
+
+    def take(self, rows: Tensor) -> None:
+        """Go on with the texts `rows`, any of them as often as it is named."""
+        count = len(self.ids)
+        self.ids = self.ids[rows]
+        for name, value in self.kwargs.items():
+            if hasattr(value, "batch_select_indices"):
+                value.batch_select_indices(rows)
+            elif hasattr(value, "shape") and value.shape[:1] == (count,):
+                self.kwargs[name] = value[rows]
+
+    def _after(self, outputs: Any) -> Tensor:
+        self.kwargs = self.model._update_model_kwargs_for_generation(outputs, self.kwargs)
+        logits: Tensor = outputs.logits[:, -1].float()
+        return logits

@@ -1,6 +1,6 @@
 """Sampling with transformers' `generate`: a batch of requests in, trajectories out, as from an engine of vLLM.
 
-`generate` steps the model and keeps its cache; every choice is made here, so that it is a request's own.
+`generate` prepares what the model reads and keeps; every choice is made here, so that it is a request's own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slurm_rlhf.records import Sampling, Trajectory
-from slurm_rlhf.rollout._transformers import shared_prompts
+from slurm_rlhf.rollout._transformers import decoding, selects_rows
 from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.hf_sampling import Row, choose, distribution
 
@@ -47,18 +47,19 @@ class Vocabulary:
 
 @dataclass(slots=True)
 class Batch:
-    """The rows of one `generate`; called by it after each of the model's steps, first as processor, then to stop."""
+    """The rows of one `generate`, which asks after each of the model's passes for their next tokens."""
 
-    rows: list[Row]
+    rows: list[Row]  # that the model still computes
     sampling: Sampling
     vocabulary: Vocabulary
     version: int
     told: Told
     dropped: Callable[[], bool]
+    drops: bool  # rows that have ended
     tokens: int = 0  # of the longest row
 
-    def choose(self, input_ids: Tensor, logits: Tensor) -> Tensor:
-        """Take the next token of every row; answer scores [B, V] of which the chosen token's is the highest."""
+    def choose(self, logits: Tensor) -> tuple[Tensor, list[int]]:
+        """Take the next token of every row, given logits [B, V]; answer the tokens, and the rows to go on with."""
         self.tokens += 1
         self.told(False, False)
         logprobs = distribution(logits, self.sampling)
@@ -67,14 +68,21 @@ class Batch:
         for row, token, logprob in zip(self.rows, chosen.tolist(), of_chosen[:, 0].tolist(), strict=True):
             if not row.reason:
                 row.take(token, logprob, self.version, self.vocabulary.ends, self.vocabulary.tokenizer)
-        return torch.zeros_like(logprobs).scatter(-1, chosen[:, None], 1.0)
+        kept = [] if self.dropped() else going_on([bool(row.reason) for row in self.rows], self.drops)
+        self.told(True, not kept)
+        self.rows = [self.rows[row] for row in kept] or self.rows
+        return chosen, kept
 
-    def ended(self, input_ids: Tensor, scores: Any) -> Tensor:
-        """Tell of each row whether it has ended, [B]."""
-        over = self.dropped()
-        ended = [over or bool(row.reason) for row in self.rows]
-        self.told(True, all(ended))
-        return torch.tensor(ended, device=input_ids.device)
+
+def going_on(ended: Sequence[bool], drops: bool) -> list[int]:
+    """Choose the rows that go on: none if all have ended; with `drops` those that have not, once a quarter has.
+
+    To drop some costs about as much as a token of theirs: a copy of keys and values.
+    """
+    if all(ended):
+        return []
+    some = drops and 4 * sum(ended) >= len(ended)
+    return [row for row, over in enumerate(ended) if not (some and over)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +106,8 @@ class HfSampler:
         rows = [Row(request, self.device) for request in requests] or [Row(None, self.device)]
         prompts = [request.prompt_ids for request in requests] or [np.array([self.vocabulary.pad])]
         sampling = requests[0].sampling if requests else Sampling(max_new_tokens=1 << 20)
-        batch = Batch(rows, sampling, self.vocabulary, version, self.told, self.dropped)
-        _generate(model, padded_left(prompts, self.vocabulary.pad, self.device), batch, self.collective)
+        batch = Batch(rows, sampling, self.vocabulary, version, self.told, self.dropped, selects_rows(model))
+        _generate(model, prompts, batch, self.collective, self.device)
         if not all(row.reason for row in rows):
             return [], batch.tokens
         found = [
@@ -110,9 +118,12 @@ class HfSampler:
         return found, batch.tokens
 
 
-def _generate(model: Any, inputs: dict[str, Tensor], batch: Batch, collective: bool) -> None:
-    """Run `generate` until every row has ended and, where `collective`, every row of every rank."""
-    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+def _generate(model: Any, prompts: Sequence[Any], batch: Batch, collective: bool, device: torch.device) -> None:
+    """Run `generate` until every row has ended and, where `collective`, every row of every rank.
+
+    Each of several equal prompts is computed once, where rows can be taken from what the model keeps of them.
+    """
+    from transformers import GenerationConfig
 
     settings = GenerationConfig(
         max_new_tokens=batch.sampling.max_new_tokens,
@@ -120,16 +131,23 @@ def _generate(model: Any, inputs: dict[str, Tensor], batch: Batch, collective: b
         use_cache=True,
         pad_token_id=batch.vocabulary.pad,
     )
-    # Not where all ranks step together: one of them may have prompts that are all different.
-    cache = None if collective else shared_prompts(model, **inputs)
+    place = None
+    if batch.drops:
+        different, each = different_prompts(prompts)
+        prompts, place = different, torch.tensor(each, device=device)
     model.generate(
-        **inputs,
-        **({} if cache is None else {"past_key_values": cache}),
+        **padded_left(prompts, batch.vocabulary.pad, device),
         generation_config=settings,
-        logits_processor=LogitsProcessorList([batch.choose]),
-        stopping_criteria=StoppingCriteriaList([batch.ended]),
-        synced_gpus=collective,
+        custom_generate=decoding(place, batch.choose, collective),
     )
+
+
+def different_prompts(prompts: Sequence[Any]) -> tuple[list[Any], list[int]]:
+    """Return each of several equal prompts once, and for every prompt which of those it is."""
+    names = [np.asarray(prompt, dtype=np.int64).tobytes() for prompt in prompts]
+    different = dict(zip(names, prompts, strict=True))
+    places = {name: place for place, name in enumerate(different)}
+    return list(different.values()), [places[name] for name in names]
 
 
 def padded_left(prompts: Sequence[Any], pad: int, device: torch.device) -> dict[str, Tensor]:

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slurm_rlhf.records import F32, Experience
-from slurm_rlhf.training.shared_prompts import Layout, attention_mask, plain
+from slurm_rlhf.training.shared_prompts import Layout, attention_mask, plain, tokens_read
 
 
 @dataclass(slots=True)
 class TokenBatch:
-    """Rows of at most L tokens with A response tokens, in the order of the experience.
+    """Rows of at most L tokens for A response tokens, in the order of the experience.
 
     Right-padded, and the models are causal: real tokens see no padding, so where a row is a sequence there is no
     attention mask, and position ids are 0 .. L-1.
@@ -36,15 +36,16 @@ class TokenBatch:
         return {name: tensor for name, tensor in given.items() if tensor is not None}
 
 
-def collate(exp: Experience, device: torch.device, layout: Layout | None = None) -> TokenBatch:
+def collate(exp: Experience, device: torch.device, layout: Layout | None = None, *, whole: bool = False) -> TokenBatch:
     """Pad all sequences of `exp` into one batch, by `layout` or in a row each.
 
+    The last token of a response is in `targets` alone, but with `whole`, which is for rows of their own.
     Raises ValueError for a response without a prompt before it.
     """
     if np.any((exp.prompt_lens == 0) & (exp.response_lens > 0)):
         index = int(np.flatnonzero((exp.prompt_lens == 0) & (exp.response_lens > 0))[0])
         raise ValueError(f"sequence {index} has a response but no prompt: nothing predicts its first token")
-    placed = layout or plain(exp)
+    placed = layout or plain(exp, whole)
     width = placed.width
     sequence = np.repeat(np.arange(len(exp)), exp.lengths)
     row, prompt = placed.row[sequence], exp.prompt_lens[sequence]
@@ -52,14 +53,15 @@ def collate(exp: Experience, device: torch.device, layout: Layout | None = None)
     is_action = position >= prompt
     column = np.where(is_action, placed.start[sequence] + position - prompt, position)
     input_ids = np.zeros((len(placed.rows), width), dtype=np.int64)
-    input_ids[row, column] = exp.token_ids
+    read = np.ones_like(is_action) if whole else position < (exp.prompt_lens + tokens_read(exp))[sequence]
+    input_ids[row[read], column[read]] = exp.token_ids[read]
     before = np.where(position == prompt, prompt, column) - 1  # the first token of a response follows its prompt
     action_index = (row * width + before)[is_action]
     targets = exp.token_ids[is_action].astype(np.int64)
     batch = TokenBatch(*(to_device(values, device) for values in (input_ids, action_index, targets)))
     if layout is not None:
         positions = np.zeros_like(input_ids)
-        positions[row, column] = position
+        positions[row[read], column[read]] = position[read]
         batch.position_ids = to_device(positions, device)
         batch.attention_mask = to_device(attention_mask(exp, layout), device)
     return batch

@@ -86,6 +86,7 @@ class EngineConfig:
     timeout_s: float  # of every collective
     ds: Ds  # of which the loss scale of fp16 is made
     most_skipped: int = 0  # steps in a row that are not finite, but in fp16
+    fused: bool = True  # AdamW on CPUs
 
     @classmethod
     def of(cls, config: Config, schedule: Schedule, ranks: int) -> EngineConfig:
@@ -102,6 +103,7 @@ class EngineConfig:
             timeout_s=config.timeout.collective,
             ds=config.ds,
             most_skipped=config.train.max_skipped_steps,
+            fused=not config.train.full_determinism,  # it rounds otherwise than a checkpoint's run may have done
         )
 
 
@@ -128,8 +130,14 @@ def start_deepspeed(module: nn.Module, cfg: EngineConfig, world: World) -> Any:
             "ds.param_dtype = fp16: DeepSpeed does not train in it on this device (of CPUs only those with fp16 "
             "instructions do): use bf16 or fp32"
         )
-    # torch's AdamW: DeepSpeed's own optimizers are extensions, too.
-    optimizer = torch.optim.AdamW(_groups(module, cfg.weight_decay), lr=cfg.schedule.peak, betas=cfg.betas)
+    # torch's AdamW: DeepSpeed's own optimizers are extensions, too. Fused on CPUs, where torch by default takes a
+    # parameter after the other through ten kernels; on GPUs, where it takes them all together, as it is by default.
+    optimizer = torch.optim.AdamW(
+        _groups(module, cfg.weight_decay),
+        lr=cfg.schedule.peak,
+        betas=cfg.betas,
+        fused=True if cfg.fused and world.device.type == "cpu" else None,
+    )
     elements = sum(sizes(module).values())
     settings = deepspeed_config(cfg, elements, world.size)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
@@ -169,7 +177,7 @@ def deepspeed_config(cfg: EngineConfig, elements: int, ranks: int) -> dict[str, 
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": cfg.max_norm,
+        "gradient_clipping": cfg.max_norm if cfg.zero_stage else 0.0,  # at stage 0 `TrainEngine.step` clips
         "bf16": {"enabled": cfg.param_dtype == "bf16" and not autocast},
         # A fixed scale to DeepSpeed: `loss_scale.py` sets it anew before each step.
         "fp16": {"enabled": cfg.param_dtype == "fp16" and not autocast, "loss_scale": 1.0},

@@ -121,7 +121,7 @@ class RewardModel:
         answers = []
         for rows in micro:
             part = exp.select(rows)
-            batch = collate(part, self.model.device)
+            batch = collate(part, self.model.device, whole=True)
             at = last_token(part, batch.input_ids, self.pad if self.pooling == "last_not_pad" else None)
             answers.append(self.model(batch.input_ids, at))
         scores[[row for rows in micro for row in rows]] = torch.cat(answers).cpu().numpy()

@@ -44,7 +44,7 @@ class Generation:
         self._engine = engine
         self._module: PolicyModule = engine.module
         self._sharded = any(is_sharded(parameter) for parameter in self._module.parameters())
-        self._gathered: Any = None
+        self._copy: Any = None
         halves = config.ds.param_dtype != "fp32" and config.ds.zero_stage == 0  # fp32 parameters under autocast
         self._autocast = DTYPES[config.ds.param_dtype] if halves else None
         self.collective = self._sharded and not whole and engine.world.size > 1
@@ -61,8 +61,10 @@ class Generation:
         module, device = self._module, self._engine.world.device
         with undisturbed(module, device), torch.no_grad(), self._cast(device):
             if self.whole:
-                copy = self._whole()
-                yield stepping(copy.model, copy)
+                if self._copy is None:
+                    copy = self._whole()
+                    self._copy = stepping(copy.model, copy)
+                yield self._copy
                 return
             module.eval()
 
@@ -76,17 +78,17 @@ class Generation:
 
     def release(self) -> None:
         """Give up gathered parameters: the next step of the optimizer makes them old."""
-        self._gathered = None
+        if self._sharded:
+            self._copy = None
 
     def _whole(self) -> Any:
-        if not self._sharded:
-            return bare_copy(self._module, {}).eval()
-        if self._gathered is None:
+        """Copy the policy: with the parameters in training, or with gathered ones."""
+        replaced = {}
+        if self._sharded:
             cut = [parameter for _, parameter in self._module.named_parameters()]
             full = (whole.clone() for _, whole in full_parameters(self._module))
             replaced = {old: nn.Parameter(new, requires_grad=False) for old, new in zip(cut, full, strict=True)}
-            self._gathered = bare_copy(self._module, replaced).eval()
-        return self._gathered
+        return bare_copy(self._module, replaced).eval()
 
     def _cast(self, device: torch.device) -> Any:
         return nullcontext() if self._autocast is None else torch.autocast(device.type, dtype=self._autocast)

@@ -1,6 +1,6 @@
 """Responses to one prompt in one row behind it, so that a pass computes the prompt once for all of them.
 
-    row        p1 p2 p3 | a1 a2 | b1 b2 b3
+    row        p1 p2 p3 | a1 a2 | b1 b2 b3     responses a1 a2 a3 and b1 b2 b3 b4, whose last predict nothing
     positions   0  1  2 |  3  4 |  3  4  5
 
 Every token sees the prompt and its own response: log-probs and gradients are those of separate rows but for rounding.
@@ -43,11 +43,16 @@ class Layout:
         return len(self.rows) * (6.0 * hidden * self.width + self.width**2 * (1.0 if masked else 0.5))
 
 
-def plain(exp: Experience) -> Layout:
-    """Give every sequence a row of its own."""
-    count = len(exp)
-    rows = [[number] for number in range(count)]
-    return Layout(rows, np.arange(count), exp.prompt_lens.astype(np.int64), int(exp.lengths.max(initial=1)))
+def tokens_read(exp: Experience) -> Ints:
+    """Count the tokens of each response that a model has to read, [N]: from the last one nothing is predicted."""
+    return np.maximum(exp.response_lens.astype(np.int64) - 1, 0)
+
+
+def plain(exp: Experience, whole: bool = False) -> Layout:
+    """Give every sequence a row of its own; with `whole`, one that has its last token, too."""
+    count, prompts = len(exp), exp.prompt_lens.astype(np.int64)
+    lengths = exp.lengths if whole else prompts + tokens_read(exp)
+    return Layout([[number] for number in range(count)], np.arange(count), prompts, int(lengths.max(initial=1)))
 
 
 def share(exp: Experience, hidden: int) -> Layout | None:
@@ -66,12 +71,12 @@ def one_row(exp: Experience) -> Layout:
 
 def _layout(rows: list[list[int]], exp: Experience) -> Layout:
     place, start = np.zeros(len(exp), dtype=np.int64), np.zeros(len(exp), dtype=np.int64)
-    width = 1
+    width, own = 1, tokens_read(exp)
     for number, members in enumerate(rows):
         end = int(exp.prompt_lens[members[0]])
         for member in members:
             place[member], start[member] = number, end
-            end += int(exp.response_lens[member])
+            end += int(own[member])
         width = max(width, end)
     return Layout(rows, place, start, width)
 
@@ -80,9 +85,9 @@ def _rows(group: Sequence[int], exp: Experience, hidden: int) -> list[list[int]]
     """Cut a group into rows: a response joins the row before it while attention to that costs less than its prompt."""
     prompt = int(exp.prompt_lens[group[0]])
     rows: list[list[int]] = []
-    length = 0
+    length, read = 0, tokens_read(exp)
     for member in group:
-        own = int(exp.response_lens[member])
+        own = int(read[member])
         beside = 6.0 * hidden * own + 2.0 * length * own + own**2
         alone = 6.0 * hidden * (prompt + own) + 0.5 * (prompt + own) ** 2
         if rows and beside < alone:
@@ -97,11 +102,12 @@ def _rows(group: Sequence[int], exp: Experience, hidden: int) -> list[list[int]]
 def attention_mask(exp: Experience, layout: Layout) -> Bool:
     """Say what each token sees, [rows, 1, width, width]: the prompt and its own response, up to itself."""
     segment = np.full((len(layout.rows), layout.width), -1, dtype=np.int64)  # 0: the prompt, -1: padding
+    own = tokens_read(exp)
     for number, members in enumerate(layout.rows):
         segment[number, : exp.prompt_lens[members[0]]] = 0
         for count, member in enumerate(members, start=1):
             begin = layout.start[member]
-            segment[number, begin : begin + exp.response_lens[member]] = count
+            segment[number, begin : begin + own[member]] = count
     sees = (segment[:, None, :] == 0) | (segment[:, None, :] == segment[:, :, None])
     found: Bool = (sees & np.tri(layout.width, dtype=np.bool_))[:, None]
     return found

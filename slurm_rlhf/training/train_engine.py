@@ -74,11 +74,10 @@ class TrainEngine:
         lr = learning_rate(self.steps, self.cfg.schedule)
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
-        norm = self._plain_norm()
-        if norm is None:
+        if self.cfg.zero_stage:
             self._engine.step()
             norm = float(self._engine.get_global_grad_norm())
-        elif math.isfinite(norm):
+        elif math.isfinite(norm := self._clip()):
             self._engine.step()
         else:
             self._engine.zero_grad()
@@ -185,18 +184,21 @@ class TrainEngine:
                 )
         return {**state, "own": path == own}
 
-    def _plain_norm(self) -> float | None:
-        """Measure the gradient at ZeRO-0, where DeepSpeed neither reports the norm nor stops at NaN; else None.
+    def _clip(self) -> float:
+        """Measure and clip the gradient at ZeRO-0, where DeepSpeed neither reports the norm nor stops at NaN.
 
         There it does not scale losses either: the gradient is divided by our scale first.
         """
-        if self.cfg.zero_stage > 0:
-            return None
-        grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+        parameters = [p for p in self.module.parameters() if p.grad is not None]
+        grads = [p.grad for p in parameters if p.grad is not None]
         if self._scale:
             for grad in grads:
                 grad.mul_(1.0 / self._scale.scale)
-        return float(nn.utils.get_total_norm(grads))
+        total = nn.utils.get_total_norm(grads)
+        norm = float(total)
+        if 0.0 < self.cfg.max_norm < norm:
+            nn.utils.clip_grads_with_norm_(parameters, self.cfg.max_norm, total)
+        return norm
 
     def _use_scale(self) -> None:
         if self._scale and self.cfg.zero_stage:

@@ -110,10 +110,10 @@ def _way(plan: SyncPlan, stream: int, owner: int, turn: int, seat: int) -> Way:
 
 def _seats(plan: SyncPlan, owner: int) -> int:
     """Return after how many turns the same ranks of all nodes take a chunk again."""
-    if owner not in plan.ways:
+    if owner not in plan.seats:
         sizes = (len(plan.layout.near(owner, ranks)) for ranks in plan.layout.by_node.values())
-        plan.ways[owner] = math.lcm(*sizes)
-    return int(plan.ways[owner])
+        plan.seats[owner] = math.lcm(*sizes)
+    return plan.seats[owner]
 
 
 def partners(plan: SyncPlan, rank: int) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -131,7 +132,7 @@ CHUNK = 512 << 10
 _DIRECT_CHUNK = 8 << 20
 """Size of a chunk where no node relays: nobody waits for a chunk in order to hand it on."""
 _APART = 128 << 10
-"""Bytes of a parameter in a bucket from which on it lies apart: copying a smaller one costs less than a message."""
+"""Bytes of a piece from which on its parameter lies apart: copying a smaller one costs less than a message."""
 DEPTH = 3
 """Count of buckets that an engine rank has memory for: one is loaded, one comes in, one for unequally fast ranks."""
 _RELAY_CUT = 8
@@ -208,7 +209,8 @@ class SyncPlan:
     depth: int  # buckets that an engine rank has memory for
     bucket_bytes: int  # that were asked for, and the bytes of a chunk; 0: as the layout wants it
     asked_chunk: int
-    ways: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)  # what `routes` has worked out
+    ways: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)  # what `routes` has
+    seats: dict[int, int] = field(default_factory=dict, compare=False, repr=False)  # worked out
     _parts: dict[tuple[int, int], tuple[Part, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -235,7 +237,7 @@ class SyncPlan:
                 owned = _shards(spans, self.parameters, len(owners))
             else:
                 owned = _by_weight(spans, [duty.weight for duty in self.streams[stream].duties])
-            apart = _apart(spans) if self.layout.chunked else ({}, 0)
+            apart = _apart(spans, owned) if self.layout.chunked else ({}, 0)
             mine = [(owner, spans) for owner, spans in zip(owners, owned, strict=True) if spans]
             self._parts[key] = _lay_out(mine, *apart, self.chunk_bytes)
         return self._parts[key]
@@ -269,13 +271,9 @@ def make_plan(described: Sequence[Sequence[Any]], bucket_bytes: int, layout: Lay
     Raises SyncError for a name given twice, a dtype that is not fp32, bf16 or fp16, and for no parameters at all.
     """
     parameters = tuple(_parameter(item) for item in described)
-    seen: set[str] = set()
-    for parameter in parameters:
-        if parameter.name in seen:
-            raise SyncError(
-                f"the parameter list names {parameter.name!r} twice; tied parameters are sent once, under one name"
-            )
-        seen.add(parameter.name)
+    twice = [name for name, count in Counter(parameter.name for parameter in parameters).items() if count > 1]
+    if twice:
+        raise SyncError(f"the parameter list names {twice[0]!r} twice; tied parameters are sent once, under one name")
     if not parameters:
         raise SyncError("the parameter list is empty: there is nothing to send to the engines")
     if bucket_bytes < ALIGN:
@@ -361,14 +359,15 @@ def _place_empty(spans: Sequence[Span], owned: list[list[Span]]) -> None:
     owned[0] = sorted(owned[0] + empty, key=lambda span: (span.parameter, span.low))
 
 
-def _apart(spans: Sequence[Span]) -> tuple[dict[int, int], int]:
+def _apart(spans: Sequence[Span], owned: Sequence[Sequence[Span]]) -> tuple[dict[int, int], int]:
     """Return where the buffer would have the first byte of each large parameter in a bucket, and where the rest begins.
 
-    That of a parameter whose beginning is in an earlier bucket may be negative.
+    That of a parameter whose beginning is in an earlier bucket may be negative. One in many small shards is not large.
     """
+    large = {span.parameter for whole in owned for span in whole if span.nbytes >= _APART}
     places, end = {}, 0
     for span in spans:
-        if span.nbytes >= _APART:
+        if span.parameter in large:
             places[span.parameter] = end - span.low
             end += _aligned(span.nbytes)
     return places, end

@@ -18,7 +18,16 @@ from typing import TYPE_CHECKING
 
 from slurm_rlhf.cluster import doors
 from slurm_rlhf.cluster.kernel_cache import KernelCache, cache_variables, take_kernel_cache
-from slurm_rlhf.cluster.processes import CONDUCTOR_GONE, KEYS, PARENT, STORE_FD, STORE_RANKS, die_with_parent, print_to
+from slurm_rlhf.cluster.processes import (
+    CONDUCTOR_GONE,
+    CONDUCTOR_GONE_STATUS,
+    KEYS,
+    PARENT,
+    STORE_FD,
+    STORE_RANKS,
+    die_with_parent,
+    print_to,
+)
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES
@@ -201,7 +210,7 @@ def abort_forming() -> None:
 def _leave(reason: str) -> None:
     """End this process: its conductor is gone, and its main thread may sit in a collective that never ends."""
     print(f"{CONDUCTOR_GONE}: {reason}", file=sys.stderr, flush=True)
-    os._exit(1)
+    os._exit(CONDUCTOR_GONE_STATUS)
 
 
 def main() -> None:
@@ -256,7 +265,7 @@ def main() -> None:
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)
+        os._exit(CONDUCTOR_GONE_STATUS if client.conductor_lost else 1)
     sys.stdout.flush()
     # Interpreter teardown of torch, gloo and vLLM takes seconds and can hang; everything is closed by now.
     os._exit(0)

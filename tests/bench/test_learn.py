@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 from slurm_rlhf.bench import learn
-from slurm_rlhf.bench.learn import points_of, prepare, show, side_of
+from slurm_rlhf.bench.learn import points_of, prepare, processes, show, side_of
 from slurm_rlhf.bench.learn_curves import Learned, Point, Side, levels, table
 from slurm_rlhf.bench.learn_picture import picture
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.load import load_config
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, RunError
+from slurm_rlhf.placement.rank_map import NodeShare, RankMap
+from slurm_rlhf.placement.topology import Node, Topology
 
 SBATCH = Path(__file__).parents[2] / "sbatch"
 
@@ -58,6 +61,14 @@ def test_the_table_has_both_races() -> None:
     assert race.split() == ["0.800", "3.0", "18.0", "0.17", "18.0", "and", "28.0,", "0.64"]
     assert "never" in table(PEER, OURS)
     assert "TRL" not in table(OURS, None)
+
+
+def test_the_table_says_what_each_side_computed_with() -> None:
+    ranks = RankMap(Topology((Node("here", 0, 2),)), {"actor": [NodeShare("here", (0, 1), (0, 1))]})
+    used = processes(Config(), ranks, cpus=64)
+    assert used == "actor 2 x 1"
+    runs = [replace(OURS.runs[0], processes=used)]
+    assert "processes x threads: ours actor 2 x 1" in table(Side("ours", runs), PEER).splitlines()
 
 
 def test_the_picture_has_a_line_for_each_run_and_each_mean() -> None:

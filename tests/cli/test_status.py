@@ -14,6 +14,7 @@ import pytest
 from slurm_rlhf.cli import status
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.cluster.processes import Session, read_session
+from slurm_rlhf.launch.headless import mark
 
 SHOWN = (
     "JobId=12 JobName=a JobState={state} Reason={reason} Restarts=1 ExitCode={code} EndTime={end} "
@@ -140,7 +141,23 @@ def test_a_job_whose_first_node_is_gone(bench: Bench, capsys: pytest.CaptureFixt
     bench.says("RUNNING BatchHost=gpu009")
     out = shown(bench.run_dir, capsys)
     assert "its first node gpu009 is gone, and with it the conductor: nobody leads the run any more.\n" in out
-    assert "scontrol requeue 12: it goes on from the newest checkpoint\n" in out
+    assert "Another node on which an engine was ends this, within a minute: it requeues the job" in out
+    assert "Where none does: scontrol requeue 12\n" in out
+
+
+def test_who_has_ended_a_job_without_its_first_node(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
+    """`Restarts` is 1: the start that another node has requeued was the one before, a cancelled one is the last."""
+    bench.wrote("running", 4)
+    (bench.run_dir / ".control").mkdir()
+    (bench.run_dir / "logs" / "actor.gpu002.1.log").write_text(
+        "the conductor is gone: nothing was heard of it for 12 s\n"
+    )
+    for state, restarts, words in (("PENDING", 0, "has requeued it"), ("CANCELLED", 1, "has cancelled it")):
+        bench.says(state)
+        assert words not in shown(bench.run_dir, capsys)
+        assert "the conductor is gone, say its ranks" not in shown(bench.run_dir, capsys)
+        mark(bench.run_dir, "12", restarts).write_text(f"its first node gpu001 was down: gpu002 {words}\n")
+        assert f"            its first node gpu001 was down: gpu002 {words}\n" in shown(bench.run_dir, capsys)
 
 
 @pytest.mark.parametrize(("state", "code"), [("NODE_FAIL", "1:0"), ("OUT_OF_MEMORY", "0:125"), ("TIMEOUT", "0:15")])

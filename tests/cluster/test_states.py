@@ -74,7 +74,7 @@ def test_jobs_as_scontrol_prints_them() -> None:
     end = "2026-11-20T18:00:00"
     output = "/home/me/ppo_7b.log"
     known = ("12_1", "13", "RUNNING", "None", "0:0", "2", "gpu[001-002]", end, output)
-    assert first == Job(*known, batch_host="gpu001")
+    assert first == Job(*known, batch_host="gpu001", requeue="1")
     assert not first.is_headless
     assert replace(first, nodes="gpu002").is_headless
     assert (rest.id, rest.state, rest.reason) == ("12_2-10%1", "PENDING", "JobArrayTaskLimit")

@@ -16,7 +16,7 @@ from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLLOUT, colocations, running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.gpu_account import StepFlops
-from slurm_rlhf.controller.startup import role_environment
+from slurm_rlhf.controller.role_environment import role_environment
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.launch.mpi.assignment import Launched, Process, place_processes
 from slurm_rlhf.placement.memory import account

@@ -24,7 +24,7 @@ from slurm_rlhf.config.roles import (
     running_roles,
 )
 from slurm_rlhf.config.schema import Config, Ref, Train
-from slurm_rlhf.controller.startup import role_environment
+from slurm_rlhf.controller.role_environment import role_environment
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.placement.memory import account
 from slurm_rlhf.placement.model_shape import shape_of

@@ -14,7 +14,7 @@ from control_peer import INTERVAL, ask, start_peer, stop_peer
 
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.messages import Peer
+from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import CallTimeout, ConfigError, RemoteError, RoleDied, RunError, WireError
 

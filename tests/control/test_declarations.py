@@ -174,7 +174,7 @@ def test_records_of_the_run_arrive_as_they_were() -> None:
 
 PROGRAM = """
 from slurm_rlhf.control.calls import ActorCalls, CriticCalls, ForwardBatch, TrainBatch
-from slurm_rlhf.control.server import RoleHandle
+from slurm_rlhf.control.handles import RoleHandle
 from slurm_rlhf.records import F32
 
 def step(actor: RoleHandle[ActorCalls], forward: ForwardBatch, train: TrainBatch) -> None:

@@ -15,7 +15,8 @@ from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.declarations import call
-from slurm_rlhf.control.server import ControlServer, RoleHandle, gather
+from slurm_rlhf.control.handles import RoleHandle, gather
+from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError, RoleDied, RunError, WireError
 
 pytestmark = pytest.mark.timeout(30)

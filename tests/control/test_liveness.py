@@ -21,7 +21,8 @@ from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.codec import encode
 from slurm_rlhf.control.io_thread import ListeningClock, end_context
-from slurm_rlhf.control.messages import Envelope, Peer
+from slurm_rlhf.control.messages import Envelope
+from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import CallTimeout, RoleDied
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from slurm_rlhf.control.messages import Peer, PendingCalls
+from slurm_rlhf.control.pending_calls import PendingCalls
+from slurm_rlhf.control.roster import Peer
 
 HOUR = 3600.0
 

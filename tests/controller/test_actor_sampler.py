@@ -29,3 +29,19 @@ def test_neighbours_in_length_are_sampled_together(most: int, rounds: int) -> No
     assert sorted(position for part in found[0] for position, _ in part)[: 2 * most] == (
         [1, 3, 5, 7] if rounds == 2 else list(range(8))
     )
+
+
+@given(st.integers(1, 20), st.integers(1, 9), st.integers(1, 4))
+def test_all_samples_of_a_prompt_are_with_one_rank_where_shares_are_even(
+    prompts: int, samples: int, ranks: int
+) -> None:
+    (parts,) = deal([5] * prompts, samples, ranks, most=200)
+    of_ranks = [{position for position, _ in part} for part in parts]
+    twice = sum(map(len, of_ranks)) - prompts
+    assert twice <= (ranks - 1 if prompts % ranks else 0)
+
+
+def test_ranks_have_prompts_of_like_length() -> None:
+    lengths = [9, 1, 8, 2, 7, 3, 6, 4]
+    (parts,) = deal(lengths, 2, 2, 8)
+    assert [[lengths[position] for position, _ in part[::2]] for part in parts] == [[1, 3, 6, 8], [2, 4, 7, 9]]

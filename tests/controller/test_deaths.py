@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.control.messages import Peer
+from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.controller.deaths import Death, Deaths, RoleRanks, Standstills, culprits
+from slurm_rlhf.controller.start_logs import StartLogs
 from slurm_rlhf.launch.launcher import Ended
+from slurm_rlhf.run_directory import RunDirectory
 
 KILLED, FAILED, ABORTED = "was killed by SIGKILL (often: memory)", "ended with status 1", "was killed by SIGABRT"
 
@@ -55,7 +57,7 @@ def ranks(role: str, *pids: int, world: int = 1, phase: str = "train_step", here
 
 def test_the_first_of_two_may_be_the_last_whose_group_ends(gone: int, tmp_path: Path) -> None:
     """The torchrun of two ranks ends the other one first."""
-    deaths = Deaths(tmp_path)
+    deaths = Deaths(StartLogs(RunDirectory(tmp_path)))
     alive = [ranks("actor", os.getpid(), gone, world=2), ranks("critic", os.getpid())]
     deaths.note([], alive, [], 10.0)
     known = [alive[0], ranks("critic", gone)]
@@ -65,7 +67,7 @@ def test_the_first_of_two_may_be_the_last_whose_group_ends(gone: int, tmp_path: 
     assert not deaths.more_to_come(6.1, known, 2.0, 6.0)  # it hangs
     deaths.note([end("actor")], known, [], 11.5)
     assert not deaths.more_to_come(1.0, known, 2.0, 6.0)
-    first, told = deaths.verdict(known, {}, lambda peer: f"rank {peer.rank}")
+    first, told = deaths.verdict(known, lambda peer: f"rank {peer.rank}")
     assert first.role == "actor"
     assert told == (
         f"its process group on n {KILLED}; gone: rank 1 (pid {gone}); "
@@ -76,8 +78,29 @@ def test_the_first_of_two_may_be_the_last_whose_group_ends(gone: int, tmp_path: 
     assert not deaths.more_to_come(0.0, [ranks("actor", os.getpid())], 2.0, 6.0)
 
 
+REPORT = """Root Cause (first observed failure):
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: {pid})
+"""
+
+
+def test_the_report_of_a_torchrun_tells_rank_and_signal_where_srun_tells_neither(gone: int, tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    directory.make()
+    deaths = Deaths(StartLogs(directory))
+    known = [ranks("actor", os.getpid(), gone, world=2, here=False)]
+    directory.role_log("actor", "n", "torchrun").write_text(REPORT.format(pid=gone))
+    deaths.note([end("actor", "ended: Exited with exit code 1")], known, [], 1.0)
+    told = deaths.verdict(known, lambda peer: f"rank {peer.rank} of two")[1]
+    assert told.startswith(
+        f"rank 1 of two on n (pid {gone}) was killed by SIGKILL (often: the node's or the job's memory"
+    )
+    told = deaths.verdict([], lambda peer: "nobody")[1]  # before its hello
+    assert told.startswith(f"rank 1 on n (pid {gone}) was killed by SIGKILL (often: ")
+
+
 def test_a_single_death_is_judged_at_once_but_before_the_hello_of_others(gone: int, tmp_path: Path) -> None:
-    deaths = Deaths(tmp_path)
+    deaths = Deaths(StartLogs(RunDirectory(tmp_path)))
     known = [ranks("actor", os.getpid(), gone, world=2), ranks("critic", os.getpid())]
     deaths.note([end("actor")], known, [], 1.0)
     assert not deaths.more_to_come(0.0, known, 2.0, 6.0)
@@ -87,7 +110,7 @@ def test_a_single_death_is_judged_at_once_but_before_the_hello_of_others(gone: i
 
 
 def test_a_stopped_torchrun_does_not_end_when_a_rank_does(gone: int, tmp_path: Path) -> None:
-    deaths, name = Deaths(tmp_path), lambda peer: f"rank {peer.rank}"
+    deaths, name = Deaths(StartLogs(RunDirectory(tmp_path))), lambda peer: f"rank {peer.rank}"
     known = [ranks("actor", os.getpid(), gone, world=2), ranks("critic", gone)]
     deaths.note([], [ranks("actor", os.getpid())], [("actor", 5)], 1.0)
     assert deaths.ends == []
@@ -95,9 +118,9 @@ def test_a_stopped_torchrun_does_not_end_when_a_rank_does(gone: int, tmp_path: P
     deaths.note([], known, [("actor", 5)], 2.25)
     assert [one.role for one in deaths.ends] == ["critic", "actor"]
     assert not deaths.more_to_come(0.0, known, 2.0, 6.0)
-    alone = Deaths(tmp_path)
+    alone = Deaths(StartLogs(RunDirectory(tmp_path)))
     alone.note([], known[:1], [("actor", 5)], 2.0)
-    told = alone.verdict(known, {}, name)[1]
+    told = alone.verdict(known, name)[1]
     assert told.startswith("its process group on n has lost a process, which its torchrun (pid 5) does not see")
     assert told.endswith(f"stopped by a signal; gone: rank 1 (pid {gone})")
 

@@ -13,7 +13,7 @@ import hang_peer
 import pytest
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.server import EngineHandle
+from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.controller.engine_pool import EnginePool
 from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.errors import CallTimeout

@@ -13,12 +13,12 @@ from pathlib import Path
 import hang_peer
 import pytest
 
+from slurm_rlhf.cluster.processes import exit_text
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.control.server import EngineHandle
+from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.controller.engine_pool import EnginePool
 from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.errors import RoleDied
-from slurm_rlhf.launch.child_process import exit_text
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.observe.events import EventLog, engines_lost, read_events
 from slurm_rlhf.placement.rank_map import place

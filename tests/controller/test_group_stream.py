@@ -61,10 +61,10 @@ def test_a_share_of_a_batch_is_begun_while_the_actor_trains_and_the_rest_by_its_
 @pytest.mark.parametrize(
     ("words", "size", "stale"),
     [
-        (["--vllm.sync_mode=inflight"], 1, 4),  # half a batch of 9, and not more
+        (["--vllm.sync_mode=inflight"], 1, 2),  # a quarter of a batch of 9, and not more
         (["--vllm.sync_mode=inflight", "--train.staleness_threshold=2", "--train.async_queue_size=4"], 4, 18),
         (["--vllm.sync_mode=inflight", "--train.staleness_threshold=0"], 1, 0),
-        ([], None, 4),
+        ([], None, 2),
     ],
 )
 def test_the_keys_that_the_rule_is_of(words: list[str], size: int | None, stale: int) -> None:

@@ -15,7 +15,8 @@ from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import GenerateBatch, PackedPrompts, PromptTokens, Sampled
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.codec import MAX_HEADER_BYTES, encode
-from slurm_rlhf.control.server import ControlServer, EngineHandle
+from slurm_rlhf.control.handles import EngineHandle
+from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller.dispatch import Dispatcher, answer_sizes
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.engine import Gauges

@@ -12,7 +12,7 @@ import pytest
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import MemoryReport, RankCalls
-from slurm_rlhf.control.server import EngineHandle, RoleHandle
+from slurm_rlhf.control.handles import EngineHandle, RoleHandle
 from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.controller.recording import Recorder
 from slurm_rlhf.controller.reporting import Reporting

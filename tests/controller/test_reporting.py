@@ -12,8 +12,8 @@ from slurm_rlhf.cluster.stop import Continuation, Reason, StopRequested
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.conductor import MOST_RESTARTS, Conductor, refuse_restart, run
 from slurm_rlhf.controller.reporting import Reporting
+from slurm_rlhf.controller.run_inputs import Inputs
 from slurm_rlhf.controller.run_state import RunState
-from slurm_rlhf.controller.startup import Inputs
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.launch.launcher import LocalLauncher

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -93,6 +93,9 @@ class Processes:
     def ended(self) -> list[Ended]:
         news, self.news = self.news, []
         return news
+
+    def unreached(self, nodes: Sequence[str]) -> list[str]:
+        raise AssertionError("one node alone is silent")
 
     def stop(self, done: bool, grace_s: float) -> None:
         for process in self.started.values():

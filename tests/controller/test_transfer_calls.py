@@ -11,8 +11,8 @@ import pytest
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller import transfer_calls
-from slurm_rlhf.controller.engine_pool import WeightSync
 from slurm_rlhf.controller.transfer_calls import EngineLost, settle_update
+from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.records import SyncReport
 

@@ -24,7 +24,7 @@ from slurm_rlhf.control.calls import (
     GenerateBatch,
     PackedPrompts,
 )
-from slurm_rlhf.control.server import EngineHandle, RoleHandle, gather
+from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.controller.batch_sources import OnDemand
 from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.controller.gpu_account import GpuAccount, StepFlops, slots_of

@@ -20,7 +20,7 @@ from slurm_rlhf.bench import sync as bench_sync
 from slurm_rlhf.bench import train as bench_train
 from slurm_rlhf.bench.options import BENCHES, read
 from slurm_rlhf.config.schema import Sync
-from slurm_rlhf.controller.engine_pool import WeightSync
+from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import ConfigError, SyncBroken, SyncError
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync._torch import OWN_ERRORS

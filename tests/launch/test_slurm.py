@@ -13,6 +13,7 @@ from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node_look import NodeView
 from slurm_rlhf.launch.slurm import SlurmLauncher
+from slurm_rlhf.launch.slurm_run import SlurmRun
 from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.role_sizes import RoleSize
@@ -44,7 +45,7 @@ class Bench:
         (self.run_dir / ".control").mkdir()
         sizes = [RoleSize("actor", 2, 2), RoleSize("reference", 2, 2)]
         ranks = place(Topology.uniform(NODES, 8), sizes)
-        self.launcher = SlurmLauncher(self.run_dir, ranks, allocation())
+        self.launcher = SlurmLauncher(SlurmRun(self.run_dir, allocation()), ranks)
 
     def srun(self, script: str) -> None:
         program = self.root / "bin" / "srun"
@@ -173,3 +174,14 @@ def test_nodes_that_do_not_answer_are_not_waited_for(bench: Bench, tmp_path: Pat
     bench.launcher.look({node: [1] for node in NODES}, tmp_path, 1.0)
     assert time.monotonic() - began < 10
     assert not list(tmp_path.glob("*.json"))
+
+
+def test_nodes_where_nothing_can_be_started_are_those_that_srun_names(bench: Bench) -> None:
+    """The words are those of Slurm 22.05 about a node that had crashed, and about one whose network was cut."""
+    bench.srun("[[ $* == *--nodelist=127.0.0.1,127.0.0.2* && $* == *--overlap* && ${@: -1} == true ]]")
+    assert bench.launcher.unreached(NODES) == []
+    failed = f"Task launch for StepId=1.0 failed on node {NODES[1]}: Communication connection failure"
+    bench.srun(f"echo 'srun: error: {failed}'; echo 'srun: error: Application launch failed'; exit 1")
+    assert bench.launcher.unreached(NODES) == [NODES[1]]
+    bench.srun("exit 0")
+    assert bench.launcher.unreached(NODES) == []  # what was said the last time is no news

@@ -12,6 +12,7 @@ import pytest
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.launch.engine_node import end_file, ended_file
 from slurm_rlhf.launch.slurm_engines import SlurmEngines
+from slurm_rlhf.launch.slurm_run import SlurmRun
 from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import RankMap, place
 from slurm_rlhf.placement.role_sizes import RoleSize
@@ -26,6 +27,7 @@ JOB = {
     "SLURM_JOB_NUM_NODES": "3",
     "SLURMD_NODENAME": NODES[0],
 }
+RUN = "7.0.run"
 
 
 class Bench:
@@ -36,7 +38,7 @@ class Bench:
         ranks = place(Topology.uniform(NODES, 2), [RoleSize("rollout", 2, 2, engines=4)])
         slurm = read_slurm(JOB)
         assert slurm is not None
-        self.engines = SlurmEngines(self.run_dir, ranks, slurm, run_id="run")
+        self.engines = SlurmEngines(SlurmRun(self.run_dir, slurm, token="run"), ranks)
 
     def srun(self, script: str) -> None:
         program = self.root / "bin" / "srun"
@@ -79,18 +81,18 @@ def test_an_engine_that_ended_starts_again_on_a_spare_node_and_no_other_does(ben
     assert f"--nodelist={','.join(NODES)}" in bench.starts[0]
     assert bench.engines.ended() == []
     assert bench.engines.spares == [SPARE]
-    ended_file(bench.run_dir, "run", 1).write_text("rank 1 was killed")
-    ended_file(bench.run_dir, "run", 2).write_text("rank 2 was killed")
+    ended_file(bench.run_dir, RUN, 1).write_text("rank 1 was killed")
+    ended_file(bench.run_dir, RUN, 2).write_text("rank 2 was killed")
     assert bench.engines.gone(1)
     assert bench.engines.ended() == [(1, "rank 1 was killed"), (2, "rank 2 was killed")]  # `gone` has dropped none
     assert bench.engines.ended() == []
     bench.engines.end(1)
-    assert not end_file(bench.run_dir, "run", 1).exists()  # nothing is left of it
+    assert not end_file(bench.run_dir, RUN, 1).exists()  # nothing is left of it
     bench.engines.start_again(1, SPARE)
     bench.wait_for_starts(2)
     assert f"--nodelist={SPARE}" in bench.starts[1]
     spec = StepSpec.read(bench.run_dir / ".control" / "rollout.engine1.json")
-    assert (spec.run_id, spec.engines, spec.environment[SPARE]) == ("run.e1.1", [1], {"A": NODES[0]})
+    assert (spec.run_id, spec.engines, spec.environment[SPARE]) == (f"{RUN}.e1.1", [1], {"A": NODES[0]})
     ranks = RankMap.from_json(json.loads((bench.run_dir / "rank_map.json").read_text()))
     assert {group.engine: group.node for group in ranks.tp_groups} == {
         0: NODES[0],
@@ -105,9 +107,9 @@ def test_an_engine_that_is_to_end_is_told_through_a_file_and_its_end_is_no_news(
     bench.srun("exec sleep 60")
     bench.engines.start([], {node: {} for node in NODES})
     bench.engines.end(3)
-    assert end_file(bench.run_dir, "run", 3).exists()
+    assert end_file(bench.run_dir, RUN, 3).exists()
     assert not bench.engines.gone(3)
-    ended_file(bench.run_dir, "run", 3).write_text("rank 3 was killed")
+    ended_file(bench.run_dir, RUN, 3).write_text("rank 3 was killed")
     assert bench.engines.gone(3)
     assert bench.engines.ended() == []
 

@@ -15,8 +15,9 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config, Slurm
 from slurm_rlhf.config.schema_cluster import minutes
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError
+from slurm_rlhf.launch import submitit_job
 from slurm_rlhf.launch.requeue import PARENT_REQUEUES, ChainContinuation, ParentContinuation, continuation_of
-from slurm_rlhf.launch.submitit_job import end_text, slurm_executor, slurm_parameters, submit, wanted_nodes
+from slurm_rlhf.launch.submitit_job import TrainJob, slurm_executor, slurm_parameters, submit, wanted_nodes
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 JOB = {"SLURM_JOB_ID": "13", "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NAME": "ppo", "SLURM_JOB_END_TIME": "99"}
@@ -99,6 +100,23 @@ def test_what_sbatch_refuses_is_said_once_and_leaves_nothing(
     assert (run_dir / "metrics.jsonl").exists() is run_dir.exists() is was_there
 
 
+def test_a_job_inherits_nothing_of_the_one_that_it_is_submitted_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM_GPUS_PER_TASK of the allocation around it, which sbatch never clears, would count in the job."""
+    for name in ("srun", "sbatch"):
+        (tmp_path / name).write_text(f"#!/bin/sh\nenv >{tmp_path}/variables\nexit 1\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for name in ("SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_CONF"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(RunError, match="sbatch refuses the job"):
+        submit(Config(run_dir=str(tmp_path / "run")))
+    given = {line.partition("=")[0] for line in (tmp_path / "variables").read_text().splitlines()}
+    assert {name for name in given if name.startswith("SLURM_")} == {"SLURM_CONF"}
+    assert os.environ["SLURM_GPUS_PER_TASK"] == "1"
+
+
 def test_nodes_are_as_few_as_hold_the_roles() -> None:
     config = Config()
     config.actor.num_gpus_per_node, config.vllm.num_engines, config.slurm.gpus_per_node = 4, 8, 8
@@ -153,6 +171,17 @@ def test_one_run_for_each_seed(tmp_path: Path) -> None:
         assert "--array=" in done.stderr
 
 
+def test_the_result_of_a_cancelled_job_names_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told to save and leave, the conductor ends with 128 + SIGTERM and may say nothing."""
+    monkeypatch.setattr(submitit_job, "bound_to_parent", lambda words, number: ["sh", "-c", "exit 143"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(RunError, match=r"train was cancelled \(SIGTERM\):\n\(it said nothing\)$"):
+            TrainJob("run.toml", str(tmp_path), {})()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_submission_imports_no_torch() -> None:
     code = (
         "import sys; import slurm_rlhf.launch.submitit_job, submitit; "
@@ -160,17 +189,3 @@ def test_submission_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
-
-
-@pytest.mark.parametrize(
-    ("status", "how"),
-    [
-        (143, "was cancelled (SIGTERM)"),
-        (-15, "was cancelled (SIGTERM)"),
-        (137, "was ended by SIGKILL"),
-        (2, "ended with status 2"),
-        (255, "ended with status 255"),
-    ],
-)
-def test_the_end_of_a_job_in_words(status: int, how: str) -> None:
-    assert end_text(status) == how

@@ -8,7 +8,7 @@ import pytest
 from golden_files import LOGS, assert_golden, lines, ranks
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.startup import role_environment
+from slurm_rlhf.controller.role_environment import role_environment
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.node import node_environment
 from slurm_rlhf.launch.srun import Step, role_step, step_command, step_environment

@@ -177,13 +177,13 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize(
-    ("end", "exitcode", "how"),
+    ("end", "exitcode"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", -9, "was killed by SIGKILL (often: the node's or the job's memory"),
-        ("raise SystemExit(3)", 3, "ended with status 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", -9),
+        ("raise SystemExit(3)", 3),
     ],
 )
-def test_the_rank_that_failed_first_is_found(tmp_path: Path, end: str, exitcode: int, how: str) -> None:
+def test_the_rank_that_failed_first_is_found(tmp_path: Path, end: str, exitcode: int) -> None:
     script, log = tmp_path / "rank.py", tmp_path / "actor.n1.torchrun.log"
     script.write_text(RANK.replace("END", end))
     log.write_text("of an earlier start\n")
@@ -194,6 +194,5 @@ def test_the_rank_that_failed_first_is_found(tmp_path: Path, end: str, exitcode:
     pids = dict(line.split()[1:] for line in log.read_text().splitlines() if line.startswith("pid "))
     found = first_failure(log, mark)
     assert found == FailedProcess(1, int(pids["1"]), exitcode)
-    assert found.how.startswith(how)
     assert first_failure(log, log.stat().st_size) is None  # nothing of an earlier start
     assert first_failure(tmp_path / "none.log") is None

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from recorded_run import Clock, sample
 
-from slurm_rlhf.control.messages import Failure, Peer
+from slurm_rlhf.control.messages import Failure
+from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, RunHung, SyncBroken, SyncError, of_hang
 from slurm_rlhf.observe.events import (
     EventLog,

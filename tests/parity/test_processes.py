@@ -71,8 +71,8 @@ def test_what_goes_wrong_in_one_model_is_a_line_of_its_own(tmp_path: Path) -> No
     reasons = {line.model: line.reason for line in found if line.precision == "fp32"}
     assert reasons == {
         "raise": "ValueError: first line",
-        "crash": "its process ended by SIGKILL",
-        "leave": "its process ended with exit code 7",
+        "crash": "its process was killed by SIGKILL",
+        "leave": "its process ended with status 7",
         "refuse": "no head",
         "work": "",
     }

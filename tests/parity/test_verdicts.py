@@ -69,7 +69,7 @@ SAME = {name: Apart(1e-7, 1e-8) for name in ("vllm-trainer", "vllm-hf", "trainer
 LINES = [
     Line("Gemma2ForCausalLM", "fp32", AGREE, tokens=190, apart=SAME, architecture="Gemma2ForCausalLM"),
     Line("Gemma2ForCausalLM", "bf16", DIFFER, "vLLM is apart", 190, {**SAME, "vllm-hf": Apart(math.nan, math.nan)}),
-    Line("x/y", "fp32", "failed", "its process ended by SIGSEGV", log=("Fatal: segfault",)),
+    Line("x/y", "fp32", "failed", "its process was killed by SIGSEGV", log=("Fatal: segfault",)),
     Line("ApertusForCausalLM", "", "refused", "it differs"),
 ]
 
@@ -84,7 +84,7 @@ def test_lines_stand_below_their_columns_and_reasons_below_the_table() -> None:
     assert len({line.rstrip().rfind(" ") for line in shown[2:]}) == 1, "the verdicts stand in one column"
     told = reasons(LINES, 60).splitlines()
     assert told[0] == "Gemma2ForCausalLM, bf16: differ: vLLM is apart"
-    assert told[1:3] == ["x/y, fp32: failed: its process ended by SIGSEGV", "    Fatal: segfault"]
+    assert told[1:3] == ["x/y, fp32: failed: its process was killed by SIGSEGV", "    Fatal: segfault"]
     assert told[3] == "ApertusForCausalLM: refused: it differs"
     assert reasons(LINES[:1], 60) == ""
     assert summary(LINES) == "1 agree, 1 differ, 1 refused, 1 failed"

@@ -15,7 +15,7 @@ from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.parity.random_models import make_model
 from slurm_rlhf.records import LENGTH, STOP, Sampling, Trajectory
 from slurm_rlhf.rollout.engine import GenerateRequest
-from slurm_rlhf.rollout.hf_generation import HfSampler, Vocabulary
+from slurm_rlhf.rollout.hf_generation import HfSampler, Vocabulary, different_prompts, going_on
 from slurm_rlhf.training._torch import bare_copy
 from slurm_rlhf.training.generation import stepping
 from slurm_rlhf.training.models import load_policy
@@ -28,7 +28,6 @@ LONGEST = 100
 # A window shorter than the text; positions that are learned; longrope; one that vLLM has no model of.
 FEW = ("mistral", "gpt2", "phi3")
 MORE = ("gemma2", "bloom", "qwen3_moe", "gemma3_text", "cohere", "opt", "falcon", "gptj", "olmoe", "granite")
-WINDOWED = ("mistral", "gemma2", "gemma3_text")
 NOT_IN_VLLM: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 16, "num_layers": 2}
 }
@@ -89,7 +88,7 @@ def test_a_batch_of_unlike_prompts_is_what_each_is_alone(model: Path) -> None:
         assert (one.engine, one.versions[0].version) == (4, 6)
 
 
-def test_prompts_that_several_responses_share_are_computed_once(model: Path) -> None:
+def test_prompts_are_computed_once_and_what_has_ended_no_more(model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager").eval()
@@ -105,15 +104,38 @@ def test_prompts_that_several_responses_share_are_computed_once(model: Path) -> 
         return step(**inputs)
 
     policy.forward = watched
-    found, _ = sampler(model).sample(policy, asked, 6)
+    found, steps = sampler(model).sample(policy, asked, 6)
     for one in found:
         np.testing.assert_allclose(one.rollout_logprobs, plain_logprobs(plain, one, 0.7), atol=1e-5)
+    assert seen == passes([len(one.response_ids) for one in found])
+    assert len(seen) == steps
     for one, request in list(zip(found, asked, strict=True))[4:6]:
         alone = sampler(model).sample(policy, [request], 6)[0][0]
         assert alone.response_ids.tolist() == one.response_ids.tolist()
-    # All but the last token of the four prompts, then that of every row; of a model with a window, all rows whole.
-    windowed = any(model.name.startswith(name) for name in WINDOWED)
-    assert seen[:2] == ([(12, 30), (12, 1)] if windowed else [(4, 29), (12, 1)])
+
+
+def passes(lengths: list[int]) -> list[tuple[int, int]]:
+    """Shapes of what the model reads: four prompts, the longest of 30 tokens, then rows that go on."""
+    shapes, rows = [(4, 30)], lengths
+    for taken in range(1, max(lengths)):
+        left = [length for length in rows if length > taken]
+        rows = left if 4 * (len(rows) - len(left)) >= len(rows) else rows
+        shapes.append((len(rows), 1))
+    return shapes
+
+
+def test_rows_go_on_until_a_quarter_of_them_has_ended() -> None:
+    assert going_on([True] * 3, drops=True) == going_on([True] * 3, drops=False) == []
+    assert going_on([False, True, False, False], drops=True) == [0, 2, 3]
+    assert going_on([False, True, False, False], drops=False) == [0, 1, 2, 3]
+    assert going_on([False] * 4 + [True], drops=True) == [0, 1, 2, 3, 4]
+
+
+def test_equal_prompts_are_one() -> None:
+    first, second, third = np.array([3], np.int32), np.array([3, 0], np.int32), np.array([4], np.int32)
+    different, each = different_prompts([first, second, first.copy(), third, second])
+    assert [prompt.tolist() for prompt in different] == [[3], [3, 0], [4]]
+    assert each == [0, 1, 0, 2, 1]
 
 
 def test_what_is_dropped_is_not_answered(model: Path) -> None:

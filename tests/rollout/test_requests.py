@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.records import Sampling, VersionSpan
+from slurm_rlhf.rollout._vllm import tp_executor
 from slurm_rlhf.rollout.engine import ActiveRequest, GenerateRequest, request_seed, response_text
 from slurm_rlhf.rollout.expected_weights import checked
 from slurm_rlhf.rollout.vllm_settings import prepare_environment, vllm_environment
@@ -66,6 +70,35 @@ def test_the_environment_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     with pytest.raises(RuntimeError, match="before the first import of vllm"):
         prepare_environment()
+
+
+def test_the_queue_of_tp_ranks_has_no_name_once_all_have_opened_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is killed removes no name. A stub stands in for vLLM."""
+    memory = SharedMemory(create=True, size=64)
+    buffer = SimpleNamespace(shared_memory=memory, is_creator=True)
+    group = SimpleNamespace(mq_broadcaster=SimpleNamespace(buffer=buffer))
+    stubs: dict[str, dict[str, Any]] = {
+        "vllm.distributed.parallel_state": {"get_tp_group": lambda: group},
+        "vllm.v1.executor.uniproc_executor": {"ExecutorWithExternalLauncher": Opened},
+    }
+    for name, members in stubs.items():
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[name]).update(members)
+    there: list[bool] = []
+    try:
+        tp_executor("own", lambda: there.append(Path("/dev/shm", memory.name).exists()))()._init_executor()
+        assert (there, buffer.is_creator) == ([False], False)  # gone before the engine says that it has started
+    finally:
+        memory.close()
+        if buffer.is_creator:
+            memory.unlink()
+
+
+class Opened:
+    """In place of vLLM's executor."""
+
+    def _init_executor(self) -> None:
+        """All ranks have opened the queue."""
 
 
 class Words:

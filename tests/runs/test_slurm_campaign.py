@@ -20,8 +20,8 @@ from slurm_rlhf.campaign.workload import write_workload
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SEED = 0
-PACE_S = 0.1
-"""By which each reward of the storm takes longer: 200 steps of the tiny run would be over before the third fault."""
+PACE_S = 0.3
+"""By which each reward of the storm takes longer: 200 steps of the tiny run would be over after a few faults."""
 
 
 @pytest.mark.campaign
@@ -37,6 +37,7 @@ def test_faults_of_a_cluster(slurm: Cluster, tmp_path: Path) -> None:
     campaign.write(tmp_path)
     print("\n".join(campaign.summary()), f"\nthe table is {tmp_path / 'campaign.html'}")
     assert [f"{row.fault}: {'; '.join(row.problems)}" for row in rows if not row.good] == []
+    assert [row.fault for row in rows if not row.compared] == []  # the calm run was longer
     assert len(rows) == len(SLURM)
 
 

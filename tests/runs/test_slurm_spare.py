@@ -84,3 +84,26 @@ def test_without_a_spare_the_run_goes_on_with_a_smaller_actor(slurm: Cluster) ->
     assert_close_metrics(rows(run_dir)[at : at + COMPARED], rows(calm.run_dir)[at : at + COMPARED])
     assert len(rows(run_dir)) == STEPS
     assert slurm.job(job)["Restarts"] == "0"
+
+
+def test_a_node_that_dies_before_its_hello_is_found_among_several_that_wait(slurm: Cluster) -> None:
+    """Of two nodes nobody is heard: actors alone are there, whose torchruns wait for all. One of the two is dead."""
+    calm, run_dir = calm_run(slurm), slurm.shared / "speechless"
+    words = ("--actor.num_nodes=4", "--vllm.num_engines=1", "--vllm.num_nodes=1", "--algo.kl.init_coef=0")
+    ends = ("--timeout.connect=60", "--train.max_steps=2", "--train.num_episodes=10")
+    job = slurm.submit(CHECKOUT / "sbatch" / "ppo_32b.toml", run_dir, FOUR, *calm.overrides, *words, *ends)
+    log = run_dir / "logs" / "actor.gpu003.torchrun.log"
+    slurm.wait_until(lambda: log.exists() and "ranks 2 to 2 of actor" in log.read_text(), "actor on gpu003", 120)
+    slurm.cluster("crash", "gpu003")
+    try:
+        roles = json.loads((run_dir / "rank_map.json").read_text())["roles"]
+        others = {share["node"] for role, shares in roles.items() if role != "actor" for share in shares}
+        assert len({"gpu002", "gpu003", "gpu004"} - others) > 1, roles
+        told = slurm.wait_until(lambda: bool(summary(run_dir).get("restarts")), "restart", 200)
+        slurm.wait_until(lambda: summary(run_dir)["status"] != "running", "end of the run", 300)
+    finally:
+        slurm.restart("gpu003")
+    print(f"told after {told:.1f} s: {summary(run_dir)['restarts']}\n{said(run_dir)}")
+    assert slurm.wait_over(job, 60) == ("COMPLETED", 0), said(run_dir)
+    assert "rank 2 on gpu003 is lost before its hello" in summary(run_dir)["restarts"][0]
+    assert "left out from now on: gpu003;" in said(run_dir)

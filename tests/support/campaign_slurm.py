@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from cluster_faults import ClusterFaults, Job, Jobs, Struck
-from slurm_cluster import ENDLESS, Cluster
+from cluster_faults import REST_S, ClusterFaults, Job, Jobs, Struck
+from slurm_cluster import ENDLESS, OVER, Cluster
 
 from slurm_rlhf.campaign.faults import ANY, CONDUCTOR, PHASES, Fault
 from slurm_rlhf.campaign.session import Session
@@ -15,8 +15,9 @@ from slurm_rlhf.campaign.verdicts import Observation, Row, judge, unequal
 from slurm_rlhf.campaign.watch import watch
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.observe.jsonl import read_rows
+from slurm_rlhf.polling import wait_until
 
-STEPS_EACH, FEWEST_STEPS = 8, 40
+STEPS_EACH, FEWEST_STEPS = 16, 40
 """Length of the calm run: for each fault the steps before and after it."""
 MOVING = ("crash", "network cut")
 """Beginnings of kinds after which ranks are elsewhere: the next fault meets a new job, with all nodes."""
@@ -98,11 +99,9 @@ class ClusterCampaign:
         self._session = None
 
     def _strike(self, session: Session, fault: Fault, seen: Observation) -> None:
-        if fault.phase != ANY:
-            session.wait_for_phase(PHASES[fault.phase], session.steps)
-        seen.checkpoint, seen.printed, first = session.checkpoint, len(session.process.output()), session.count_events()
-        now = session.phase()
-        assert now is not None
+        seen.printed, first = len(session.process.output()), session.count_events()
+        now = session.phase_now() if fault.phase == ANY else session.meet_phase(PHASES[fault.phase])
+        seen.checkpoint = session.checkpoint
         struck = self._faults.do(fault, session.count_events)
         seen.hit_phase, seen.hit_step, seen.pid, seen.nodes = now.phase, now.step, struck.pid, struck.nodes
         try:
@@ -117,6 +116,7 @@ class ClusterCampaign:
             if seen.ended_s is not None:
                 self._faults.look_at_rest(seen, [node for node in self._slurm.names if node not in crashed])
                 if "cut off" in fault.says:
+                    _over(self._slurm, session)
                     seen.told += self._faults.status()
         finally:
             struck.heal()
@@ -127,6 +127,13 @@ class ClusterCampaign:
             alive = [node for node in self._slurm.names if node not in struck.nodes]
             seen.orphans += [] if seen.went_on else self._faults.lonely(*alive)
             struck.heal()
+
+
+def _over(slurm: Cluster, session: Session) -> None:
+    """Wait until Slurm says how the job ended: until then its conductor may be saving."""
+    assert isinstance(session.process, Job)
+    number = session.process.number
+    wait_until(lambda: slurm.job(number)["JobState"] in OVER, REST_S, 0.2, 0.2)
 
 
 def _requeues(session: Session) -> int:

@@ -34,8 +34,9 @@ ASK_S = 0.5
 OTHER_S = 10.0
 """The most from the first node's stand-in to its own end."""
 MOVED_S = 60.0
-REST_S = 10.0
-"""For what is left of a run on its nodes, from the end of its job."""
+REST_S = 20.0
+"""For what is left of a run on its nodes, from the end of its job. Slurm refuses an srun whose conductor was killed to
+end its step where the job has just ended; then the ranks leave when they miss the conductor, after 12 s."""
 LONELY_S = 40.0
 """For processes on a node that is cut off: to see that their conductor is gone, and to leave."""
 
@@ -198,8 +199,8 @@ class ClusterFaults:
 
     def lonely(self, *nodes: str) -> list[str]:
         """What does not leave by itself on nodes that hear nothing of the conductor any more."""
-        wait_until(lambda: not self._slurm.left(self._run_dir, *nodes), LONELY_S, 0.2, 0.5)
-        return [f"process {line[:160]} on {node}" for node in nodes for line in self._slurm.left(self._run_dir, node)]
+        wait_until(lambda: not self._slurm.astray(self._run_dir, *nodes), LONELY_S, 0.2, 0.5)
+        return [f"process {line[:160]} on {node}" for node in nodes for line in self._slurm.astray(self._run_dir, node)]
 
     def look_at_rest(self, seen: Observation, nodes: Sequence[str]) -> None:
         """Note what an ended job has left on the nodes that live."""

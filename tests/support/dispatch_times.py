@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from slurm_rlhf.control.calls import GenerateBatch
-from slurm_rlhf.control.server import EngineHandle
+from slurm_rlhf.control.handles import EngineHandle
 
 
 @contextmanager

@@ -185,14 +185,25 @@ def _find(module: ast.Module, name: str) -> list[ast.AST]:
     owner, _, last = name.rpartition(".")
     if not owner:
         return [node for node in _statements(module.body) if last in _names(node)]
-    classes = [node for node in ast.walk(module) if isinstance(node, ast.ClassDef) and node.name == owner]
+    classes = [node for node in _classes(module) if node.name == owner]
     if not classes:
-        return [node for node in ast.walk(module) if f"{owner}.{last}" in _targets(node)]
+        return [node for node, targets in _assignments(module) if f"{owner}.{last}" in targets]
     found: list[ast.AST] = []
     for each in classes:
         found += [node for node in _statements(each.body) if last in _names(node)]
-        found += [node for node in ast.walk(each) if f"self.{last}" in _targets(node)]
+        found += [node for node, targets in _assignments(each) if f"self.{last}" in targets]
     return found
+
+
+@cache
+def _classes(module: ast.Module) -> list[ast.ClassDef]:
+    return [node for node in ast.walk(module) if isinstance(node, ast.ClassDef)]
+
+
+@cache
+def _assignments(scope: ast.AST) -> list[tuple[ast.AST, list[str]]]:
+    """The assignments in a module or a class, each with what it assigns to."""
+    return [(node, targets) for node in ast.walk(scope) if (targets := _targets(node))]
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

@@ -91,11 +91,15 @@ def memory_slope(samples: Sequence[Sample]) -> float:
 
 
 def more(samples: Sequence[Sample]) -> dict[str, tuple[int, int]]:
-    """What a process has more of in the last third of its samples than in the first: name -> (most then, most now)."""
+    """What a process has more of in the last third of its samples than in the first: name -> (then, now), medians.
+
+    The most would count threads that live as long as a weight update does, which only some samples meet.
+    """
     third = max(len(samples) // 3, 1)
     found = {}
     for what in COUNTED:
-        first, last = (max(getattr(one, what) for one in part) for part in (samples[:third], samples[-third:]))
+        parts = samples[:third], samples[-third:]
+        first, last = (statistics.median_high(getattr(one, what) for one in part) for part in parts)
         if last > first:
             found[what] = (first, last)
     return found

@@ -14,8 +14,9 @@ from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import EngineCalls, StartRequest
-from slurm_rlhf.control.messages import Peer
-from slurm_rlhf.control.server import ControlServer, EngineHandle, gather
+from slurm_rlhf.control.handles import EngineHandle, gather
+from slurm_rlhf.control.roster import Peer
+from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.run_directory import RunDirectory
 

@@ -37,7 +37,7 @@ RESPONSES = 12
 
 
 class Here:
-    """A role of one rank in this process, in place of `control.server.RoleHandle`: its calls are answered at once."""
+    """A role of one rank in this process, in place of `control.handles.RoleHandle`: its calls are answered at once."""
 
     world = 1
 

@@ -34,6 +34,7 @@ nodes are measured in test_slurm_preflight.py."""
 SMALL = ("--vllm.num_engines=1", "--vllm.num_nodes=1", "--algo.kl.init_coef=0", "--eval.dataset=")
 """Fewer processes to start, where it is not they that matter."""
 ENDLESS = ("--train.max_steps=100000", "--train.num_episodes=100000")
+HEIR = "slurm_rlhf.launch.headless"
 OWN = ("unshare", "slurm_cluster.sh", "slurmd", "sleep", "slurmstepd: extern")
 
 
@@ -168,6 +169,14 @@ class Cluster:
     def left(self, run_dir: Path, *nodes: str) -> list[str]:
         """Command lines of a run's processes on `nodes`."""
         return [line for node in nodes for line in self.processes(node) if str(run_dir) in line]
+
+    def heirs(self, *nodes: str) -> list[str]:
+        """Command lines of those that wait on `nodes` for slurmctld to mark the first node of their job down."""
+        return [line for node in nodes for line in self.processes(node) if HEIR in line]
+
+    def astray(self, run_dir: Path, *nodes: str) -> list[str]:
+        """`left`, without those that wait for slurmctld."""
+        return [line for line in self.left(run_dir, *nodes) if HEIR not in line]
 
     def numbered(self, node: str) -> Iterator[tuple[int, str]]:
         """(process id on this machine, command line) of everything on a node."""

@@ -23,8 +23,9 @@ from slurm_rlhf.control.calls import (
     StartRequest,
     TrainBatch,
 )
-from slurm_rlhf.control.server import ControlServer, EngineHandle, RoleHandle, gather
-from slurm_rlhf.controller.engine_pool import WeightSync
+from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
+from slurm_rlhf.control.server import ControlServer
+from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.records import Sampling, Trajectory
 
 ACTORS = 2

@@ -14,7 +14,7 @@ from sync_peer import Peer, describe, digest, hold, make_weights
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.declarations import spec_of
-from slurm_rlhf.controller.engine_pool import WeightSync
+from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import RemoteError
 from slurm_rlhf.weight_sync.group import SyncGroup, join
 from slurm_rlhf.weight_sync.member import Membership

@@ -76,10 +76,12 @@ def test_critic_head_depends_on_the_seed_alone(models: Path) -> None:
 def test_collate_points_at_the_token_before_each_action() -> None:
     exp = make_experience([(2, 3), (4, 1)])
     batch = collate(exp, CPU)
-    assert batch.input_ids.shape == (2, 5)
-    assert batch.action_index.tolist() == [1, 2, 3, 5 + 3]
+    assert batch.input_ids.tolist() == [exp.token_ids[:4].tolist(), exp.token_ids[5:9].tolist()]
+    assert batch.action_index.tolist() == [1, 2, 3, 4 + 3]
     assert batch.targets.tolist() == exp.token_ids[[2, 3, 4, 9]].tolist()
-    assert batch.input_ids[0].tolist() == exp.token_ids[:5].tolist()
+    whole = collate(exp, CPU, whole=True)
+    assert whole.input_ids.tolist() == [exp.token_ids[:5].tolist(), exp.token_ids[5:].tolist()]
+    assert whole.action_index.tolist() == [1, 2, 3, 5 + 3]
     with pytest.raises(ValueError, match="sequence 1 has a response but no prompt"):
         collate(make_experience([(2, 3), (0, 1)]), CPU)
 

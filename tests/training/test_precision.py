@@ -219,7 +219,7 @@ def test_scores_of_a_bf16_reward_model_are_computed_with_the_fp32_head_of_its_fi
     model = RewardModel(config)
     scores = model.score(exp, [list(range(len(exp)))])
     weights = load_file(path / "model.safetensors")
-    batch = collate(exp, torch.device("cpu"))
+    batch = collate(exp, torch.device("cpu"), whole=True)
     with torch.no_grad():
         hidden = model.model._module.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
     hidden = hidden.flatten(0, 1)[last_token(exp, batch.input_ids)].float()

@@ -108,7 +108,7 @@ def _filled(plan, bucket: int, version: int) -> torch.Tensor:
 @pytest.mark.parametrize("way", ["parameters", "copies"])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_what_is_filled_is_what_is_put_together(actors, zero, bucket, way, chunked, monkeypatch):
-    monkeypatch.setattr("slurm_rlhf.weight_sync.transfer_plan._APART", 100)
+    monkeypatch.setattr("slurm_rlhf.weight_sync.transfer_plan._APART", 48)
     plan = _plan(actors, zero, bucket, chunked)
     assembly = Assembly(plan, Pool(torch.device("cpu")))
     got = []
@@ -123,7 +123,7 @@ def test_what_is_filled_is_what_is_put_together(actors, zero, bucket, way, chunk
 
 def test_shards_that_lie_apart_arrive_as_their_parameter(monkeypatch):
     """Nothing is copied, on neither end; parameters that are small travel in the parts."""
-    monkeypatch.setattr("slurm_rlhf.weight_sync.transfer_plan._APART", 100)
+    monkeypatch.setattr("slurm_rlhf.weight_sync.transfer_plan._APART", 48)
     plan = _plan(3, 3, chunked=True)
     buffer = _filled(plan, 0, 12)
     parts = plan.parts(0, 0)
@@ -158,7 +158,7 @@ def test_a_wrong_byte_and_a_wrong_version_are_named():
 
 def test_what_was_summed_on_arrival_is_compared_and_not_read_again(monkeypatch):
     """Pieces of a large parameter are no larger than a chunk; whoever takes a chunk sums it."""
-    monkeypatch.setattr("slurm_rlhf.weight_sync.transfer_plan._APART", 100)
+    monkeypatch.setattr("slurm_rlhf.weight_sync.transfer_plan._APART", 70)
     plan = make_plan(describe(_weights()), 1 << 20, Layout(("a", "a"), ("b",), 3, chunked=True), 64)
     buffer, parts = _filled(plan, 0, 12), plan.parts(0, 0)
     apart = [piece for part in parts for piece in part.apart]

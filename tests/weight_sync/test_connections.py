@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import PrefixStore
 
-from slurm_rlhf.weight_sync.backends.gloo import GlooTransport
+from slurm_rlhf.weight_sync.backends.gloo import Gloo, GlooTransport
 from slurm_rlhf.weight_sync.rendezvous import SyncStore, connect
 from slurm_rlhf.weight_sync.routes import cost_of, partners, routes
 from slurm_rlhf.weight_sync.transfer_plan import Layout, SyncPlan, make_plan
@@ -57,6 +59,24 @@ def test_partners_are_those_of_the_routes_on_both_sides(shape: str) -> None:
             for rank in (route.owner, *(rank for ranks in route.node_ranks for rank in ranks)):
                 assert set(route.takers(rank)) <= told[rank]
     assert all(rank in told[peer] for rank, peers in told.items() for peer in peers)
+
+
+class Meeting:
+    """In place of the transport: keeps whom a member connects to."""
+
+    device, stop = torch.device("cpu"), None
+
+    def meet(self, peers: Iterable[int]) -> None:
+        self.met = set(peers)
+
+
+def test_members_connect_to_whom_they_exchange_chunks_with_and_to_no_others() -> None:
+    plan = planned("two actor nodes", 64)
+    for rank in (0, 7, 8, 70):
+        transport = Meeting()
+        Gloo(plan, rank, transport)  # type: ignore[arg-type]
+        assert transport.met == set(partners(plan, rank))
+        assert len(transport.met) < plan.layout.world / 2
 
 
 @pytest.mark.parametrize("zero", [0, 3])

@@ -15,7 +15,7 @@ from sync_fleet import PeerRanks, loaded, sent
 from sync_peer import Peer, describe, make_weights
 
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.engine_pool import WeightSync
+from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.weight_sync.diagnosis import Names, cut
 from slurm_rlhf.weight_sync.liveness import Heartbeat, partners, silent
 from slurm_rlhf.weight_sync.member import Member
@@ -71,7 +71,7 @@ def cut_soon(damage: Callable[[], None], repair: Callable[[], None]) -> Iterator
     """A cut half way in an update; gives (what was said of it, after how many seconds)."""
     told, damaged = Told(repair), []
     timer = threading.Timer(0.4, lambda: (damaged.append(time.monotonic()), damage()))
-    logger = logging.getLogger("slurm_rlhf.controller.engine_pool")
+    logger = logging.getLogger("slurm_rlhf.controller.weight_updates")
     logger.addHandler(told)
     timer.start()
     try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import statistics
 
 import long_links
 import pytest
+import raw_relay
 from shaped_links import available, shaped
 
 from slurm_rlhf.bench.sync import World, measure, parameters_of
@@ -56,6 +58,21 @@ def test_a_node_at_a_tenth_costs_what_the_network_costs(zero: int) -> None:
     assert sent <= (2 + 4 * (0.15 if zero == 0 else 0.55)) * found["bytes"]
 
 
+def long_world(links: long_links.LongLinks) -> World:
+    """100 MB of ZeRO-3 shards from and to all nodes, two ranks on each."""
+    actors = [node for node in links.nodes if node.startswith("actor")]
+    return World(
+        parameters_of(100_000_000),
+        actors=[node for node in actors for _ in range(2)],
+        engines=[node for node in links.nodes if node not in actors for _ in range(2)],
+        zero=3,
+        naive=False,
+        bucket_bytes=16 << 20,
+        host=links.address("actor0"),
+        prefix=links.inside,
+    )
+
+
 @pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not long_links.available(), reason="packets are delayed by way of /dev/net/tun")
@@ -63,17 +80,24 @@ def test_links_of_20_ms_are_as_full_as_one_stream_makes_them() -> None:
     """Eight ranks on four nodes, 100 MB of ZeRO-3 shards at 400 Mbit/s; a round trip takes 20 ms."""
     nodes = ["actor0", "actor1", "rollout0", "rollout1"]
     with long_links.long(nodes, 400, 0.01) as links:
-        world = World(
-            parameters_of(100_000_000),
-            actors=[node for node in nodes[:2] for _ in range(2)],
-            engines=[node for node in nodes[2:] for _ in range(2)],
-            zero=3,
-            naive=False,
-            bucket_bytes=16 << 20,
-            host=links.address("actor0"),
-            prefix=links.inside,
-        )
-        found = measure(world)
+        found = measure(long_world(links))
     print(json.dumps(found))
     assert found["raw_seconds"] > found["bytes"] / 50e6  # the links are no faster than they were set
     assert found["share_of_raw"] >= 1 / 1.15
+
+
+@pytest.mark.full
+@pytest.mark.timeout(400)
+@pytest.mark.skipif(not long_links.available(), reason="packets are delayed by way of /dev/net/tun")
+def test_relays_over_links_of_20_ms_are_as_fast_as_plain_streams_of_the_same_shape() -> None:
+    """Twelve ranks on six nodes share this machine: all is four times slower, so that it has the time of their six."""
+    heads = [("actor0", 0, 1), ("actor0", 2, 3), ("actor1", 1, 0), ("actor1", 3, 2)]
+    chains = [(actor, f"rollout{head}", f"rollout{other}") for actor, head, other in heads]
+    nodes = ["actor0", "actor1", *(f"rollout{index}" for index in range(4))]
+    with long_links.long(nodes, 400, 0.01, slower=4) as links:
+        found = measure(long_world(links))
+        relays = raw_relay.seconds(links, chains, found["bytes"] // 2, 3)
+        print(json.dumps(found | {"relay_seconds": relays} | links.counts()))
+    assert statistics.median(relays) > 4 * found["bytes"] / 50e6  # the links are no faster than they were set
+    assert found["seconds"] <= 1.2 * statistics.median(relays)
+    assert found["share_of_raw"] >= 1 / 1.46

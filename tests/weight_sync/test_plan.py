@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.weight_sync.receiver import check_match
-from slurm_rlhf.weight_sync.routes import cost_of, routes
+from slurm_rlhf.weight_sync.routes import Route, cost_of, routes
 from slurm_rlhf.weight_sync.transfer_plan import ALIGN, ITEM_SIZE, Layout, SyncPlan, make_plan
 
 PARAMETERS = [
@@ -73,19 +74,28 @@ def everything(plan: SyncPlan):
 
 
 def follow(plan: SyncPlan, stream: int, bucket: int):
-    """(giver, taker, bytes) of every hand-over, as the members will do it: each taker's giver counts it as a taker."""
+    """(giver, taker, route) of every hand-over, as the members will do it: each taker's giver counts it as a taker."""
     for route in routes(plan, bucket, stream):
-        takers = {rank for ranks in route.node_ranks for rank in ranks}
-        reached, waiting = {route.owner}, [route.owner]
-        while waiting:
-            giver = waiting.pop()
-            for taker in route.takers(giver):
-                assert taker not in reached, "a chunk comes twice"
-                assert route.giver(taker) == giver
-                reached.add(taker)
-                waiting.append(taker)
-                yield giver, taker, route
-        assert reached - {route.owner} == takers, "a chunk does not come"
+        for giver, taker in hand_overs(route.owner, route.entries, route.givers, route.node_ranks):
+            yield giver, taker, route
+
+
+@lru_cache(maxsize=4096)
+def hand_overs(owner: int, *way) -> list[tuple[int, int]]:
+    """(giver, taker) of a chunk's hand-overs. Many chunks go the same way: it is followed once."""
+    route = Route(owner, 0, 1, 0, *way)
+    takers = {rank for ranks in route.node_ranks for rank in ranks}
+    reached, waiting, found = {owner}, [owner], []
+    while waiting:
+        giver = waiting.pop()
+        for taker in route.takers(giver):
+            assert taker not in reached, "a chunk comes twice"
+            assert route.giver(taker) == giver
+            reached.add(taker)
+            waiting.append(taker)
+            found.append((giver, taker))
+    assert reached - {owner} == takers, "a chunk does not come"
+    return found
 
 
 @settings(max_examples=60, deadline=None)
@@ -93,26 +103,27 @@ def follow(plan: SyncPlan, stream: int, bucket: int):
 def test_every_byte_reaches_every_engine_rank_once(case):
     plan = planned(case)
     takers = range(len(plan.layout.actors), plan.layout.world)
-    got = {rank: [np.zeros(p.nbytes, dtype=np.int32) for p in plan.parameters] for rank in takers}
+    # The buffer of a bucket is the same for all ranks of a stream: who has all of each has every byte of it once.
+    carried = [[np.zeros(p.nbytes, dtype=np.int32) for p in plan.parameters] for _ in plan.streams]
     owned = Counter()
     for stream, bucket in everything(plan):
         parts = plan.parts(bucket, stream)
-        chunks = {rank: [] for rank in got}
+        chunks = {rank: [] for rank in takers}
         for _, taker, route in follow(plan, stream, bucket):
             chunks[taker].append((route.low, route.high))
         covered = {rank: sorted(found) for rank, found in chunks.items() if found}
         assert {plan.layout.node(rank) for rank in covered} == set(plan.streams[stream].nodes)
-        for rank, found in covered.items():
-            assert plan.stream_to(rank) == stream
+        assert [*covered] == [rank for rank in takers if plan.stream_to(rank) == stream]
+        for found in covered.values():
             assert found[0][0] == 0
             assert [high for _, high in found[:-1]] == [low for low, _ in found[1:]]
             assert found[-1][1] == plan.nbytes(bucket, stream)
-            for piece in (piece for part in parts for piece in part.pieces):
-                got[rank][piece.span.parameter][piece.span.low : piece.span.high] += 1
         for part in parts:
             for piece in part.pieces:
+                carried[stream][piece.span.parameter][piece.span.low : piece.span.high] += 1
                 owned[part.owner, piece.span.parameter] += piece.span.nbytes
-    assert all((times == 1).all() for found in got.values() for times in found)
+    assert {plan.stream_to(rank) for rank in takers} == set(range(len(plan.streams)))
+    assert all((times == 1).all() for found in carried for times in found)
     if plan.layout.zero_stage == 3:
         for (owner, index), nbytes in owned.items():
             parameter = plan.parameters[index]
@@ -283,7 +294,7 @@ def test_a_dtype_that_would_be_rounded_is_refused(sent, kept):
 @given(cases())
 def test_chunks_of_what_lies_apart_are_pieces_of_their_owner_and_nothing_overlaps(monkeypatch, case):
     """A parameter lies in the buffer as it is, whoever owns which piece of it."""
-    monkeypatch.setattr("slurm_rlhf.weight_sync.transfer_plan._APART", 200)
+    monkeypatch.setattr("slurm_rlhf.weight_sync.transfer_plan._APART", 64)
     plan = planned(case)
     plan = make_plan(plan.described, plan.bucket_bytes, replace(plan.layout, chunked=True), plan.asked_chunk)
     for stream, bucket in everything(plan):
@@ -304,3 +315,11 @@ def test_chunks_of_what_lies_apart_are_pieces_of_their_owner_and_nothing_overlap
                 assert piece.apart or part.start < piece.offset <= part.start + part.nbytes - piece.span.nbytes
             assert part.sent == part.nbytes + sum(high - low for low, high in ranges)
         assert (held <= 0).all()  # padding at most is left
+
+
+def test_small_shards_of_many_parameters_are_one_chunk():
+    """A message for each would cost more than the copy: of 12 parameters of 128 KiB, each rank owns 32 KiB."""
+    layout = Layout(("x", "x", "y", "y"), tuple("pqrs"), 3, chunked=True)
+    plan = make_plan([[f"w{i}", [256, 256], "bfloat16"] for i in range(12)], 16 << 20, layout)
+    assert [route.owner for route in routes(plan, 0, 0)] == [0, 1, 2, 3]
+    assert not any(part.apart for part in plan.parts(0, 0))

@@ -14,7 +14,7 @@ from shaped_links import available, shaped
 from sync_fleet import PeerRanks, configure, loaded, sent
 from sync_peer import Peer, describe, make_weights
 
-from slurm_rlhf.controller.engine_pool import WeightSync
+from slurm_rlhf.controller.weight_updates import WeightSync
 from slurm_rlhf.errors import RemoteError, SyncError
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]

@@ -25,7 +25,8 @@ from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import ActorCalls, PackedPrompts, PromptTokens, ResponseBatch, StartRequest
-from slurm_rlhf.control.server import ControlServer, RoleHandle, gather
+from slurm_rlhf.control.handles import RoleHandle, gather
+from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller.actor_sampler import ActorSampler
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import LENGTH, STOP, Prompt, Sampling, Trajectory
@@ -45,10 +46,10 @@ from slurm_rlhf.rollout import hf_generation
 
 choose = hf_generation.Batch.choose
 
-def stalling(batch, input_ids, logits):
+def stalling(batch, logits):
     while os.environ["RANK"] == "1" and batch.tokens > 5 and Path({stall!r}).exists():
         time.sleep(0.1)
-    return choose(batch, input_ids, logits)
+    return choose(batch, logits)
 
 hf_generation.Batch.choose = stalling
 """

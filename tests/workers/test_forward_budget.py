@@ -12,7 +12,7 @@ from steps import make_step
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import TrainAnswer
-from slurm_rlhf.control.server import RoleHandle
+from slurm_rlhf.control.handles import RoleHandle
 from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.records import Experience, Prompt, Trajectory
 from slurm_rlhf.rewards.model import ModelRewards, Scoring

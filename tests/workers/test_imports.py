@@ -16,7 +16,7 @@ from control_peer import ask
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
-from slurm_rlhf.control.messages import Peer
+from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.run_directory import RunDirectory
 

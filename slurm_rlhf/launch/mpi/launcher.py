@@ -100,6 +100,9 @@ class MpiLauncher:
         if here in pids:
             look_here(here, pids[here], directory)
 
+    def unreached(self, nodes: Sequence[str]) -> list[str]:
+        return []  # as above
+
     def stop(self, done: bool, grace_s: float) -> None:
         """Tell rank 0 to stop all ranks; it closes the channel when every worker is gone."""
         with self._lock:

@@ -24,8 +24,8 @@ from typing import IO, Any
 
 from slurm_rlhf.cluster.local_directory import take_directory
 from slurm_rlhf.cluster.network import address_among
-from slurm_rlhf.cluster.processes import KEYS, STORE_FD, STORE_RANKS
-from slurm_rlhf.launch.child_process import bound_to_parent, exit_text, start_child
+from slurm_rlhf.cluster.processes import KEYS, STORE_FD, STORE_RANKS, exit_text
+from slurm_rlhf.launch.child_process import bound_to_parent, start_child
 from slurm_rlhf.launch.mpi.assignment import Assignment
 from slurm_rlhf.launch.mpi.communicator import Communicator
 from slurm_rlhf.launch.mpi.launcher import Channel

@@ -1,0 +1,65 @@
+"""What a run quotes of its logs: the newest in which its present start has written, and nothing from before."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from slurm_rlhf.control.roster import Peer
+from slurm_rlhf.controller.start_logs import StartLogs
+from slurm_rlhf.launch.launcher import Ended
+from slurm_rlhf.observe.log_tail import FailedProcess
+from slurm_rlhf.run_directory import RunDirectory
+
+REPORT = """Root Cause (first observed failure):
+  rank      : {rank} (local_rank: {rank})
+  exitcode  : -9 (pid: 7)
+"""
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    made = RunDirectory(tmp_path)
+    made.make()
+    write(made.role_log("actor", "n1", 0), "of a start before", 1)
+    write(made.role_log("actor", "n1", "torchrun"), REPORT.format(rank=0), 1)
+    return made
+
+
+def write(log: Path, text: str, at: int) -> None:
+    with log.open("a") as file:
+        file.write(f"{text}\n")
+    os.utime(log, (at, at))
+
+
+def test_the_newest_log_is_quoted_and_nothing_of_an_earlier_start(directory: RunDirectory) -> None:
+    logs = StartLogs(directory)
+    quiet = logs.of_peer(Peer("actor", 0, 2, "n1", 1))
+    assert logs.quote(quiet) == f"The last lines of {quiet[0]}:\n    (it is empty)"
+    write(quiet[0], "of this start", 5)
+    write(directory.role_log("actor", "n1", 1), "\n".join(str(line) for line in range(20)), 4)
+    assert logs.quote(logs.of_role("actor")) == f"The last lines of {quiet[0]}:\n    of this start"
+    write(directory.role_log("actor", "n1", 1), "later", 6)
+    *head, last = logs.quote(logs.of_role("actor")).splitlines()
+    assert (len(head), last) == (12, "    later")
+    logs.mark()
+    assert "later" not in logs.quote(logs.of_role("actor"))
+
+
+def test_of_a_group_that_ended_its_ranks_are_asked_before_the_role(directory: RunDirectory) -> None:
+    logs = StartLogs(directory)
+    end = Ended("actor", "n1", "ended", directory.logs / "actor.srun.log")
+    assert logs.of_end(end)[-1] == end.log
+    own = directory.role_log("actor", "n1", 0)
+    write(own, "of this start", 5)
+    assert logs.of_end(end) == [own]
+    assert [path.name for path in logs.of_ranks("rollout", "n2", [3])] == ["rollout.n2.3.log", "rollout.n2.3.start.log"]
+
+
+def test_the_report_of_a_torchrun_is_that_of_this_start(directory: RunDirectory) -> None:
+    logs = StartLogs(directory)
+    assert logs.first_failure("actor", "n1") is None
+    write(logs.of_torchrun("actor", "n1"), REPORT.format(rank=1), 5)
+    assert logs.first_failure("actor", "n1") == FailedProcess(1, 7, -9)
