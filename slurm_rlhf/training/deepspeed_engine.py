@@ -130,20 +130,27 @@ def start_deepspeed(module: nn.Module, cfg: EngineConfig, world: World) -> Any:
             "ds.param_dtype = fp16: DeepSpeed does not train in it on this device (of CPUs only those with fp16 "
             "instructions do): use bf16 or fp32"
         )
-    # torch's AdamW: DeepSpeed's own optimizers are extensions, too. Fused on CPUs, where torch by default takes a
-    # parameter after the other through ten kernels; on GPUs, where it takes them all together, as it is by default.
-    optimizer = torch.optim.AdamW(
-        _groups(module, cfg.weight_decay),
-        lr=cfg.schedule.peak,
-        betas=cfg.betas,
-        fused=True if cfg.fused and world.device.type == "cpu" else None,
-    )
+    optimizer = adamw(module, cfg, world.device)
     elements = sum(sizes(module).values())
     settings = deepspeed_config(cfg, elements, world.size)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
     switch_off_scaler(engine)
     limit_collectives(cfg.timeout_s)
     return engine
+
+
+def adamw(module: nn.Module, cfg: EngineConfig, device: torch.device) -> torch.optim.AdamW:
+    """Make torch's AdamW for a module on `device`: DeepSpeed's own optimizers are extensions, which have to be built.
+
+    With `cfg.fused` it is fused on CPUs, where torch by default takes a parameter after the other through ten kernels.
+    On GPUs it stays as torch has it by default: all parameters together.
+    """
+    return torch.optim.AdamW(
+        _groups(module, cfg.weight_decay),
+        lr=cfg.schedule.peak,
+        betas=cfg.betas,
+        fused=True if cfg.fused and device.type == "cpu" else None,
+    )
 
 
 @contextmanager

@@ -43,10 +43,10 @@ GPU = torch.device("cuda", 1)
 class Engine:
     """DeepSpeed's: what `TrainEngine` asks of it, computed plainly."""
 
-    def __init__(self, module: nn.Module, stage: int, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, cfg: zero.EngineConfig, device: torch.device) -> None:
         self.module = module.to(device)
-        self.optimizer: Any = torch.optim.AdamW(module.parameters(), lr=1e-3)
-        self.stage = stage
+        self.optimizer: Any = zero.adamw(self.module, cfg, device)
+        self.stage = cfg.zero_stage
         self.offloaded: list[Any] = []
         self.boundaries: list[bool] = []
 
@@ -117,7 +117,7 @@ def cuda(models: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     monkeypatch.setattr(dist, "init_process_group", over_gloo)
 
     def start(module: nn.Module, cfg: zero.EngineConfig, world: World) -> Any:
-        return Engine(module, cfg.zero_stage, world.device)
+        return Engine(module, cfg, world.device)
 
     check_signature(zero.start_deepspeed, start)
     monkeypatch.setattr(train_engine, "start_deepspeed", start)
@@ -232,6 +232,17 @@ def test_numbers_are_those_of_the_cpu(cuda: FakeCuda, models: Path) -> None:
     metrics.append(plain.train_step(exp, split(8, 3), 50.0))
     assert (found[0] == found[1]).all()
     assert metrics[0] == metrics[1]
+
+
+def test_adamw_is_fused_on_cpus_alone(cuda: FakeCuda, models: Path) -> None:
+    """On GPUs torch takes all parameters together by default; a checkpoint's run must round as it did."""
+    for deterministic, on_cpu in ((False, True), (True, None)):
+        config = config_of(models)
+        config.train.full_determinism = deterministic
+        cfg = zero.EngineConfig.of(config, zero.Schedule("constant", 1e-3, 10), ranks=1)
+        for device, fused in ((torch.device("cpu"), on_cpu), (GPU, None)):
+            (group,) = zero.adamw(nn.Linear(2, 2).to(device), cfg, device).param_groups
+            assert group["fused"] is fused
 
 
 def test_frozen_models_wait_once_a_batch(cuda: FakeCuda, models: Path) -> None:

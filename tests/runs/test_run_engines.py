@@ -15,6 +15,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
 
 NEW_TOKENS = 16
 PROMPTS = 40
+HELD = 6
+"""Responses that an engine has at once: four that it computes, two that wait."""
 STEPS = 6
 WORLD = (
     "--train.full_determinism=false",
@@ -68,13 +70,18 @@ def together(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def test_the_slow_engine_takes_fewer_prompts(slowed: tuple[Path, str]) -> None:
-    taken = [(engine(row, 0)["responses"], engine(row, 1)["responses"]) for row in together(slowed[0])]
-    print("responses of the fast and of the slow engine:", taken)
-    for fast, slow in taken:
+    """Its part of a batch is that of its measured speed: on a busy machine the other one is slower, too."""
+    rows = together(slowed[0])[1:]  # the first step is a cold start of both
+    taken = [(engine(row, 0)["responses"], engine(row, 1)["responses"]) for row in rows]
+    parts = []
+    for row in rows:
+        fast, slow = engine(row, 0)["tokens_per_s"], engine(row, 1)["tokens_per_s"]
+        parts.append(PROMPTS * slow / (fast + slow))
+    print("responses of the fast and of the slow engine:", taken, "by speed:", *(f"{part:.1f}" for part in parts))
+    for (fast, slow), part in zip(taken, parts, strict=True):
         assert fast + slow == PROMPTS
-    # The first step is a cold start of both.
-    assert all(slow >= 4 for _, slow in taken[1:])  # it was given its first ones, and they came back
-    assert sum(slow for _, slow in taken[1:]) < sum(fast for fast, _ in taken[1:]) / 2
+        assert 4 <= slow <= part + HELD  # it was given its first ones, and they came back
+    assert sum(slow for _, slow in taken) < sum(fast for fast, _ in taken)
 
 
 def test_it_delays_the_batch_by_its_own_last_sequences_at_most(slowed: tuple[Path, str]) -> None:
