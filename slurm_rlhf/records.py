@@ -6,6 +6,7 @@ Shapes: P prompt tokens, R response tokens, N sequences, T = sum(P + R), A = sum
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
@@ -189,24 +190,30 @@ class Experience:
         """Return where each response starts in `action_mask` and the columns, [N + 1]."""
         return np.concatenate([[0], np.cumsum(self.response_lens, dtype=np.int64)])
 
+    def actions_of(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """Return where the response tokens of the sequences `indices` are in the columns, in that order."""
+        return _within(self.action_offsets, np.asarray(indices, dtype=np.int64))
+
     def select(self, indices: list[int]) -> Experience:
         """Select the sequences `indices`, in that order."""
-        tokens, actions = self.token_offsets, self.action_offsets
         where = np.asarray(indices, dtype=np.int64)
-
-        def gather(values: NDArray[Any], offsets: NDArray[np.int64]) -> NDArray[Any]:
-            parts = [values[offsets[i] : offsets[i + 1]] for i in indices]
-            return np.concatenate(parts) if parts else values[:0]
-
+        tokens, actions = _within(self.token_offsets, where), self.actions_of(indices)
         return Experience(
             self.prompt_lens[where],
             self.response_lens[where],
-            gather(self.token_ids, tokens),
-            gather(self.action_mask, actions),
+            self.token_ids[tokens],
+            self.action_mask[actions],
             self.rewards[where],
-            {name: gather(column, actions) for name, column in self.columns.items()},
+            {name: column[actions] for name, column in self.columns.items()},
             [self.finish_reasons[i] for i in indices] if self.finish_reasons else [],
         )
+
+
+def _within(offsets: NDArray[np.int64], where: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the positions offsets[i] .. offsets[i + 1] - 1 for each i of `where`."""
+    lengths = offsets[where + 1] - offsets[where]
+    ends = np.cumsum(lengths)
+    return np.repeat(offsets[where] - (ends - lengths), lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
 def pack(trajectories: list[Trajectory], rewards: list[float]) -> Experience:

@@ -116,18 +116,16 @@ def same_prompts(experience: Experience) -> list[list[int]]:
 
 def assemble(experience: Experience, parts: list[Shard], columns: list[F32]) -> F32:
     """Put the ranks' columns over their own response tokens together: the column of the whole batch, [A]."""
-    offsets = experience.action_offsets
-    whole = np.zeros(int(offsets[-1]), dtype=np.float32)
+    whole = np.zeros(int(experience.action_offsets[-1]), dtype=np.float32)
     for shard, column in zip(parts, columns, strict=True):
-        mine = shard.experience.action_offsets
-        for place, row in enumerate(shard.indices):
-            whole[offsets[row] : offsets[row + 1]] = column[mine[place] : mine[place + 1]]
+        whole[experience.actions_of(shard.indices)] = column
     return whole
 
 
 def _leads(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> dict[int, int]:
     """Return the longest sequence of each one's group."""
-    return {index: _longest_first(group, lengths)[0] for group in groups for index in group}
+    leads = ((_longest_first(group, lengths)[0], group) for group in groups if group)
+    return {index: lead for lead, group in leads for index in group}
 
 
 def _pack(indices: Sequence[int], lengths: Sequence[int], max_tokens: int, lead: dict[int, int]) -> list[list[int]]:

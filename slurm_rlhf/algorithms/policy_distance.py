@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -89,13 +90,14 @@ class KLController:
 
 def ages(trajectories: list[Trajectory], version: int) -> I32:
     """Count the updates between the policy that sampled a token and policy `version`, [A], as `records.pack` orders."""
-    parts = [np.zeros(0, dtype=np.int32)]
-    for trajectory in trajectories:
-        of_response = np.zeros(len(trajectory.response_ids), dtype=np.int32)
+    lengths = [len(trajectory.response_ids) for trajectory in trajectories]
+    found = np.zeros(sum(lengths), dtype=np.int32)
+    ends = itertools.accumulate(lengths)
+    for trajectory, length, end in zip(trajectories, lengths, ends, strict=True):
         for span in trajectory.versions:
-            of_response[span.start : span.end] = version - span.version
-        parts.append(of_response)
-    return np.concatenate(parts)
+            if span.version != version:
+                found[end - length : end][span.start : span.end] = version - span.version
+    return found
 
 
 def staleness(trajectories: list[Trajectory], age: I32, mask: Bool, drift: F32 | None) -> dict[str, float]:

@@ -135,8 +135,8 @@ class Train:
     0: four times train.max_tokens_per_gpu."""
     share_prompts: bool = False
     """The actor computes a prompt once for all its responses in a micro-batch, where that is less work (groups of
-    responses no longer than their prompt). Log-probs and gradients differ by rounding only; models with attention over
-    a window, or without attention, are refused."""
+    responses no longer than their prompt), and puts several prompts into a row. Log-probs and gradients differ by
+    rounding only; models with attention over a window, or without attention, are refused."""
     logprob_chunk_tokens: Annotated[int, COUNT] = 2048
     """Logits over the vocabulary exist for this many tokens at a time."""
     colocate_actor_ref: bool = False

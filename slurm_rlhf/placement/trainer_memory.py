@@ -156,13 +156,14 @@ def forward_work(shape: ModelShape, how: Pass) -> int:
 
 
 def shared_row(hidden: int, prompt: int, response: int, samples: int) -> int:
-    """Bound the tokens of a row: `samples` responses behind their prompt, by the rule of `training/shared_prompts.py`.
+    """Bound the tokens of a row by the rule of `training/shared_prompts.py`: `samples` responses behind their prompt.
 
-    `hidden`: size of the model's states. Short responses join a row as long as computing the prompt again costs more.
+    `hidden`: size of the model's states. Short responses stand behind their prompt as long as computing it again costs
+    more, and prompts share a row of up to `hidden` tokens.
     """
     lengths = range(1, response + 1, max(1, response // 256))
     joined = ((6 * hidden * prompt + (prompt + own) ** 2 / 2 - own**2) / (2 * own) + own for own in lengths)
-    return max(int(min(prompt + samples * own, most)) for own, most in zip(lengths, joined, strict=True))
+    return max(hidden, *(int(min(prompt + samples * own, most)) for own, most in zip(lengths, joined, strict=True)))
 
 
 def shared_mask(tokens: int, row: int, dtype: int) -> int:

@@ -26,7 +26,7 @@ class TokenBatch:
     input_ids: Tensor  # int64 [B, L], 0 where padded
     action_index: Tensor  # int64 [A] into [B * L]: the token before each response token, whose hidden state predicts it
     targets: Tensor  # int64 [A], the response tokens
-    position_ids: Tensor | None = None  # int64 [B, L], where several responses stand behind a prompt
+    position_ids: Tensor | None = None  # int64 [B, L], where a row has several texts
     attention_mask: Tensor | None = None  # bool [B, 1, L, L], there too
 
     @property
@@ -51,11 +51,12 @@ def collate(exp: Experience, device: torch.device, layout: Layout | None = None,
     row, prompt = placed.row[sequence], exp.prompt_lens[sequence]
     position = np.arange(len(sequence)) - exp.token_offsets[sequence]
     is_action = position >= prompt
-    column = np.where(is_action, placed.start[sequence] + position - prompt, position)
+    column = position + np.where(is_action, placed.start[sequence] - prompt, placed.prompt[sequence])
     input_ids = np.zeros((len(placed.rows), width), dtype=np.int64)
     read = np.ones_like(is_action) if whole else position < (exp.prompt_lens + tokens_read(exp))[sequence]
     input_ids[row[read], column[read]] = exp.token_ids[read]
-    before = np.where(position == prompt, prompt, column) - 1  # the first token of a response follows its prompt
+    # The first token of a response follows its prompt.
+    before = np.where(position == prompt, placed.prompt[sequence] + prompt, column) - 1
     action_index = (row * width + before)[is_action]
     targets = exp.token_ids[is_action].astype(np.int64)
     batch = TokenBatch(*(to_device(values, device) for values in (input_ids, action_index, targets)))

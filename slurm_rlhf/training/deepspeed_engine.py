@@ -126,10 +126,7 @@ def start_deepspeed(module: nn.Module, cfg: EngineConfig, world: World) -> Any:
     """
     deepspeed = import_deepspeed(world.device)
     if cfg.param_dtype == "fp16" and not deepspeed.accelerator.get_accelerator().is_fp16_supported():
-        raise ConfigError(
-            "ds.param_dtype = fp16: DeepSpeed does not train in it on this device (of CPUs only those with fp16 "
-            "instructions do): use bf16 or fp32"
-        )
+        raise ConfigError("ds.param_dtype = fp16: DeepSpeed does not train in it on this device: use bf16 or fp32")
     optimizer = adamw(module, cfg, world.device)
     elements = sum(sizes(module).values())
     settings = deepspeed_config(cfg, elements, world.size)

@@ -1,15 +1,17 @@
-"""Responses to one prompt in one row behind it, so that a pass computes the prompt once for all of them.
+"""Responses to one prompt behind it, and several prompts in a row: a prompt is computed once, and little padding.
 
-    row        p1 p2 p3 | a1 a2 | b1 b2 b3     responses a1 a2 a3 and b1 b2 b3 b4, whose last predict nothing
-    positions   0  1  2 |  3  4 |  3  4  5
+    row        p1 p2 p3 | a1 a2 | b1 b2 b3 | q1 q2 | c1     p: a prompt with responses a1 a2 a3 and b1 b2 b3 b4, whose
+    positions   0  1  2 |  3  4 |  3  4  5 |  0  1 |  2     last tokens predict nothing; q: the next one
 
-Every token sees the prompt and its own response: log-probs and gradients are those of separate rows but for rounding.
+Every token sees its prompt and its own response: log-probs and gradients are those of separate rows but for rounding.
 Of a group of eight with responses shorter than their prompt, half of the arithmetic is left. Source of the idea: Liu et
-al., Prefix Grouper (2025), arXiv 2506.05433.
+al., Prefix Grouper (2025), arXiv 2506.05433; of rows that are equally long: Graham's longest processing time first
+(Bounds on Multiprocessing Timing Anomalies, 1969).
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,10 +29,11 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Says in which row each sequence is, and where in it its response begins."""
+    """Says in which row each sequence is, and where in it its prompt and its response begin."""
 
-    rows: list[list[int]]  # sequences of each row; all have the same prompt
+    rows: list[list[int]]  # sequences of each row
     row: Ints  # [N]
+    prompt: Ints  # [N]: equal for sequences that share one
     start: Ints  # [N]
     width: int  # tokens of the longest row
 
@@ -52,63 +55,100 @@ def plain(exp: Experience, whole: bool = False) -> Layout:
     """Give every sequence a row of its own; with `whole`, one that has its last token, too."""
     count, prompts = len(exp), exp.prompt_lens.astype(np.int64)
     lengths = exp.lengths if whole else prompts + tokens_read(exp)
-    return Layout([[number] for number in range(count)], np.arange(count), prompts, int(lengths.max(initial=1)))
+    rows = [[number] for number in range(count)]
+    return Layout(rows, np.arange(count), np.zeros_like(prompts), prompts, int(lengths.max(initial=1)))
 
 
 def share(exp: Experience, hidden: int) -> Layout | None:
-    """Put responses to equal prompts into one row while that is less work; None: it is not, on the whole.
+    """Put responses to equal prompts behind one, and prompts into rows, while it is less work; None: it is not at all.
 
-    `hidden`: size of the model's states, by which tokens are dear or attention is. Deterministic.
+    `hidden`: size of the model's states, by which tokens are dear or attention is. A row is no longer than that, but
+    where a prompt with its responses is. Deterministic.
     """
-    found = _layout([row for group in same_prompts(exp) for row in _rows(group, exp, hidden)], exp)
+    blocks = [block for group in same_prompts(exp) for block in _blocks(group, exp, hidden)]
+    lengths = _lengths(blocks, exp)
+    found = _layout([[block] for block in blocks], exp)
+    widest = max(found.width, hidden)
+    for fold in range(2, len(blocks) + 1):
+        rows = level(lengths, -(-len(blocks) // fold))
+        packed = _layout([[blocks[number] for number in row] for row in rows], exp)
+        if packed.width > widest:
+            break
+        found = min(found, packed, key=lambda layout: layout.cost(hidden, masked=True))
     return found if found.cost(hidden, masked=True) < plain(exp).cost(hidden, masked=False) else None
 
 
 def one_row(exp: Experience) -> Layout:
-    """Put all sequences, whose prompts are equal, into one row."""
-    return _layout([list(range(len(exp)))], exp)
+    """Put all sequences into one row, those with equal prompts behind one."""
+    return _layout([same_prompts(exp)], exp)
 
 
-def _layout(rows: list[list[int]], exp: Experience) -> Layout:
-    place, start = np.zeros(len(exp), dtype=np.int64), np.zeros(len(exp), dtype=np.int64)
+def level(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Deal numbers of `lengths` to `count` rows so that the longest is short: each, longest first, to the shortest row.
+
+    Returns positions in `lengths`. The longest row has at most 4/3 of the least possible (Graham, 1969).
+    """
+    rows: list[list[int]] = [[] for _ in range(count)]
+    filled = [(0, number) for number in range(count)]
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        length, number = heapq.heappop(filled)
+        rows[number].append(place)
+        heapq.heappush(filled, (length + lengths[place], number))
+    return rows
+
+
+def _lengths(blocks: list[list[int]], exp: Experience) -> list[int]:
+    own = tokens_read(exp)
+    return [int(exp.prompt_lens[block[0]]) + int(own[block].sum()) for block in blocks]
+
+
+def _layout(rows: list[list[list[int]]], exp: Experience) -> Layout:
+    """Lay out rows of blocks of sequences; those of a block have the same prompt."""
+    place, prompt, start = (np.zeros(len(exp), dtype=np.int64) for _ in range(3))
     width, own = 1, tokens_read(exp)
-    for number, members in enumerate(rows):
-        end = int(exp.prompt_lens[members[0]])
-        for member in members:
-            place[member], start[member] = number, end
-            end += int(own[member])
+    for number, blocks in enumerate(rows):
+        end = 0
+        for block in blocks:
+            place[block], prompt[block] = number, end
+            end += int(exp.prompt_lens[block[0]])
+            for member in block:
+                start[member] = end
+                end += int(own[member])
         width = max(width, end)
-    return Layout(rows, place, start, width)
+    return Layout([[member for block in blocks for member in block] for blocks in rows], place, prompt, start, width)
 
 
-def _rows(group: Sequence[int], exp: Experience, hidden: int) -> list[list[int]]:
-    """Cut a group into rows: a response joins the row before it while attention to that costs less than its prompt."""
+def _blocks(group: Sequence[int], exp: Experience, hidden: int) -> list[list[int]]:
+    """Cut a group into blocks: a response joins the one before while attention to that costs less than its prompt."""
     prompt = int(exp.prompt_lens[group[0]])
-    rows: list[list[int]] = []
+    blocks: list[list[int]] = []
     length, read = 0, tokens_read(exp)
     for member in group:
         own = int(read[member])
         beside = 6.0 * hidden * own + 2.0 * length * own + own**2
         alone = 6.0 * hidden * (prompt + own) + 0.5 * (prompt + own) ** 2
-        if rows and beside < alone:
-            rows[-1].append(member)
+        if blocks and beside < alone:
+            blocks[-1].append(member)
             length += own
         else:
-            rows.append([member])
+            blocks.append([member])
             length = prompt + own
-    return rows
+    return blocks
 
 
 def attention_mask(exp: Experience, layout: Layout) -> Bool:
-    """Say what each token sees, [rows, 1, width, width]: the prompt and its own response, up to itself."""
-    segment = np.full((len(layout.rows), layout.width), -1, dtype=np.int64)  # 0: the prompt, -1: padding
+    """Say what each token sees, [rows, 1, width, width]: its prompt and its own response, up to itself."""
+    block = np.full((len(layout.rows), layout.width), -1, dtype=np.int64)  # where a token's prompt begins, -1: padding
+    response = np.zeros_like(block)  # 0: the prompt
     own = tokens_read(exp)
     for number, members in enumerate(layout.rows):
-        segment[number, : exp.prompt_lens[members[0]]] = 0
         for count, member in enumerate(members, start=1):
-            begin = layout.start[member]
-            segment[number, begin : begin + own[member]] = count
-    sees = (segment[:, None, :] == 0) | (segment[:, None, :] == segment[:, :, None])
+            first, begin = int(layout.prompt[member]), int(layout.start[member])
+            block[number, first : first + exp.prompt_lens[member]] = first
+            block[number, begin : begin + own[member]] = first
+            response[number, begin : begin + own[member]] = count
+    sees = (response[:, None, :] == 0) | (response[:, None, :] == response[:, :, None])
+    sees &= block[:, None, :] == block[:, :, None]
     found: Bool = (sees & np.tri(layout.width, dtype=np.bool_))[:, None]
     return found
 
@@ -141,7 +181,7 @@ def check_equal(separate: Tensor, shared: Tensor, half: bool, path: str) -> None
 
 
 def probe() -> Experience:
-    """Make two responses to one prompt, of small tokens, for `check_equal`."""
-    tokens = np.array([1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 2], dtype=np.int32)
-    lens = np.array([3, 3], dtype=np.int32), np.array([2, 3], dtype=np.int32)
-    return Experience(*lens, tokens, np.ones(5, dtype=np.bool_), np.zeros(2, dtype=np.float32))
+    """Make two responses to one prompt, and one to another, of small tokens, for `check_equal`."""
+    tokens = np.array([1, 2, 3, 4, 5, 1, 2, 3, 6, 7, 2, 5, 4, 3, 1], dtype=np.int32)
+    lens = np.array([3, 3, 2], dtype=np.int32), np.array([2, 3, 2], dtype=np.int32)
+    return Experience(*lens, tokens, np.ones(7, dtype=np.bool_), np.zeros(3, dtype=np.float32))

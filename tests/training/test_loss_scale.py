@@ -10,6 +10,7 @@ import torch
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.controller.step_metrics import Trained, skip_warning, update_metrics
 from slurm_rlhf.errors import ConfigError, RunError
+from slurm_rlhf.training import deepspeed_engine
 from slurm_rlhf.training._deepspeed import import_deepspeed
 from slurm_rlhf.training.deepspeed_engine import EngineConfig, Schedule, start_deepspeed
 from slurm_rlhf.training.distributed import World
@@ -85,8 +86,11 @@ def test_what_is_not_finite_in_a_skipped_step_is_left_out_and_told() -> None:
 @pytest.mark.slow
 def test_a_device_without_fp16_is_told_before_a_model_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    accelerator = import_deepspeed(torch.device("cpu")).accelerator.get_accelerator()
-    monkeypatch.setattr(type(accelerator), "is_fp16_supported", lambda _: False)
+    deepspeed = import_deepspeed(torch.device("cpu"))
+    accelerator = deepspeed.accelerator.get_accelerator()
+    assert accelerator.is_fp16_supported()  # as torch computes it on every CPU
+    monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: False)
+    monkeypatch.setattr(deepspeed_engine, "import_deepspeed", lambda device: deepspeed)
     config = Config()
     config.ds.param_dtype = "fp16"
     engine = EngineConfig.of(config, Schedule.of(config, 1e-3, 1), ranks=1)

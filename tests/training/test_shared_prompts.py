@@ -22,6 +22,7 @@ from slurm_rlhf.training.shared_prompts import (
     attention_mask,
     check_equal,
     check_model,
+    level,
     one_row,
     plain,
     probe,
@@ -74,11 +75,14 @@ def passed(policy: PolicyModule, exp: Experience, layout: Layout | None) -> tupl
 
 
 @pytest.mark.parametrize("arch", ["qwen2", "llama"])
-def test_log_probs_and_gradients_are_those_of_separate_rows(models: Path, arch: str) -> None:
+@pytest.mark.parametrize(("hidden", "rows"), [(15, [3, 5]), (64, [8])])
+def test_log_probs_and_gradients_are_those_of_separate_rows(
+    models: Path, arch: str, hidden: int, rows: list[int]
+) -> None:
     policy, exp = load_policy(models / arch, FP32, 4), grouped(GROUPS)
-    layout = share(exp, hidden=64)
+    layout = share(exp, hidden)
     assert layout is not None
-    assert len(layout.rows) == 3
+    assert sorted(len(row) for row in layout.rows) == rows
     for found, expected in zip(passed(policy, exp, layout), passed(policy, exp, None), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-6)
 
@@ -86,19 +90,22 @@ def test_log_probs_and_gradients_are_those_of_separate_rows(models: Path, arch: 
 def test_a_response_sees_its_prompt_and_itself_alone() -> None:
     exp = probe()
     mask = attention_mask(exp, one_row(exp))[0, 0]
-    # p p p | a | b b, each response but for its last token
+    # p p p | a | b b | q q | c, each response but for its last token
     assert mask.astype(int).tolist() == [
-        [1, 0, 0, 0, 0, 0],
-        [1, 1, 0, 0, 0, 0],
-        [1, 1, 1, 0, 0, 0],
-        [1, 1, 1, 1, 0, 0],
-        [1, 1, 1, 0, 1, 0],
-        [1, 1, 1, 0, 1, 1],
+        [1, 0, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 0, 0, 0, 0, 0],
+        [1, 1, 1, 1, 0, 0, 0, 0, 0],
+        [1, 1, 1, 0, 1, 0, 0, 0, 0],
+        [1, 1, 1, 0, 1, 1, 0, 0, 0],
+        [0, 0, 0, 0, 0, 0, 1, 0, 0],
+        [0, 0, 0, 0, 0, 0, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 1, 1, 1],
     ]
     batch = collate(exp, CPU, one_row(exp))
     assert batch.position_ids is not None
-    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 3, 4]]
-    assert batch.action_index.tolist() == [2, 3, 2, 4, 5]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 3, 4, 0, 1, 2]]
+    assert batch.action_index.tolist() == [2, 3, 2, 4, 5, 7, 8]
 
 
 @given(
@@ -117,9 +124,10 @@ def test_it_is_done_only_where_it_is_less_work(groups: list[tuple[int, list[int]
     flat = batch.input_ids.flatten()
     for number in range(len(exp)):  # every token stands where its row says
         first, prompt = int(exp.token_offsets[number]), int(exp.prompt_lens[number])
-        at = int(layout.row[number]) * layout.width
+        row = int(layout.row[number]) * layout.width
+        at = row + int(layout.prompt[number])
         ids = torch.from_numpy(exp.token_ids[first : first + int(exp.lengths[number])].astype(np.int64))
-        start = at + int(layout.start[number])
+        start = row + int(layout.start[number])
         assert flat[at : at + prompt].equal(ids[:prompt])
         read = max(len(ids) - prompt - 1, 0)
         assert flat[start : start + read].equal(ids[prompt : prompt + read])
@@ -137,6 +145,26 @@ def test_it_is_done_only_where_it_is_less_work(groups: list[tuple[int, list[int]
 def test_when_it_is_done(groups: list[tuple[int, list[int]]], rows: int | None) -> None:
     layout = share(grouped(groups), hidden=64)
     assert (layout and len(layout.rows)) == rows
+
+
+def test_prompts_share_rows_until_little_is_padding() -> None:
+    dice = np.random.default_rng(5)
+    groups = [(int(dice.integers(8, 15)), [int(n) for n in dice.integers(2, 7, 8)]) for _ in range(16)]
+    exp = grouped(groups)
+    layout = share(exp, hidden=128)
+    assert layout is not None
+    tokens = sum(prompt + sum(lengths) - len(lengths) for prompt, lengths in groups)
+    assert tokens > 0.95 * len(layout.rows) * layout.width
+    assert layout.width <= 128
+    assert tokens < 0.85 * 16 * max(prompt + sum(lengths) - len(lengths) for prompt, lengths in groups)  # a row each
+
+
+@given(st.lists(st.integers(1, 99), min_size=1, max_size=20), st.integers(1, 9))
+def test_rows_are_about_equally_long(lengths: list[int], count: int) -> None:
+    rows = level(lengths, count)
+    assert sorted(place for row in rows for place in row) == list(range(len(lengths)))
+    longest = max(sum(lengths[place] for place in row) for row in rows)
+    assert longest <= sum(lengths) / count + (1 - 1 / count) * max(lengths)  # of any list scheduling: Graham, 1966
 
 
 def test_a_model_with_a_window_is_refused(models: Path, tmp_path: Path) -> None:
