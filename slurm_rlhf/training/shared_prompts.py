@@ -38,12 +38,17 @@ class Layout:
     width: int  # tokens of the longest row
 
     def cost(self, hidden: int, masked: bool) -> float:
-        """Estimate the work of a pass, padding included, in pairs of tokens that attention compares.
+        """Estimate the work of a pass, as `cost` does."""
+        return cost(len(self.rows), self.width, hidden, masked)
 
-        A layer of a transformer of size H takes about 24 H^2 operations for a token and 4 H for a pair. With a mask of
-        its own attention computes all pairs of a row, else the half that causality leaves.
-        """
-        return len(self.rows) * (6.0 * hidden * self.width + self.width**2 * (1.0 if masked else 0.5))
+
+def cost(rows: int, width: int, hidden: int, masked: bool) -> float:
+    """Estimate the work of a pass over `rows` of `width` tokens, in pairs of tokens that attention compares.
+
+    A layer of a transformer of size H takes about 24 H^2 operations for a token and 4 H for a pair. With a mask of
+    its own attention computes all pairs of a row, else the half that causality leaves.
+    """
+    return rows * (6.0 * hidden * width + width**2 * (1.0 if masked else 0.5))
 
 
 def tokens_read(exp: Experience) -> Ints:
@@ -66,16 +71,20 @@ def share(exp: Experience, hidden: int) -> Layout | None:
     where a prompt with its responses is. Deterministic.
     """
     blocks = [block for group in same_prompts(exp) for block in _blocks(group, exp, hidden)]
-    lengths = _lengths(blocks, exp)
-    found = _layout([[block] for block in blocks], exp)
-    widest = max(found.width, hidden)
-    for fold in range(2, len(blocks) + 1):
-        rows = level(lengths, -(-len(blocks) // fold))
-        packed = _layout([[blocks[number] for number in row] for row in rows], exp)
-        if packed.width > widest:
+    own = tokens_read(exp)
+    lengths = [int(exp.prompt_lens[block[0]]) + int(own[block].sum()) for block in blocks]
+    widest = max([hidden, *lengths])
+    best, least = [[number] for number in range(len(blocks))], cost(len(blocks), max(lengths, default=1), hidden, True)
+    for count in dict.fromkeys(-(-len(blocks) // fold) for fold in range(2, len(blocks) + 1)):
+        rows = level(lengths, count)
+        width = max(sum(lengths[number] for number in row) for row in rows)
+        if width > widest:
             break
-        found = min(found, packed, key=lambda layout: layout.cost(hidden, masked=True))
-    return found if found.cost(hidden, masked=True) < plain(exp).cost(hidden, masked=False) else None
+        if (needed := cost(count, width, hidden, True)) < least:
+            best, least = rows, needed
+    if least >= plain(exp).cost(hidden, masked=False):
+        return None
+    return _layout([[blocks[number] for number in row] for row in best], exp)
 
 
 def one_row(exp: Experience) -> Layout:
@@ -95,11 +104,6 @@ def level(lengths: Sequence[int], count: int) -> list[list[int]]:
         rows[number].append(place)
         heapq.heappush(filled, (length + lengths[place], number))
     return rows
-
-
-def _lengths(blocks: list[list[int]], exp: Experience) -> list[int]:
-    own = tokens_read(exp)
-    return [int(exp.prompt_lens[block[0]]) + int(own[block].sum()) for block in blocks]
 
 
 def _layout(rows: list[list[list[int]]], exp: Experience) -> Layout:
