@@ -114,7 +114,7 @@ def held_s(fault: Fault) -> float:
 def goes_on(session: Session, fault: Fault, seen: Observation, now: float, steps_then: int) -> bool:
     """Tell whether the run is beyond the fault."""
     if fault.does == BORNE or (fault.does == EITHER and seen.detected_s is None):
-        return session.steps >= seen.hit_step + BORNE_STEPS
+        return session.steps >= max(seen.hit_step, seen.checkpoint) + BORNE_STEPS  # some to compare are after both
     if seen.detected_s is None:
         return False
     return now > seen.detected_s + RECOVERED_S and session.steps >= steps_then + RECOVERED_STEPS

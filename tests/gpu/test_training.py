@@ -26,6 +26,7 @@ from training_ranks import make_config, make_experience
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.training import deepspeed_engine as zero
 from slurm_rlhf.training import distributed, frozen_models, optimizer_state, train_engine, trainers
+from slurm_rlhf.training._deepspeed import import_deepspeed
 from slurm_rlhf.training._torch import limit_collectives
 from slurm_rlhf.training.deepspeed_engine import zero3_config
 from slurm_rlhf.training.distributed import World, undisturbed
@@ -232,6 +233,16 @@ def test_numbers_are_those_of_the_cpu(cuda: FakeCuda, models: Path) -> None:
     metrics.append(plain.train_step(exp, split(8, 3), 50.0))
     assert (found[0] == found[1]).all()
     assert metrics[0] == metrics[1]
+
+
+def test_only_of_a_cpu_deepspeed_is_told_that_it_has_fp16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU without it stays one; torch computes fp16 on every CPU."""
+    accelerator = SimpleNamespace(is_fp16_supported=lambda: False)
+    monkeypatch.setattr(import_deepspeed(torch.device("cpu")).accelerator, "get_accelerator", lambda: accelerator)
+    import_deepspeed(GPU)
+    assert not accelerator.is_fp16_supported()
+    import_deepspeed(torch.device("cpu"))
+    assert accelerator.is_fp16_supported()
 
 
 def test_adamw_is_fused_on_cpus_alone(cuda: FakeCuda, models: Path) -> None:
