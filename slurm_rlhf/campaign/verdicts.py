@@ -23,6 +23,7 @@ UNTIMED: Final = ("time/", "perf/")
 _RANK, _TORCHRUN = re.compile(r"\b(\w+) rank (\d+)\b"), re.compile(r"\btorchrun of (\w+)\b")
 _DIED = re.compile(r"\brole (\w+) died(?:: rank (\d+)\b)?")
 _LOST_ENGINE = re.compile(r"\bengine (\d+) on \S+ is lost\b")
+_LISTED_BEFORE = re.compile(r"^ *\d+\. step \d+: .*\n(?= *\d+\. step \d+: )", re.MULTILINE)
 
 
 @dataclass(slots=True)
@@ -125,6 +126,11 @@ def innocents(fault: Fault, told: str) -> list[str]:
         if role not in roles or (number and fault.phase != START and (role, number) not in ranks and ranks)
     ]
     return list(dict.fromkeys(wrong)) if roles else []
+
+
+def newest_failure(told: str) -> str:
+    """Leave out what a run that is not restarted any more lists of its earlier failures: other faults' (`refusal`)."""
+    return _LISTED_BEFORE.sub("", told)
 
 
 def quote(expression: str, told: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from slurm_rlhf.campaign import processes
 from slurm_rlhf.campaign.faults import BORNE, CONDUCTOR, EITHER, HURTS, Fault
 from slurm_rlhf.campaign.session import POLL_S, Session
-from slurm_rlhf.campaign.verdicts import Observation, innocents, patterns
+from slurm_rlhf.campaign.verdicts import Observation, innocents, newest_failure, patterns
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE
 from slurm_rlhf.polling import wait_until
 
@@ -86,6 +86,7 @@ def watch(
     seen.traceback = "Traceback (most recent call last)" in output
     seen.told += output + (written_since(session.directory.logs, marks) if stopped or crashed else "")
     seen.told += "\n" + "\n".join(session.events(known_events)) + "\n"
+    seen.told = newest_failure(seen.told)
     seen.innocents = innocents(fault, seen.told)
 
 

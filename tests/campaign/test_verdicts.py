@@ -19,8 +19,10 @@ from slurm_rlhf.campaign.verdicts import (
     Observation,
     innocents,
     judge,
+    newest_failure,
     unequal,
 )
+from slurm_rlhf.controller.trainer_recovery import Failure, refusal
 
 KILL = Fault("SIGKILL", "actor rank 1", "train", says=r"role actor died: rank 1\b", limit_s=10)
 CALM = Fault("clock jump +1 h", "all of the run", "any", does=BORNE)
@@ -161,3 +163,13 @@ def test_of_two_nodes_that_were_hit_both_have_to_be_named() -> None:
     row = judge(fault, seen(nodes=("n2", "n3"), told=f"{first}\nlog\n{second}"))
     assert (row.good, row.culprit, row.said) == (True, True, f"{first} / {second}")
     assert "the culprit is not named" in judge(fault, seen(nodes=("n2", "n3"), told=first)).problems
+
+
+def test_of_a_list_of_failures_the_newest_is_this_faults() -> None:
+    failures = [Failure(3, "role reference died: rank 0 was killed"), Failure(9, "role actor died: rank 1 was killed")]
+    told = f"error: {refusal(failures, 1)}\n  the run directory is there"
+    fault = Fault("SIGKILL", "actor rank 1", "generate", says="role actor died")
+    assert innocents(fault, told) == ["reference rank 0"]
+    assert innocents(fault, newest_failure(told)) == []
+    assert newest_failure(told).count("died") == 1
+    assert newest_failure(told).endswith("\n  the run directory is there")
