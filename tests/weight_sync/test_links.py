@@ -87,17 +87,17 @@ def test_links_of_20_ms_are_as_full_as_one_stream_makes_them() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not long_links.available(), reason="packets are delayed by way of /dev/net/tun")
 def test_relays_over_links_of_20_ms_are_as_fast_as_plain_streams_of_the_same_shape() -> None:
-    """Twelve ranks on six nodes share this machine: all is four times slower, so that it has the time of their six."""
+    """Six nodes with twelve ranks share this machine: all is six times slower, so that each has the time of its own."""
     heads = [("actor0", 0, 1), ("actor0", 2, 3), ("actor1", 1, 0), ("actor1", 3, 2)]
     chains = [(actor, f"rollout{head}", f"rollout{other}") for actor, head, other in heads]
     nodes = ["actor0", "actor1", *(f"rollout{index}" for index in range(4))]
-    with long_links.long(nodes, 400, 0.01, slower=4) as links:
+    with long_links.long(nodes, 400, 0.01, slower=6) as links:
         found = measure(long_world(links))
         relays = raw_relay.seconds(links, chains, found["bytes"] // 2, 3)
         print(json.dumps(found | {"relay_seconds": relays} | links.counts()))
-    assert statistics.median(relays) > 4 * found["bytes"] / 50e6  # the links are no faster than they were set
+    assert statistics.median(relays) > 6 * found["bytes"] / 50e6  # the links are no faster than they were set
     assert found["seconds"] <= 1.2 * statistics.median(relays)
     assert found["share_of_raw"] >= 1 / 1.46
