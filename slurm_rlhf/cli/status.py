@@ -21,7 +21,7 @@ from slurm_rlhf.cluster.slurm_job import OVER, Job, ask_jobs, place_in_queue, re
 from slurm_rlhf.errors import ConfigError, RunError, shortened
 from slurm_rlhf.launch.headless import last_words
 from slurm_rlhf.observe.events import engines_lost, read_events
-from slurm_rlhf.observe.log_tail import tail
+from slurm_rlhf.observe.log_tail import ends_in_error, tail
 from slurm_rlhf.observe.progress import duration
 from slurm_rlhf.observe.run_status import RunStatus, read_run_status
 from slurm_rlhf.run_directory import RunDirectory
@@ -30,6 +30,8 @@ _JOB = re.compile(r"\d+(_\d+)?")
 _RANK_LOG = re.compile(r"(?!conductor\.)[a-z]+\.(?P<node>.+)\.\d+\.log")
 _LEFT = re.compile(rf"^{CONDUCTOR_GONE}: |: the conductor at \S+ is lost: ")
 """In the last line of a rank that has left: its I/O thread ends it, or its main thread sees it first."""
+_LEFT_LINES = 80
+"""Of a rank's log: a traceback of a step is longer than what is shown."""
 _ANNOUNCED = re.compile(r"run directory (/.*?)(?:, \d+ steps|;|$)", re.MULTILINE)
 _READ = 1 << 20
 PATIENCE_S = 5.0
@@ -261,16 +263,18 @@ def _state(found: Found, run_status: RunStatus) -> str:
 
 
 def _deserted(found: Found) -> list[str]:
-    """List the nodes whose ranks have left because they heard nothing of the conductor; empty where one has not."""
+    """List the nodes whose ranks have left because they heard nothing of the conductor; empty where one runs on."""
     directory, session, nodes = found.directory, found.session, set()
     if directory is None or session is None or (found.job is not None and found.job.state != "RUNNING"):
         return []
     for log in (directory / "logs").glob("*.log"):
         rank = _RANK_LOG.fullmatch(log.name)
         if rank and rank["node"] != session.first_node and log.stat().st_mtime > session.began:
-            if not _LEFT.search(tail(log, 1)[0]):
+            last = tail(log, _LEFT_LINES)
+            if _LEFT.search(last[-1]):
+                nodes.add(rank["node"])
+            elif not ends_in_error(last):  # of a collective with a rank that has left, before it knew why
                 return []
-            nodes.add(rank["node"])
     return sorted(nodes)
 
 

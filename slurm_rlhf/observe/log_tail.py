@@ -65,6 +65,19 @@ def _without_noise(lines: list[str]) -> Iterator[str]:
     yield from traceback
 
 
+def ends_in_error(lines: list[str]) -> bool:
+    """Tell whether `lines` end with the exception that ended the process: all other lines of a traceback are indented.
+
+    A message of several lines is not recognised.
+    """
+    for line in reversed(lines[:-1]):
+        if line == _TRACEBACK:
+            return True
+        if not line.startswith(" "):
+            return False
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class FailedProcess:
     """Identify the process of a torchrun that failed first."""

@@ -125,6 +125,15 @@ def test_a_pending_job_says_why(bench: Bench, capsys: pytest.CaptureFixture[str]
     assert ": stopped\n" in out
 
 
+CLOSED_BY_PEER = """step 4
+Traceback (most recent call last):
+  File "slurm_rlhf/training/optimizer_step.py", line 40, in step
+    dist.all_reduce(total)
+RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.3]:4417
+"""
+"""Of a rank whose collective fails before it misses the conductor: another has left."""
+
+
 def test_a_job_whose_first_node_is_gone(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     """First the ranks alone know it, and when Slurm does, too, it lets a job with --no-kill go on without a script."""
     bench.says("RUNNING BatchHost=gpu001")
@@ -135,6 +144,10 @@ def test_a_job_whose_first_node_is_gone(bench: Bench, capsys: pytest.CaptureFixt
     (bench.run_dir / "logs" / "conductor.gpu001.0.log").write_text("step 4\n")
     assert f"run         {bench.run_dir}: running\n" in shown(bench.run_dir, capsys)
     stays.write_text("RoleDied: actor rank 2: the conductor at tcp://n:1 is lost: it was not heard from for 12 s\n")
+    failed = bench.run_dir / "logs" / "actor.gpu003.3.log"
+    failed.write_text(CLOSED_BY_PEER + "step 5\n")
+    assert f"run         {bench.run_dir}: running\n" in shown(bench.run_dir, capsys)
+    failed.write_text(CLOSED_BY_PEER)
     out = shown(bench.run_dir, capsys)
     assert f"{bench.run_dir}: the conductor is gone, say its ranks on gpu002, gpu003, and have left" in out
     assert "scontrol requeue" not in out

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
+from slurm_rlhf.errors import SyncBroken
 from slurm_rlhf.weight_sync.backends.backend import TransportFailure
 from slurm_rlhf.weight_sync.backends.gloo import GlooTransport
 from slurm_rlhf.weight_sync.rendezvous import SyncStore, connect
-from slurm_rlhf.weight_sync.update import _Lead, _Reports
+from slurm_rlhf.weight_sync.update import _Deadline, _ended, _error, _Lead, _Reports
 
 TIMEOUT_S = 60.0
 LATE = 20.0
@@ -103,3 +104,24 @@ def test_whatever_ends_the_thread_that_waits_for_a_report_ends_the_update(
         waits.join()
     assert dropped.wait(LATE)
     assert "the thread that waits for a report of the update failed" in caplog.text
+
+
+def test_an_update_past_its_time_may_be_repeated_and_one_that_a_member_ended_may_not() -> None:
+    group: Any = SimpleNamespace(timeout_s=0.1, late=False, ended="")
+    over = threading.Event()
+
+    def abort(reason: str) -> None:
+        group.ended = reason
+        over.set()
+
+    group.abort = abort
+    _Deadline(group, 3)
+    assert over.wait(LATE)
+    late = _error(_ended(group))
+    assert isinstance(late, SyncBroken)
+    assert late.hang
+    assert str(late) == "policy version 3 was not everywhere after 0.15 s (timeout.sync)"
+    group.late = False
+    refused = _error(_ended(group))
+    assert not isinstance(refused, SyncBroken)
+    assert not refused.hang
