@@ -1,6 +1,7 @@
 """`slurm-rlhf bench recipes`: what each recipe learns of one task, a run for each seed, in one table and one picture.
 
-A run that is finished in the output directory is not repeated, so a bench that was broken off goes on.
+A run that is finished in the output directory is not repeated, so a bench that was broken off goes on. A run that ends
+early, because dynamic sampling finds no more groups for example, counts as far as it went.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import sys
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -22,7 +24,7 @@ from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.run_directory import RunDirectory
 
 
@@ -36,7 +38,7 @@ def run(given: Given) -> dict[str, Any]:
     for seed in range(1, options["seeds"] + 1):
         for name, config in configs.items():
             runs[name].append(_learned(name, config, seed, out))
-    sides = [Side(name, found) for name, found in runs.items()]
+    sides = [Side(name, as_far_as_all(found)) for name, found in runs.items()]
     return drawn("recipes", sides, "accuracy on held-out problems, by recipe", out)
 
 
@@ -61,9 +63,21 @@ def table(sides: list[Side]) -> str:
         numbers = [curve[0].accuracy, *after, mean(after), area(side)]
         cells = "".join(f"{number:8.3f}" for number in numbers)
         lines.append(f"{side.name:<{width}}{cells}{curve[-1].seconds:9.1f}")
-    last = sides[0].mean()[-1].samples
+    ends = {side.name: side.runs[0].points[-1].samples for side in sides}
+    last = max(ends.values())
     lines.append(f"accuracy after {last:,} responses; seconds of training are means, without start-up and evaluations")
+    lines += [
+        f"{name}: after {end:,} responses, the last that all of its runs reached"
+        for name, end in ends.items()
+        if end < last
+    ]
     return "\n".join(lines)
+
+
+def as_far_as_all(runs: list[Learned]) -> list[Learned]:
+    """Cut the curves of a recipe where the first of its runs ended."""
+    end = min(run.points[-1].samples for run in runs)
+    return [replace(run, points=[point for point in run.points if point.samples <= end]) for run in runs]
 
 
 def area(side: Side) -> float:
@@ -106,12 +120,23 @@ def _learned(name: str, config: Config, seed: int, out: Path) -> Learned:
     if not _is_finished(place, mine):
         file = out / f"{name}_{seed}.toml"
         file.write_text(dump_toml(mine), encoding="utf-8")
-        run_process([sys.executable, "-m", "slurm_rlhf.cli", "train", str(file)], out / f"{name}_{seed}.log")
+        _train(file, place, out / f"{name}_{seed}.log")
     summary = _summary(place)
     rows = [json.loads(line) for line in place.metrics.read_text(encoding="utf-8").splitlines()]
     points = points_of(rows, summary["eval_before"], mine.rollout.batch_size * mine.rollout.n_samples_per_prompt)
     print(f"{name}, seed {seed}: {points[0].accuracy:.3f} before, {points[-1].accuracy:.3f} after")
     return Learned(seed, points, summary["wall_s"] - sum(row["time/step"] for row in rows))
+
+
+def _train(file: Path, place: RunDirectory, log: Path) -> None:
+    """Run to the end, or as far as it goes. Raises RunError where it fails without a curve."""
+    try:
+        run_process([sys.executable, "-m", "slurm_rlhf.cli", "train", str(file)], log)
+    except RunError:
+        summary = _summary(place) if place.summary.exists() else {}
+        if "error" not in summary or summary.get("eval_after") is None:
+            raise
+        print(f"{place.root.name} ended early, and counts as far as it went: {summary['error']}")
 
 
 def _is_finished(place: RunDirectory, config: Config) -> bool:

@@ -13,6 +13,7 @@ from slurm_rlhf.bench.learn_curves import Learned, Point, Side
 from slurm_rlhf.bench.recipes import area, recipe_files, table
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.load import load_config
+from slurm_rlhf.errors import RunError
 
 SBATCH = Path(__file__).parents[2] / "sbatch"
 GAIN = {"grpo": 0.4, "rloo": 0.3}
@@ -96,6 +97,44 @@ def test_a_run_that_was_broken_off_is_started_again(runs: list[str], tmp_path: P
     (tmp_path / "rloo_1" / "summary.json").write_text(json.dumps({"status": "stopped"}))
     assert bench(tmp_path, "--seeds=1") == 0
     assert runs == ["grpo_1", "rloo_1", "rloo_1"]
+
+
+def test_a_run_that_ends_early_counts_as_far_as_it_went_and_ends_no_bench(
+    runs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = recipes.run_process
+    why = "step 7: dynamic sampling kept 121 of 1280 groups"
+
+    def train(command: list[str], log: Path) -> None:
+        whole(command, log)
+        place = Path(load_config(command[-1]).run_dir)
+        if place.name == "rloo_2":
+            rows = (place / "metrics.jsonl").read_text().splitlines(keepends=True)
+            (place / "metrics.jsonl").write_text("".join(rows[:6]))
+            summary = json.loads((place / "summary.json").read_text())
+            (place / "summary.json").write_text(json.dumps(summary | {"status": "failed", "error": why}))
+            raise RunError("bench: -m slurm_rlhf.cli train ended with 1")
+
+    monkeypatch.setattr(recipes, "run_process", train)
+    assert bench(tmp_path / "out", "--seeds=2", "--every=4") == 0
+    text, told = capsys.readouterr()
+    assert f"rloo_2 ended early, and counts as far as it went: {why}\n" in told
+    cells = {words[0]: words[1:] for line in text.splitlines() if (words := line.split())}
+    assert cells["grpo"] == ["0.500", "0.910", "0.920", "0.915", "0.604", "16.0"]
+    assert cells["rloo"] == ["0.500", "0.500", "0.500", "0.500", "0.500", "8.0"]
+    assert "rloo: after 2,048 responses, the last that all of its runs reached\n" in text
+    assert (tmp_path / "out" / "recipes.svg").exists()
+
+
+def test_a_run_that_fails_without_a_curve_ends_the_bench(
+    runs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def train(command: list[str], log: Path) -> None:
+        raise RunError("bench: -m slurm_rlhf.cli train ended with 1")
+
+    monkeypatch.setattr(recipes, "run_process", train)
+    assert bench(tmp_path / "out", "--seeds=1") == 1
+    assert "train ended with 1" in capsys.readouterr().err
 
 
 def test_the_area_is_the_mean_over_samples_however_they_are_spaced() -> None:
