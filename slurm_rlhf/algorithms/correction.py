@@ -17,7 +17,7 @@ Shapes as in `packed`: A tokens of N responses, C of them actions.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -26,9 +26,6 @@ from slurm_rlhf.algorithms.packed import F64, I64, find_actions
 from slurm_rlhf.algorithms.policy_distance import MAX_LOG_RATIO
 from slurm_rlhf.algorithms.registry import CorrectionRule
 from slurm_rlhf.records import F32, I32, Bool, Experience
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 Metrics = dict[str, float]
 
@@ -182,32 +179,6 @@ def _of_moments(k1: float, k3: float, rho: float, squares: float) -> Metrics:
         "chi2": squares - 1.0 if squares else 0.0,
         "ess": rho * rho / squares if squares else 0.0,
     }
-
-
-RATIO_SUMS = tuple(f"correction/{name}" for name in ("log_rho_mean", "k1", "k3", "rho", "rho_squared"))
-
-
-def ratio_sums(logprobs: Tensor, rollout_logprobs: Tensor, action_mask: Tensor) -> dict[str, Tensor]:
-    """Add up, over the actions of a micro-batch, what `metrics_of_means` needs; detached scalars.
-
-    logprobs, rollout_logprobs, action_mask [A]. For `algo.correction.bypass`, where the actor's log-probs of the old
-    policy are known in the first optimizer step of a training step only, and there in the ranks only.
-    """
-    log_rho = (logprobs.detach().float() - rollout_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    rho = log_rho.exp()
-    columns = (log_rho.abs(), -log_rho, log_rho.expm1() - log_rho, rho, rho * rho)
-    sums = (column.double().where(action_mask, 0).sum() for column in columns)
-    return dict(zip(RATIO_SUMS, sums, strict=True))
-
-
-def metrics_of_means(means: Metrics) -> Metrics:
-    """Compute the metrics that the means of `ratio_sums` over all ranks are enough for, by the names of `correct`.
-
-    Not among them: the largest |log rho|, and the metrics by age.
-    """
-    size, k1, k3, rho, squares = (means[name] for name in RATIO_SUMS)
-    found = {"log_rho_mean": size, **_of_moments(k1, k3, rho, squares)}
-    return {f"correction/{name}": value for name, value in found.items()}
 
 
 def _bounded_exp(log_ratio: F64) -> F64:

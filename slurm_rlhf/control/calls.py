@@ -91,7 +91,7 @@ class TrainAnswer:
     """Says what one optimizer step did on a rank."""
 
     metrics: dict[str, float]  # sums over this rank's tokens, and `lr` and `grad_norm` of the whole step
-    logprobs: F32 | None = None  # [A], from before the step; only of an actor whose batch came without them
+    logprobs: F32 | None = None  # [A], from before the step; only of an actor that computed none before the update
 
 
 @dataclass(frozen=True, slots=True)

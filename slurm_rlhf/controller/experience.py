@@ -143,14 +143,11 @@ def _compared(algorithm: Algorithm, inputs: AdvantageInputs) -> ArrayLike:
 def fill_correction(config: Config, experience: Experience, age: I32) -> dict[str, float]:
     """Fill the column of weights, if there is a correction; answer how far engine and actor are apart.
 
-    `age` [A]: updates between the policy that sampled a token and the actor's. Nothing with algo.correction.bypass:
-    there the update measures it (`correction.ratio_sums`). The weights are of the policy's loss alone, as in OpenRLHF
-    and verl: the critic learns the value of states that were visited, whichever policy came there, and dropping them
-    would leave it without the values that later advantages need.
+    `age` [A]: updates between the policy that sampled a token and the actor's. The weights are of the policy's loss
+    alone, as in OpenRLHF and verl: the critic learns the value of states that were visited, whichever policy came
+    there, and dropping them would leave it without the values that later advantages need.
     """
     settings, columns = config.algo.correction, experience.columns
-    if settings.bypass:
-        return {}
     inputs = CorrectionInputs(
         logprobs=columns["logprobs"],
         rollout_logprobs=columns["rollout_logprobs"],

@@ -124,13 +124,9 @@ class SelfCheck:
             self.note(f"warning: step {step}: {skipped}")
         if not self.config.train.self_check or "first_ratio" not in metrics:  # critic.freezing_steps
             return
-        if self.config.algo.correction.bypass:
-            # Its first ratio is that of actor to engine; of an older policy's tokens it may be anything.
-            if self.config.vllm.sync_mode == "drain":
-                self._watch(step, drift(metrics["correction/log_rho_mean"], self.config.ds.param_dtype))
-            return
-        if of_the_update(self.config) and self._updated:
-            # The ratio of such a step is 1: what tells is the engine, which was not compared before.
+        if self.config.algo.correction.bypass or (of_the_update(self.config) and self._updated):
+            # With bypass the first ratio is that of actor to engine, of an older policy's tokens anything; otherwise it
+            # is 1. What tells is the engine, which was not compared before.
             if (mean := metrics.get("rollout_logprob_diff")) is not None:
                 self._watch(step, drift(mean, self.config.ds.param_dtype))
             return

@@ -30,7 +30,7 @@ from slurm_rlhf.algorithms.policy_distance import KLController, ages
 from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale
 from slurm_rlhf.cluster.stop import Stop
-from slurm_rlhf.config.correction import of_the_update
+from slurm_rlhf.config.correction import before_update, of_the_update
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REWARD
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import TrainAnswer, TrainBatch, TrainerCalls
@@ -50,7 +50,14 @@ from slurm_rlhf.controller.experience import (
     one_at_a_time,
 )
 from slurm_rlhf.controller.self_check import SelfCheck
-from slurm_rlhf.controller.step_metrics import EngineMetrics, Trained, agreement_metrics, sample_metrics, update_metrics
+from slurm_rlhf.controller.step_metrics import (
+    EngineMetrics,
+    Trained,
+    agreement_metrics,
+    first_pass,
+    sample_metrics,
+    update_metrics,
+)
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.errors import FilteredAway
@@ -124,9 +131,7 @@ class Step:
                 self.self_check.before_update(number, batch.trajectories, experience, metrics, version)
             checked()
         metrics |= self.engine_metrics.step(number, batch.loads)
-        metrics = self.update(number, experience, metrics)
-        if self._of_update:
-            metrics |= self._compare(batch, experience, version)
+        metrics = self.update(number, batch.trajectories, experience, metrics, version)
         self.self_check.after_update(number, experience, metrics)
         if beside is not None:
             beside.finish()
@@ -191,15 +196,33 @@ class Step:
         experience.rewards = judged.rewards
         with self.phases("advantages"):
             metrics = fill_advantages(self.config, self.algorithm, experience, judged, self.kl.coef, self.scale)
-            if not self._of_update:
-                metrics |= self._compare(batch, experience, version)
+            if before_update(self.config):
+                metrics |= self._compare(batch.trajectories, experience, version)
             metrics["correction/not_finite"] = float(lost)
         return experience, metrics | sample_metrics(self.config, batch.trajectories, rewards, experience)
 
-    def _compare(self, batch: Batch, experience: Experience, version: int) -> Metrics:
+    def _compare(self, trajectories: list[Trajectory], experience: Experience, version: int) -> Metrics:
         """Compare the policies that sampled with the actor's policy `version`, and fill the weights of a correction."""
-        metrics = fill_correction(self.config, experience, ages(batch.trajectories, version))
-        return metrics | agreement_metrics(self.config, batch.trajectories, experience, version)
+        metrics = fill_correction(self.config, experience, ages(trajectories, version))
+        return metrics | agreement_metrics(self.config, trajectories, experience, version)
+
+    def _compare_pass(
+        self, trajectories: list[Trajectory], experience: Experience, steps: list[Trained], version: int
+    ) -> Metrics:
+        """Compare by the pass of the first optimizer step, in which the actor still had policy `version`.
+
+        With bypass and several optimizer steps that is a part of the batch, drawn by chance. Fills the column of
+        log-probs where they are the update's.
+        """
+        first = first_pass(steps)
+        if first is None:  # the actor is frozen, or all was skipped
+            return {}
+        rows, logprobs = first
+        part = experience.select(rows)
+        part.columns["logprobs"] = logprobs
+        if self._of_update:
+            experience.columns["logprobs"] = assemble(experience, [Shard(rows, part, [])], [logprobs])
+        return self._compare([trajectories[row] for row in rows], part, version)
 
     def _score(self, batch: Batch, experience: Experience) -> Rewards:
         """Get the rewards of the user's function or of a model, while the others compute log-probs and values."""
@@ -221,14 +244,16 @@ class Step:
         known.set_result(batch.rewards)
         return known
 
-    def update(self, number: int, experience: Experience, metrics: Metrics) -> Metrics:
+    def update(
+        self, number: int, trajectories: list[Trajectory], experience: Experience, metrics: Metrics, version: int
+    ) -> Metrics:
         """Train actor and critic on what `collect` answered; add the metrics of the training."""
         with self.phases("update"):
             in_loss = replace(experience, action_mask=loss_mask(self.config, experience))
             steps = self._train(number, in_loss)
             trained = update_metrics(steps)
-        if self._of_update:
-            (experience.columns["logprobs"],) = (step.logprobs for step in steps if step.logprobs is not None)
+        if not before_update(self.config):
+            trained |= self._compare_pass(trajectories, experience, steps, version)
         self.kl.update(metrics["kl"], len(experience))
         if self.scale is not None:
             self.scale = self.scale.with_batch(experience.rewards)
@@ -252,8 +277,8 @@ class Step:
                     together = train.share_prompts and role == ACTOR
                     parts, calls = send_shards(handle, TrainerCalls.train_step, request, batch, budget, together)
                     one_at_a_time(self.config, calls)
-                    pending.append(_OptimizerStep(role, tokens, Shard(rows, batch, []), parts, calls))
-        return [each.trained(experience) for each in pending]
+                    pending.append(_OptimizerStep(role, tokens, rows, batch, parts, calls))
+        return [each.trained() for each in pending]
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,14 +287,15 @@ class _OptimizerStep:
 
     role: str
     tokens: float
-    batch: Shard  # of the whole batch: what this step trains on
+    rows: list[int]  # of the whole batch: what this step trains on
+    batch: Experience  # they
     parts: list[Shard]  # of `batch`, by rank
     calls: list[Future[TrainAnswer]]
 
-    def trained(self, whole: Experience) -> Trained:
-        """Wait for the ranks; `whole` is what `batch` is a part of."""
+    def trained(self) -> Trained:
+        """Wait for the ranks."""
         answers = gather(self.calls)
         metrics, passed = [answer.metrics for answer in answers], None
         if columns := [answer.logprobs for answer in answers if answer.logprobs is not None]:
-            passed = assemble(whole, [self.batch], [assemble(self.batch.experience, self.parts, columns)])
-        return Trained(self.role, self.tokens, metrics, passed)
+            passed = assemble(self.batch, self.parts, columns)
+        return Trained(self.role, self.tokens, metrics, self.rows, passed)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 
 import numpy as np
 
-from slurm_rlhf.algorithms.correction import RATIO_SUMS, metrics_of_means
 from slurm_rlhf.algorithms.policy_distance import ages, staleness
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
@@ -73,7 +72,8 @@ class Trained:
     role: str
     tokens: float  # of all ranks
     answers: list[dict[str, float]]  # of each rank
-    logprobs: F32 | None = None  # [A] of the batch: the old ones, where they are of the update's own pass
+    rows: list[int] = field(default_factory=list)  # of the batch: what it trained on
+    logprobs: F32 | None = None  # of these rows, from before the step, where the actor computed none before the update
 
 
 def sample_metrics(
@@ -101,16 +101,12 @@ def sample_metrics(
 def agreement_metrics(
     config: Config, trajectories: list[Trajectory], experience: Experience, version: int
 ) -> dict[str, float]:
-    """Compare engine and actor on a batch; the actor's log-probs in `experience` are those of policy `version`.
-
-    With algo.correction.bypass there are none, and the metrics that compare them with the engine's are left out.
-    """
+    """Compare engine and actor on a batch; the actor's log-probs in `experience` are those of policy `version`."""
     mask, columns, metrics = experience.action_mask, experience.columns, dict[str, float]()
-    bypass = config.algo.correction.bypass
-    drift = None if bypass else np.abs(columns["rollout_logprobs"] - columns["logprobs"])
+    drift = np.abs(columns["rollout_logprobs"] - columns["logprobs"])
     age = ages(trajectories, version)
     ahead = config.vllm.sync_mode == "inflight"
-    if drift is not None and ((fresh := drift[mask & (age == 0)]).size or not ahead):
+    if (fresh := drift[mask & (age == 0)]).size or not ahead:
         # Engine against actor on the same tokens under the same policy: damaged weights would show here first.
         metrics["rollout_logprob_diff"] = float(fresh.mean()) if fresh.size else 0.0
         metrics["rollout_logprob_diff_max"] = float(fresh.max(initial=0.0))
@@ -122,15 +118,14 @@ def agreement_metrics(
 def update_metrics(steps: list[Trained]) -> dict[str, float]:
     """Average over optimizer steps and their tokens; `first_ratio` and `first_approx_kl` are of the actor's first step.
 
-    In that step the actor still has the weights of the old log-probs; with algo.correction.bypass its sums of ratios
-    are those of actor to engine.
+    In that step the actor still has the weights of the old log-probs.
     Steps that were skipped are counted; they have no `grad_norm`, and what is not finite in them is left out.
     """
     found: dict[str, list[float]] = {}
     usable = [step for step in steps if not _spoiled(step)]
     for step in steps:
         for name in step.answers[0]:
-            if name in RATIO_SUMS or (name not in PER_STEP and step not in usable):
+            if name not in PER_STEP and step not in usable:
                 continue
             if name in PER_STEP:
                 found.setdefault(f"{step.role}_{name}", []).append(step.answers[0][name])
@@ -146,9 +141,13 @@ def update_metrics(steps: list[Trained]) -> dict[str, float]:
     for name in ("ratio", "approx_kl"):
         if first and name in first.answers[0]:  # a loss of the user's may have other metrics
             metrics[f"first_{name}"] = _per_token(first, name)
-    if first and first.answers[0].keys() >= set(RATIO_SUMS):
-        metrics |= metrics_of_means({name: _per_token(first, name) for name in RATIO_SUMS})
     return metrics
+
+
+def first_pass(steps: list[Trained]) -> tuple[list[int], F32] | None:
+    """Find the actor's first step whose own pass is known and was of use: its rows of the batch, their log-probs."""
+    known = ((step.rows, step.logprobs) for step in steps if step.logprobs is not None and not _spoiled(step))
+    return next(known, None)
 
 
 def _spoiled(step: Trained) -> bool:

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from slurm_rlhf.algorithms.correction import ratio_sums
 from slurm_rlhf.algorithms.losses import entropy_bonus, kl_loss, nll_loss, value_loss
 from slurm_rlhf.algorithms.policy_loss_inputs import Metrics, PolicyInputs
 from slurm_rlhf.algorithms.policy_losses import clip_range
@@ -88,11 +87,11 @@ class LanguageModelTrainer(Trainer):
 class PolicyTrainer(LanguageModelTrainer):
     """Trains the policy on one rank of the actor. `train_step` needs the column `advantages`.
 
-    Without a column `logprobs` the old log-probs are those of the update's own pass, and `old_logprobs` has them
-    afterwards, [A]: the ratio is 1, and its gradient that of the log-probs.
+    Without a column `logprobs` the old log-probs are those of the update's own pass: the ratio is 1, and its gradient
+    that of the log-probs. Then, and with algo.correction.bypass, `passed` has the pass of the last step, [A].
     """
 
-    old_logprobs: F32 | None = None
+    passed: F32 | None = None
 
     def __init__(self, config: Config, total_steps: int) -> None:
         """Load the model; `total_steps`: optimizer steps of the whole run. Raises ModelError, ConfigError."""
@@ -111,18 +110,20 @@ class PolicyTrainer(LanguageModelTrainer):
 
     def train_step(self, exp: Experience, micro: list[list[int]], denominator: float) -> dict[str, float]:
         """Take one optimizer step, as `Trainer.train_step`."""
-        self._passed: list[Tensor] = []
+        self._parts: list[Tensor] = []
         metrics = super().train_step(exp, micro, denominator)
-        self.old_logprobs = in_order(exp, micro, self._passed) if self._passed else None
+        self.passed = in_order(exp, micro, self._parts) if self._parts else None
         return metrics
 
     def _old_logprobs(self, part: Experience, logprobs: Tensor) -> Tensor:
-        """Return what the ratio is taken to: the column of `part`, else the pass `logprobs` itself, which is noted."""
+        """Return what the ratio is taken to: the column of `part`, else the pass `logprobs` itself.
+
+        The pass is noted where the actor has not computed log-probs before.
+        """
         given = optional_column(part, "logprobs", self.world.device)
-        if given is None:
-            given = logprobs.detach()
-            self._passed.append(given)
-        return given
+        if given is None or self.config.algo.correction.bypass:
+            self._parts.append(logprobs.detach())
+        return logprobs.detach() if given is None else given
 
     def self_check(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
         """Compute `logprobs` in ways that must not matter, fp32 [A] each; nothing is changed by it.
@@ -157,8 +158,6 @@ class PolicyTrainer(LanguageModelTrainer):
                 (actor.sapo_temperature_pos, actor.sapo_temperature_neg),
             )
         )
-        if self.config.algo.correction.bypass:  # the old log-probs are the engine's
-            metrics = metrics | ratio_sums(logprobs, column(part, "logprobs", device), mask)
         weights = optional_column(part, "entropy_weights", device)
         bonus, more = entropy_bonus(entropy, mask, denominator, actor.entropy_coef, weights)
         loss, metrics = loss + bonus, metrics | more

@@ -108,7 +108,7 @@ class ActorWorker(TrainerWorker, ActorCalls):
 
     def train_step(self, batch: TrainBatch) -> TrainAnswer:
         answer = super().train_step(batch)
-        return replace(answer, logprobs=self.trainer.old_logprobs)
+        return replace(answer, logprobs=self.trainer.passed)
 
     def generate(self, batch: ResponseBatch) -> GenerateAnswer:
         return self.generation.run(batch)

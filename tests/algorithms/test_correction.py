@@ -19,8 +19,6 @@ from slurm_rlhf.algorithms.correction import (
     CorrectionInputs,
     correct,
     mask_not_finite,
-    metrics_of_means,
-    ratio_sums,
 )
 from slurm_rlhf.algorithms.losses import loss_weights
 from slurm_rlhf.algorithms.registry import PRESETS, CorrectionRule
@@ -326,21 +324,3 @@ def test_micro_batches_and_ranks_do_not_change_the_gradient() -> None:
                 mine = part.action_offsets
                 together[start:end] += found[mine[place] : mine[place + 1]]
     assert_allclose(together, whole, rtol=1e-6, atol=1e-9)
-
-
-def test_sums_of_the_ranks_give_the_metrics_of_the_batch() -> None:
-    """What bypass measures in the update, over two parts, is what the conductor would have computed."""
-    exp, _ = batch(5)
-    age = np.zeros(len(exp.action_mask), dtype=np.int32)
-    columns = (exp.columns[name] for name in ("logprobs", "rollout_logprobs", "advantages"))
-    _, expected = correct(None, 0.0, CorrectionInputs(*columns, age, exp.action_mask, exp.action_offsets))
-    sums: dict[str, float] = {}
-    for rows in ([0, 1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11]):
-        part = exp.select(rows)
-        new, old = (torch.tensor(part.columns[name]) for name in ("logprobs", "rollout_logprobs"))
-        for name, total in ratio_sums(new, old, torch.tensor(part.action_mask)).items():
-            sums[name] = sums.get(name, 0.0) + total.item()
-    found = metrics_of_means({name: total / exp.action_mask.sum() for name, total in sums.items()})
-    assert set(found) == {f"correction/{name}" for name in ("log_rho_mean", "k1", "k3", "chi2", "ess")}
-    for name, value in found.items():
-        assert value == pytest.approx(expected[name], rel=1e-5, abs=1e-7)

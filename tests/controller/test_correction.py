@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
+from steps import make_step
 
 from slurm_rlhf.algorithms.correction import mask_not_finite
+from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.calls import TrainAnswer, TrainBatch
 from slurm_rlhf.controller.experience import fill_correction, fill_loss_weights, fill_passes
-from slurm_rlhf.records import Experience
+from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
 
 
 def config_of(*keys: str) -> Config:
@@ -73,5 +78,45 @@ def test_with_bypass_the_old_log_probs_are_the_engines_and_finite() -> None:
     config, batch = config_of("algo.correction.bypass=true"), experience()
     fill_passes(config, {}, batch)
     assert batch.columns["logprobs"].tolist() == pytest.approx([math.log(0.2), math.log(0.5), 0, math.log(0.5)])
-    assert fill_correction(config, batch, AGE) == {}
     assert "correction" not in batch.columns
+
+
+class MovingActor:
+    """A role of one rank whose policy gives every token a tenth more after each optimizer step."""
+
+    world = 1
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+
+    def start_each(self, method: Any, batches: list[TrainBatch], /) -> list[Future[TrainAnswer]]:
+        (batch,), answer = batches, Future[TrainAnswer]()
+        passed = batch.experience.columns["rollout_logprobs"] + np.float32(0.5 + 0.1 * len(self.steps))
+        self.steps.append(batch.experience.response_lens.tolist())
+        answer.set_result(TrainAnswer({"lr": 0.0, "grad_norm": 1.0, "ratio": 1.0, "approx_kl": 0.0}, passed))
+        return [answer]
+
+
+def test_with_bypass_the_first_optimizer_step_measures_its_part_of_the_batch_age_by_age() -> None:
+    """Of four responses of two tokens, the first token of each an update older; later steps have moved on."""
+    config = config_of("algo.correction.bypass=true", "rollout.batch_size=4")
+    config.train.batch_size, config.algo.kl.init_coef = 2, 0.0
+    prompt, spans = np.arange(3, dtype=np.int32), [VersionSpan(0, 1, 4), VersionSpan(1, 2, 5)]
+    engine, mask = np.array([-1.0, -2.0], dtype=np.float32), np.ones(2, dtype=np.bool_)
+    tokens = np.zeros(2, dtype=np.int32)
+    trajectories = [Trajectory(i, 0, prompt, tokens, engine, mask, "stop", "", spans) for i in range(4)]
+    batch = pack(trajectories, [0.0] * 4)
+    batch.columns["advantages"] = np.ones(8, dtype=np.float32)
+    actor = MovingActor()
+    fill_passes(config, {}, batch)
+    step = make_step(config, {"actor": actor}, kl=KLController(0.0, 0.0, 1))
+    config.vllm.sync_mode = "inflight"  # no engines are asked
+    metrics = step.update(1, trajectories, batch, {"kl": 0.0}, 5)
+    assert actor.steps == [[2, 2], [2, 2]]
+    for name in ("correction", "correction/age_0", "correction/age_1"):
+        assert metrics[f"{name}/log_rho_mean"] == metrics[f"{name}/log_rho_max"] == pytest.approx(0.5)
+        assert metrics[f"{name}/k1"] == pytest.approx(-0.5)
+        assert metrics[f"{name}/truncated"] == metrics[f"{name}/dropped"] == 0
+    assert metrics["rollout_logprob_diff"] == pytest.approx(0.5)
+    assert metrics["staleness_max"] == 1
+    assert batch.columns["logprobs"].tolist() == batch.columns["rollout_logprobs"].tolist()

@@ -20,7 +20,7 @@ from steps import make_step
 from training_ranks import make_config
 
 from slurm_rlhf.algorithms.correction import mask_not_finite
-from slurm_rlhf.config.correction import before_update, of_the_update
+from slurm_rlhf.config.correction import before_update
 from slurm_rlhf.control.calls import SelfCheckAnswer, TrainAnswer
 from slurm_rlhf.controller.experience import fill_passes
 from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
@@ -49,7 +49,7 @@ class Here:
         arguments = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "experience"}
         found, answer = getattr(self.trainer, name)(batch.experience, **arguments), Future[Any]()
         if name == "train_step":
-            answer.set_result(TrainAnswer(found, getattr(self.trainer, "old_logprobs", None)))
+            answer.set_result(TrainAnswer(found, getattr(self.trainer, "passed", None)))
         else:
             answer.set_result(SelfCheckAnswer(**found) if name == "self_check" else found.get(name, found))
         return [answer]
@@ -111,9 +111,7 @@ class Bench:
         if self.weight is not None:
             exp.columns["correction"] = np.full_like(exp.columns["values"], self.weight)
         exp.columns["advantages"] = exp.columns["returns"] = np.ones_like(exp.columns["values"])
-        metrics = self.step.update(number, exp, {"kl": 0.0})
-        if of_the_update(self.config):
-            metrics["rollout_logprob_diff"] = self.drift(exp)
+        metrics = self.step.update(number, found, exp, {"kl": 0.0}, number - 1)
         self.check.after_update(number, exp, metrics)
         return metrics
 

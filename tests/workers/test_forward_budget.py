@@ -74,7 +74,7 @@ def run(forward: int) -> dict[str, Ranks]:
     reward = Scoring(ModelRewards(handles["reward"], config.train.forward_tokens), config.timeout.reward)
     step = make_step(config, handles, reward=reward, kl=KLController(0.01, 0.0, 1))
     experience, metrics = step.collect(Batch(1, prompts, responses, {}, 1.0, {}), 0)
-    step.update(1, experience, metrics)
+    step.update(1, responses, experience, metrics, 0)
     return roles
 
 
