@@ -23,7 +23,7 @@ EPSILON = 1e-6
 """Added to the standard deviation of a group, as in verl."""
 
 AT_AN_END = 1e-6
-"""A mean this close to an end of the range counts as outside, as in OpenRLHF."""
+"""A mean this close to an end of the range counts as outside: its rounding must not decide."""
 
 Groups = NDArray[Any]
 

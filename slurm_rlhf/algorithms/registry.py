@@ -24,6 +24,16 @@ if TYPE_CHECKING:  # the command line and the planner read records, and start wi
 
 KEY = "algo.advantage.estimator"
 
+OF_PEERS = {
+    "grpo": "group_norm",
+    "reinforce++": "reinforce",
+    "reinforce_plus_plus": "reinforce",
+    "reinforce_plus_plus_baseline": "reinforce_baseline",
+    "drgrpo": "dr_grpo",
+    "ppo": "gae",
+}
+"""Names that verl, TRL and papers have -> ours."""
+
 
 @dataclass(slots=True)
 class AdvantageInputs:
@@ -132,9 +142,10 @@ def find_algorithm(name: str) -> Algorithm:
     """Look an algorithm up by its name. Raises ConfigError that names the nearest and all valid ones."""
     found = built_in().get(name) or _REGISTERED.get(name)
     if found is None:
-        names = algorithm_names()
+        names, same = algorithm_names(), OF_PEERS.get(name.lower())
+        near = f": it is called {same} here" if same else meant(name, names)
         raise ConfigError(
-            f"{KEY} = {name!r} is unknown{meant(name, names)} (valid: {', '.join(names)}; more come with files that "
+            f"{KEY} = {name!r} is unknown{near} (valid: {', '.join(names)}; more come with files that "
             "train.plugins names)"
         )
     return found

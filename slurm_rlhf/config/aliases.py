@@ -74,6 +74,15 @@ VERL = {
 }
 """verl's name -> the key that does its work here. Values may differ, so they are named in errors and not read."""
 
+VALUES = {
+    "actor.lr_scheduler": {"cosine_with_min_lr": "cosine"},
+    "actor.policy_loss_type": {"vanilla": "ppo", "dapo": "ppo", "grpo": "ppo"},
+}
+"""Key -> a value of OpenRLHF, verl or TRL -> what it is here. Named in errors and not read."""
+
+INTERVALS = ("ckpt.save_steps", "eval.steps")
+"""Keys for which -1 is never at OpenRLHF and verl, and 0 here."""
+
 
 @cache
 def read_as() -> dict[str, str]:

@@ -99,6 +99,8 @@ def _bypass_problems(config: Config) -> Iterator[str]:
     why = f"{GROUP}.bypass = true takes the update's ratio to the engine's log-probs, which leaves none for"
     if weighing:
         yield f"{why} {' and '.join(weighing)} to bound: leave one or the other out"
+    if config.actor.old_logprobs == "pass":
+        yield f"{why} actor.old_logprobs = pass to compute: leave one of the two out"
     if keys.off_policy_delta:
         yield f"{why} {GROUP}.off_policy_delta = {keys.off_policy_delta:g} to compare with: leave one of the two out"
 

@@ -9,7 +9,7 @@ import tomllib
 from collections.abc import Collection
 from typing import Any
 
-from slurm_rlhf.config.aliases import meaning, read_as
+from slurm_rlhf.config.aliases import VALUES, meaning, read_as
 from slurm_rlhf.config.evaluation import entry_table, read_entry
 from slurm_rlhf.config.keys import DATA_SETS, Key, all_keys, documentation, get
 from slurm_rlhf.config.schema import Config
@@ -124,6 +124,8 @@ def _shown(value: object) -> str:
 
 
 def _hint(key: Key, value: object) -> str:
+    if same := VALUES.get(key.name, {}).get(str(value)):
+        return f": it is called {same} here"
     if key.kind == "bool" and str(value).lower() in ("true", "false"):
         return ": leave out the quotes"
     if key.kind not in ("int", "float") or isinstance(value, bool) or not isinstance(value, (float, str)):

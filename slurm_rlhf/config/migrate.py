@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from slurm_rlhf.config.aliases import meaning, read_as
+from slurm_rlhf.config.aliases import INTERVALS, VALUES, meaning, read_as
 from slurm_rlhf.config.key_text import BadValue, from_text, split_overrides, toml_value
 from slurm_rlhf.config.keys import Key, all_keys, nearest
 from slurm_rlhf.errors import ConfigError
@@ -23,9 +23,6 @@ DEFAULTS = {
     "eval.n_samples_per_prompt": 4,
 }
 """Key -> OpenRLHF's default, where it differs from ours. Source: openrlhf/cli/train_ppo_ray.py of August 2026."""
-
-NEVER = ("ckpt.save_steps", "eval.steps")
-"""Keys of an interval: -1 is never at OpenRLHF, 0 here."""
 
 
 @dataclass(slots=True)
@@ -80,8 +77,9 @@ def translate(command: str) -> Translation:
 
 
 def _take(found: Translation, key: Key, name: str, words: list[str], written: str) -> None:
-    if key.name in NEVER and words == ["-1"]:
+    if key.name in INTERVALS and words == ["-1"]:
         words = ["0"]
+    words = [VALUES.get(key.name, {}).get(word, word) for word in words]
     if any("$" in word for word in words):
         found.left_out.append(f"{written}: a variable of the shell; set {key.name} yourself")
         return

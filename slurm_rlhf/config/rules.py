@@ -12,6 +12,7 @@ from slurm_rlhf.config.algorithm_rules import (
     filter_problems,
     sampling_problems,
 )
+from slurm_rlhf.config.aliases import INTERVALS
 from slurm_rlhf.config.correction import correction_problems
 from slurm_rlhf.config.engine_rules import engine_problems
 from slurm_rlhf.config.evaluation import eval_problems
@@ -72,7 +73,8 @@ def out_of_range(config: Config) -> Iterator[str]:
         value = get(config, name)
         for number in value if isinstance(value, list) else [value]:
             if key.allowed is not None and number not in key.words and number not in key.allowed:
-                yield f"{name} must be {key.allowed}, got {number}"
+                never = "; never is 0 here" if name in INTERVALS and number == -1 else ""
+                yield f"{name} must be {key.allowed}, got {number}{never}"
 
 
 def _batches(config: Config) -> Iterator[str]:

@@ -13,8 +13,10 @@ from slurm_rlhf.algorithms import registry
 from slurm_rlhf.algorithms.advantages import estimate
 from slurm_rlhf.algorithms.policy_losses import gspo_loss, ppo_loss
 from slurm_rlhf.algorithms.registry import (
+    OF_PEERS,
     AdvantageInputs,
     Algorithm,
+    built_in,
     changed_plugins,
     find_algorithm,
     load_plugins,
@@ -57,6 +59,13 @@ def test_unknown_names_are_answered_with_the_nearest_and_all_valid_ones(tmp_path
         find_algorithm("groupmean")
     with pytest.raises(ConfigError, match=r"'' is unknown \(valid: "):
         find_algorithm("")
+
+
+def test_names_of_peers_are_said_in_ours() -> None:
+    for theirs, ours in OF_PEERS.items():
+        assert ours in built_in()
+        with pytest.raises(ConfigError, match=f"is unknown: it is called {ours} here"):
+            find_algorithm(theirs)
 
 
 def test_a_plugin_is_run_once_and_its_content_is_told(tmp_path: Path) -> None:

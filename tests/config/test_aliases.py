@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.config.aliases import VERL, read_as
+from slurm_rlhf.config.aliases import INTERVALS, VALUES, VERL, read_as
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.openrlhf import FLAGS
+from slurm_rlhf.config.rules import out_of_range
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.docs.pages import page
 from slurm_rlhf.errors import ConfigError
@@ -179,6 +180,21 @@ def test_tables_of_others_are_explained_key_by_key(tmp_path: Path) -> None:
     assert "unknown key ds.lora.rank: OpenRLHF's ds.lora.rank is no key here: all parameters are trained" in told
     assert "unknown key actor_rollout_ref.rollout.n: verl's actor_rollout_ref.rollout.n is rollout.n_samples" in told
     assert "unknown key zzz.a.b; did you mean" in told
+
+
+def test_values_of_others_are_said_in_ours_and_are_none_of_ours() -> None:
+    for name, values in VALUES.items():
+        for theirs, ours in values.items():
+            assert theirs not in all_keys()[name].choices
+            assert ours in all_keys()[name].choices
+            with pytest.raises(ConfigError, match=f"got '{theirs}': it is called {ours} here"):
+                load_config(None, [f"--{name}={theirs}"])
+
+
+def test_an_interval_of_minus_one_is_told_that_never_is_zero() -> None:
+    for name in INTERVALS:
+        told = list(out_of_range(load_config(None, [f"--{name}=-1"])))
+        assert told == [f"{name} must be at least 0, got -1; never is 0 here"]
 
 
 def test_verls_names_lead_to_keys() -> None:

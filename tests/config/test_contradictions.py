@@ -66,6 +66,7 @@ PAIRS = [
     ("algo.correction.thresholds=0.5,5", "algo.correction.preset=tis"),
     ("algo.correction.bypass=true", "algo.correction.preset=tis"),
     ("algo.correction.bypass=true", "algo.correction.off_policy_delta=0.1"),
+    ("algo.correction.bypass=true", "actor.old_logprobs=pass"),
     ("rollout.top_p=0.9", "algo.correction.", "algo.correction.preset=tis"),
     # dynamic sampling and sampling ahead
     ("algo.dynamic_filtering_enable=true", "rollout.n_samples_per_prompt=1"),

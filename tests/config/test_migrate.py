@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from slurm_rlhf.cli import main as cli
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.migrate import DEFAULTS, translate
+from slurm_rlhf.config.migrate import DEFAULTS, PROGRAM, translate
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 
@@ -72,6 +72,12 @@ def test_openrlhfs_defaults_differ_from_ours_and_are_values_of_their_keys() -> N
     for name, value in DEFAULTS.items():
         assert get(Config(), name) != value
         assert type(get(Config(), name)) is type(value)
+
+
+def test_values_that_are_called_otherwise_here_are_translated() -> None:
+    found = translate(f"python3 -m {PROGRAM} --lr_scheduler cosine_with_min_lr --save_steps -1")
+    assert found.values == {"actor.lr_scheduler": "cosine", "ckpt.save_steps": 0}
+    assert found.left_out == []
 
 
 def test_a_key_that_is_said_twice_keeps_the_first() -> None:
