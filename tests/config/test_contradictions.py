@@ -18,7 +18,7 @@ PAIRS = [
     # advantages
     *(
         (f"algo.advantage.estimator={name}", "rollout.n_samples_per_prompt=1")
-        for name in ("rloo", "group_norm", "gdpo")
+        for name in ("reinforce_baseline", "rloo", "group_norm", "dr_grpo", "opo", "max_rl", "gdpo")
     ),
     ("algo.advantage.estimator=reinforce", "critic.freezing_steps=3"),
     ("algo.advantage.estimator=reinforce", "algo.advantage.lambd_critic=0.5"),

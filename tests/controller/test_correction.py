@@ -74,6 +74,17 @@ def test_tokens_that_are_dropped_stay_in_the_denominator() -> None:
     assert batch.columns["loss_weights"].tolist() == [0, 1, 0, 1]
 
 
+def test_a_response_that_the_actor_has_left_behind_is_dropped_beyond_the_delta() -> None:
+    """Where its advantage is negative: the mean of log(engine / actor) is log(1.8) = 0.59 in the second response."""
+    for delta, kept in ((0.5, 0), (0.6, 1)):
+        config, batch = config_of(f"algo.correction.off_policy_delta={delta}"), experience()
+        batch.columns["rollout_logprobs"][3] = math.log(0.9)
+        batch.columns["advantages"][:] = -1
+        metrics = fill_correction(config, batch, AGE)
+        assert batch.columns["correction"].tolist() == [1, 1, 0, kept]  # the third is no action
+        assert metrics["correction/dropped"] == pytest.approx((1 - kept) / 3)
+
+
 def test_with_bypass_the_old_log_probs_are_the_engines_and_finite() -> None:
     config, batch = config_of("algo.correction.bypass=true"), experience()
     fill_passes(config, {}, batch)

@@ -13,7 +13,8 @@ from group_engines import BATCH, SAMPLING, Judge, Streamed, answer, order_of, pl
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.batch_sources import OnDemand, Parts, Rounds, make_batches
-from slurm_rlhf.controller.batches import Batch, EpisodesOver, Tally
+from slurm_rlhf.controller.batches import Batch, EpisodesOver, Group, Tally
+from slurm_rlhf.controller.group_rules import Standing
 from slurm_rlhf.controller.group_stream import GroupStream, Rule
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import FilteredAway, RewardError
@@ -153,14 +154,25 @@ class Fixed:
         return [answer(prompt.index, sample) for prompt in prompts for sample in range(sampling.n)]
 
 
+class Graded:
+    """In place of `Scoring`: the mean score of prompt i is (i % 5) / 5, and all rewards are equal."""
+
+    def __call__(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
+        scores = [t.prompt % 5 / 5 + 0.1 * (-1) ** t.sample for t in trajectories]
+        return Rewards(np.ones(len(scores), dtype=np.float32), np.array(scores, dtype=np.float32))
+
+
 def rounds(
-    path: Path, order: PromptOrder, good: set[int], at_once: int = 0, prompts: int = 40
+    path: Path, order: PromptOrder, good: set[int] | Graded, at_once: int = 0, prompts: int = 40, **algo: object
 ) -> tuple[OnDemand, Fixed]:
     config, fixed = Config(), Fixed()
+    for name, value in algo.items():
+        setattr(config.algo, name, value)
     config.rollout.batch_size, config.rollout.n_samples_per_prompt = BATCH, SAMPLING.n
     config.rollout.vllm_generate_batch_size = at_once
     config.algo.dynamic_filtering_enable = config.train.full_determinism = True
-    parts: Any = Parts(config, prompt_set(path, prompts), order, 10, fixed, Judge(good), lambda _: nullcontext())  # type: ignore[arg-type]
+    judge = good if isinstance(good, Graded) else Judge(good)
+    parts: Any = Parts(config, prompt_set(path, prompts), order, 10, fixed, judge, lambda _: nullcontext())  # type: ignore[arg-type]
     batches = make_batches(parts, sample=lambda _: pytest.fail("without the filter"))
     assert isinstance(batches, OnDemand)
     return batches, fixed
@@ -199,6 +211,36 @@ def test_rounds_have_an_end(tmp_path: Path) -> None:
     assert sum(len(asked) for asked, _ in fixed.rounds) == 60  # 10 times 6
 
 
+def test_groups_are_kept_by_their_mean_score_within_the_range_of_the_configuration(tmp_path: Path) -> None:
+    """Of five groups with means from 0 to 0.8, and spread, two lie within."""
+    batches, _ = rounds(tmp_path, order_of(40, BATCH), Graded(), dynamic_filtering_range=[0.3, 0.7])
+    batch = batches.take(1)
+    assert places(batch) == [2, 3, 7, 8]
+    passed = sum(i % 5 in (2, 3) for i in range(batch.judged))
+    assert batch.metrics["dynamic_filtering/pass_rate"] == passed / batch.judged
+    assert places(rounds(tmp_path, order_of(40, BATCH), Graded())[0].take(1)) == [0, 1, 2, 3]
+    narrow, _ = rounds(tmp_path, order_of(40, BATCH), Graded(), dynamic_filtering_range=[0.85, 1.0])
+    with pytest.raises(FilteredAway, match=r"kept 0 of 40 groups .* strictly between 0\.85 and 1:"):
+        narrow.take(1)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "scores", "verdicts"),
+    [
+        ([0, 1, 1, 1], None, [True, False]),
+        ([0, 1, 1, 1], [1, 1, 0, 1], [False, True]),
+    ],
+)
+def test_a_group_is_judged_by_its_scores_and_without_them_by_its_rewards(
+    tmp_path: Path, rewards: list[float], scores: list[float] | None, verdicts: list[bool]
+) -> None:
+    groups = [Group(place, prompt, Standing(0)) for place, prompt in enumerate(prompt_set(tmp_path, 2).prompts)]
+    tally, found = Tally([]), None if scores is None else np.array(scores, dtype=np.float32)
+    tally.judge(groups, Rewards(np.array(rewards, dtype=np.float32), found), 2)
+    assert [group.verdict for group in groups] == verdicts
+    assert (tally.judged, tally.passed) == (2, 1)
+
+
 def test_streams_and_rounds_are_chosen_by_the_configuration(tmp_path: Path) -> None:
     config = Config()
     dispatcher: Any = type(
@@ -219,10 +261,11 @@ def test_streams_and_rounds_are_chosen_by_the_configuration(tmp_path: Path) -> N
     stream = made()
     assert isinstance(stream, GroupStream)
     assert stream.tally is None
-    config.algo.dynamic_filtering_enable = True
-    assert made().tally == Tally([])
+    config.algo.dynamic_filtering_enable, config.algo.dynamic_filtering_range = True, [0.2, 0.9]
+    assert made().tally == Tally([0.2, 0.9])
     config.vllm.sync_mode = "drain"
     assert made().stream.rule.size is None
+    assert made().stream.tally == Tally([0.2, 0.9])
     config.train.full_determinism = True
     assert isinstance(made()._sample.__self__, Rounds)
 

@@ -51,6 +51,12 @@ def test_the_lambda_of_the_critic() -> None:
     assert_array_equal(batch.columns["returns"], [2, 4, 5])
 
 
+def test_gamma_discounts_the_reward_of_the_last_token() -> None:
+    batch = experience([4.0], [3])
+    filled(config("reinforce", 1, algo__advantage__gamma=0.5, algo__advantage__no_whitening=True), batch)
+    assert_array_equal(batch.columns["advantages"], [1, 2, 4])
+
+
 def test_no_std_norm() -> None:
     batch = experience([4.0, 0.0], [1, 3])
     filled(config("reinforce_baseline", 2, algo__advantage__no_std_norm=True), batch)
