@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 from warm_runs import WarmRun
 
 from slurm_rlhf.algorithms.batching import micro_batches, split_ranks
+from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.records import Experience
@@ -92,8 +93,12 @@ def train(trainer: Any, steps: range, max_tokens: int) -> list[dict[str, float]]
 def weigh(config: Config, exp: Experience) -> float:
     """Fill the columns that a step of the conductor sends with the loss of `config`; answer the denominator."""
     from slurm_rlhf.algorithms.methods.reinforce import GROUP_NORM
-    from slurm_rlhf.controller.experience import fill_loss_weights
+    from slurm_rlhf.controller.experience import fill_correction, fill_loss_weights
 
+    if config.algo.correction.preset != "none":
+        log_rho = np.random.default_rng(len(exp.token_ids)).normal(0.3, 0.5, size=len(exp.action_mask))
+        exp.columns["rollout_logprobs"] = exp.columns["logprobs"] - log_rho.astype(np.float32)
+        fill_correction(config, exp, np.zeros(len(log_rho), dtype=np.int32))
     if config.algo.kl.use_loss:
         rng = np.random.default_rng(len(exp.token_ids))
         exp.columns["ref_logprobs"] = rng.normal(-4.0, 0.5, size=len(exp.action_mask)).astype(np.float32)
@@ -149,6 +154,8 @@ def run_case(case: dict[str, Any], model: Path, out: Path) -> None:
     config.actor.weight_decay = case.get("weight_decay", 0.0)
     if case.get("terms"):
         all_terms(config)
+    for name, value in case.get("keys", {}).items():
+        put(config, name, value)
     config.actor.gradient_checkpointing_enable = case.get("gradient_checkpointing", False)
     trainer = {"policy": PolicyTrainer, "value": ValueTrainer}[case["kind"]](config, 2 * STEPS)
     if case["kind"] == "policy":

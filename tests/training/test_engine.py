@@ -57,6 +57,8 @@ def plain_loss(kind: str, module: Any, exp: Experience) -> torch.Tensor:
     logprobs = distribution.gather(-1, torch.tensor(targets.astype(np.int64))[:, None])[:, 0]
     if kind == "terms":
         return all_terms_written_out(logprobs, -(distribution.exp() * distribution).sum(-1), exp)
+    if kind in KEYS:
+        return loss_written_out(kind, logprobs, exp)
     return policy_loss(logprobs, columns["logprobs"], columns["advantages"], mask, count, 0.2, 0.2)[0]
 
 
@@ -80,6 +82,48 @@ def all_terms_written_out(logprobs: torch.Tensor, entropy: torch.Tensor, exp: Ex
         if exp.rewards[row] > 0:
             good.append(-TERM_COEF * new)
     return torch.stack(terms).mean() + torch.cat(good).mean()
+
+
+KEYS: dict[str, dict[str, Any]] = {
+    "cispo": {
+        "actor.eps_clip_low_high": [0.3, 0.4],
+        "actor.loss_agg_mode": "seq-mean-token-sum-norm",
+        "rollout.max_new_tokens": 14,
+    },
+    "dppo_tv": {
+        "actor.eps_clip_low_high": [0.002, 0.003],
+        "actor.loss_agg_mode": "seq-mean-token-sum",
+        "algo.correction.preset": "tis",
+    },
+    "sapo": {"actor.sapo_temperature_pos": 0.5, "actor.sapo_temperature_neg": 3.0},
+}
+"""Of policy losses, by their names: what `loss_written_out` has as numbers. Each bound binds at some tokens."""
+
+
+def loss_written_out(kind: str, logprobs: torch.Tensor, exp: Experience) -> torch.Tensor:
+    """CISPO by the longest length, DPPO by sums and with a correction, SAPO by means: response by response."""
+    config = Config()
+    config.algo.correction.preset = KEYS[kind].get("algo.correction.preset", "none")
+    weigh(config, exp)
+    columns = {name: torch.tensor(values) for name, values in exp.columns.items()}
+    terms = []
+    for start, end in pairwise(exp.action_offsets):
+        chosen = np.flatnonzero(exp.action_mask[start:end]) + start
+        if not len(chosen):
+            continue
+        new, old, advantages = logprobs[chosen], columns["logprobs"][chosen], columns["advantages"][chosen]
+        ratio = (new - old).exp()
+        if kind == "cispo":
+            terms.append((-ratio.detach().clamp(0.7, 1.4) * advantages * new).sum() / 14)
+        elif kind == "sapo":
+            tau = torch.where(advantages > 0, 0.5, 3.0)
+            terms.append((-4 / tau * (tau * (ratio - 1)).sigmoid() * advantages).mean())
+        else:
+            moved = new.detach().exp() - old.exp()
+            kept = torch.where(advantages > 0, moved <= 0.003, moved >= -0.002)
+            rho = (old - columns["rollout_logprobs"][chosen]).exp().clamp(max=2)
+            terms.append((-rho * ratio * advantages)[kept].sum())
+    return torch.stack(terms).mean()
 
 
 def plain_torch(kind: str, model: Path, weight_decay: float) -> tuple[dict[str, torch.Tensor], list[float]]:
@@ -120,6 +164,16 @@ CASES: list[dict[str, Any]] = [
         "weight_decay": 0.1,
     },
     {"name": "terms", "kind": "policy", "zero_stage": 2, "max_tokens": 30, "terms": True},
+    *(
+        {
+            "name": name,
+            "kind": "policy",
+            "zero_stage": 2,
+            "max_tokens": 30,
+            "keys": {"actor.policy_loss_type": name, **keys},
+        }
+        for name, keys in KEYS.items()
+    ),
     {"name": "value", "kind": "value", "zero_stage": 2, "max_tokens": 40},
     {"name": "bf16", "kind": "policy", "zero_stage": 2, "max_tokens": 40, "param_dtype": "bf16"},
     {"name": "fp16", "kind": "policy", "zero_stage": 2, "max_tokens": 40, "param_dtype": "fp16"},
@@ -160,7 +214,8 @@ def results(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, 
 def test_training_on_ranks_and_micro_batches_equals_plain_adamw_on_the_whole_batch(
     results: dict[int, Path], model: Path, case: dict[str, Any], ranks: int
 ) -> None:
-    expected, norms = plain_torch("terms" if case.get("terms") else case["kind"], model, case.get("weight_decay", 0.0))
+    kind = case["name"] if case["name"] in {"terms", *KEYS} else case["kind"]
+    expected, norms = plain_torch(kind, model, case.get("weight_decay", 0.0))
     ours = load_file(results[ranks] / f"{case['name']}.safetensors")
     assert ours.keys() == expected.keys()
     for name, value in expected.items():
