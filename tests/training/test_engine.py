@@ -91,7 +91,7 @@ KEYS: dict[str, dict[str, Any]] = {
         "rollout.max_new_tokens": 14,
     },
     "dppo_tv": {
-        "actor.eps_clip_low_high": [0.002, 0.003],
+        "actor.eps_clip_low_high": [0.016, 0.005],
         "actor.loss_agg_mode": "seq-mean-token-sum",
         "algo.correction.preset": "tis",
     },
@@ -120,7 +120,7 @@ def loss_written_out(kind: str, logprobs: torch.Tensor, exp: Experience) -> torc
             terms.append((-4 / tau * (tau * (ratio - 1)).sigmoid() * advantages).mean())
         else:
             moved = new.detach().exp() - old.exp()
-            kept = torch.where(advantages > 0, moved <= 0.003, moved >= -0.002)
+            kept = torch.where(advantages > 0, moved <= 0.005, moved >= -0.016)
             rho = (old - columns["rollout_logprobs"][chosen]).exp().clamp(max=2)
             terms.append((-rho * ratio * advantages)[kept].sum())
     return torch.stack(terms).mean()
