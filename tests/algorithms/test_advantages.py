@@ -70,6 +70,25 @@ def test_no_reference_and_coefficient_zero_mean_no_penalty() -> None:
     assert_allclose(token_rewards(np.array([np.inf, 1.0]), 0.0, [3.0], mask, offsets, CLIP), [0.0, 3.0])
 
 
+@settings(max_examples=80, deadline=None)
+@given(masks, seeds, st.none() | st.floats(0.0, 3.0), st.floats(-4.0, 0.0), st.floats(0.0, 4.0))
+def test_token_rewards_against_the_definition(
+    responses: list[str], seed: int, kl_coef: float | None, low: float, high: float
+) -> None:
+    """Token by token; None: there is no reference. What stands at masked positions is no number."""
+    mask, offsets = mask_of(*responses)
+    rng = np.random.default_rng(seed)
+    rewards = rng.normal(scale=3.0, size=len(responses))
+    kl = np.where(mask, rng.normal(size=len(mask)), np.nan).astype(np.float32)
+    want = [-(kl_coef or 0.0) * float(penalty) if acted else 0.0 for penalty, acted in zip(kl, mask, strict=True)]
+    for reward, (start, end) in zip(rewards, pairwise(offsets), strict=True):
+        for last in [t for t in range(start, end) if mask[t]][-1:]:
+            want[last] += min(max(float(reward), low), high)
+    got = token_rewards(None if kl_coef is None else kl, kl_coef or 0.0, rewards, mask, offsets, [low, high])
+    assert got.dtype == np.float32
+    assert_allclose(got, want, rtol=1e-6, atol=1e-6)
+
+
 # --- gae
 
 

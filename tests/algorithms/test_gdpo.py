@@ -81,13 +81,16 @@ drawn_responses = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(drawn_responses, st.lists(st.floats(-2, 2), min_size=3, max_size=3))
-def test_written_out(drawn: list[tuple[list[int], int, str]], weights: list[float]) -> None:
-    """Integer rewards, ragged groups in any order, masks with gaps, empty responses."""
+@given(drawn_responses, st.lists(st.floats(-2, 2), min_size=3, max_size=3), st.floats(0, 1), st.floats(0, 2))
+def test_written_out(
+    drawn: list[tuple[list[int], int, str]], weights: list[float], gamma: float, kl_coef: float
+) -> None:
+    """Integer rewards, ragged groups in any order, masks with gaps, empty responses, a KL of 1 at every token."""
     names = ["a", "b", "c"]
     rewards, groups, masks = ([row[i] for row in drawn] for i in range(3))
     components = {name: [row[k] for row in rewards] for k, name in enumerate(names)}  # type: ignore[index]
-    inputs = batch(components, groups, masks)  # type: ignore[arg-type]
+    kl = np.ones(sum(map(len, masks)), dtype=np.float32)  # type: ignore[arg-type]
+    inputs = batch(components, groups, masks, kl=kl, kl_coef=kl_coef, gamma=gamma)  # type: ignore[arg-type]
     inputs.component_weights = dict(zip(names, weights, strict=True))
     wanted = []
     for mine, group, mask in drawn:
@@ -97,7 +100,10 @@ def test_written_out(drawn: list[tuple[list[int], int, str]], weights: list[floa
             mean = math.fsum(mate[k] for mate in mates) / len(mates)
             std = math.sqrt(math.fsum((mate[k] - mean) ** 2 for mate in mates) / max(len(mates) - 1, 1))
             total += weight * (mine[k] - mean) / (std + 1e-6)
-        wanted += [total if mark == "1" else 0.0 for mark in mask]
+        for place, mark in enumerate(mask):
+            behind = mask[place + 1 :].count("1")
+            penalty = kl_coef * math.fsum(gamma**k for k in range(behind + 1))
+            wanted.append(gamma**behind * total - penalty if mark == "1" else 0.0)
     found = summed(inputs)
     assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
     assert_array_equal(estimate(GDPO, inputs)["advantages"], whiten(found, inputs.action_mask))

@@ -121,15 +121,19 @@ responses = st.lists(
 
 
 @settings(max_examples=150, deadline=None)
-@given(responses)
-def test_written_out(drawn: list[tuple[float, int, str]]) -> None:
-    """Ragged groups in any order, masks with gaps, empty responses, in float64 and response by response."""
+@given(responses, st.floats(0, 1), st.just(0.0) | st.floats(0.01, 2), st.integers(0, 2**32 - 1))
+def test_written_out(drawn: list[tuple[float, int, str]], gamma: float, kl_coef: float, seed: int) -> None:
+    """Ragged groups in any order, masks with gaps, empty responses, a KL, in float64 and response by response."""
+    every = "".join(mask for _, _, mask in drawn)
+    noise = np.random.default_rng(seed).normal(size=len(every)).astype(np.float32)
+    kl = np.where([mark == "1" for mark in every], noise, np.float32("nan"))
+    of_kl = {"kl": kl, "kl_coef": kl_coef} if kl_coef else {}
     for name in ("reinforce", *GROUPS):
         if name == "max_rl":
             drawn = [(abs(reward), group, mask) for reward, group, mask in drawn]
         rewards, groups, masks = ([row[i] for row in drawn] for i in range(3))
-        inputs = batch(rewards, groups, masks)  # type: ignore[arg-type]
-        wanted = []
+        inputs = batch(rewards, groups, masks, gamma=gamma, **of_kl)  # type: ignore[arg-type]
+        wanted: list[float] = []
         for reward, group, mask in drawn:
             mates = [other[0] for other in drawn if other[1] == group]
             tokens = [other[2].count("1") for other in drawn if other[1] == group]
@@ -146,7 +150,12 @@ def test_written_out(drawn: list[tuple[float, int, str]]) -> None:
                 "opo": reward - by_token,
                 "max_rl": (reward - mean) / mean if mean > 0 else 0.0,
             }[name]
-            wanted += [of_response if mark == "1" else 0.0 for mark in mask]
+            acted, start = [t for t, mark in enumerate(mask) if mark == "1"], len(wanted)
+            earned = [-kl_coef * float(kl[start + t]) if kl_coef else 0.0 for t in acted]
+            wanted += [0.0] * len(mask)
+            for i, t in enumerate(acted):
+                later = [gamma ** (k - i) * earned[k] for k in range(i, len(acted))]
+                wanted[start + t] = math.fsum([*later, gamma ** (len(acted) - 1 - i) * of_response])
         assert_allclose(advantages(name, inputs), wanted, rtol=1e-5, atol=1e-5)
 
 
