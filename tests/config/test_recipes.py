@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tomllib
+from functools import reduce
 from pathlib import Path
 
 import pytest
 from model_configs import SHAPES
 
+from slurm_rlhf.algorithms.policy_losses import aggregation_of, clip_range
+from slurm_rlhf.cli.placement_report import layout_on
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, ROLES, ROLLOUT, running_roles
+from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, ROLES, ROLLOUT, algorithm_of, running_roles
 from slurm_rlhf.config.rules import rule_problems
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.placement.engine_memory import GIB
+from slurm_rlhf.placement.gpus import find_gpu
 from slurm_rlhf.placement.memory import account
 from slurm_rlhf.placement.model_shape import shape_of
 
@@ -22,6 +27,46 @@ RECIPES = sorted(path.stem for path in (SBATCH / "recipes").glob("*.toml"))
 NAMES = ["async_grpo", "cispo", "dapo", "dr_grpo", "grpo", "gspo", "ppo", "reinforce_pp", "rloo"]
 WITH_REFERENCE = {"ppo", "reinforce_pp", "rloo"}
 QUICKSTART = SBATCH / "quickstart.toml"
+
+GRPO: dict[str, object] = {
+    "algo.advantage.estimator": "group_norm",
+    "algo.kl.init_coef": 0.0,
+    "rollout.n_samples_per_prompt": 8,
+}
+MAKES: dict[str, dict[str, object]] = {
+    "async_grpo": GRPO | {"vllm.sync_mode": "inflight", "train.async_queue_size": 4, "algo.correction.preset": "tis"},
+    "cispo": GRPO | {"actor.policy_loss_type": "cispo", "ds.fp32_lm_head": True, "train.batch_size": 128},
+    "dapo": GRPO
+    | {
+        "actor.eps_clip_low_high": [0.2, 0.28],
+        "actor.loss_agg_mode": "token-mean",
+        "actor.learning_rate": 1e-6,
+        "algo.dynamic_filtering_enable": True,
+        "reward.overlong_buffer_len": 4096,
+        "reward.overlong_penalty_factor": 1.0,
+        "rollout.max_new_tokens": 20480,
+        "rollout.batch_size": 512,
+        "rollout.n_samples_per_prompt": 16,
+        "train.batch_size": 512,
+    },
+    "dr_grpo": GRPO | {"algo.advantage.estimator": "dr_grpo"},
+    "grpo": GRPO,
+    "gspo": GRPO | {"actor.policy_loss_type": "gspo", "train.batch_size": 128},
+    "ppo": {
+        "algo.advantage.estimator": "gae",
+        "algo.advantage.lambd": 0.95,
+        "algo.kl.init_coef": 0.01,
+        "critic.learning_rate": 9e-6,
+    },
+    "reinforce_pp": {
+        "algo.advantage.estimator": "reinforce",
+        "algo.kl.init_coef": 0.01,
+        "algo.kl.estimator": "k2",
+        "rollout.n_samples_per_prompt": 1,
+    },
+    "rloo": {"algo.advantage.estimator": "rloo", "algo.kl.init_coef": 0.03, "rollout.n_samples_per_prompt": 4},
+}
+"""Recipe -> the keys that make it what it is. They are written in its file, whatever the defaults are."""
 
 
 def header(name: str) -> str:
@@ -43,6 +88,39 @@ def test_a_recipe_is_sound_and_says_whence_and_when(name: str) -> None:
         {ACTOR, ROLLOUT} | ({REFERENCE} if name in WITH_REFERENCE else set()) | ({CRITIC} if name == "ppo" else set())
     )
     assert {role.name for role in running_roles(config)} == wanted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_has_written_down_what_makes_it_what_it_is(name: str) -> None:
+    """And what follows from it: the clip range, and how the losses of tokens become one number."""
+    table = tomllib.loads((SBATCH / "recipes" / f"{name}.toml").read_text(encoding="utf-8"))
+    written = {key: reduce(lambda group, part: group.get(part, {}), key.split("."), table) for key in MAKES[name]}
+    assert written == MAKES[name]
+    config = load_config(SBATCH / "recipes" / f"{name}.toml")
+    actor, loss = config.actor, config.actor.policy_loss_type
+    ranges = {"cispo": (1.0, 4.0), "dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4)}
+    assert clip_range(loss, actor.eps_clip_low_high, actor.eps_clip) == ranges.get(name, (0.2, 0.2))
+    modes = {"dr_grpo": "seq-mean-token-sum-norm", "gspo": "seq-mean-token-mean"}
+    usual = algorithm_of(config).aggregation
+    assert aggregation_of(actor.loss_agg_mode, loss, usual) == modes.get(name, "token-mean")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_gpus_in_its_header_are_those_of_its_plan_and_all_are_used(name: str) -> None:
+    config = load_config(SBATCH / "recipes" / f"{name}.toml")
+    said = re.search(r"^# 7B on one node of (\d+) x (\d+) GB: ", header(name), re.MULTILINE)
+    planned = re.search(r" plan sbatch/recipes/(\w+)\.toml --nodes=1 --gpus_per_node=(\d+) --gpu=(\w+)\n", header(name))
+    assert said is not None
+    assert planned is not None
+    assert (planned[1], planned[2]) == (name, said[1])
+    gpu = find_gpu(planned[3])
+    assert gpu is not None
+    assert 0 <= int(said[2]) - gpu.memory_gib < 1
+    layout = layout_on(config, ["n1"], [int(said[1])])
+    taken = {slot for shares in layout.roles.values() for share in shares for slot in share.gpus}
+    assert taken == set(range(int(said[1])))
+    if shared := re.search(r"of each of the (\d+) GPUs with an engine, \d+ of the (\d+) that train", header(name)):
+        assert [int(count) for count in shared.groups()] == [layout.worlds[ROLLOUT], layout.worlds[ACTOR]]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
@@ -18,6 +19,8 @@ SMALL = (
 )
 MORE = {"dapo": ("--reward.overlong_buffer_len=2", "--rollout.vllm_generate_batch_size=12")}
 """What the quickstart switches off in a recipe, because its answers are short and its batches small."""
+ROLES = {"ppo": {"critic", "reference"}, "reinforce_pp": {"reference"}, "rloo": {"reference"}}
+"""Of a recipe, beside the actor and the engines."""
 # Of rows of a group without spread there is no gradient: a reward by which responses to a prompt always differ.
 REWARD = """
 def reward_func(queries, prompts, labels, **kwargs):
@@ -42,3 +45,5 @@ def test_it_trains(name: str, config: Path, tmp_path: Path) -> None:
         assert row["actor_grad_norm"] > 0
         assert all(math.isfinite(value) for value in row.values())
     assert ("value_loss" in rows[0]) == (name == "ppo")
+    roles = {"actor", "rollout"} | ROLES.get(name, set())
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["world"].keys() == roles
