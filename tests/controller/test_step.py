@@ -67,7 +67,7 @@ class Run:
         step = make_step(config, self.roles, reward=reward, kl=KLController(config.algo.kl.init_coef, 0.0, 1))
         self.batch = Batch(3, prompts, found, {}, 1.0, {})
         self.experience, self.metrics = step.collect(self.batch, 0)
-        self.metrics = step.update(3, self.experience, self.metrics)
+        self.metrics = step.update(3, found, self.experience, self.metrics, 0)
 
     def trained(self, role: str) -> tuple[float, Experience]:
         """(denominator, batch) of the only optimizer step, its responses in their order."""
