@@ -71,7 +71,9 @@ class Steps(Step):
     def collect(self, batch: Batch, version: int) -> Any:
         return [], {"response_tokens": 8.0, "reward": float(batch.step), "kl": 0.0, "reward_clipped": 0.0}
 
-    def update(self, number: int, experience: Any, metrics: dict[str, float]) -> dict[str, float]:
+    def update(
+        self, number: int, trajectories: Any, experience: Any, metrics: dict[str, float], version: int
+    ) -> dict[str, float]:
         return metrics
 
 
