@@ -55,3 +55,24 @@ def test_it_learns_without_a_network(tmp_path: Path) -> None:
     assert max(summary["self_check"][name] for name in ("again", "eval", "alone", "engine", "reference")) < 1e-4
     first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
     assert first["time/self_check"] < 5
+
+
+@pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by sbatch/environment.sh")
+@pytest.mark.timeout(300)
+def test_a_recipe_learns_the_same_task(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = ["--recipe=grpo", f"--run_dir={run_dir}", "--train.max_steps=10"]
+    done = subprocess.run(
+        ["bash", str(ROOT / "sbatch" / "quickstart.sh"), *words],
+        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "4/4 grpo" in done.stdout
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["world"]) == ("finished", {"actor": 1, "rollout": 1})
+    assert summary["eval_after"] >= summary["eval_before"] + 0.2
