@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean
@@ -90,9 +91,12 @@ def table(ours: Side, peer: Side | None) -> str:
 
 
 def levels(side: Side) -> list[float]:
-    """Choose accuracies to race to: those that a side has after each quarter of its samples, each once."""
+    """Choose accuracies to race to: those that a side has after each quarter of its samples, each once.
+
+    They are rounded down, so that the side reaches each.
+    """
     last = side.mean()[-1].samples
-    return sorted({round(side.accuracy_at(share * last), 3) for share in QUARTERS})
+    return sorted({math.floor(1000 * side.accuracy_at(share * last) + 1e-9) / 1000 for share in QUARTERS})
 
 
 def _race(accuracy: float, ours: Side, peer: Side | None) -> str:

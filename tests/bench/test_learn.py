@@ -51,6 +51,9 @@ def test_seconds_to_an_accuracy_are_those_of_its_first_crossing() -> None:
     assert OURS.seconds_to(0.96) is None
     assert PEER.seconds_to(0.8) == pytest.approx(18)
     assert levels(PEER) == [0.6, 0.7, 0.8]
+    odd = Side("odd", [learned(1, 1.0, [0.5, 0.6, 0.7, 0.8, 0.8527])])
+    assert levels(odd)[-1] == 0.852
+    assert odd.seconds_to(0.852) is not None
 
 
 def test_the_table_has_both_races() -> None:
