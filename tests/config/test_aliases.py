@@ -94,6 +94,12 @@ def test_the_page_about_migration_has_the_table() -> None:
     assert found == [(tuple(name for name in (flag.now, flag.before) if name), flag.key) for flag in HERE]
 
 
+def test_the_readme_has_the_flags_that_are_called_otherwise_here() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `--([\w.]+)` \| `([\w.]+)` \|$", readme, re.MULTILINE)
+    assert rows == [(flag.now, flag.key) for flag in HERE if flag.now not in ("", flag.key)]
+
+
 # --- in files and on the command line --------------------------------------------------------------------------------
 
 
