@@ -294,7 +294,9 @@ class Steps(Step):
         gather(self.roles["actor"].start_all(ActorCalls.logprobs, FORWARD))
         return FOUR, {"response_tokens": 8.0, "reward": 1.0, "kl": 0.0, "reward_clipped": 0.0}
 
-    def update(self, number: int, experience: Any, metrics: dict[str, float]) -> dict[str, float]:
+    def update(
+        self, number: int, trajectories: list[Any], experience: Any, metrics: dict[str, float], version: int
+    ) -> dict[str, float]:
         with self.phases("update"):
             time.sleep(0.001)
         return metrics
