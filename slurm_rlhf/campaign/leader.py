@@ -29,9 +29,10 @@ EXPORT_STEPS = 6
 """Length of the runs whose export is disturbed; it is held until the fault was noticed, or had its time."""
 LEARNED_STEPS = 4
 """Steps of a session before a fault that the watchdog finds: it learns three passes first."""
-LONGEST_DELAY_S = {START: 3.0}
 DELAY_S = 0.03
 """The most that a fault comes after the beginning of its phase: the phases of the tiny run are short."""
+START_DELAY_S = 3.0
+"""The same of a start, or half of what the shortest start has taken here."""
 END_S = 60.0
 
 
@@ -62,6 +63,7 @@ class Leader:
         self._model = b""  # that a run of `EXPORT_STEPS` exports
         self._session: Session | None = None
         self._chain = 0
+        self._start_s = 2 * START_DELAY_S  # of the shortest start so far
         self._waiting: list[Case] = []  # for a session that shows whether the same command goes on
 
     def run(self, faults: Sequence[Fault]) -> Iterator[Row]:
@@ -96,6 +98,7 @@ class Leader:
         begun = time.monotonic()
         session = Session(self._start, self._config, self._out / name, f"--train.max_steps={steps}")
         try:
+            self._start_s = min(self._start_s, session.start_s())
             if not wait_until(lambda: session.over, 600.0, 0.1):
                 raise RunError("the calm run was not over within 600 s")
         finally:
@@ -167,7 +170,8 @@ class Leader:
 
     def _meet(self, place: Place, fault: Fault) -> PhaseNow:
         """Wait for the phase of the fault, and a drawn moment more; a start that was shorter is over then."""
-        session, delay = place.session, delay_s(fault, self._seed, LONGEST_DELAY_S.get(fault.phase, DELAY_S))
+        longest = min(START_DELAY_S, self._start_s / 2) if fault.phase == START else DELAY_S
+        session, delay = place.session, delay_s(fault, self._seed, longest)
         if fault.phase == START:
             session.wait_for_phase(PHASES[START], 0)
         place.find(fault)

@@ -160,6 +160,13 @@ class Session:
 
         self._wait(there, f"phase {' or '.join(names)} after step {step}", FIRST_STEP_S, poll_s)
 
+    def start_s(self) -> float:
+        """Wait until the run has started, and return how long that took. Raises RunError as `wait_for_step`."""
+        self.wait_for_phase((START,), 0)
+        begun = time.monotonic()
+        self._wait(lambda: self.over or self.phase_now().phase != START, "its first step", FIRST_STEP_S, POLL_S)
+        return time.monotonic() - begun
+
     def meet_phase(self, names: Sequence[str], delay_s: float = 0.0, tries: int = TRIES) -> PhaseNow:
         """Wait until it is in one of the phases, and `delay_s` more; again, with half the delay, where it left by then.
 
