@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -51,7 +52,8 @@ def test_a_spare_node_that_dies_while_it_takes_over_is_replaced_by_the_next(slur
     assert row.good, row.problems
     assert row.outcome == RECOVERED
     assert row.equal
-    assert "is lost before its hello: actor: 0 of 2 ranks said hello within 55 s" in row.said
+    # Rank 0, on a node that lives, may have said hello by then.
+    assert re.search(r"rank 1 on \w+ is lost before its hello: actor: [01] of 2 ranks said hello within 55 s", row.said)
 
 
 @pytest.mark.campaign
