@@ -167,18 +167,12 @@ def _describe(sums: NDArray[Any], size: F64, name: str) -> Metrics:
         "log_rho_max": float(size.max(initial=0.0)),
         "truncated": truncated,
         "dropped": dropped,
-        **_of_moments(k1, k3, rho, squares),
-    }
-    return {f"{name}/{key}": value for key, value in found.items()}
-
-
-def _of_moments(k1: float, k3: float, rho: float, squares: float) -> Metrics:
-    return {
         "k1": k1,
         "k3": k3,
         "chi2": squares - 1.0 if squares else 0.0,
         "ess": rho * rho / squares if squares else 0.0,
     }
+    return {f"{name}/{key}": value for key, value in found.items()}
 
 
 def _bounded_exp(log_ratio: F64) -> F64:

@@ -100,22 +100,16 @@ def ages(trajectories: list[Trajectory], version: int) -> I32:
     return found
 
 
-def staleness(trajectories: list[Trajectory], age: I32, mask: Bool, drift: F32 | None) -> dict[str, float]:
+def staleness(trajectories: list[Trajectory], age: I32, mask: Bool) -> dict[str, float]:
     """Compute the metrics of a batch that several policies may have sampled.
 
     stale_tokens: share of the tokens that an older policy than the actor's sampled; staleness_max: the age of the
-    oldest; mixed_responses: share of the responses with tokens of several policies; stale_logprob_diff: mean distance
-    of the sampling policy's log-prob from the actor's over the stale tokens, which is how far the policy has moved.
-
-    age, mask, drift [A]; `drift` is the absolute difference of the two log-probs, None where the actor has none.
+    oldest; mixed_responses: share of the responses with tokens of several policies. age, mask [A].
     """
     stale = mask & (age > 0)
     several = [len({span.version for span in trajectory.versions}) > 1 for trajectory in trajectories]
-    metrics = {
+    return {
         "stale_tokens": float(stale.sum() / max(mask.sum(), 1)),
         "staleness_max": float(age[mask].max(initial=0)),
         "mixed_responses": float(np.mean(several)) if several else 0.0,
     }
-    if drift is not None and stale.any():
-        metrics["stale_logprob_diff"] = float(drift[stale].mean())
-    return metrics

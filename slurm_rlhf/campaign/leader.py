@@ -170,7 +170,7 @@ class Leader:
 
     def _meet(self, place: Place, fault: Fault) -> PhaseNow:
         """Wait for the phase of the fault, and a drawn moment more; a start that was shorter is over then."""
-        longest = min(START_DELAY_S, self._start_s / 2) if fault.phase == START else DELAY_S
+        longest = self._start_s / 2 if fault.phase == START else DELAY_S
         session, delay = place.session, delay_s(fault, self._seed, longest)
         if fault.phase == START:
             session.wait_for_phase(PHASES[START], 0)

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from slurm_rlhf.algorithms.batching import Shard, assemble, mini_batches
 from slurm_rlhf.algorithms.correction import mask_not_finite
-from slurm_rlhf.algorithms.policy_distance import KLController, ages
+from slurm_rlhf.algorithms.policy_distance import KLController, ages, staleness
 from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.algorithms.reward_scale import RewardScale
 from slurm_rlhf.cluster.stop import Stop
@@ -196,6 +196,8 @@ class Step:
         experience.rewards = judged.rewards
         with self.phases("advantages"):
             metrics = fill_advantages(self.config, self.algorithm, experience, judged, self.kl.coef, self.scale)
+            if self.config.vllm.sync_mode == "inflight":
+                metrics |= staleness(batch.trajectories, ages(batch.trajectories, version), experience.action_mask)
             if before_update(self.config):
                 metrics |= self._compare(batch.trajectories, experience, version)
             metrics["correction/not_finite"] = float(lost)
@@ -211,17 +213,18 @@ class Step:
     ) -> Metrics:
         """Compare by the pass of the first optimizer step, in which the actor still had policy `version`.
 
-        With bypass and several optimizer steps that is a part of the batch, drawn by chance. Fills the column of
-        log-probs where they are the update's.
+        With bypass and several optimizer steps that is a part of the batch, drawn by chance. Where the old log-probs
+        are of the update, it is the whole batch, and its column of them is filled.
         """
         first = first_pass(steps)
         if first is None:  # the actor is frozen, or all was skipped
             return {}
         rows, logprobs = first
+        if self._of_update:
+            experience.columns["logprobs"] = assemble(experience, [Shard(rows, experience, [])], [logprobs])
+            return self._compare(trajectories, experience, version)
         part = experience.select(rows)
         part.columns["logprobs"] = logprobs
-        if self._of_update:
-            experience.columns["logprobs"] = assemble(experience, [Shard(rows, part, [])], [logprobs])
         return self._compare([trajectories[row] for row in rows], part, version)
 
     def _score(self, batch: Batch, experience: Experience) -> Rewards:

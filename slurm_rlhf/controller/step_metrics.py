@@ -8,7 +8,7 @@ from statistics import median
 
 import numpy as np
 
-from slurm_rlhf.algorithms.policy_distance import ages, staleness
+from slurm_rlhf.algorithms.policy_distance import ages
 from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.verdicts import constant_share
@@ -101,7 +101,10 @@ def sample_metrics(
 def agreement_metrics(
     config: Config, trajectories: list[Trajectory], experience: Experience, version: int
 ) -> dict[str, float]:
-    """Compare engine and actor on a batch; the actor's log-probs in `experience` are those of policy `version`."""
+    """Compare engine and actor on a batch; the actor's log-probs in `experience` are those of policy `version`.
+
+    stale_logprob_diff: mean distance over the tokens of older policies, which is how far the policy has moved.
+    """
     mask, columns, metrics = experience.action_mask, experience.columns, dict[str, float]()
     drift = np.abs(columns["rollout_logprobs"] - columns["logprobs"])
     age = ages(trajectories, version)
@@ -110,8 +113,8 @@ def agreement_metrics(
         # Engine against actor on the same tokens under the same policy: damaged weights would show here first.
         metrics["rollout_logprob_diff"] = float(fresh.mean()) if fresh.size else 0.0
         metrics["rollout_logprob_diff_max"] = float(fresh.max(initial=0.0))
-    if ahead:
-        metrics |= staleness(trajectories, age, mask, drift)
+    if (stale := drift[mask & (age > 0)]).size:
+        metrics["stale_logprob_diff"] = float(stale.mean())
     return metrics
 
 

@@ -105,16 +105,14 @@ def test_staleness_of_a_batch() -> None:
     age = ages(batch, 5)
     assert age.tolist() == [2, 2, 1, 0, 1, 1, 0, 0]
     mask = np.array([True] * 7 + [False])
-    drift = np.array([3, 3, 0, 9, 0, 4, 9, 9], dtype=np.float32)
-    assert staleness(batch, age, mask, drift) == {
+    assert staleness(batch, age, mask) == {
         "stale_tokens": pytest.approx(5 / 7),
         "staleness_max": 2,
         "mixed_responses": 0.5,
-        "stale_logprob_diff": 2,
     }
-    assert staleness(batch[1:2], ages(batch[1:2], 5), mask[:1], drift[:1]) == {
+    assert staleness(batch[1:2], ages(batch[1:2], 5), mask[:1]) == {
         "stale_tokens": 0,
         "staleness_max": 0,
         "mixed_responses": 0,
     }
-    assert staleness([], ages([], 5), mask[:0], drift[:0])["stale_tokens"] == 0
+    assert staleness([], ages([], 5), mask[:0])["stale_tokens"] == 0

@@ -17,6 +17,7 @@ from slurm_rlhf.config.roles import algorithm_of
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import TrainAnswer, TrainBatch
 from slurm_rlhf.controller.experience import fill_correction, fill_loss_weights, fill_passes
+from slurm_rlhf.controller.step_metrics import agreement_metrics
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
 
 
@@ -129,5 +130,25 @@ def test_with_bypass_the_first_optimizer_step_measures_its_part_of_the_batch_age
         assert metrics[f"{name}/k1"] == pytest.approx(-0.5)
         assert metrics[f"{name}/truncated"] == metrics[f"{name}/dropped"] == 0
     assert metrics["rollout_logprob_diff"] == pytest.approx(0.5)
-    assert metrics["staleness_max"] == 1
+    assert metrics["stale_logprob_diff"] == pytest.approx(0.5)
     assert batch.columns["logprobs"].tolist() == batch.columns["rollout_logprobs"].tolist()
+
+
+def test_tokens_of_older_policies_have_a_distance_of_their_own() -> None:
+    """Ages 2, 2, 1 and 0, 1, 1, 0, of which the last is masked; distances by hand."""
+    spans = [
+        [VersionSpan(0, 2, 3), VersionSpan(2, 3, 4)],
+        [VersionSpan(0, 1, 5), VersionSpan(1, 3, 4), VersionSpan(3, 4, 5)],
+    ]
+    engine, mask = [[3.0, 3.0, 0.0], [9.0, 0.0, 4.0, 8.0]], [[True] * 3, [True, True, True, False]]
+    prompt, found = np.arange(3, dtype=np.int32), []
+    for row, (said, acted) in enumerate(zip(engine, mask, strict=True)):
+        ids, logprobs = np.zeros(len(said), dtype=np.int32), np.array(said, dtype=np.float32)
+        found.append(Trajectory(row, 0, prompt, ids, logprobs, np.array(acted), "stop", "", spans[row]))
+    batch = pack(found, [0.0, 0.0])
+    batch.columns["logprobs"] = np.zeros(7, dtype=np.float32)
+    assert agreement_metrics(config_of("vllm.sync_mode=inflight"), found, batch, 5) == {
+        "rollout_logprob_diff": 9,
+        "rollout_logprob_diff_max": 9,
+        "stale_logprob_diff": 2,
+    }

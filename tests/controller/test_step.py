@@ -16,7 +16,7 @@ from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import TrainAnswer, TrainBatch
 from slurm_rlhf.controller.batches import Batch
-from slurm_rlhf.records import Experience, Prompt, Trajectory
+from slurm_rlhf.records import Experience, Prompt, Trajectory, VersionSpan
 from slurm_rlhf.rewards.function import RewardFunction, taken
 from slurm_rlhf.rewards.model import Scoring
 
@@ -49,6 +49,8 @@ class Rank:
 class Run:
     """One step whose responses ended for `reasons`, and whose engine gave a token of the last one `logprob`."""
 
+    VERSION = 0  # of the actor; that of all responses is 0
+
     def __init__(self, roles: list[str], reasons: str = "stop stop stop stop", logprob: float = -1.0, **keys: object):
         config = Config()
         config.rollout.batch_size, config.rollout.n_samples_per_prompt, config.train.batch_size = 2, 2, 4
@@ -61,13 +63,18 @@ class Run:
         for row, (length, reason) in enumerate(zip(LENGTHS, reasons.split(), strict=True)):
             ids, engine = np.full(length, row, dtype=np.int32), np.full(length, -1.0, dtype=np.float32)
             mask, prompt = np.ones(length, dtype=np.bool_), prompts[row // 2]
-            found.append(Trajectory(row // 2, row % 2, prompt.token_ids, ids, engine, mask, reason, "", []))
+            found.append(
+                Trajectory(
+                    row // 2, row % 2, prompt.token_ids, ids, engine, mask, reason, "", [VersionSpan(0, length, 0)]
+                )
+            )
         found[3].rollout_logprobs[1] = logprob
         reward = Scoring(RewardFunction(reward_func, "", taken(reward_func, "reward_func")), 10.0)
         step = make_step(config, self.roles, reward=reward, kl=KLController(config.algo.kl.init_coef, 0.0, 1))
+        config.vllm.sync_mode = "inflight" if self.VERSION else "drain"  # no engines are asked
         self.batch = Batch(3, prompts, found, {}, 1.0, {})
-        self.experience, self.metrics = step.collect(self.batch, 0)
-        self.metrics = step.update(3, found, self.experience, self.metrics, 0)
+        self.experience, self.metrics = step.collect(self.batch, self.VERSION)
+        self.metrics = step.update(3, found, self.experience, self.metrics, self.VERSION)
 
     def trained(self, role: str) -> tuple[float, Experience]:
         """(denominator, batch) of the only optimizer step, its responses in their order."""
@@ -131,3 +138,14 @@ def test_shuffled_rewards_are_those_that_are_trained_on() -> None:
     assert_array_equal(plain.trained("actor")[1].columns["advantages"], np.repeat(REWARDS, LENGTHS))
     assert run.metrics["reward"] == plain.metrics["reward"] == np.mean(REWARDS)
     assert (run.metrics["reward_constant"], plain.metrics["reward_constant"]) == (0.0, 0.5)
+
+
+class LaterRun(Run):
+    """The same where the actor is two updates ahead of the responses."""
+
+    VERSION = 2
+
+
+def test_with_bypass_the_age_of_the_whole_batch_is_told_whatever_the_ranks_pass() -> None:
+    run = LaterRun(["actor"], algo__correction__bypass=True, train__batch_size=2, algo__advantage__estimator="rloo")
+    assert (run.metrics["staleness_max"], run.metrics["stale_tokens"], run.metrics["mixed_responses"]) == (2, 1, 0)

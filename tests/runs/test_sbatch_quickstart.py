@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkout import MADE_HERE, ROOT, without_network
@@ -22,14 +23,10 @@ os.execvp(sys.argv[1], sys.argv[1:])
 """
 
 
-@pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by sbatch/environment.sh")
-@pytest.mark.timeout(500)
-def test_it_learns_without_a_network(tmp_path: Path) -> None:
-    offline = without_network()
-    prefix = [*offline, sys.executable, "-c", LOOPBACK_UP] if offline else []
-    run_dir = tmp_path / "run"
+def quickstart(run_dir: Path, prefix: list[str], *words: str) -> tuple[str, dict[str, Any]]:
+    """Do ten steps; answer what was printed, and the summary."""
     done = subprocess.run(
-        [*prefix, "bash", str(ROOT / "sbatch" / "quickstart.sh"), f"--run_dir={run_dir}", "--train.max_steps=10"],
+        [*prefix, "bash", str(ROOT / "sbatch/quickstart.sh"), *words, f"--run_dir={run_dir}", "--train.max_steps=10"],
         env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -38,9 +35,18 @@ def test_it_learns_without_a_network(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "4/4 PPO" in done.stdout
-    assert "10/10" in done.stdout
-    summary = json.loads((run_dir / "summary.json").read_text())
+    return done.stdout, json.loads((run_dir / "summary.json").read_text())
+
+
+@pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by sbatch/environment.sh")
+@pytest.mark.timeout(500)
+def test_it_learns_without_a_network(tmp_path: Path) -> None:
+    offline = without_network()
+    prefix = [*offline, sys.executable, "-c", LOOPBACK_UP] if offline else []
+    run_dir = tmp_path / "run"
+    said, summary = quickstart(run_dir, prefix)
+    assert "4/4 PPO" in said
+    assert "10/10" in said
     assert summary["status"] == "finished"
     assert summary["world"] == {"actor": 1, "critic": 1, "reference": 1, "rollout": 1}
     assert summary["eval_before"] <= 0.65
@@ -58,21 +64,9 @@ def test_it_learns_without_a_network(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by sbatch/environment.sh")
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(500)
 def test_a_recipe_learns_the_same_task(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    words = ["--recipe=grpo", f"--run_dir={run_dir}", "--train.max_steps=10"]
-    done = subprocess.run(
-        ["bash", str(ROOT / "sbatch" / "quickstart.sh"), *words],
-        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "4/4 grpo" in done.stdout
-    summary = json.loads((run_dir / "summary.json").read_text())
+    said, summary = quickstart(tmp_path / "run", [], "--recipe=grpo")
+    assert "4/4 grpo" in said
     assert (summary["status"], summary["world"]) == ("finished", {"actor": 1, "rollout": 1})
     assert summary["eval_after"] >= summary["eval_before"] + 0.2
