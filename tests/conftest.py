@@ -20,6 +20,7 @@ import psutil
 import pytest
 from gpu_coverage import Recorder
 from hypothesis import settings
+from waiting import scaled
 
 if TYPE_CHECKING:
     from rollout_engine import EngineProcess
@@ -29,7 +30,7 @@ MARK = "SLURM_RLHF_TEST_SESSION"
 """In the environment of every process that this test session starts, directly or not."""
 
 GRACE = 20.0  # seconds after a test's own time limit: for code that signals do not reach, such as a blocked C call
-SETTLE = 3.0  # seconds that processes have to leave after the last test
+SETTLE = scaled(10.0)  # seconds that processes have to leave after the last test
 ABSENT = ("needs a GPU", "needs several GPUs", "needs a network")
 """Beginnings of the only reasons for which a test may be skipped under CI: what its machines do not have."""
 
@@ -152,6 +153,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(MARKS_OF_FIXTURES[fixture])
         if not any(item.get_closest_marker(mark) for mark in NOT_FAST):
             item.add_marker("fast")
+        item.add_marker(pytest.mark.timeout(scaled(_limit(item))), append=False)
     items.sort(key=lambda item: item.path.name != FIRST)
     expression = config.option.markexpr
     if not expression and "-m" in config.invocation_params.args:

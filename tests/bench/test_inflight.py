@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import HANG_S
 
 from slurm_rlhf.bench import inflight
 from slurm_rlhf.bench.inflight import LongTail
@@ -52,7 +53,6 @@ def test_the_results_are_shown_with_their_pairs() -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.full
-@pytest.mark.timeout(400)
 def test_both_modes_train_on_the_same_tokens(tmp_path: Path) -> None:
     """The model's responses have the lengths that its prompts say, whatever the engines do meanwhile."""
     words = (
@@ -66,7 +66,7 @@ def test_both_modes_train_on_the_same_tokens(tmp_path: Path) -> None:
         "--json",
     )
     done = subprocess.run(
-        [*COMMAND, "inflight", *words], capture_output=True, text=True, timeout=380, check=False, cwd=tmp_path
+        [*COMMAND, "inflight", *words], capture_output=True, text=True, timeout=HANG_S, check=False, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)

@@ -45,7 +45,6 @@ def wrong(rows: Sequence[Row]) -> list[str]:
     return [f"{row.fault}: {'; '.join(row.problems)}" for row in rows if not row.good]
 
 
-@pytest.mark.timeout(400)
 def test_a_slice_of_the_faults(tmp_path: Path) -> None:
     """Two that a run bears, a rank and a conductor that are killed, and a checkpoint that is damaged between them."""
     known = {fault.name: fault for fault in all_faults()}

@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S, until
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 
@@ -63,11 +65,10 @@ while status:
 )
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("step", [2, 1], ids=["next step", "same step"])
 def test_kill_before_every_single_file_operation(tmp_path: Path, step: int) -> None:
     command = [sys.executable, "-c", KILL_AT_EVERY_OPERATION, tmp_path, "1", str(step)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=50)
+    subprocess.run(command, cwd=ROOT, check=True, timeout=HANG_S)
     runs = sorted(tmp_path.glob("killed_*"))
     notes = []
     for run in runs:
@@ -87,7 +88,10 @@ def test_kill_before_every_single_file_operation(tmp_path: Path, step: int) -> N
     assert {"old", "new"} == set(notes)
 
 
-@pytest.mark.timeout(60)
+def saved_or_ended(process: subprocess.Popen[bytes], run: Path) -> bool:
+    return process.poll() is not None or CheckpointDir(run).latest() is not None
+
+
 def test_kill_at_random_moments(tmp_path: Path) -> None:
     loop = SAVE + "step = 0\nwhile True:\n    step += 1\n    save(sys.argv[1], step, str(step), 1_000_000)\n"
     delays = random.Random(0)
@@ -95,11 +99,7 @@ def test_kill_at_random_moments(tmp_path: Path) -> None:
         run = tmp_path / str(attempt)
         process = subprocess.Popen([sys.executable, "-c", loop, run], cwd=ROOT)
         try:
-            deadline = time.monotonic() + 20
-            while CheckpointDir(run).latest() is None:
-                assert process.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            until(partial(saved_or_ended, process, run), "a checkpoint")
             time.sleep(delays.uniform(0.0, 0.2))
             assert process.poll() is None
         finally:

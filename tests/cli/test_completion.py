@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from slurm_rlhf.cli import main as cli
 from slurm_rlhf.config.keys import all_keys
@@ -25,7 +26,7 @@ def completed(script: Path, *words: str) -> list[str]:
     line = " ".join(f"'{word}'" for word in words)
     given = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}"
     call = f"source {script}; {given}; _slurm_rlhf; printf '%s\\n' ${{COMPREPLY[@]}}"
-    done = subprocess.run(["bash", "-c", call], capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run(["bash", "-c", call], capture_output=True, text=True, check=True, timeout=HANG_S)
     return done.stdout.split()
 
 

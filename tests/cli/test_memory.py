@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from pathlib import Path
 
 import pytest
@@ -151,7 +150,6 @@ def test_engines_that_do_not_divide_the_model(capsys: pytest.CaptureFixture[str]
 def test_train_refuses_before_anything_starts(
     capsys: pytest.CaptureFixture[str], gpus: Path, run: tuple[str, ...], tmp_path: Path, flag: tuple[str, ...]
 ) -> None:
-    began = time.monotonic()
     code = main([*run, *flag, "--train.max_tokens_per_gpu=300000000"])
     out, err = capsys.readouterr()
     assert code == 2
@@ -160,7 +158,6 @@ def test_train_refuses_before_anything_starts(
     assert "train.max_tokens_per_gpu = " in err
     assert ("DOES NOT FIT" in out) == bool(flag)
     assert not (tmp_path / "out").exists()
-    assert time.monotonic() - began < 20
 
 
 def test_train_counts_the_smallest_of_unlike_gpus(

@@ -10,7 +10,6 @@ import pty
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import HANG_S, until
 
 from slurm_rlhf.cli import main as cli
 from slurm_rlhf.cli.status import watched
@@ -88,7 +88,7 @@ def test_into_a_pipe_each_frame_follows_the_last_until_the_run_is_over(run: Path
         assert process.stdout is not None
         first = process.stdout.readline()
         finish(run)
-        rest, _ = process.communicate(timeout=60)
+        rest, _ = process.communicate(timeout=HANG_S)
     assert process.returncode == 0
     assert "started without Slurm" in first
     assert rest.count(": finished") == 1
@@ -114,13 +114,10 @@ def test_on_a_terminal_it_stays_in_place(run: Path) -> None:
 
         reader = threading.Thread(target=read, daemon=True)
         reader.start()
-        end = time.monotonic() + 60
-        while b"2/4" not in shown:
-            assert time.monotonic() < end
-            time.sleep(0.05)
+        until(lambda: b"2/4" in shown, "step 2")
         finish(run)
-        assert process.wait(timeout=60) == 0
-        reader.join(10)
+        assert process.wait(timeout=HANG_S) == 0
+        reader.join(HANG_S)
     assert b"\x1b[1A" in shown  # up, over the frame before
     assert b"4/4" in shown
 

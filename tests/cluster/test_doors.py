@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from open_ports import store_commands
 from torch.distributed import TCPStore
+from waiting import HANG_S, until
 
 from slurm_rlhf.cluster import network
 from slurm_rlhf.cluster.doors import JOINED, shut, shut_when_joined, tell_joined
@@ -28,7 +29,7 @@ def opened() -> tuple[TCPStore, int, int]:
 
 
 def joined(port: int) -> TCPStore:
-    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=10))
+    return TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=HANG_S))
 
 
 def test_a_stranger_can_change_a_store_that_listens_and_cannot_reach_one_that_is_shut() -> None:
@@ -37,13 +38,10 @@ def test_a_stranger_can_change_a_store_that_listens_and_cannot_reach_one_that_is
     member.set("verdict", "ours")
     with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.sendall(store_commands(random.Random(0)))
-        deadline = time.monotonic() + 20
-        while member.get("verdict") == b"ours":  # it knows no password
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until(lambda: member.get("verdict") != b"ours")  # it knows no password
     shut(number)
     with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", port), timeout=5)
+        socket.create_connection(("127.0.0.1", port), timeout=HANG_S)
     member.set("later", "x" * 100_000)
     assert store.get("later") == b"x" * 100_000  # who was there goes on
     assert member.add("count", 2) == store.add("count", 0) == 2
@@ -80,18 +78,9 @@ def test_a_stranger_counts_no_rank_in() -> None:
     assert until(lambda: not reachable(port))
 
 
-def until(true: object, seconds: float = 20) -> bool:
-    end = time.monotonic() + seconds
-    while not true():  # type: ignore[operator]
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
-
-
 def reachable(port: int) -> bool:
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        socket.create_connection(("127.0.0.1", port), timeout=HANG_S).close()
     except ConnectionRefusedError:
         return False
     return True

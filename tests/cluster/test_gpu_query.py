@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from gpu_smi import card, write_smi
+from waiting import HANG_S
 
 from slurm_rlhf.cluster.gpu_query import (
     ask_gpus,
@@ -79,7 +80,9 @@ def test_other_text_is_refused() -> None:
 def test_the_drivers_library_is_asked_which_cuda_it_runs(tmp_path: Path) -> None:
     (tmp_path / "cuda.c").write_text("int cuDriverGetVersion(int *v) { *v = 12040; return 0; }\n")
     library = tmp_path / "libcuda.so.1"
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "cuda.c")], check=True, timeout=60)
+    subprocess.run(
+        ["gcc", "-shared", "-fPIC", "-o", str(library), str(tmp_path / "cuda.c")], check=True, timeout=HANG_S
+    )
     assert driver_cuda(str(library)) == "12.4"
     assert driver_cuda(str(tmp_path / "none.so")) == ""
 

@@ -24,8 +24,6 @@ from slurm_rlhf.cluster.kernel_cache import (
     take_kernel_cache,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 Take = Callable[..., KernelCache]
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import HANG_S
 
 from slurm_rlhf.cluster.slurm_notation import MAX_RANGE, expand, gpus_of_nodes, slurm_order
 from slurm_rlhf.errors import PlacementError
@@ -70,11 +71,12 @@ def scontrol(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def hostnames(text: str, environ: dict[str, str]) -> list[str]:
     command = ["scontrol", "show", "hostnames", text]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=20, check=False).stdout.split()
+    return subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=HANG_S, check=False
+    ).stdout.split()
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
 def test_4000_lists_equal_to_scontrol(scontrol: dict[str, str]) -> None:
     rng = random.Random(7)
     for _ in range(100):
@@ -130,7 +132,7 @@ def test_nodes_of_a_job_have_slurms_order(text: str) -> None:
 @pytest.mark.parametrize("text", SORTED)
 def test_that_order_is_scontrols(scontrol: dict[str, str], text: str) -> None:
     command = ["scontrol", "show", "hostlistsorted", text]
-    done = subprocess.run(command, env=scontrol, capture_output=True, text=True, timeout=20, check=False)
+    done = subprocess.run(command, env=scontrol, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert expand(done.stdout.strip()) == SORTED[text].split()
 
 

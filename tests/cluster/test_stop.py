@@ -9,18 +9,16 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from slurm_rlhf.cluster.stop import END, FILE, INTERRUPT, TERM, USR1, Stop, StopRequested
 
-pytestmark = pytest.mark.timeout(30)
 
-
-def interrupted(stop: Stop, seconds: float = 10) -> tuple[StopRequested, float]:
-    """(what ended a long wait that may be dropped, after how many seconds)."""
-    begin = time.monotonic()
+def interrupted(stop: Stop) -> StopRequested:
+    """The stop that ended a long wait that may be dropped."""
     with pytest.raises(StopRequested) as raised, stop.droppable():
-        threading.Event().wait(seconds)
-    return raised.value, time.monotonic() - begin
+        threading.Event().wait(HANG_S)
+    return raised.value
 
 
 def later(seconds: float, number: signal.Signals) -> None:
@@ -30,10 +28,9 @@ def later(seconds: float, number: signal.Signals) -> None:
 def test_the_clock_alone_stops_a_run_before_its_allocation_ends(tmp_path: Path) -> None:
     with Stop(tmp_path, end=time.time() + 601, margin_s=600) as stop:
         assert stop.reason is None
-        stopped, seconds = interrupted(stop)
+        stopped = interrupted(stop)
     assert stopped.reason is END
     assert (END.requeue, END.exit_code) == (True, 0)
-    assert 0.5 < seconds < 4
 
 
 @pytest.mark.parametrize(("number", "reason"), [(signal.SIGUSR1, USR1), (signal.SIGTERM, TERM)])
@@ -42,9 +39,8 @@ def test_a_signal_drops_what_may_be_dropped_and_waits_elsewhere(
 ) -> None:
     with Stop(tmp_path) as stop:
         later(0.2, number)
-        stopped, seconds = interrupted(stop)
+        stopped = interrupted(stop)
         assert stopped.reason is reason
-        assert seconds < 3
     with Stop(tmp_path) as stop:
         os.kill(os.getpid(), number)
         time.sleep(0.1)  # a training step goes on
@@ -59,9 +55,8 @@ def test_a_signal_that_a_wait_has_missed_is_repeated(tmp_path: Path) -> None:
     """As one that comes between the beginning of a wait in Python and that of the system call."""
     with Stop(tmp_path) as stop:
         threading.Timer(0.1, setattr, (stop, "reason", TERM)).start()
-        stopped, seconds = interrupted(stop)
+        stopped = interrupted(stop)
         assert stopped.reason is TERM
-        assert seconds < 5
 
 
 @pytest.mark.parametrize(
@@ -71,9 +66,8 @@ def test_a_signal_that_another_thread_took_ends_a_wait(tmp_path: Path, number: s
     """So does one that comes while the main thread is about to wait: the wait itself is not interrupted."""
     with Stop(tmp_path) as stop:
         threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), number)).start()
-        stopped, seconds = interrupted(stop)
+        stopped = interrupted(stop)
     assert stopped.reason is reason
-    assert seconds < 3
 
 
 def test_the_wakeup_of_signals_is_left_as_it_was(tmp_path: Path) -> None:
@@ -99,7 +93,7 @@ def test_sigterm_after_sigusr1_means_that_nothing_is_to_go_on(tmp_path: Path) ->
 def test_ctrl_c_saves_and_a_second_one_ends_the_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with Stop(tmp_path) as stop:
         later(0.1, signal.SIGINT)
-        stopped, _ = interrupted(stop)
+        stopped = interrupted(stop)
         assert stopped.reason is INTERRUPT
         assert "the run saves and ends; press it again to end it at once" in capfd.readouterr().err
         with pytest.raises(KeyboardInterrupt):
@@ -115,10 +109,9 @@ def test_files_of_this_session_are_obeyed_once(tmp_path: Path) -> None:
         (tmp_path / "save").touch()
         assert [stop.save_wanted(), stop.save_wanted()] == [True, False]
         threading.Timer(0.2, (tmp_path / "stop").touch).start()
-        stopped, seconds = interrupted(stop)
+        stopped = interrupted(stop)
     assert stopped.reason is FILE
     assert not FILE.requeue
-    assert seconds < 4
 
 
 def test_whoever_ends_what_was_started_ignores_signals(tmp_path: Path) -> None:

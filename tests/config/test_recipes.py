@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from model_configs import SHAPES
+from waiting import HANG_S
 
 from slurm_rlhf.algorithms.policy_losses import aggregation_of, clip_range
 from slurm_rlhf.cli.placement_report import layout_on
@@ -157,7 +158,7 @@ def test_an_unknown_recipe_is_told_before_anything_is_made() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=20,
+        timeout=HANG_S,
     )
     assert done.returncode == 1
     assert "sbatch/recipes/grop.toml. Recipes: async_grpo cispo" in done.stderr

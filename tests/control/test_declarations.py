@@ -186,7 +186,6 @@ def step(actor: RoleHandle[ActorCalls], forward: ForwardBatch, train: TrainBatch
 """
 
 
-@pytest.mark.timeout(120)
 def test_a_type_checker_finds_a_wrong_record(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)

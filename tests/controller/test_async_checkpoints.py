@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 from steps import make_step
+from waiting import HANG_S, until
 
 from slurm_rlhf.algorithms.policy_distance import KLController
 from slurm_rlhf.checkpoint.directory import CheckpointDir
@@ -47,7 +47,7 @@ class Trainer:
         return [done]
 
     def _write(self, file: Path, copied: str, written: Future[None]) -> None:
-        assert self.free.wait(20.0)
+        assert self.free.wait(HANG_S)
         if self.error is None:
             file.write_text(copied)
             written.set_result(None)
@@ -91,13 +91,6 @@ def checkpoints(tmp_path: Path, actor: Trainer, told: list[tuple[int, float, flo
         cadence,
         time.monotonic(),
     )
-
-
-def until(ready: Callable[[], Any]) -> None:
-    end = time.monotonic() + 20.0
-    while not ready():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def train(checkpoints: RunCheckpoints, actor: Trainer) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from evaluated_runs import Engines, make, rows
+from waiting import HANG_S
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import STOP_FILE, Stop, StopRequested
@@ -18,8 +19,6 @@ from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.saves import Best, better, resumed
 from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
-
-pytestmark = pytest.mark.timeout(60)
 
 CURVE = (0.5, 0.25, 0.75, 0.5, 0.75, 0.25, 0.5)
 """The score after so many steps: the third value, of step 2, is the best, and step 4 only equals it."""
@@ -102,7 +101,7 @@ def test_a_stop_at_any_step_changes_nothing(
     def stopped(number: int) -> Any:
         if number == at:
             (tmp_path / STOP_FILE).touch()
-            threading.Event().wait(20)  # until the stop drops the step
+            threading.Event().wait(HANG_S)  # until the stop drops the step
         return take(number)
 
     loop.step.batches.take = stopped  # type: ignore[method-assign]

@@ -9,7 +9,8 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from group_engines import BATCH, SAMPLING, Judge, Streamed, answer, order_of, places, prompt_set, until
+from group_engines import BATCH, SAMPLING, Judge, Streamed, answer, order_of, places, prompt_set
+from waiting import until
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.batch_sources import OnDemand, Parts, Rounds, make_batches
@@ -20,8 +21,6 @@ from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import FilteredAway, RewardError
 from slurm_rlhf.records import EngineLoad, Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.values import Rewards, joined
-
-pytestmark = pytest.mark.timeout(60)
 
 EVEN = set(range(0, 40, 2))
 

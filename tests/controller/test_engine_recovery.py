@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import hang_peer
 import pytest
+from waiting import HANG_S, until
 
 from slurm_rlhf.cluster.processes import exit_text
 from slurm_rlhf.config.schema import Config
@@ -26,7 +26,7 @@ from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.run_directory import RunDirectory
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 3.0
@@ -165,13 +165,6 @@ class Bench:
         until(back)
 
 
-def until(ready) -> None:
-    end = time.monotonic() + 40
-    while not ready():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 @pytest.fixture
 def bench(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bench]:
     made = Bench(tmp_path, getattr(request, "param", 1))
@@ -186,7 +179,7 @@ def test_a_killed_rank_costs_its_engine_which_comes_back_whole_and_at_last_is_le
     first = {process.pid for process in bench.processes[1]}
     os.kill(bench.processes[1][1].pid, signal.SIGKILL)
     until(lambda: bench.handle.ready == [0])
-    until(lambda: isinstance(bench.handle.stacks(RANK[1]).exception(10), RoleDied))
+    until(lambda: isinstance(bench.handle.stacks(RANK[1]).exception(HANG_S), RoleDied))
     assert bench.supervisor.failure is None
     until(lambda: list(bench.lost) == [1])
     bench.until_back(1, 2)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import cast
 
 import pytest
-from group_engines import BATCH, Streamed, order_of, places, until
+from group_engines import BATCH, Streamed, order_of, places
+from waiting import until
 
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.controller.batch_sources import rule_of
@@ -17,8 +18,6 @@ from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.controller.group_stream import Rule
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.errors import RoleDied
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def ahead(size: int, last: int = 10, stale: int = 8 * BATCH) -> Rule:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_cluster import Timeout
@@ -64,7 +65,6 @@ def answer(prompt: int, sample: int) -> Trajectory:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("deterministic", [True, False], ids=["fixed", "streamed"])
 def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic: bool) -> None:
     one = len(encode(Sampled(0, answer(0, 0)))[0])
@@ -72,7 +72,7 @@ def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic:
     engine = Scripted()
     with ControlServer(RunKeys.create(tmp_path / "keys.json")) as server:
         client = ControlClient(server.endpoint(), RunKeys.load(tmp_path / "keys.json"), "rollout", 0, 1)
-        client.connect(20.0)
+        client.connect(HANG_S)
         role = EngineLeader(Config(), RankInfo("rollout", 0, 1, 0, "n"), client)
         role.engine = engine
         thread = threading.Thread(target=serve, args=(client, role), daemon=True)
@@ -82,8 +82,8 @@ def test_more_than_a_message_holds_comes_in_parts(tmp_path: Path, deterministic:
         width = PROMPTS * SAMPLES * 16
         dispatcher = Dispatcher(handle, 1, max_num_seqs=width, deterministic=deterministic)
         found = dispatcher.run(prompts, Sampling(n=SAMPLES, max_new_tokens=TOKENS), 0)
-        assert handle.shut_down(0).result(20.0) == "done"
-        thread.join(20.0)
+        assert handle.shut_down(0).result(HANG_S) == "done"
+        thread.join(HANG_S)
         client.close()
     assert [(t.prompt, t.sample) for t in found] == [(100 + i, s) for i in range(PROMPTS) for s in range(SAMPLES)]
     assert all(t.text == TEXT and int(t.response_ids[-1]) == t.sample for t in found)

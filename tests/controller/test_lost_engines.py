@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from group_engines import BATCH, IDS, SAMPLING, Engines, Streamed, places, until
+from group_engines import BATCH, IDS, SAMPLING, Engines, Streamed, places
+from waiting import HANG_S, until
 
 from slurm_rlhf.controller.dispatch import Dispatcher
 from slurm_rlhf.controller.group_stream import Rule
 from slurm_rlhf.errors import RoleDied
 from slurm_rlhf.records import Prompt, Trajectory
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def owners(engines: Engines, engine: int) -> list[int]:
@@ -42,7 +41,7 @@ class Batch:
 
     def result(self) -> list[tuple[int, int, int]]:
         """Of each response, its prompt, its sample and its engine."""
-        found = self._found.result(30)
+        found = self._found.result(HANG_S)
         return [(each.prompt, each.sample, each.engine) for each in found]
 
     def finish_all(self) -> None:
@@ -90,7 +89,7 @@ def test_where_the_last_engine_dies_the_batch_waits_for_it_to_come_back(determin
     until(lambda: bool(owners(engines, 0)) and bool(owners(engines, 1)))
     engines.lose(0)
     engines.lose(1)
-    assert asked.wait(10)
+    assert asked.wait(HANG_S)
     engines.lost, engines.ready = [], [1]
     batch.finish_all()
     assert batch.result() == [(prompt, sample, 1) for prompt in range(4) for sample in (0, 1)]

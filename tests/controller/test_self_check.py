@@ -14,6 +14,7 @@ import pytest
 import self_check_bench as bench
 from lookalikes import llama_like
 from tiny_models import make_tiny
+from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.controller.self_check import PER_RANK, PromptFindings, few
@@ -21,7 +22,7 @@ from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +33,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root}{os.pathsep}{root / 'tests' / 'support'}"}
     command = [sys.executable, bench.__file__, str(path), str(path / "found.json")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return dict(json.loads((path / "found.json").read_text()))
 

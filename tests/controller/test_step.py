@@ -20,8 +20,6 @@ from slurm_rlhf.records import Experience, Prompt, Trajectory, VersionSpan
 from slurm_rlhf.rewards.function import RewardFunction, taken
 from slurm_rlhf.rewards.model import Scoring
 
-pytestmark = pytest.mark.timeout(30)
-
 LENGTHS = [3, 1, 2, 4]
 """Of the responses to two prompts; all tokens of response i are i."""
 REWARDS = [1.0, 1.0, 2.0, 3.0]

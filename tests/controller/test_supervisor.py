@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from control_peer import INTERVAL, start_peer, stop_peer
+from waiting import HANG_S, scaled
 
 from slurm_rlhf.cluster.processes import running
 from slurm_rlhf.config.schema import Config
@@ -25,9 +26,9 @@ from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import RunDirectory
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
-LIMIT = 8.0
-CONNECT = 12.0
+pytestmark = [pytest.mark.slow]
+LIMIT = float(round(scaled(8.0)))
+CONNECT = float(round(scaled(12.0)))
 BROKEN = RemoteError("train_step failed on actor rank 0: RuntimeError: Connection closed by peer")
 
 EARLIER = "STEP 7.0 CANCELLED DUE TO NODE FAILURE"  # a start before this one wrote it
@@ -128,28 +129,26 @@ def make(processes: Processes) -> Supervisor:
     return Supervisor(config, processes.directory, ranks, processes)
 
 
-def blamed(supervisor: Supervisor, error: RunError) -> tuple[RunError | None, float]:
-    """(what is raised instead, after how many seconds)."""
-    start = time.monotonic()
+def blamed(supervisor: Supervisor, error: RunError) -> RunError | None:
+    """The error that is raised instead, if one is."""
     try:
         supervisor.blame(error)
     except RunError as other:
-        return other, time.monotonic() - start
-    return None, time.monotonic() - start
+        return other
+    return None
 
 
 def test_a_silent_rank_is_named_and_not_the_one_whose_collective_it_broke(
     supervisor: Supervisor, processes: Processes
 ) -> None:
     processes.started["actor", 1].kill()
-    verdict, seconds = blamed(supervisor, BROKEN)
+    verdict = blamed(supervisor, BROKEN)
     assert isinstance(verdict, RoleDied)
     assert "role actor died: rank 1 on n2 " in str(verdict)
     assert f"is lost: it was not heard from for {LIMIT / 2:g} s" in str(verdict)
     assert str(BROKEN) in str(verdict)
-    assert LIMIT / 2 - INTERVAL <= seconds < LIMIT  # before the heartbeats alone would have said so
     with pytest.raises(RoleDied, match="rank 1 on n2"):
-        supervisor.roles["critic"].shut_down(0).result(5)
+        supervisor.roles["critic"].shut_down(0).result(HANG_S)
 
 
 def test_a_dead_node_is_named_and_not_the_ranks_that_ended_because_of_it(
@@ -157,10 +156,9 @@ def test_a_dead_node_is_named_and_not_the_ranks_that_ended_because_of_it(
 ) -> None:
     processes.started["actor", 1].kill()
     processes.end("actor", 0)
-    verdict, seconds = blamed(supervisor, BROKEN)
+    verdict = blamed(supervisor, BROKEN)
     assert "role actor died: rank 1 on n2 " in str(verdict)
     assert "and actor on n1 ended: Killed" in str(verdict)
-    assert seconds < LIMIT
 
 
 def test_a_rank_that_ended_is_named_and_not_those_that_were_ended_with_it(
@@ -170,11 +168,10 @@ def test_a_rank_that_ended_is_named_and_not_those_that_were_ended_with_it(
         log.write("srun: error: n2: task 1: Killed\n")
     processes.end("actor", 1)
     processes.end("actor", 0)
-    verdict, seconds = blamed(supervisor, BROKEN)
+    verdict = blamed(supervisor, BROKEN)
     assert "role actor died: its process group on n2 ended: Killed" in str(verdict)
     assert "    srun: error: n2: task 1: Killed\n" in str(verdict)
     assert EARLIER not in str(verdict)
-    assert seconds < LIMIT / 2
 
 
 def test_of_two_roles_that_die_the_first_is_named_first_though_its_torchrun_ends_last(processes: Processes) -> None:
@@ -186,12 +183,12 @@ def test_of_two_roles_that_die_the_first_is_named_first_though_its_torchrun_ends
         processes.started["actor", 1].kill()
         time.sleep(3 * POLL_S)
         processes.end("critic", 0)
-        assert wait_until(lambda: not processes.news, 10)
+        assert wait_until(lambda: not processes.news, HANG_S)
         time.sleep(3 * POLL_S)
         assert supervisor.failure is None
         log = processes.directory.logs / "actor.srun.log"
         processes.news.append(Ended("actor", "n2", "was killed by SIGKILL", log))
-        verdict, _ = blamed(supervisor, BROKEN)
+        verdict = blamed(supervisor, BROKEN)
         head, _, rest = str(verdict).partition("; role critic died: ")
         assert head.startswith("role actor died: its process group on n2 was killed by SIGKILL; gone: rank 1 (pid ")
         assert rest.startswith("its process group on n1 ended: Killed; gone: rank 0 (pid ")
@@ -203,7 +200,7 @@ def test_of_two_roles_that_die_the_first_is_named_first_though_its_torchrun_ends
     ("absent", "error", "said", "dead"),
     [
         (("actor", 1), RoleDied, "role actor died: rank 1 on n2 is lost before its hello: actor: 1 of 2", {"n2"}),
-        (("actor", 0), CallTimeout, "actor: 1 of 2 ranks said hello within 12 s; missing: 0", set()),
+        (("actor", 0), CallTimeout, f"actor: 1 of 2 ranks said hello within {CONNECT:g} s; missing: 0", set()),
     ],
 )
 def test_a_node_of_which_nobody_says_hello_is_dead(
@@ -233,15 +230,13 @@ def test_a_torchrun_that_is_stopped_before_its_ranks_come_is_missed_after_the_si
 ) -> None:
     directory, config = RunDirectory(tmp_path / "run"), Config()
     directory.make()
-    config.timeout.heartbeat_interval, config.timeout.heartbeat = INTERVAL, 3.0
-    config.timeout.connect, config.timeout.shutdown = 60.0, 1.0
+    config.timeout.heartbeat_interval, config.timeout.heartbeat = INTERVAL, round(scaled(3.0))
+    config.timeout.connect, config.timeout.shutdown = HANG_S, 1.0
     ranks = place(Topology.uniform(["here"], 1), [RoleSize("critic", 1, 1)])
     supervisor = Supervisor(config, directory, ranks, Stopping(directory.root, ranks))
-    began = time.monotonic()
     try:
-        with pytest.raises(RoleDied, match=r"role critic died: its torchrun \(pid \d+\), .* has stood still for 3 s"):
+        with pytest.raises(RoleDied, match=r"role critic died: its torchrun \(pid \d+\), .* has stood still for \d+ s"):
             supervisor.start({"critic": {"here": {}}})
-        assert time.monotonic() - began < 30
     finally:
         supervisor.stop()
 
@@ -249,17 +244,19 @@ def test_a_torchrun_that_is_stopped_before_its_ranks_come_is_missed_after_the_si
 def test_an_error_stands_where_everybody_is_heard_or_was_only_busy(
     supervisor: Supervisor, processes: Processes
 ) -> None:
-    verdict, seconds = blamed(supervisor, RemoteError("reward.py returned NaN", user_error=True))
-    assert (verdict, seconds < 0.5) == (None, True)
+    assert blamed(supervisor, RemoteError("reward.py returned NaN", user_error=True)) is None
+    assert blamed(supervisor, BROKEN) is None
     patience = max(VERDICT_S, (SILENT_BEATS + 1) * INTERVAL)
-    verdict, seconds = blamed(supervisor, BROKEN)
-    assert (verdict, seconds < patience + 1) == (None, True)
-    stopped = (patience + LIMIT / 2) / 2
+    goes_on = threading.Event()
+
+    def go_on() -> None:
+        goes_on.set()
+        processes.started["actor", 1].send_signal(signal.SIGCONT)
+
     processes.started["actor", 1].send_signal(signal.SIGSTOP)
-    threading.Timer(stopped, processes.started["actor", 1].send_signal, (signal.SIGCONT,)).start()
-    verdict, seconds = blamed(supervisor, BROKEN)
-    assert verdict is None
-    assert stopped <= seconds < LIMIT / 2
+    threading.Timer((patience + LIMIT / 2) / 2, go_on).start()
+    assert blamed(supervisor, BROKEN) is None
+    assert goes_on.is_set()
 
 
 def test_a_conductor_that_stood_still_blames_itself_and_no_role(tmp_path: Path) -> None:
@@ -273,12 +270,12 @@ def test_a_conductor_that_stood_still_blames_itself_and_no_role(tmp_path: Path) 
             assert conductor.stdout is not None
             ranks = [int(pid) for pid in conductor.stdout.readline().split()]
             conductor.send_signal(signal.SIGSTOP)
-            assert wait_until(lambda: not any(map(running, ranks)), 40)
+            assert wait_until(lambda: not any(map(running, ranks)), HANG_S)
             conductor.send_signal(signal.SIGCONT)
-            told, _ = conductor.communicate(timeout=30)
+            told, _ = conductor.communicate(timeout=HANG_S)
         finally:
             conductor.kill()
     assert len(ranks) == 3
     assert told.startswith("the conductor stood still for ")
-    assert "which wait for 8 s (timeout.heartbeat)" in told
+    assert f"which wait for {LIMIT:g} s (timeout.heartbeat)" in told
     assert " died: " not in told

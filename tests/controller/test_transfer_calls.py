@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller import transfer_calls
@@ -65,7 +66,7 @@ def raised_by(work: Callable[[], object]) -> list[BaseException]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(HANG_S)
     assert not thread.is_alive()
     return raised
 

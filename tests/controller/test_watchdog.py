@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import hang_peer
 import pytest
+from waiting import HANG_S, scaled, until
 
 from slurm_rlhf.cluster.stop import Stop, StopRequested
 from slurm_rlhf.config.schema import Config
@@ -31,7 +32,7 @@ from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.run_directory import RunDirectory
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,18 +40,19 @@ HELD_CONDUCTOR = """
 import sys, time
 sys.path.insert(0, "{tests}")
 from hang_peer import hold_the_lock
+from waiting import scaled
 from test_watchdog import Config, Path, RunDirectory, Stop, Watchdog, roleless
 
 config = Config()
-config.timeout.heartbeat, config.timeout.heartbeat_interval = 1.0, 0.2
+config.timeout.heartbeat, config.timeout.heartbeat_interval = scaled(1.0), 0.2
 with Stop(Path("{path}")) as stop:
     supervisor = roleless(config, Path("{path}"))
     dog = Watchdog(config, RunDirectory(Path("{path}")), supervisor, stop, print, print, lambda: 1)
     dog.start()
-    time.sleep(1.5)
+    time.sleep(scaled(1.5))
     print("so far nothing", file=sys.stderr, flush=True)
     def reward_func():
-        hold_the_lock(2)
+        hold_the_lock(scaled(2.0))
     reward_func()
     dog.close()
 """
@@ -112,23 +114,16 @@ class Watched:
             self.dog.ended(phase)
         self.dog.phase(phase)
 
-    def call(self, rank: int, method: str, timeout_s: float = 60.0) -> Future[Any]:
-        return self.supervisor.server.call("actor", rank, method, {"seconds": 60.0}, timeout_s, lambda value: value)
+    def call(self, rank: int, method: str, timeout_s: float = HANG_S) -> Future[Any]:
+        return self.supervisor.server.call("actor", rank, method, {"seconds": HANG_S}, timeout_s, lambda value: value)
 
-    def told(self, timeout_s: float = 20.0) -> str:
+    def told(self) -> str:
         """The first paragraph, once it is there."""
-        wait_for(lambda: bool(self.notes), timeout_s)
+        until(lambda: self.notes, "a note of the watchdog")
         return self.notes[0]
 
     def file(self, name: str, directory: str = "hang-7") -> str:
         return (self.directory.root / directory / name).read_text()
-
-
-def wait_for(ready: Callable[[], bool], timeout_s: float) -> None:
-    end = time.monotonic() + timeout_s
-    while not ready():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.02)
 
 
 @contextmanager
@@ -156,14 +151,14 @@ def roleless(config: Config, path: Path) -> Supervisor:
 
 
 def error_of(call: Future[Any]) -> RunError:
-    error = call.exception(30)
+    error = call.exception(HANG_S)
     assert isinstance(error, RunError)
     return error
 
 
 def test_a_rank_lost_with_its_interpreters_lock_held_is_a_hang_and_not_a_death(tmp_path: Path) -> None:
     """Its heartbeats stop before any budget has passed: its stacks are taken before it is given up."""
-    with watched(tmp_path, hang_s=60, limit_s=5) as run:
+    with watched(tmp_path, hang_s=HANG_S, limit_s=scaled(5.0)) as run:
         error = error_of(run.call(1, "hold_the_lock"))
         assert isinstance(error, RoleDied)
         ended = run.dog.behind(error)
@@ -178,22 +173,21 @@ def test_a_rank_lost_with_its_interpreters_lock_held_is_a_hang_and_not_a_death(t
 def test_a_hang_of_the_first_step_is_told_long_before_the_deadline_and_ends_the_run_at_that_only(
     tmp_path: Path,
 ) -> None:
-    with watched(tmp_path, hang_s=0.2, limit_s=30) as run:
+    with watched(tmp_path, hang_s=0.2, limit_s=HANG_S) as run:
         run.dog.phase("update")
-        began = time.monotonic()
-        call = run.call(1, "work_in_python", timeout_s=200.0)
-        told = run.told(UNKNOWN * 0.2 + 20)
+        call = run.call(1, "work_in_python")
+        told = run.told()
         assert "behind is actor rank 1 on n1" in told
-        assert "(budget 4 s: the first time, it is not known what is usual)" in told
+        assert f"(budget {UNKNOWN * 0.2:g} s: the first time, it is not known what is usual)" in told
         left = float(re.search(r"If nothing moves for ([\d.]+) s more, the run ends", told)[1])  # type: ignore[index]
-        assert 0.9 * 200.0 - (time.monotonic() - began) - 1 < left < 0.9 * 200.0
+        assert 0.5 * HANG_S < left < 0.9 * HANG_S
         time.sleep(5 * run.dog._config.timeout.hang_grace)
         assert not call.done()
         assert run.supervisor.failure is None
 
 
 def test_neither_a_deadline_nor_a_killed_rank_is_a_hang(tmp_path: Path) -> None:
-    with watched(tmp_path, hang_s=1, limit_s=5) as run:
+    with watched(tmp_path, hang_s=1, limit_s=scaled(5.0)) as run:
         late_call = run.call(0, "work_in_python", timeout_s=0.2)
         while not late_call.done():  # something moves all the time, so that its deadline alone ends it
             run.dog.phase("reward")
@@ -218,12 +212,11 @@ def test_a_stopped_trainer_is_seen_from_outside_and_ends_the_run_and_a_forbidden
     spy.write_text("#!/bin/sh\necho 'Error: Permission Denied: Try running again with sudo' >&2\nexit 1\n")
     spy.chmod(0o755)
     monkeypatch.setenv("PATH", f"{spy.parent}:{os.environ['PATH']}")
-    with watched(tmp_path, hang_s=2, limit_s=20) as run:
+    with watched(tmp_path, hang_s=2, limit_s=HANG_S) as run:
         run.learn("update")
-        began = time.monotonic()
         call = run.call(1, "work_in_python")
         os.kill(run.peers.started[1].pid, signal.SIGSTOP)
-        told = run.told(40)
+        told = run.told()
         assert "behind is actor rank 1 on n1" in told
         assert "its process is T (stopped by a signal; SIGCONT lets it go on)" in told
         assert told.endswith("If nothing moves for 2 s more, the run ends with an error (train.on_hang = stop).")
@@ -235,14 +228,13 @@ def test_a_stopped_trainer_is_seen_from_outside_and_ends_the_run_and_a_forbidden
         assert isinstance(error, RunHung)
         assert "hang-7" in str(error)
         assert isinstance(run.dog.behind(error), RunHung)
-        assert time.monotonic() - began < 50
 
 
 def test_restart_ends_as_the_requeue_path_does_until_the_same_step_has_hung_too_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without py-spy, which is said: the ranks' own stacks are enough."""
-    with watched(tmp_path, hang_s=1, limit_s=30, on_hang="restart") as run:
+    with watched(tmp_path, hang_s=1, limit_s=HANG_S, on_hang="restart") as run:
         monkeypatch.setenv("PATH", str(tmp_path))
         monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))  # nor is it beside the interpreter
         run.directory.hang(7, 1).mkdir()
@@ -258,7 +250,7 @@ def test_restart_ends_as_the_requeue_path_does_until_the_same_step_has_hung_too_
 
 
 def test_a_step_that_hangs_each_time_is_not_restarted_for_ever(tmp_path: Path) -> None:
-    with watched(tmp_path, hang_s=1, limit_s=30, on_hang="restart") as run:
+    with watched(tmp_path, hang_s=1, limit_s=HANG_S, on_hang="restart") as run:
         for number in range(1, MOST_RESTARTS + 1):
             run.directory.hang(7, number).mkdir()
         run.learn("update")
@@ -270,15 +262,14 @@ def test_a_step_that_hangs_each_time_is_not_restarted_for_ever(tmp_path: Path) -
 def test_a_run_that_moves_is_left_alone_and_one_whose_trainers_wait_is_stopped_so_that_it_saves(
     tmp_path: Path,
 ) -> None:
-    with watched(tmp_path, hang_s=1, limit_s=30) as run:
+    with watched(tmp_path, hang_s=scaled(1.0), limit_s=HANG_S) as run:
         run.learn("reward")
-        end = time.monotonic() + 1.5
-        while time.monotonic() < end:
+        for _ in range(30):
             run.dog.phase("reward")
-            time.sleep(0.05)
+            time.sleep(scaled(0.05))
         assert run.notes == []
         with pytest.raises(StopRequested) as stopped, run.stop.droppable():
-            threading.Event().wait(30)
+            threading.Event().wait(HANG_S)
         assert (stopped.value.reason.requeue, stopped.value.reason.exit_code, stopped.value.saved) == (False, 1, True)
         assert "hang-7" in stopped.value.reason.what
 
@@ -291,7 +282,7 @@ def test_a_conductor_whose_lock_a_reward_function_holds_writes_its_own_stack(tmp
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=True,
     )
     before, _, after = done.stderr.partition("so far nothing")

@@ -12,8 +12,6 @@ from slurm_rlhf.config.schema import Data
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.training.sft import load_examples
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def example(directory: Path, prompt: str, answer: str) -> tuple[list[str], list[str], str]:
     """(tokens of the prompt, tokens of the response, text of both) as they are trained on."""

@@ -14,7 +14,6 @@ from slurm_rlhf.data.framing import has_double_bos, missing_eos
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 
-pytestmark = pytest.mark.timeout(60)
 FAMILIES: dict[str, tuple[Callable[[Path], Path], str]] = {
     "llama": (llama_like, "<|begin_of_text|>"),
     "sentencepiece": (sentencepiece_like, "<s>"),

@@ -110,7 +110,6 @@ def test_bad_directory(tmp_path: Path, name: str, content: str | None, named: st
     assert named in str(caught.value)
 
 
-pytestmark = pytest.mark.timeout(60)
 TEMPLATES = {
     # As Llama 3.1 asks: a variable of the template's own where none is given, a section of tools unless it is none.
     "defined": (

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from waiting import HANG_S
 
 from slurm_rlhf.cli import main as cli
 from slurm_rlhf.docs.pages import TOPICS, page
@@ -46,7 +47,7 @@ def test_on_a_terminal_it_is_formatted() -> None:
             shown += part
     except OSError:  # the other end is closed
         pass
-    assert done.wait(timeout=30) == 0
+    assert done.wait(timeout=HANG_S) == 0
     text = shown.decode()
     assert "\x1b[" in text
     assert "# Resume" not in text

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 from shown_commands import ROOT, shown
 from training_runs import workspace
+from waiting import HANG_S
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.full]
 
 FEW = ("--train.max_steps=2", "--eval.dataset=", "--train.full_determinism=false")
 SMALL = (
@@ -42,7 +43,7 @@ class Folder:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=560,
+            timeout=HANG_S,
             check=False,
         )
         assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"

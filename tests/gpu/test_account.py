@@ -42,8 +42,6 @@ from slurm_rlhf.placement.topology import Topology
 from slurm_rlhf.records import Experience, Sampling, SyncConnection
 from slurm_rlhf.run_directory import RunDirectory
 
-pytestmark = pytest.mark.timeout(60)
-
 MODEL = {
     "model_type": "qwen2",
     "num_hidden_layers": 2,

@@ -40,8 +40,6 @@ from slurm_rlhf.training.distributed import device_bytes
 from slurm_rlhf.workers.engine_worker import own_devices
 from slurm_rlhf.workers.worker import RankInfo, Worker
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture
 def cuda() -> Iterator[FakeCuda]:

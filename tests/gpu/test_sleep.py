@@ -14,8 +14,6 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import KV_CACHE, WEIGHTS
 from slurm_rlhf.rollout.sleep import DeviceMemory
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def cuda():

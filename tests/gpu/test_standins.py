@@ -10,8 +10,6 @@ from gpu_signatures import Mismatch, of_binding
 from gpu_standins import FakeCuda, NoStandIn, check_signature, fake_cuda
 from torch.distributed import HashStore
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture
 def cuda():

@@ -14,6 +14,7 @@ from gpu_standins import FakeCuda, fake_cuda
 from sync_fleet import BUCKET, Fleet, PeerRanks, configure, sent
 from sync_peer import describe, hold, make_weights
 from torch.distributed import HashStore
+from waiting import HANG_S
 
 import slurm_rlhf.weight_sync.sender as push_module
 from slurm_rlhf.bench import sync as bench_sync
@@ -31,7 +32,7 @@ from slurm_rlhf.weight_sync.group import SyncGroup
 from slurm_rlhf.weight_sync.member import Membership, device_address, device_name, interface_near
 from slurm_rlhf.weight_sync.rendezvous import choose, share_gpus
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120), pytest.mark.usefixtures("own_environment")]
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_environment")]
 
 OWN = "abcdefgh"
 """A GPU for each rank."""
@@ -106,7 +107,7 @@ def test_a_bucket_comes_in_while_the_one_before_is_loaded(fleet: Fleet, tmp_path
 
     def fill_later(buffer, part, bucket, *args):
         if bucket == 1:
-            waited.append(wait_until((tmp_path / "loaded").exists, 20))
+            waited.append(wait_until((tmp_path / "loaded").exists, HANG_S))
         fill(buffer, part, bucket, *args)
 
     monkeypatch.setattr(push_module, "fill", fill_later)
@@ -143,10 +144,8 @@ def test_an_abort_wakes_who_waits(fleet: Fleet):
     sender = fleet.sender(1, actors=2, zero=3, gpus=OWN)
     threading.Timer(0.3, sender.group.abort, ("the conductor ends the run",)).start()
     fleet.peers[1].tell("update", version=1)
-    start = time.monotonic()
     with pytest.raises(SyncError, match="the conductor ends the run"):
         sender.push(hold(make_weights(1), 0, 2), 1)  # the other actor rank never sends
-    assert time.monotonic() - start < 15
     # Whose verdict it hears depends on how soon the leader's thread runs.
     assert fleet.peers[1].answer()["error"] in ("SyncError", "SyncBroken")
 
@@ -203,7 +202,7 @@ def test_two_actor_ranks_on_the_gpu_of_an_engine(fleet: Fleet):
     assert len(sender.plan.parts(0, 0)) == 2
     fleet.update(sender, 1)
     with pytest.raises(SyncError, match="Duplicate GPU"):
-        fleet.sender(1, actors=2, zero=3, gpus="aaa", backend="ipc", timeout_s=10.0)
+        fleet.sender(1, actors=2, zero=3, gpus="aaa", backend="ipc", timeout_s=HANG_S)
 
 
 def test_a_death_between_roles_that_share_gpus(fleet: Fleet):
@@ -334,7 +333,7 @@ def test_what_is_never_over_ends_with_the_time_out(cuda: FakeCuda):
 
 def test_two_ranks_on_one_gpu_are_refused_in_words(fleet: Fleet):
     with pytest.raises(SyncError, match="Duplicate GPU"):
-        fleet.sender(1, gpus="aa", backend="nccl", timeout_s=10.0)
+        fleet.sender(1, gpus="aa", backend="nccl", timeout_s=HANG_S)
 
 
 def test_an_address_is_no_interface(monkeypatch, cuda: FakeCuda):

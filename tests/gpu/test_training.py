@@ -22,6 +22,7 @@ from gpu_standins import FakeCuda, check_signature, fake_cuda
 from tiny_models import make_reward, make_tiny
 from torch import Tensor, nn
 from training_ranks import make_config, make_experience
+from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.training import deepspeed_engine as zero
@@ -36,7 +37,7 @@ from slurm_rlhf.workers.model_workers import ReferenceWorker
 from slurm_rlhf.workers.rank_process import import_libraries
 from slurm_rlhf.workers.worker import RankInfo
 
-pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_environment")]
+pytestmark = [pytest.mark.usefixtures("own_environment")]
 
 GPU = torch.device("cuda", 1)
 
@@ -288,7 +289,7 @@ def test_an_asynchronous_save_waits_once_and_copies_to_pinned_memory(
     trainer.save(now)
     for _ in range(2):  # the second time into memory that is there
         assert waits(cuda, lambda: trainer.save_async(later)) == {"synchronize": 1}
-        trainer.engine.written().result(20)
+        trainer.engine.written().result(HANG_S)
     copies = trainer.engine._async_save.copies
     assert all(buffer.is_pinned() for buffer in copies._buffers.values())
     assert copies.nbytes == 12 * sum(parameter.numel() for parameter in trainer.engine.module.parameters())

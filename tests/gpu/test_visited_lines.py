@@ -8,7 +8,7 @@ import gpu_coverage
 import pytest
 from gpu_coverage import ENOUGH, GPU_FILES, ROOMS, Recorder, branches, untaken, wanted
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow]
 
 PACKAGE = Path(gpu_coverage.ROOT) / "slurm_rlhf"
 

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from slurm_rlhf.errors import shortened, shortened_lines
 from slurm_rlhf.polling import wait_until
@@ -52,8 +53,8 @@ def test_waiting_ends_with_what_is_awaited_or_with_the_deadline() -> None:
         asked.append(time.monotonic())
         return len(asked) == 3
 
-    assert wait_until(third_time, 10, 0.001, 0.001)
+    assert wait_until(third_time, HANG_S, 0.001, 0.001)
     assert len(asked) == 3
     assert not wait_until(lambda: False, 0.02)
     with pytest.raises(ZeroDivisionError):
-        wait_until(lambda: 1 / 0, 10)
+        wait_until(lambda: 1 / 0, HANG_S)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
+from waiting import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +54,7 @@ def test_that_no_signal_reaches():
 
 def session(directory: Path, tests: str, ci: bool = False) -> subprocess.CompletedProcess[str]:
     (directory / "conftest.py").write_text(
-        CONFTEST.replace("GRACE = 20.0", "GRACE = 0.5").replace("SETTLE = 3.0", "SETTLE = 0.3")
+        CONFTEST.replace("GRACE = 20.0", "GRACE = 0.5").replace("SETTLE = scaled(10.0)", "SETTLE = 0.3")
     )
     (directory / "test_it.py").write_text(tests)
     (directory / "pytest.ini").write_text("[pytest]\n")
@@ -64,7 +66,7 @@ def session(directory: Path, tests: str, ci: bool = False) -> subprocess.Complet
         env=environment | ({"CI": "true"} if ci else {}),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
 
@@ -73,7 +75,6 @@ def alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.timeout(90)
 def test_processes_left_behind_fail_the_session_and_are_ended(tmp_path: Path) -> None:
     result = session(tmp_path, LEAK)
     assert result.returncode == 1
@@ -85,7 +86,6 @@ def test_processes_left_behind_fail_the_session_and_are_ended(tmp_path: Path) ->
     assert not alive(int((tmp_path / "pids.orphan").read_text()))
 
 
-@pytest.mark.timeout(90)
 def test_under_ci_only_what_the_machine_lacks_may_be_skipped(tmp_path: Path) -> None:
     strict = session(tmp_path, SKIP, ci=True)
     assert strict.returncode == 1
@@ -94,9 +94,8 @@ def test_under_ci_only_what_the_machine_lacks_may_be_skipped(tmp_path: Path) -> 
     assert session(tmp_path, SKIP).returncode == 0
 
 
-@pytest.mark.timeout(90)
 def test_a_test_that_cannot_be_interrupted_ends_the_session(tmp_path: Path) -> None:
     result = session(tmp_path, STUCK)
     assert result.returncode == 3
-    assert "test_that_no_signal_reaches: not over after 1.5 s" in result.stderr
+    assert re.search(r"test_that_no_signal_reaches: not over after \S+ s", result.stderr)
     assert "line 8 in test_that_no_signal_reaches" in result.stderr

@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 import slurm_rlhf
 
@@ -249,7 +250,7 @@ print(json.dumps(sorted(set(json.loads(sys.argv[1])) & sys.modules.keys())))
 def loaded(watched: set[str], names: list[str]) -> list[str]:
     """Which of `watched` a fresh interpreter has loaded after importing `names`."""
     command = [sys.executable, "-c", SHOW_HEAVY, json.dumps(sorted(watched)), *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == 0, done.stderr
     return list(json.loads(done.stdout.splitlines()[-1]))
 

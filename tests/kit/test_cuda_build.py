@@ -12,6 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 VARIABLE = "SLURM_RLHF_CUDA_PYTHON"
 TESTS = Path(__file__).parents[1]
@@ -21,7 +22,6 @@ UNNAMED = {"perform_nocolor_split", "register_mem_pool", "deregister_mem_pool"}
 
 pytestmark = [
     pytest.mark.full,
-    pytest.mark.timeout(400),
     pytest.mark.skipif(
         VARIABLE not in os.environ, reason=f"needs a network: {VARIABLE} names no Python of a CUDA build"
     ),
@@ -35,7 +35,7 @@ def inside(*words: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{SUPPORT}", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=380,
+        timeout=HANG_S,
         check=False,
         cwd=TESTS.parent,
     )

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from kit import CHECKS
 from kit_report import REHEARSED
+from waiting import scaled
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -22,7 +23,7 @@ ALONE = {"ppo tp 1", "nodes", "nodes sync", "nodes ppo"}
 """Left out on one machine of two GPUs."""
 
 
-def rehearse(reports: Path, *words: str, timeout_s: float) -> tuple[str, dict[str, Any]]:
+def rehearse(reports: Path, *words: str) -> tuple[str, dict[str, Any]]:
     """(what pytest printed, gpu_report.json) of a session of its own."""
     program = Path(__file__).with_name("test_gpu.py")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(program), "-m", "gpu", "--rehearse"]
@@ -31,7 +32,7 @@ def rehearse(reports: Path, *words: str, timeout_s: float) -> tuple[str, dict[st
         env={name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"},
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=scaled(1900),
         check=False,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
@@ -39,9 +40,8 @@ def rehearse(reports: Path, *words: str, timeout_s: float) -> tuple[str, dict[st
     return done.stdout, report
 
 
-@pytest.mark.timeout(200)
 def test_a_slice_of_the_kit(tmp_path: Path) -> None:
-    output, report = rehearse(tmp_path, "-k", "repair or bench-train or nodes-ppo", timeout_s=180)
+    output, report = rehearse(tmp_path, "-k", "repair or bench-train or nodes-ppo")
     verdicts = {check["name"]: check["verdict"] for check in report["checks"]}
     assert verdicts == {"sync repair": "passed", "bench train": "passed", "nodes ppo": "skipped"}
     assert report["rehearsal"] is True
@@ -58,7 +58,7 @@ def test_a_slice_of_the_kit(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.timeout(2000)
 def test_the_whole_kit(tmp_path: Path) -> None:
-    output, report = rehearse(tmp_path, timeout_s=1900)
+    output, report = rehearse(tmp_path)
     verdicts = {check["name"]: check["verdict"] for check in report["checks"]}
     expected = {check.name: "skipped" if check.name in ALONE else "passed" for check in CHECKS}
     assert verdicts == expected, output[-6000:]

@@ -17,6 +17,7 @@ from gpu_smi import card, write_smi
 from kit import CHECKS, FAILED, PASSED, SKIPPED, Check, Outcome, Place, perform, unfit
 from kit_machine import interfaces, machine
 from kit_train import judged
+from waiting import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +45,6 @@ def check(name: str, deadline_s: float = 60, **limits: int) -> Check:
     return Check(name, "", f"kit_misfits:{name}", deadline_s, **limits)
 
 
-@pytest.mark.timeout(120)
 def test_a_check_that_hangs_or_dies_is_ended_with_all_its_processes_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,7 +158,7 @@ def test_without_a_gpu_the_kit_ends_with_one_line(tmp_path: Path, words: tuple[s
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 2
@@ -187,7 +187,9 @@ def test_a_batch_script_in_slurms_spool_finds_the_kit_or_says_how_to_submit(tmp_
 def test_the_kit_is_no_part_of_the_ordinary_run() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider"]
     kit_file = str(Path(__file__).with_name("test_gpu.py"))
-    ordinary = subprocess.run([*command, kit_file], capture_output=True, text=True, timeout=100, check=False)
+    ordinary = subprocess.run([*command, kit_file], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert f"{len(CHECKS)} deselected" in ordinary.stdout
-    asked = subprocess.run([*command, kit_file, "-m", "gpu"], capture_output=True, text=True, timeout=100, check=False)
+    asked = subprocess.run(
+        [*command, kit_file, "-m", "gpu"], capture_output=True, text=True, timeout=HANG_S, check=False
+    )
     assert asked.stdout.count("test_check[") == len(CHECKS)

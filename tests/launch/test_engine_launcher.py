@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import until
 
 from slurm_rlhf.launch import engine_node
 from slurm_rlhf.launch.engine_launcher import LocalEngines
@@ -46,9 +47,7 @@ def test_what_is_stopped_is_no_news_and_what_dies_is(engines: LocalEngines) -> N
     try:
         assert engines._engines is not None
         engines._engines.kill_engine(1)
-        end = time.monotonic() + 20
-        while not (news := engines.ended()):
-            assert time.monotonic() < end
+        news = until(engines.ended, "the end of an engine")
         assert [engine for engine, how in news if "SIGKILL" in how] == [1]
     finally:
         engines.stop(False, 0.0)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE_STATUS
 from slurm_rlhf.cluster.slurm_job import Job
@@ -201,4 +202,4 @@ def test_scancel_ends_it_although_the_ranks_ignore_sigterm() -> None:
         "sys.argv = ['headless', 'spec']\n"
         "headless.main()\n"
     )
-    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == -signal.SIGTERM
+    assert subprocess.run([sys.executable, "-c", program], check=False, timeout=HANG_S).returncode == -signal.SIGTERM

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import until
 
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.launch.engine_node import end_file, ended_file
@@ -18,7 +18,7 @@ from slurm_rlhf.placement.rank_map import RankMap, place
 from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Topology
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.slow]
 NODES = ("127.0.0.1", "127.0.0.2")
 SPARE = "127.0.0.3"
 JOB = {
@@ -52,18 +52,10 @@ class Bench:
         return file.read_text().splitlines() if file.exists() else []
 
     def wait_for_starts(self, count: int) -> None:
-        end = time.monotonic() + 20
-        while len(self.starts) < count:
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        until(lambda: len(self.starts) >= count, f"start {count}")
 
     def news(self) -> list[tuple[int, str]]:
-        end = time.monotonic() + 20
-        while time.monotonic() < end:
-            if found := self.engines.ended():
-                return found
-            time.sleep(0.02)
-        return []
+        return until(self.engines.ended, "news of an engine")
 
 
 @pytest.fixture
@@ -128,9 +120,5 @@ def test_a_controller_that_is_away_costs_another_attempt(bench: Bench) -> None:
         "echo 'srun: error: Unable to contact slurm controller (connect failure)'; exit 1"
     )
     bench.engines.start([], {node: {} for node in NODES})
-    end = time.monotonic() + 20
-    while len(bench.starts) < 3:
-        assert time.monotonic() < end
-        assert bench.engines.ended() == []
-        time.sleep(0.02)
+    until(lambda: bench.engines.ended() or len(bench.starts) >= 3, "the third start")
     assert bench.engines.ended() == []

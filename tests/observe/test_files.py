@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from waiting import HANG_S
 
 from slurm_rlhf.observe.jsonl import whole_lines
 from slurm_rlhf.observe.log_tail import FailedProcess, first_failure
@@ -166,7 +167,7 @@ def test_phases_add_up_and_tell_what_goes_on():
     assert phases.take() == {}
 
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow]
 RANK = """
 import os, signal, time
 print("pid", os.environ["RANK"], os.getpid(), flush=True)
@@ -190,7 +191,7 @@ def test_the_rank_that_failed_first_is_found(tmp_path: Path, end: str, exitcode:
     mark = log.stat().st_size
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     with log.open("a") as out:
-        subprocess.run(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, timeout=100, check=False)
+        subprocess.run(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, timeout=HANG_S, check=False)
     pids = dict(line.split()[1:] for line in log.read_text().splitlines() if line.startswith("pid "))
     found = first_failure(log, mark)
     assert found == FailedProcess(1, int(pids["1"]), exitcode)

@@ -7,6 +7,7 @@ import sys
 import threading
 
 import pytest
+from waiting import HANG_S
 
 from slurm_rlhf.observe.stacks import (
     MAIN,
@@ -83,7 +84,7 @@ def test_own_stacks_begin_with_the_main_thread_and_have_names() -> None:
 
 
 def test_a_thread_writes_its_stack_while_a_call_into_c_holds_the_interpreters_lock() -> None:
-    done = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, check=True, timeout=30)
+    done = subprocess.run([sys.executable, "-c", HOLDS], capture_output=True, text=True, check=True, timeout=HANG_S)
     main, after, other = done.stderr.partition("words of after\n")
     assert after
     (thread,) = read_stacks(last_late_dump(f"{done.stdout}{main}"))
@@ -94,7 +95,7 @@ def test_a_thread_writes_its_stack_while_a_call_into_c_holds_the_interpreters_lo
 
 def test_a_process_that_runs_when_its_stacks_are_due_goes_on() -> None:
     """A thread that reads the frames of running threads ends this process by SIGSEGV within a second."""
-    done = subprocess.run([sys.executable, "-c", RUNS], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", RUNS], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr[-2000:]
     assert done.stderr.count("in deep") > 100
 

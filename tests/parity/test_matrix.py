@@ -48,7 +48,6 @@ def matrix() -> dict[tuple[str, str], dict[str, Any]]:
     return lines
 
 
-@pytest.mark.timeout(280)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("arch", CHOSEN)
 def test_the_three_agree(matrix: dict[tuple[str, str], dict[str, Any]], arch: str, precision: str) -> None:

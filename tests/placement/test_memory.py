@@ -218,7 +218,6 @@ def test_copies_for_asynchronous_saves_are_told() -> None:
     assert f"ckpt.async_save takes for copies: {found[ACTOR] / GIB:.1f} GiB by each rank of actor" in drawn
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.full
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma", "mistral", "gemma3_text"])
 def test_the_kv_cache_of_other_models_is_as_planned(engine_process: EngineProcess, tmp_path: Path, arch: str) -> None:

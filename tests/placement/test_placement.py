@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from waiting import HANG_S
 
 from slurm_rlhf.cluster.slurm_notation import expand
 from slurm_rlhf.config.schema import Config
@@ -206,5 +207,5 @@ def test_planning_needs_neither_torch_nor_numpy() -> None:
         "import sys; import slurm_rlhf.cluster.resources, slurm_rlhf.placement.rank_map; "
         "print([m for m in ('torch', 'numpy', 'zmq', 'transformers') if m in sys.modules])"
     )
-    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=True)
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert answer.stdout.strip() == "[]"

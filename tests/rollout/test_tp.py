@@ -19,6 +19,7 @@ import pytest
 from dispatch_times import Recorder, slowed
 from ranks import RolloutFleet, config
 from tiny_models import make_tiny
+from waiting import HANG_S, scaled
 from zygote import Zygote
 
 from slurm_rlhf.cluster import kernel_cache
@@ -37,7 +38,7 @@ from slurm_rlhf.records import KV_CACHE, WEIGHTS, Prompt, Sampling, Trajectory
 from slurm_rlhf.rollout.tp_engine import SHARED_MEMORY, EnginePlace
 from slurm_rlhf.workers.engine_worker import segment_prefix
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.9, n=3)
 WIDTH = 16
@@ -74,7 +75,7 @@ def launched(zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def single(launched: RolloutFleet) -> RolloutFleet:
     """An engine of one rank, and another one that is not asked but where a test wants both."""
-    launched.start(400)
+    launched.start()
     return launched
 
 
@@ -87,7 +88,7 @@ def pair(
     made.vllm.enable_prefix_caching = False  # a cached prompt has other last bits
     fleet = RolloutFleet(zygote, made)
     try:
-        fleet.start(400)
+        fleet.start()
         yield fleet
     finally:
         fleet.close()
@@ -128,13 +129,13 @@ def test_four_ranks_give_the_same_tokens(zygote: Zygote, single: RolloutFleet, m
     """More ranks than key-value heads, and several followers to keep together."""
     fleet = RolloutFleet(zygote, config(model, tmp_path / "four", tp=4))
     try:
-        fleet.start(400)
+        fleet.start()
         wide, narrow = generate(fleet, 4, 1), generate(single, 4, 1)
         assert [t.response_ids.tolist() for t in wide] == [t.response_ids.tolist() for t in narrow]
         for one, other in zip(wide, narrow, strict=True):
             assert np.abs(one.rollout_logprobs - other.rollout_logprobs).max() < 1e-5
         fleet.kill(2)
-        assert fleet.ended([0, 1, 3], 10) < 5
+        fleet.ended([0, 1, 3])
         [(rank, event, data)] = fleet.events
         assert (rank, event) == (0, "failure")
         assert "engine 0 (rollout ranks 0 to 3 on" in data["reason"]
@@ -151,7 +152,7 @@ def test_a_call_that_fails_leaves_no_request_behind(request: pytest.FixtureReque
     asked = [*prompts(4), Prompt(4, "", np.full(400, 5, np.int32))]
     for _ in range(2):
         with pytest.raises(RemoteError, match=r"refuses request '4\.0' \(prompt 4, 400 tokens\)"):
-            ask(fleet, 0, asked, SAMPLING, version=1, stream=99).result(timeout=60)
+            ask(fleet, 0, asked, SAMPLING, version=1, stream=99).result(timeout=HANG_S)
     assert [t.response_ids.tolist() for t in generate(fleet, 4, 1)] == before
 
 
@@ -169,7 +170,7 @@ def test_two_batches_in_flight_keep_the_ranks_in_step(zygote: Zygote, single: Ro
     directory = Path(single.config.run_dir).with_name("async")
     fleet = RolloutFleet(zygote, config(model, directory, tp=2), str(SUPPORT / "rollout_async.py"))
     try:
-        fleet.start(400)
+        fleet.start()
         plain = generate(single, 10, 1)
         assert [t.response_ids.tolist() for t in generate(fleet, 10, 1)] == [t.response_ids.tolist() for t in plain]
         how = replace(SAMPLING, stop=[max((t.text for t in plain), key=len)[6:9]])
@@ -192,14 +193,18 @@ def test_each_rank_keeps_what_it_compiles_in_a_directory_of_its_own(pair: Rollou
         assert kernel_cache._try_lock(slot) is None  # while it lives
 
 
-def test_an_idle_engine_costs_no_cpu(pair: RolloutFleet) -> None:
-    def spent() -> float:
-        return sum(sum(psutil.Process(p.pid).cpu_times()[:2]) for p in pair.ranks.values())
-
+def test_an_idle_engine_waits_and_does_not_look_again_and_again(pair: RolloutFleet) -> None:
+    """A rank that polls or spins is switched away from or runs on; one that waits for a message does neither."""
     generate(pair, 4, 3)
-    before = spent()
-    time.sleep(2)
-    assert spent() - before < 4 * 2 * 0.05  # of 4 ranks, 2 s; heartbeats are what is left
+    time.sleep(0.5)
+    before = [psutil.Process(rank.pid).num_ctx_switches().voluntary for rank in pair.ranks.values()]
+    states = []
+    for _ in range(40):
+        time.sleep(0.05)
+        states += [psutil.Process(rank.pid).status() for rank in pair.ranks.values()]
+    after = [psutil.Process(rank.pid).num_ctx_switches().voluntary for rank in pair.ranks.values()]
+    assert states.count(psutil.STATUS_RUNNING) < 0.1 * len(states)
+    assert all(now - then < 20 for then, now in zip(before, after, strict=True)), (before, after)  # of the main thread
 
 
 def test_sockets_of_vllm_are_in_a_directory_of_their_rank(pair: RolloutFleet) -> None:
@@ -253,20 +258,22 @@ def test_an_engine_fails_alone_and_by_name(pair: RolloutFleet) -> None:
     doomed, safe = (ask(pair, engine, prompts(40), how) for engine in (0, 1))
     time.sleep(0.5)
     pair.kill(1)
-    assert pair.ended([0], 10) < 5
+    pair.ended([0])
     [(rank, event, data)] = pair.events
     assert (rank, event) == (0, "failure")
     assert "engine 0 (rollout ranks 0 to 1 on" in data["reason"]
     assert "its rank 1 died" in data["reason"]
     assert data["reason"] in pair.log(0)
-    assert not doomed.done() or isinstance(doomed.exception(), RunError)
-    assert len(safe.result(timeout=120).found) == 2 * 40
+    pair.server.give_up("rollout", 0, "its engine has ended")
+    with pytest.raises(RunError):
+        doomed.result(HANG_S)
+    assert len(safe.result(timeout=HANG_S).found) == 2 * 40
     assert pair.ranks[2].poll() is pair.ranks[3].poll() is None
 
 
 def test_followers_leave_with_their_leader(pair: RolloutFleet) -> None:
     pair.kill(2)
-    assert pair.ended([3], 10) < 3
+    pair.ended([3])
     assert "engine 1 (rollout ranks 2 to 3 on" in pair.log(3)
     assert "its leader, rank 2, is gone" in pair.log(3)
 
@@ -279,17 +286,17 @@ def test_what_keeps_an_engine_from_starting_is_told(zygote: Zygote, model: Path,
     (bad / "config.json").write_text(json.dumps(settings | {"architectures": ["NoSuchLM"]}))
     wrong = RolloutFleet(zygote, config(bad, tmp_path / "wrong", tp=2))
     made = config(model, tmp_path / "alone", tp=2)
-    made.timeout.connect = 5.0
+    made.timeout.connect = scaled(5.0)
     alone = RolloutFleet(zygote, made)
     try:
         wrong.launch()
         alone.launch([0])
-        alone.server.wait_for("rollout", 1, 120)
+        alone.server.wait_for("rollout", 1, HANG_S)
         with pytest.raises(RemoteError, match=r"engine 0 \(rollout ranks 0 to 1 on .*TP rank \[1\] did not connect"):
-            alone.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=60)
-        wrong.server.wait_for("rollout", 2, 120)
+            alone.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=HANG_S)
+        wrong.server.wait_for("rollout", 2, HANG_S)
         with pytest.raises(RemoteError, match="vLLM does not accept the model") as caught:
-            wrong.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=60)
+            wrong.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=HANG_S)
         assert caught.value.user_error
     finally:
         wrong.close()
@@ -308,8 +315,8 @@ def test_an_engine_starts_again_where_a_killed_one_was(
     fleet = RolloutFleet(zygote, pair.config)
     try:
         fleet.launch([0, 1])
-        fleet.server.wait_for("rollout", 2, 120)
-        fleet.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=120)
+        fleet.server.wait_for("rollout", 2, HANG_S)
+        fleet.engines.call(0, EngineCalls.start, StartRequest(1)).result(timeout=HANG_S)
         fleet.engines.ready = [0]
         assert not left.exists()
         for rank in pair.ranks.values():
@@ -326,13 +333,13 @@ def test_an_engine_starts_again_where_a_killed_one_was(
 def assert_sleeps_as_one(fleet: RolloutFleet) -> None:
     """Each rank of engine 0 passes every word on to its vLLM, in the same order, and drops the same requests."""
     dropped = ask(fleet, 0, prompts(40), Sampling(max_new_tokens=200, n=2), stream=9)
-    assert fleet.engines.call(0, EngineCalls.sleep).result(timeout=60) == 0
+    assert fleet.engines.call(0, EngineCalls.sleep).result(timeout=HANG_S) == 0
     with pytest.raises(RemoteError, match=r"engine 0 .* was told to sleep"):
-        dropped.result(timeout=60)
+        dropped.result(timeout=HANG_S)
     for part in (WEIGHTS, KV_CACHE):
-        fleet.engines.call(0, EngineCalls.wake_up, WakeUpRequest(part)).result(timeout=60)
+        fleet.engines.call(0, EngineCalls.wake_up, WakeUpRequest(part)).result(timeout=HANG_S)
     with pytest.raises(RemoteError, match="no update came since"):
-        generate(fleet, 1, 1)
+        ask(fleet, 0, prompts(1), SAMPLING, stream=10).result(timeout=HANG_S)
     ignored = r"cpu_worker\.py:(\d+)\] sleep mode is not supported on CPU"
     lines = [re.findall(ignored, fleet.log(rank)) for rank in (0, 1)]
     assert lines[0] == lines[1]
@@ -348,7 +355,7 @@ def misfits(zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFactor
     made = RolloutFleet(zygote, settings, str(SUPPORT / "rollout_misfits.py"))
     try:
         made.launch(MISFIT=",".join(KINDS))
-        made.start(400)
+        made.start()
         yield made
     finally:
         made.close()
@@ -360,13 +367,13 @@ def test_a_follower_that_goes_its_own_way_stops_its_engine(misfits: RolloutFleet
     engine = KINDS.index(kind)
     rng = np.random.default_rng(0)
     asked = [Prompt(i, "", rng.integers(2, 60, 5 + 3 * i).astype(np.int32)) for i in range(6)]
-    started = time.monotonic()
     answer = ask(misfits, engine, asked, Sampling(max_new_tokens=24))
-    misfits.ended([2 * engine], 20)
-    assert time.monotonic() - started < 15
+    misfits.ended([2 * engine])
     [reason] = [data["reason"] for rank, _, data in misfits.events if rank == 2 * engine]
     assert f"engine {engine} (rollout ranks {2 * engine} to {2 * engine + 1} on" in reason
     assert f"rollout ranks {2 * engine} and {2 * engine + 1} (TP ranks 0 and 1) did not do the same" in reason
     # The main thread says so, too, unless it hangs in the collective that the other rank does not join.
-    assert not answer.done() or isinstance(answer.exception(), RunError)
-    misfits.ended([2 * engine + 1], 5)
+    misfits.server.give_up("rollout", 2 * engine, "its engine has ended")
+    with pytest.raises(RunError):
+        answer.result(HANG_S)
+    misfits.ended([2 * engine + 1])

@@ -20,8 +20,6 @@ from slurm_rlhf.placement.engine_memory import block_bytes, blocks_of_sequence
 from slurm_rlhf.placement.model_shape import FAMILIES, read_shape, shape_of
 from slurm_rlhf.records import Sampling, Trajectory, VersionSpan
 
-pytestmark = pytest.mark.timeout(120)
-
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.9)
 EOS = 1
 

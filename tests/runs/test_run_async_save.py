@@ -31,12 +31,12 @@ def test_killed_while_it_saves_it_writes_the_metrics_of_a_run_left_alone(tmp_pat
     for _ in range(KILLS):
         before = steps(run_dir)
         with started(config, run_dir, *words, *BEHIND, warm=True) as run:
-            run.wait_for_step(before + 2, 200)
-            run.wait_for_file("checkpoints/step_??????.tmp/*/rank_*", 60)
+            run.wait_for_step(before + 2)
+            run.wait_for_file("checkpoints/step_??????.tmp/*/rank_*")
             time.sleep(draw.uniform(0.0, 0.05))
             run.process.kill()
             run.process.communicate()
-            run.assert_gone(20)
+            run.assert_gone()
         during += any(run_dir.glob("checkpoints/step_??????.tmp"))
         newest = CheckpointDir(run_dir).resolve("auto")
         assert newest is not None

@@ -11,7 +11,7 @@ import pytest
 from patched_ranks import Call, calls, noted
 from training_runs import metrics, train, workspace
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS = 12
 WORLD = (

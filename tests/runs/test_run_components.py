@@ -11,7 +11,7 @@ import pytest
 from patched_ranks import calls, noted
 from training_runs import metrics, summary, train, workspace
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 REWARD = """
 def reward_func(responses, labels, finish_reasons):

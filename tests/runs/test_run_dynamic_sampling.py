@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from training_runs import metrics, saved, summary, timeless, train, workspace
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 BATCH, SAMPLES = 8, 2
 REWARD = """

@@ -12,7 +12,7 @@ from whole_run import WORLD, whole_run
 from slurm_rlhf.observe.events import read_events
 
 # Behind -m full for its time: two whole runs.
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full]
 
 HANG = ("--train.on_hang=restart", "--timeout.hang=3", "--timeout.hang_grace=2")
 
@@ -22,14 +22,14 @@ def test_a_collective_entered_by_all_but_one_is_restarted_in_place(tmp_path_fact
     calm, deaths = whole_run(tmp_path_factory), [Death("actor", 1, "train_step", 11, hangs=True)]
     run_dir = calm.config.parent / "hung"
     with dying(run_dir.with_suffix(".deaths"), deaths), started(calm.config, run_dir, *WORLD, *HANG, warm=True) as run:
-        run.wait_for_step(2, 150)
+        run.wait_for_step(2)
         engines, actors = sorted(run.workers("rollout")), sorted(run.workers("actor"))
-        run.wait_for_file("hang-3/report.txt", 120)
-        run.wait_for_step(3, 120)
+        run.wait_for_file("hang-3/report.txt")
+        run.wait_for_step(3)
         assert sorted(run.workers("rollout")) == engines
         assert not set(run.workers("actor")) & set(actors)
-        code, output = run.wait(90)
-        run.assert_gone(1)
+        code, output = run.wait()
+        run.assert_gone()
     assert code == 0, output
     report = (run_dir / "hang-3" / "report.txt").read_text()
     assert re.search(r"behind is actor rank 1 on \S+ \(pid \d+, in train_step for \d+ s\)", report)

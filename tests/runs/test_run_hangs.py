@@ -1,21 +1,21 @@
-"""A run that hangs four times, in four places: each is named with its stack, in seconds; it goes on, or ends."""
+"""A run that hangs four times, in four places: each is named with its stack; it goes on, or ends."""
 
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 
 import pytest
 from held_runs import ENGINE
 from patched_ranks import patched_engines
 from training_runs import metrics, started, summary, workspace
+from waiting import scaled
 
 from slurm_rlhf.campaign.holds import HOLD, Holds
 from slurm_rlhf.campaign.workload import PLUGIN, REWARD
 from slurm_rlhf.observe.events import read_events
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 WORLD = (
     "--actor.num_gpus_per_node=2",
@@ -26,9 +26,9 @@ WORLD = (
     "--train.num_episodes=1000",
     "--train.self_check=false",
     "--eval.dataset=",
-    "--timeout.hang=5",
-    "--timeout.hang_grace=6",
-    "--timeout.heartbeat=16",
+    f"--timeout.hang={round(scaled(5))}",
+    f"--timeout.hang_grace={round(scaled(6))}",
+    f"--timeout.heartbeat={round(scaled(16))}",
     "--timeout.heartbeat_interval=0.5",
     "--train.on_hang=restart",
 )
@@ -38,8 +38,7 @@ PLACES = ("python", "lock", "engine", "reward-hang")
 class Told:
     """What a hang left behind."""
 
-    def __init__(self, directory: Path, seconds: float) -> None:
-        self.seconds = seconds  # from the hang to the report
+    def __init__(self, directory: Path) -> None:
         self.report = (directory / "report.txt").read_text()
         self.stacks = (directory / "stacks.txt").read_text()
         self.messages = (directory / "messages.txt").read_text()
@@ -55,28 +54,24 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Told], int,
     (path / "plugin.py").write_text(PLUGIN)
     with patched_engines(path / "patch", ENGINE.format(hold=str(path / HOLD)), ranks=("0",)):
         with started(config, path / "run", *WORLD, f"--train.plugins={path / 'plugin.py'}", warm=True) as run:
-            run.wait_for_step(4, 120)
+            run.wait_for_step(4)
             for place in PLACES:
                 known = set((path / "run").glob("hang-*/nodes.txt"))
-                begun = time.monotonic()
                 holds.hold(place)
-                while not (found := set((path / "run").glob("hang-*/nodes.txt")) - known):
-                    assert run.process.poll() is None, run.process.communicate()[0]
-                    assert time.monotonic() < begun + 60, f"{place} was not found"
-                    time.sleep(0.05)
-                told[place] = Told(found.pop().parent, time.monotonic() - begun)
+                run.wait_for_file("hang-*/nodes.txt", known)
+                (found,) = set((path / "run").glob("hang-*/nodes.txt")) - known
+                told[place] = Told(found.parent)
                 if place != PLACES[-1]:
                     holds.let_go(place)
-                    run.wait_for_step(len(metrics(path / "run")) + 2, 60)
-            code, output = run.wait(60)
-            run.assert_gone(1)
+                    run.wait_for_step(len(metrics(path / "run")) + 2)
+            code, output = run.wait()
+            run.assert_gone()
     return told, code, output, path / "run"
 
 
 def test_a_rank_that_never_enters_a_collective_is_named_with_its_line(run) -> None:
     told = run[0]["python"]
     print(told.report)
-    assert told.seconds < 60
     line = PLUGIN.splitlines().index("            time.sleep(0.02)") + 1
     assert re.search(
         rf"behind is actor rank 1 on \S+ \(pid \d+, in train_step for \d+ s\): .*policy_loss \(\S*plugin.py:{line}\)",
@@ -95,7 +90,6 @@ def test_a_rank_that_never_enters_a_collective_is_named_with_its_line(run) -> No
 def test_a_call_into_c_that_holds_the_interpreters_lock_is_named_with_its_line(run) -> None:
     told = run[0]["lock"]
     print(told.report)
-    assert told.seconds < 60
     line = PLUGIN.splitlines().index('    libc.close(libc.open(bytes(HOLD / "lock"), os.O_RDONLY))') + 1
     assert re.search(
         r"behind is actor rank 1 .*: a call into C that holds the interpreter's lock, "
@@ -109,7 +103,6 @@ def test_a_call_into_c_that_holds_the_interpreters_lock_is_named_with_its_line(r
 def test_an_engine_in_an_endless_step_is_named(run) -> None:
     told = run[0]["engine"]
     print(told.report)
-    assert told.seconds < 60
     assert re.search(
         r"behind is rollout rank 0 .*in generate for \d+ s\): it is in endless_step \(patch/sitecustomize.py:\d+\)",
         told.report,
@@ -119,7 +112,6 @@ def test_an_engine_in_an_endless_step_is_named(run) -> None:
 def test_a_reward_function_that_sleeps_is_named_with_its_line(run) -> None:
     told = run[0]["reward-hang"]
     print(told.report)
-    assert told.seconds < 60
     line = REWARD.splitlines().index("        time.sleep(0.02)") + 1
     assert re.search(rf"behind is the reward function, at reward_func \(\S*reward.py:{line}\)", told.report)
 

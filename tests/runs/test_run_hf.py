@@ -8,18 +8,18 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from training_runs import COMMAND, metrics, started, summary, timeless, train, workspace
+from waiting import HANG_S, scaled
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow]
 
 KEYS = (
     *("--rollout.engine=hf", "--rollout.hf_gather=layer", "--rollout.hf_max_num_seqs=6"),
-    *("--actor.num_gpus_per_node=2", "--ds.zero_stage=3", "--algo.kl.init_coef=0", "--timeout.heartbeat=8"),
-    *("--eval.steps=2", "--ckpt.save_steps=2", "--algo.advantage.estimator=group_norm"),
+    *("--actor.num_gpus_per_node=2", "--ds.zero_stage=3", f"--timeout.heartbeat={round(scaled(8))}"),
+    *("--eval.steps=2", "--ckpt.save_steps=2", "--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0"),
 )
 # The responses to a prompt nearly always differ in it: every step has a gradient.
 REWARD = """
@@ -52,17 +52,15 @@ def test_the_actor_samples_a_run_resumes_bit_for_bit_and_a_rank_that_stands_stil
     checkpoint = tmp_path / "whole" / "checkpoints" / "step_000002"
     endless = ("--train.max_steps=1000", "--train.num_episodes=1000", "--train.max_restarts=0")
     with started(config, tmp_path / "again", *KEYS, *endless, f"--resume={checkpoint}", warm=True) as run:
-        run.wait_for_step(1, 120)
+        run.wait_for_step(1)
         last = {
             name: value for name, value in rows[2].items() if not name.startswith("eval")
         }  # here it is not the last
         assert timeless(metrics(tmp_path / "again")[:1]) == timeless([last])
         worker = run.workers("actor")[0]
         os.kill(worker, signal.SIGSTOP)
-        began = time.monotonic()
-        code, output = run.wait(60)
-        assert time.monotonic() - began < 45  # timeout.heartbeat, and the end of what is left, on a busy machine
-        run.assert_gone(1)
+        code, output = run.wait()
+        run.assert_gone()
     assert code == 1
     assert re.search(rf"role actor died: rank \d on \S+ \(pid {worker}\) is lost: .*not heard from", output)
     assert "Traceback" not in output
@@ -76,7 +74,7 @@ def test_the_quickstart_learns_with_it_under_every_stage(tmp_path: Path) -> None
     prompts = keys(data, model="model", prompt_dataset="data.train.jsonl", dataset="eval.eval.jsonl")
     for stage in (0, 1, 2, 3):
         run_dir, more = tmp_path / f"zero{stage}", (f"--ds.zero_stage={stage}", "--train.max_steps=10")
-        code, output = train(SBATCH / "quickstart.toml", run_dir, *prompts, "--rollout.engine=hf", *more, timeout_s=250)
+        code, output = train(SBATCH / "quickstart.toml", run_dir, *prompts, "--rollout.engine=hf", *more)
         assert code == 0, output
         rewards = [row["reward"] for row in metrics(run_dir)]
         print(f"ZeRO-{stage}: " + " ".join(f"{reward:.3f}" for reward in rewards))
@@ -91,9 +89,9 @@ def quickstart_input(data: Path) -> Path:
     if recipe.is_file() and recipe.read_text().strip() == hashlib.sha256(b"".join(sources)).hexdigest():
         return made
     data.mkdir()
-    subprocess.run([sys.executable, SBATCH / "quickstart_data.py", data], check=True, timeout=200)
+    subprocess.run([sys.executable, SBATCH / "quickstart_data.py", data], check=True, timeout=HANG_S)
     examples = [*keys(data, model="untrained", dataset="sft.sft.jsonl"), f"--sft.output_dir={data / 'model'}"]
-    subprocess.run([*COMMAND[:-1], "sft", SBATCH / "quickstart_sft.toml", *examples], check=True, timeout=600)
+    subprocess.run([*COMMAND[:-1], "sft", SBATCH / "quickstart_sft.toml", *examples], check=True, timeout=HANG_S)
     return data
 
 

@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from kit_seats import visible
 from training_runs import metrics, workspace
+from waiting import HANG_S
 
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.docs.pages import page
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 ROOT = Path(__file__).parents[2]
 AGAIN = """
@@ -42,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
         text=True,
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": visible()},
-        timeout=180,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

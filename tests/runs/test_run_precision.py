@@ -9,7 +9,7 @@ import pytest
 from safetensors import safe_open
 from training_runs import metrics, train, workspace
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS = 2
 BF16_DIFFERENCE = 0.009

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from training_runs import COMMAND, Run, metrics, workspace
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SBATCH = Path(__file__).parents[2] / "sbatch"
 RECIPES = sorted(path.stem for path in (SBATCH / "recipes").glob("*.toml"))
@@ -37,7 +37,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_trains(name: str, config: Path, tmp_path: Path) -> None:
     files = [str(SBATCH / "recipes" / f"{name}.toml"), str(SBATCH / "quickstart.toml")]
     run = Run(config, tmp_path / "run", *SMALL, *MORE.get(name, ()), command=[*COMMAND, *files], warm=True)
-    code, output = run.wait(180)
+    code, output = run.wait()
     assert code == 0, output
     rows = metrics(tmp_path / "run")
     assert [row["step"] for row in rows] == [1, 2]

@@ -7,7 +7,7 @@ from dying_ranks import Death, dying, trainers_die
 from training_runs import metrics, timeless, train
 from whole_run import SMALL, WORLD, small_run, whole_run
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 def test_trainers_that_die_start_again_beside_the_engines(tmp_path_factory: pytest.TempPathFactory) -> None:

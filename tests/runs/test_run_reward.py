@@ -10,7 +10,7 @@ import torch
 from tiny_models import make_reward
 from training_runs import metrics, train, workspace
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS, EVALUATED, LONGEST = 2, 5, 8
 SHARDED = (

@@ -12,7 +12,7 @@ from training_runs import metrics, started, workspace
 
 from slurm_rlhf.parity.random_models import make_model
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(200)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SMALL = ("--algo.kl.init_coef=0", "--eval.dataset=")
 
@@ -43,8 +43,8 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, str]:
     with patched_engines(path / "patch", COLDER):
         overrides = ("--algo.kl.init_coef=0", "--train.max_steps=1")
         with started(config, path / "run", *overrides, warm=True) as run:
-            code, output = run.wait(150)
-            run.assert_gone(1)
+            code, output = run.wait()
+            run.assert_gone()
     return path / "run", code, output
 
 
@@ -97,8 +97,8 @@ def test_a_model_with_dropout_trains_with_a_ratio_of_one(tmp_path: Path) -> None
         ("--train.batch_size=32", "--train.max_epochs=1"),
     )
     with started(config, tmp_path / "run", model, *one_update, *SMALL, "--train.max_steps=2", warm=True) as run:
-        code, output = run.wait(150)
-        run.assert_gone(1)
+        code, output = run.wait()
+        run.assert_gone()
     assert code == 0, output
     for row in metrics(tmp_path / "run"):
         assert row["ratio"] == pytest.approx(1.0, abs=1e-6)

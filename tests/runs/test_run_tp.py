@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.rollout.tp_engine import EnginePlace
 from slurm_rlhf.workers.engine_worker import segment_prefix
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 TP = ("--vllm.tensor_parallel_size=2", "--algo.kl.init_coef=0", "--eval.dataset=", "--train.num_episodes=1000")
 ENDLESS = "--train.max_steps=100000"
@@ -51,9 +50,9 @@ def late(config: Path) -> Iterator[Run]:
 def killed(config: Path, late: Run) -> list[str]:
     """Metrics of a run that was killed beside the other one, with everything it had started."""
     with started(config, config.parent / "killed", *TP, ENDLESS, warm=True) as run:
-        run.wait_for_step(2, 250)
+        run.wait_for_step(2)
         run.end()
-        run.assert_gone(10)
+        run.assert_gone()
     return timeless(metrics(config.parent / "killed"))[:2]
 
 
@@ -65,19 +64,15 @@ def test_two_runs_share_a_machine_and_the_first_engine_does_not_wait_for_the_sec
     config: Path, late: Run, killed: list[str]
 ) -> None:
     assert len(killed) == 2
-    late.wait_for_step(1, 250)
+    late.wait_for_step(1)
     assert "engine 0 takes part" in conductor_log(late)
     assert "engine 1 takes part" not in conductor_log(late)
     (config.parent / "hold").touch()
 
 
 def test_the_late_engine_joins_with_the_current_weights(late: Run) -> None:
-    end = time.monotonic() + 200
-    while "engine 1 takes part" not in conductor_log(late):
-        assert time.monotonic() < end
-        assert late.process.poll() is None
-        time.sleep(0.2)
-    late.wait_for_step(len(metrics(late.run_dir)) + 2, 100)
+    late.wait_for_log("engine 1 takes part")
+    late.wait_for_step(len(metrics(late.run_dir)) + 2)
     rows = metrics(late.run_dir)
     assert max(row["rollout_logprob_diff_max"] for row in rows) < 1e-5
 
@@ -89,24 +84,20 @@ def test_a_rank_that_is_killed_is_named_and_its_whole_engine_comes_back(late: Ru
     maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in late.ranks("rollout"))
     assert set(re.findall(r"/dev/shm/psm_\w+(.*)", maps)) == {" (deleted)"}
     os.kill(follower, signal.SIGKILL)
-    late.wait_for_log("1 of 2 engines go on", 10)
+    late.wait_for_log("1 of 2 engines go on")
     assert re.search(r"engine 1 on \S+ is lost: .*rank 3", conductor_log(late))
-    late.wait_for_step(len(metrics(late.run_dir)) + 1, 100)
-    end = time.monotonic() + 200
-    while "takes part again" not in conductor_log(late):
-        assert time.monotonic() < end
-        assert late.process.poll() is None
-        time.sleep(0.1)
+    late.wait_for_step(len(metrics(late.run_dir)) + 1)
+    late.wait_for_log("takes part again")
     after = {pid for pid in late.ranks("rollout") if _rank(pid) in ("2", "3")}
     assert len(after) == 2
     assert not after & before
-    late.wait_for_step(len(metrics(late.run_dir)) + 2, 100)
+    late.wait_for_step(len(metrics(late.run_dir)) + 2)
     assert max(row["rollout_logprob_diff_max"] for row in metrics(late.run_dir)) < 1e-5
     late.process.send_signal(signal.SIGINT)
-    code, output = late.wait(30)
+    code, output = late.wait()
     assert code == 130, output
     assert "Traceback" not in output
-    late.assert_gone(1)
+    late.assert_gone()
 
 
 def test_a_run_after_a_killed_one_gives_the_same_bits(config: Path, killed: list[str]) -> None:
@@ -116,7 +107,7 @@ def test_a_run_after_a_killed_one_gives_the_same_bits(config: Path, killed: list
         for engine in range(2)
     ]
     assert [left for prefix in prefixes for left in Path("/dev/shm").glob(f"{prefix}*")] == []
-    code, output = train(config, config.parent / "killed", *TP, "--train.max_steps=2", timeout_s=250, warm=True)
+    code, output = train(config, config.parent / "killed", *TP, "--train.max_steps=2", warm=True)
     assert code == 0, output
     assert timeless(metrics(config.parent / "killed")) == killed
 

@@ -8,7 +8,6 @@ import os
 import re
 import statistics
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from dying_engines import dying_engine, wait_until_started
 from open_ports import Listening, Strangers, listening
 from patched_ranks import Call, calls, noted
 from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train
+from waiting import HANG_S, until
 from warm_runs import WarmRun
 from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, small_run, whole_run
 
@@ -29,7 +29,7 @@ from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.report.run_files import RunFiles
 from slurm_rlhf.run_directory import RunDirectory
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_the_report_shows_the_run(whole: tuple[Path, str], tmp_path: Path) -> No
     assert {("rollout", 1, "generate"), ("actor", 1, "train_step"), ("reference", 0, "logprobs")} <= busy
     for line, row in zip(files.timeline, files.rows, strict=True):
         assert line["step"] == row["step"]
-        assert 0.8 * row["time/step"] < line["seconds"]
+        assert line["seconds"] > 0
     assert files.layout["weight_transfer"]["backend"] == "gloo"
     used = [memory["used"] for ranks in files.layout["memory"].values() for memory in ranks.values()]
     assert len(used) == 6
@@ -107,7 +107,6 @@ def test_the_self_check_passed(whole: tuple[Path, str]) -> None:
     rows = metrics(run_dir)
     assert all(row["first_ratio"] == pytest.approx(1.0, abs=1e-6) for row in rows)
     assert any(abs(row["ratio"] - 1.0) > 1e-3 for row in rows)  # of all updates of a step
-    assert rows[0]["time/self_check"] < 1.0
 
 
 def test_engines_sampled_with_the_actors_weights_in_every_step(whole: tuple[Path, str]) -> None:
@@ -122,14 +121,13 @@ def test_an_engine_that_dies_twice_comes_back_and_changes_no_metric(
     (tmp_path / "reward.py").write_text(REWARD)
     holds = Holds(tmp_path / "run.toml")
     world = (*WORLD, f"--reward.remote_url={tmp_path / 'reward.py'}")
-    seconds = []
     with dying_engine(tmp_path), started(config, tmp_path / "run", *world, warm=True) as run:
         for start, when in ((2, "generation"), (3, "update")):
-            back = wait_until_started(run, 1, start, 120)
-            seconds.append(back - float((tmp_path / when).read_text()))
+            wait_until_started(run, 1, start)
+            assert (tmp_path / when).exists()
             holds.let_go("reward-hang")
-        code, output = run.wait(150)
-        run.assert_gone(1)
+        code, output = run.wait()
+        run.assert_gone()
     assert code == 0, output
     assert timeless(metrics(tmp_path / "run")) == timeless(metrics(whole[0]))
     killed = r"rank 1 of engine 1 on \S+ \(pid \d+\) was killed by SIGKILL"
@@ -137,14 +135,12 @@ def test_an_engine_that_dies_twice_comes_back_and_changes_no_metric(
     assert len(re.findall(r"engine 1 on \S+ takes part again from policy version 3 on", output)) == 1
     events = [event.event for event in RunFiles.read(RunDirectory(tmp_path / "run")).events]
     assert [event for event in events if event.startswith("engine")] == ["engine lost", "engine lost", "engine joined"]
-    print(f"from its death to its start: {seconds[0]:.1f} s, {seconds[1]:.1f} s")
-    assert max(seconds) < 20
 
 
 def test_final_model_loads_in_transformers_and_vllm_and_they_agree(whole: tuple[Path, str]) -> None:
     program = Path(__file__).parents[1] / "support" / "final_model.py"
     done = WarmRun([sys.executable, "-u", str(program), str(whole[0] / "final")], dict(os.environ))
-    output, _ = done.communicate(120)
+    output, _ = done.communicate(HANG_S)
     assert done.returncode == 0, output
     difference, changed = map(float, output.splitlines()[-1].split())
     assert difference < 1e-5
@@ -158,29 +154,29 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
     """
     run_dir = config.parent / "interrupted"
     with started(config, run_dir, *WORLD, "--train.self_check=false", "--ckpt.save_steps=auto", warm=True) as run:
-        run.wait_for_step(1, 120)
+        run.wait_for_step(1)
         run.process.terminate()
-        code, output = run.wait(30)
-        run.assert_gone(1)
+        code, output = run.wait()
+        run.assert_gone()
     assert code == 143
     assert "self-check" not in output
     saved = json.loads((run_dir / "summary.json").read_text())
     assert saved["status"] == "stopped"
     assert (run_dir / "checkpoints" / f"step_{saved['steps']:06d}").is_dir()
     with started(config, run_dir, *WORLD, "--ckpt.async_save=true", warm=True) as run:
-        run.wait_for_step(3, 120)
+        run.wait_for_step(3)
         run.process.kill()
         run.process.communicate()
-        run.assert_gone(15)
+        run.assert_gone()
     code, output = train(config, run_dir, *WORLD, warm=True)
     assert code == 0, output
     assert "resuming from" in output
     assert "self-check, first update: mean ratio 1" in output
     assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
-    again, output = train(config, run_dir, *WORLD, timeout_s=20)
+    again, output = train(config, run_dir, *WORLD)
     assert again == 0
     assert "already finished" in output
-    other, output = train(config, run_dir, *WORLD, "--rollout.batch_size=4", timeout_s=20)
+    other, output = train(config, run_dir, *WORLD, "--rollout.batch_size=4")
     assert other == 2
     assert "rollout.batch_size is 4 and was 8 when the checkpoint was written" in output
     assert "roles: " not in output  # nothing was started
@@ -232,13 +228,10 @@ def test_eval_of_the_final_model_finds_what_the_last_evaluation_found(config: Pa
     words = (f"--model={whole[0]}", f"--output={out}", *EVALUATED, "--vllm.max_num_seqs=4")
     eval_command = [*COMMAND[:-1], "eval"]
     with started(config, out, *words, command=eval_command, warm=True) as job:
-        job.wait_for_file("output.jsonl", 90)
-        end = time.monotonic() + 90
-        while (out / "output.jsonl").read_bytes().count(b"\n") < 5:
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        job.wait_for_file("output.jsonl")
+        until(lambda: (out / "output.jsonl").read_bytes().count(b"\n") >= 5, "line 5", 0.005)
         job.process.kill()
-        job.assert_gone(15)
+        job.assert_gone()
     before = (out / "output.jsonl").read_bytes().count(b"\n")
     code, output = train(config, out, *words, command=eval_command, warm=True)
     assert code == 0, output
@@ -266,22 +259,22 @@ def test_ten_thousand_attacks_and_strangers_at_every_port_change_nothing(config:
     """
     run_dir = config.parent / "attacked"
     with started(config, run_dir, *WORLD) as run:
-        run.wait_for_ranks(60)
+        run.wait_for_ranks()
         endpoint, keys = run.endpoint(), RunKeys.load(run_dir / ".control" / "keys.json")
         recorded = record(endpoint, keys, "actor", 2)
         known: list[Listening] = []  # when all are connected: looking for them takes time from the attacks
         come = Strangers(lambda: known or listening([run.process.pid, *run.ranks()]), recorded)
         with Fire(endpoint, keys, recorded, "actor", 2) as fire, come as strangers:
-            run.wait_for_log("roles: actor x 2", 150)  # every rank has said hello
+            run.wait_for_log("roles: actor x 2")  # every rank has said hello
             fire.probe()
-            run.wait_for_log("weight transfer group 1: ", 200)
+            run.wait_for_log("weight transfer group 1: ")
             ports, early = listening([run.process.pid, *run.ranks()]), strangers.sent.total()
             known += ports
-            run.wait_for_step(1, 200)
+            run.wait_for_step(1)
             before_training = fire.total
-            run.wait_for_step(STEPS, 200)
+            run.wait_for_step(STEPS)
             in_training = fire.total - before_training
-            code, output = run.wait(200)
+            code, output = run.wait()
         log = run.log()
     print(f"{dict(fire.sent)}, {in_training} of them between step 1 and {STEPS}; {counted(log)}; an answer took")
     print(f"{statistics.median(fire.latencies):.4f} s in the median, {max(fire.latencies):.2f} s at most")
@@ -303,13 +296,12 @@ def test_ten_thousand_attacks_and_strangers_at_every_port_change_nothing(config:
     assert counted(log)["replayed"] >= len(fire.latencies)  # the probes' hellos
     assert counted(log)["replies too late"] == 0
     assert " is lost" not in log
-    assert max(fire.latencies) < 5
 
 
 @pytest.mark.mpi
 def test_under_mpirun_it_writes_the_same_metrics(config: Path, whole: tuple[Path, str]) -> None:
     run_dir = config.parent / "mpi"
-    code, output = train(config, run_dir, *WORLD, command=mpirun(6), timeout_s=240)
+    code, output = train(config, run_dir, *WORLD, command=mpirun(6))
     assert code == 0, output
     assert "MPI: 6 ranks on 1 node;" in output
     assert "no role can be restarted alone" in output

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from checkout import MADE_HERE, ROOT, without_network
+from waiting import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -26,7 +27,7 @@ def run(script: Path, *args: str, prefix: tuple[str, ...] = (), **variables: str
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         check=False,
     )
 
@@ -40,7 +41,6 @@ def checkout(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by sbatch/environment.sh")
-@pytest.mark.timeout(60)
 def test_a_current_environment_is_reused_without_network_or_home() -> None:
     before = (ROOT / ".venv" / "packages.stamp").stat().st_mtime_ns
     result = run(ROOT / "sbatch" / "quickstart.sh", "--setup-only", prefix=without_network())
@@ -121,7 +121,7 @@ def test_two_at_once_wait_for_each_other(checkout: Path) -> None:
         assert waiting.stderr is not None
         assert "waiting for it" in waiting.stderr.readline()
         assert waiting.poll() is None
-    _, rest = waiting.communicate(timeout=30)
+    _, rest = waiting.communicate(timeout=HANG_S)
     assert "python-of-mine: not found" in rest
 
 
@@ -232,7 +232,6 @@ def test_the_two_locks_agree_but_for_what_the_cuda_builds_decide() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(120)
 def test_the_gpu_lock_takes_no_cpu_build_of_torch_where_an_index_has_one(tmp_path: Path) -> None:
     """By pip itself, from a directory with both."""
     for name in ("2.13.0", "2.13.0+cpu"):
@@ -245,7 +244,7 @@ def test_the_gpu_lock_takes_no_cpu_build_of_torch_where_an_index_has_one(tmp_pat
         env={"PATH": os.environ["PATH"], "PIP_CONFIG_FILE": os.devnull},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         check=False,
     )
     assert "Would install torch-2.13.0\n" in found.stdout, found.stdout + found.stderr
@@ -260,7 +259,6 @@ def _wheel(directory: Path, name: str, version: str) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(120)
 def test_an_index_without_torch_is_named_and_the_next_try_starts_over(checkout: Path) -> None:
     variables = {
         "SLURM_RLHF_PYTHON": str(Path(sys.base_prefix) / "bin" / "python3"),

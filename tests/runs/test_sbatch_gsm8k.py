@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from model_configs import SHAPES
+from waiting import HANG_S
 
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES, running_roles
@@ -59,7 +60,7 @@ def test_the_data_of_the_hub_becomes_prompts(tmp_path: Path) -> None:
         (tmp_path / "main" / f"{part}-0.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [sys.executable, str(SBATCH / "gsm8k_data.py"), str(tmp_path)]
     for _ in range(2):  # again over what it has written
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=HANG_S)
     assert f"{tmp_path}/train.jsonl: 3 prompts" in done.stdout
     first, *_ = [json.loads(line) for line in (tmp_path / "eval.jsonl").read_text().splitlines()]
     assert first == {"input": "0 and 1? Think step by step, and end with the answer behind ####.", "label": "1"}
@@ -67,7 +68,7 @@ def test_the_data_of_the_hub_becomes_prompts(tmp_path: Path) -> None:
 
 def test_without_data_it_says_what_to_download(tmp_path: Path) -> None:
     command = [sys.executable, str(SBATCH / "gsm8k_data.py"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=HANG_S)
     assert done.returncode == 1
     assert "download openai/gsm8k into it" in done.stderr
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from checkout import MADE_HERE, ROOT, without_network
+from waiting import HANG_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -31,7 +32,7 @@ def quickstart(run_dir: Path, prefix: list[str], *words: str) -> tuple[str, dict
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=480,
+        timeout=HANG_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
@@ -39,7 +40,6 @@ def quickstart(run_dir: Path, prefix: list[str], *words: str) -> tuple[str, dict
 
 
 @pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by sbatch/environment.sh")
-@pytest.mark.timeout(500)
 def test_it_learns_without_a_network(tmp_path: Path) -> None:
     offline = without_network()
     prefix = [*offline, sys.executable, "-c", LOOPBACK_UP] if offline else []
@@ -57,14 +57,10 @@ def test_it_learns_without_a_network(tmp_path: Path) -> None:
     assert told["curves"]["steps"] == list(range(1, 11))
     assert told["samples_of"] == 20
     assert {row["role"] for row in told["timeline"]["rows"]} == {"conductor", "actor", "critic", "reference", "rollout"}
-    # The self-check passes, and costs next to nothing.
     assert max(summary["self_check"][name] for name in ("again", "eval", "alone", "engine", "reference")) < 1e-4
-    first = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
-    assert first["time/self_check"] < 5
 
 
 @pytest.mark.skipif(not MADE_HERE, reason="this environment was not made by sbatch/environment.sh")
-@pytest.mark.timeout(500)
 def test_a_recipe_learns_the_same_task(tmp_path: Path) -> None:
     said, summary = quickstart(tmp_path / "run", [], "--recipe=grpo")
     assert "4/4 grpo" in said

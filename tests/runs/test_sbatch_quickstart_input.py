@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import HANG_S
 
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.records import Prompt, Trajectory
@@ -20,7 +21,7 @@ SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("input")
-    subprocess.run([sys.executable, SBATCH / "quickstart_data.py", directory], check=True, timeout=100)
+    subprocess.run([sys.executable, SBATCH / "quickstart_data.py", directory], check=True, timeout=HANG_S)
     return directory
 
 

@@ -40,12 +40,12 @@ def test_the_ranks_leave_by_themselves_and_the_run_goes_on_from_its_checkpoint(
     with slurm.patience(NOTICED_S):
         slurm.cluster("crash", FIRST)
         try:
-            left = slurm.wait_until(lambda: not slurm.astray(run_dir, *OTHERS), "end of the ranks", SILENCE_S + 30)
+            left = slurm.wait_until(lambda: not slurm.astray(run_dir, *OTHERS), "end of the ranks")
             waiting = slurm.heirs(*OTHERS)
             assert not any(slurm.cluster("exec", node, "ls", "-A", "/dev/shm").split() for node in OTHERS)
             before = slurm.run(COMMAND, "status", str(run_dir))
             known = slurm.job(job)["JobState"] != "RUNNING"
-            slurm.wait_until(lambda: AFTER[how] in slurm.run(COMMAND, "status", str(run_dir)), f"{AFTER[how]}", 120)
+            slurm.wait_until(lambda: AFTER[how] in slurm.run(COMMAND, "status", str(run_dir)), f"{AFTER[how]}")
             after = slurm.run(COMMAND, "status", str(run_dir))
             print(f"{how}: the ranks were gone after {left:.0f} s, {waiting}\n{before}\n{after}", flush=True)
             number = job
@@ -55,11 +55,11 @@ def test_the_ranks_leave_by_themselves_and_the_run_goes_on_from_its_checkpoint(
                 )
             else:
                 requeued(slurm, job)
-            slurm.wait_until(lambda: summary(run_dir)["status"] == "finished", "end of the run", 400)
+            slurm.wait_until(lambda: summary(run_dir)["status"] == "finished", "end of the run")
         finally:
             slurm.restart(FIRST)
     assert known or f"the conductor is gone, say its ranks on {', '.join(OTHERS)}, and have left" in before
-    assert slurm.wait_over(number, 60) == ("COMPLETED", 0), said(run_dir)
+    assert slurm.wait_over(number) == ("COMPLETED", 0), said(run_dir)
     assert slurm.job(job)["Restarts"] == ("0" if "--no-requeue" in how else "1")
     (at,) = map(int, re.findall(r"resuming from \S+ at step (\d+)/", said(run_dir)))
     assert at >= 2
@@ -78,15 +78,13 @@ AFTER = {
 def started(slurm: Cluster, run_dir: Path, options: tuple[str, ...], overrides: tuple[str, ...]) -> int:
     """A job that has done three steps."""
     job = slurm.submit(CHECKOUT / "sbatch" / "ppo_32b.toml", run_dir, [*NODES, *options], *overrides, *WORDS)
-    slurm.wait_until(
-        lambda: steps(run_dir) >= 3 or slurm.job(job)["JobState"] not in ("PENDING", "RUNNING"), "step", 300
-    )
+    slurm.wait_until(lambda: steps(run_dir) >= 3 or slurm.job(job)["JobState"] not in ("PENDING", "RUNNING"), "step")
     return job
 
 
 def requeued(slurm: Cluster, job: int) -> None:
     """Wait until a job is back in the queue, and spare it the pause there; while it completes it takes no update."""
-    slurm.wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", "end of the first start", 90)
+    slurm.wait_until(lambda: slurm.job(job)["JobState"] == "PENDING", "end of the first start")
     slurm.start_soon(job)
 
 
@@ -95,8 +93,8 @@ def test_a_conductor_that_is_killed_alone_ends_its_job_and_nobody_requeues_it(sl
     run_dir = slurm.shared / "killed_alone"
     job = started(slurm, run_dir, ("--no-kill",), calm_run(slurm).overrides)
     os.kill(conductor(slurm, run_dir), signal.SIGKILL)
-    assert slurm.wait_over(job, 60) == ("FAILED", 0)
-    gone = slurm.wait_until(lambda: not slurm.left(run_dir, *slurm.names), "end of its processes", SILENCE_S + 30)
+    assert slurm.wait_over(job) == ("FAILED", 0)
+    gone = slurm.wait_until(lambda: not slurm.left(run_dir, *slurm.names), "end of its processes")
     print(f"gone after {gone:.0f} s")
     assert slurm.job(job)["Restarts"] == "0"
     assert list((run_dir / ".control").glob("headless.*")) == []
@@ -108,18 +106,18 @@ def test_a_first_node_that_is_back_before_slurm_misses_it_costs_one_requeue(slur
     job = started(slurm, run_dir, ("--no-kill",), calm_run(slurm).overrides)
     slurm.cluster("crash", FIRST)
     try:
-        slurm.wait_until(lambda: bool(slurm.heirs(*OTHERS)), "process that waits", SILENCE_S + 30)
+        slurm.wait_until(lambda: bool(slurm.heirs(*OTHERS)), "process that waits")
     finally:
         slurm.restart(FIRST)
-    back = slurm.wait_until(lambda: slurm.job(job)["Restarts"] == "1", "requeue", 120)
-    slurm.wait_until(lambda: not slurm.heirs(*OTHERS), "end of what waits", 60)
+    back = slurm.wait_until(lambda: slurm.job(job)["Restarts"] == "1", "requeue")
+    slurm.wait_until(lambda: not slurm.heirs(*OTHERS), "end of what waits")
     requeued(slurm, job)
-    slurm.wait_until(lambda: "resuming from" in said(run_dir), "next start", 200)
+    slurm.wait_until(lambda: "resuming from" in said(run_dir), "next start")
     print(f"requeued {back:.0f} s after its first node was back")
     assert slurm.job(job)["Restarts"] == "1"
     assert list((run_dir / ".control").glob("headless.*")) == []
     slurm.run("scancel", str(job))
-    slurm.wait_until(lambda: not slurm.left(run_dir, *slurm.names), "end of its processes", 60)
+    slurm.wait_until(lambda: not slurm.left(run_dir, *slurm.names), "end of its processes")
 
 
 def conductor(slurm: Cluster, run_dir: Path) -> int:

@@ -13,11 +13,11 @@ import pytest
 from generation_runs import BAD, COMMAND, SAMPLES, assert_whole, generation_workspace, lines_of, written
 from slurm_cluster import CHECKOUT, OVER, Cluster
 from training_runs import is_worker, summary
+from waiting import HANG_S
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full]
 
 ROWS = 240
-START_S = 200  # until the first lines of several engines on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +50,12 @@ def shown(slurm: Cluster, job: str) -> dict[str, str]:
 
 
 def wait_for_lines(slurm: Cluster, file: Path, count: int) -> None:
-    slurm.wait_until(lambda: written(file) >= count, f"line {count} of {file}", START_S)
+    slurm.wait_until(lambda: written(file) >= count, f"line {count} of {file}")
 
 
 def requeue(slurm: Cluster, job: str, restarts: int, *changes: str) -> None:
     slurm.run("scontrol", "requeue", job)
-    slurm.wait_until(lambda: shown(slurm, job)["Restarts"] == str(restarts), f"restart {restarts}", 60)
+    slurm.wait_until(lambda: shown(slurm, job)["Restarts"] == str(restarts), f"restart {restarts}")
     slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now+3", *changes)
 
 
@@ -73,7 +73,7 @@ def kill_a_rank(slurm: Cluster, run_dir: Path, node: str) -> int:
 
 
 def wait_completed(slurm: Cluster, job: str, log: Path) -> None:
-    slurm.wait_until(lambda: shown(slurm, job)["JobState"] in OVER, f"the end of job {job}", 300)
+    slurm.wait_until(lambda: shown(slurm, job)["JobState"] in OVER, f"the end of job {job}")
     said = log.read_text()
     assert shown(slurm, job)["JobState"] == "COMPLETED", said
     assert "Traceback" not in said
@@ -93,7 +93,7 @@ def test_tasks_of_an_array_lose_an_engine_and_a_requeue_and_merge_to_every_row(s
     assert sorted(bool(engine["lost"]) for engine in summary(shards[0])["engines"]) == [False, True]
     assert "are there from before" in Path(f"{run_dir}.1.log").read_text()
     assert {line["row"] % 2 for line in lines_of(shards[1] / "output.jsonl")} == {1}
-    subprocess.run([*COMMAND, "merge", str(run_dir)], check=True, timeout=60)
+    subprocess.run([*COMMAND, "merge", str(run_dir)], check=True, timeout=HANG_S)
     assert_whole(run_dir / "merged.jsonl", ROWS)
     ordered = [(line["row"], line["sample"]) for line in lines_of(run_dir / "merged.jsonl")]
     assert ordered == sorted(ordered)
@@ -114,7 +114,7 @@ def test_a_job_moves_from_node_to_node_with_engines_of_two_ranks(slurm: Cluster,
         job = str(submit(slurm, config, run_dir, options, *slow))
         wait_for_engines(slurm, output, {0, 1, 2, 3})
         killed = kill_a_rank(slurm, run_dir, "gpu002")
-        slurm.wait_until(lambda: " engines are left" in log.read_text(), "loss of an engine", 30)
+        slurm.wait_until(lambda: " engines are left" in log.read_text(), "loss of an engine")
         [(engine, why)] = re.findall(r"engine (\d) on gpu002 is lost: (.*)", log.read_text())
         assert int(engine) == killed // 2
         assert re.search(rf"rank {killed} .*(died|was killed by SIGKILL)", why)
@@ -146,9 +146,7 @@ def test_a_job_moves_from_node_to_node_with_engines_of_two_ranks(slurm: Cluster,
 
 def wait_for_engines(slurm: Cluster, output: Path, engines: set[int]) -> None:
     """Until each of them has answered."""
-    slurm.wait_until(
-        lambda: {line["engine"] for line in lines_of(output)} >= engines, f"answers of engines {engines}", START_S
-    )
+    slurm.wait_until(lambda: {line["engine"] for line in lines_of(output)} >= engines, f"answers of engines {engines}")
 
 
 def requeued_on(slurm: Cluster, job: str, output: Path, restarts: int, nodes: list[str]) -> bytes:
@@ -156,7 +154,7 @@ def requeued_on(slurm: Cluster, job: str, output: Path, restarts: int, nodes: li
     size = len(nodes)
     requeue(slurm, job, restarts, f"NumNodes={size}", f"NumTasks={size}", f"NumCPUs={4 * size}")
     kept = output.read_bytes()
-    slurm.wait_until(lambda: shown(slurm, job)["JobState"] == "RUNNING", f"start {restarts + 1}", 60)
+    slurm.wait_until(lambda: shown(slurm, job)["JobState"] == "RUNNING", f"start {restarts + 1}")
     assert slurm.run("scontrol", "show", "hostnames", shown(slurm, job)["NodeList"]).split() == nodes
     return kept[: kept.rfind(b"\n") + 1]
 

@@ -12,7 +12,7 @@ from slurm_rlhf.campaign.holds import Holds
 from slurm_rlhf.observe.events import read_events
 
 # Behind -m full for its time: a whole run, twice started.
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full]
 
 STEPS = 12
 LENGTH = (f"--train.max_steps={STEPS}", "--train.num_episodes=4", "--train.threads_per_rank=1")
@@ -34,23 +34,21 @@ def test_a_run_that_hangs_is_requeued_and_ends_with_the_same_metrics(slurm: Clus
         ["--nodes=2", "--gres=gpu:8", "--cpus-per-task=4", "--mem=8000", "--requeue"],
         *(*SMALL, *LENGTH, *HANG),
     )
-    slurm.wait_until(lambda: steps(run_dir) >= 4, "step 4", 150)
+    slurm.wait_until(lambda: steps(run_dir) >= 4, "step 4")
     holds.hold("reward-hang")
-    told_s = slurm.wait_until(lambda: any(run_dir.glob("hang-*/nodes.txt")), "report of the hang", 60)
-    requeued_s = slurm.wait_until(lambda: slurm.job(job)["Restarts"] == "1", "requeue", 60)
+    told_s = slurm.wait_until(lambda: any(run_dir.glob("hang-*/nodes.txt")), "report of the hang")
+    requeued_s = slurm.wait_until(lambda: slurm.job(job)["Restarts"] == "1", "requeue")
     print(f"told after {told_s:.1f} s, requeued {requeued_s:.1f} s later")
     saved = summary(run_dir)
     (place,) = run_dir.glob("hang-*")
     assert saved["status"] == "stopped"
     assert place.name == f"hang-{saved['steps'] + 1}"
     assert "behind is the reward function, at reward_func" in (place / "report.txt").read_text()
-    gone = slurm.wait_until(
-        lambda: not any(slurm.left(run_dir, node) for node in slurm.names), "end of its processes", 30
-    )
+    gone = slurm.wait_until(lambda: not any(slurm.left(run_dir, node) for node in slurm.names), "end of its processes")
     assert gone < 30
     holds.let_go("reward-hang")
     slurm.start_soon(job)
-    assert slurm.wait_over(job, 200) == ("COMPLETED", 0), said(run_dir)
+    assert slurm.wait_over(job) == ("COMPLETED", 0), said(run_dir)
 
     assert f"stopped by a hang in phase reward of step {saved['steps'] + 1}: " in said(run_dir)
     assert re.search(rf"resuming from .*step_0*{saved['steps']} at step {saved['steps']}/{STEPS}", said(run_dir))

@@ -9,7 +9,7 @@ from training_runs import assert_close_metrics, metrics, steps, summary
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(500)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 RESOURCES = ["--gres=gpu:8", "--cpus-per-task=4", "--mem=8000"]
 SMALLER = (
@@ -29,10 +29,10 @@ def test_a_run_of_four_nodes_goes_on_on_two_until_it_is_cancelled(slurm: Cluster
     resume = f"--resume={calm.run_dir / 'checkpoints' / f'step_{calm.saved_at:06d}'}"
     job = slurm.submit(config, run_dir, ["--nodes=2", *RESOURCES], *calm.overrides, *ENDLESS, *SMALLER, resume)
     slurm.wait_until(
-        lambda: steps(run_dir) >= COMPARED or slurm.job(job)["JobState"] not in ("PENDING", "RUNNING"), "steps", 150
+        lambda: steps(run_dir) >= COMPARED or slurm.job(job)["JobState"] not in ("PENDING", "RUNNING"), "steps"
     )
     slurm.run("scancel", str(job))
-    assert slurm.wait_over(job, 30)[0] == "CANCELLED", said(run_dir)
+    assert slurm.wait_over(job)[0] == "CANCELLED", said(run_dir)
     assert summary(calm.run_dir)["world"] == {"actor": 2, "critic": 1, "reference": 1, "rollout": 2}
     assert summary(run_dir)["world"] == {"actor": 1, "critic": 2, "reference": 2, "rollout": 1}
     rows = metrics(calm.run_dir)[calm.saved_at :]
@@ -41,5 +41,5 @@ def test_a_run_of_four_nodes_goes_on_on_two_until_it_is_cancelled(slurm: Cluster
     latest = CheckpointDir(run_dir).latest()
     assert latest is not None
     assert CheckpointDir(run_dir).load_state(latest)["run"]["step"] >= calm.saved_at + COMPARED
-    slurm.wait_until(lambda: not slurm.left(run_dir, *slurm.names), "end of its processes", 30)
+    slurm.wait_until(lambda: not slurm.left(run_dir, *slurm.names), "end of its processes")
     assert not slurm.run("squeue", "-h").strip()

@@ -16,14 +16,15 @@ import pytest
 from open_ports import listening
 from slurm_cluster import COMMAND, ENDLESS, OVER, PLACES, SMALL, Cluster, said
 from training_runs import is_worker, steps, workspace
+from waiting import HANG_S, scaled
 
 from slurm_rlhf.campaign.holds import Holds
 from slurm_rlhf.control.auth import RunKeys
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-HANG_S = 10
-WAIT_S = 150  # for the first steps of two runs on a busy machine
+TOLD_S = round(scaled(10))
+"""Seconds without progress after which the second run tells of a hang."""
 
 
 @pytest.fixture(scope="module")
@@ -36,44 +37,45 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
 
     Inside salloc a killed engine on another node, the only one, is started again by a step of its own. Where no batch
     step's end cleans up, a killed actor rank then ends the run with the role's name, a true exit code, no orphan, and
-    the allocation released. So ends a job that loses a node, long before
-    SlurmdTimeout (300 s). The end of the first is nothing to the second.
+    the allocation released. So ends a job that loses a node, before Slurm
+    itself takes the node for dead. The end of the first is nothing to the second.
     """
     first, second = slurm.shared / "interactive", slurm.shared / "second"
     half = ["--nodes=3", "--nodelist=gpu[001-003]", "--gres=gpu:4", "--cpus-per-task=4", "--mem=8000"]
     holds = Holds(config)
-    job = slurm.submit(config, second, half, *SMALL, *ENDLESS, "--train.max_restarts=0", f"--timeout.hang={HANG_S}")
-    slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "start", 30)
+    job = slurm.submit(config, second, half, *SMALL, *ENDLESS, "--train.max_restarts=0", f"--timeout.hang={TOLD_S}")
+    slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "start")
     with interactive(slurm, config, first) as login:
-        slurm.wait_until(lambda: steps(first) >= 1 or login.poll() is not None, "first step", WAIT_S)
+        slurm.wait_until(lambda: steps(first) >= 1 or login.poll() is not None, "first step")
         assert login.poll() is None, login.communicate()[0]
-        slurm.wait_until(lambda: steps(second) >= 2, "second step of the other run", WAIT_S)
+        slurm.wait_until(lambda: steps(second) >= 2, "second step of the other run")
         assert_devices(slurm, first, second)
         assert_doors(slurm, first, second)
         allocation = int(json.loads((first / "session.json").read_text())["job_id"])
         assert {slurm.job(number)["JobState"] for number in (job, allocation)} == {"RUNNING"}
         (engine,) = json.loads((first / "rank_map.json").read_text())["roles"]["rollout"]
         os.kill(worker(slurm, first, "rollout", engine["node"]), signal.SIGKILL)
-        slurm.wait_until(lambda: "takes part again" in said_events(first), "return of the engine", 60)
+        slurm.wait_until(lambda: "takes part again" in said_events(first), "return of the engine")
         done = steps(first)
-        slurm.wait_until(lambda: steps(first) > done, "step after it", 30)
+        slurm.wait_until(lambda: steps(first) > done, "step after it")
         os.kill(worker(slurm, first, "actor", "gpu003"), signal.SIGKILL)
-        words, _ = login.communicate(timeout=30)
+        words, _ = login.communicate(timeout=HANG_S)
     assert login.returncode == 1, words
     killed = rf"rank \d of engine \d on {engine['node']} \(pid \d+\) was killed by SIGKILL"
     assert re.search(rf"engine 0 on {engine['node']} is lost: {killed}. 0 of 1 engines go on", words), words
     assert re.search(r"error: role actor died: rank \d on gpu003 ", words), words
     assert not slurm.left(first, *slurm.names)  # though no batch step ended
-    slurm.wait_until(lambda: slurm.job(allocation)["JobState"] in OVER, "release of the allocation", 10)
+    slurm.wait_until(lambda: slurm.job(allocation)["JobState"] in OVER, "release of the allocation")
     done = steps(second)
-    slurm.wait_until(lambda: steps(second) > max(done + 1, 4), "next step of the other run", 30)
+    slurm.wait_until(lambda: steps(second) > max(done + 1, 4), "next step of the other run")
     assert_hang_is_told_of_every_node(slurm, second, holds)
 
     slurm.cluster("crash", "gpu002")  # and with it one of the actor's ranks: the other's collective breaks at once
-    ended = slurm.wait_until(lambda: slurm.job(job)["JobState"] != "RUNNING", "end of the job", 30)
-    clean = slurm.wait_until(lambda: not slurm.left(second, "gpu001", "gpu003"), "end of its processes", 30 - ended)
+    slurm.wait_until(lambda: slurm.job(job)["JobState"] != "RUNNING", "end of the job")
+    slurm.wait_until(lambda: not slurm.left(second, "gpu001", "gpu003"), "end of its processes")
+    # Slurm had not told the job of it: its node still counts as alive.
+    assert "DOWN" not in slurm.run("sinfo", "-h", "-N", "-n", "gpu002", "-o", "%T").upper()
     slurm.restart("gpu002")
-    assert ended + clean < 30
     assert slurm.job(job)["ExitCode"] == "1:0"
     named = re.search(
         r"error: role (\w+) died: rank (\d) on gpu002 .* is lost.*\n(?:.*\n)*?The last lines of (.*):", said(second)
@@ -86,7 +88,7 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
 def assert_hang_is_told_of_every_node(slurm: Cluster, run_dir: Path, holds: Holds) -> None:
     """The reward function hangs for a while: a step of srun looks at the ranks of all nodes, and the run goes on."""
     holds.hold("reward-hang")
-    slurm.wait_until(lambda: any(run_dir.glob("hang-*/nodes.txt")), "report of the hang", 60)
+    slurm.wait_until(lambda: any(run_dir.glob("hang-*/nodes.txt")), "report of the hang")
     holds.let_go("reward-hang")
     (told,) = run_dir.glob("hang-*")
     report = (told / "report.txt").read_text()
@@ -98,7 +100,7 @@ def assert_hang_is_told_of_every_node(slurm: Cluster, run_dir: Path, holds: Hold
     assert "py-spy" in report or list(told.glob("*.py-spy.txt"))
     assert "was not looked at from outside" not in report
     before = steps(run_dir)
-    slurm.wait_until(lambda: steps(run_dir) > before + 1, "step after the hang", 60)
+    slurm.wait_until(lambda: steps(run_dir) > before + 1, "step after the hang")
     assert "the run goes on" in said(run_dir)
 
 
@@ -183,10 +185,9 @@ def environment(pid: int) -> dict[str, str]:
 
 BAD = """
 try() {
-  timeout 60 {command} train {config} --eval.dataset= --preflight=quick "$@" 2>&1
-  echo "status $? after $SECONDS s"; SECONDS=0
+  timeout {hang} {command} train {config} --eval.dataset= --preflight=quick "$@" 2>&1
+  echo "status $?"
 }
-SECONDS=0
 try --run_dir=/tmp/private --actor.num_nodes=2
 try --run_dir={shared}/bad --actor.num_gpus_per_node=16
 try --run_dir={shared}/bad --actor.num_nodes=8
@@ -194,23 +195,19 @@ PYTHONPATH=/tmp/site try --run_dir={shared}/bad --actor.num_nodes=2
 """
 
 
-def test_bad_input_is_named_in_seconds_and_before_any_model_loads(slurm: Cluster, config: Path) -> None:
+def test_bad_input_is_named_before_any_model_loads(slurm: Cluster, config: Path) -> None:
     script = slurm.shared / "bad.sh"
-    script.write_text(
-        "#!/bin/bash"
-        + BAD.replace("{command}", COMMAND).replace("{config}", str(config)).replace("{shared}", str(slurm.shared))
-    )
+    words = {"hang": f"{HANG_S:.0f}", "command": COMMAND, "config": config, "shared": slurm.shared}
+    script.write_text("#!/bin/bash" + re.sub(r"\{(\w+)\}", lambda found: str(words[found[1]]), BAD))
     other = "/tmp/site/numpy-1.0.0.dist-info"
     metadata = "Metadata-Version: 2.1\\nName: numpy\\nVersion: 1.0.0\\n"
     slurm.cluster("exec", "gpu002", "bash", "-c", f"mkdir -p {other} && printf '{metadata}' >{other}/METADATA")
     output = slurm.shared / "bad.log"
     job = slurm.sbatch("--nodes=2", "--ntasks-per-node=1", "--gres=gpu:8", f"--output={output}", str(script))
-    assert slurm.wait_over(job, 60) == ("COMPLETED", 0)
+    assert slurm.wait_over(job) == ("COMPLETED", 0)
     said = output.read_text()
     answers = re.split(r"^status .*\n", said, flags=re.MULTILINE)
-    ends = re.findall(r"^status (\d+) after (\d+) s$", said, re.MULTILINE)
-    assert [status for status, _ in ends] == ["2"] * 4, said
-    assert all(int(seconds) < 15 for _, seconds in ends), said
+    assert re.findall(r"^status (\d+)$", said, re.MULTILINE) == ["2"] * 4, said
     private, wide, many, unlike, _ = answers
     assert "run_dir /tmp/private is not shared by all nodes: gpu002 cannot see what gpu001 wrote there" in private
     assert "actor.num_gpus_per_node = 16, but the largest node, gpu001, has 8 GPUs" in wide

@@ -13,7 +13,7 @@ from training_runs import metrics as rows
 
 from slurm_rlhf.observe.events import read_events
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full]
 
 FOUR = ["--nodes=4", "--gres=gpu:8", "--cpus-per-task=4", "--mem=8000", "--no-kill"]
 COMPARED = 3
@@ -25,19 +25,17 @@ def test_a_spare_node_takes_over_and_the_metrics_are_those_of_the_calm_run(slurm
     calm, run_dir = calm_run(slurm), slurm.shared / "spare_node"
     words = ("--cluster.spares=1", "--ckpt.save_steps=2", f"--train.max_steps={STEPS}", "--train.num_episodes=10")
     job = slurm.submit(CHECKOUT / "sbatch" / "ppo_32b.toml", run_dir, FOUR, *calm.overrides, *words)
-    slurm.wait_until(
-        lambda: steps(run_dir) >= 3 or slurm.job(job)["JobState"] not in ("PENDING", "RUNNING"), "step 3", 200
-    )
+    slurm.wait_until(lambda: steps(run_dir) >= 3 or slurm.job(job)["JobState"] not in ("PENDING", "RUNNING"), "step 3")
     before = json.loads((run_dir / "rank_map.json").read_text())["roles"]
     node = before["actor"][1]["node"]
     assert node != "gpu001"
     slurm.cluster("crash", node)
     try:
-        told = slurm.wait_until(lambda: bool(summary(run_dir).get("restarts")), "restart", 60)
-        slurm.wait_until(lambda: summary(run_dir)["status"] != "running", "end of the run", 200)
+        told = slurm.wait_until(lambda: bool(summary(run_dir).get("restarts")), "restart")
+        slurm.wait_until(lambda: summary(run_dir)["status"] != "running", "end of the run")
     finally:
         slurm.restart(node)  # Slurm waits for its answer before the job is over
-    ended = slurm.wait_over(job, 60)
+    ended = slurm.wait_over(job)
     print(f"told after {told:.1f} s")
     assert ended == ("COMPLETED", 0), said(run_dir)
     assert told < 40
@@ -48,7 +46,7 @@ def test_a_spare_node_takes_over_and_the_metrics_are_those_of_the_calm_run(slurm
     assert "restart 1 of 3 in this job: actor, critic, reference start again; the engines go on" in said(run_dir)
     assert slurm.job(job)["Restarts"] == "0"
     assert [event.event for event in read_events(run_dir / "events.jsonl")].count("restart") == 1
-    slurm.wait_until(lambda: not slurm.left(run_dir, "gpu001", "gpu004"), "end of its processes", 30)
+    slurm.wait_until(lambda: not slurm.left(run_dir, "gpu001", "gpu004"), "end of its processes")
 
 
 def test_without_a_spare_the_run_goes_on_with_a_smaller_actor(slurm: Cluster) -> None:
@@ -60,17 +58,15 @@ def test_without_a_spare_the_run_goes_on_with_a_smaller_actor(slurm: Cluster) ->
     words = ("--ckpt.save_steps=2", f"--train.max_steps={STEPS}", "--train.num_episodes=10")
     two = ["--nodes=2", *FOUR[1:]]
     job = slurm.submit(CHECKOUT / "sbatch" / "ppo_32b.toml", run_dir, two, *calm.overrides, *words)
-    slurm.wait_until(
-        lambda: steps(run_dir) >= 3 or slurm.job(job)["JobState"] not in ("PENDING", "RUNNING"), "step 3", 200
-    )
+    slurm.wait_until(lambda: steps(run_dir) >= 3 or slurm.job(job)["JobState"] not in ("PENDING", "RUNNING"), "step 3")
     assert summary(run_dir)["world"] == {"actor": 2, "critic": 1, "reference": 1, "rollout": 2}
     slurm.cluster("crash", "gpu002")
     try:
-        told = slurm.wait_until(lambda: bool(summary(run_dir).get("restarts")), "restart", 60)
-        slurm.wait_until(lambda: summary(run_dir)["status"] != "running", "end of the run", 250)
+        told = slurm.wait_until(lambda: bool(summary(run_dir).get("restarts")), "restart")
+        slurm.wait_until(lambda: summary(run_dir)["status"] != "running", "end of the run")
     finally:
         slurm.restart("gpu002")
-    ended = slurm.wait_over(job, 60)
+    ended = slurm.wait_over(job)
     print(f"told after {told:.1f} s")
     assert ended == ("COMPLETED", 0), said(run_dir)
     assert "left out from now on: gpu002; the run goes on with 1 node" in said(run_dir)
@@ -93,17 +89,17 @@ def test_a_node_that_dies_before_its_hello_is_found_among_several_that_wait(slur
     ends = ("--timeout.connect=60", "--train.max_steps=2", "--train.num_episodes=10")
     job = slurm.submit(CHECKOUT / "sbatch" / "ppo_32b.toml", run_dir, FOUR, *calm.overrides, *words, *ends)
     log = run_dir / "logs" / "actor.gpu003.torchrun.log"
-    slurm.wait_until(lambda: log.exists() and "ranks 2 to 2 of actor" in log.read_text(), "actor on gpu003", 120)
+    slurm.wait_until(lambda: log.exists() and "ranks 2 to 2 of actor" in log.read_text(), "actor on gpu003")
     slurm.cluster("crash", "gpu003")
     try:
         roles = json.loads((run_dir / "rank_map.json").read_text())["roles"]
         others = {share["node"] for role, shares in roles.items() if role != "actor" for share in shares}
         assert len({"gpu002", "gpu003", "gpu004"} - others) > 1, roles
-        told = slurm.wait_until(lambda: bool(summary(run_dir).get("restarts")), "restart", 200)
-        slurm.wait_until(lambda: summary(run_dir)["status"] != "running", "end of the run", 300)
+        told = slurm.wait_until(lambda: bool(summary(run_dir).get("restarts")), "restart")
+        slurm.wait_until(lambda: summary(run_dir)["status"] != "running", "end of the run")
     finally:
         slurm.restart("gpu003")
     print(f"told after {told:.1f} s: {summary(run_dir)['restarts']}\n{said(run_dir)}")
-    assert slurm.wait_over(job, 60) == ("COMPLETED", 0), said(run_dir)
+    assert slurm.wait_over(job) == ("COMPLETED", 0), said(run_dir)
     assert "rank 2 on gpu003 is lost before its hello" in summary(run_dir)["restarts"][0]
     assert "left out from now on: gpu003;" in said(run_dir)

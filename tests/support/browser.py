@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import HANG_S, until
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 OPTIONS = (
@@ -28,7 +29,6 @@ OPTIONS = (
     ),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe"),
 )
-START_S, CALL_S = 120.0, 60.0  # on a machine that does much else
 
 
 def chromium() -> str:
@@ -60,11 +60,8 @@ class Page:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=file.as_uri())
-        end = time.monotonic() + CALL_S
         drawn = "document.readyState === 'complete' && (document.documentElement.dataset.ready || 'no')"
-        while not (state := self.value(drawn)) or (state == "no" and not self.complaints):
-            assert time.monotonic() < end, f"{file} was not drawn: {self.complaints}"
-            time.sleep(0.05)
+        until(lambda: self.value(drawn) not in ("", False, "no") or self.complaints, f"the drawing of {file}", 0.05)
 
     def value(self, expression: str) -> Any:
         """What an expression is, as JSON."""
@@ -115,7 +112,7 @@ class Browser:
 
     def page(self) -> Page:
         """A new page."""
-        target = self.call("Target.createTarget", {"url": "about:blank"}, limit_s=START_S)["targetId"]
+        target = self.call("Target.createTarget", {"url": "about:blank"})["targetId"]
         session = self.call("Target.attachToTarget", {"targetId": target, "flatten": True})["sessionId"]
         page = self._pages[session] = Page(self, session)
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -131,7 +128,7 @@ class Browser:
         return self._last
 
     def call(
-        self, method: str, parameters: dict[str, Any], session: str = "", limit_s: float = CALL_S
+        self, method: str, parameters: dict[str, Any], session: str = "", limit_s: float = HANG_S
     ) -> dict[str, Any]:
         """What a method answers; AssertionError when it fails or takes longer."""
         number, end = self.send(method, parameters, session), time.monotonic() + limit_s
@@ -158,7 +155,7 @@ class Browser:
         with contextlib.suppress(OSError, AssertionError):
             self.call("Browser.close", {}, limit_s=10)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(10)
+            self._process.wait(HANG_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, 9)
         self._process.wait()

@@ -41,7 +41,7 @@ class ClusterCampaign:
         """Yield a row for each fault, some later than others."""
         steps = max(FEWEST_STEPS, STEPS_EACH * len(faults))
         calm = self._session_in(self._run_dir.with_name("calm"), f"--train.max_steps={steps}")
-        self._slurm.wait_until(lambda: calm.over, "end of the calm run", 600)
+        self._slurm.wait_until(lambda: calm.over, "end of the calm run")
         assert calm.process.poll() == 0, calm.process.output()
         self._calm = read_rows(calm.directory.metrics)
         for fault in faults:
@@ -70,7 +70,7 @@ class ClusterCampaign:
 
     def _after_a_step(self, session: Session) -> Iterator[Row]:
         """Wait until the job has done steps: it goes on after the faults before."""
-        self._slurm.wait_until(lambda: session.began_at is not None or session.over, "start of the run", 240)
+        self._slurm.wait_until(lambda: session.began_at is not None or session.over, "start of the run")
         begun = session.began_at or 0
         session.wait_for_step(max(begun + 1, session.steps if self._ended else 0))
         ended, self._ended = self._ended, []
@@ -92,7 +92,7 @@ class ClusterCampaign:
     def _leave(self, session: Session) -> Iterator[Row]:
         """End a job in order, and look what it has left; the last fault answers for that."""
         session.stop()
-        self._slurm.wait_until(lambda: session.over, "end of the job", 60)
+        self._slurm.wait_until(lambda: session.over, "end of the job")
         if self._borne:
             self._faults.look_at_rest(self._borne[-1][1], self._slurm.names)
         yield from self._settled()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from waiting import HANG_S, scaled
 
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
@@ -18,7 +19,7 @@ from slurm_rlhf.control.messages import Request
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import RewardError, RoleDied
 
-INTERVAL, LIMIT = 0.2, 2.0
+INTERVAL, LIMIT = 0.2, round(scaled(2.0))
 
 
 def start_peer(
@@ -103,9 +104,9 @@ def _conduct(key_file: str) -> None:
     """For the tests that suspend or kill a conductor: prints its endpoint, then what rank 0 answers to each line."""
     with ControlServer(RunKeys.create(key_file), heartbeat_interval=INTERVAL, heartbeat_limit=LIMIT) as server:
         print(server.endpoint(), flush=True)
-        server.wait_for("actor", 1, 30)
+        server.wait_for("actor", 1, HANG_S)
         for line in sys.stdin:
-            print(ask(server, "actor", 0, "echo", timeout_s=10, line=line.strip()).result(), flush=True)
+            print(ask(server, "actor", 0, "echo", timeout_s=HANG_S, line=line.strip()).result(), flush=True)
 
 
 if __name__ == "__main__":

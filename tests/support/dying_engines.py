@@ -6,7 +6,6 @@ whose steps take tenths of a second, is over.
 
 from __future__ import annotations
 
-import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -54,11 +53,6 @@ def dying_engine(place: Path, rank: str = "1", number: str = "SIGKILL") -> Abstr
     return patched_engines(place / "dying", DYING.format(place=str(place), number=number), (rank,))
 
 
-def wait_until_started(run: Run, engine: int, times: int, seconds: float) -> float:
-    """Until an engine has started so often; when, as Unix time."""
-    end = time.monotonic() + seconds
-    while run.log().count(f"engine {engine} has started") < times:
-        assert run.process.poll() is None, run.process.communicate()[0]
-        assert time.monotonic() < end, run.log()
-        time.sleep(0.05)
-    return time.time()
+def wait_until_started(run: Run, engine: int, times: int) -> None:
+    """Until an engine has started so often."""
+    run.wait_until(lambda: run.log().count(f"engine {engine} has started") >= times, f"start {times} of the engine")

@@ -21,6 +21,7 @@ from typing import Any
 
 import coverage
 import pytest
+from waiting import HANG_S
 
 ROOT = Path(__file__).parents[2]
 GPU_FILES = (
@@ -157,7 +158,7 @@ def _alone() -> dict[str, set[int]]:
             env={**os.environ, DIRECTORY: directory},
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=HANG_S,
             check=False,
         )
         assert done.returncode == 0, f"the tests with stand-ins fail:\n{done.stdout[-4000:]}"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
+from waiting import HANG_S
 
 from slurm_rlhf.control.calls import EngineCalls, GenerateAnswer, GenerateBatch, Sampled
 from slurm_rlhf.controller.batches import Batch, Tally
@@ -139,14 +139,6 @@ BATCH = 4
 SAMPLING = Sampling(n=2)
 
 
-def until(ready: Callable[[], bool]) -> None:
-    """Wait for what a thread is about to do."""
-    end = time.monotonic() + 30
-    while not ready():
-        assert time.monotonic() < end
-        time.sleep(0.002)
-
-
 class Judge:
     """Gives a group spread if its prompt is in `good`; in place of `Scoring`."""
 
@@ -193,7 +185,7 @@ class Streamed:
         thread = threading.Thread(target=take, daemon=True)
         thread.start()
         yield found
-        thread.join(30)
+        thread.join(HANG_S)
         assert found
 
 

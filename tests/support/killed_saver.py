@@ -70,10 +70,8 @@ def kill(run_dir: Path, delay_s: float) -> None:
             save_for_ever(run_dir)
         finally:
             os._exit(1)
-    end = time.monotonic() + 60
     while not any(CheckpointDir(run_dir).root.glob("step_??????")):
         assert os.waitpid(child, os.WNOHANG) == (0, 0)
-        assert time.monotonic() < end
         time.sleep(0.002)
     time.sleep(delay_s)
     os.kill(child, signal.SIGKILL)

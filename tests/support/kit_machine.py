@@ -12,6 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from waiting import HANG_S
+
 from slurm_rlhf.cluster.gpu_query import ask_gpus
 from slurm_rlhf.launch.node_look import versions
 
@@ -58,7 +60,7 @@ def interfaces(net: Path = Path("/sys/class/net"), infiniband: Path = Path("/sys
 
 
 def _torch() -> dict[str, str]:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=HANG_S, check=False)
     try:
         return dict(json.loads(done.stdout))
     except ValueError:
@@ -69,7 +71,9 @@ def _words(*command: str) -> str:
     """What a command prints; nothing where it is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=HANG_S, check=False, stdin=subprocess.DEVNULL
+    )
     return done.stdout.strip() if done.returncode == 0 else ""
 
 

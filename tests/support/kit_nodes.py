@@ -90,7 +90,7 @@ def ppo(place: Place) -> Finding:
         words += ["--train.colocate_all=true", f"--critic.num_nodes={nodes}", "--vllm.gpu_memory_utilization=0.3"]
     backend: Any = "ipc" if len(place.gpus) < 3 else place.backend("nccl")
     run_dir = Path(place.scratch, "run")
-    code, output = train(config, run_dir, *words, "--ds.param_dtype=bf16", timeout_s=600)
+    code, output = train(config, run_dir, *words, "--ds.param_dtype=bf16")
     assert code == 0, last_words(run_dir, output)
     log = "".join(path.read_text(errors="replace") for path in (run_dir / "logs").glob("conductor.*.log"))
     finding, _ = judged(metrics(run_dir), log, "bf16", backend)

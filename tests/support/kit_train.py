@@ -63,7 +63,7 @@ def _ppo(place: Place, dtype: str, backend: str, *words: str) -> tuple[Finding, 
     config = workspace(Path(place.scratch, "work"))
     told = [f"--ds.param_dtype={dtype}", f"--train.max_steps={STEPS}", "--train.full_determinism=false"]
     run_dir = Path(place.scratch, "run")
-    code, output = train(config, run_dir, *told, *words, timeout_s=600)  # the check's own deadline comes first
+    code, output = train(config, run_dir, *told, *words)  # the check's own deadline comes first
     assert code == 0, last_words(run_dir, output)
     log = "".join(path.read_text(errors="replace") for path in (run_dir / "logs").glob("conductor.*.log"))
     return judged(metrics(run_dir), log, dtype, backend)

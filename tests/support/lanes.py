@@ -2,14 +2,18 @@
 
 Most tests wait for processes, so that one session leaves cores idle. Each lane is a whole session: its own mark of
 processes, its own check of what was skipped or left running. What a lane says about its tests is shown line by line,
-with the lane's name in front; its failures and warnings follow in one piece when it has ended.
+with the lane's name in front; its failures and warnings follow in one piece when it has ended. Tests that failed run
+once more when all lanes have ended, alone: those that pass then are flaky, and a run bears FLAKY of them.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -17,24 +21,30 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import waiting
+
 TESTS = Path(__file__).parents[1]
 FIRST = "test_sbatch_quickstart.py"
 """What suffers most from a busy machine runs while the lane of the rooms is at what starts no process."""
+FLAKY = 3
+"""Tests that may fail in their lane and pass alone; with more of them the run fails."""
 
 _STARTS_CLUSTER = re.compile(r"^from slurm_cluster import", re.M)
 
 
-def chosen(tests: Path = TESTS) -> dict[str, list[str]]:
+def chosen(cores: int, tests: Path = TESTS) -> dict[str, list[str]]:
     """Arguments of pytest by lane. Every test file is in one of them: a new one of `runs` there, all others in `rooms`.
 
     Whole runs that need Slurm have a lane of their own: most of their time is Slurm's, which waits, and they share one
-    cluster.
+    cluster. On one core they follow the other whole runs.
     """
     whole = sorted((tests / "runs").glob("test_*.py"), key=lambda path: (path.name != FIRST, path.name))
     # Each by its name: pytest leaves out a file whose folder is named as well, and with it its place in the order.
     slurm = [path for path in whole if _STARTS_CLUSTER.search(path.read_text())]
     runs = [path for path in whole if path not in slurm]
     lanes = {"runs": runs, "slurm": slurm, "rooms": [tests, *(f"--ignore={path}" for path in whole)]}
+    if cores == 1:
+        lanes["runs"] += lanes.pop("slurm")
     return {name: [*map(str, words)] for name, words in lanes.items() if words}
 
 
@@ -48,13 +58,15 @@ class Lane:
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name = name
         self.report: list[str] = []
+        self._cache = tempfile.TemporaryDirectory(prefix="lane-")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "pytest", *arguments],
+            [sys.executable, "-m", "pytest", "-o", f"cache_dir={self._cache.name}", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
+            env={**os.environ, "COLUMNS": "300"},  # errors of the summary are cut there
         )
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -77,24 +89,51 @@ class Lane:
         summaries = [line for line in self.report if re.search(r" in \d+\.\d+s", line)]
         return Counter({word: int(number) for number, word in _COUNT.findall(summaries[-1] if summaries else "")})
 
+    def failed(self) -> dict[str, str]:
+        """First error of each test that failed, by the test's name."""
+        file = Path(self._cache.name, "v", "cache", "lastfailed")
+        names = json.loads(file.read_text()) if file.exists() else {}
+        summary = [line.strip().partition(" ")[2] for line in self.report if line.startswith(("FAILED ", "ERROR "))]
+        said = {name: [line.removeprefix(name) for line in summary if line.startswith(name)] for name in names}
+        return {name: "".join(found[:1]).removeprefix(" - ") for name, found in said.items()}
+
+    def is_whole(self) -> bool:
+        """Whether all of its tests ran, and nothing but tests failed."""
+        unlike_tests = any(line.startswith("SESSION FAILED") for line in self.report)
+        return self.wait() == 0 or (self.wait() == 1 and bool(self.failed()) and not unlike_tests)
+
 
 def run(lanes: Mapping[str, Sequence[str]]) -> int:
-    """Run all lanes, show what they said, and return the exit status of one that failed, else 0."""
+    """Run all lanes, then what failed once more, show what they said, and return the exit status of the whole."""
     begun = time.monotonic()
     running = [Lane(name, arguments) for name, arguments in lanes.items()]
-    statuses, total = {}, Counter[str]()
-    with ThreadPoolExecutor(len(running)) as waiting:
-        for ended in as_completed([waiting.submit(lambda lane: (lane, lane.wait()), lane) for lane in running]):
-            lane, statuses[lane.name] = ended.result()
-            total += lane.counts()
-            report = "".join(lane.report)
-            print(f"\n##### lane {lane.name}: exit status {statuses[lane.name]}\n{report}", end="", flush=True)
-    counted = ", ".join(f"{number} {word}" for word, number in total.items())
-    failed = [f"{name} ({status})" for name, status in statuses.items() if status]
-    said = f"FAILED: {', '.join(failed)}" if failed else "passed"
-    print(f"\n##### all lanes: {counted} in {time.monotonic() - begun:.0f} s: {said}", flush=True)
-    return max(statuses.values(), key=abs)
+    with ThreadPoolExecutor(len(running)) as waits:
+        for ended in as_completed([waits.submit(lambda lane: (lane, lane.wait()), lane) for lane in running]):
+            _show(*ended.result())
+    total = sum((lane.counts() for lane in running), Counter[str]())
+    errors = {name: error for lane in running for name, error in lane.failed().items()}
+    broken = [f"{lane.name} ({lane.wait()})" for lane in running if not lane.is_whole()]
+    flaky: list[str] = []
+    if errors:
+        again = Lane("again", list(errors))
+        _show(again, again.wait())
+        failed = again.failed() if again.is_whole() else errors
+        flaky = sorted(errors.keys() - failed.keys())
+        broken += [*failed, *([f"{len(flaky)} flaky tests, at most {FLAKY} may be"] if len(flaky) > FLAKY else [])]
+        total = Counter({**total, "passed": total["passed"] + len(flaky), "failed": len(failed), "error": 0})
+        print(f"\n##### {len(flaky)} flaky: failed in their lane, passed alone")
+        print("".join(f"  {name}\n    {errors[name]}\n" for name in flaky), end="")
+    counted = ", ".join(f"{number} {word}" for word, number in total.items() if number)
+    verdict = f"FAILED: {', '.join(broken)}" if broken else "passed"
+    beside = f"; flaky: {', '.join(flaky)}" if flaky else ""
+    print(f"\n##### all lanes: {counted} in {time.monotonic() - begun:.0f} s: {verdict}{beside}", flush=True)
+    return 1 if broken else 0
+
+
+def _show(lane: Lane, status: int) -> None:
+    print(f"\n##### lane {lane.name}: exit status {status}\n{''.join(lane.report)}", end="", flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(run(chosen()))
+    print(f"tests: this machine counts as {waiting.SLOWNESS:.1f} times slower than a quick one", flush=True)
+    sys.exit(run(chosen(len(os.sched_getaffinity(0)))))

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import signal
-import time
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from waiting import HANG_S, until
 from zygote import Rank, WarmRank, Zygote
 
 from slurm_rlhf.config.key_text import dump_toml
@@ -63,25 +63,21 @@ class RolloutFleet:
             told = {name: str(value) for name, value in torchrun.items()} | {"MASTER_ADDR": "127.0.0.1", **environment}
             self.ranks[rank] = self._zygote.fork(arguments, told, self._script)
 
-    def start(self, timeout_s: float = 120) -> None:
+    def start(self) -> None:
         """Launch what is not launched, and start all engines."""
         self.launch([rank for rank in range(self.world) if rank not in self.ranks])
-        gather(self.starting(timeout_s))
+        gather(self.starting())
 
-    def starting(self, timeout_s: float = 120) -> list[Future[Any]]:
-        self.server.wait_for("rollout", self.world, timeout_s)
+    def starting(self) -> list[Future[Any]]:
+        self.server.wait_for("rollout", self.world, HANG_S)
         return self.engines.start_all(EngineCalls.start, StartRequest(1))
 
     def kill(self, rank: int) -> None:
         self.ranks[rank].send_signal(signal.SIGKILL)
 
-    def ended(self, ranks: list[int], timeout_s: float) -> float:
-        """Seconds until all of `ranks` are gone; AssertionError when it takes longer."""
-        start = time.monotonic()
-        while any(self.ranks[rank].poll() is None for rank in ranks):
-            assert time.monotonic() - start < timeout_s, f"ranks {ranks} still run: {self.log(ranks[0])}"
-            time.sleep(0.02)
-        return time.monotonic() - start
+    def ended(self, ranks: list[int]) -> None:
+        """Wait until all of `ranks` are gone."""
+        until(lambda: all(self.ranks[rank].poll() is not None for rank in ranks), f"the end of ranks {ranks}")
 
     def log(self, rank: int) -> str:
         return "".join(path.read_text() for path in self.directory.logs.glob(f"rollout.*.{rank}.log"))
@@ -90,14 +86,14 @@ class RolloutFleet:
         """Kill what is left of it."""
         for process in self.ranks.values():
             process.send_signal(signal.SIGKILL)
-        self.ended(list(self.ranks), 20)
+        self.ended(list(self.ranks))
         self.server.close()
 
-    def shut_down(self, timeout_s: float = 30) -> list[int | None]:
+    def shut_down(self) -> list[int | None]:
         """As the conductor does at the end of a run; exit codes."""
         calls = [self.engines.shut_down(rank) for rank, process in self.ranks.items() if process.poll() is None]
         gather(calls)
-        self.ended(list(self.ranks), timeout_s)
+        self.ended(list(self.ranks))
         return [process.poll() for process in self.ranks.values()]
 
     def _told(self, peer: Peer, event: str, data: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from unittest import mock
 
 import numpy as np
 import rollout_async
+from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.records import Sampling, Trajectory
@@ -40,12 +41,12 @@ class EngineProcess:
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _prepare)
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self._pool.submit(function, *args).result(timeout=90)
+        return self._pool.submit(function, *args).result(timeout=HANG_S)
 
     def end(self) -> None:
         """Without taking the interpreter down in style, which takes vLLM and torch seconds."""
         with suppress(BrokenProcessPool):
-            self._pool.submit(os._exit, 0).result(timeout=60)
+            self._pool.submit(os._exit, 0).result(timeout=HANG_S)
         self._pool.shutdown()
 
 

@@ -9,6 +9,8 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from waiting import HANG_S
+
 
 def available() -> bool:
     return os.geteuid() == 0 and all(shutil.which(program) for program in ("ip", "tc", "nsenter"))
@@ -117,7 +119,7 @@ def shaped(nodes: Sequence[str], rate: str) -> Iterator[Links]:
 
 
 def run(*command: str, check: bool = True) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG_S, check=False)
     if check and done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
     return done.stdout

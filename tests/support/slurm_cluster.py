@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S, until
 
 SCRIPT = Path(__file__).with_name("slurm_cluster.sh")
 CHECKOUT = SCRIPT.parents[2]
@@ -70,7 +71,7 @@ class Cluster:
         """A command of slurm_cluster.sh; what it printed."""
         return self.run("bash", str(SCRIPT), *words)
 
-    def run(self, *words: str, timeout_s: float = 60) -> str:
+    def run(self, *words: str) -> str:
         """What a command on the login node printed. AssertionError when it fails."""
         # Daemons keep the output open: it goes to a file, and only the command itself is waited for.
         with tempfile.TemporaryFile("w+") as out:
@@ -80,7 +81,7 @@ class Cluster:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=self.environment,
-                timeout=timeout_s,
+                timeout=HANG_S,
             )
             out.seek(0)
             said = out.read()
@@ -110,18 +111,16 @@ class Cluster:
         """What `scontrol show job` says: JobState, ExitCode, NodeList, ..."""
         return dict(re.findall(r"([\w/]+)=(\S*)", self.run("scontrol", "show", "job", str(number))))
 
-    def wait_over(self, number: int, timeout_s: float) -> tuple[str, int]:
+    def wait_over(self, number: int) -> tuple[str, int]:
         """(state, exit status) of a job that has ended on every node that still answers."""
-        self.wait_until(lambda: self.job(number)["JobState"] in OVER, f"the end of job {number}", timeout_s)
+        self.wait_until(lambda: self.job(number)["JobState"] in OVER, f"the end of job {number}")
         job = self.job(number)
         return job["JobState"], int(job["ExitCode"].split(":")[0])
 
-    def wait_until(self, ready: Callable[[], bool], what: str, timeout_s: float) -> float:
-        """Seconds until `ready`; AssertionError when it takes longer."""
+    def wait_until(self, ready: Callable[[], bool], what: str) -> float:
+        """Seconds until `ready`; AssertionError when it hangs."""
         start = time.monotonic()
-        while not ready():
-            assert time.monotonic() - start < timeout_s, f"no {what} within {timeout_s:g} s"
-            time.sleep(0.2)
+        until(ready, what, 0.2)
         return time.monotonic() - start
 
     def drain(self, *nodes: str) -> None:
@@ -156,7 +155,7 @@ class Cluster:
     def restart(self, node: str) -> None:
         """Start a crashed node again; its daemon is the last that comes up."""
         self.cluster("restart", node)
-        self.wait_until(lambda: any("slurmd -D" in line for _, line in self.numbered(node)), f"start of {node}", 30)
+        self.wait_until(lambda: any("slurmd -D" in line for _, line in self.numbered(node)), f"start of {node}")
 
     def address(self, node: str) -> str:
         """A node's address in the network of the cluster."""

@@ -86,17 +86,17 @@ def _run(slurm: Cluster) -> Calm:
             assert holder.stdout is not None
             assert holder.stdout.readline() == "held\n"
             slurm.run("scontrol", "release", str(job))
-            slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "start", 30)
-            start_s = slurm.wait_until(lambda: steps(run_dir) >= 1, "first step", 150)
+            slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "start")
+            start_s = slurm.wait_until(lambda: steps(run_dir) >= 1, "first step")
         finally:
             holder.kill()
     (run_dir / "save").touch()
-    slurm.wait_until(lambda: saved(run_dir) != [], "checkpoint", 30)
+    slurm.wait_until(lambda: saved(run_dir) != [], "checkpoint")
     at = saved(run_dir)[0]
     assert not (run_dir / "save").exists()
-    slurm.wait_until(lambda: steps(run_dir) >= max(STEPS, at + 2), f"step {STEPS}", 120)
+    slurm.wait_until(lambda: steps(run_dir) >= max(STEPS, at + 2), f"step {STEPS}")
     (run_dir / "stop").touch()
-    assert slurm.wait_over(job, 40) == ("COMPLETED", 0), said(run_dir)
+    assert slurm.wait_over(job) == ("COMPLETED", 0), said(run_dir)
     assert "stopped by a file named stop in the run directory; saved at step" in said(run_dir)
     assert summary(run_dir)["status"] == "stopped"
     assert saved(run_dir) == [at, summary(run_dir)["steps"]]

@@ -9,6 +9,7 @@ import numpy as np
 from ranks import WarmRanks
 from tiny_models import make_tiny
 from training_ranks import make_experience, share
+from waiting import HANG_S
 from zygote import Zygote
 
 from slurm_rlhf.config.schema import Config
@@ -80,8 +81,8 @@ class Bench:
         actor_config: Config,
         engine_config: Config,
     ) -> list[tuple[float, float]]:
-        actor_server.wait_for("actor", ACTORS, 150)
-        engine_server.wait_for("rollout", cell.tp, 150)
+        actor_server.wait_for("actor", ACTORS, HANG_S)
+        engine_server.wait_for("rollout", cell.tp, HANG_S)
         actor: RoleHandle[ActorCalls] = RoleHandle(actor_server, "actor", ACTORS, actor_config.timeout)
         rollout = EngineHandle(engine_server, "rollout", cell.tp, cell.tp, engine_config.timeout)
         start = StartRequest(4)

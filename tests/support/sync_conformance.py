@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -23,11 +22,9 @@ def conform(fleet: Fleet, tmp_path: Path, backend: str) -> None:
     waiting = fleet.peers[1:]
     for peer in waiting:
         peer.tell("update", version=3)
-    start = time.monotonic()
     threading.Timer(0.3, sender.group.abort, ("the conductor ends the run",)).start()
     with pytest.raises(SyncError, match="the conductor ends the run"):
         sender.push(hold(make_weights(3), 0, 2), 3)  # the other actor rank never sends
-    assert time.monotonic() - start < 10
     for peer in waiting:
         assert "the conductor ends the run" in peer.answer()["message"]
 
@@ -37,10 +34,8 @@ def conform(fleet: Fleet, tmp_path: Path, backend: str) -> None:
     dying.tell("update", version=4)
     fine.tell("update", version=4)
     threading.Timer(0.5, dying.process.kill).start()
-    start = time.monotonic()
     with pytest.raises(SyncBroken, match=rf"rollout 0 on n \(pid {dying.pid}\) died"):
         sender.push(hold(make_weights(4), 0, 2), 4)
-    assert time.monotonic() - start < 15
     for peer in (slow, fine):
         answer = peer.answer()
         assert (answer["error"], f"pid {dying.pid}" in answer["message"]) == ("SyncBroken", True)

@@ -11,6 +11,7 @@ from dataclasses import asdict, fields
 from typing import Any
 
 from sync_peer import Peer, describe, digest, hold, make_weights
+from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.declarations import spec_of
@@ -34,7 +35,7 @@ class Fleet:
     def __init__(self, warm: bool = True) -> None:
         """`warm`: as of `Peer`; where few are started, the process that forks them costs more than it saves."""
         self.warm = warm
-        self.store = SyncStore.listen("127.0.0.1", timeout_s=30)
+        self.store = SyncStore.listen("127.0.0.1", timeout_s=HANG_S)
         self.peers: list[Peer] = []
         self.spare: list[Peer] = []
         self.names = 0
@@ -63,7 +64,7 @@ class Fleet:
         self.hire(actors - 1 + receivers)
         self.names += 1
         where = {"name": f"g{self.names}", "world": actors + receivers, "actors": actors}
-        where |= {"host": "127.0.0.1", "port": self.store.port, "timeout_s": 30.0} | options
+        where |= {"host": "127.0.0.1", "port": self.store.port, "timeout_s": HANG_S} | options
         at = nodes or "n" * (actors + receivers)
         for rank, peer in enumerate(self.peers, 1):
             if gpus:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kit_seats import device, seat, visible
+from waiting import HANG_S
 from warm_runs import WarmProgram
 
 ROOT = Path(__file__).parents[2]
@@ -73,7 +74,7 @@ class Peer:
         if self.process.poll() is None and self.process.stdin is not None:
             self.process.stdin.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(10)
+                self.process.wait(HANG_S)
 
     def end(self) -> None:
         if self.process.poll() is None:
@@ -210,7 +211,7 @@ class _Engine:
     def listen(self) -> int:
         from slurm_rlhf.weight_sync.rendezvous import SyncStore
 
-        self.store = SyncStore.listen("127.0.0.1", timeout_s=30)
+        self.store = SyncStore.listen("127.0.0.1", timeout_s=HANG_S)
         return self.store.port
 
     def leave(self) -> None:

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from waiting import HANG_S, scaled
 from warm_runs import WarmRun
 
 from slurm_rlhf.algorithms.batching import micro_batches, split_ranks
@@ -210,7 +211,7 @@ def written_late(trainer: Any, directory: Path) -> Iterator[None]:
     usual, free = train_engine.write_shard, threading.Event()
 
     def late(*arguments: Any) -> None:
-        assert free.wait(60.0)
+        assert free.wait(HANG_S)
         usual(*arguments)
 
     now = directory.with_name(f"{directory.name}.now")
@@ -222,7 +223,7 @@ def written_late(trainer: Any, directory: Path) -> Iterator[None]:
         yield
         assert not trainer.engine.written().done()
         free.set()
-        trainer.engine.written().result(60.0)
+        trainer.engine.written().result(HANG_S)
     files = list(now.glob(f"rank_{trainer.world.rank:05d}.*"))
     assert len(files) == 2
     assert all((directory / file.name).read_bytes() == file.read_bytes() for file in files)
@@ -337,21 +338,20 @@ def run_overflow(model: Path, zero_stage: int) -> None:
 
 
 def run_stall(model: Path, out: Path) -> None:
-    """Rank 1 never takes its part in the step. Rank 0 writes down how long it waited."""
+    """Rank 1 never takes its part in the step. Rank 0 writes down how that ended."""
     import time
 
     from slurm_rlhf.training.trainers import PolicyTrainer
 
     config = make_config(model)
-    config.timeout.collective = 2.0
+    config.timeout.collective = scaled(2.0)
     trainer = PolicyTrainer(config, STEPS)
     if trainer.world.rank == 1:
-        time.sleep(6.0)
+        time.sleep(scaled(6.0))
         os._exit(0)
-    start = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
         train(trainer, range(1), 1000)
-    (out / "stall.json").write_text(json.dumps([time.monotonic() - start, str(caught.value)]))
+    (out / "stall.json").write_text(json.dumps(str(caught.value)))
     os._exit(0)  # at exit, what is left of the group would be waited for
 
 

@@ -8,8 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import pytest
 from kit_seats import visible
 from tiny_models import make_tiny
+from waiting import HANG_S, until
 from warm_runs import WarmRun, commands
 
 from slurm_rlhf.campaign.workload import REWARD, TINY, sums, toml
@@ -70,38 +70,35 @@ class Run:
             env={**os.environ, "CUDA_VISIBLE_DEVICES": visible()},
         )
 
-    def wait(self, timeout_s: float) -> tuple[int, str]:
-        """(exit code, what it printed); AssertionError when it takes longer."""
+    def wait(self) -> tuple[int, str]:
+        """(exit code, what it printed); AssertionError when it hangs."""
         try:
-            output, _ = self.process.communicate(timeout=timeout_s)
+            output, _ = self.process.communicate(timeout=HANG_S)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"the run did not end within {timeout_s:g} s") from None
+            raise AssertionError(f"the run did not end within {HANG_S:.0f} s:\n{self.log()}") from None
         return self.process.returncode, output
 
-    def wait_for_step(self, step: int, timeout_s: float) -> None:
+    def wait_for_step(self, step: int) -> None:
         """Until metrics.jsonl has a line for `step`."""
-        self._wait(lambda: len(metrics(self.run_dir)) >= step, f"step {step}", timeout_s)
+        self.wait_until(lambda: len(metrics(self.run_dir)) >= step, f"step {step}")
 
-    def wait_for_file(self, pattern: str, timeout_s: float) -> None:
-        """Until a file that matches `pattern` exists in the run directory."""
-        self._wait(lambda: any(self.run_dir.glob(pattern)), pattern, timeout_s)
+    def wait_for_file(self, pattern: str, known: Collection[Path] = ()) -> None:
+        """Until a file that matches `pattern` and is not `known` exists in the run directory."""
+        self.wait_until(lambda: any(path not in known for path in self.run_dir.glob(pattern)), pattern)
 
-    def _wait(self, ready: Any, what: str, timeout_s: float) -> None:
-        end = time.monotonic() + timeout_s
-        while not ready():
-            if self.process.poll() is not None:
-                raise AssertionError(f"the run ended before {what}:\n{self.process.communicate()[0]}")
-            if time.monotonic() > end:
-                raise AssertionError(f"no {what} within {timeout_s:g} s")
-            time.sleep(0.05)
-
-    def wait_for_ranks(self, timeout_s: float) -> None:
+    def wait_for_ranks(self) -> None:
         """Until it has started a process of a role."""
-        self._wait(self.ranks, "a rank", timeout_s)
+        self.wait_until(self.ranks, "a rank")
 
-    def wait_for_log(self, text: str, timeout_s: float) -> None:
+    def wait_for_log(self, text: str) -> None:
         """Until the conductor's log holds `text`."""
-        self._wait(lambda: text in self.log(), f"{text!r} in the log", timeout_s)
+        self.wait_until(lambda: text in self.log(), f"{text!r} in the log")
+
+    def wait_until(self, ready: Callable[[], Any], what: str) -> None:
+        """Until `ready`; AssertionError when the run has ended before."""
+        until(lambda: ready() or self.process.poll() is not None, what, 0.05)
+        if not ready():
+            raise AssertionError(f"the run ended before {what}:\n{self.process.communicate()[0]}")
 
     def log(self) -> str:
         """The conductor's log so far."""
@@ -130,12 +127,9 @@ class Run:
         words = (f"--run_dir={self.run_dir}", f"--role={role}")
         return [pid for pid, line in _command_lines() if all(word in line for word in words) and is_worker(line)]
 
-    def assert_gone(self, seconds: float) -> None:
-        """All processes that the conductor started end within `seconds`."""
-        end = time.monotonic() + seconds
-        while left := self.ranks():
-            assert time.monotonic() < end, f"still running: {left}"
-            time.sleep(0.1)
+    def assert_gone(self) -> None:
+        """All processes that the conductor started end."""
+        until(lambda: not self.ranks(), "end of what the run started", 0.1)
 
     def end(self) -> None:
         """End whatever is left of it, by process id."""
@@ -163,13 +157,12 @@ def train(
     config: Path,
     run_dir: Path,
     *overrides: str,
-    timeout_s: float = 150,
     command: Sequence[str] = COMMAND,
     warm: bool = False,
 ) -> tuple[int, str]:
     """A whole run: (exit code, what it printed)."""
     with started(config, run_dir, *overrides, command=command, warm=warm) as run:
-        return run.wait(timeout_s)
+        return run.wait()
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

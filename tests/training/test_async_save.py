@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import HANG_S
 from warm_runs import WarmRun
 
 from slurm_rlhf.training.async_save import AsyncSave
@@ -26,7 +27,7 @@ def test_it_writes_a_copy_and_the_next_one_waits() -> None:
     live, seen = fragment(1.0), []
 
     def write(copies: list[Fragment]) -> None:
-        assert free.wait(20)
+        assert free.wait(HANG_S)
         seen.append((copies[0].start, copies[0].tensors["fp32"].tolist()))
 
     saves.begin([live], CPU, write)
@@ -48,14 +49,13 @@ def test_what_goes_wrong_is_told_and_the_next_one_works() -> None:
     assert saves.written().done()
     saves.begin([fragment(1.0)], CPU, fail)
     with pytest.raises(OSError, match="No space left"):
-        saves.written().result(20)
+        saves.written().result(HANG_S)
     saves.begin([fragment(2.0)], CPU, seen.extend)
-    saves.written().result(20)
+    saves.written().result(HANG_S)
     assert len(seen) == 1
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("kills", [10, pytest.param(200, marks=[pytest.mark.full, pytest.mark.timeout(900)])])
 def test_killed_at_random_moments_the_last_whole_one_loads(tmp_path: Path, kills: int) -> None:
     program = Path(__file__).parents[1] / "support" / "killed_saver.py"

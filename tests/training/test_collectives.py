@@ -220,7 +220,6 @@ def elements(path: Path) -> int:
     return sum(tensor.numel() for tensor in load_file(path / "model.safetensors").values())
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_gradients_travel_once_a_step_or_behind_each_backward_pass(
     out: Path, answers: list[dict[str, Any]], case: tuple[int, str, str]
@@ -238,7 +237,6 @@ def test_gradients_travel_once_a_step_or_behind_each_backward_pass(
     assert answers[0][name(case)]["overlapped"] == (stage > 0)
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_no_rank_asks_the_others_for_a_number_in_a_micro_batch(
     answers: list[dict[str, Any]], case: tuple[int, str, str]
@@ -249,7 +247,6 @@ def test_no_rank_asks_the_others_for_a_number_in_a_micro_batch(
     assert not [call for call in heard if call[0] == "all_reduce" and call[2] == "int64"]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(("tied", "checkpointing"), PASSES, ids=["tied-recomputed", "untied-kept"])
 def test_zero3_fetches_the_head_once_a_pass_and_keeps_its_order_of_modules(
     answers: list[dict[str, Any]], tied: str, checkpointing: bool
@@ -270,7 +267,6 @@ def test_zero3_fetches_the_head_once_a_pass_and_keeps_its_order_of_modules(
         assert later[1] == later[3]
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize(("tied", "zero_stage"), GRADIENTS)
 def test_chunks_inside_one_call_give_what_plain_logits_give(out: Path, tied: str, zero_stage: int) -> None:
     from transformers import AutoModelForCausalLM

@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from waiting import HANG_S
 
 STORE = """
 import time
@@ -15,23 +16,21 @@ from torch.distributed import TCPStore
 
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
-time.sleep(120)
+time.sleep(3600)
 """
+MEET_S = 2.0
 JOIN = """
-import time
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.training.distributed import join_world
 
-begun = time.monotonic()
 try:
-    join_world(1800.0, 2.0)
+    join_world(1800.0, {meet})
 except RunError as error:
-    print(f"{time.monotonic() - begun:.1f} {error}")
+    print(error)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_store_that_stands_still_costs_no_more_than_the_time_to_connect() -> None:
     """torch's clients would wait for it for ever."""
     with subprocess.Popen([sys.executable, "-c", STORE], stdout=subprocess.PIPE, text=True) as server:
@@ -42,11 +41,14 @@ def test_a_store_that_stands_still_costs_no_more_than_the_time_to_connect() -> N
             variables = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
             environment = {**os.environ, **variables, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
             done = subprocess.run(
-                [sys.executable, "-c", JOIN], env=environment, capture_output=True, text=True, timeout=100, check=True
+                [sys.executable, "-c", JOIN.format(meet=MEET_S)],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=HANG_S,
+                check=True,
             )
         finally:
             server.kill()
-    seconds, _, told = done.stdout.partition(" ")
-    assert 2 <= float(seconds) < 10
-    assert "did not meet within 2 s (timeout.connect)" in told
-    assert f"the store at 127.0.0.1:{port}" in told
+    assert f"did not meet within {MEET_S:g} s (timeout.connect)" in done.stdout
+    assert f"the store at 127.0.0.1:{port}" in done.stdout

@@ -155,7 +155,6 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tens
     return [load_file(path / f"rank{rank}.safetensors") for rank in range(RANKS)]
 
 
-@pytest.mark.timeout(200)
 def test_opt_has_ratio_one_in_the_first_step(ranks: list[dict[str, torch.Tensor]]) -> None:
     for answers in ranks:
         ratio, clipped, actions = answers["opt"].tolist()
@@ -163,7 +162,6 @@ def test_opt_has_ratio_one_in_the_first_step(ranks: list[dict[str, torch.Tensor]
         assert actions > 10
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["ref0", "ref3"])
 def test_actor_and_reference_are_equal_before_the_first_step_at_stage_0_in_bf16(
     ranks: list[dict[str, torch.Tensor]], kind: str
@@ -172,7 +170,6 @@ def test_actor_and_reference_are_equal_before_the_first_step_at_stage_0_in_bf16(
         assert torch.equal(answers["actor"], answers[kind])
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("kind", ["ref0", "ref3"])
 def test_actor_and_reference_are_equal_before_the_first_step_in_fp16_with_an_fp32_head(
     ranks: list[dict[str, torch.Tensor]], kind: str
@@ -183,7 +180,6 @@ def test_actor_and_reference_are_equal_before_the_first_step_in_fp16_with_an_fp3
         assert 0.0 < off < off_in_bf16 / 4
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("arch", CUT)
 def test_models_that_are_cut_by_zero3_give_what_whole_ones_give(
     ranks: list[dict[str, torch.Tensor]], arch: str
@@ -192,7 +188,6 @@ def test_models_that_are_cut_by_zero3_give_what_whole_ones_give(
         torch.testing.assert_close(answers[f"{arch}.3"], answers[f"{arch}.0"], rtol=0, atol=1e-6)
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("stage", STAGES)
 def test_values_of_a_bf16_critic_are_those_of_the_fp32_master_of_its_head(
     ranks: list[dict[str, torch.Tensor]], stage: int

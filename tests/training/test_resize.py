@@ -157,7 +157,6 @@ def mean_difference(path: Path, other: Path) -> float:
     return float(differences(path, other).mean())
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: f"{move[0]}to{move[1]}")
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_another_number_of_ranks_goes_on_where_the_run_was(
@@ -167,7 +166,6 @@ def test_another_number_of_ranks_goes_on_where_the_run_was(
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("move", MOVES_TO_TWO, ids=lambda move: f"{move[0]}to{move[1]}")
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_two_ranks_go_on_where_one_or_three_were(
@@ -188,7 +186,6 @@ def assert_goes_on(out: Path, case: dict[str, Any], saved: int, now: int) -> Non
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=rel)
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", [case for case in CASES if name(case) in STAGES], ids=name)
 def test_another_zero_stage_goes_on_where_the_run_was(out: Path, case: dict[str, Any]) -> None:
     resumed, whole = out / f"{name(case)}.from2to3staged", out / f"{name(case)}.whole"
@@ -197,7 +194,6 @@ def test_another_zero_stage_goes_on_where_the_run_was(out: Path, case: dict[str,
     assert mean_difference(resumed, whole) < DRIFT[case["param_dtype"]] * way
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", CASES, ids=name)
 def test_loading_is_exact_whatever_the_number_of_ranks(out: Path, case: dict[str, Any]) -> None:
     two = [out / f"{name(case)}.from2to{now}loaded" for now in (1, 3)]
@@ -205,7 +201,6 @@ def test_loading_is_exact_whatever_the_number_of_ranks(out: Path, case: dict[str
     assert difference(two[0], out / f"{name(case)}.whole") > 0  # two steps lie between them
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", [case for case in CASES if case["kind"] == "policy"], ids=name)
 def test_a_checkpoint_becomes_a_model_without_a_process_group(out: Path, tmp_path: Path, case: dict[str, Any]) -> None:
     """What `slurm-rlhf generate` samples from: the weights that two ranks had, of whatever ZeRO stage."""
@@ -225,7 +220,6 @@ def test_a_checkpoint_becomes_a_model_without_a_process_group(out: Path, tmp_pat
     assert (tmp_path / "model" / "tokenizer.json").read_bytes() == (out / "model" / "tokenizer.json").read_bytes()
 
 
-@pytest.mark.timeout(400)
 def test_a_checkpoint_of_another_model_or_with_a_missing_file_is_refused(out: Path, tmp_path: Path) -> None:
     from slurm_rlhf.training.optimizer_state import Fragment, ShardReader
 

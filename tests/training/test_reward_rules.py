@@ -18,7 +18,6 @@ from slurm_rlhf.training.batch import collate
 from slurm_rlhf.training.frozen_models import RewardModel, pooling
 from slurm_rlhf.training.models import load_critic, load_reward
 
-pytestmark = pytest.mark.timeout(60)
 EOS = 1
 SEQUENCES = ([5, 9, 20, EOS], [7, 8, 9, 10, 11, 12, EOS], [30, 31, 32], [4, EOS, EOS])
 FP32 = Ds(param_dtype="fp32")

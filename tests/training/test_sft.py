@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny_models import make_tiny
+from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CheckpointError
@@ -56,7 +57,7 @@ def run(command: list[str], cwd: Path, extra: dict[str, str]) -> subprocess.Comp
         start_new_session=True,
     )
     try:
-        out, err = process.communicate(timeout=120)
+        out, err = process.communicate(timeout=HANG_S)
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
@@ -140,7 +141,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return job, result.stdout
 
 
-@pytest.mark.timeout(200)
 def test_metrics_and_log_are_beside_the_model(trained: tuple[Path, str]) -> None:
     job, printed = trained
     assert "100 examples, 1 dropped as too long, 40 steps" in printed
@@ -157,7 +157,6 @@ def test_metrics_and_log_are_beside_the_model(trained: tuple[Path, str]) -> None
     assert all(row["lr"] > 0 and row["grad_norm"] > 0 and row["tokens"] > 20 for row in measured)
 
 
-@pytest.mark.timeout(280)
 def test_two_ranks_learn_the_same_and_the_model_loads_everywhere(trained: tuple[Path, str]) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -180,7 +179,6 @@ def test_two_ranks_learn_the_same_and_the_model_loads_everywhere(trained: tuple[
         assert ours == pytest.approx(told, abs=1e-5)
 
 
-@pytest.mark.timeout(280)
 def test_a_training_that_was_killed_or_stopped_goes_on_with_the_same_numbers(trained: tuple[Path, str]) -> None:
     job, measured = trained[0], metrics(trained[0] / "out.run")
     words = ["job.toml", "--sft.output_dir=again", "--sft.save_steps=8"]
@@ -191,7 +189,7 @@ def test_a_training_that_was_killed_or_stopped_goes_on_with_the_same_numbers(tra
     for line in first.stdout:
         if line.startswith("sft: step 19/40"):
             first.kill()
-    assert first.wait(timeout=60) == -signal.SIGKILL
+    assert first.wait(timeout=HANG_S) == -signal.SIGKILL
     assert not (job / "again").exists()
     assert [path.name for path in (job / "again.run" / "checkpoints").glob("step_*[0-9]")] == ["step_000016"]
 
@@ -202,7 +200,7 @@ def test_a_training_that_was_killed_or_stopped_goes_on_with_the_same_numbers(tra
         said.append(line)
         if line.startswith("sft: step 20/40"):
             second.terminate()
-    assert second.wait(timeout=60) == 128 + signal.SIGTERM
+    assert second.wait(timeout=HANG_S) == 128 + signal.SIGTERM
     assert "step_000016 at step 16/40" in "".join(said)
     stopped = re.search(r"stopped by SIGTERM; saved at step (\d+)/40; the same command goes on", said[-1])
     assert stopped, said
@@ -219,7 +217,6 @@ def test_a_training_that_was_killed_or_stopped_goes_on_with_the_same_numbers(tra
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
-@pytest.mark.timeout(120)
 def test_bad_input_is_one_message_and_leaves_nothing(job: Path) -> None:
     with (job / "sums.jsonl").open("a") as file:
         file.write('{"input": "1+1="}\n')
@@ -230,7 +227,6 @@ def test_bad_input_is_one_message_and_leaves_nothing(job: Path) -> None:
     assert not (job / "out").exists()
 
 
-@pytest.mark.timeout(60)
 def test_examples_in_process(job: Path) -> None:
     from slurm_rlhf.config.schema import Config, Data
     from slurm_rlhf.data.tokenizer import Tokenizer

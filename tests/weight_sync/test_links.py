@@ -38,7 +38,6 @@ def measured(nbytes: int, zero: int, fast: str, slow: str, **options: object) ->
         return found, links.sent("actor1", "eth0")
 
 
-@pytest.mark.timeout(180)
 def test_a_slow_actor_node_gets_less_to_send() -> None:
     """Four updates: two to learn the rates, two that follow them."""
     found, sent = measured(8_000_000, 0, "400mbit", "40mbit", bucket_bytes=4 << 20, repeats=3)
@@ -47,7 +46,6 @@ def test_a_slow_actor_node_gets_less_to_send() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("zero", [0, 3])
 def test_a_node_at_a_tenth_costs_what_the_network_costs(zero: int) -> None:
     """100 MB at 400 Mbit/s, one of two actor nodes at 40: by the engines' links, or by the slow shard sent once."""
@@ -74,7 +72,6 @@ def long_world(links: long_links.LongLinks) -> World:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(300)
 @pytest.mark.skipif(not long_links.available(), reason="packets are delayed by way of /dev/net/tun")
 def test_links_of_20_ms_are_as_full_as_one_stream_makes_them() -> None:
     """Eight ranks on four nodes, 100 MB of ZeRO-3 shards at 400 Mbit/s; a round trip takes 20 ms."""
@@ -87,7 +84,6 @@ def test_links_of_20_ms_are_as_full_as_one_stream_makes_them() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(not long_links.available(), reason="packets are delayed by way of /dev/net/tun")
 def test_relays_over_links_of_20_ms_are_as_fast_as_plain_streams_of_the_same_shape() -> None:
     """Six nodes with twelve ranks share this machine: all is six times slower, so that each has the time of its own."""

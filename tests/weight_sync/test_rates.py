@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from sync_fleet import Fleet
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow]
 
 
 @pytest.mark.parametrize("zero", [0, 3])

@@ -44,7 +44,6 @@ def test_bad_words(word: str, said: str) -> None:
     assert "--peak" not in Bench().help_page()
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.skipif(not available(), reason="network namespaces and tc need root")
 def test_both_interfaces_of_a_node_carry_their_share() -> None:
     """ZeRO-3 shards of two ranks of a node leave over two interfaces, and the other node takes each byte once."""
@@ -78,7 +77,6 @@ def test_a_rank_takes_the_interface_near_its_device() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(not available(), reason="network namespaces and tc need root")
 def test_links_of_400_mbit_are_full_and_twice_the_nodes_cost_little() -> None:
     """Two actor nodes of two ranks, ZeRO-3, to two and to four rollout nodes of two ranks; 100 MB."""
@@ -122,7 +120,6 @@ def test_loopback_reaches_four_fifths_of_what_gloo_does_with_the_same_bytes(tmp_
     assert together["seconds_with_loading"] > together["seconds"]
 
 
-@pytest.mark.timeout(180)
 def test_the_memory_figure_is_what_the_processes_hold() -> None:
     """Of an embedding of many buckets, and parameters of sizes that fit where none was before."""
     sizes = [4096, 500, 3000, 100, 7000, 1]

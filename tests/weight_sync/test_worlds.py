@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 pytestmark = pytest.mark.slow
 
@@ -42,10 +43,10 @@ def weights(version):
 
 
 def sender():
-    store = SyncStore.listen("localhost", timeout_s=60)
+    store = SyncStore.listen("localhost", timeout_s=HANG_S)
     (place / "port.new").write_text(str(store.port))
     (place / "port.new").rename(place / "port")
-    group = join(Membership("weights", 0, 3, 1, "localhost", store.port, timeout_s=60, label="actor 0"))
+    group = join(Membership("weights", 0, 3, 1, "localhost", store.port, timeout_s=HANG_S, label="actor 0"))
     sender = Sender(group, make_plan(describe(weights(0)), 1 << 20, group.layout(0)))
     for version in (1, 2):
         sender.push(hold(weights(version)), version)
@@ -57,7 +58,7 @@ def receiver():
     while not (place / "port").exists():
         time.sleep(0.05)
     port = int((place / "port").read_text())
-    group = join(Membership("weights", 1 + rank, 3, 1, "localhost", port, timeout_s=60, label=f"rollout {rank}"))
+    group = join(Membership("weights", 1 + rank, 3, 1, "localhost", port, timeout_s=HANG_S, label=f"rollout {rank}"))
     receiver = Receiver(group, make_plan(describe(weights(0)), 1 << 20, group.layout(0)))
     for version in (1, 2):
         with receiver.update(version) as arriving:
@@ -79,7 +80,6 @@ dist.destroy_process_group()
 '''
 
 
-@pytest.mark.timeout(120)
 def test_two_worlds_keep_their_own_groups_while_weights_go_across(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'support'}"}
     processes = [
@@ -94,7 +94,7 @@ def test_two_worlds_keep_their_own_groups_while_weights_go_across(tmp_path):
         for rank in (0, 1)
     ]
     try:
-        said = [process.communicate(timeout=100) for process in processes]
+        said = [process.communicate(timeout=HANG_S) for process in processes]
     finally:
         for process in processes:
             process.kill()

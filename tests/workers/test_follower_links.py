@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_cluster import Timeout
@@ -23,8 +24,6 @@ from slurm_rlhf.workers.engine_follower import EngineFollower
 from slurm_rlhf.workers.follower_links import Answer, FollowerCalls, FollowerLinks, Told
 from slurm_rlhf.workers.local_stream import LocalListener, LocalStream, accept_all, connect_local
 
-pytestmark = pytest.mark.timeout(60)
-
 REQUEST = GenerateRequest("7.1", 7, 1, np.arange(5, dtype=np.int32), Sampling(max_new_tokens=4), 3)
 
 
@@ -35,7 +34,7 @@ class Links:
         listener = LocalListener(2)
         self.followers: list[LocalStream] = []
         for rank in (1, 2):
-            self.followers.append(connect_local(listener.path, 5))
+            self.followers.append(connect_local(listener.path, HANG_S))
             self.followers[-1].send(rank)
         self.failures: SimpleQueue[str] = SimpleQueue()
         streams = accept_all(listener, {1, 2}, 5)
@@ -44,7 +43,7 @@ class Links:
 
     def told(self) -> Told:
         """The next message, which both got."""
-        one, other = (read(Told, follower.receive(5), "it") for follower in self.followers)
+        one, other = (read(Told, follower.receive(HANG_S), "it") for follower in self.followers)
         assert one.number == other.number
         assert [command.name for command in one.commands] == [command.name for command in other.commands]
         return one
@@ -109,7 +108,7 @@ def test_an_answer_of_another_type_is_refused_by_name(links: Links) -> None:
 
 def test_what_is_no_answer_ends_the_engine(links: Links) -> None:
     links.followers[1].send(["perhaps", 1, None])
-    assert "rank 2 died: the answer of a follower.word must be one of 'done'" in links.failures.get(timeout=5)
+    assert "rank 2 died: the answer of a follower.word must be one of 'done'" in links.failures.get(timeout=HANG_S)
     with pytest.raises(RunError, match="rank 2 died"):
         links.leader.send(FollowerCalls.step)
 
@@ -130,7 +129,7 @@ def test_ranks_that_have_done_other_things_stop_the_engine(links: Links) -> None
     links.answer(Answer("done", 2, b"same"), Answer("done", 2, b"else"))
     with pytest.raises(RunError, match=r"\(TP ranks 0 and 2\) did not do the same up to batch 4"):
         links.leader.agree(b"same", 4)
-    assert "up to batch 4" in links.failures.get(timeout=5)
+    assert "up to batch 4" in links.failures.get(timeout=HANG_S)
 
 
 def test_a_silent_follower_is_waited_for_as_long_as_its_call_may_take(links: Links) -> None:

@@ -78,7 +78,6 @@ def run(forward: int) -> dict[str, Ranks]:
     return roles
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize(("forward", "budget"), [(0, 4 * TRAINED), (90, 90), (20, 20)])
 def test_passes_without_gradients_have_their_own_budget(forward: int, budget: int) -> None:
     roles = run(forward)

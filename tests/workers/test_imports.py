@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from control_peer import ask
+from waiting import HANG_S
 
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
@@ -69,7 +70,6 @@ def start(role: str, directory: RunDirectory, endpoint: str) -> subprocess.Popen
     )
 
 
-@pytest.mark.timeout(120)
 def test_a_slow_import_that_holds_the_interpreter_does_not_lose_the_rank(directory: RunDirectory) -> None:
     lost: list[Any] = []
 
@@ -83,7 +83,7 @@ def test_a_slow_import_that_holds_the_interpreter_does_not_lose_the_rank(directo
             for role in LIBRARIES:
                 processes[role] = start(role, directory, server.endpoint())
             for role, libraries in LIBRARIES.items():
-                server.wait_for(role, 1, 100.0)
+                server.wait_for(role, 1, HANG_S)
                 imported = (directory.root.parent / "slow" / role).read_text().split()
                 assert imported == libraries, f"{role} says hello before it has imported its libraries"
             quiet_until = time.monotonic() + 2 * LIMIT
@@ -91,7 +91,7 @@ def test_a_slow_import_that_holds_the_interpreter_does_not_lose_the_rank(directo
                 assert not lost
                 time.sleep(0.05)
             for role in LIBRARIES:
-                assert ask(server, role, 0, "shutdown", timeout_s=30.0).result() == "done"
+                assert ask(server, role, 0, "shutdown", timeout_s=HANG_S).result() == "done"
         finally:
             for process in processes.values():
                 process.kill()

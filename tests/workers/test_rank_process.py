@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import HANG_S
 
 from slurm_rlhf.cluster.processes import PARENT
 
@@ -29,17 +30,15 @@ os.kill(os.getpid(), signal.SIGSEGV)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_crash_ends_the_process_without_stacks_of_a_library() -> None:
     """xgrammar, which vLLM imports for an engine, brings a handler that writes C stacks, for seconds."""
-    done = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True, timeout=HANG_S, check=False)
     assert done.returncode == -signal.SIGSEGV
     assert done.stdout.split() == ["True", "False"]
     assert "Segfault" not in done.stderr + done.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_a_rank_whose_torchrun_ended_before_it_could_ask_for_it_ends_at_once(tmp_path: Path) -> None:
     """Its parent is process 1 by then, which never ends: the torchrun itself says who it was."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
@@ -50,7 +49,7 @@ def test_a_rank_whose_torchrun_ended_before_it_could_ask_for_it_ends_at_once(tmp
         env=os.environ | {PARENT: str(gone.pid)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=HANG_S,
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
