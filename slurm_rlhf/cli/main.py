@@ -8,8 +8,10 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import signal
 import sys
 import textwrap
+import threading
 import traceback
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -184,6 +186,9 @@ class CommandPage(Protocol):
 def main(argv: list[str] | None = None) -> int:
     """Run one command. Exit codes: 0 done, 1 the run failed, 2 something the user can fix, 130 interrupted."""
     words = sys.argv[1:] if argv is None else argv
+    # A script's `command &`, nohup and some batch systems start it with SIGINT ignored, and no Ctrl-C would end it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return guarded(lambda: _dispatch(words))
 
 

@@ -57,7 +57,7 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
         archive.extractall(tmp_path, filter="data")
     run_dir = tmp_path / "run"
     kept = (run_dir / "metrics.jsonl").read_text()
-    with started(tmp_path / "config.toml", run_dir) as run:
+    with started(tmp_path / "config.toml", run_dir, warm=True) as run:
         code, output = run.wait()
         run.assert_gone()
     assert code == 0, output

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pty
+import signal
 import subprocess
 import sys
 import threading
@@ -151,3 +152,21 @@ def test_a_bar_is_full_and_fair(parts: dict[str, float], width: int) -> None:
     for name, value in parts.items():
         if total > 0:
             assert abs(drawn.count(name) - value / total * width) < 2
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_what_was_started_with_sigint_ignored(run: Path) -> None:
+    """As a script starts `command &`, nohup a command, and some batch systems a job."""
+    words = [sys.executable, "-m", "slurm_rlhf.cli", "status", str(run), "--watch"]
+    with held(run):
+        process = subprocess.Popen(
+            ["sh", "-c", 'trap "" INT; exec "$@"', "sh", *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=HANG_S)
+    assert (process.returncode, said) == (130, "slurm-rlhf: interrupted\n")

@@ -91,6 +91,7 @@ def test_sigterm_after_sigusr1_means_that_nothing_is_to_go_on(tmp_path: Path) ->
 
 
 def test_ctrl_c_saves_and_a_second_one_ends_the_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever this session was started with
     with Stop(tmp_path) as stop:
         later(0.1, signal.SIGINT)
         stopped = interrupted(stop)
@@ -99,7 +100,7 @@ def test_ctrl_c_saves_and_a_second_one_ends_the_process(tmp_path: Path, capfd: p
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)  # while it saves
     assert (INTERRUPT.requeue, INTERRUPT.exit_code) == (False, 130)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 
 
 def test_files_of_this_session_are_obeyed_once(tmp_path: Path) -> None:

@@ -154,16 +154,16 @@ def test_phases_add_up_and_tell_what_goes_on():
     began = time.monotonic()
     with phases("rollout"), phases("reward"):
         time.sleep(0.05)
-    both = time.monotonic() - began
     with pytest.raises(RuntimeError):
         break_in_a_phase()
     with phases("rollout"):
         pass
     assert told == ["rollout", "reward", "rollout", "", "update", "", "rollout", ""]
     taken = phases.take()
+    whole = time.monotonic() - began
     assert sorted(taken) == ["time/reward", "time/rollout", "time/update"]
     assert taken["time/reward"] >= 0.05
-    assert 0 <= taken["time/rollout"] <= both - taken["time/reward"] + 0.01  # not counted twice
+    assert sum(taken.values()) <= whole  # no moment is counted twice
     assert phases.take() == {}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 from waiting import HANG_S
@@ -155,21 +154,39 @@ def test_sizes_below_one_name_their_key(key: str) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_10000_nodes_in_under_a_second(shared: bool) -> None:
+def test_the_work_grows_with_the_nodes_and_no_faster(shared: bool) -> None:
+    few, many = calls_to_place(1000, shared), calls_to_place(10000, shared)
+    print(f"{few} calls for 1,000 nodes, {many} for 10,000")
+    assert many < 11 * few
+    assert many < 10000 * 400
+
+
+def calls_to_place(nodes: int, shared: bool) -> int:
+    """How many functions are called to place roles on so many nodes of 8 GPUs."""
     if shared:
-        roles = [RoleSize("actor", 10000, 4), RoleSize("critic", 10000, 2), engines(10000, tp=2)]
+        roles = [RoleSize("actor", nodes, 4), RoleSize("critic", nodes, 2), engines(nodes, tp=2)]
     else:
+        tenth = nodes // 10
         roles = [
-            RoleSize("actor", 4000, 8),
-            RoleSize("critic", 1000, 8),
-            engines(4000, tp=8),
-            RoleSize("reference", 1000, 8),
+            RoleSize("actor", 4 * tenth, 8),
+            RoleSize("critic", tenth, 8),
+            engines(4 * tenth, tp=8),
+            RoleSize("reference", tenth, 8),
         ]
-    names = expand("gpu[00001-10000]")
-    start = time.process_time()
-    rank_map = place(Topology.uniform(names, 8), roles)
-    assert time.process_time() - start < 1.0
-    assert sum(rank_map.worlds.values()) == 80000
+    topology = Topology.uniform(expand(f"gpu[00001-{nodes:05d}]"), 8)
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        rank_map = place(topology, roles)
+    finally:
+        sys.setprofile(None)
+    assert sum(rank_map.worlds.values()) == 8 * nodes
+    return calls
 
 
 def test_json_holds_the_whole_map() -> None:

@@ -15,8 +15,11 @@ from waiting import until
 
 pytestmark = [pytest.mark.mpi, pytest.mark.engine, pytest.mark.slow]
 
-SMALL = ("--algo.kl.init_coef=0", "--eval.dataset=", "--train.max_steps=1000", "--train.num_episodes=1000")
-"""An actor rank, a critic rank, an engine."""
+SMALL = (
+    *("--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0", "--eval.dataset="),
+    *("--train.max_steps=1000", "--train.num_episodes=1000"),
+)
+"""An actor rank and an engine."""
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +29,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_rank_that_is_gone_is_named_and_usr1_saves(config: Path) -> None:
     run_dir = config.parent / "killed"
-    with started(config, run_dir, *SMALL, command=mpirun(3)) as run:
+    with started(config, run_dir, *SMALL, command=mpirun(2)) as run:
         run.wait_for_step(1)
         os.kill(run.process.pid, signal.SIGUSR1)  # mpirun passes it on
         code, output = run.wait()
@@ -34,21 +37,21 @@ def test_the_rank_that_is_gone_is_named_and_usr1_saves(config: Path) -> None:
     assert code == 0, output
     saved = json.loads((run_dir / "summary.json").read_text())
     assert saved["status"] == "stopped"
-    with started(config, run_dir, *SMALL, command=mpirun(3)) as run:
+    with started(config, run_dir, *SMALL, command=mpirun(2)) as run:
         run.wait_for_step(saved["steps"] + 1)
-        os.kill(run.worker("critic"), signal.SIGKILL)
+        os.kill(run.worker("actor"), signal.SIGKILL)
         code, output = run.wait()
         run.assert_gone()
     assert "resuming from" in output
     assert code == 1, output
-    assert "error: role critic died: its process group on" in output
+    assert "error: role actor died: its process group on" in output
     assert "was killed by SIGKILL" in output
     assert "the run is not restarted in this job: under MPI no role can be started again: a rank that is gone" in output
 
 
 def test_a_process_of_comm_world_that_is_killed_takes_the_run_along_and_leaves_nothing(config: Path) -> None:
     run_dir = config.parent / "crashed"
-    with started(config, run_dir, *SMALL, command=mpirun(3)) as run:
+    with started(config, run_dir, *SMALL, command=mpirun(2)) as run:
         run.wait_for_step(1)
         os.kill(rank_process(run.process.pid, 1), signal.SIGKILL)
         code, output = run.wait()

@@ -41,18 +41,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, list[Call]
 
 
 def test_the_actor_passes_nothing_forward_but_for_the_self_check(run: tuple[Path, str, list[Call]]) -> None:
-    run_dir, _, made = run
+    _, _, made = run
     of_actor = [call.method for call in made if call.role == "actor" and call.method != "sync_push"]
     before = of_actor[: of_actor.index("train_step")]
     assert before.count("logprobs") == before.count("self_check") == 1
     assert of_actor.count("logprobs") == 1
     assert of_actor.count("train_step") == STEPS
-    # Nobody else passes anything forward here, so the phase has nothing to wait for.
-    forward, update = (
-        statistics.median(row[name] for row in metrics(run_dir)) for name in ("time/forward", "time/update")
-    )
-    print(f"time/forward {forward:.4f} s, time/update {update:.4f} s")
-    assert forward < 0.2 * update
 
 
 def test_it_learns(run: tuple[Path, str, list[Call]]) -> None:

@@ -12,13 +12,18 @@ import pytest
 from patched_ranks import patched
 from training_runs import Run, metrics, started, timeless, train, workspace
 
+from slurm_rlhf.campaign.holds import Holds
+from slurm_rlhf.campaign.workload import PACE
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.rollout.tp_engine import EnginePlace
 from slurm_rlhf.workers.engine_worker import segment_prefix
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-TP = ("--vllm.tensor_parallel_size=2", "--algo.kl.init_coef=0", "--eval.dataset=", "--train.num_episodes=1000")
+TP = (
+    *("--vllm.tensor_parallel_size=2", "--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0"),
+    *("--eval.dataset=", "--train.num_episodes=1000"),
+)
 ENDLESS = "--train.max_steps=100000"
 LATE = """
 import os, sys, time
@@ -32,7 +37,9 @@ if "--role=rollout" in sys.orig_argv and os.environ.get("LOCAL_RANK") in ("2", "
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return workspace(tmp_path_factory.mktemp("runs"))
+    file = workspace(tmp_path_factory.mktemp("runs"))
+    Holds(file).hold(PACE, "0.1")  # runs without an end leave the cores to what is tested
+    return file
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +47,8 @@ def late(config: Path) -> Iterator[Run]:
     """A run of two engines, of which the second starts when `hold` exists."""
     with patched(config.parent / "site", LATE, TEST_HOLD=str(config.parent / "hold")):
         run = Run(
-            config, config.parent / "late", *TP, ENDLESS, "--vllm.num_engines=2", "--train.full_determinism=false"
+            *(config, config.parent / "late", *TP, ENDLESS, "--vllm.num_engines=2", "--train.full_determinism=false"),
+            warm=True,
         )
     yield run
     run.end()

@@ -22,8 +22,11 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 STEPS = 24
 LENGTH = (f"--train.max_steps={STEPS}", "--train.num_episodes=4")
-WORLD = ("--algo.kl.init_coef=0", "--eval.dataset=", "--train.threads_per_rank=1", *LENGTH)
-NODES = ("--critic.num_nodes=1", "--vllm.num_nodes=1", "--vllm.num_engines=1")
+WORLD = (
+    *("--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0", "--eval.dataset="),
+    *("--train.threads_per_rank=1", *LENGTH),
+)
+NODES = ("--vllm.num_nodes=1", "--vllm.num_engines=1")
 
 APPTAINER = """#!/bin/bash
 # A stand-in: takes its own options and the image, and runs the rest. What poisons the host is not inside.
@@ -167,7 +170,7 @@ def test_a_chain_goes_on_ends_with_the_run_and_its_ranks_are_in_a_container(
     assert set(states.values()) == {"CANCELLED"}
     inside = (slurm.shared / "apptainer.log").read_text().splitlines()
     roles = [line for line in inside if re.search(r"slurm_rlhf\.launch\.(engine_)?node ", line)]
-    assert len(roles) == 2 * 3  # actor, critic, rollout: one node each, in two links
+    assert len(roles) == 2 * 2  # actor and rollout: one node each, in two links
     assert all(f"exec --nv --bind={run_dir} --bind={config.parent / 'model'} /images/rlhf.sif" in r for r in roles)
 
     again = slurm.sbatch("--job-name=late", "--dependency=singleton", *header, str(script), *WORLD, *NODES)

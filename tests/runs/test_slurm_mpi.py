@@ -12,13 +12,16 @@ from training_runs import metrics, timeless, train, workspace
 pytestmark = [pytest.mark.mpi, pytest.mark.engine, pytest.mark.slow]
 
 COMMAND = str(CHECKOUT / ".venv" / "bin" / "slurm-rlhf")
-WORLD = ("--algo.kl.init_coef=0", "--train.max_steps=2", "--train.threads_per_rank=1")
+WORLD = (
+    *("--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0"),
+    *("--train.max_steps=2", "--train.threads_per_rank=1"),
+)
 NODES = ("--actor.num_nodes=2", "--actor.num_gpus_per_node=1", "--vllm.num_engines=2", "--vllm.num_nodes=2")
-"""Actor with a rank on each of two nodes, critic, two engines: five ranks."""
+"""Actor with a rank on each of two nodes, two engines: four ranks."""
 
 SCRIPT = """#!/bin/bash
-srun --mpi=none --overlap --nodes=2 --ntasks=5 {train} 2>&1; echo "silent worlds: $?"
-exec srun --mpi=pmix --overlap --nodes=2 --ntasks=5 --distribution=cyclic {train}
+srun --mpi=none --overlap --nodes=2 --ntasks=4 {train} 2>&1; echo "silent worlds: $?"
+exec srun --mpi=pmix --overlap --nodes=2 --ntasks=4 --distribution=cyclic {train}
 """
 
 
@@ -27,16 +30,16 @@ def test_srun_with_pmix_writes_the_metrics_of_torchrun(slurm: Cluster) -> None:
     words = [COMMAND, "train", str(config), f"--run_dir={run_dir}", *WORLD, *NODES]
     script, output = slurm.shared / "pmix.sh", Path(f"{run_dir}.log")
     script.write_text(SCRIPT.format(train=" ".join(words)))
-    job = slurm.sbatch("--nodes=2", "--ntasks-per-node=3", "--mem=16000", f"--output={output}", str(script))
+    job = slurm.sbatch("--nodes=2", "--ntasks-per-node=2", "--mem=16000", f"--output={output}", str(script))
     torchrun = slurm.shared / "torchrun"
     code, said = train(config, torchrun, *WORLD, "--actor.num_gpus_per_node=2", "--vllm.num_engines=2", warm=True)
     assert code == 0, said
     assert slurm.wait_over(job) == ("COMPLETED", 0), output.read_text()
     said = output.read_text()
     silent, _, run = said.partition("silent worlds: 2\n")
-    assert silent.count("srun started 5 processes (SLURM_STEP_NUM_TASKS=5), but COMM_WORLD has 1:") == 1
+    assert silent.count("srun started 4 processes (SLURM_STEP_NUM_TASKS=4), but COMM_WORLD has 1:") == 1
     assert "Start them with srun --mpi=pmix" in silent
-    assert "MPI: 5 ranks on 2 nodes;" in run
+    assert "MPI: 4 ranks on 2 nodes;" in run
     assert " checks of 2 nodes in " in run  # preflight, with an agent on each
     assert "warning: preflight" not in run
     assert f"to look inside: srun --jobid={job} --overlap --pty" in run

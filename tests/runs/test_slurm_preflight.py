@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from slurm_cluster import BASE, CHECKOUT, COMMAND, PLACES, SMALL, Cluster, said
-from training_runs import steps, workspace
+from slurm_cluster import BASE, CHECKOUT, COMMAND, ENDLESS, OVER, PLACES, SMALL, Cluster, said
+from training_runs import saved, workspace
 from waiting import HANG_S
+
+from slurm_rlhf.checkpoint.directory import CheckpointDir
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -158,20 +160,28 @@ def test_a_name_that_leads_into_an_unreachable_subnet(slurm: Cluster, config: Pa
     assert "was on old1, this one is on gpu001" in moved["said"]
 
 
-def test_a_run_starts_without_the_bad_node(slurm: Cluster, config: Path) -> None:
+def test_a_run_starts_without_the_bad_node_and_scancel_ends_it(slurm: Cluster, config: Path) -> None:
+    """`scancel` leaves the last checkpoint usable, no orphan, and the allocation released."""
     run_dir = slurm.shared / "runs" / "spare"
     run_dir.parent.mkdir(exist_ok=True)
     inside(slurm, "gpu002", f"mount -t tmpfs -o size=1m tmpfs {run_dir.parent}")
     script = run_dir.with_suffix(".sh")
-    words = " ".join([*NOT_QUICK, *SMALL, "--cluster.spares=1", "--train.max_steps=1"])
+    words = " ".join([*NOT_QUICK, *SMALL, *ENDLESS, "--cluster.spares=1", "--ckpt.save_steps=1"])
     script.write_text(f"#!/bin/bash\nexec {COMMAND} train {config} --run_dir={run_dir} {words}\n")
     try:
         options = ["--nodes=3", "--nodelist=gpu[001-003]", *FOUR[1:], f"--output={run_dir}.log"]
-        state, code = slurm.wait_over(slurm.sbatch(*options, str(script)))
+        job = slurm.sbatch(*options, str(script))
+        slurm.wait_until(lambda: len(saved(run_dir)) >= 1 or slurm.job(job)["JobState"] in OVER, "a checkpoint")
+        slurm.run("scancel", str(job))
+        state, _ = slurm.wait_over(job)
     finally:
         inside(slurm, "gpu002", f"umount {run_dir.parent}")
-    assert (state, code) == ("COMPLETED", 0), said(run_dir)
+    assert state == "CANCELLED", said(run_dir)
     assert "preflight: left out gpu002, a spare takes over: run_dir" in said(run_dir)
     ranks = json.loads((run_dir / "rank_map.json").read_text())
     assert [node["name"] for node in ranks["nodes"]] == ["gpu001", "gpu003"]
-    assert steps(run_dir) == 1
+    latest = CheckpointDir(run_dir).latest()
+    assert latest is not None
+    assert CheckpointDir(run_dir).load_state(latest)["run"]["step"] >= 1
+    slurm.wait_until(lambda: not slurm.left(run_dir, *slurm.names), "end of its processes")
+    assert not slurm.run("squeue", "-h").strip()

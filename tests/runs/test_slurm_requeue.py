@@ -13,6 +13,7 @@ from slurm_cluster import CHECKOUT, Cluster, said
 from slurm_undisturbed import STEPS, Calm, calm_run
 from tracker_files import history, trackio_rows, wandb_starts
 from training_runs import metrics, saved, steps, summary, timeless
+from waiting import scaled
 
 from slurm_rlhf.campaign.holds import Holds
 from slurm_rlhf.config.load import load_config
@@ -67,15 +68,17 @@ def wait_for_restart(slurm: Cluster, job: int, run_dir: Path, restart: int) -> N
     slurm.wait_until(lambda: not any(slurm.left(run_dir, node) for node in slurm.names), "end of its processes")
 
 
-def test_requeued_preempted_and_followed_it_writes_the_same_metrics(slurm: Cluster, calm: Calm) -> None:
-    """Requeue a run by SIGUSR1 and by a preemption: it saves and resumes exactly, both times.
+@pytest.mark.parametrize("preempted", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_requeued_and_followed_it_writes_the_same_metrics(slurm: Cluster, calm: Calm, preempted: bool) -> None:
+    """Requeue a run by SIGUSR1, or by a preemption after that, too: it saves and resumes exactly, each time.
 
     Before the end of the allocation it submits its successor, as requeue is forbidden by then. Steps in flight are
     finished or dropped. The roles: actor with two ranks on two nodes, critic, reference, two engines, on three nodes.
     """
-    run_dir, holds = slurm.shared / "requeued", Holds(calm.work / "run.toml")
-    alive_s = calm.start_s + 4
-    limit_min = math.ceil((alive_s + 20) / 60)
+    run_dir, holds = slurm.shared / f"requeued_{preempted}", Holds(calm.work / "run.toml")
+    alive_s = calm.start_s + scaled(4)
+    limit_min = math.ceil((alive_s + scaled(20)) / 60)
+    requeues = 2 if preempted else 1
     length = (
         f"--train.max_steps={STEPS}",
         "--train.num_episodes=10",
@@ -89,23 +92,11 @@ def test_requeued_preempted_and_followed_it_writes_the_same_metrics(slurm: Clust
     slurm.run("scancel", "--batch", "--signal=USR1", str(job))
     wait_for_restart(slurm, job, run_dir, 1)
 
-    wait_for_another_step(slurm, run_dir)
-    holds.hold("reward-hang")  # no step ends any more: what is in flight is dropped
-    release = slurm.shared / f"{run_dir.name}.release"
-    urgent = slurm.sbatch(
-        *("--partition=high", "--nodes=3", "--nodelist=gpu[001-003]", "--gres=gpu:8", "--output=/dev/null"),
-        f"--wrap=until [ -e {release} ]; do sleep 0.2; done",
-    )
-    wait_for_restart(slurm, job, run_dir, 2)
-    slurm.wait_until(lambda: slurm.job(urgent)["JobState"] == "RUNNING", "start of the urgent job")
-    assert "was told to terminate" in next((run_dir / "logs").glob("conductor.*.log")).read_text()
+    if preempted:
+        preempt(slurm, job, run_dir, holds)
     # From here on this job may not be requeued, and its time is short.
     slurm.run("scontrol", "update", f"JobId={job}", "Requeue=0", f"TimeLimit={limit_min}")
     slurm.start_soon(job)
-    holds.let_go("reward-hang")
-    release.touch()
-    assert slurm.wait_over(urgent) == ("COMPLETED", 0)
-
     slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "next start")
     done = steps(run_dir)
     slurm.wait_until(lambda: steps(run_dir) > done or slurm.job(job)["JobState"] != "RUNNING", "step")
@@ -125,10 +116,27 @@ def test_requeued_preempted_and_followed_it_writes_the_same_metrics(slurm: Clust
     assert load_config(run_dir / "config.toml", []).data.input_template == "1 + {}"
     assert summary(run_dir)["status"] == "finished"
     assert (run_dir / "final" / "config.json").exists()
-    assert said(run_dir).count("resuming from") == 3
+    assert said(run_dir).count("resuming from") == requeues + 1
     assert timeless(metrics(run_dir)) == calm.metrics
-    assert_report_shows(run_dir, requeues=3)
-    assert_trackers_have(run_dir, starts=4)
+    assert_report_shows(run_dir, requeues=requeues + 1)
+    assert_trackers_have(run_dir, starts=requeues + 2)
+
+
+def preempt(slurm: Cluster, job: int, run_dir: Path, holds: Holds) -> None:
+    """A job that comes first takes the nodes after the next step, and has ended when this returns."""
+    wait_for_another_step(slurm, run_dir)
+    holds.hold("reward-hang")  # no step ends any more: what is in flight is dropped
+    release = slurm.shared / f"{run_dir.name}.release"
+    urgent = slurm.sbatch(
+        *("--partition=high", "--nodes=3", "--nodelist=gpu[001-003]", "--gres=gpu:8", "--output=/dev/null"),
+        f"--wrap=until [ -e {release} ]; do sleep 0.2; done",
+    )
+    wait_for_restart(slurm, job, run_dir, 2)
+    slurm.wait_until(lambda: slurm.job(urgent)["JobState"] == "RUNNING", "start of the urgent job")
+    assert "was told to terminate" in next((run_dir / "logs").glob("conductor.*.log")).read_text()
+    holds.let_go("reward-hang")
+    release.touch()
+    assert slurm.wait_over(urgent) == ("COMPLETED", 0)
 
 
 def assert_trackers_have(run_dir: Path, starts: int) -> None:

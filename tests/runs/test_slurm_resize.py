@@ -9,7 +9,7 @@ from training_runs import assert_close_metrics, metrics, steps, summary
 
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full]
 
 RESOURCES = ["--gres=gpu:8", "--cpus-per-task=4", "--mem=8000"]
 SMALLER = (

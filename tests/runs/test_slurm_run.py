@@ -19,6 +19,7 @@ from training_runs import is_worker, steps, workspace
 from waiting import HANG_S, scaled
 
 from slurm_rlhf.campaign.holds import Holds
+from slurm_rlhf.campaign.workload import PACE
 from slurm_rlhf.control.auth import RunKeys
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
@@ -43,6 +44,7 @@ def test_two_runs_share_nodes_one_loses_an_engine_and_the_other_a_node(slurm: Cl
     first, second = slurm.shared / "interactive", slurm.shared / "second"
     half = ["--nodes=3", "--nodelist=gpu[001-003]", "--gres=gpu:4", "--cpus-per-task=4", "--mem=8000"]
     holds = Holds(config)
+    holds.hold(PACE, "0.1")  # runs without an end leave the cores to what is tested
     job = slurm.submit(config, second, half, *SMALL, *ENDLESS, "--train.max_restarts=0", f"--timeout.hang={TOLD_S}")
     slurm.wait_until(lambda: slurm.job(job)["JobState"] == "RUNNING", "start")
     with interactive(slurm, config, first) as login:

@@ -26,8 +26,11 @@ pytestmark = [
 ]
 
 STEPS = 16
-SMALL = ("--algo.kl.init_coef=0", "--eval.dataset=", "--slurm.time=30", "--slurm.signal_lead_s=60")
-"""An actor rank, a critic rank, an engine."""
+SMALL = (
+    *("--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0", "--eval.dataset="),
+    *("--slurm.time=30", "--slurm.signal_lead_s=60"),
+)
+"""An actor rank and an engine."""
 LOOK = "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"
 
 
@@ -83,16 +86,16 @@ def test_a_run_that_fails_raises_with_the_last_lines_of_the_role(config: Path) -
     try:
         run.wait_for_step(1)
         assert f"run         {run_dir}: running\n" in cli("status", str(run_dir))
-        os.kill(run.worker("critic"), signal.SIGKILL)
+        os.kill(run.worker("actor"), signal.SIGKILL)
         error = job.exception()
         run.assert_gone()
     finally:
         run.end()
     assert error is not None
-    assert "role critic died" in str(error)
+    assert "role actor died" in str(error)
     assert "The last lines of" in str(error)
     shown = cli("status", str(run_dir))
-    assert "role critic died" in shown
+    assert "role actor died" in shown
     assert "started without Slurm" in shown
 
 

@@ -32,7 +32,10 @@ PLACES = (
 )
 """Actor with two ranks on two nodes, critic, reference, two engines on different nodes. The links and groups of the
 nodes are measured in test_slurm_preflight.py."""
-SMALL = ("--vllm.num_engines=1", "--vllm.num_nodes=1", "--algo.kl.init_coef=0", "--eval.dataset=")
+SMALL = (
+    *("--vllm.num_engines=1", "--vllm.num_nodes=1", "--algo.advantage.estimator=group_norm"),
+    *("--algo.kl.init_coef=0", "--eval.dataset="),
+)
 """Fewer processes to start, where it is not they that matter."""
 ENDLESS = ("--train.max_steps=100000", "--train.num_episodes=100000")
 HEIR = "slurm_rlhf.launch.headless"
