@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the environment, or reuses it, and runs the tests: bash tests/run.sh [pytest's arguments]
 #
-#   bash tests/run.sh                      all tests but -m full, campaign and gpu, in three sessions at once (lanes.py)
+#   bash tests/run.sh                      all tests but -m full, campaign and gpu, in a session for each core (lanes.py)
 #   bash tests/run.sh -m fast              what starts no process group, engine or Slurm: about two minutes
 #   bash tests/run.sh tests/training -x    any arguments of pytest: one session
 #   bash tests/run.sh -m campaign          faults in every phase of real runs, here and on Slurm: an hour

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from collections.abc import Iterator
@@ -40,7 +41,14 @@ def join_world(timeout_s: float, connect_s: float) -> World:
             _meet(timeout, connect_s)
         else:
             dist.init_process_group(_backend(), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        atexit.register(_leave)
     return World(dist.get_rank(), dist.get_world_size(), local_device())
+
+
+def _leave() -> None:
+    """Join gloo's threads before the interpreter ends: one that still lets go of a tensor would abort the process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _backend() -> str:

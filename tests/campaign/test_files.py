@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 import pytest
@@ -42,8 +40,7 @@ def test_the_only_checkpoint_is_not_damaged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("need, told", [("root", "No space left"), ("quota", "Disk quota exceeded")])
 def test_a_disk_and_a_quota_can_be_used_up_and_freed(tmp_path: Path, need: str, told: str) -> None:
     if need not in disks_here():
-        assert os.geteuid() != 0 or not shutil.which("mkfs.btrfs"), "root can mount"
-        return
+        pytest.skip(f"needs mounts: no file system for {need!r} can be mounted here")
     with DISKS[need](tmp_path / "disk") as disk:
         fill(disk)
         with pytest.raises(OSError, match=told):

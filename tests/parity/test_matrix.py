@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 import pytest
+from waiting import HANG_S, scaled
 
 from slurm_rlhf.config.architectures import COMPARED, REFUSED
 from slurm_rlhf.parity.random_models import ARCHITECTURES, ORIGINAL, WINDOW
@@ -24,7 +25,7 @@ CHOSEN = {
 PAIRS = ("vllm-trainer", "vllm-hf", "trainer-hf")
 
 
-def check_parity(*words: str, timeout: float) -> tuple[int, dict[tuple[str, str], dict[str, Any]]]:
+def check_parity(*words: str, timeout: float = HANG_S) -> tuple[int, dict[tuple[str, str], dict[str, Any]]]:
     program = "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "check-parity", "--json", *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=timeout, check=False)
@@ -43,7 +44,7 @@ def require_agreement(line: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def matrix() -> dict[tuple[str, str], dict[str, Any]]:
-    code, lines = check_parity(f"--architecture={','.join(CHOSEN)}", timeout=250)
+    code, lines = check_parity(f"--architecture={','.join(CHOSEN)}")
     assert code == 0
     return lines
 
@@ -64,7 +65,7 @@ def test_the_random_models_have_what_they_stand_for() -> None:
 @pytest.mark.timeout(2400)
 def test_all_architectures_of_the_table() -> None:
     """In fp32 and bf16, with the head in bf16 and in fp32."""
-    code, lines = check_parity("--all", "--precision=fp32,bf16,bf16+head", timeout=2300)
+    code, lines = check_parity("--all", "--precision=fp32,bf16,bf16+head", timeout=scaled(2300))
     for name in REFUSED:
         assert lines[name, ""]["verdict"] == "refused"
         assert lines[name, ""]["reason"] == REFUSED[name]

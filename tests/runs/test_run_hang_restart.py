@@ -7,6 +7,7 @@ import re
 import pytest
 from dying_ranks import Death, dying
 from training_runs import metrics, started, timeless
+from waiting import scaled
 from whole_run import WORLD, whole_run
 
 from slurm_rlhf.observe.events import read_events
@@ -14,7 +15,7 @@ from slurm_rlhf.observe.events import read_events
 # Behind -m full for its time: two whole runs.
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full]
 
-HANG = ("--train.on_hang=restart", "--timeout.hang=3", "--timeout.hang_grace=2")
+HANG = ("--train.on_hang=restart", f"--timeout.hang={scaled(3)}", f"--timeout.hang_grace={scaled(2)}")
 
 
 def test_a_collective_entered_by_all_but_one_is_restarted_in_place(tmp_path_factory: pytest.TempPathFactory) -> None:

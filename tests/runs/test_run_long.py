@@ -34,8 +34,8 @@ CHEAP = ("--algo.advantage.estimator=group_norm", "--algo.kl.init_coef=0")
 real = (pytest.mark.full, pytest.mark.engine, pytest.mark.slow)
 
 
-def marked(*parameters: object, timeout: int) -> list[object]:
-    return [pytest.param(each, marks=[*real, pytest.mark.timeout(timeout)]) for each in parameters]
+def marked(*parameters: object, limit_s: int) -> list[object]:
+    return [pytest.param(each, marks=[*real, pytest.mark.timeout(limit_s)]) for each in parameters]
 
 
 def assert_flat(history: History, run_dir: Path, steps: int, warm: int) -> None:
@@ -59,7 +59,7 @@ def assert_flat(history: History, run_dir: Path, steps: int, warm: int) -> None:
     assert slope_per_100([(step, records) for step, records, _ in disk]) < 100 * RECORDS
 
 
-@pytest.mark.parametrize("more_words", marked((), CHEAP, timeout=3000), ids=str)
+@pytest.mark.parametrize("more_words", marked((), CHEAP, limit_s=3000), ids=str)
 def test_two_thousand_steps(tmp_path: Path, more_words: tuple[str, ...]) -> None:
     """PPO with all of its roles, and group_norm, which has actor and engine only."""
     run_dir, history = tmp_path / "run", History()
@@ -71,7 +71,7 @@ def test_two_thousand_steps(tmp_path: Path, more_words: tuple[str, ...]) -> None
     assert_flat(history, run_dir, STEPS, WARM)
 
 
-@pytest.mark.parametrize("nodes", marked(3, timeout=1200))
+@pytest.mark.parametrize("nodes", marked(3, limit_s=1200))
 def test_many_steps_under_slurm(slurm: Cluster, nodes: int) -> None:
     run_dir, history = slurm.shared / "long", History()
     config = workspace(slurm.shared / "long_work")

@@ -11,12 +11,13 @@ import pytest
 from slurm_cluster import CHECKOUT, COMMAND, Cluster, said
 from slurm_undisturbed import STEPS, calm_run
 from training_runs import metrics, steps, summary, timeless
+from waiting import scaled
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full, pytest.mark.timeout(900)]
 
 NODES = ["--nodes=3", "--gres=gpu:8", "--cpus-per-task=4", "--mem=8000"]
 FIRST, OTHERS = "gpu001", ("gpu002", "gpu003")
-SILENCE_S = 12.0
+SILENCE_S = scaled(12.0)
 WORDS = (
     *("--ckpt.save_steps=2", f"--train.max_steps={STEPS}", "--train.num_episodes=10"),
     *(f"--timeout.heartbeat={SILENCE_S:g}", "--timeout.heartbeat_interval=0.5"),

@@ -7,6 +7,7 @@ import re
 import pytest
 from slurm_cluster import SMALL, Cluster, said
 from training_runs import metrics, steps, summary, timeless, train, workspace
+from waiting import scaled
 
 from slurm_rlhf.campaign.holds import Holds
 from slurm_rlhf.observe.events import read_events
@@ -16,7 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.full]
 
 STEPS = 12
 LENGTH = (f"--train.max_steps={STEPS}", "--train.num_episodes=4", "--train.threads_per_rank=1")
-HANG = ("--train.on_hang=restart", "--timeout.hang=5", "--timeout.hang_grace=6")
+HANG = ("--train.on_hang=restart", f"--timeout.hang={scaled(5)}", f"--timeout.hang_grace={scaled(6)}")
 
 
 def test_a_run_that_hangs_is_requeued_and_ends_with_the_same_metrics(slurm: Cluster) -> None:

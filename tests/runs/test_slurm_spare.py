@@ -10,6 +10,7 @@ from slurm_cluster import CHECKOUT, Cluster, said
 from slurm_undisturbed import STEPS, calm_run
 from training_runs import assert_close_metrics, steps, summary, timeless
 from training_runs import metrics as rows
+from waiting import scaled
 
 from slurm_rlhf.observe.events import read_events
 
@@ -86,7 +87,7 @@ def test_a_node_that_dies_before_its_hello_is_found_among_several_that_wait(slur
     """Of two nodes nobody is heard: actors alone are there, whose torchruns wait for all. One of the two is dead."""
     calm, run_dir = calm_run(slurm), slurm.shared / "speechless"
     words = ("--actor.num_nodes=4", "--vllm.num_engines=1", "--vllm.num_nodes=1", "--algo.kl.init_coef=0")
-    ends = ("--timeout.connect=60", "--train.max_steps=2", "--train.num_episodes=10")
+    ends = (f"--timeout.connect={scaled(60)}", "--train.max_steps=2", "--train.num_episodes=10")
     job = slurm.submit(CHECKOUT / "sbatch" / "ppo_32b.toml", run_dir, FOUR, *calm.overrides, *words, *ends)
     log = run_dir / "logs" / "actor.gpu003.torchrun.log"
     slurm.wait_until(lambda: log.exists() and "ranks 2 to 2 of actor" in log.read_text(), "actor on gpu003")

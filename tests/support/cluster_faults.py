@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_cluster import COMMAND, OVER, Cluster, said
+from waiting import scaled
 
 from slurm_rlhf.campaign import processes
 from slurm_rlhf.campaign.faults import CONDUCTOR, Fault
@@ -23,21 +24,21 @@ from slurm_rlhf.errors import RunError
 from slurm_rlhf.polling import wait_until
 
 OPTIONS = ("--nodes=4", "--gres=gpu:8", "--cpus-per-task=16", "--no-kill")
-RANKS = ("--actor.num_gpus_per_node=1", "--timeout.connect=90")
+RANKS = ("--actor.num_gpus_per_node=1", f"--timeout.connect={scaled(90)}")
 """The actor on two nodes, the engines on the two others. At a load of 24 ranks have said hello after 45 s. A node that
 dies before its ranks say hello is missed by its engine's silence after 12 s, and its ranks after 90 s."""
-SPARES = ("--cluster.spares=2", "--vllm.num_engines=1", "--vllm.num_nodes=1", "--timeout.connect=55")
+SPARES = ("--cluster.spares=2", "--vllm.num_engines=1", "--vllm.num_nodes=1", f"--timeout.connect={scaled(55)}")
 """Two nodes, and two in reserve. These have no engine: of them nothing was heard, so 55 s alone tell that they died."""
 NODES = {"crash": ("crash", "restart"), "network cut": ("cut", "uncut")}
 """Kind of a fault -> the words of slurm_cluster.sh that do it and undo it."""
 ASK_S = 0.5
-OTHER_S = 10.0
+OTHER_S = scaled(10.0)
 """The most from the first node's stand-in to its own end."""
-MOVED_S = 60.0
-REST_S = 20.0
+MOVED_S = scaled(60.0)
+REST_S = scaled(20.0)
 """For what is left of a run on its nodes, from the end of its job. Slurm refuses an srun whose conductor was killed to
 end its step where the job has just ended; then the ranks leave when they miss the conductor, after 12 s."""
-LONELY_S = 40.0
+LONELY_S = scaled(40.0)
 """For processes on a node that is cut off: to see that their conductor is gone, and to leave."""
 
 
