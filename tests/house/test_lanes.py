@@ -87,7 +87,7 @@ def test_every_test_file_is_in_one_lane(tmp_path: Path) -> None:
         (tmp_path / "tests" / file).write_text(GOOD)
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --import-mode=importlib\n")
     collected: list[str] = []
-    for arguments in lanes.chosen(2, tmp_path / "tests").values():
+    for arguments in lanes.chosen(tmp_path / "tests").values():
         command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", *arguments]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=HANG_S, check=True)
         collected += [line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line]
@@ -97,9 +97,10 @@ def test_every_test_file_is_in_one_lane(tmp_path: Path) -> None:
 
 def test_the_files_that_the_lanes_name_are_there() -> None:
     assert (TESTS / "runs" / lanes.FIRST).is_file()
-    assert all(lanes.chosen(2).values())
+    assert all(lanes.chosen().values())
+    assert all((TESTS / room).is_dir() for room in lanes.RANKS)
 
 
 def test_only_the_lane_of_slurm_starts_a_cluster() -> None:
     asking = {path for path in TESTS.rglob("test_*.py") if re.search(r"\bslurm: Cluster\b", path.read_text())}
-    assert {str(path) for path in asking} == set(lanes.chosen(2)["slurm"])
+    assert {str(path) for path in asking} == set(lanes.chosen()["slurm"])

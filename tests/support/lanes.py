@@ -1,7 +1,7 @@
-"""Run the default tests as several sessions of pytest side by side; tests/run.sh starts this file.
+"""Run the default tests as several sessions of pytest, one for each core at a time; tests/run.sh starts this file.
 
-Most tests wait for processes, so that one session leaves cores idle. Each lane is a whole session: its own mark of
-processes, its own check of what was skipped or left running. What a lane says about its tests is shown line by line,
+Each lane is a whole session: its own mark of processes, its own check of what was skipped or left running. More at a
+time than cores take longer, and more processor time. What a lane says about its tests is shown line by line,
 with the lane's name in front; its failures and warnings follow in one piece when it has ended. Tests that failed run
 once more when all lanes have ended, alone: those that pass then are flaky, and a run bears FLAKY of them.
 """
@@ -25,26 +25,28 @@ import waiting
 
 TESTS = Path(__file__).parents[1]
 FIRST = "test_sbatch_quickstart.py"
-"""What suffers most from a busy machine runs while the lane of the rooms is at what starts no process."""
+"""The longest test: nothing should wait for it at the end."""
 FLAKY = 3
 """Tests that may fail in their lane and pass alone; with more of them the run fails."""
+
+RANKS = ("training", "weight_sync", "checkpoint", "parity", "campaign")
+"""Rooms whose tests start groups of ranks: half of what all rooms take."""
 
 _STARTS_CLUSTER = re.compile(r"^from slurm_cluster import", re.M)
 
 
-def chosen(cores: int, tests: Path = TESTS) -> dict[str, list[str]]:
-    """Arguments of pytest by lane. Every test file is in one of them: a new one of `runs` there, all others in `rooms`.
+def chosen(tests: Path = TESTS) -> dict[str, list[str]]:
+    """Arguments of pytest by lane, the longest first. Every test file is in one, that of a new room in `rooms`.
 
-    Whole runs that need Slurm have a lane of their own: most of their time is Slurm's, which waits, and they share one
-    cluster. On one core they follow the other whole runs.
+    Whole runs that need Slurm have a lane of their own: they share one cluster.
     """
     whole = sorted((tests / "runs").glob("test_*.py"), key=lambda path: (path.name != FIRST, path.name))
     # Each by its name: pytest leaves out a file whose folder is named as well, and with it its place in the order.
     slurm = [path for path in whole if _STARTS_CLUSTER.search(path.read_text())]
     runs = [path for path in whole if path not in slurm]
-    lanes = {"runs": runs, "slurm": slurm, "rooms": [tests, *(f"--ignore={path}" for path in whole)]}
-    if cores == 1:
-        lanes["runs"] += lanes.pop("slurm")
+    ranks = [tests / room for room in RANKS]
+    rooms = [tests, *(f"--ignore={path}" for path in [*whole, *ranks])]
+    lanes = {"runs": runs, "slurm": slurm, "rooms": rooms, "ranks": ranks}
     return {name: [*map(str, words)] for name, words in lanes.items() if words}
 
 
@@ -106,17 +108,18 @@ class Lane:
 def run(lanes: Mapping[str, Sequence[str]]) -> int:
     """Run all lanes, then what failed once more, show what they said, and return the exit status of the whole."""
     begun = time.monotonic()
-    running = [Lane(name, arguments) for name, arguments in lanes.items()]
-    with ThreadPoolExecutor(len(running)) as waits:
-        for ended in as_completed([waits.submit(lambda lane: (lane, lane.wait()), lane) for lane in running]):
-            _show(*ended.result())
+    running: list[Lane] = []
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores:
+        for ended in as_completed([cores.submit(_whole, name, arguments) for name, arguments in lanes.items()]):
+            running.append(ended.result())
+            _show(running[-1])
     total = sum((lane.counts() for lane in running), Counter[str]())
     errors = {name: error for lane in running for name, error in lane.failed().items()}
     broken = [f"{lane.name} ({lane.wait()})" for lane in running if not lane.is_whole()]
     flaky: list[str] = []
     if errors:
         again = Lane("again", list(errors))
-        _show(again, again.wait())
+        _show(again)
         failed = again.failed() if again.is_whole() else errors
         flaky = sorted(errors.keys() - failed.keys())
         broken += [*failed, *([f"{len(flaky)} flaky tests, at most {FLAKY} may be"] if len(flaky) > FLAKY else [])]
@@ -130,10 +133,16 @@ def run(lanes: Mapping[str, Sequence[str]]) -> int:
     return 1 if broken else 0
 
 
-def _show(lane: Lane, status: int) -> None:
-    print(f"\n##### lane {lane.name}: exit status {status}\n{''.join(lane.report)}", end="", flush=True)
+def _whole(name: str, arguments: Sequence[str]) -> Lane:
+    lane = Lane(name, arguments)
+    lane.wait()
+    return lane
+
+
+def _show(lane: Lane) -> None:
+    print(f"\n##### lane {lane.name}: exit status {lane.wait()}\n{''.join(lane.report)}", end="", flush=True)
 
 
 if __name__ == "__main__":
     print(f"tests: this machine counts as {waiting.SLOWNESS:.1f} times slower than a quick one", flush=True)
-    sys.exit(run(chosen(len(os.sched_getaffinity(0)))))
+    sys.exit(run(chosen()))
