@@ -108,11 +108,11 @@ class Lane:
 def run(lanes: Mapping[str, Sequence[str]]) -> int:
     """Run all lanes, then what failed once more, show what they said, and return the exit status of the whole."""
     begun = time.monotonic()
-    running: list[Lane] = []
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores:
-        for ended in as_completed([cores.submit(_whole, name, arguments) for name, arguments in lanes.items()]):
-            running.append(ended.result())
-            _show(running[-1])
+        futures = [cores.submit(_whole, name, arguments) for name, arguments in lanes.items()]
+        for ended in as_completed(futures):
+            _show(ended.result())
+    running = [ended.result() for ended in futures]
     total = sum((lane.counts() for lane in running), Counter[str]())
     errors = {name: error for lane in running for name, error in lane.failed().items()}
     broken = [f"{lane.name} ({lane.wait()})" for lane in running if not lane.is_whole()]
