@@ -186,6 +186,8 @@ def test_the_rows_of_an_engine_that_hangs_are_answered_by_the_other(
     output = run_dir / "output.jsonl"
     slow = ("--vllm.max_num_seqs=2", f"--timeout.heartbeat={limit_s}")  # so that the other is not done before
     sizes = (TWO, f"--vllm.tensor_parallel_size={width}", f"--generate.max_samples={rows}")
+    pace = config.with_name("pace")
+    pace.touch()  # the job outlives the loss
     with started(config, run_dir, *sizes, *slow, command=COMMAND, warm=True) as job:
         wait_for_both(job, output)
         stopped = job.workers("rollout")[0]
@@ -195,6 +197,7 @@ def test_the_rows_of_an_engine_that_hangs_are_answered_by_the_other(
         assert time.monotonic() - begun > limit_s - 1  # not before: one interval of heartbeats may have passed
         until(lambda: len(left := job.workers("rollout")) <= width and stopped not in left, "end of the engine's ranks")
         assert job.process.poll() is None
+        pace.unlink()
         code, said = job.wait()
         job.assert_gone()
     assert code == 0, said

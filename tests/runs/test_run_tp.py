@@ -44,12 +44,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def late(config: Path) -> Iterator[Run]:
-    """A run of two engines, of which the second starts when `hold` exists."""
-    with patched(config.parent / "site", LATE, TEST_HOLD=str(config.parent / "hold")):
-        run = Run(
-            *(config, config.parent / "late", *TP, ENDLESS, "--vllm.num_engines=2", "--train.full_determinism=false"),
-            warm=True,
-        )
+    """A run of two engines, of which the second starts when `engine_1` exists."""
+    with patched(config.parent / "site", LATE, TEST_HOLD=str(config.parent / "engine_1")):
+        words = (*TP, ENDLESS, "--vllm.num_engines=2", "--train.full_determinism=false")
+        run = Run(config, config.parent / "late", *words)
     yield run
     run.end()
 
@@ -75,7 +73,7 @@ def test_two_runs_share_a_machine_and_the_first_engine_does_not_wait_for_the_sec
     late.wait_for_step(1)
     assert "engine 0 takes part" in conductor_log(late)
     assert "engine 1 takes part" not in conductor_log(late)
-    (config.parent / "hold").touch()
+    (config.parent / "engine_1").touch()
 
 
 def test_the_late_engine_joins_with_the_current_weights(late: Run) -> None:

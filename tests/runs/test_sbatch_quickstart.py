@@ -15,6 +15,11 @@ from waiting import HANG_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
+STEPS = 16
+LEARNT = 0.25
+"""Least rise of the evaluation in STEPS steps. 30 runs of PPO and GRPO, five seeds with each of three sets of vector
+instructions, rose by 0.31, with a standard deviation of 0.015; two evaluations of one model are 0.02 apart."""
+
 # A new network namespace has its loopback interface down; `ip` need not be installed.
 LOOPBACK_UP = """
 import fcntl, os, socket, struct, sys
@@ -25,10 +30,17 @@ os.execvp(sys.argv[1], sys.argv[1:])
 
 
 def quickstart(run_dir: Path, prefix: list[str], *words: str) -> tuple[str, dict[str, Any]]:
-    """Do ten steps; answer what was printed, and the summary."""
+    """Do STEPS steps; answer what was printed, and the summary."""
     done = subprocess.run(
-        [*prefix, "bash", str(ROOT / "sbatch/quickstart.sh"), *words, f"--run_dir={run_dir}", "--train.max_steps=10"],
-        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent"},
+        [
+            *prefix,
+            "bash",
+            str(ROOT / "sbatch/quickstart.sh"),
+            *words,
+            f"--run_dir={run_dir}",
+            f"--train.max_steps={STEPS}",
+        ],
+        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent", "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -46,16 +58,16 @@ def test_it_learns_without_a_network(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     said, summary = quickstart(run_dir, prefix)
     assert "4/4 PPO" in said
-    assert "10/10" in said
+    assert f"{STEPS}/{STEPS}" in said
     assert summary["status"] == "finished"
     assert summary["world"] == {"actor": 1, "critic": 1, "reference": 1, "rollout": 1}
     assert summary["eval_before"] <= 0.65
-    assert summary["eval_after"] >= summary["eval_before"] + 0.2
+    assert summary["eval_after"] >= summary["eval_before"] + LEARNT
     report = (run_dir / "report.html").read_text()
     assert '"status":"finished"' in report
     told = json.loads(report.partition('id="data">')[2].partition("</script>")[0])["runs"][0]
-    assert told["curves"]["steps"] == list(range(1, 11))
-    assert told["samples_of"] == 20
+    assert told["curves"]["steps"] == list(range(1, STEPS + 1))
+    assert told["samples_of"] == 2 * STEPS
     assert {row["role"] for row in told["timeline"]["rows"]} == {"conductor", "actor", "critic", "reference", "rollout"}
     assert max(summary["self_check"][name] for name in ("again", "eval", "alone", "engine", "reference")) < 1e-4
 
@@ -65,4 +77,4 @@ def test_a_recipe_learns_the_same_task(tmp_path: Path) -> None:
     said, summary = quickstart(tmp_path / "run", [], "--recipe=grpo")
     assert "4/4 grpo" in said
     assert (summary["status"], summary["world"]) == ("finished", {"actor": 1, "rollout": 1})
-    assert summary["eval_after"] >= summary["eval_before"] + 0.2
+    assert summary["eval_after"] >= summary["eval_before"] + LEARNT

@@ -15,7 +15,15 @@ BAD = {7: "{torn", 23: '{"nothing": 1}', 41: json.dumps({"input": ""}), 59: json
 """Number of a row -> its line."""
 
 REWARD = """
+import time
+from pathlib import Path
+
+PACE = Path(__file__).with_name("pace")
+
+
 def reward_func(queries, prompts, labels, **kwargs):
+    if PACE.exists():
+        time.sleep(0.2)
     return [float(len(response)) for response in kwargs["responses"]]
 """
 
