@@ -194,6 +194,7 @@ class ResponseBatch:
     samples: I32  # [N], number of the sample
     sampling: Sampling
     run_seed: int
+    round: int  # seeds the responses, with `run_seed`
     version: int  # of the policy
     last: bool  # of the batches that are sampled with the present weights
 

@@ -34,14 +34,18 @@ class ActorSampler:
     told: Answered = nobody
     loads: dict[int, EngineLoad] = field(default_factory=dict, init=False)
 
-    def run(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
+    def run(
+        self, prompts: list[Prompt], sampling: Sampling, version: int, round: int | None = None
+    ) -> list[Trajectory]:
+        round = version if round is None else round
         self.loads = {rank: EngineLoad() for rank in range(self.actor.world)}
         lengths = [len(prompt.token_ids) for prompt in prompts]
         most = answer_sizes(self.max_num_seqs, max(lengths, default=0), sampling.max_new_tokens)[0]
         rounds = deal(lengths, sampling.n, self.actor.world, most)
         calls = []
         for number, batches in enumerate(rounds, start=1):
-            asked = [self._batch(batch, prompts, sampling, version, last=number == len(rounds)) for batch in batches]
+            last = number == len(rounds)
+            asked = [self._batch(batch, prompts, sampling, (round, version), last) for batch in batches]
             calls.append(self.actor.start_each(ActorCalls.generate, asked))
             for call in calls[-1]:
                 call.add_done_callback(self._tell)
@@ -63,11 +67,11 @@ class ActorSampler:
             self.told(len(call.result().found), call.result().load.tokens)
 
     def _batch(
-        self, wanted: list[Wanted], prompts: list[Prompt], sampling: Sampling, version: int, last: bool
+        self, wanted: list[Wanted], prompts: list[Prompt], sampling: Sampling, numbers: tuple[int, int], last: bool
     ) -> ResponseBatch:
         rows = [PromptTokens(position, prompts[position].index, prompts[position].token_ids) for position, _ in wanted]
         samples = np.array([sample for _, sample in wanted], dtype=np.int32)
-        return ResponseBatch(PackedPrompts.pack(rows), samples, sampling, self.run_seed, version, last)
+        return ResponseBatch(PackedPrompts.pack(rows), samples, sampling, self.run_seed, *numbers, last)
 
     def _named(self, error: RemoteError | CallTimeout) -> RunError:
         """Say which rank the others wait for, as far as heartbeats tell."""

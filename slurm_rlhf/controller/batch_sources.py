@@ -122,8 +122,9 @@ class Rounds:
             return []
         how = sampling_of(self.config)
         groups = [Group(place, self.prompts[self.order.position(place)], Standing(step - 1)) for place in places]
-        # The seeds are those of the batch that the first place is in: a prompt that comes again has others.
-        responses = self.dispatcher.run([group.prompt for group in groups], how, places[0] // self.order.batch_size)
+        # The batch that the first place is in seeds them: a prompt that comes again has other responses.
+        batch = places[0] // self.order.batch_size
+        responses = self.dispatcher.run([group.prompt for group in groups], how, step - 1, batch)
         for index, group in enumerate(groups):
             group.trajectories = responses[index * how.n : (index + 1) * how.n]
             group.ended = time.monotonic()

@@ -38,11 +38,13 @@ class Sampler(Protocol):
     loads: dict[int, EngineLoad]
     """What each engine (rank of the actor) did in the last `run`."""
 
-    def run(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
+    def run(
+        self, prompts: list[Prompt], sampling: Sampling, version: int, round: int | None = None
+    ) -> list[Trajectory]:
         """Sample `sampling.n` responses to each prompt, ordered by (position in `prompts`, sample).
 
-        `version` of the policy seeds them. Blocks; a stop may interrupt it, and drops everything. Calls have the
-        deadline timeout.generate.
+        `version` of the policy seeds them, or `round` where one version samples several. Blocks; a stop may interrupt
+        it, and drops everything. Calls have the deadline timeout.generate.
         """
         ...
 
@@ -70,12 +72,13 @@ class Dispatcher:
     loads: dict[int, EngineLoad] = field(default_factory=dict, init=False)  # engine -> what it did in the last `run`
     runs: int = field(default=0, init=False)  # so far
 
-    def run(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
+    def run(
+        self, prompts: list[Prompt], sampling: Sampling, version: int, round: int | None = None
+    ) -> list[Trajectory]:
         self.runs += 1
+        round = version if round is None else round
         self.loads = {engine: EngineLoad() for engine in self.rollout.ready}
-        found = (
-            self._fixed(prompts, sampling, version) if self.deterministic else self._stream(prompts, sampling, version)
-        )
+        found = self._fixed(prompts, sampling, round) if self.deterministic else self._stream(prompts, sampling, round)
         trajectories: list[Trajectory] = []
         for position in range(len(prompts)):
             trajectories += sorted(found[position], key=lambda t: t.sample)

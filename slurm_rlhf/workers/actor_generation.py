@@ -86,7 +86,7 @@ class ActorGeneration:
 
     def _request(self, batch: ResponseBatch, prompt: PromptTokens, sample: int) -> GenerateRequest:
         _, index, token_ids = prompt
-        seed = request_seed(batch.run_seed, index, sample, batch.version)
+        seed = request_seed(batch.run_seed, index, sample, batch.round)
         return GenerateRequest(f"{index}.{sample}", index, sample, token_ids, batch.sampling, seed)
 
     def layer(self, number: int) -> None:

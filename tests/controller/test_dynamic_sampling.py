@@ -148,8 +148,8 @@ class Fixed:
         self.rounds: list[tuple[list[int], int]] = []
         self.loads = {0: EngineLoad(tokens=1)}
 
-    def run(self, prompts: list[Prompt], sampling: Sampling, version: int) -> list[Trajectory]:
-        self.rounds.append(([prompt.index for prompt in prompts], version))
+    def run(self, prompts: list[Prompt], sampling: Sampling, version: int, round: int) -> list[Trajectory]:
+        self.rounds.append(([prompt.index for prompt in prompts], round))
         return [answer(prompt.index, sample) for prompt in prompts for sample in range(sampling.n)]
 
 
