@@ -105,7 +105,7 @@ class Stop:
     def __init__(self, directory: Path, end: float | None = None, margin_s: float = 0.0) -> None:
         self.reason: Reason | None = None
         self._directory = directory
-        self._end = end
+        self._end = None if end is None else time.monotonic() + end - time.time()  # clocks of nodes are set
         self._margin_s = margin_s
         self._droppable = False
         self._term_at = 0.0
@@ -113,7 +113,7 @@ class Stop:
 
     def __enter__(self) -> Stop:
         # A file of an earlier session was acted on already.
-        (self._directory / STOP_FILE).unlink(missing_ok=True)
+        _removed(self._directory / STOP_FILE)
         self._before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
         signal.signal(signal.SIGUSR1, self._on_signal)
         signal.signal(signal.SIGTERM, self._on_signal)
@@ -160,10 +160,7 @@ class Stop:
 
     def save_wanted(self) -> bool:
         """Tell whether the user has written a `save` file, and remove it."""
-        file = self._directory / SAVE_FILE
-        wanted = file.exists()
-        file.unlink(missing_ok=True)
-        return wanted
+        return _removed(self._directory / SAVE_FILE)
 
     def ignore_signals(self) -> None:
         """Ignore signals from here on, so that the caller can end what it started."""
@@ -204,9 +201,9 @@ class Stop:
                 if self._droppable:  # one of our own that was missed in the same way
                     os.kill(os.getpid(), signal.SIGUSR1)
                 continue
-            if (self._directory / STOP_FILE).exists():
+            if os.path.exists(self._directory / STOP_FILE):  # unlike Path.exists, false where the disk fails
                 self._ask(FILE)
-            elif self._end is not None and time.time() > self._end - self._margin_s:
+            elif self._end is not None and time.monotonic() > self._end - self._margin_s:
                 self._ask(END)
         came.close()
 
@@ -214,3 +211,12 @@ class Stop:
         """Send a signal to this process: nothing else interrupts the main thread while it waits."""
         self.reason = reason
         os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _removed(file: Path) -> bool:
+    """Remove a file, and tell whether that was done: not where none is, or where the file system does not answer."""
+    try:
+        file.unlink()
+    except OSError:
+        return False
+    return True

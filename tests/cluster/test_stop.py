@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from waiting import HANG_S
 
+from slurm_rlhf.cluster import stop as stop_module
 from slurm_rlhf.cluster.stop import END, FILE, INTERRUPT, TERM, USR1, Stop, StopRequested
 
 
@@ -124,3 +127,37 @@ def test_whoever_ends_what_was_started_ignores_signals(tmp_path: Path) -> None:
         time.sleep(0.1)
         assert stop.reason is None
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_one_look_that_the_file_system_does_not_answer_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a hiccup of NFS: looks fail for a while, and the file is seen as soon as one does not."""
+    monkeypatch.setattr(stop_module, "_POLL_S", 0.01)
+    look, failed = os.stat, threading.Event()
+
+    def failing(path: Any, **words: Any) -> os.stat_result:
+        if Path(path).name == "stop" and not failed.is_set():
+            failed.set()
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return look(path, **words)
+
+    with Stop(tmp_path) as stop:
+        monkeypatch.setattr(os, "stat", failing)
+        assert failed.wait(HANG_S)
+        (tmp_path / "stop").touch()
+        assert interrupted(stop).reason is FILE
+
+
+def test_a_clock_that_is_set_neither_stops_a_run_nor_lets_it_miss_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_module, "_POLL_S", 0.01)
+    right = time.time
+    with Stop(tmp_path, end=right() + 3600, margin_s=600) as stop:
+        monkeypatch.setattr(time, "time", lambda: right() + 7200)
+        time.sleep(0.2)
+        assert stop.reason is None
+    with Stop(tmp_path, end=time.time() + 600.2, margin_s=600) as stop:
+        monkeypatch.setattr(time, "time", lambda: right() - 7200)
+        assert interrupted(stop).reason is END
