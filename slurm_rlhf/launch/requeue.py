@@ -114,13 +114,30 @@ class ChainContinuation(Continuation):
         return "the next job of the chain goes on"
 
     def finished(self) -> str:
-        """Cancel the waiting tasks of this array, or jobs of this name, with one call of `scancel`."""
+        """Cancel the waiting tasks of this array, or the waiting jobs that are this one again."""
         array = self._slurm.array_job_id
-        which = [str(array)] if array is not None else [f"--name={self._slurm.job_name}", f"--user={os.getuid()}"]
+        which = [str(array)] if array is not None else self._copies()
+        if not which:
+            return ""
         done = command(["scancel", "--state=PENDING", *which])
         if done.returncode:
-            return f"the jobs that wait to go on with this run could not be cancelled: {done.stderr.strip()}"
-        return "the jobs that waited to go on with this run are cancelled"
+            told = done.stderr.strip()
+            return f"jobs {', '.join(which)}, which wait to go on with this run, could not be cancelled: {told}"
+        return f"the jobs that waited to go on with this run are cancelled: {', '.join(which)}"
+
+    def _copies(self) -> list[str]:
+        """List the pending jobs with Dependency=singleton of this name, script, arguments and directory.
+
+        Other experiments may have the same name: they train in another run directory, and so have other arguments.
+        """
+        words = ["squeue", "-h", "-t", "PENDING", f"--name={self._slurm.job_name}", f"--user={os.getuid()}"]
+        lines = command([*words, "-o", "%i %E"]).stdout.splitlines()
+        waiting = [line.partition(" ")[0] for line in lines if "singleton" in line]
+        own, *others = (
+            [_line(command(["scontrol", "show", "job", job]).stdout, name) for name in ("Command", "WorkDir")]
+            for job in (str(self._slurm.job_id), *waiting)
+        )
+        return [job for job, what in zip(waiting, others, strict=True) if what == own and any(own)]
 
 
 class ParentContinuation(Continuation):

@@ -129,18 +129,26 @@ def test_nodes_are_as_few_as_hold_the_roles() -> None:
 
 
 def test_a_chain_cancels_its_own_waiting_jobs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "scancel"
-    program.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\n')
-    program.chmod(0o755)
+    """Not one with other arguments, which is another run, nor one that waits for something else."""
+    shown = f"  Command=/x/chain.sh --run_dir=/r/$(test $3 = 17 && echo other || echo run)\n  WorkDir={tmp_path}\n"
+    programs = {
+        "scancel": f'echo "$@" >>{tmp_path}/calls',
+        "squeue": "printf '15 singleton(unfulfilled)\\n16 (null)\\n17 singleton\\n18 singleton\\n'",
+        "scontrol": f'echo "{shown}"',
+    }
+    for name, does in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert not isinstance(continuation_of(Slurm(), tmp_path, JOB), ChainContinuation)
-    for environ in (JOB, {**JOB, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}):
+    array = {**JOB, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}
+    for environ, which in ((JOB, "15, 18"), (array, "12")):
         found = continuation_of(Slurm(chain=True), tmp_path, environ)
         assert found.go_on() == "the next job of the chain goes on"
         assert found.end_time() == 99.0
-        assert found.finished() == "the jobs that waited to go on with this run are cancelled"
+        assert found.finished() == f"the jobs that waited to go on with this run are cancelled: {which}"
     calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls == [f"--state=PENDING --name=ppo --user={os.getuid()}", "--state=PENDING 12"]
+    assert calls == ["--state=PENDING 15 18", "--state=PENDING 12"]
     assert read_slurm(JOB) is not None
 
 

@@ -175,9 +175,13 @@ def test_a_chain_goes_on_ends_with_the_run_and_its_ranks_are_in_a_container(
 
     again = slurm.sbatch("--job-name=late", "--dependency=singleton", *header, str(script), *WORLD, *NODES)
     waiting = slurm.sbatch("--job-name=late", "--dependency=singleton", *header, str(script), *WORLD, *NODES)
+    other = ["--job-name=late", "--dependency=singleton", *header, "--begin=now+1hour", str(script)]
+    unlike = slurm.sbatch(*other, *WORLD, *NODES, f"--run_dir={run_dir}_other")
     assert slurm.wait_over(again) == ("COMPLETED", 0)
     assert "already finished" in Path(f"{run_dir}.log").read_text()
     slurm.wait_until(lambda: slurm.job(waiting)["JobState"] == "CANCELLED", "cancellation of the next one")
+    assert slurm.job(unlike)["JobState"] == "PENDING"  # another run, whose name is the same
+    slurm.run("scancel", str(unlike))
 
 
 def test_an_array_of_seeds_and_cancel(slurm: Cluster, config: Path) -> None:
