@@ -1,4 +1,4 @@
-"""A run with two engines of which one is five times slower: it takes less, delays little, and is named."""
+"""A run with two engines of which one is ten times slower: it takes less, delays little, and is named."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def change(module):
     def slow_step(engine):
         began = time.monotonic()
         landed = step(engine)
-        time.sleep(4 * (time.monotonic() - began))
+        time.sleep(9 * (time.monotonic() - began))
         return landed
     module.VllmEngine.step = slow_step
 """
@@ -48,7 +48,7 @@ def change(module):
 
 @pytest.fixture(scope="module")
 def slowed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """(run directory, what it printed) of a run whose second engine sleeps four times as long as it computes."""
+    """(run directory, what it printed) of a run whose second engine sleeps nine times as long as it computes."""
     path = tmp_path_factory.mktemp("slowed")
     with patched_engines(path / "patch", SLOWER, ranks=("1",)):
         with started(workspace(path), path / "run", *WORLD, warm=True) as run:

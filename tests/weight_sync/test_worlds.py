@@ -19,6 +19,7 @@ import sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from sync_peer import describe, hold
+from waiting import HANG_S
 from slurm_rlhf.weight_sync.group import join
 from slurm_rlhf.weight_sync.member import Membership
 from slurm_rlhf.weight_sync.transfer_plan import make_plan
