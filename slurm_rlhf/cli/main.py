@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slurm_rlhf import __version__
+from slurm_rlhf.cluster.stop import note_early
 from slurm_rlhf.config.key_text import help_text, key_names, listed
 from slurm_rlhf.config.keys import all_keys, groups
 from slurm_rlhf.disk import refusal
@@ -187,8 +188,10 @@ def main(argv: list[str] | None = None) -> int:
     """Run one command. Exit codes: 0 done, 1 the run failed, 2 something the user can fix, 130 interrupted."""
     words = sys.argv[1:] if argv is None else argv
     # A script's `command &`, nohup and some batch systems start it with SIGINT ignored, and no Ctrl-C would end it.
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if threading.current_thread() is threading.main_thread():
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        note_early()  # imports and preflight take a minute
     return guarded(lambda: _dispatch(words))
 
 

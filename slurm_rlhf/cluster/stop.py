@@ -16,6 +16,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
+
+
+class Arrangement(NamedTuple):
+    """Say how a run goes on, and whether that is certain: where nothing could be arranged, the user has to act."""
+
+    told: str
+    holds: bool
 
 
 class Continuation:
@@ -25,12 +33,12 @@ class Continuation:
         """Return when the allocation ends, in seconds since the epoch; None if unknown. Asks the scheduler once."""
         return None
 
-    def go_on(self) -> str:
-        """Arrange that the same job runs again; return what was arranged, or why that is not possible.
+    def go_on(self) -> Arrangement:
+        """Arrange that the same job runs again, or return why that is not possible.
 
         The scheduler may end this process before it returns, so everything must be on disk already.
         """
-        return "the same command goes on from here"
+        return Arrangement("the same command goes on from here", True)
 
     def finished(self) -> str:
         """Cancel what was arranged to continue a run that is done; return what it was, empty if there was nothing."""
@@ -41,6 +49,7 @@ STOP_FILE = "stop"
 SAVE_FILE = "save"
 _POLL_S = 1.0
 _SECOND_TERM_S = 2.0
+_TAKEN = (signal.SIGUSR1, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _HANDLED_S = 0.1  # in which Python's handler of a signal usually runs
 _KICK = signal.SIGURG
 """Does nothing but end the main thread's wait."""
@@ -58,9 +67,21 @@ class Reason:
 
 USR1 = Reason("SIGUSR1: the end of the allocation is near", True, 0)
 TERM = Reason("SIGTERM", False, 128 + signal.SIGTERM)
+HANGUP = Reason("SIGHUP: the terminal is gone", False, 128 + signal.SIGHUP)
 INTERRUPT = Reason("Ctrl-C", False, 128 + signal.SIGINT)
 END = Reason("the end of the allocation is near", True, 0)
 FILE = Reason(f"a file named {STOP_FILE} in the run directory", False, 0)
+NOT_ARRANGED = 1
+"""Exit code of a stop that should continue by itself and cannot: a job with `afterok` must not start."""
+
+_early = threading.Event()
+"""SIGUSR1 came before a Stop was entered."""
+
+
+def note_early() -> None:
+    """Note SIGUSR1 for the first Stop, where it would end this process. Only the main thread may call it."""
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, lambda number, frame: _early.set())
 
 
 @contextmanager
@@ -98,8 +119,9 @@ class Stop:
     """Notice requests to stop while it is entered. Only the main thread may enter it.
 
     SIGUSR1 (`sbatch --signal=B:USR1@600`) and the time `end` (seconds since the epoch) less `margin_s` mean: save,
-    and continue in another allocation. SIGTERM and SIGINT (Ctrl-C) mean: save now; a second one of them ends the
-    process at once. The file `stop` in `directory` means: save and leave; the file `save`: save and continue.
+    and continue in another allocation. SIGTERM, SIGHUP (not under nohup) and SIGINT (Ctrl-C) mean: save now; a second
+    SIGTERM or SIGINT ends the process at once. The file `stop` in `directory` means: save and leave; the file `save`:
+    save and continue.
     """
 
     def __init__(self, directory: Path, end: float | None = None, margin_s: float = 0.0) -> None:
@@ -114,10 +136,13 @@ class Stop:
     def __enter__(self) -> Stop:
         # A file of an earlier session was acted on already.
         _removed(self._directory / STOP_FILE)
-        self._before = {number: signal.getsignal(number) for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT)}
-        signal.signal(signal.SIGUSR1, self._on_signal)
-        signal.signal(signal.SIGTERM, self._on_signal)
-        signal.signal(signal.SIGINT, self._on_signal)
+        self._before = {number: signal.getsignal(number) for number in _TAKEN}
+        for number, handler in self._before.items():
+            if number != signal.SIGHUP or handler is not signal.SIG_IGN:  # nohup
+                signal.signal(number, self._on_signal)
+        if _early.is_set():
+            _early.clear()
+            self.reason = USR1
         self._before[_KICK] = signal.signal(_KICK, lambda number, frame: None)
         came, told = socket.socketpair()
         told.setblocking(False)
@@ -164,7 +189,7 @@ class Stop:
 
     def ignore_signals(self) -> None:
         """Ignore signals from here on, so that the caller can end what it started."""
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        for number in _TAKEN:
             signal.signal(number, signal.SIG_IGN)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
@@ -179,6 +204,10 @@ class Stop:
                 raise SystemExit(TERM.exit_code)
             if self.reason is not TERM:
                 self.reason, self._term_at = TERM, time.monotonic()
+        elif number == signal.SIGHUP:
+            if self.reason is not TERM:
+                self.reason = HANGUP
+            _leave_terminal()
         elif self.reason is None:
             self.reason = USR1
         if self._droppable:
@@ -211,6 +240,15 @@ class Stop:
         """Send a signal to this process: nothing else interrupts the main thread while it waits."""
         self.reason = reason
         os.kill(os.getpid(), signal.SIGUSR1)
+
+
+def _leave_terminal() -> None:
+    """Write nowhere from here on in place of a terminal that is gone: what is printed would raise EIO."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for descriptor in range(3):
+        if os.readlink(f"/proc/self/fd/{descriptor}").startswith(("/dev/pts/", "/dev/tty")):  # isatty: no longer
+            os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def _removed(file: Path) -> bool:

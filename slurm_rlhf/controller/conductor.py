@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack
 from slurm_rlhf.cluster.gpu_memory import fits_gpus
 from slurm_rlhf.cluster.processes import Session
 from slurm_rlhf.cluster.resources import current_topology, node_name
-from slurm_rlhf.cluster.stop import Continuation, Stop, StopRequested
+from slurm_rlhf.cluster.stop import NOT_ARRANGED, Continuation, Stop, StopRequested
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import ROLLOUT, colocations, running_roles
 from slurm_rlhf.config.schema import Config
@@ -52,7 +53,8 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
     UserError and RunError with a message that is fit for the terminal; the traceback is in the conductor's log.
     Whatever happens, no process of the run is left when this returns.
     """
-    directory = RunDirectory(Path(config.run_dir))
+    directory, end = RunDirectory(Path(config.run_dir)), continuation.end_time()
+    refuse_short_time(end, config.slurm.signal_lead_s)
     with run_directory_kept(directory.root):
         directory.make()
     reporting = Reporting(config, directory, ranks.worlds)
@@ -60,7 +62,7 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
     with exclusive(directory), logged, reporting.recorder.listening():
         Session.here(os.environ).write(directory.root)
         try:
-            with Stop(directory.root, continuation.end_time(), config.slurm.signal_lead_s) as stop:
+            with Stop(directory.root, end, config.slurm.signal_lead_s) as stop:
                 try:
                     with run_directory_kept(directory.root):
                         Conductor(config, directory, ranks, launcher, reporting, stop, node).run()
@@ -70,7 +72,9 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
                     if stopped.reason.requeue:
                         refuse_restart(directory.restart_guard, reporting.moved, config.slurm.signal_lead_s)
                         # Last: Slurm may end this process before it returns.
-                        reporting.note(continuation.go_on())
+                        arranged = continuation.go_on()
+                        reporting.note(arranged.told)
+                        return stopped.reason.exit_code if arranged.holds else NOT_ARRANGED
                     return stopped.reason.exit_code
         except BaseException as error:
             log_error(error)
@@ -206,6 +210,17 @@ class Conductor:
         state = checkpoints.load_state(checkpoint, saving)
         order.check(state["order"])
         return RunState.from_json(state["run"]), checkpoint, UNEVALUATED not in state
+
+
+def refuse_short_time(end: float | None, lead_s: float) -> None:
+    """Raise ConfigError where the allocation, which ends at `end` (since the epoch), has no time to train."""
+    left_s = math.inf if end is None else end - time.time()
+    if left_s <= lead_s:
+        raise ConfigError(
+            f"the allocation ends in {left_s:.0f} s, and slurm.signal_lead_s = {lead_s:g} keeps all of that for "
+            f"saving: ask for more time (--time), or give --slurm.signal_lead_s={max(left_s, 0) / 3:.0f} or less and, "
+            "in the batch script, the same number in --signal=B:USR1@SECONDS"
+        )
 
 
 def refuse_restart(file: Path, moved: bool, lead_s: float) -> None:

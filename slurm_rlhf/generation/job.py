@@ -13,11 +13,11 @@ from typing import Any
 
 from slurm_rlhf.cluster.processes import Session
 from slurm_rlhf.cluster.resources import node_name
-from slurm_rlhf.cluster.stop import Stop, StopRequested
+from slurm_rlhf.cluster.stop import NOT_ARRANGED, Stop, StopRequested
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.conductor import refuse_restart
+from slurm_rlhf.controller.conductor import refuse_restart, refuse_short_time
 from slurm_rlhf.controller.possession import exclusive, log_error, logging_to
 from slurm_rlhf.controller.role_environment import role_environment
 from slurm_rlhf.disk import run_directory_kept
@@ -137,6 +137,8 @@ def run(
     and every row that was answered is in the output.
     """
     directory, continuation = RunDirectory(root), continuation_of(config.slurm, root, os.environ)
+    end = continuation.end_time()
+    refuse_short_time(end, config.slurm.signal_lead_s)
     with run_directory_kept(directory.root):
         directory.make()
     with exclusive(directory), logging_to(directory.role_log("conductor", node_name(), 0)):
@@ -146,7 +148,7 @@ def run(
             directory.config.write_text(dump_toml(config), encoding="utf-8")
         job = Job(config, directory, ranks, launcher, output, desk, progress)
         try:
-            with Stop(directory.root, continuation.end_time(), config.slurm.signal_lead_s) as stop:
+            with Stop(directory.root, end, config.slurm.signal_lead_s) as stop:
                 try:
                     with run_directory_kept(directory.root):
                         job.run(stop)
@@ -158,7 +160,9 @@ def run(
                     moved = len(output.tally.done) > progress.before
                     if stopped.reason.requeue:
                         refuse_restart(directory.restart_guard, moved, config.slurm.signal_lead_s)
-                        job.tell(continuation.go_on())  # last: Slurm may end this process before it returns
+                        arranged = continuation.go_on()  # last: Slurm may end this process before it returns
+                        job.tell(arranged.told)
+                        return stopped.reason.exit_code if arranged.holds else NOT_ARRANGED
                     return stopped.reason.exit_code
         except BaseException as error:
             log_error(error)

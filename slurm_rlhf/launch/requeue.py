@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -17,11 +18,18 @@ from pathlib import Path
 
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.cluster.slurm_job import command
-from slurm_rlhf.cluster.stop import Continuation, immune, termination
+from slurm_rlhf.cluster.stop import Arrangement, Continuation, immune, termination
 from slurm_rlhf.config.schema import Slurm
 from slurm_rlhf.launch.node import GPU_VARIABLES
 
 _KILL_S = 20.0  # Slurm ends a requeued job within seconds
+_AGAIN_S = 10.0
+_LAST_TRY_S = 60.0
+"""Before the end of the allocation: a controller that is away until then is not waited for."""
+_AWAY = ("contact", "timed out", "no answer", "Connection", "Zero Bytes", "standby", "temporarily")
+"""In what Slurm's commands say when the controller is away, and not when it refuses."""
+_PATIENCE_S = 600.0
+"""How long the controller is asked where the end of the allocation is not known."""
 SCRIPT = "successor.sh"
 """In `.control` of the run directory."""
 
@@ -41,36 +49,50 @@ class SlurmContinuation(Continuation):
         self._environ = environ
         self._argv = argv
         self._directory = directory
+        self._end: float | None = None
 
     def end_time(self) -> float | None:
         """Read the end from the environment, else ask `squeue` once (Slurm before 23.02 sets no variable)."""
-        if self._slurm.end_time is not None:
-            return float(self._slurm.end_time)
+        self._end = float(self._slurm.end_time) if self._slurm.end_time is not None else self._asked_end()
+        return self._end
+
+    def _asked_end(self) -> float | None:
         answer = command(["squeue", "-h", "-j", self._job, "-o", "%e"])
         try:
             return datetime.fromisoformat(answer.stdout.strip()).timestamp()
         except ValueError:
             return None  # no limit, or the controller did not answer: the signal still comes
 
-    def go_on(self) -> str:
+    def go_on(self) -> Arrangement:
         """Run `scontrol requeue`, else `sbatch --dependency=afterany`. Only the main thread may call it.
 
         Slurm ends a requeued job at once, beginning with SIGTERM, and its nodes are blocked until its processes have
-        ended: this waits for that SIGTERM and no longer.
+        ended: this waits for that SIGTERM and no longer. Where neither works, because the controller is away, it is
+        tried again until shortly before the end of the allocation.
         """
+        left = _PATIENCE_S if self._end is None else self._end - time.time() - _LAST_TRY_S
+        last = time.monotonic() + left
         with termination() as terminated:
-            with immune():
-                requeued = command(["scontrol", "requeue", self._job])
-            if requeued.returncode == 0:
-                terminated.wait(_KILL_S)
-                return f"job {self._job} is requeued"
-        return self._submit(requeued.stderr.strip() or "scontrol requeue failed")
+            while True:
+                with immune():
+                    requeued = command(["scontrol", "requeue", self._job])
+                if requeued.returncode == 0:
+                    terminated.wait(_KILL_S)
+                    return Arrangement(f"job {self._job} is requeued", True)
+                why = requeued.stderr.strip() or "scontrol requeue failed"
+                arranged = self._submit(why)
+                away = not arranged.holds and any(word in arranged.told for word in _AWAY)
+                if not away or time.monotonic() > last or terminated.wait(_AGAIN_S):
+                    return arranged
 
-    def _submit(self, why: str) -> str:
+    def _submit(self, why: str) -> Arrangement:
         shown = command(["scontrol", "show", "job", self._job])
         written = command(["scontrol", "write", "batch_script", self._job, "-"])
         if shown.returncode or written.returncode or not written.stdout.startswith("#!"):
-            return f"job {self._job} could not be requeued ({why}); submit the same command to go on"
+            told = f"job {self._job} could not be requeued ({why}); submit the same command to go on"
+            return Arrangement(told, False)
+        if follower := self._follower():
+            return Arrangement(f"requeue is not allowed here ({why}); job {follower} follows this one", True)
         job = successor(shown.stdout, self._environ, self._argv)
         script = self._script(job.script, written.stdout)
         submitted = command(
@@ -79,13 +101,20 @@ class SlurmContinuation(Continuation):
             cwd=self._slurm.submit_dir,  # SLURM_SUBMIT_DIR of the next job: scripts find their files by it
         )
         if submitted.returncode == 0:
-            return f"requeue is not allowed here ({why}); job {submitted.stdout.strip()} follows this one"
-        return (
-            f"neither requeue ({why}) nor sbatch ({submitted.stderr.strip()}) worked; submit the same command to go on"
-        )
+            told = f"requeue is not allowed here ({why}); job {submitted.stdout.strip()} follows this one"
+            return Arrangement(told, True)
+        told = submitted.stderr.strip()
+        told = f"neither requeue ({why}) nor sbatch ({told}) worked; submit the same command to go on"
+        return Arrangement(told, False)
 
     def finished(self) -> str:
         return ""
+
+    def _follower(self) -> str:
+        """Return the successor that an earlier sbatch has submitted without having an answer in time, if any."""
+        words = ["squeue", "-h", "-t", "PENDING", f"--name={self._slurm.job_name}", f"--user={os.getuid()}"]
+        jobs = [line.partition(" ") for line in command([*words, "-o", "%i %E"]).stdout.splitlines()]
+        return next((job for job, _, after in jobs if after.startswith(f"afterany:{self._job}")), "")
 
     def _script(self, path: str, text: str) -> str:
         """Return `path` if it still is the script of this job, else a copy of what Slurm has kept."""
@@ -109,9 +138,9 @@ class ChainContinuation(Continuation):
     def end_time(self) -> float | None:
         return self._inner.end_time()
 
-    def go_on(self) -> str:
+    def go_on(self) -> Arrangement:
         """Arrange nothing: requeued, this job would wait behind those that were submitted with it."""
-        return "the next job of the chain goes on"
+        return Arrangement("the next job of the chain goes on", True)
 
     def finished(self) -> str:
         """Cancel the waiting tasks of this array, or the waiting jobs that are this one again."""
@@ -147,9 +176,9 @@ class ParentContinuation(Continuation):
         self._number = signal.Signals(number)
         self._parent = parent
 
-    def go_on(self) -> str:
+    def go_on(self) -> Arrangement:
         os.kill(self._parent, self._number)
-        return "the job is requeued by the process that submitit started"
+        return Arrangement("the job is requeued by the process that submitit started", True)
 
 
 def continuation_of(settings: Slurm, run_dir: Path, environ: Mapping[str, str]) -> Continuation:

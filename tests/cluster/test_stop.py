@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+import pty
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from waiting import HANG_S
+from waiting import HANG_S, until
 
 from slurm_rlhf.cluster import stop as stop_module
-from slurm_rlhf.cluster.stop import END, FILE, INTERRUPT, TERM, USR1, Stop, StopRequested
+from slurm_rlhf.cluster.stop import END, FILE, HANGUP, INTERRUPT, TERM, USR1, Stop, StopRequested
 
 
 def interrupted(stop: Stop) -> StopRequested:
@@ -104,6 +107,72 @@ def test_ctrl_c_saves_and_a_second_one_ends_the_process(tmp_path: Path, capfd: p
             signal.raise_signal(signal.SIGINT)  # while it saves
     assert (INTERRUPT.requeue, INTERRUPT.exit_code) == (False, 130)
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+EARLY = """
+import os, pathlib, signal, sys
+from slurm_rlhf.cli import main
+
+def dispatch(words):
+    from slurm_rlhf.cluster.stop import Stop, StopRequested
+    os.kill(os.getpid(), signal.SIGUSR1)  # during preflight
+    for _ in range(2):
+        with Stop(pathlib.Path({directory!r})) as stop:
+            print(stop.reason and stop.reason.what)
+    return 0
+
+main._dispatch = dispatch
+sys.exit(main.main([]))
+"""
+
+
+def test_sigusr1_before_a_run_begins_is_noted_for_it(tmp_path: Path) -> None:
+    program = EARLY.format(directory=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert (done.returncode, done.stdout.splitlines()) == (0, [USR1.what, "None"]), done.stderr
+
+
+HUNG_UP = """
+import pathlib, sys, threading
+from slurm_rlhf.cluster.stop import Stop, StopRequested
+
+directory = pathlib.Path(sys.argv[1])
+try:
+    with Stop(directory) as stop, stop.droppable():
+        (directory / "ready").touch()
+        threading.Event().wait(float(sys.argv[2]))
+except StopRequested as stopped:
+    print("saving", flush=True)
+    print("an error", file=sys.stderr, flush=True)
+    (directory / "saved").write_text(f"{stopped.reason.what} {stopped.reason.exit_code}")
+"""
+
+
+def test_a_terminal_that_is_gone_means_save_and_leave(tmp_path: Path) -> None:
+    """As when `salloc` or ssh is closed: nothing can be printed any more, and the work is saved all the same."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", HUNG_UP, str(tmp_path), str(HANG_S)])
+    try:
+        until((tmp_path / "ready").exists, "the start")
+        os.close(terminal)
+        _, status = until(lambda: (found := os.waitpid(child, os.WNOHANG))[0] and found, "the end")
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        raise
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert (tmp_path / "saved").read_text() == f"{HANGUP.what} 129"
+
+
+def test_nohup_counts(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Stop(tmp_path) as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert stop.reason is None
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_files_of_this_session_are_obeyed_once(tmp_path: Path) -> None:

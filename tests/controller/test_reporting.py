@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from lookalikes import llama_like
 
-from slurm_rlhf.cluster.stop import Continuation, Reason, StopRequested
+from slurm_rlhf.cluster.stop import END, NOT_ARRANGED, Arrangement, Continuation, Reason, StopRequested
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.conductor import MOST_RESTARTS, Conductor, refuse_restart, run
+from slurm_rlhf.controller.conductor import MOST_RESTARTS, Conductor, refuse_restart, refuse_short_time, run
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_inputs import Inputs
 from slurm_rlhf.controller.run_state import RunState
@@ -56,6 +57,13 @@ def test_a_run_that_never_gets_to_a_step_does_not_requeue_itself_for_ever(tmp_pa
     with pytest.raises(ConfigError, match=rf"{MOST_RESTARTS} times in a row .*slurm.signal_lead_s = 600"):
         refuse_restart(file, False, 600)
     assert not file.exists()  # whoever submits it again starts anew
+
+
+def test_an_allocation_that_is_all_kept_for_saving_is_refused() -> None:
+    refuse_short_time(None, 600)
+    refuse_short_time(time.time() + 700, 600)
+    with pytest.raises(ConfigError, match=r"ends in 300 s, .* give --slurm.signal_lead_s=100 or less"):
+        refuse_short_time(time.time() + 300.3, 600)
 
 
 def plain_reporting(root: Path) -> Reporting:
@@ -124,26 +132,35 @@ def test_a_start_that_ends_is_no_start_any_more(tmp_path: Path, end: str) -> Non
     assert "starting" not in written
 
 
-def test_a_hang_that_is_restarted_goes_on_from_the_newest_checkpoint_and_ends_with_1(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+HANG = Reason("a hang in phase update of step 6: hang-6", True, 1)
+
+
+@pytest.mark.parametrize(("reason", "holds", "code"), [(HANG, True, 1), (END, True, 0), (END, False, NOT_ARRANGED)])
+def test_what_the_scheduler_arranged_is_said_last_and_the_exit_code_tells_whether_it_did(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    reason: Reason,
+    holds: bool,
+    code: int,
 ) -> None:
-    """The trainers hung, so that nothing could be saved: what was arranged by the scheduler is said last."""
+    """Trainers that hung can save nothing; a job with `afterok` of one that nothing follows must not start."""
 
     class Requeues(Continuation):
-        def go_on(self) -> str:
-            return "job 7 is requeued"
+        def go_on(self) -> Arrangement:
+            return Arrangement("job 7 is requeued", holds)
 
     def hang(self: Conductor) -> None:
         self.reporting.begin(RunState(seed=0, step=5), 9, None)
-        raise StopRequested(Reason("a hang in phase update of step 6: hang-6", True, 1), saved=False)
+        raise StopRequested(reason, saved=False)
 
     monkeypatch.setattr(Conductor, "run", hang)
     config = Config(run_dir=str(tmp_path))
     config.logger.progress, config.logger.tensorboard = "plain", False
     launcher = LocalLauncher(tmp_path, ONE)
-    assert run(config, ONE, launcher, "n1", Requeues()) == 1
+    assert run(config, ONE, launcher, "n1", Requeues()) == code
     *_, stopped, last = capsys.readouterr().out.splitlines()
-    assert stopped == "stopped by a hang in phase update of step 6: hang-6; there is no checkpoint yet"
+    assert stopped == f"stopped by {reason.what}; there is no checkpoint yet"
     assert last == "job 7 is requeued"
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "stopped"
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config, Slurm
 from slurm_rlhf.config.schema_cluster import minutes
 from slurm_rlhf.errors import ConfigError, PlacementError, RunError
-from slurm_rlhf.launch import submitit_job
+from slurm_rlhf.launch import requeue, submitit_job
 from slurm_rlhf.launch.requeue import PARENT_REQUEUES, ChainContinuation, ParentContinuation, continuation_of
 from slurm_rlhf.launch.submitit_job import TrainJob, slurm_executor, slurm_parameters, submit, wanted_nodes
 
@@ -144,12 +145,71 @@ def test_a_chain_cancels_its_own_waiting_jobs_alone(tmp_path: Path, monkeypatch:
     array = {**JOB, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}
     for environ, which in ((JOB, "15, 18"), (array, "12")):
         found = continuation_of(Slurm(chain=True), tmp_path, environ)
-        assert found.go_on() == "the next job of the chain goes on"
+        assert found.go_on().told == "the next job of the chain goes on"
         assert found.end_time() == 99.0
         assert found.finished() == f"the jobs that waited to go on with this run are cancelled: {which}"
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls == ["--state=PENDING 15 18", "--state=PENDING 12"]
     assert read_slurm(JOB) is not None
+
+
+AWAY = "echo 'scontrol: error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
+BACK = f'test "$1 $(grep -c requeue calls)" = "requeue 3" || {{ {AWAY}; }}'
+"""At the third attempt."""
+
+
+@pytest.mark.parametrize(
+    ("scontrol", "end_s", "told", "holds", "calls"),
+    [
+        (BACK, 3600, "job 13 is requeued", True, 7),
+        (AWAY, 70, "could not be requeued (scontrol: error: Unable to contact", False, 0),
+        ("echo 'Requested operation is presently disabled' >&2; exit 1", 3600, "presently disabled); submit", False, 3),
+        (None, 3600, "No such file or directory: 'scontrol'); submit the same command to go on", False, 0),
+    ],
+)
+def test_a_requeue_is_tried_again_while_the_controller_is_away(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scontrol: str | None,
+    end_s: float,
+    told: str,
+    holds: bool,
+    calls: int,
+) -> None:
+    """Until a minute before the end; what Slurm refuses, or a machine without its commands, is no reason to wait."""
+    monkeypatch.setattr(requeue, "_AGAIN_S", 0.01)
+    monkeypatch.setattr(requeue, "_LAST_TRY_S", 67.0)
+    monkeypatch.setattr(requeue, "_KILL_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    if scontrol is not None:
+        (tmp_path / "scontrol").write_text(f'#!/bin/sh\nPATH=/usr/bin:/bin\necho "$@" >>calls\n{scontrol}\n')
+        (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    ends = int(time.time() + end_s)
+    found = continuation_of(Slurm(), tmp_path, {**JOB, "SLURM_JOB_END_TIME": str(ends)})
+    assert found.end_time() == ends
+    arranged = found.go_on()
+    assert (told in arranged.told, arranged.holds) == (True, holds), arranged
+    assert time.time() < ends - 60
+    if calls:
+        assert len((tmp_path / "calls").read_text().splitlines()) == calls
+
+
+def test_a_successor_whose_sbatch_had_no_answer_is_not_submitted_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = {
+        "scontrol": "test $1 = requeue && exit 1; test $1 = write && echo '#!/bin/sh'; exit 0",
+        "squeue": "printf '12 singleton\\n14 afterany:13(unfulfilled)\\n'",
+        "sbatch": "exit 1",
+    }
+    for name, does in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    arranged = continuation_of(Slurm(), tmp_path, JOB).go_on()
+    assert arranged.holds
+    assert "job 14 follows this one" in arranged.told
 
 
 def test_a_parent_is_told_by_its_signal(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from training_runs import metrics, train, workspace
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-STEPS = 12
+STEPS = 24
 WORLD = (
     "--algo.correction.bypass=true",
     "--algo.advantage.estimator=group_norm",
@@ -52,7 +52,8 @@ def test_the_actor_passes_nothing_forward_but_for_the_self_check(run: tuple[Path
 def test_it_learns(run: tuple[Path, str, list[Call]]) -> None:
     rewards = [row["reward"] for row in metrics(run[0])]
     print([round(reward, 3) for reward in rewards])
-    assert statistics.mean(rewards[-3:]) > statistics.mean(rewards[:3]) + 0.1
+    # Five seeds, two of them with the instructions of AVX2 alone, rise by 0.925 to 0.980; without learning, by 0.
+    assert statistics.mean(rewards[-6:]) > statistics.mean(rewards[:6]) + 0.8
 
 
 def test_the_first_update_measures_what_the_pass_would_have(run: tuple[Path, str, list[Call]]) -> None:
