@@ -82,6 +82,7 @@ class SelfCheck:
     note: Callable[[str], None]
     prompts: PromptFindings
     figures: dict[str, float]  # check -> what was found: filled by the first step
+    tokenizer: Tokenizer
     _begun: bool = field(default=False, init=False)
     _updated: bool = field(default=False, init=False)
     _passed: F32 | None = field(default=None, init=False)  # what the first update's own pass is compared with, [A]
@@ -105,6 +106,8 @@ class SelfCheck:
         if self.prompts.template:
             self.note(f"warning: {self.prompts.template}")
         self._shares("rewards", metrics, REWARD_SHARES)
+        if garbled := other_text(trajectories, self.tokenizer, bool(self.config.rollout.stop)):
+            raise SelfCheckError(garbled)
         if wrong := not_finite(exp.rewards):
             raise SelfCheckError(wrong)
         if not before_update(self.config):
@@ -243,6 +246,19 @@ class SelfCheck:
         if version == 0 and "ref_logprobs" in columns:
             verdicts.append(compare("reference", columns["ref_logprobs"], columns["logprobs"], exp.action_mask, dtype))
         return verdicts
+
+
+def other_text(trajectories: list[Trajectory], tokenizer: Tokenizer, cut: bool) -> str:
+    """Say which response has a text that is not that of its tokens, if any; `cut`: stop strings may end it earlier."""
+    for found in trajectories:
+        text = tokenizer.response_text(found.prompt_ids.tolist(), found.response_ids.tolist())
+        if not (text == found.text or (cut and text.startswith(found.text))):
+            return (
+                f"self-check failed (text): the reward got {found.text[:80]!r}, and the tokens of that response are "
+                f"{text[:80]!r}: engine {found.engine} reads another tokenizer than {tokenizer.directory}. "
+                f"{ALL_THE_SAME}."
+            )
+    return ""
 
 
 def few(exp: Experience, ranks: int) -> Experience:

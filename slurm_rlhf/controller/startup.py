@@ -279,7 +279,9 @@ class Startup:
             reward=Scoring(source, config.timeout.reward, self.directory.reward_log),
             kl=KLController(config.algo.kl.init_coef, config.algo.kl.target, config.algo.kl.horizon),
             scale=scale,
-            self_check=SelfCheck(config, roles[ACTOR], note, inputs.findings, self.reporting.self_check),
+            self_check=SelfCheck(
+                config, roles[ACTOR], note, inputs.findings, self.reporting.self_check, inputs.tokenizer
+            ),
             engine_metrics=EngineMetrics(node, note),
             phases=Phases(self._phase, self.watchdog.ended),
             stop=self.stop,

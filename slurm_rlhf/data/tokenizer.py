@@ -7,7 +7,7 @@ and functions that templates on the Hugging Face hub rely on (transformers, `uti
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +20,9 @@ from slurm_rlhf.errors import ModelError
 
 SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Names in tokenizer_config.json that chat templates refer to, as in transformers."""
+
+# Enough to show the decoder that it is not at the start of a text, in every tokenizer of vLLM's own detokenizer.
+CONTEXT_TOKENS = 5
 
 
 class ChatTemplate:
@@ -64,7 +67,7 @@ class Tokenizer:
     bos_token: str  # empty where the model has none
     bos_token_id: int | None
     chat_template: ChatTemplate | None
-    _backend: tokenizers.Tokenizer
+    backend: tokenizers.Tokenizer
 
     @classmethod
     def load(cls, directory: Path | str) -> Tokenizer:
@@ -90,6 +93,7 @@ class Tokenizer:
             )
         pad = _token_id(backend, special.get("pad_token"))
         words = {name: word for name in SPECIAL if (word := _content(special.get(name)))}
+        backend.add_special_tokens(_unmarked(backend, words.values()))
         source = _template_source(directory, config)
         template = ChatTemplate(source, words) if source else None
         bos = words.get("bos_token", "")
@@ -99,24 +103,34 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """Count the tokens, special ones included."""
-        return int(self._backend.get_vocab_size(with_added_tokens=True))
+        return int(self.backend.get_vocab_size(with_added_tokens=True))
 
     @property
     def longest_token(self) -> int:
         """Count the characters of the longest token, special ones included; takes tenths of a second."""
-        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of one text."""
-        return list(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of many texts, computed on all CPUs."""
-        return [list(e.ids) for e in self._backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+        return [list(e.ids) for e in self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
-        return str(self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        return str(self.backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
+
+    def response_text(self, prompt_ids: list[int], response_ids: list[int]) -> str:
+        """Decode `response_ids` as what follows the prompt, without special tokens.
+
+        Decoded alone, a response would lose its first space with tokenizers that write it at the start of every word
+        (SentencePiece). So it is the text with the prompt's last tokens, without the text of these.
+        """
+        context = prompt_ids[-CONTEXT_TOKENS:]
+        before, whole = self.decode(context), self.decode(context + response_ids)
+        return whole[len(before) :] if whole.startswith(before) else self.decode(response_ids)
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token, special ones included; joined they are the whole text.
@@ -126,7 +140,7 @@ class Tokenizer:
         from tokenizers.decoders import DecodeStream
 
         stream = DecodeStream(skip_special_tokens=False)
-        return [stream.step(self._backend, int(token)) or "" for token in ids]
+        return [stream.step(self.backend, int(token)) or "" for token in ids]
 
     def chat(self, messages: Sequence[dict[str, Any]]) -> str:
         """Render the messages with the model's chat template, up to where its answer starts.
@@ -164,6 +178,12 @@ def _content(token: Any) -> str | None:
 def _token_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:
     text = _content(token)
     return None if text is None else backend.token_to_id(text)
+
+
+def _unmarked(backend: tokenizers.Tokenizer, words: Iterable[str]) -> list[str]:
+    """List those of the special tokens that tokenizer.json has as any other token; transformers marks them, too."""
+    marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    return [word for word in words if word not in marked and backend.token_to_id(word) is not None]
 
 
 def _template_source(directory: Path, config: dict[str, Any]) -> str | None:

@@ -56,6 +56,7 @@ _POLICIES = (
     _Policy(share=False, mixed=True, loose=True),
     _Policy(share=True, mixed=True, loose=True),
 )
+_MOST_TRIES = 2000
 _Bucket = tuple[tuple[int, ...], int]  # blocks on the node, free slots
 _Choice = list[tuple[_Bucket, int, list[int]]]  # so many slots on each of these nodes of the bucket
 _Buckets = dict[_Bucket, list[int]]  # node indices in rising order; never changed in place
@@ -70,7 +71,12 @@ class _Space:
     def put(self, number: int, block: Block, policy: _Policy) -> _Choice | None:
         """Place block `number`, or change nothing and return None."""
         choice = self._choose(block, policy) if block.per_node else self._choose_engines(block, policy)
-        for bucket, slots, nodes in choice or ():
+        self.take(number, choice or [])
+        return choice
+
+    def take(self, number: int, choice: _Choice) -> None:
+        """Place block `number` there."""
+        for bucket, slots, nodes in choice:
             here = self.buckets.pop(bucket)
             gone = set(nodes)
             left = here[len(nodes) :] if here[: len(nodes)] == nodes else [node for node in here if node not in gone]
@@ -79,7 +85,20 @@ class _Space:
             blocks, free = bucket
             after = ((*blocks, number), free - slots)
             self.buckets[after] = sorted(self.buckets.get(after, []) + nodes)
-        return choice
+
+    def choices(self, block: Block) -> Iterator[_Choice]:
+        """List all ways to place a block of trainers; of engines the one that leaves most to place."""
+        if not block.per_node:
+            if (choice := self._choose_engines(block, _POLICIES[-1])) is not None:
+                yield choice
+            return
+        ranked = self._ranked(block.per_node, _POLICIES[-1])
+        for counts in _ways([len(nodes) for _, nodes in ranked], block.num_nodes):
+            yield [
+                (bucket, block.per_node, nodes[:count])
+                for (bucket, nodes), count in zip(ranked, counts, strict=True)
+                if count
+            ]
 
     def _ranked(self, least: int, policy: _Policy) -> list[tuple[_Bucket, list[int]]]:
         """List the buckets with at least `least` free slots, in the order of the policy."""
@@ -120,6 +139,17 @@ class _Space:
         if room < block.engines or not block.num_nodes <= count <= block.engines:
             return None
         return _spread(block, taken)
+
+
+def _ways(most: Sequence[int], total: int) -> Iterator[list[int]]:
+    """List the ways to write `total` as a sum of numbers of which each is at most what `most` has there."""
+    if not most:
+        if not total:
+            yield []
+        return
+    for first in range(min(most[0], total), -1, -1):
+        for others in _ways(most[1:], total - first):
+            yield [first, *others]
 
 
 def _spread(block: Block, taken: list[tuple[_Bucket, list[int]]]) -> _Choice:
@@ -174,6 +204,26 @@ def pack(capacities: Sequence[int], blocks: Sequence[Block], *, thorough: bool =
             found = _try(_Space(buckets), blocks, order, policy)
             if found is not None:
                 return found
+    if not thorough:
+        return None
+    order = tuple(sorted(range(len(blocks)), key=lambda number: not blocks[number].per_node))
+    placed = _search(_Space(buckets), blocks, order, iter(range(_MOST_TRIES)))
+    return _assignments(placed) if placed is not None else None
+
+
+def _search(
+    space: _Space, blocks: Sequence[Block], order: tuple[int, ...], tries: Iterator[int]
+) -> dict[int, _Choice] | None:
+    """Try every way, engines last, until `tries` are used up: uneven nodes may leave one that no policy finds."""
+    if not order:
+        return {}
+    for choice in space.choices(blocks[order[0]]):
+        if next(tries, None) is None:
+            return None
+        after = _Space(space.buckets)
+        after.take(order[0], choice)
+        if (found := _search(after, blocks, order[1:], tries)) is not None:
+            return {order[0]: choice, **found}
     return None
 
 
@@ -184,8 +234,12 @@ def _try(space: _Space, blocks: Sequence[Block], order: tuple[int, ...], policy:
         if choice is None:
             return None
         placed[number] = choice
+    return _assignments(placed)
+
+
+def _assignments(placed: dict[int, _Choice]) -> list[Assignment]:
     return [
-        sorted((node, slots) for _, slots, nodes in placed[number] for node in nodes) for number in range(len(blocks))
+        sorted((node, slots) for _, slots, nodes in placed[number] for node in nodes) for number in range(len(placed))
     ]
 
 

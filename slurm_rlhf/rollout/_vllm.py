@@ -25,7 +25,6 @@ v1/engine/llm_engine.py LLMEngine.engine_core
 v1/engine/llm_engine.py LLMEngine.model_executor
 v1/engine/llm_engine.py LLMEngine.input_processor
 v1/engine/llm_engine.py LLMEngine.get_supported_tasks(self)
-v1/engine/llm_engine.py LLMEngine.get_tokenizer(self)
 v1/engine/input_processor.py InputProcessor.process_inputs(self, request_id, prompt, params, supported_tasks)
 v1/engine/detokenizer.py IncrementalDetokenizer.from_new_request(cls, tokenizer, request)
 v1/engine/core_client.py InprocClient.get_output(self)
@@ -72,6 +71,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Sampling
 
 if TYPE_CHECKING:
@@ -195,12 +195,15 @@ class EngineCore:
 
     def __init__(self, config: Any, executor: Any = None) -> None:
         """Start the engine; `executor`: another class than vLLM's choice. Raises one of `refusals`."""
+        from transformers import PreTrainedTokenizerFast
         from vllm.v1.engine.llm_engine import LLMEngine
         from vllm.v1.executor.abstract import Executor
 
         self.config = config
         self.llm = LLMEngine(config, executor or Executor.get_class(config), log_stats=False)
-        self.tokenizer = self.llm.get_tokenizer()
+        # The tokenizer of vLLM is transformers', which makes SentencePiece of byte-level ones of some models.
+        self.tokenizer = Tokenizer.load(config.model_config.tokenizer)
+        self._of_stops = PreTrainedTokenizerFast(tokenizer_object=self.tokenizer.backend)
         self.client = self.llm.engine_core
         self._core = self.client.engine_core
         self._tasks = self.llm.get_supported_tasks()
@@ -212,7 +215,7 @@ class EngineCore:
         params = _sampling_params(sampling, seed)
         request = self.llm.input_processor.process_inputs(name, tokens_input(prompt_ids), params, self._tasks)
         request.external_req_id = key
-        watcher = StopWatcher(self.tokenizer, request) if sampling.stop else None
+        watcher = StopWatcher(self._of_stops, request) if sampling.stop else None
         self.client.add_request(request)
         return watcher
 

@@ -7,7 +7,7 @@ import struct
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slurm_rlhf.rollout._vllm import StopWatcher
-
-# Enough to show the decoder that it is not at the start of a text, in every tokenizer of vLLM's own detokenizer.
-CONTEXT_TOKENS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,21 +77,6 @@ def request_seed(run_seed: int, prompt: int, sample: int, version: int) -> int:
     packed = struct.pack("<4q", run_seed, prompt, sample, version)
     digest = hashlib.blake2b(packed, digest_size=8, person=b"rlhf-request").digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def response_text(tokenizer: Any, prompt_ids: list[int], response_ids: list[int]) -> str:
-    """Decode `response_ids` as what follows the prompt, without special tokens.
-
-    Decoded alone, a response would lose its first space with tokenizers that write it at the start of every word
-    (SentencePiece). So it is the text with the prompt's last tokens, without the text of these.
-    """
-    context = prompt_ids[-CONTEXT_TOKENS:]
-    before, whole = tokenizer.decode(
-        [context, context + response_ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
-    if whole.startswith(before):
-        return str(whole[len(before) :])
-    return str(tokenizer.decode(response_ids, skip_special_tokens=True))
 
 
 # --- engines ---------------------------------------------------------------------------------------------------------

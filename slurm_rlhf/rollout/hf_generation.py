@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Sampling, Trajectory
 from slurm_rlhf.rollout._transformers import decoding, selects_rows
 from slurm_rlhf.rollout.engine import GenerateRequest
@@ -27,16 +28,16 @@ Told = Callable[[bool, bool], None]
 class Vocabulary:
     """What a model's directory says of its tokens."""
 
-    tokenizer: Any  # of transformers
+    tokenizer: Tokenizer
     ends: frozenset[int]  # tokens that end a response, as vLLM reads them
     pad: int
 
     @classmethod
     def read(cls, path: str) -> Vocabulary:
         """Read the directory of a model."""
-        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+        from transformers import AutoConfig, GenerationConfig
 
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = Tokenizer.load(path)
         if (Path(path) / "generation_config.json").is_file():
             named = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
         else:

@@ -7,13 +7,13 @@ no part in what it draws. The tokens are not vLLM's, which on CPUs makes other r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from slurm_rlhf.data.tokenizer import CONTEXT_TOKENS, Tokenizer
 from slurm_rlhf.records import LENGTH, REPETITION, STOP, Sampling
-from slurm_rlhf.rollout.engine import CONTEXT_TOKENS, ActiveRequest, GenerateRequest, response_text
+from slurm_rlhf.rollout.engine import ActiveRequest, GenerateRequest
 
 
 def distribution(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -56,7 +56,7 @@ class Row:
         """Fill `out` [V] with exponentially distributed numbers."""
         out.exponential_(generator=self._generator)
 
-    def take(self, token: int, logprob: float, version: int, ends: frozenset[int], tokenizer: Any) -> None:
+    def take(self, token: int, logprob: float, version: int, ends: frozenset[int], tokenizer: Tokenizer) -> None:
         """Append a token of policy `version`, and find out whether the response ends with it.
 
         The order is vLLM's: an end token, the limit of length, a repetition, and a stop string before the latter two.
@@ -75,18 +75,18 @@ class Row:
         elif repeats(tokens, sampling):
             self.reason = REPETITION
 
-    def text(self, tokenizer: Any) -> str:
+    def text(self, tokenizer: Tokenizer) -> str:
         """Decode the response, up to the end of the stop string that ended it."""
         return self._text or self._decoded(tokenizer)
 
-    def _stopped(self, tokenizer: Any) -> str:
+    def _stopped(self, tokenizer: Tokenizer) -> str:
         """Return the text up to the end of a stop string that the last token has completed; empty if there is none."""
         assert self.active is not None
         sampling, tokens = self.active.request.sampling, self.active.tokens
         longest, size = max(map(len, sampling.stop)), CONTEXT_TOKENS
         # Where the string ends with the last token, it lies in the last few; special tokens may have no text.
         while size < len(tokens):
-            recent = tokenizer.decode(tokens[-size:], skip_special_tokens=True)
+            recent = tokenizer.decode(tokens[-size:])
             if len(recent) > 2 * longest:
                 if not any(stop in recent for stop in sampling.stop):
                     return ""
@@ -96,11 +96,11 @@ class Row:
         ends = [text.index(stop) + len(stop) for stop in sampling.stop if stop in text]
         return text[: min(ends)] if ends else ""
 
-    def _decoded(self, tokenizer: Any) -> str:
+    def _decoded(self, tokenizer: Tokenizer) -> str:
         assert self.active is not None
         request = self.active.request
         prompt_ids = [int(token) for token in request.prompt_ids]
-        return response_text(tokenizer, prompt_ids, self.active.tokens)
+        return tokenizer.response_text(prompt_ids, self.active.tokens)
 
 
 def choose(logprobs: Tensor, rows: Sequence[Row], greedy: bool) -> Tensor:

@@ -14,7 +14,7 @@ from slurm_rlhf.errors import ModelError, RunError
 from slurm_rlhf.records import KV_CACHE, LENGTH, REPETITION, STOP, WEIGHTS, MemoryPart, ParameterSpec, Trajectory
 from slurm_rlhf.rollout._transformers import as_saved
 from slurm_rlhf.rollout._vllm import EngineCore, Sampled, refusals, reload_weights
-from slurm_rlhf.rollout.engine import ActiveRequest, Gauges, GenerateRequest, response_text
+from slurm_rlhf.rollout.engine import ActiveRequest, Gauges, GenerateRequest
 from slurm_rlhf.rollout.expected_weights import check_loaded, checked, parameter_shapes, skeleton
 from slurm_rlhf.rollout.sleep import DeviceMemory
 from slurm_rlhf.rollout.vllm_settings import engine_config
@@ -206,5 +206,5 @@ class VllmEngine:
             text = active.stops.text
         else:
             prompt_ids = [int(token) for token in request.prompt_ids]
-            text = response_text(self._core.tokenizer, prompt_ids, active.tokens)
+            text = self._core.tokenizer.response_text(prompt_ids, active.tokens)
         return active.finish(reason, text, self._index)

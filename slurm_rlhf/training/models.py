@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +107,9 @@ def load_policy(
     from transformers import AutoModelForCausalLM
 
     model = _load(AutoModelForCausalLM, Path(path), ds, gradient_checkpointing, max_len)
-    return PolicyModule(model, chunk_tokens, head_math(model.config, str(path)), ds.fp32_lm_head)
+    module = PolicyModule(model, chunk_tokens, head_math(model.config, str(path)), ds.fp32_lm_head)
+    _compare_logits(module, str(path))
+    return module
 
 
 def load_critic(
@@ -142,6 +146,53 @@ def load_reward(path: str | Path, ds: Ds, *, max_len: int = 0) -> RewardModule:
     body = _load(AutoModel, Path(path), ds, gradient_checkpointing=False, max_len=max_len)
     hidden = body.config.get_text_config().hidden_size
     return RewardModule(body, load_head(Path(path), hidden))
+
+
+@contextmanager
+def _gathering(module: nn.Module) -> Iterator[None]:
+    """Have each module gather the parameters that ZeRO-3 has sharded while it computes, as DeepSpeed's engine will."""
+    sharded = [part for part in module.modules() if any(map(is_sharded, part.parameters(recurse=False)))]
+    if not sharded:
+        yield
+        return
+    import deepspeed  # takes seconds
+
+    gathered: list[Any] = []
+
+    def gather(part: nn.Module, _: Any) -> None:
+        gathered.append(deepspeed.zero.GatheredParameters(list(part.parameters(recurse=False))))
+        gathered[-1].__enter__()
+
+    def release(part: nn.Module, _: Any, output: Any) -> None:
+        gathered.pop().__exit__(None, None, None)
+
+    hooks = [
+        hook
+        for part in sharded
+        for hook in (part.register_forward_pre_hook(gather), part.register_forward_hook(release))
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _compare_logits(policy: PolicyModule, path: str) -> None:
+    """Compare the model's own logits with those of its body and head, on four tokens; raises ModelError."""
+    model = policy.model
+    index = torch.arange(4, device=model.device)
+    ids = (index[None] + 2) % model.config.get_text_config().vocab_size
+    with torch.no_grad(), _gathering(policy):
+        own = model(input_ids=ids, use_cache=False).logits[0]
+        ours = policy.head(_action_states(model.base_model, ids, index), None)
+    off = float((own.float().log_softmax(-1) - ours.log_softmax(-1)).abs().mean())
+    if not off <= (1e-3 if own.dtype == torch.float32 else 0.1):
+        raise ModelError(
+            f"{path}: the logits of {type(model).__name__} are not those of its body and its output embeddings "
+            f"(log-probs differ by {off:.2g} in the mean): its head has more than one linear layer, which is not known "
+            "here. Use a model whose head is one linear layer."
+        )
 
 
 def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor, **inputs: Any) -> Tensor:

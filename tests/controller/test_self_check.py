@@ -66,6 +66,13 @@ def test_it_changes_neither_the_update_nor_the_random_state_nor_the_mode(found: 
     assert on["state"][0] is True
 
 
+def test_a_text_that_is_not_that_of_its_tokens_ends_the_run(found: dict[str, Any]) -> None:
+    error = found["garbled"]["error"]
+    assert error.startswith("self-check failed (text): the reward got ")
+    assert "reads another tokenizer than " in error
+    assert found["garbled"]["metrics"] == []
+
+
 def test_dropout_in_the_actor_ends_the_run(found: dict[str, Any]) -> None:
     error = found["dropout"]["error"]
     assert error.startswith("self-check failed (again): two forward passes of the actor over the same responses are ")

@@ -21,7 +21,7 @@ def example(directory: Path, prompt: str, answer: str) -> tuple[list[str], list[
     found = load_examples(file, tokenizer, Data(max_len=100)).experience
     ids, length = found.token_ids.tolist(), int(found.prompt_lens[0])
     assert ids[:length] == tokenizer.encode(prompt)  # generation begins behind these
-    names = [tokenizer._backend.id_to_token(token) for token in ids]
+    names = [tokenizer.backend.id_to_token(token) for token in ids]
     return names[:length], names[length:], tokenizer.decode(ids)
 
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from lookalikes import sentencepiece_like
 
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ModelError
@@ -46,6 +47,28 @@ def test_agrees_with_transformers(tmp_path: Path, arch: str) -> None:
         assert ours.encode(text) == batched == ids
         assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
         assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
+
+
+def test_the_text_of_a_response_keeps_its_first_space(tmp_path: Path) -> None:
+    """SentencePiece writes it at the start of every word, and leaves that of the first word out."""
+    tokenizer = Tokenizer.load(sentencepiece_like(tmp_path))
+    prompt, response = (tokenizer.encode(text, add_special_tokens=False) for text in ("one two", "three"))
+    assert tokenizer.decode(response) == "three"
+    assert tokenizer.response_text(prompt, response) == " three"
+    assert tokenizer.response_text(prompt, []) == ""
+
+
+def test_tokens_that_only_the_settings_call_special_are_left_out_of_texts(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    save(tmp_path)
+    file = tmp_path / "tokenizer.json"
+    stored = json.loads(file.read_text())
+    stored["added_tokens"] = []
+    file.write_text(json.dumps(stored))
+    ids = [*Tokenizer.load(tmp_path).encode("1+"), 1]
+    assert Tokenizer.load(tmp_path).decode(ids) == "1+"
+    assert AutoTokenizer.from_pretrained(tmp_path).decode(ids, skip_special_tokens=True) == "1+"
 
 
 @pytest.mark.parametrize("where", ["file", "config", "named"])

@@ -322,7 +322,7 @@ def run(
         order=order,
         total_steps=4 if resume else 2,
         kl=KLController(0.0),
-        self_check=SelfCheck(made, roles["actor"], reporting.note, PromptFindings({}), {}),
+        self_check=SelfCheck(made, roles["actor"], reporting.note, PromptFindings({}), {}, None),  # type: ignore[arg-type]
         engine_metrics=EngineMetrics(str, reporting.note),
         stop=stop,
     )

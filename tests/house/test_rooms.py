@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": BASE | {"placement", "cluster"},
     "preflight": BASE | {"placement", "cluster", "launch", "weight_sync"},
     "generation": ALL - {"workers", "training", "bench", "cli", "api", "parity"},
-    "rollout": BASE | {"observe", "placement"},
+    "rollout": BASE | {"observe", "data", "placement"},
     "training": BASE | {"observe", "algorithms", "data", "placement", "checkpoint"},
     "weight_sync": BASE | {"observe", "cluster"},
     "checkpoint": BASE | {"observe"},

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_models import make_tiny, mislabel
 
 from slurm_rlhf.config.schema import Ds
+from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.parity.random_models import make_model
 from slurm_rlhf.records import LENGTH, STOP, Sampling, Trajectory
 from slurm_rlhf.rollout.engine import GenerateRequest
@@ -68,6 +70,16 @@ def sampler(path: Path, dropped: Any = lambda: False) -> HfSampler:
 )
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp(request.param), request.param, **NOT_IN_VLLM.get(request.param, {}))
+
+
+def test_texts_are_those_of_the_tokenizer_that_encodes_prompts(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    mislabel(make_tiny(tmp_path, "llama"))
+    ids = Tokenizer.load(tmp_path).encode("1 + 2 =")
+    assert AutoTokenizer.from_pretrained(tmp_path).decode(ids) != "1 + 2 ="
+    read = Vocabulary.read(str(tmp_path)).tokenizer
+    assert [read.decode(ids), read.response_text(ids[:3], ids[3:])] == ["1 + 2 =", " 2 ="]
 
 
 def test_a_batch_of_unlike_prompts_is_what_each_is_alone(model: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 import torch
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.parity.random_models import tiny_tokenizer
 from slurm_rlhf.records import LENGTH, REPETITION, STOP, Sampling
 from slurm_rlhf.rollout.engine import GenerateRequest
@@ -23,10 +26,17 @@ def row(seed: int = 0, **sampling: Any) -> Row:
     return Row(GenerateRequest("0.0", 0, 0, np.array([5, 6], np.int32), Sampling(**sampling), seed), CPU)
 
 
+@functools.cache
+def read_tokenizer() -> Tokenizer:
+    with tempfile.TemporaryDirectory() as directory:
+        tiny_tokenizer().save_pretrained(directory)
+        return Tokenizer.load(directory)
+
+
 def taken(made: Row, text: str, ends: frozenset[int] = frozenset({EOS})) -> Row:
     """`made` after the tokens of `text`, of one letter each; it stops where it has ended."""
-    tokenizer = tiny_tokenizer()
-    for token in tokenizer(text)["input_ids"]:
+    tokenizer = read_tokenizer()
+    for token in tokenizer.encode(text):
         if not made.reason:
             made.take(token, -1.0, 3, ends, tokenizer)
     return made
@@ -61,7 +71,7 @@ def test_draws_are_a_request_s_own_and_follow_the_distribution() -> None:
     # Alone, and among others that have ended.
     for seed in (0, 1, 2):
         assert choose(logprobs[None], [row(seed)], greedy=False).item() == together[seed].item()
-        ended = taken(row(9), "a", frozenset(tiny_tokenizer()("a")["input_ids"]))
+        ended = taken(row(9), "a", frozenset(read_tokenizer().encode("a")))
         pair = choose(logprobs.repeat(2, 1), [ended, row(seed)], greedy=False)
         assert pair[1].item() == together[seed].item()
 
@@ -87,7 +97,7 @@ def test_draws_are_a_request_s_own_and_follow_the_distribution() -> None:
 def test_what_ends_a_response(text: str, sampling: dict[str, Any], reason: str, kept: str | None) -> None:
     made = taken(row(**sampling), text)
     assert made.reason == reason
-    decoded = made.text(tiny_tokenizer())
+    decoded = made.text(read_tokenizer())
     assert decoded == (kept if kept is not None else text.partition("!")[0].removesuffix("d") + "d")
     assert made.active is not None
     trajectory = made.active.finish(made.reason, decoded, 2)

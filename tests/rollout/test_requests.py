@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.records import Sampling, VersionSpan
 from slurm_rlhf.rollout._vllm import tp_executor
-from slurm_rlhf.rollout.engine import ActiveRequest, GenerateRequest, request_seed, response_text
+from slurm_rlhf.rollout.engine import ActiveRequest, GenerateRequest, request_seed
 from slurm_rlhf.rollout.expected_weights import checked
 from slurm_rlhf.rollout.vllm_settings import prepare_environment, vllm_environment
 
@@ -99,20 +99,6 @@ class Opened:
 
     def _init_executor(self) -> None:
         """All ranks have opened the queue."""
-
-
-class Words:
-    """Decodes as SentencePiece tokenizers do: a space before each word, none at the start of the text."""
-
-    def decode(self, ids: list[int] | list[list[int]], **kwargs: object) -> str | list[str]:
-        if ids and isinstance(ids[0], list):
-            return [str(self.decode(part)) for part in ids]  # type: ignore[arg-type]
-        return " ".join(f"w{i}" for i in ids)
-
-
-def test_the_text_of_a_response_keeps_its_first_space() -> None:
-    assert response_text(Words(), [1, 2, 3, 4, 5, 6, 7], [8, 9]) == " w8 w9"
-    assert response_text(Words(), [1], []) == ""
 
 
 def test_an_update_is_checked_as_it_streams() -> None:

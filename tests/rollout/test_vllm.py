@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import rollout_engine as child
 from rollout_engine import EngineProcess
-from tiny_models import make_tiny
+from tiny_models import make_tiny, mislabel
 
 from slurm_rlhf.errors import RunError, SyncError
 from slurm_rlhf.parity.random_models import tiny_tokenizer
@@ -26,7 +26,7 @@ EOS = 1
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny(tmp_path_factory.mktemp("model") / "qwen2", "qwen2", heads=2, kv_heads=1)
+    return mislabel(make_tiny(tmp_path_factory.mktemp("model") / "qwen3", "qwen3", heads=2, kv_heads=1))
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,7 @@ def make(
         reward=Scoring(reward, config.timeout.reward),
         kl=KLController(0.0),
         scale=RunningScale(3, 1.0, 2.0),
-        self_check=SelfCheck(config, roles["actor"], reporting.note, PromptFindings({}), {}),  # type: ignore[arg-type]
+        self_check=SelfCheck(config, roles["actor"], reporting.note, PromptFindings({}), {}, None),  # type: ignore[arg-type]
         engine_metrics=EngineMetrics(str, reporting.note),
         stop=stop,
     )

@@ -24,9 +24,10 @@ from slurm_rlhf.config.correction import before_update
 from slurm_rlhf.control.calls import SelfCheckAnswer, TrainAnswer
 from slurm_rlhf.controller.experience import fill_passes
 from slurm_rlhf.controller.self_check import PromptFindings, SelfCheck
+from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
 
-CASES = ("sound", "dropout", "batch mates", "old log-probs", "stale engine", "off")
+CASES = ("sound", "garbled", "dropout", "batch mates", "old log-probs", "stale engine", "off")
 BYPASS = ("bypass", "bypass, colder engine", "bypass, stale engine")
 OF_THE_UPDATE = ("update", "pass", "update, colder", "update, stale engine", "update, off")
 """Cases whose old log-probs are of the update's own pass, and one, `pass`, which is alike but for them."""
@@ -77,8 +78,10 @@ class Bench:
         self.notes: list[str] = []
         self.spoilt: dict[int, int] = {}  # step -> log-probs of the engine that are no numbers
         self.weight: float | None = None  # of every token, by a correction
+        self.tokenizer = Tokenizer.load(model)
+        self.garbled = ""  # what the reward gets behind the text of each response
         findings = PromptFindings({"prompts_dropped": 0.25}, "the chat template ends an answer by nothing")
-        self.check = SelfCheck(self.config, roles["actor"], self.notes.append, findings, {})
+        self.check = SelfCheck(self.config, roles["actor"], self.notes.append, findings, {}, self.tokenizer)
 
     def trajectories(self, version: int) -> list[Trajectory]:
         """Prompts and responses of unlike lengths, with the log-probs that the frozen policy gives them."""
@@ -88,7 +91,8 @@ class Bench:
             prompt, response = (rng.integers(2, 69, size).astype(np.int32) for size in rng.integers(3, 24, 2))
             mask, engine = np.ones(len(response), dtype=np.bool_), number % 2
             span = [VersionSpan(0, len(response), version)]
-            args = (response, np.zeros(len(response), np.float32), mask, "stop", "", span, engine)
+            text = self.tokenizer.response_text(prompt.tolist(), response.tolist()) + self.garbled
+            args = (response, np.zeros(len(response), np.float32), mask, "stop", text, span, engine)
             found.append(Trajectory(number, 0, prompt, *args))
         exp = pack(found, [0.0] * RESPONSES)
         logprobs = self.engine.logprobs(exp, [[row] for row in range(RESPONSES)])["logprobs"]
@@ -191,6 +195,7 @@ def run_case(case: str, models: Path) -> dict[str, Any]:
         bench.config.actor.old_logprobs = "pass" if case == "pass" else "auto"
     bench.config.algo.correction.bypass = case in BYPASS
     bench.weight = WEIGHTS.get(case)
+    bench.garbled = "\u0120" if case == "garbled" else ""
     bench.spoilt = {1: NOT_FINITE.get(case, 0)}
     bench.check._begun = "later" in case
     if case in faults:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,13 @@ def make_tiny(
     width = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype]
     write_model(Path(path), arch, sizes, seed, lambda model: model.to(width))
     return Path(path)
+
+
+def mislabel(path: Path) -> Path:
+    """Call a byte-level tokenizer Llama's, as published models do: transformers makes another one of it."""
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}))
+    return path
 
 
 def make_reward(path: str | Path, head: str = "score", arch: str = "qwen2", *, seed: int = 1, **sizes: Any) -> Path:

@@ -14,6 +14,7 @@ from tiny_models import make_tiny
 
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.errors import ModelError
+from slurm_rlhf.parity.random_models import make_model
 from slurm_rlhf.records import Experience
 from slurm_rlhf.training.batch import collate, per_action
 from slurm_rlhf.training.frozen_models import FrozenPolicy
@@ -64,6 +65,13 @@ def test_values_of_padded_micro_batches_equal_an_unpadded_forward(models: Path) 
 
     alone = [values(EXPERIENCE.select([index]), [[0]]) for index in range(len(EXPERIENCE))]
     np.testing.assert_allclose(values(EXPERIENCE, MICRO), np.concatenate(alone), rtol=0, atol=1e-6)
+
+
+def test_a_head_of_more_than_one_layer_is_refused(tmp_path: Path) -> None:
+    """Its output embeddings are the last of them, and would be trained without the others."""
+    make_model(tmp_path, "modernbert-decoder", noisy=False, bos_token_id=1, cls_token_id=1, sep_token_id=1)
+    with pytest.raises(ModelError, match="logits of ModernBertDecoderForCausalLM are not those of its body and its"):
+        load_policy(tmp_path, FP32, 4)
 
 
 def test_critic_head_depends_on_the_seed_alone(models: Path) -> None:
