@@ -102,10 +102,52 @@ def begins_alias(name: str) -> bool:
     return any(alias.startswith(f"{name}.") for alias in [*read_as(), *_instead()])
 
 
+TRL = {
+    "num_generations": "rollout.n_samples_per_prompt",
+    "max_completion_length": "rollout.max_new_tokens",
+    "response_length": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_len",
+    "per_device_train_batch_size": "train.batch_size",
+    "generation_batch_size": "rollout.batch_size",
+    "num_train_epochs": "train.num_episodes",
+    "num_iterations": "train.max_epochs",
+    "num_ppo_epochs": "train.max_epochs",
+    "beta": "algo.kl.init_coef",
+    "epsilon": "actor.eps_clip",
+    "epsilon_high": "actor.eps_clip_low_high",
+    "delta": "actor.dual_clip",
+    "cliprange": "actor.eps_clip",
+    "cliprange_value": "critic.value_clip",
+    "lam": "algo.advantage.lambd",
+    "scale_rewards": "algo.advantage.no_std_norm",
+    "reward_funcs": "reward.remote_url",
+    "reward_model_path": "reward.model_name_or_path",
+    "warmup_ratio": "actor.lr_warmup_ratio",
+    "max_grad_norm": "actor.max_norm",
+    "report_to": "logger.use",
+    "loss_type": "actor.loss_agg_mode",
+}
+"""TRL's name -> the key that does its work here."""
+
+UNITS = {
+    f"{_ACTOR}.ppo_mini_batch_size": "verl counts prompts, this key responses, rollout.n_samples_per_prompt to each",
+    "per_device_train_batch_size": "TRL counts for one GPU and one step of accumulation, this key for all",
+    "max_prompt_length": "this key counts prompt and response together",
+}
+"""A peer's name -> how its number differs."""
+
+
 def meaning(name: str) -> str:
-    """Say what a name of OpenRLHF or verl is here; empty where it is neither's."""
+    """Say what a name of OpenRLHF, verl or TRL is here; empty where it is none of theirs."""
     if name in _instead():
         return f"OpenRLHF's {name} is no key here: {_instead()[name]}"
     if name in VERL:
-        return f"verl's {name} is {VERL[name]} here (`slurm-rlhf train --help {VERL[name]}` says what it takes)"
+        return _renamed("verl", name, VERL[name])
+    if name in TRL:
+        return _renamed("TRL", name, TRL[name])
     return ""
+
+
+def _renamed(peer: str, name: str, key: str) -> str:
+    unit = f"; {UNITS[name]}" if name in UNITS else ""
+    return f"{peer}'s {name} is {key} here{unit} (`slurm-rlhf train --help {key}` says what it takes)"

@@ -154,16 +154,21 @@ SHORT = {
 
 
 def nearest(name: str) -> list[str]:
-    """List valid keys that a user who wrote `name` may have meant, the most likely first; never empty."""
+    """List valid keys that a user who wrote `name` may have meant, the most likely first; none if none is near."""
     wanted = name.lower().replace("-", "_")
     leaf = wanted.rpartition(".")[2]
     if known := SHORT.get(leaf):
         group = wanted.rpartition(".")[0]
         return sorted(known, key=lambda key: difflib.SequenceMatcher(None, group, key).ratio(), reverse=True)
+    grouped = "." in wanted or wanted.partition("_")[0] in groups()
     same_leaf = [key for key in all_keys() if key.rpartition(".")[2] == leaf]
     if same_leaf and leaf == wanted:
         return same_leaf
-    whole = difflib.get_close_matches(wanted, all_keys(), n=1, cutoff=0.8)
+    whole = difflib.get_close_matches(wanted, all_keys(), n=1, cutoff=0.8) if grouped else []
     if whole or same_leaf:
         return whole or same_leaf
-    return difflib.get_close_matches(wanted, all_keys(), n=1, cutoff=0.0)
+    if grouped and (close := difflib.get_close_matches(wanted, all_keys(), n=1, cutoff=0.6)):
+        return close
+    leaves = [key.rpartition(".")[2] for key in all_keys()]
+    near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)
+    return [key for key in all_keys() if key.rpartition(".")[2] in near]

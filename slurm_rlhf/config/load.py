@@ -157,7 +157,8 @@ def _unknown(name: str, dashes: str = "") -> str:
     if meant := meaning(name):
         return f"unknown key {dashes}{name}: {meant}"
     near = " or ".join(dashes + key for key in nearest(name))
-    return f"unknown key {dashes}{name}; did you mean {near}? (`slurm-rlhf train --help` names all keys)"
+    asked = f"; did you mean {near}?" if near else ""
+    return f"unknown key {dashes}{name}{asked} (`slurm-rlhf train --help` names all keys)"
 
 
 def _resolved(key: Key, value: Any, base: Path) -> Any:

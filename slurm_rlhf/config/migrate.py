@@ -67,7 +67,7 @@ def translate(command: str) -> Translation:
         key = all_keys().get(read_as().get(name, name))
         written = " ".join([f"--{name}", *words])
         if key is None:
-            near = f"unknown; near it: {', '.join(nearest(name))}"
+            near = f"unknown; near it: {', '.join(nearest(name)) or 'nothing'}"
             found.left_out.append(f"{written}: {meaning(name) or near}")
         elif key.name in found.values:
             found.left_out.append(f"{written}: --{found.flags[key.name]} says {key.name} already")

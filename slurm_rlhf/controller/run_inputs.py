@@ -52,5 +52,5 @@ class Inputs:
         )
         total = config.train.max_steps or order.total
         reward = None if config.reward.model_name_or_path else RewardFunction.of(config.reward)
-        findings = PromptFindings.of(prompts, tokenizer, config.data.apply_chat_template)
+        findings = PromptFindings.of(prompts, tokenizer, config.data)
         return cls(prompts, evaluation, order, reward, total, findings, tokenizer)

@@ -16,7 +16,7 @@ from slurm_rlhf.algorithms.batching import assemble
 from slurm_rlhf.algorithms.policy_distance import ages
 from slurm_rlhf.algorithms.reward_scale import clip_warning
 from slurm_rlhf.config.correction import before_update, of_the_update
-from slurm_rlhf.config.schema import Config
+from slurm_rlhf.config.schema import Config, Data
 from slurm_rlhf.control.calls import ActorCalls, ForwardBatch, SelfCheckAnswer
 from slurm_rlhf.control.handles import RoleHandle, gather, send_shards
 from slurm_rlhf.controller.step_metrics import skip_warning
@@ -38,7 +38,7 @@ from slurm_rlhf.controller.verdicts import (
     warnings,
 )
 from slurm_rlhf.data.framing import has_double_bos, missing_eos
-from slurm_rlhf.data.prompts import PromptSet
+from slurm_rlhf.data.prompts import PromptSet, is_answered
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ModelError, SelfCheckError
 from slurm_rlhf.records import F32, Bool, Experience, Trajectory
@@ -55,14 +55,16 @@ class PromptFindings:
     template: str = ""  # what is wrong with how the chat template ends an answer
 
     @classmethod
-    def of(cls, prompts: PromptSet, tokenizer: Tokenizer, templated: bool) -> PromptFindings:
-        """Look at the prompts; `templated`: they are put into the tokenizer's chat template."""
+    def of(cls, prompts: PromptSet, tokenizer: Tokenizer, data: Data) -> PromptFindings:
+        """Look at the prompts, which were read as `data` says."""
+        count = len(prompts)
         shares = {
-            "prompts_dropped": prompts.dropped / (prompts.dropped + len(prompts)),
-            "prompts_double_bos": sum(has_double_bos(p.token_ids[:2].tolist(), tokenizer) for p in prompts)
-            / len(prompts),
+            "prompts_dropped": prompts.dropped / (prompts.dropped + count),
+            "prompts_double_bos": sum(has_double_bos(p.token_ids[:2].tolist(), tokenizer) for p in prompts) / count,
+            "prompts_answered": sum(is_answered(p.row.get(data.input_key)) for p in prompts) / count,
+            "prompts_repeated": 1.0 - len({p.token_ids.tobytes() for p in prompts}) / count,
         }
-        if not templated:
+        if not data.apply_chat_template:
             return cls(shares)
         try:
             return cls(shares, missing_eos(tokenizer))
@@ -106,10 +108,10 @@ class SelfCheck:
         if self.prompts.template:
             self.note(f"warning: {self.prompts.template}")
         self._shares("rewards", metrics, REWARD_SHARES)
-        if garbled := other_text(trajectories, self.tokenizer, bool(self.config.rollout.stop)):
-            raise SelfCheckError(garbled)
         if wrong := not_finite(exp.rewards):
             raise SelfCheckError(wrong)
+        if garbled := other_text(trajectories, self.tokenizer, bool(self.config.rollout.stop)):
+            raise SelfCheckError(garbled)
         if not before_update(self.config):
             exp = self._with_pass(exp)
             self._passed = exp.columns["logprobs"]

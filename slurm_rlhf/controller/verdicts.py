@@ -260,9 +260,21 @@ SHARES: dict[str, Share] = {
         "of the prompts begin with two BOS tokens: no model was trained on that. Take one out of the text in "
         "data.input_key, of data.input_template or of the chat template",
     ),
+    "prompts_answered": Share(
+        0.0,
+        "with an answer",
+        "of the prompts end with a message of the assistant: the policy is asked what to say after that answer, which "
+        "may be the one that is wanted. Leave the last message out of data.input_key, and put it into data.label_key",
+    ),
+    "prompts_repeated": Share(
+        0.5,
+        "repeated",
+        "of the prompts stand in the file once more: few of them differ. Give more of them, or sample more responses "
+        "to each (rollout.n_samples_per_prompt)",
+    ),
 }
 REWARD_SHARES = ("reward_clipped", "reward_constant", "truncated")
-PROMPT_SHARES = ("prompts_dropped", "prompts_double_bos")
+PROMPT_SHARES = ("prompts_dropped", "prompts_double_bos", "prompts_answered", "prompts_repeated")
 
 
 def constant_share(rewards: F32, group: int) -> float:

@@ -14,8 +14,8 @@ import numpy as np
 
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.data.framing import encode_prompts
-from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.errors import ConfigError, DataError
+from slurm_rlhf.data.tokenizer import Tokenizer, UnknownText
+from slurm_rlhf.errors import ConfigError, DataError, cut
 from slurm_rlhf.records import Prompt
 
 CHUNK = 4096  # rows tokenized at a time
@@ -48,10 +48,14 @@ class PromptSet:
         rows = enumerate(read_jsonl(path, max_samples))
         while chunk := list(islice(rows, CHUNK)):
             texts = [prompt_text(row, f"{path}:{line}", tokenizer, data) for _, (line, row) in chunk]
-            encoded = encode_up_to(texts, tokenizer, data.apply_chat_template, max_prompt_tokens)
+            try:
+                encoded = encode_up_to(texts, tokenizer, data.apply_chat_template, max_prompt_tokens)
+            except UnknownText as error:
+                line = chunk[texts.index(error.text)][1][0] if error.text in texts else chunk[0][1][0]
+                raise DataError(f"{path}:{line}: {error}") from None
             for (index, (line, row)), text, ids in zip(chunk, texts, encoded, strict=True):
                 if not ids:
-                    raise DataError(f"{path}:{line}: the prompt is empty: give {data.input_key!r} some text")
+                    raise DataError(f"{path}:{line}: {_no_token(text, tokenizer, data)}")
                 if len(ids) > max_prompt_tokens:
                     dropped += 1
                 else:
@@ -119,6 +123,21 @@ def cell(row: dict[str, Any], column: str, key: str, where: str) -> Any:
             f"{where}: no column {column!r} (columns: {', '.join(row) or 'none'}): fix the row or set {key}"
         )
     return row[column]
+
+
+def _no_token(text: str, tokenizer: Tokenizer, data: Data) -> str:
+    """Say why a prompt has no token."""
+    if not text.strip():
+        return f"the prompt is empty: give {data.input_key!r} some text"
+    return (
+        f"the prompt {cut(text, 60)!r} gives no token: the tokenizer of {tokenizer.directory} knows none of its "
+        "characters. Use a model that knows them, or leave the row out"
+    )
+
+
+def is_answered(value: Any) -> bool:
+    """Tell whether `value` is a list of messages that ends with one of the assistant."""
+    return _is_chat(value) and value[-1]["role"] == "assistant"
 
 
 def _is_chat(value: Any) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 import tokenizers
 
 from slurm_rlhf.config.model_directory import require_tokenizer
-from slurm_rlhf.errors import ModelError
+from slurm_rlhf.errors import ModelError, cut
 
 SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 """Names in tokenizer_config.json that chat templates refer to, as in transformers."""
@@ -55,6 +55,17 @@ class ChatTemplate:
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise ModelError(f"{where}: the chat template failed on messages with roles {roles}: {error}") from None
         return text
+
+
+class UnknownText(ModelError):
+    """Report a text that a tokenizer cannot encode, as one without a token for what it does not know."""
+
+    def __init__(self, text: str, directory: Path, error: Exception) -> None:
+        super().__init__(
+            f"the tokenizer of {directory} cannot encode {cut(text, 60)!r} ({error}): it has no token for characters "
+            "that it does not know (unk_token). Take them out of the text, or use a model that knows them"
+        )
+        self.text = text
 
 
 @dataclass(slots=True)
@@ -112,11 +123,24 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of one text."""
-        return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        return self.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
     def encode_batch(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of many texts, computed on all CPUs."""
-        return [list(e.ids) for e in self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)]
+        try:
+            found = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        except Exception as error:  # the library raises nothing narrower
+            raise UnknownText(self._unknown(texts), self.directory, error) from None
+        return [list(encoding.ids) for encoding in found]
+
+    def _unknown(self, texts: Sequence[str]) -> str:
+        """Return the first text that cannot be encoded."""
+        for text in texts:
+            try:
+                self.backend.encode(text)
+            except Exception:
+                return text
+        return ""
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""

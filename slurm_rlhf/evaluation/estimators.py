@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,6 +76,26 @@ def bootstrap(sums: F64, counts: F64, seed: int, name: str) -> Estimate:
     tail = (1.0 - CONFIDENCE) / 2
     low, high = np.quantile(drawn[:, 0] / drawn[:, 1], [tail, 1.0 - tail])
     return Estimate(float(sums.sum() / counts.sum()), float(low), float(high))
+
+
+def wilson(sums: F64, counts: F64) -> Estimate:
+    """Estimate a share, sum(sums) / sum(counts), with its score interval, which does not collapse near 0 and 1.
+
+    sums, counts: [P] as in `bootstrap`, with every score (or figure of a prompt) between 0 and 1. The responses to one
+    prompt resemble each other: n is as many independent ones as have the variance that is seen, from P to all of them.
+    (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n). Without prompts: NaN.
+    Sources: Wilson, JASA 22 (1927); Kish, Survey Sampling (1965), for the effective n.
+    """
+    if not len(sums):
+        return Estimate(math.nan, math.nan, math.nan)
+    prompts, total = len(sums), float(counts.sum())
+    p = float(sums.sum()) / total
+    variance = float(np.square(sums - p * counts).sum()) / total**2 * prompts / max(prompts - 1, 1)
+    n = prompts if variance == 0 else min(max(p * (1 - p) / variance, prompts), total)
+    z = NormalDist().inv_cdf((1.0 + CONFIDENCE) / 2)
+    middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
+    scale = 1.0 + z * z / n
+    return Estimate(p, max((middle - half) / scale, 0.0), min((middle + half) / scale, 1.0))
 
 
 def _generator(seed: int, name: str) -> np.random.Generator:

@@ -11,7 +11,7 @@ import numpy as np
 
 from slurm_rlhf.config.evaluation import EvalSettings
 from slurm_rlhf.errors import cut
-from slurm_rlhf.evaluation.estimators import Estimate, bootstrap, majority_score, pass_at_k
+from slurm_rlhf.evaluation.estimators import Estimate, bootstrap, majority_score, pass_at_k, wilson
 from slurm_rlhf.evaluation.responses import ScoredResponse
 from slurm_rlhf.records import STOP
 
@@ -31,13 +31,15 @@ class Part:
 
 
 def part_of(name: str, responses: Sequence[ScoredResponse], seed: int, figure: str) -> Part:
-    """Sum up `responses`, at least one; `seed` and `figure` choose the draws of the interval."""
+    """Sum up `responses`, at least one; `seed` and `figure` choose the draws of intervals that are drawn."""
     sums: dict[int, float] = {}
     counts: dict[int, int] = {}
     for one in responses:
         sums[one.index] = sums.get(one.index, 0.0) + one.score
         counts[one.index] = counts.get(one.index, 0) + 1
-    mean = bootstrap(np.array(list(sums.values())), np.array(list(counts.values()), np.float64), seed, figure)
+    totals, each = np.array(list(sums.values())), np.array(list(counts.values()), np.float64)
+    binary = all(one.score in (0.0, 1.0) for one in responses)
+    mean = wilson(totals, each) if binary else bootstrap(totals, each, seed, figure)
     return Part(
         name,
         len(sums),
@@ -145,7 +147,9 @@ def report_of(settings: EvalSettings, responses: Sequence[ScoredResponse], seed:
     correct = [sum(one.score >= settings.pass_score for one in group) for group in groups]
 
     def each(figure: str, values: list[float]) -> Estimate:
-        return bootstrap(np.array(values, np.float64), np.ones(len(values)), seed, f"{name}/{figure}")
+        found, ones = np.array(values, np.float64), np.ones(len(values))
+        share = bool(np.all((found >= 0) & (found <= 1)))
+        return wilson(found, ones) if share else bootstrap(found, ones, seed, f"{name}/{figure}")
 
     failed = [group[0] for group, count in zip(groups, correct, strict=True) if not count]
     votes = [majority_score([one.answer for one in group], [one.score for one in group]) for group in groups]

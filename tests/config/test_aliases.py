@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.config.aliases import INTERVALS, VALUES, VERL, read_as
+from slurm_rlhf.config.aliases import INTERVALS, TRL, UNITS, VALUES, VERL, read_as
 from slurm_rlhf.config.key_text import dump_toml
-from slurm_rlhf.config.keys import all_keys, get
+from slurm_rlhf.config.keys import all_keys, get, nearest
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.openrlhf import FLAGS
 from slurm_rlhf.config.rules import out_of_range
@@ -185,7 +185,7 @@ def test_tables_of_others_are_explained_key_by_key(tmp_path: Path) -> None:
     told = refused(write(tmp_path, "[ds.lora]\nrank = 8\n[actor_rollout_ref.rollout]\nn = 4\n[zzz.a]\nb = 1"))
     assert "unknown key ds.lora.rank: OpenRLHF's ds.lora.rank is no key here: all parameters are trained" in told
     assert "unknown key actor_rollout_ref.rollout.n: verl's actor_rollout_ref.rollout.n is rollout.n_samples" in told
-    assert "unknown key zzz.a.b; did you mean" in told
+    assert "unknown key zzz.a.b (`slurm-rlhf train --help` names all keys)" in told
 
 
 def test_values_of_others_are_said_in_ours_and_are_none_of_ours() -> None:
@@ -203,6 +203,17 @@ def test_an_interval_of_minus_one_is_told_that_never_is_zero() -> None:
         assert told == [f"{name} must be at least 0, got -1; never is 0 here"]
 
 
-def test_verls_names_lead_to_keys() -> None:
-    assert {name: key for name, key in VERL.items() if key not in all_keys()} == {}
-    assert VERL.keys() & (all_keys().keys() | read_as().keys()) == set()
+def test_names_of_verl_and_trl_lead_to_keys_and_say_where_numbers_differ(tmp_path: Path) -> None:
+    assert {name: key for name, key in {**VERL, **TRL}.items() if key not in all_keys()} == {}
+    assert (VERL.keys() | TRL.keys()) & (all_keys().keys() | read_as().keys()) == set()
+    assert UNITS.keys() <= VERL.keys() | TRL.keys()
+    told = refused(write(tmp_path, "num_generations = 4\nactor_rollout_ref.actor.ppo_mini_batch_size = 8"))
+    assert "TRL's num_generations is rollout.n_samples_per_prompt here (`" in told
+    assert "ppo_mini_batch_size is train.batch_size here; verl counts prompts, this key responses" in told
+
+
+def test_a_name_that_is_near_nothing_is_not_guessed_at() -> None:
+    for name in ("num_generations", "xyzzy", "tau", "foo"):
+        assert nearest(name) == []
+    assert nearest("temprature") == ["rollout.temperature", "eval.temperature"]
+    assert nearest("actor.learnign_rate") == ["actor.learning_rate"]

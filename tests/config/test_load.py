@@ -93,7 +93,7 @@ def test_overrides(words: list[str], key: str, value: Any) -> None:
         ("actor_nmu_nodes = 1", ["did you mean actor.num_nodes?"]),
         ("[vllm]\ntensor-parallel-size = 1", ["did you mean vllm.tensor_parallel_size?"]),
         ("[algo.kl]\ninit_koef = 1", ["did you mean algo.kl.init_coef?"]),
-        ("[zzz]", ["unknown key zzz", "did you mean"]),
+        ("[zzz]", ["unknown key zzz (`slurm-rlhf train --help` names all keys)"]),
         ("[sync]\ncompare = 3", ["unknown key sync.compare"]),  # it is gone
         ("[train.seed]\nx = 1", ["train.seed takes a whole number, got a table"]),
         ("actor = 1", ["actor is a group of keys"]),

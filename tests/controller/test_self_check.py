@@ -18,6 +18,7 @@ from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.controller.self_check import PER_RANK, PromptFindings, few
+from slurm_rlhf.controller.verdicts import PROMPT_SHARES, warnings
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.records import Experience
@@ -216,8 +217,22 @@ def test_prompts_with_two_bos_and_templates_without_eos_are_found(
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps({"input": row}) + "\n" for row in ("2+2", text, "3" * 50)))
     prompts = PromptSet.load(file, tokenizer, Data(apply_chat_template=True), 40)
-    found = PromptFindings.of(prompts, tokenizer, True)
-    assert found.shares == {"prompts_dropped": pytest.approx(1 / 3), "prompts_double_bos": doubled}
+    found = PromptFindings.of(prompts, tokenizer, Data(apply_chat_template=True))
+    assert found.shares["prompts_dropped"] == pytest.approx(1 / 3)
+    assert found.shares["prompts_double_bos"] == doubled
     assert bool(found.template) is unended
     assert "chat template" in found.template or not unended
-    assert PromptFindings.of(prompts, tokenizer, False).template == ""
+    assert PromptFindings.of(prompts, tokenizer, Data()).template == ""
+
+
+def test_prompts_that_hold_their_answer_and_rows_that_repeat_are_found(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(llama_like(tmp_path, template=BEGIN + "{{ eos_token }}{% endfor %}"))
+    asked, answer = {"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}
+    rows: list[object] = [[asked], [asked, answer], "2+2", "2+2"]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"input": row}) + "\n" for row in rows))
+    data = Data(apply_chat_template=True)
+    shares = PromptFindings.of(PromptSet.load(tmp_path / "prompts.jsonl", tokenizer, data, 400), tokenizer, data).shares
+    assert (shares["prompts_answered"], shares["prompts_repeated"]) == (0.25, 0.25)
+    few = warnings({"prompts_answered": 0.25, "prompts_repeated": 60 / 64}, PROMPT_SHARES)
+    assert "25 % of the prompts end with a message of the assistant" in few[0]
+    assert "94 % of the prompts stand in the file once more" in few[1]

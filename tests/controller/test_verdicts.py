@@ -177,7 +177,7 @@ def test_shares_of_a_batch_are_metrics_of_every_step() -> None:
 def test_a_first_batch_with_a_reward_that_is_no_number_ends_the_run_behind_its_warnings() -> None:
     config, notes = Config(), []
     nobody: object = None
-    check = SelfCheck(config, nobody, notes.append, PromptFindings({}), {})  # type: ignore[arg-type]
+    check = SelfCheck(config, nobody, notes.append, PromptFindings({}), {}, nobody)  # type: ignore[arg-type]
     found, exp = a_batch([0.0, float("nan")])
     with pytest.raises(SelfCheckError, match="1 of 2 rewards are not finite, the first is nan for response 1"):
         check.before_update(1, found, exp, {"reward_constant": 0.9, "truncated": 0.9}, 0)
@@ -210,7 +210,7 @@ def test_drift_is_warned_of_at_once_and_when_it_has_doubled_and_ends_the_run_at_
     config, notes = Config(), []
     config.ds.param_dtype, config.train.self_check_stop = "fp32", 5.0
     nobody: object = None
-    check = SelfCheck(config, nobody, notes.append, PromptFindings({}), {})  # type: ignore[arg-type]
+    check = SelfCheck(config, nobody, notes.append, PromptFindings({}), {}, nobody)  # type: ignore[arg-type]
     for step, mean in enumerate((1e-5, 1.5e-4, 1.6e-4, 2.9e-4, 3.1e-4, 4.9e-4), start=2):
         check._watch(step, drift(mean, "fp32"))
     assert [note.split(":")[1] for note in notes] == [" step 3", " step 6"]

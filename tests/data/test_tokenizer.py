@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 from lookalikes import sentencepiece_like
 
+from slurm_rlhf.config.schema import Data
+from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.errors import ModelError
+from slurm_rlhf.errors import DataError, ModelError
 from slurm_rlhf.parity.random_models import CHARACTERS, EOS, PAD, tiny_tokenizer
 
 TEXTS = ["1+1=2", "a b  c", CHARACTERS, f"ab{EOS}{PAD}c", "ü?", ""]
@@ -182,3 +185,26 @@ def test_renders_as_transformers_does(tmp_path: Path, shape: str) -> None:
     assert ours.chat_template is not None
     answered = ours.chat_template.render(MESSAGES[:2], "", add_generation_prompt=False)
     assert answered == theirs.apply_chat_template(MESSAGES[:2], tokenize=False, add_generation_prompt=False)
+
+
+def test_a_text_that_cannot_be_encoded_is_named_with_its_line(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"1+1": 0, EOS: 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": EOS}))
+    tokenizer = Tokenizer.load(tmp_path)
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"input": "1+1"}\n{"input": "${x}"}\n')
+    with pytest.raises(
+        DataError, match=r"prompts.jsonl:2: the tokenizer of .* cannot encode '\$\{x\}'.* \(unk_token\)"
+    ):
+        PromptSet.load(file, tokenizer, Data(), 100)
+
+
+def test_a_prompt_of_unknown_letters_is_not_called_empty(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(save(tmp_path))
+    file = tmp_path / "prompts.jsonl"
+    for text, told in (("漢", "the prompt '漢' gives no token"), ("", "the prompt is empty")):
+        file.write_text(json.dumps({"input": text}) + "\n")
+        with pytest.raises(DataError, match=f"prompts.jsonl:1: {told}"):
+            PromptSet.load(file, tokenizer, Data(), 100)

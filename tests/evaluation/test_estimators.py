@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from slurm_rlhf.evaluation.estimators import bootstrap, majority_score, pass_at_k
+from slurm_rlhf.evaluation.estimators import bootstrap, majority_score, pass_at_k, wilson
 
 SIZES = range(1, 9)
 
@@ -86,3 +86,22 @@ def test_seed_and_name_choose_the_draws() -> None:
     assert all(map(math.isnan, (nothing.value, nothing.low, nothing.high)))
     one = bootstrap(np.array([0.5]), np.ones(1), 1, "a")
     assert (one.value, one.low, one.high) == (0.5, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(("prompts", "share", "samples"), [(20, 0.98, 1), (20, 0.02, 1), (200, 0.5, 1), (50, 0.9, 4)])
+def test_the_interval_of_a_share_holds_it_as_often_as_it_says(prompts: int, share: float, samples: int) -> None:
+    """Of many data sets, also where nearly all scores are equal; responses to one prompt are all alike here."""
+    rng = np.random.default_rng(1)
+    counts = np.full(prompts, float(samples))
+    found = [wilson((rng.random(prompts) < share) * counts, counts) for _ in range(2000)]
+    covered = np.mean([one.low <= share <= one.high for one in found])
+    assert 0.92 <= covered <= 0.99
+
+
+def test_responses_that_do_not_resemble_each_other_count_each() -> None:
+    rng = np.random.default_rng(2)
+    sums = rng.binomial(4, 0.9, 50).astype(np.float64)
+    apart, together = wilson(sums, np.full(50, 4.0)), wilson((sums > 3) * 4.0, np.full(50, 4.0))
+    assert apart.high - apart.low < 0.7 * (together.high - together.low)
+    assert wilson(np.ones(20), np.ones(20)).low == pytest.approx(20 / (20 + 1.96**2), abs=1e-4)
+    assert math.isnan(wilson(np.zeros(0), np.zeros(0)).value)
