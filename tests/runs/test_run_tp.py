@@ -66,6 +66,7 @@ def conductor_log(run: Run) -> str:
     return next((run.run_dir / "logs").glob("conductor.*.log")).read_text()
 
 
+@pytest.mark.full  # test_slurm_run has two runs on shared nodes, and the test above an engine that is late
 def test_two_runs_share_a_machine_and_the_first_engine_does_not_wait_for_the_second(
     config: Path, late: Run, killed: list[str]
 ) -> None:

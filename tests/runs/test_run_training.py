@@ -299,6 +299,7 @@ def test_ten_thousand_attacks_and_strangers_at_every_port_change_nothing(config:
 
 
 @pytest.mark.mpi
+@pytest.mark.full  # test_slurm_mpi proves it of srun, test_mpi_failures starts and stops with mpirun
 def test_under_mpirun_it_writes_the_same_metrics(config: Path, whole: tuple[Path, str]) -> None:
     run_dir = config.parent / "mpi"
     code, output = train(config, run_dir, *WORLD, command=mpirun(6))

@@ -11,7 +11,7 @@ from training_runs import metrics, saved, steps, summary, timeless, workspace
 
 from slurm_rlhf.launch.slurm import ephemeral_start, rendezvous_port
 
-STEPS = 20
+STEPS = 12
 TEMPLATE = "--data.input_template=1 + {}"
 """An argument with blanks."""
 TINY = (
