@@ -17,6 +17,7 @@ from numpy.testing import assert_allclose
 from slurm_rlhf.algorithms.losses import AGGREGATIONS, loss_weights
 from slurm_rlhf.algorithms.methods.ppo import GAE
 from slurm_rlhf.algorithms.methods.reinforce import DR_GRPO
+from slurm_rlhf.algorithms.packed import step_mean
 from slurm_rlhf.algorithms.policy_loss_inputs import PolicyInputs
 from slurm_rlhf.algorithms.policy_losses import POLICY_LOSSES, aggregation_of, clip_range
 from slurm_rlhf.config.schema_models import Actor
@@ -308,3 +309,8 @@ def test_an_aggregation_is_the_keys_or_the_losss_or_the_algorithms() -> None:
     assert aggregation_of("", "gspo", usual) == aggregation_of("", "sapo", usual) == "seq-mean-token-mean"
     assert aggregation_of("", "ppo", own) == aggregation_of("", "dppo_tv", own) == own
     assert aggregation_of("token-mean", "gspo", own) == "token-mean"
+
+
+def test_a_mean_of_the_step_divides_by_its_number_and_is_zero_without_any() -> None:
+    assert step_mean(torch.tensor(6.0), 3.0).item() == 2.0
+    assert step_mean(torch.tensor(0.0), 0.0).item() == 0.0

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm_rlhf.campaign import files
 from slurm_rlhf.campaign.files import DISKS, damage, disks_here, fill, free, remove_all
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.errors import RunError
@@ -54,3 +55,9 @@ def test_a_directory_goes_away_with_all_that_is_in_it(tmp_path: Path) -> None:
     whole(tmp_path / "run")
     remove_all(tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_that_fails_is_an_error() -> None:
+    files._run("true")
+    with pytest.raises(OSError, match="false"):
+        files._run("false")

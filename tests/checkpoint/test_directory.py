@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
+import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from slurm_rlhf.checkpoint import manifest
-from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack
+from slurm_rlhf.checkpoint.directory import CheckpointDir, WayBack, _flush
 from slurm_rlhf.errors import CheckpointError, ConfigError
 
 
@@ -259,3 +262,29 @@ def test_the_way_back_passes_over_what_is_damaged_and_what_another_start_has_lef
     assert "step_000007 is damaged: actor/rank_0/model.bin has 1 bytes instead of" in warning
     assert warning.endswith("the run goes back to step_000006, which is whole")
     assert WayBack.of(CheckpointDir(checkpoints.root.parent / "other"), None).find(told.append) is None
+
+
+@pytest.mark.parametrize(
+    ("code", "directory", "refused"),
+    [(errno.ENOSPC, False, True), (errno.EIO, True, True), (errno.EINVAL, False, True), (errno.EINVAL, True, False)],
+)
+def test_what_cannot_be_forced_to_disk_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, directory: bool, refused: bool
+) -> None:
+    """But for directories of file systems that know no fsync of them."""
+
+    def refuse(descriptor: int) -> None:
+        raise OSError(code, "refused")
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="refused") if refused else nullcontext():
+        _flush(tmp_path if directory else tmp_path / "file")
+
+
+def test_a_file_that_cannot_be_read_is_a_difference_and_no_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    record = manifest.FileRecord(1, "0" * 64, True)
+    assert manifest._difference(tmp_path / "file" / "below", record).startswith("cannot be read (")
+    assert manifest._difference(tmp_path / "nothing", record) == "is missing"
+    assert manifest._difference(tmp_path / "file", record) == "does not have the contents that were written"

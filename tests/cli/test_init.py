@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm_rlhf.cli import init
 from slurm_rlhf.cli import main as cli
 from slurm_rlhf.cli.init import choose
 from slurm_rlhf.cluster.partitions import best, parse_modules, parse_partitions, proposed
@@ -203,3 +204,9 @@ def test_the_batch_script_names_the_modules_of_the_site(
     assert cli.main(["init", "mine", "--yes"]) == 0
     lines = Path("mine.sh").read_text().splitlines()
     assert ("# module load cuda/12.10 python/3.11.7 gcc/13.2.0" in lines) is (system != "none")
+
+
+def test_an_answer_counts_and_an_empty_one_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for answer, counts in ((" mine ", "mine"), ("", "given")):
+        monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
+        assert init._question("which", "given") == counts

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.cluster.network import link_mbits
+from slurm_rlhf.cluster.network import link_mbits, user_name
 
 
 @pytest.fixture
@@ -37,3 +37,8 @@ def test_of_several_links_all_must_be_known(interfaces: Path) -> None:
 
 def test_the_loopback_interface_has_none() -> None:
     assert link_mbits("lo") == 0
+
+
+def test_a_user_without_a_name_is_a_number() -> None:
+    assert user_name(0) == "root"
+    assert user_name(2**31 - 7) == str(2**31 - 7)

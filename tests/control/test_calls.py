@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import sys
 import threading
 import time
@@ -17,6 +18,7 @@ from waiting import HANG_S, scaled
 
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
+from slurm_rlhf.control.io_thread import Wakeup
 from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import CallTimeout, ConfigError, RemoteError, RoleDied, RunError, WireError
@@ -329,3 +331,15 @@ def test_endpoints_name_the_host_the_ranks_can_reach(tmp_path: Path) -> None:
         assert server.endpoint().startswith("tcp://127.0.0.1:")
         with ControlClient(server.endpoint(), keys, "actor", 0, 1) as client:
             client.connect(HANG_S)
+
+
+def test_a_signal_wakes_a_poll_until_it_is_cleared() -> None:
+    wakeup = Wakeup()
+    assert select.select([wakeup], [], [], 0)[0] == []
+    for _ in range(3):
+        wakeup.signal()
+    assert select.select([wakeup], [], [], 0)[0] == [wakeup]
+    wakeup.clear()
+    assert select.select([wakeup], [], [], 0)[0] == []
+    wakeup.close()
+    wakeup.signal()  # does nothing any more

@@ -16,6 +16,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.controller.engine_pool import EnginePool
 from slurm_rlhf.controller.supervisor import Supervisor
+from slurm_rlhf.controller.transfer_calls import EngineLost
 from slurm_rlhf.errors import CallTimeout
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.placement.rank_map import place
@@ -135,3 +136,23 @@ def test_without_any_engine_or_where_all_are_needed_the_run_ends(
     with pytest.raises(CallTimeout, match="did not say hello within 1 s"):
         pool.wait([])
     until(lambda: isinstance(supervisor.failure, CallTimeout), "the end of the run")
+
+
+def test_an_engine_that_is_lost_during_an_update_is_done_without(parts: tuple[Supervisor, Engines]) -> None:
+    supervisor, engines = parts
+
+    class Losing(Weights):
+        def update(self, version: int) -> dict[str, float]:
+            super().update(version)
+            if len(self.updates) == 1:
+                raise EngineLost("engine 0 was lost")
+            return {"sync_s": 1.0}
+
+    weights = Losing()
+    engines.come(0)
+    until(lambda: supervisor.here("rollout") == {0}, "the first engine")
+    pool = pool_of(supervisor, weights, [], all_at_once=False)
+    pool.begin()
+    assert pool.wait([]) == [0]
+    assert pool.update(1) == {"sync_s": 1.0}
+    assert weights.updates == [(1, [0]), (1, [0])]

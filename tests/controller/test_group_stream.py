@@ -13,6 +13,7 @@ from group_engines import BATCH, Streamed, order_of, places
 from waiting import until
 
 from slurm_rlhf.config.load import load_config
+from slurm_rlhf.controller import group_stream
 from slurm_rlhf.controller.batch_sources import rule_of
 from slurm_rlhf.controller.batches import Batch
 from slurm_rlhf.controller.group_stream import Rule
@@ -205,3 +206,15 @@ def test_a_run_with_random_lengths_keeps_the_bound(tmp_path: Path) -> None:
         run.engines.version = step
         run.stream.updated(step)
     assert sorted(trained) == list(range(40))
+
+
+def test_a_stream_without_news_looks_for_late_engines_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_stream, "LATE_S", 0.01)
+    run, looks = Streamed(tmp_path, ahead(1)), []
+    run.stream.admit = looks.append
+    with run.taking(1) as found:
+        until(lambda: len(looks) > 3, "looks for engines")
+        run.engines.finish(*run.engines.places()[:BATCH])
+    assert places(found[0]) == list(range(BATCH))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lookalikes import llama_like
 
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.data.prompts import CHUNK, PromptSet, read_jsonl
@@ -168,3 +169,11 @@ def test_windows_file(tmp_path: Path) -> None:
     file.write_bytes('\ufeff{"input": "ü"}\r\n\r\n{"input": "b"}'.encode())
     assert list(read_jsonl(file)) == [(1, {"input": "ü"}), (3, {"input": "b"})]
     assert list(read_jsonl(file, 1)) == [(1, {"input": "ü"})]
+
+
+def test_one_message_without_a_role_makes_it_no_chat(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(llama_like(tmp_path, template="{{ messages[0].content }}"))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"input": [{"role": "user", "content": "1+1"}, {"text": "2"}]}) + "\n")
+    with pytest.raises(DataError, match="must be a string or a list of messages with role and content, got list"):
+        PromptSet.load(file, tokenizer, Data(apply_chat_template=True), 100)

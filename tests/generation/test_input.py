@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -16,8 +17,9 @@ from slurm_rlhf.config.generate_rules import check_generate
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import read_rows, require_column
 from slurm_rlhf.errors import ConfigError, DataError, ModelError, PlacementError, RewardError
+from slurm_rlhf.generation import model_source
 from slurm_rlhf.generation.answers import Scores
-from slurm_rlhf.generation.model_source import find_source
+from slurm_rlhf.generation.model_source import Source, find_source
 from slurm_rlhf.generation.prompts import BadRow, PromptRows
 from slurm_rlhf.generation.start import engines_everywhere
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
@@ -161,3 +163,20 @@ def test_a_row_that_the_reward_function_cannot_score_is_one_bad_row(tmp_path: Pa
     assert [score for score, _ in found] == [0.5, None, 0.25]
     assert "ZeroDivisionError" in found[1][1]
     assert scored(Scores(None), "0") == [(None, "")]
+
+
+def test_what_an_interrupted_export_has_left_is_removed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source(tmp_path / "made", tmp_path / "checkpoint", tmp_path / "base", "fp32")
+    source.model.mkdir()
+    (source.model / "half").touch()
+    seen: list[bool] = []
+
+    def run(command: list[str], **words: object) -> subprocess.CompletedProcess[bytes]:
+        seen.append((source.model / "half").exists())
+        source.model.mkdir(exist_ok=True)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(model_source.subprocess, "run", run)
+    assert model_source.provide(source, print, tmp_path / "log") == source.model
+    assert model_source.provide(source, print, tmp_path / "log") == source.model  # which is done already
+    assert seen == [False]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from slurm_rlhf.generation.row_queue import ENGINE_FAILURES, LEAST_SLOW_S, SLOW_FACTOR, RowQueue
+from slurm_rlhf.generation.row_queue import ENGINE_FAILURES, FAILURES, LEAST_SLOW_S, SLOW_FACTOR, RowQueue
 
 
 def test_rows_go_out_in_order_and_come_back_from_an_engine_that_is_gone() -> None:
@@ -91,3 +91,15 @@ def test_whatever_happens_every_row_is_answered_once() -> None:
                 engines.remove(engine)
                 queue.lose(engine)
         assert sorted(finished) == list(range(30))
+
+
+def test_a_row_is_no_error_where_its_engine_turns_out_to_be_broken() -> None:
+    """The row fails alone as often as makes it an error, but the last time is what shows that the engine is broken."""
+    queue = RowQueue.of(range(1))
+    told = []
+    for _ in range(ENGINE_FAILURES):
+        assert queue.take(0, 0.0) == 0
+        queue._failures[0] = FAILURES - 1 if len(told) == ENGINE_FAILURES - 1 else 0
+        told.append(queue.fail(0, 0))
+    assert told[-1] == (False, True)
+    assert queue.unfinished

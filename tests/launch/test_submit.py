@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
+import slurm_rlhf.launch
 from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config, Slurm
 from slurm_rlhf.config.schema_cluster import minutes
-from slurm_rlhf.errors import ConfigError, PlacementError, RunError
+from slurm_rlhf.errors import ConfigError, PlacementError, RunError, UserError
 from slurm_rlhf.launch import requeue, submitit_job
 from slurm_rlhf.launch.requeue import PARENT_REQUEUES, ChainContinuation, ParentContinuation, continuation_of
 from slurm_rlhf.launch.submitit_job import TrainJob, slurm_executor, slurm_parameters, submit, wanted_nodes
@@ -257,3 +258,9 @@ def test_submission_imports_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_what_cannot_run_is_not_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submitit_job, "submit", lambda config, local: pytest.fail("it was submitted"))
+    with pytest.raises(UserError):
+        slurm_rlhf.launch.submit(Config(run_dir=str(tmp_path / "run")))

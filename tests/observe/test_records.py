@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from slurm_rlhf.observe.events import (
     read_events,
 )
 from slurm_rlhf.observe.jsonl import append_line, drop_end, read_rows, truncate_after
-from slurm_rlhf.observe.run_status import PhaseFile, read_phase
+from slurm_rlhf.observe.run_status import PhaseFile, Summary, read_phase
 from slurm_rlhf.observe.samples import SampleLog, choose, console_text, markdown_text, read_samples
 from slurm_rlhf.observe.spans import KEPT, CallSpans, TimelineLog, joined, thinned
 
@@ -241,3 +242,17 @@ def test_engines_that_a_run_does_without_are_known_by_number_and_forgotten_with_
     events.append("resume", 4, "step 4 of 9")
     assert engines_lost(read_events(path)) == {}
     assert "engine" not in path.read_text().splitlines()[-1]
+
+
+def test_a_summary_is_on_disk_when_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that readers find a whole one after a crash of the node, too."""
+    synced: list[str] = []
+    flush = os.fsync
+
+    def note(descriptor: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        flush(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    Summary("running", 0, 9, None, None, None, None, 0.0, 0.0, 0, {}, 0).write(tmp_path / "summary.json")
+    assert any("summary.json" in path for path in synced)

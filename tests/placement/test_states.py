@@ -17,6 +17,8 @@ import torch
 from tiny_models import make_tiny
 from training_ranks import make_config, make_experience, share, torchrun
 
+from slurm_rlhf.placement.trainer_memory import states
+
 pytestmark = pytest.mark.slow
 
 RANKS = 2
@@ -147,3 +149,8 @@ def test_states_of_the_critic_too(model: Path, tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def test_zero_3_parks_sixteen_bytes_of_each_element_of_a_rank() -> None:
+    """Gradients of 4, and 12 of masters and moments."""
+    assert states(4000, 4, 3, "bf16").parked == 16 * 1000

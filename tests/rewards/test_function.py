@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from waiting import HANG_S
 
 from slurm_rlhf.errors import ConfigError, RewardError
 from slurm_rlhf.records import Prompt, Trajectory
-from slurm_rlhf.rewards.function import RewardFunction
+from slurm_rlhf.rewards.function import BY_PLACE, RewardFunction, Taken, taken
 
 
 def batch(count: int = 2) -> tuple[list[Prompt], list[Trajectory]]:
@@ -186,3 +187,9 @@ def test_the_conductors_half_of_the_room_is_light() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=HANG_S, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_builtin_that_tells_nothing_of_its_arguments_gets_three_by_place() -> None:
+    with pytest.raises(ValueError, match="no signature"):
+        inspect.signature(max)
+    assert taken(max, "it") == Taken(BY_PLACE, ())

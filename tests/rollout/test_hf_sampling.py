@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWa
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.parity.random_models import tiny_tokenizer
 from slurm_rlhf.records import LENGTH, REPETITION, STOP, Sampling
+from slurm_rlhf.rollout._transformers import selects_rows
 from slurm_rlhf.rollout.engine import GenerateRequest
-from slurm_rlhf.rollout.hf_generation import padded_left
+from slurm_rlhf.rollout.hf_generation import Batch, Vocabulary, padded_left
 from slurm_rlhf.rollout.hf_sampling import Row, choose, distribution, repeats
 
 CPU = torch.device("cpu")
@@ -128,3 +130,29 @@ def test_prompts_end_in_the_last_column() -> None:
     inputs = padded_left([[7, 8, 9], [5]], 0, CPU)
     assert inputs["input_ids"].tolist() == [[7, 8, 9], [0, 0, 5]]
     assert inputs["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+
+
+def test_a_stop_string_of_more_tokens_than_are_looked_at_first_is_found() -> None:
+    made = taken(row(max_new_tokens=99, stop=["abcdefghijkl"]), "x" * 30 + "abcdefghijklzz")
+    assert (made.reason, made.text(read_tokenizer())) == (STOP, "x" * 30 + "abcdefghijkl")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_temperature_of_zero_takes_the_likeliest_token_and_no_other_does(temperature: float) -> None:
+    rows = [row(seed) for seed in range(40)]
+    vocabulary = Vocabulary(read_tokenizer(), frozenset(), 0)
+    sampling = Sampling(temperature=temperature)
+    batch = Batch(rows, sampling, vocabulary, 0, lambda chosen, ended: None, lambda: False, drops=False)
+    chosen, kept = batch.choose(torch.tensor([0.0, 0.5, 0.2]).repeat(len(rows), 1))
+    assert set(chosen.tolist()) == ({1} if temperature == 0 else {0, 1, 2})
+    assert kept == list(range(40))
+
+
+def test_rows_are_taken_of_caches_of_keys_and_values_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+    from transformers.cache_utils import DynamicLayer
+
+    model = SimpleNamespace(_supports_default_dynamic_cache=lambda: True, config=None)
+    for layers, answer in (([], False), ([DynamicLayer()], True), ([DynamicLayer(), object()], False)):
+        monkeypatch.setattr(transformers, "DynamicCache", lambda config, kept=layers: SimpleNamespace(layers=kept))
+        assert selects_rows(model) is answer

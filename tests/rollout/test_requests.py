@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from slurm_rlhf.errors import SyncError
 from slurm_rlhf.records import Sampling, VersionSpan
-from slurm_rlhf.rollout._vllm import tp_executor
+from slurm_rlhf.rollout._vllm import EngineCore, tp_executor
 from slurm_rlhf.rollout.engine import ActiveRequest, GenerateRequest, request_seed
-from slurm_rlhf.rollout.expected_weights import checked
+from slurm_rlhf.rollout.expected_weights import check_loaded, checked
 from slurm_rlhf.rollout.vllm_settings import prepare_environment, vllm_environment
 
 int64 = st.integers(-(2**63), 2**63 - 1)
@@ -119,3 +119,28 @@ def test_an_update_is_checked_as_it_streams() -> None:
             list(checked(weights, shapes, 9))
         assert told in str(caught.value)
         assert "policy version 9" in str(caught.value)
+
+
+def test_a_parameter_that_vllm_has_not_loaded_is_an_error() -> None:
+    import torch
+
+    model = torch.nn.Linear(2, 2)
+    check_loaded(model, {"weight", "bias"})
+    check_loaded(model, None)  # the loader reports nothing
+    with pytest.raises(SyncError, match=r"vLLM's Linear .* has not loaded 1 of its own, .*: bias"):
+        check_loaded(model, {"weight"})
+
+
+def test_after_a_failure_all_batches_are_taken_out_whatever_they_raise() -> None:
+    queue = [1, 2, 3]
+
+    def fail(*_: object) -> None:
+        queue.pop()
+        raise RuntimeError("the engine is broken")
+
+    def refuse(names: list[str]) -> None:
+        raise RuntimeError(names)
+
+    broken = SimpleNamespace(abort=refuse, _core=SimpleNamespace(batch_queue=queue), finish_batches=fail)
+    EngineCore.abort_all(broken, ["a"])  # type: ignore[arg-type]
+    assert queue == []

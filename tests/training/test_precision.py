@@ -20,6 +20,7 @@ from tiny_models import make_reward, make_tiny
 from training_ranks import make_config, make_experience, parameters, share, torchrun
 
 from slurm_rlhf.parity.random_models import make_model
+from slurm_rlhf.training.forward_fixes import FIXED, has_fixed_frequencies
 
 pytestmark = pytest.mark.slow
 
@@ -227,3 +228,12 @@ if __name__ == "__main__":
     main()
     sys.stdout.flush()
     os._exit(0)  # as a rank of a run: the interpreter's teardown of torch and gloo can abort
+
+
+def test_one_fixed_rotary_embedding_among_others_counts() -> None:
+    parts = torch.nn.ModuleList([torch.nn.Identity() for _ in range(3)])
+    assert not has_fixed_frequencies(parts)
+    parts[1].rope_type = FIXED
+    assert has_fixed_frequencies(parts)
+    parts[1].rope_type = {"full_attention": "default", "sliding_attention": FIXED}
+    assert has_fixed_frequencies(parts)

@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packed_rows import edit_config
 from tiny_models import make_tiny
+from training_ranks import make_config
 
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.records import Experience
+from slurm_rlhf.training import trainers
 from slurm_rlhf.training.batch import collate
 from slurm_rlhf.training.models import PolicyModule, load_policy
 from slurm_rlhf.training.shared_prompts import (
@@ -181,3 +183,17 @@ def test_a_model_that_mixes_the_responses_of_a_row_is_refused() -> None:
     for other in (same + 0.01, torch.tensor([-1.0, float("nan")])):
         with pytest.raises(ModelError, match=r"train\.share_prompts: it gives log-probs that differ by"):
             check_equal(same, other, half=False, path="it")
+
+
+@pytest.mark.usefixtures("own_environment")
+def test_a_trainer_looks_whether_responses_of_a_row_are_apart(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(alone: torch.Tensor, together: torch.Tensor, half: bool, path: str) -> None:
+        assert not half
+        torch.testing.assert_close(alone, together, atol=1e-5, rtol=0)
+        raise ModelError(f"{path} mixes them")
+
+    config = make_config(models / "qwen2")
+    config.train.share_prompts = True
+    monkeypatch.setattr(trainers, "check_equal", refuse)
+    with pytest.raises(ModelError, match="mixes them"):
+        trainers.PolicyTrainer(config, 10)

@@ -135,8 +135,9 @@ def test_the_sender_learns_why_a_receiver_gave_up(fleet, act, expected):
     fine, failing = fleet.peers
     fine.tell("update", version=1)
     failing.tell("update", version=1, at=4, act=act, seconds=0.1)
-    with pytest.raises(SyncError, match=expected):
+    with pytest.raises(SyncError, match=expected) as raised:
         sender.push(hold(make_weights(0)), 1)
+    assert type(raised.value) is SyncError  # and not a broken link, which would be tried again
     assert failing.answer()["error"] == ("ValueError" if act == "raise" else "SyncError")
     assert "rollout 1" in fine.answer()["message"]
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config
@@ -21,6 +23,7 @@ from slurm_rlhf.records import Sampling, SyncReport
 from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.tp_engine import EnginePlace
 from slurm_rlhf.workers.engine_follower import EngineFollower
+from slurm_rlhf.workers.engine_worker import LEADER_ADDRESS, read_address
 from slurm_rlhf.workers.follower_links import Answer, FollowerCalls, FollowerLinks, Told
 from slurm_rlhf.workers.local_stream import LocalListener, LocalStream, accept_all, connect_local
 
@@ -147,3 +150,17 @@ def test_the_conductor_cannot_call_what_the_leader_can() -> None:
     follower.config, follower.info = Config(), type("Info", (), {"role": "rollout"})()
     follower.handle(Request("step", {}, 1, lambda kind, frames, call: sent.append(kind)))
     assert sent == ["error"]
+
+
+def test_a_rank_waits_for_its_leader_as_long_as_it_says() -> None:
+    waits = []
+
+    class Store(dist.HashStore):
+        def wait(self, keys: list[str], timeout: timedelta) -> None:  # type: ignore[override]
+            waits.append((keys, timeout))
+            super().wait(keys, timeout)
+
+    store = Store()
+    store.set(LEADER_ADDRESS, '["path", "identity"]')
+    assert read_address(store, 1.5) == ("path", "identity")
+    assert waits == [([LEADER_ADDRESS], timedelta(seconds=1.5))]

@@ -12,6 +12,7 @@ import pytest
 from waiting import HANG_S
 
 from slurm_rlhf.cluster.processes import PARENT
+from slurm_rlhf.workers import own_stacks
 
 CRASH = """
 import os, signal
@@ -53,3 +54,19 @@ def test_a_rank_whose_torchrun_ended_before_it_could_ask_for_it_ends_at_once(tmp
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
+def test_the_flight_recorder_is_switched_on_where_there_are_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "device").touch()
+    monkeypatch.setenv(own_stacks.PIPE, "kept")
+    monkeypatch.setattr(own_stacks, "_DEVICES", (str(tmp_path / "device"),))
+    own_stacks.record_flights(tmp_path, "actor")
+    assert os.environ[own_stacks.PIPE] == "kept"
+    monkeypatch.delenv(own_stacks.PIPE)
+    own_stacks.record_flights(tmp_path / "nowhere", "actor")
+    assert own_stacks.PIPE not in os.environ
+    own_stacks.record_flights(tmp_path, "actor")
+    assert os.environ[own_stacks.PIPE] == f"{tmp_path}/flights.actor."
+    assert [path.name for path in tmp_path.iterdir()] == ["device"]
