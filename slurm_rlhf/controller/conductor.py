@@ -19,6 +19,7 @@ from slurm_rlhf.cluster.stop import NOT_ARRANGED, Continuation, Stop, StopReques
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import ROLLOUT, colocations, running_roles
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.earlier_run import changed_keys, refuse_other_model
 from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.possession import exclusive, log_error, logging_to
 from slurm_rlhf.controller.reporting import Reporting
@@ -33,6 +34,7 @@ from slurm_rlhf.disk import run_directory_kept
 from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.launch.launcher import Launcher
 from slurm_rlhf.launch.requeue import continuation_of
+from slurm_rlhf.observe import events
 from slurm_rlhf.observe.run_status import read_run_status
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.run_directory import RunDirectory
@@ -104,11 +106,18 @@ class Conductor:
         """Train to the end. All that a user can have wrong is looked at before the first process starts."""
         inputs = Inputs.read(self.config, self.reporting.note)
         self.state, checkpoint, complete = self._resume(inputs.order)
+        changed = changed_keys(_config_of(checkpoint), self.config) if checkpoint else []
         if checkpoint and complete and self.state.step >= inputs.total_steps and self._exported():
-            self.reporting.note(f"already finished: {self.state.step} steps are done (raise train.max_steps to go on)")
+            ignored = f"; these keys were changed and are not used: {', '.join(changed)}" if changed else ""
+            self.reporting.note(
+                f"already finished: {self.state.step} steps are done in {self.directory.root}{ignored} (raise "
+                "train.max_steps to go on, or give another --run_dir)"
+            )
             return
         self._write_config()
         self.reporting.begin(self.state, inputs.total_steps, checkpoint)
+        if changed:
+            self.reporting.note(f"changed since step {self.state.step}: {', '.join(changed)}", events.WARNING)
         self.reporting.place(self.ranks)
         self.reporting.recorder.pieces = inputs.tokenizer.pieces
         supervisor = Supervisor(self.config, self.directory, self.ranks, self.launcher)
@@ -206,10 +215,16 @@ class Conductor:
         checkpoint = checkpoints.resolve(self.config.resume)
         if checkpoint is None:
             return RunState(seed=self.config.train.seed), None, True
+        refuse_other_model(_config_of(checkpoint), self.config)
         saving = [role.name for role in running_roles(self.config) if role.saves]
         state = checkpoints.load_state(checkpoint, saving)
         order.check(state["order"])
         return RunState.from_json(state["run"]), checkpoint, UNEVALUATED not in state
+
+
+def _config_of(checkpoint: Path) -> Path:
+    """Return the file in which the run that wrote `checkpoint` keeps its keys."""
+    return RunDirectory(checkpoint.parents[1]).config
 
 
 def refuse_short_time(end: float | None, lead_s: float) -> None:

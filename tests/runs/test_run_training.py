@@ -172,10 +172,14 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
     assert code == 0, output
     assert "resuming from" in output
     assert "self-check, first update: mean ratio 1" in output
+    changed = re.search(r"^changed since step \d: .*ckpt.async_save true -> false", output, re.M)
+    assert changed is not None
+    assert changed[0] in (run_dir / "events.jsonl").read_text()
     assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
-    again, output = train(config, run_dir, *WORLD)
+    again, output = train(config, run_dir, *WORLD, "--actor.learning_rate=0.5")
     assert again == 0
-    assert "already finished" in output
+    assert f"already finished: {len(metrics(run_dir))} steps are done in {run_dir}; these keys were changed" in output
+    assert "-> 0.5 (raise train.max_steps to go on, or give another --run_dir)" in output
     other, output = train(config, run_dir, *WORLD, "--rollout.batch_size=4")
     assert other == 2
     assert "rollout.batch_size is 4 and was 8 when the checkpoint was written" in output
