@@ -16,7 +16,7 @@ from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
 from slurm_rlhf.controller.step import Metrics, Step
-from slurm_rlhf.errors import FilteredAway
+from slurm_rlhf.errors import FilteredAway, RewardError
 from slurm_rlhf.records import Experience
 
 
@@ -47,6 +47,15 @@ class TrainingLoop:
         except (StopRequested, FilteredAway):
             self.step.batches.close()
             self.checkpoints.save_once()
+            raise
+        except RewardError:
+            self.step.batches.close()
+            if self.step.updating:  # the evaluation beside it failed: the weights are between two steps
+                self.checkpoints.abandon(self.step.config.timeout.hang_grace)
+            else:
+                self.checkpoints.save_once()
+            if self.state.step and not self.step.updating:
+                self.reporting.note(f"the steps up to {self.state.step} are saved: the same command goes on from there")
             raise
         except BaseException:
             self.checkpoints.abandon(self.step.config.timeout.hang_grace)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from slurm_rlhf.config.schema import Reward
-from slurm_rlhf.errors import ConfigError, RewardError, meant
+from slurm_rlhf.errors import ConfigError, RewardError, cut, meant
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.values import Rewards, parse_answer
 from slurm_rlhf.user_files import file_of, line_of, run_file, same_place, text_of
@@ -122,6 +123,8 @@ def _unknown(name: str, where: str) -> str:
 
 FUNCTION = "reward_func"
 KEY = "reward.remote_url"
+_SEARCH_S = 10.0
+"""How long a response is looked for that makes the function raise."""
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -197,8 +200,22 @@ class RewardFunction:
         try:
             answer = self._arguments.call(self._function, prompts, trajectories, step)
         except (Exception, SystemExit) as error:
-            raise RewardError(f"{line_of(self._file, error)}: {self._name} raised {text_of(error)}") from error
+            at = self._culprit(error, prompts, trajectories, step)
+            raise RewardError(f"{line_of(self._file, error)}: {self._name} raised {text_of(error)}{at}") from error
         return parse_answer(answer, len(trajectories), f"{self._file}: {self._name}")
+
+    def _culprit(self, error: BaseException, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> str:
+        """Name the first response that raises the same alone; empty: none does within `_SEARCH_S`."""
+        until = time.monotonic() + _SEARCH_S
+        for prompt, trajectory in zip(prompts, trajectories, strict=True):
+            if time.monotonic() > until:
+                break
+            try:
+                self._arguments.call(self._function, [prompt], [trajectory], step)
+            except (Exception, SystemExit) as alone:
+                if (type(alone), str(alone)) == (type(error), str(error)):
+                    return f", for the prompt {cut(prompt.text, 200)!r} and the response {cut(trajectory.text, 200)!r}"
+        return ""
 
 
 def _defined(file: Path | str, function: Callable[..., Any]) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -138,8 +139,14 @@ class Scoring:
         return in_background(self._call, prompts, trajectories, step)
 
     def _call(self, prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
-        with printed_to(self._printed) if self._printed else nullcontext():
+        if self._printed is None:
             return self._source(prompts, trajectories, step)
+        with printed_to(self._printed):
+            try:
+                return self._source(prompts, trajectories, step)
+            except RewardError as error:
+                traceback.print_exception(error)
+                raise RewardError(f"{error} (traceback and what it printed: {self._printed})") from error
 
     def wait(self, scored: Future[Rewards], count: int) -> Rewards:
         """Wait for the rewards of `count` responses. Raises RewardError after the deadline, or what it raised."""

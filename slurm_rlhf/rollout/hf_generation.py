@@ -64,7 +64,7 @@ class Batch:
         self.tokens += 1
         self.told(False, False)
         logprobs = distribution(logits, self.sampling)
-        chosen = choose(logprobs, self.rows, self.sampling.temperature != 0)
+        chosen = choose(logprobs, self.rows, self.sampling.temperature == 0)
         of_chosen = logprobs.gather(-1, chosen[:, None])
         for row, token, logprob in zip(self.rows, chosen.tolist(), of_chosen[:, 0].tolist(), strict=True):
             if not row.reason:

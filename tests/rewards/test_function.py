@@ -126,7 +126,9 @@ def test_what_the_function_raises_is_told_with_its_line(tmp_path: Path) -> None:
     )
     with pytest.raises(RewardError) as caught:
         reward(*batch())
-    assert str(caught.value) == f"{tmp_path / 'reward.py'}:2: reward_func raised ZeroDivisionError: division by zero"
+    told = f"{tmp_path / 'reward.py'}:2: reward_func raised ZeroDivisionError: division by zero, for the prompt "
+    first = next((p, t) for p, t in zip(*batch(), strict=True) if not t.text.strip("<01>"))
+    assert str(caught.value) == f"{told}{first[0].text!r} and the response {first[1].text!r}"
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 

@@ -25,7 +25,9 @@ def test_a_function_that_prints_does_so_into_its_file(tmp_path: Path, capsys: py
     scoring([], [], 1)
     with pytest.raises(RewardError, match="ValueError: no"):
         scoring([], [], 2)
-    assert (tmp_path / "reward.log").read_text() == "step 1\ncareful\nstep 2\ncareful\n"
+    printed = (tmp_path / "reward.log").read_text()
+    assert printed.startswith("step 1\ncareful\nstep 2\ncareful\nTraceback")
+    assert "ValueError: no" in printed
     assert (sys.stdout, sys.stderr) == before
     assert capsys.readouterr() == ("", "")
     Scoring(RewardFunction.load(str(tmp_path / "reward.py")), 20.0)([], [], 3)
