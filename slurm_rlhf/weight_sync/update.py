@@ -256,7 +256,7 @@ def _broken(group: SyncGroup, version: int, lost: TransportFailure) -> SyncError
 
 
 def _error(verdict: Verdict) -> SyncError:
-    return (SyncBroken if verdict.refused else SyncBroken)(verdict.text, hang=verdict.silent)
+    return (SyncError if verdict.refused else SyncBroken)(verdict.text, hang=verdict.silent)
 
 
 def _transport_failure(error: BaseException | None) -> TransportFailure | None:
