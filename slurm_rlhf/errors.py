@@ -176,6 +176,13 @@ def meant(name: str, valid: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def printable(text: str) -> str:
+    """Write control characters as escapes, but for line ends and tabs: text of models, data or logs moves no cursor."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode() for char in text
+    )
+
+
 def cut(text: str, most: int) -> str:
     """Show the first `most` characters of a longer text, and say how long it is."""
     return text if len(text) <= most else f"{text[:most]} ... ({len(text)} characters)"

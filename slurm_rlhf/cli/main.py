@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Protocol
 
 from slurm_rlhf import __version__
+from slurm_rlhf.cluster.processes import raise_descriptors
 from slurm_rlhf.cluster.stop import note_early
 from slurm_rlhf.config.key_text import help_text, key_names, listed
 from slurm_rlhf.config.keys import all_keys, groups
 from slurm_rlhf.disk import refusal
-from slurm_rlhf.errors import ConfigError, SlurmRlhfError, meant
+from slurm_rlhf.errors import ConfigError, SlurmRlhfError, meant, printable
 
 WIDEST = 120
 KEYS_INTRO = (
@@ -192,6 +193,7 @@ def main(argv: list[str] | None = None) -> int:
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         note_early()  # imports and preflight take a minute
+    raise_descriptors()
     return guarded(lambda: _dispatch(words))
 
 
@@ -202,7 +204,7 @@ def guarded(work: Callable[[], int]) -> int:
         sys.stdout.flush()
         return code
     except SlurmRlhfError as error:
-        print(f"slurm-rlhf: error: {error}", file=sys.stderr)
+        print(f"slurm-rlhf: error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("slurm-rlhf: interrupted", file=sys.stderr)

@@ -18,7 +18,7 @@ from slurm_rlhf.cli.main import Command
 from slurm_rlhf.cli.watch import INTERVAL_S, extra_lines, repeated, rows_of, show
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE, SESSION_FILE, Session, attach_line, read_session
 from slurm_rlhf.cluster.slurm_job import OVER, Job, ask_jobs, place_in_queue, reason_words, state_words
-from slurm_rlhf.errors import ConfigError, RunError, shortened
+from slurm_rlhf.errors import ConfigError, RunError, printable, shortened
 from slurm_rlhf.launch.headless import last_words
 from slurm_rlhf.observe.events import engines_lost, read_events
 from slurm_rlhf.observe.log_tail import ends_in_error, tail
@@ -236,7 +236,7 @@ def failure_lines(found: Found, run_status: RunStatus | None) -> list[str]:
     if run_status is None or found.directory is None:
         return []
     if run_status.status == "failed":
-        return ["", f"error: {run_status.error}"]
+        return ["", f"error: {printable(run_status.error)}"]
     if not _cut_off(found, run_status):
         return []
     logs = [path for path in (found.directory / "logs").glob("*.log") if path.stat().st_size]
@@ -246,7 +246,7 @@ def failure_lines(found: Found, run_status: RunStatus | None) -> list[str]:
     return [
         line
         for log in newest
-        for line in ("", f"the last lines of {log}:", *(f"    {text}" for text in tail(log, LINES)))
+        for line in ("", f"the last lines of {log}:", *(f"    {printable(text)}" for text in tail(log, LINES)))
     ]
 
 

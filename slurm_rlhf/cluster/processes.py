@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import resource
 import signal
 import socket
 import sys
@@ -111,6 +112,17 @@ PARENT = "SLURM_RLHF_PARENT"
 """Variable with the process id of the torchrun that starts a rank: it may end before the rank can ask for it."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+_DESCRIPTORS = 65536  # of a process; some programs close as many as there may be, one by one
+
+
+def raise_descriptors() -> None:
+    """Let this process, and those that it starts, open as many files as they may: each rank costs two of them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:

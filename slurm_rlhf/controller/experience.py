@@ -88,10 +88,10 @@ def fill_advantages(
     """
     columns, offsets, whole = experience.columns, experience.action_offsets, experience.action_mask
     mask = loss_mask(config, experience)
-    advantage, kl, mean_kl = config.algo.advantage, None, 0.0
+    advantage, kl, measured = config.algo.advantage, None, {}
     if "ref_logprobs" in columns:
         kl = approx_kl(columns["logprobs"], columns["ref_logprobs"], config.algo.kl.estimator)
-        mean_kl = float(response_sums(kl, whole, offsets).mean())
+        measured = {"kl": float(response_sums(kl, whole, offsets).mean()), "kl_coef": kl_coef}
     rewards = judged.rewards
     if scale is not None:
         rewards = scale.with_batch(rewards).normalize(rewards)
@@ -115,8 +115,7 @@ def fill_advantages(
     )
     columns |= estimate(algorithm, inputs, no_whitening=advantage.no_whitening)
     metrics = {
-        "kl": mean_kl,
-        "kl_coef": kl_coef,
+        **measured,
         "reward_clipped": clipped_share(_compared(algorithm, inputs), config.reward.clip_range),
     }
     for name, column in (("value", "values"), ("return", "returns")):

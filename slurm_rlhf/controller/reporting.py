@@ -14,6 +14,7 @@ from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.recording import Recorder
 from slurm_rlhf.controller.run_state import RunState
 from slurm_rlhf.controller.saves import Best
+from slurm_rlhf.errors import printable
 from slurm_rlhf.observe import events
 from slurm_rlhf.observe.live import make_progress
 from slurm_rlhf.observe.metrics import MetricsLog
@@ -64,6 +65,7 @@ class Reporting:
 
         `kind`: that of the event; empty: it is none, or a warning that begins so. `engine`: whose event it is.
         """
+        text = printable(text)
         log.info("%s", text)
         self._progress.note(text)
         if self._starting:

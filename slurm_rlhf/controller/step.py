@@ -260,7 +260,8 @@ class Step:
             trained = update_metrics(steps)
         if not before_update(self.config):
             trained |= self._compare_pass(trajectories, experience, steps, version)
-        self.kl.update(metrics["kl"], len(experience))
+        if "kl" in metrics:
+            self.kl.update(metrics["kl"], len(experience))
         if self.scale is not None:
             self.scale = self.scale.with_batch(experience.rewards)
         return metrics | trained

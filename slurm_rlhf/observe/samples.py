@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.errors import cut
+from slurm_rlhf.errors import cut, printable
 from slurm_rlhf.observe.jsonl import append_line, iterate_rows
 
 
@@ -86,6 +86,5 @@ def _code(text: str) -> str:
 def _lines(mark: str, text: str, width: int, most: int) -> list[str]:
     found = []
     for line in cut(text, most).splitlines() or [""]:
-        plain = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
-        found += textwrap.wrap(plain, width - 4, drop_whitespace=False) or [""]
+        found += textwrap.wrap(printable(line.replace("\t", "\\t")), width - 4, drop_whitespace=False) or [""]
     return [f"  {mark}{line}" for line in found]

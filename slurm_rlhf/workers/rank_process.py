@@ -27,6 +27,7 @@ from slurm_rlhf.cluster.processes import (
     STORE_RANKS,
     die_with_parent,
     print_to,
+    raise_descriptors,
 )
 from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.config.load import load_config
@@ -224,6 +225,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     collect_rarely()
+    raise_descriptors()
     die_with_parent(int(os.environ.pop(PARENT, os.getppid())))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the conductor answers Ctrl-C
     held = hold_termination()

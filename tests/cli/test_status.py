@@ -13,6 +13,7 @@ from waiting import HANG_S
 from slurm_rlhf.cli import status
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.cluster.processes import Session, read_session
+from slurm_rlhf.errors import printable
 from slurm_rlhf.launch.headless import mark
 
 SHOWN = (
@@ -271,3 +272,9 @@ def test_commands_that_need_no_torch_do_not_load_it(bench: Bench, words: list[st
     bench.wrote("running", 4)
     words = [str(bench.run_dir) if word == "RUN" else word for word in words]
     assert not LIBRARIES & packages_loaded([*COMMAND, *words])
+
+
+def test_text_of_a_log_moves_no_cursor() -> None:
+    """Nor sets a title, clears the screen, fills the clipboard or turns the direction of what follows."""
+    wild = "a\x1b]0;title\x07\x1b[2J\x1b]52;c;eA==\x07\x9b2J\u202eb\r\n\tc"
+    assert printable(wild) == (r"a\x1b]0;title\x07\x1b[2J\x1b]52;c;eA==\x07\x9b2J\u202eb\r" + "\n\tc")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import resource
+
 import pytest
 
-from slurm_rlhf.cluster.processes import exit_text, usual_cause
+from slurm_rlhf.cluster.processes import exit_text, raise_descriptors, usual_cause
 
 
 @pytest.mark.parametrize(
@@ -26,3 +28,19 @@ def test_the_end_of_a_process_in_words(code: int, how: str, cause: str) -> None:
     assert exit_text(code) == how
     assert usual_cause(code).startswith(cause)
     assert bool(usual_cause(code)) == bool(cause)
+
+
+def test_a_process_may_open_as_many_files_as_it_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank costs the conductor two; a limit without end is one that some programs count up to."""
+    for before, after in (
+        ((1024, 4096), (4096, 4096)),
+        ((1024, resource.RLIM_INFINITY), (65536, resource.RLIM_INFINITY)),
+        ((1024, 1 << 30), (65536, 1 << 30)),
+        ((100_000, 1 << 30), None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), None),
+    ):
+        made: list[tuple[int, int]] = []
+        monkeypatch.setattr(resource, "getrlimit", lambda which, before=before: before)
+        monkeypatch.setattr(resource, "setrlimit", lambda which, limits, made=made: made.append(limits))
+        raise_descriptors()
+        assert made == ([after] if after else [])
