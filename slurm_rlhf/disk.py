@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -49,6 +49,15 @@ def vanished(root: Path) -> str:
         f"run_dir {root} has vanished: it was removed or renamed, or its disk unmounted, while the run was going. Put "
         "it back to go on from its newest checkpoint; without it the run starts from the beginning"
     )
+
+
+def make_run_directory(root: Path, make: Callable[[], None]) -> None:
+    """Call `make`, which makes the run directory `root`. Raises DiskError where that is not possible."""
+    try:
+        make()
+    except OSError as error:
+        told = refusal(error, root) or error.strerror
+        raise DiskError(f"run_dir {root} cannot be made: {told}: give another --run_dir") from error
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from slurm_rlhf.cli.placement_report import (
 )
 from slurm_rlhf.cluster.gpu_memory import memory_of, memory_on
 from slurm_rlhf.cluster.slurm_notation import expand, gpus_of_nodes, rates_of_nodes, slurm_order
+from slurm_rlhf.config.check import check_colocation
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.config.roles import ROLES, has_engines
@@ -90,6 +91,7 @@ def run(words: list[str]) -> int:
     rest += [f"--train.{name}={options.pop(name)}" for name in GPU_OPTIONS if name in options]
     arguments = parse(rest, USAGE, FLAGS)
     config = load_config(arguments.files, arguments.overrides)
+    check_colocation(config)
     defaults = (config.sync.network_gbits or str(NETWORK_GBITS), str(INSIDE_GBITS))
     network, inside = (options.pop(name, default) for name, default in zip(RATES, defaults, strict=True))
     rates = Gbits(*_rates("network_gbits", network), _rate("inside_gbits", inside))

@@ -24,7 +24,7 @@ from slurm_rlhf.config.model_directory import (
     uncompared,
 )
 from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, running_roles
-from slurm_rlhf.config.rules import key_problems, rule_problems
+from slurm_rlhf.config.rules import colocated, key_problems, rule_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_cluster import minutes
 from slurm_rlhf.config.trackers import tracker_problems
@@ -37,6 +37,11 @@ def check(config: Config) -> None:
     Raises one ConfigError with all that is wrong; ModelError where it is in model directories alone.
     """
     _raise(_training_problems(config), _model_problems(config))
+
+
+def check_colocation(config: Config) -> None:
+    """Check what decides which roles share accelerators. Raises one ConfigError with all that is wrong."""
+    _raise(colocated(config), [])
 
 
 def check_sft(config: Config) -> None:

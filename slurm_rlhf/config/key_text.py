@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import textwrap
 import tomllib
 from collections.abc import Collection
@@ -60,11 +61,18 @@ def _entry_from_toml(key: Key, value: Any) -> EvalDataSet:
     return entry
 
 
+_PLAIN = re.compile(r"\[[\w ,./-]*\]")
+"""A list without the quotes that TOML wants, as a shell leaves it."""
+_NAMES = ("logger.use",)
+"""Lists of names, which hold no comma."""
+
+
 def from_text(key: Key, words: list[str]) -> Any:
     """Convert the words after `--key` (or the one after `--key=`) to the type of the key.
 
-    Strings are taken as they are; `true`/`false` in any case; numbers as Python and TOML write them. Lists are
-    several words, one TOML array, or for numbers one word with commas. No word at all turns a bool on.
+    Strings are taken as they are; `true`/`false` in any case; numbers as Python and TOML write them. Lists are several
+    words, one array (plain strings need no quotes), or for numbers and names one word with commas. No word at all turns
+    a bool on.
     Raises BadValue.
     """
     if key.kind.startswith("list["):
@@ -94,7 +102,11 @@ def _list_from_words(key: Key, words: list[str]) -> list[Any]:
         try:
             return list(from_toml(key, tomllib.loads(f"list = {words[0]}")["list"]))
         except tomllib.TOMLDecodeError:
-            raise BadValue(key, words[0]) from None
+            if key.kind not in ("list[str]", "list[path]") or not _PLAIN.fullmatch(words[0]):
+                raise BadValue(key, words[0]) from None
+            return list(from_toml(key, words[0].strip("[] ").replace(",", " ").split()))
+    if key.name in _NAMES:
+        words = [name for word in words for name in word.split(",")]
     if key.kind in ("list[str]", "list[path]", DATA_SETS):
         return list(from_toml(key, words))
     number = int if key.kind == "list[int]" else float

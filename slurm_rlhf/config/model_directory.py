@@ -169,12 +169,24 @@ def read_config(key: str, directory: Path) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ModelError(f"{key}: {directory} is not a Hugging Face model: it holds no config.json") from None
+        raise ModelError(f"{key}: {directory} {_instead_of_model(directory)}") from None
     except (OSError, ValueError) as error:
         raise ModelError(f"{key}: {file} cannot be read: {error}") from None
     if not isinstance(config, dict):
         raise ModelError(f"{key}: {file} is not a JSON object")
     return config
+
+
+def _instead_of_model(directory: Path) -> str:
+    """Say what a directory without config.json is, and what to do."""
+    if (directory / "adapter_config.json").is_file():
+        return (
+            "is a LoRA adapter and no whole model: put it into the model that it belongs to "
+            "(`AutoPeftModelForCausalLM.from_pretrained(directory).merge_and_unload().save_pretrained(other)`)"
+        )
+    if any(directory.glob("*.gguf")):
+        return "holds GGUF files, which cannot be trained: give the Hugging Face model that they were made of"
+    return "is not a Hugging Face model: it holds no config.json"
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:

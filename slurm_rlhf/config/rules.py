@@ -38,7 +38,7 @@ def rule_problems(config: Config) -> Iterator[str]:
     yield from _relations(config)
     yield from engine_problems(config)
     if not algorithm:
-        yield from _colocated(config)
+        yield from colocated(config)
     yield from sampling_problems(config)
     yield from correction_problems(config)
 
@@ -198,7 +198,7 @@ def _template(config: Config) -> Iterator[str]:
         )
 
 
-def _colocated(config: Config) -> Iterator[str]:
+def colocated(config: Config) -> Iterator[str]:
     """Check train.colocate_all: roles of one size, and no option that excludes it."""
     if not config.train.colocate_all:
         if config.ds.enable_sleep:

@@ -30,7 +30,7 @@ from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.controller.trainer_recovery import Plan, TrainerRecovery
 from slurm_rlhf.controller.watchdog import Watchdog
 from slurm_rlhf.data.order import PromptOrder
-from slurm_rlhf.disk import run_directory_kept
+from slurm_rlhf.disk import make_run_directory, run_directory_kept
 from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.launch.launcher import Launcher
 from slurm_rlhf.launch.requeue import continuation_of
@@ -57,8 +57,7 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
     """
     directory, end = RunDirectory(Path(config.run_dir)), continuation.end_time()
     refuse_short_time(end, config.slurm.signal_lead_s)
-    with run_directory_kept(directory.root):
-        directory.make()
+    make_run_directory(directory.root, directory.make)
     reporting = Reporting(config, directory, ranks.worlds)
     logged = logging_to(directory.role_log("conductor", node, 0))
     with exclusive(directory), logged, reporting.recorder.listening():

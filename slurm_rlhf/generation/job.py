@@ -20,7 +20,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.conductor import refuse_restart, refuse_short_time
 from slurm_rlhf.controller.possession import exclusive, log_error, logging_to
 from slurm_rlhf.controller.role_environment import role_environment
-from slurm_rlhf.disk import run_directory_kept
+from slurm_rlhf.disk import make_run_directory, run_directory_kept
 from slurm_rlhf.errors import RemoteError, RoleDied
 from slurm_rlhf.generation.answers import Desk
 from slurm_rlhf.generation.fleet import Answered, Fleet, Gone, Ready
@@ -139,8 +139,7 @@ def run(
     directory, continuation = RunDirectory(root), continuation_of(config.slurm, root, os.environ)
     end = continuation.end_time()
     refuse_short_time(end, config.slurm.signal_lead_s)
-    with run_directory_kept(directory.root):
-        directory.make()
+    make_run_directory(directory.root, directory.make)
     with exclusive(directory), logging_to(directory.role_log("conductor", node_name(), 0)):
         Session.here(os.environ).write(directory.root)
         with run_directory_kept(directory.root):

@@ -9,9 +9,11 @@ import pytest
 from model_configs import NO_WEIGHTS
 
 from slurm_rlhf.algorithms.registry import built_in
+from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.check import check, check_sft, warnings
 from slurm_rlhf.config.key_text import from_text
 from slurm_rlhf.config.keys import all_keys, documentation, put
+from slurm_rlhf.config.model_directory import read_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, ModelError
 
@@ -386,3 +388,24 @@ def test_a_place_that_cannot_be_written(config: Config, tmp_path: Path, monkeypa
     for rules, key in ((check, "run_dir"), (check_sft, "sft.output_dir")):
         with pytest.raises(ConfigError, match=rf"{key}: you may not write to {tmp_path}: name another place"):
             rules(config)
+
+
+def test_what_is_no_model_is_called_by_its_name(tmp_path: Path) -> None:
+    for name, told in (
+        ("adapter_config.json", "is a LoRA adapter"),
+        ("model.gguf", "holds GGUF files"),
+        ("x", "is not a"),
+    ):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / name).touch()
+        with pytest.raises(ModelError, match=f"actor.model_name_or_path: {directory} {told}"):
+            read_config("actor.model_name_or_path", directory)
+
+
+def test_plan_refuses_what_check_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.toml").write_text("")
+    words = ["--train.colocate_all=true", "--sync.backend=nccl"]
+    for command in ("plan", "check"):
+        assert main([command, str(tmp_path / "run.toml"), *words]) == 2
+        assert "NCCL refuses two ranks on one GPU" in capsys.readouterr().err

@@ -266,3 +266,18 @@ def test_an_entry() -> None:
 
 def test_groups_come_with_their_docstring() -> None:
     assert "timeout: The one table of time-outs, in seconds." in help_text(["timeout"])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ['--logger.use=["tensorboard", "wandb"]'],
+        ["--logger.use=[tensorboard, wandb]"],
+        ["--logger.use=[tensorboard,wandb]"],
+        ["--logger.use=tensorboard,wandb"],
+        ["--logger.use", "tensorboard", "wandb"],
+    ],
+)
+def test_a_list_of_names_is_read_as_people_write_it(words: list[str]) -> None:
+    assert load_config(None, words).logger.use == ["tensorboard", "wandb"]
+    assert load_config(None, ["--rollout.stop=a, b"]).rollout.stop == ["a, b"]  # which may hold a comma

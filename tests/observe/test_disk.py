@@ -15,8 +15,9 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cli.main import guarded
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller import conductor
-from slurm_rlhf.disk import MIB, refusal, run_directory_kept
+from slurm_rlhf.disk import MIB, make_run_directory, refusal, run_directory_kept
 from slurm_rlhf.errors import CheckpointError, DiskError, RemoteError
+from slurm_rlhf.run_directory import RunDirectory
 
 FULL, QUOTA = OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EDQUOT, "Disk quota exceeded")
 SHORT_WRITE = RemoteError("save failed on actor 0 on n1: RuntimeError: [enforce fail at inline_container.cc:672] .")
@@ -146,3 +147,9 @@ def test_a_command_that_meets_a_full_disk_names_it(tmp_path: Path, capsys: pytes
 
     assert guarded(work) == 1
     assert f"{tmp_path}/out/model: No space left on device: the file system /" in capsys.readouterr().err
+
+
+def test_a_run_directory_that_cannot_be_made_has_not_vanished() -> None:
+    root = Path("/proc/no such place")
+    with pytest.raises(DiskError, match=r"run_dir /proc/no such place cannot be made: .*: give another --run_dir"):
+        make_run_directory(root, RunDirectory(root).make)

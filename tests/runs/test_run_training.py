@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -261,8 +262,10 @@ def test_ten_thousand_attacks_and_strangers_at_every_port_change_nothing(config:
     of gloo, half messages and silence. All are bound to the loopback, and stores do not listen any more when all are
     connected.
     """
-    run_dir = config.parent / "attacked"
-    with started(config, run_dir, *WORLD) as run:
+    run_dir, holds = config.parent / "attacked", Holds(config)
+    holds.hold("reward-hang")  # the first step waits for the attacks
+    with contextlib.ExitStack() as ending, started(config, run_dir, *WORLD) as run:
+        ending.callback(holds.clear)
         run.wait_for_ranks()
         endpoint, keys = run.endpoint(), RunKeys.load(run_dir / ".control" / "keys.json")
         recorded = record(endpoint, keys, "actor", 2)
@@ -274,6 +277,8 @@ def test_ten_thousand_attacks_and_strangers_at_every_port_change_nothing(config:
             run.wait_for_log("weight transfer group 1: ")
             ports, early = listening([run.process.pid, *run.ranks()]), strangers.sent.total()
             known += ports
+            until(lambda: fire.total > 9_900, "attacks")
+            holds.let_go("reward-hang")
             run.wait_for_step(1)
             before_training = fire.total
             run.wait_for_step(STEPS)
