@@ -133,9 +133,10 @@ def test_sigusr1_before_a_run_begins_is_noted_for_it(tmp_path: Path) -> None:
 
 
 HUNG_UP = """
-import pathlib, sys, threading
+import pathlib, signal, sys, threading
 from slurm_rlhf.cluster.stop import Stop, StopRequested
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever this session was started with
 directory = pathlib.Path(sys.argv[1])
 try:
     with Stop(directory) as stop, stop.droppable():
