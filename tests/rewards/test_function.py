@@ -5,15 +5,19 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from waiting import HANG_S
 
+from slurm_rlhf.control.calls import ForwardBatch
 from slurm_rlhf.errors import ConfigError, RewardError
-from slurm_rlhf.records import Prompt, Trajectory
+from slurm_rlhf.records import Prompt, Trajectory, VersionSpan
 from slurm_rlhf.rewards.function import BY_PLACE, RewardFunction, Taken, taken
+from slurm_rlhf.rewards.model import ModelRewards
 
 
 def batch(count: int = 2) -> tuple[list[Prompt], list[Trajectory]]:
@@ -195,3 +199,25 @@ def test_a_builtin_that_tells_nothing_of_its_arguments_gets_three_by_place() -> 
     with pytest.raises(ValueError, match="no signature"):
         inspect.signature(max)
     assert taken(max, "it") == Taken(BY_PLACE, ())
+
+
+def test_responses_are_spread_over_three_ranks_of_a_reward_model() -> None:
+    """Five of them: the last rank gets one again, so that all have equally many."""
+
+    class Role:
+        world = 3
+
+        def start_each(self, method: object, requests: list[ForwardBatch]) -> list[Future[Any]]:
+            answers: list[Future[Any]] = [Future() for _ in requests]
+            assert {len(request.experience) for request in requests} == {2}
+            for answer, request in zip(answers, requests, strict=True):
+                answer.set_result(request.experience.prompt_lens.astype(np.float32))
+            return answers
+
+    def response(size: int) -> Trajectory:
+        ids, mask = np.zeros(2, np.int32), np.ones(2, np.bool_)
+        span = [VersionSpan(0, 2, 0)]
+        return Trajectory(size, 0, np.zeros(size, np.int32), ids, np.zeros(2, np.float32), mask, "stop", "", span)
+
+    found = ModelRewards(Role(), 1000)([], [response(size) for size in (3, 1, 5, 2, 4)])  # type: ignore[arg-type]
+    assert found.rewards.tolist() == [3, 1, 5, 2, 4]
