@@ -49,14 +49,14 @@ class Engines:
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
         self.endpoint = next(word for word in arguments if word.startswith("--endpoint=")).partition("=")[2]
         for engine in RANK:
-            self._start(engine)
+            self._start(engine, "n1")
 
-    def _start(self, engine: int) -> None:
+    def _start(self, engine: int, node: str) -> None:
         ranks = (RANK[engine], RANK[engine] + 1)
         started = []
         for rank in ranks:
-            log = self.directory.role_log("rollout", "n1", rank)
-            words = [self.endpoint, self.directory.keys, "rollout", rank, 4, LIMIT, log]
+            log = self.directory.role_log("rollout", node, rank)
+            words = [self.endpoint, self.directory.keys, "rollout", rank, 4, LIMIT, log, node]
             command = [sys.executable, hang_peer.__file__, *map(str, words)]
             started.append(subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}))
         self.of[engine] = started
@@ -81,7 +81,7 @@ class Engines:
     def start_again(self, engine: int, node: str) -> None:
         assert self.gone(engine)
         self.places.append((engine, node))
-        self._start(engine)
+        self._start(engine, node)
         self.told.discard(engine)
 
     def stop(self, done: bool, grace_s: float) -> None:

@@ -74,10 +74,11 @@ def test_two_runs_share_a_machine_and_the_first_engine_does_not_wait_for_the_sec
     late.wait_for_step(1)
     assert "engine 0 takes part" in conductor_log(late)
     assert "engine 1 takes part" not in conductor_log(late)
+
+
+def test_the_late_engine_joins_with_the_current_weights(config: Path, late: Run) -> None:
+    late.wait_for_step(1)
     (config.parent / "engine_1").touch()
-
-
-def test_the_late_engine_joins_with_the_current_weights(late: Run) -> None:
     late.wait_for_log("engine 1 takes part")
     late.wait_for_step(len(metrics(late.run_dir)) + 2)
     rows = metrics(late.run_dir)

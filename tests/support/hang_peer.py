@@ -36,7 +36,7 @@ def start(total_steps: int) -> dict[str, Any]:
     return {"note": "", "parameters": None}
 
 
-def main(endpoint: str, keys: str, role: str, rank: str, world: str, limit: str, log: str) -> None:
+def main(endpoint: str, keys: str, role: str, rank: str, world: str, limit: str, log: str, host: str = "n1") -> None:
     print_to(Path(log))
     client = ControlClient(
         endpoint,
@@ -44,7 +44,7 @@ def main(endpoint: str, keys: str, role: str, rank: str, world: str, limit: str,
         role,
         int(rank),
         int(world),
-        host="n1",
+        host=host,
         heartbeat_interval=INTERVAL,
         heartbeat_limit=float(limit),
         on_beat=partial(expect_beat, late_s(float(limit))),
