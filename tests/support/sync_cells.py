@@ -9,7 +9,7 @@ import numpy as np
 from ranks import WarmRanks
 from tiny_models import make_tiny
 from training_ranks import make_experience, share
-from waiting import HANG_S
+from waiting import HANG_S, scaled
 from zygote import Zygote
 
 from slurm_rlhf.config.schema import Config
@@ -113,7 +113,7 @@ class Bench:
         config.vllm.tensor_parallel_size = cell.tp
         config.vllm.max_num_seqs = 16
         config.sync.bucket_mb = 1
-        config.timeout.sync = config.timeout.collective = 120.0
+        config.timeout.sync = config.timeout.collective = scaled(120.0)
         return config
 
     def _generate(self, rollout: EngineHandle, version: int) -> list[Trajectory]:

@@ -44,7 +44,7 @@ def make_config(model: Path, **ds: Any) -> Config:
     config.rollout.temperature = TEMPERATURE
     config.train.logprob_chunk_tokens = 7
     config.train.full_determinism = True
-    config.timeout.collective = 60.0
+    config.timeout.collective = scaled(60.0)
     config.ds.param_dtype = "fp32"
     for name, value in ds.items():
         setattr(config.ds, name, value)

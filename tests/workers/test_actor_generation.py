@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from tiny_models import make_tiny
 from training_ranks import make_config
-from waiting import HANG_S, until
+from waiting import HANG_S, scaled, until
 from warm_runs import WarmRun
 
 from slurm_rlhf.config.key_text import dump_toml
@@ -35,7 +35,7 @@ from slurm_rlhf.run_directory import RunDirectory
 pytestmark = [pytest.mark.slow]
 
 RANKS, SEED, LONGEST = 3, 42, 400
-COLLECTIVE_S = 4.0
+COLLECTIVE_S = scaled(4.0)
 LOGPROB = 1e-5
 
 # Rank 1 sits still in the middle of a token, while its heartbeats go on, once the file is there.
