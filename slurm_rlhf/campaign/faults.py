@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from slurm_rlhf.config.roles import ACTOR, REWARD
+
 START: Final = "start"
 EXPORT: Final = "export"
 PHASES: Final = {
@@ -46,12 +48,14 @@ class Fault:
     needs: str = ""  # what the machine has to have: "" nothing, or a word of `NEEDS`
     apart: bool = False  # on a copy of the run's directory, which is not used again
     limit_s: float = 60.0  # in which it has to be detected
+    each: int = 1  # ranks of a role on a node of the cluster
 
     @property
     def name(self) -> str:
         """Return a name that no other fault has."""
         where = "" if self.phase == ANY else f" in {self.phase}"
-        return f"{self.kind}: {self.target}{where}{' on a cluster' if self.needs == 'slurm' else ''}"
+        place = " on a cluster" if self.needs == "slurm" else ""
+        return f"{self.kind}: {self.target}{where}{place}{f', {self.each} ranks on a node' if self.each > 1 else ''}"
 
 
 NEEDS: Final = {
@@ -63,6 +67,8 @@ NEEDS: Final = {
 
 KILLED_S: Final = 10.0
 """Seconds in which a process that was killed has to be missed."""
+NAMED_S: Final = 2.0
+"""Seconds in which a cluster's killed rank has to be named, whatever the others on its node do."""
 
 
 def signals() -> Iterator[Fault]:
@@ -148,39 +154,41 @@ def others() -> Iterator[Fault]:
 
 
 NODE: Final = r"(role \w+ died: .* on {node}\b|engine \d on {node} is lost)"
-SLURM: Final = (
-    *(Fault("SIGKILL", f"srun of {role}", "train", says=rf"role {role} died", needs="slurm") for role in TRAINERS),
-    *(Fault("SIGKILL", f"{role} rank 0", "train", says=rf"role {role} died", needs="slurm") for role in TRAINERS),
-    Fault(
-        "SIGKILL",
-        "rollout rank 0",
-        "generate",
-        says=r"(role rollout died: rank 0|engine 0 on \S+ is lost)",
-        needs="slurm",
-    ),
-    Fault(
-        "SIGKILL", "srun of rollout", "generate", says=r"(role rollout died|engine \d on \S+ is lost)", needs="slurm"
-    ),
-    Fault(
-        "SIGKILL",
-        "rollout rank 0",
-        "checkpoint",
-        says=r"(role rollout died: rank 0|engine 0 on \S+ is lost)",
-        needs="slurm",
-    ),
-    Fault("SIGKILL", CONDUCTOR, "train", says="cut off", needs="slurm"),
-    Fault("SIGSTOP", "actor rank 1", "train", says=r"role actor died: rank 1\b", needs="slurm"),
-    Fault("crash", "node of actor rank 1", "train", says=NODE, needs="slurm"),
-    Fault("crash", "node of rollout rank 0", "generate", says=NODE, needs="slurm"),
-    Fault("network cut", "node of actor rank 1", "train", says=NODE, needs="slurm"),
-    Fault("network cut", "node of rollout rank 0", "generate", says=NODE, needs="slurm"),
-    Fault("crash, one after the other", "node of actor rank 1, its stand-in", "train", says=NODE, needs="slurm"),
-    Fault("crash", "node of conductor", "train", says="the conductor is gone", needs="slurm"),
-    Fault("restart", "slurmctld", "train", does=BORNE, needs="slurm"),
-    Fault("SIGKILL", "slurmd of actor rank 1", "train", does=BORNE, needs="slurm"),
-    Fault("clock jump +1 h", "node of actor rank 1", ANY, does=BORNE, needs="slurm"),
-    Fault("clock jump -1 h", "node of conductor", ANY, does=BORNE, needs="slurm"),
-)
+EACH: Final = (1, 3)
+"""Ranks of a role on a node: where there are several, a torchrun ends the others of a rank that was killed."""
+
+
+def on_cluster(each: int) -> Iterator[Fault]:
+    """Yield the faults of a cluster that has `each` ranks of a role on a node: the actor on two, the others on one."""
+
+    def fault(kind: str, target: str, phase: str, does: str = HURTS, says: str = "", limit_s: float = 60.0) -> Fault:
+        return Fault(kind, target, phase, does=does, says=says, limit_s=limit_s, needs="slurm", each=each)
+
+    last = f"actor rank {2 * each - 1}"
+    for role in (*TRAINERS, REWARD):
+        yield fault("SIGKILL", f"srun of {role}", "train", says=rf"role {role} died")
+        for rank in dict.fromkeys((0, 2 * each - 1 if role == ACTOR else each - 1)):
+            says = rf"role {role} died: rank {rank}\b.* was killed by SIGKILL"
+            yield fault("SIGKILL", f"{role} rank {rank}", "train", says=says, limit_s=NAMED_S)
+    for phase in ("generate", "checkpoint"):
+        lost = r"(role rollout died: rank 0|engine 0 on \S+ is lost)"
+        yield fault("SIGKILL", "rollout rank 0", phase, says=lost)
+    yield fault("SIGKILL", "srun of rollout", "generate", says=r"(role rollout died|engine \d on \S+ is lost)")
+    yield fault("SIGKILL", CONDUCTOR, "train", says="cut off")
+    yield fault("SIGSTOP", last, "train", says=rf"role actor died: {last.removeprefix('actor ')}\b")
+    yield fault("crash", f"node of {last}", "train", says=NODE)
+    yield fault("crash", "node of rollout rank 0", "generate", says=NODE)
+    yield fault("network cut", f"node of {last}", "train", says=NODE)
+    yield fault("network cut", "node of rollout rank 0", "generate", says=NODE)
+    yield fault("crash, one after the other", f"node of {last}, its stand-in", "train", says=NODE)
+    yield fault("crash", "node of conductor", "train", says="the conductor is gone")
+    yield fault("restart", "slurmctld", "train", does=BORNE)
+    yield fault("SIGKILL", f"slurmd of {last}", "train", does=BORNE)
+    yield fault("clock jump +1 h", f"node of {last}", ANY, does=BORNE)
+    yield fault("clock jump -1 h", "node of conductor", ANY, does=BORNE)
+
+
+SLURM: Final = tuple(fault for each in EACH for fault in on_cluster(each))
 """Faults of a cluster; the tests run them on a Slurm of their own."""
 
 

@@ -65,10 +65,10 @@ def culprits(deaths: Sequence[Death]) -> list[Death]:
     """Return those that died by themselves, in the order of their deaths, one of each role.
 
     That is the first, and whoever was killed besides. Groups of one role end together, and whose peer is gone ends too,
-    by an error of its own: those are not named.
+    by an error of its own: those are not named. Of the groups of one role it is the one that was killed.
     """
     named: list[Death] = []
-    for death in sorted(deaths, key=lambda one: one.at):
+    for death in sorted(deaths, key=lambda one: (one.at, not _BY_ITSELF.search(one.how))):
         known = {one.end.role for one in named}
         if not named or (death.end.role not in known and _BY_ITSELF.search(death.how)):
             named.append(death)
@@ -129,6 +129,12 @@ class Deaths:
             limit_s if one.role in self._at else patience_s * one.unknown for one in known if one.role not in ended
         ]
         return waited_s < max(limits, default=0.0)
+
+    @property
+    def sure(self) -> bool:
+        """Tell whether a torchrun has reported a rank that died by itself: the death of a node is not behind that."""
+        failed = [self._logs.first_failure(end.role, node) for end in self.ends for node in names_of(end.node)]
+        return any(one is not None and _BY_ITSELF.search(exit_text(one.exitcode)) for one in failed)
 
     def verdict(self, known: Sequence[RoleRanks], name: Callable[[Peer], str]) -> tuple[Ended, str]:
         """Return the group that died first, and how it and the others did which died by themselves.

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -18,6 +16,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.handles import EngineHandle, RoleHandle
 from slurm_rlhf.control.messages import FAILURE, TERMINATION
+from slurm_rlhf.control.preemption import Preemption
 from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.controller.casualty import (
@@ -43,7 +42,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.25
 VERDICT_S = 2.0
 SILENT_BEATS = 3  # so many missed heartbeats are no accident
-TERMINATION_S = 1.0
 LOOPBACK = "127.0.0.1"
 
 
@@ -70,7 +68,7 @@ class Supervisor:
         )
         self._leaving = threading.Event()
         self._gone = threading.Event()
-        self._terminated = False
+        self._preemption = Preemption()
         self._logs = StartLogs(directory)
         self._deaths = Deaths(self._logs)
         self._standstills = Standstills()
@@ -298,13 +296,14 @@ class Supervisor:
         NCCL ends the processes whose peers are gone, and srun then says so of them, and nothing of the dead node.
         """
         end = self._deaths.ends[0]
-        if self._launcher.address != LOOPBACK:
+        if self._launcher.address == LOOPBACK:
+            if self._deaths.more_to_come(waited_s, known, self._patience_s, self._enough_s):
+                return
+        elif not self._deaths.sure:
             dead = self._on_dead_nodes()
             self._give_up(dead, f"{end.role} on {end.node} {end.how}")
             if dead or waited_s < self._patience_s:
                 return
-        elif self._deaths.more_to_come(waited_s, known, self._patience_s, self._enough_s):
-            return
         end, what = self._deaths.verdict(known, self._named)
         self._fail(Casualty(end.role, tuple(names_of(end.node))), what, self._logs.of_end(end))
 
@@ -358,20 +357,14 @@ class Supervisor:
             self._fail(casualty, what, self._logs.of_peer(peer), hang=peer.silent)
 
     def _on_event(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
-        """Act on the event of a rank: it cannot go on, or it got SIGTERM.
-
-        A SIGTERM that this process does not get means that the job is preempted: save, and go on later. With `scancel`
-        both get one, and then this process's own, which comes within the second, decides.
-        """
+        """Act on the event of a rank: it cannot go on, or it got SIGTERM."""
         if event == FAILURE and not self._leaving.is_set():
             reason = str(data.get("reason"))
             if (engine := self._engine_of(peer)) is not None and self._goes_on_without(engine, reason):
                 return
             self._fail(Casualty(peer.role, (peer.host,)), reason, self._logs.of_peer(peer))
-        if event == TERMINATION and not self._terminated and not self._leaving.is_set():
-            self._terminated = True
-            log.info("%s was told to terminate", peer)
-            threading.Timer(TERMINATION_S, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        if event == TERMINATION and not self._leaving.is_set():
+            self._preemption.note(peer, self.server.peers(peer.role), peer.world)
 
     def _engine_of(self, peer: Peer) -> int | None:
         handle = self.roles[peer.role]

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
-import threading
 import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -19,6 +16,7 @@ from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import EngineCalls, GenerateAnswer, GenerateBatch, StartRequest
 from slurm_rlhf.control.handles import EngineHandle
 from slurm_rlhf.control.messages import FAILURE, TERMINATION
+from slurm_rlhf.control.preemption import Preemption
 from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import RemoteError
@@ -28,9 +26,6 @@ from slurm_rlhf.placement.rank_map import RankMap, TpGroup
 from slurm_rlhf.run_directory import RunDirectory
 
 log = logging.getLogger(__name__)
-
-TERMINATION_S = 1.0
-"""A SIGTERM that only the ranks get is a preemption; `scancel` sends one to this process, too, within that time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +75,7 @@ class Fleet:
     _since: float = field(default=0.0, init=False)
     _server: ControlServer = field(init=False)
     _handle: EngineHandle = field(init=False)
-    _terminated: bool = field(default=False, init=False)
+    _preemption: Preemption = field(default_factory=Preemption, init=False)
 
     def __post_init__(self) -> None:
         timeout, world = self.config.timeout, self.ranks.world(ROLLOUT)
@@ -196,10 +191,9 @@ class Fleet:
     def _on_event(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         if event == FAILURE:
             self._tell_gone(peer, str(data.get("reason")))
-        elif event == TERMINATION and not self._terminated:
-            self._terminated = True
-            log.info("%s was told to terminate", peer)
-            threading.Timer(TERMINATION_S, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        elif event == TERMINATION:
+            there = [each for each in self._server.peers(ROLLOUT) if each.rank // self._handle.width not in self.gone]
+            self._preemption.note(peer, there, len(there))
 
     def stop(self) -> None:
         """End every engine: ask, then end by force what is left."""

@@ -2,18 +2,24 @@
 
 torch's own ways for torchruns to meet open the store on all addresses of the node, and whoever reaches a store can
 change it: it knows no password. This one is bound to the address that the others connect to.
+
+When a rank ends, torchrun ends the others by SIGTERM and waits for them. In a Slurm step that signal means preemption,
+and ranks block it. This one kills them, so that the end of the first is told at once.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import signal
 import socket
 import sys
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.multiprocessing import PContext
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -34,6 +40,8 @@ BACKEND = "bound"
 
 _BACKLOG = 4096
 _LIMIT_S = 600  # torch's own; the conductor gives up sooner, with timeout.connect
+_GONE_S = 1
+_close = PContext.close
 
 
 class BoundRendezvous(RendezvousHandler):
@@ -114,10 +122,21 @@ def make(parameters: RendezvousParameters) -> BoundRendezvous:
     return BoundRendezvous(host, int(port), parameters.run_id, node or 0, parameters.max_nodes, ranks or 0)
 
 
+def kill_all(ranks: PContext, death_sig: signal.Signals | None = None, timeout: float = 0.0) -> None:
+    """Replace `PContext.close`: end the ranks by force, and wait `_GONE_S` for what the kernel does not let go."""
+    _close(ranks, signal.SIGKILL, _GONE_S)
+
+
 def main() -> None:
+    PContext.close = kill_all
     rendezvous_handler_registry.register(BACKEND, make)
     os.environ[PARENT] = str(os.getpid())
-    torchrun()
+    try:
+        torchrun()
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # at once: the interpreter's teardown of torch takes seconds on a busy node
 
 
 if __name__ == "__main__":

@@ -59,10 +59,19 @@ def test_a_seed_draws_all_faults_of_a_cluster_in_its_own_order() -> None:
     first, other = draw(SLURM, len(SLURM), 0), draw(SLURM, len(SLURM), 1)
     assert first != other
     assert {fault.name for fault in first} == {fault.name for fault in other} == {fault.name for fault in SLURM}
-    known = {(fault.kind, fault.target, fault.phase) for fault in SLURM}
+    known = {(fault.kind, fault.target, fault.phase) for fault in SLURM if fault.each == 1}
     assert ("SIGKILL", "rollout rank 0", "checkpoint") in known
     assert ("crash, one after the other", "node of actor rank 1, its stand-in", "train") in known
     assert ("clock jump +1 h", "node of actor rank 1", ANY) in known
+
+
+def test_the_first_and_the_last_rank_of_each_role_are_killed_among_one_and_three_on_a_node() -> None:
+    killed = {(fault.each, fault.target) for fault in SLURM if fault.kind == "SIGKILL" and fault.phase == "train"}
+    last = {"actor": 2, "critic": 1, "reference": 1, "reward": 1}  # nodes of the role
+    wanted = {(each, f"{role} rank {rank}") for each in (1, 3) for role in last for rank in (0, last[role] * each - 1)}
+    assert wanted <= killed
+    kinds = [{(fault.kind, fault.phase) for fault in SLURM if fault.each == each} for each in (1, 3)]
+    assert kinds[0] == kinds[1]
 
 
 def test_there_is_no_more_than_all() -> None:

@@ -12,14 +12,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from control_peer import INTERVAL, start_peer, stop_peer
-from waiting import HANG_S, scaled
+from control_peer import INTERVAL, ask, start_peer, stop_peer
+from waiting import HANG_S, scaled, until
 
 from slurm_rlhf.cluster.processes import running
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.control.messages import TERMINATION
+from slurm_rlhf.controller import supervisor as module
 from slurm_rlhf.controller.supervisor import POLL_S, SILENT_BEATS, VERDICT_S, Supervisor
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
 from slurm_rlhf.launch.launcher import Ended, LocalLauncher
+from slurm_rlhf.observe.log_tail import _ROOT_CAUSE
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Topology
@@ -83,10 +86,10 @@ class Processes:
             if (role, rank) not in self.absent:
                 self.started[role, rank] = start_peer(*where)
 
-    def end(self, role: str, rank: int) -> None:
+    def end(self, role: str, rank: int, how: str = "ended: Killed") -> None:
         """The rank ends, and is seen to."""
         self.started[role, rank].kill()
-        self.news.append(Ended(role, f"n{rank + 1}", "ended: Killed", self.directory.logs / f"{role}.srun.log"))
+        self.news.append(Ended(role, f"n{rank + 1}", how, self.directory.logs / f"{role}.srun.log"))
 
     def stopped(self) -> list[tuple[str, int]]:
         return []
@@ -172,6 +175,39 @@ def test_a_rank_that_ended_is_named_and_not_those_that_were_ended_with_it(
     assert "role actor died: its process group on n2 ended: Killed" in str(verdict)
     assert "    srun: error: n2: task 1: Killed\n" in str(verdict)
     assert EARLIER not in str(verdict)
+
+
+def test_a_rank_that_was_killed_is_named_without_a_look_for_dead_nodes(
+    supervisor: Supervisor, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its torchrun has reported it. A rank on the other node ended because of it, and srun tells of that one first."""
+    monkeypatch.setattr(module, "VERDICT_S", 2 * HANG_S)
+    report = f"{_ROOT_CAUSE}\n  rank      : 1 (local_rank: 0)\n  exitcode  : -9 (pid: 7)\n"
+    processes.directory.role_log("actor", "n2", "torchrun").write_text(report)
+    for rank in range(2):
+        processes.end("actor", rank, "ended: Exited with exit code 1")
+    until(lambda: supervisor.failure, "verdict")
+    assert "role actor died: rank 1 on n2 (pid 7) was killed by SIGKILL" in str(supervisor.failure)
+    assert supervisor.casualty is not None
+    assert supervisor.casualty.nodes == ("n2",)
+
+
+def test_sigterm_means_preemption_where_all_ranks_of_a_role_got_it(supervisor: Supervisor) -> None:
+    """A rank alone was not preempted, whoever sent it the signal: the run goes on."""
+    noticed = threading.Event()
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: noticed.set())
+
+    def tell(rank: int) -> None:
+        ask(supervisor.server, "actor", rank, "tell", HANG_S, event=TERMINATION).result(HANG_S)
+
+    try:
+        for _ in range(2):
+            tell(0)
+        assert not [thread for thread in threading.enumerate() if getattr(thread, "function", None) is os.kill]
+        tell(1)
+        assert noticed.wait(HANG_S)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_of_two_roles_that_die_the_first_is_named_first_though_its_torchrun_ends_last(processes: Processes) -> None:

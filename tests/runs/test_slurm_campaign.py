@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from campaign_slurm import ClusterCampaign
-from cluster_faults import SPARES
+from cluster_faults import SPARES, layout
 from cluster_storm import cluster_storm
 from slurm_cluster import Cluster
+from waiting import scaled
 
 from slurm_rlhf.campaign.draw import draw
-from slurm_rlhf.campaign.faults import SLURM, named
+from slurm_rlhf.campaign.faults import EACH, SLURM, named
 from slurm_rlhf.campaign.result import Campaign
 from slurm_rlhf.campaign.verdicts import RECOVERED
 from slurm_rlhf.campaign.workload import write_workload
@@ -27,11 +29,17 @@ PACE_S = 0.3
 
 @pytest.mark.campaign
 @pytest.mark.timeout(7200)
-def test_faults_of_a_cluster(slurm: Cluster, tmp_path: Path) -> None:
-    """Nodes that crash and are cut off, srun and slurmd that are killed, slurmctld that starts anew."""
+@pytest.mark.parametrize("each", EACH)
+def test_faults_of_a_cluster(slurm: Cluster, tmp_path: Path, each: int) -> None:
+    """Nodes that crash and are cut off, ranks, srun and slurmd that are killed, slurmctld that starts anew.
+
+    Each with `each` ranks of a role on a node; a rank that is killed is the first or the last of its role.
+    """
     began, rows = time.monotonic(), []
-    faults = draw(SLURM, len(SLURM), SEED)
-    for row in ClusterCampaign(slurm, write_workload(slurm.shared / "work"), SEED).run(faults):
+    known = [replace(fault, limit_s=scaled(fault.limit_s)) for fault in SLURM if fault.each == each]
+    faults = draw(known, len(known), SEED)
+    config = write_workload(slurm.shared / f"work{each}")
+    for row in ClusterCampaign(slurm, config, SEED, *layout(config.parent, each)).run(faults):
         rows.append(row)
         print(row, flush=True)
     campaign = Campaign(SEED, rows, seconds=time.monotonic() - began)
@@ -39,14 +47,14 @@ def test_faults_of_a_cluster(slurm: Cluster, tmp_path: Path) -> None:
     print("\n".join(campaign.summary()), f"\nthe table is {tmp_path / 'campaign.html'}")
     assert [f"{row.fault}: {'; '.join(row.problems)}" for row in rows if not row.good] == []
     assert [row.fault for row in rows if not row.compared] == []  # the calm run was longer
-    assert len(rows) == len(SLURM)
+    assert len(rows) == len(known)
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
 def test_a_spare_node_that_dies_while_it_takes_over_is_replaced_by_the_next(slurm: Cluster) -> None:
     """Nobody on it has said hello: it is known by the silence of all of its ranks while the other node is heard."""
-    (fault,) = named(list(SLURM), "one after the other")
+    (fault,) = (one for one in named(list(SLURM), "one after the other") if one.each == 1)
     (row,) = ClusterCampaign(slurm, write_workload(slurm.shared / "spares"), SEED, *SPARES).run([fault])
     print(row)
     assert row.good, row.problems

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_cluster import COMMAND, OVER, Cluster, said
+from tiny_models import make_reward
 from waiting import scaled
 
 from slurm_rlhf.campaign import processes
@@ -29,6 +30,7 @@ RANKS = ("--actor.num_gpus_per_node=1", f"--timeout.connect={scaled(90)}")
 dies before its ranks say hello is missed by its engine's silence after 12 s, and its ranks after 90 s."""
 SPARES = ("--cluster.spares=2", "--vllm.num_engines=1", "--vllm.num_nodes=1", f"--timeout.connect={scaled(55)}")
 """Two nodes, and two in reserve. These have no engine: of them nothing was heard, so 55 s alone tell that they died."""
+GROUPS = ("actor", "critic", "ref", "reward")
 NODES = {"crash": ("crash", "restart"), "network cut": ("cut", "uncut")}
 """Kind of a fault -> the words of slurm_cluster.sh that do it and undo it."""
 ASK_S = 0.5
@@ -40,6 +42,16 @@ REST_S = scaled(20.0)
 end its step where the job has just ended; then the ranks leave when they miss the conductor, after 12 s."""
 LONELY_S = scaled(40.0)
 """For processes on a node that is cut off: to see that their conductor is gone, and to leave."""
+
+
+def layout(work: Path, each: int) -> tuple[str, ...]:
+    """Options for `each` ranks of a role on a node, among the roles a reward model, which is written to `work`."""
+    model = make_reward(work / "reward_model")
+    return (
+        *(f"--{group}.num_gpus_per_node={each}" for group in GROUPS),
+        *(f"--rollout.batch_size={4 * each}", f"--train.batch_size={8 * each}"),
+        *("--reward.remote_url=", f"--reward.model_name_or_path={model}", f"--timeout.connect={scaled(120)}"),
+    )
 
 
 class Job:
@@ -153,13 +165,14 @@ class ClusterFaults:
 
     def _crash_two(self, fault: Fault, count_events: Callable[[], int]) -> Struck:
         """Crash a node, and while its ranks start on another one that node, too."""
-        first = self.node("actor", 1)
+        rank = int(fault.target.partition(",")[0].rpartition(" ")[2])
+        first = self.node("actor", rank)
         one = self._hit_node("crash", first, 0)
-        if not wait_until(lambda: self.node("actor", 1) != first, MOVED_S):
+        if not wait_until(lambda: self.node("actor", rank) != first, MOVED_S):
             one.heal()
             raise RunError(f"no stand-in for {first} within {MOVED_S:g} s")
         time.sleep(random.Random(f"{self._seed} {fault.name}").uniform(0.0, OTHER_S))
-        two = self._hit_node("crash", self.node("actor", 1), count_events())
+        two = self._hit_node("crash", self.node("actor", rank), count_events())
 
         def heal() -> None:
             one.heal()
@@ -187,7 +200,7 @@ class ClusterFaults:
 
     def node(self, role: str, rank: int) -> str:
         """The node of a rank; the conductor is where the job's first node is."""
-        shares = json.loads((self._run_dir / "rank_map.json").read_text())["roles"][role]
+        shares = json.loads((self._run_dir / "rank_map.json").read_text())["roles"].get(role, ())
         found = [share["node"] for share in shares if rank in share["ranks"]]
         if not found:
             raise RunError(f"{role} has no rank {rank} now")

@@ -11,7 +11,7 @@ from pathlib import Path
 from cluster_faults import ClusterFaults, Jobs
 from slurm_cluster import Cluster
 
-from slurm_rlhf.campaign.faults import ANY, BORNE, CONDUCTOR, SLURM
+from slurm_rlhf.campaign.faults import ANY, BORNE, CONDUCTOR, on_cluster
 from slurm_rlhf.campaign.session import Session
 from slurm_rlhf.campaign.storm import Blow, Storm
 from slurm_rlhf.campaign.verdicts import Observation, patterns
@@ -19,7 +19,7 @@ from slurm_rlhf.errors import RunError
 
 WEATHER = tuple(
     fault
-    for fault in SLURM
+    for fault in on_cluster(1)
     if fault.phase != ANY and "one after the other" not in fault.kind and fault.target != f"node of {CONDUCTOR}"
 )
 HEAL_S = 20.0

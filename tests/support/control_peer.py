@@ -77,6 +77,9 @@ def _answer(client: ControlClient, request: Request) -> None:
             for number in range(request.args["times"]):
                 client.event("progress", number=number)
             request.reply(None)
+        case "tell":
+            client.event(request.args["event"])
+            request.reply(None)
         case "leave":
             request.reply("bye")
             client.close()
