@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.main import Command, unknown
-from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from slurm_rlhf.campaign.faults import Fault
@@ -65,7 +65,7 @@ def run(words: list[str]) -> int:
     for row in _storm(out, steps, seed) if steps else _rows(out, drawn, seed):
         rows.append(row)
         told = "; ".join(row.problems) or f"{row.outcome}{f', {row.said}' if row.said else ''}"
-        print(f"{'ok   ' if row.good else 'WRONG'} {row.fault}: {told}", flush=True)
+        print(f"{'ok   ' if row.good else 'WRONG'} {row.fault}: {printable(told)}", flush=True)
         Campaign(seed, rows, left_out(cannot, NEEDS), time.monotonic() - began, _timeouts()).write(out)
     campaign = Campaign(seed, rows, left_out(cannot, NEEDS), time.monotonic() - began, _timeouts())
     campaign.write(out)

@@ -8,7 +8,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.main import WIDEST, Command, take_options, unknown
-from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.errors import ConfigError, printable
 
 if TYPE_CHECKING:
     from slurm_rlhf.parity.processes import Options
@@ -99,13 +99,13 @@ def _compared(subjects: list[Subject], options: Options, as_json: bool) -> list[
     lines: list[Line] = []
     for line in compare(subjects, options):
         if not as_json:
-            print(table.row(line, first=not lines or lines[-1].model != line.model), flush=True)
+            print(printable(table.row(line, first=not lines or lines[-1].model != line.model)), flush=True)
         lines.append(line)
     if as_json:
         print(json.dumps({"lines": [line.to_json() for line in lines]}, allow_nan=False))
         return lines
     if told := reasons(lines, min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST)):
-        print(f"\n{told}")
+        print(f"\n{printable(told)}")
     print(f"\n{summary(lines)}")
     return lines
 

@@ -15,6 +15,7 @@ from slurm_rlhf.cluster.resources import node_name
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.disk import run_directory_kept
+from slurm_rlhf.errors import printable
 from slurm_rlhf.launch.node_look import versions
 from slurm_rlhf.launch.srun import HOST, container_of
 from slurm_rlhf.placement.rank_map import RankMap
@@ -29,7 +30,7 @@ QUICK, OFF = "quick", "off"
 
 def show(report: Report, as_json: bool) -> int:
     """Print a report; the exit code tells the verdict."""
-    print(json.dumps(report.to_json()) if as_json else draw(report), flush=True)
+    print(json.dumps(report.to_json()) if as_json else printable(draw(report)), flush=True)
     return EXIT_CODES[report.verdict]
 
 
@@ -50,7 +51,7 @@ def tell(report: Report) -> None:
     """Print what the user of a run should know. Raises PlacementError if the run cannot start."""
     report.require()
     for note in report.notes():
-        print(note, flush=True)
+        print(printable(note), flush=True)
     if len(report.nodes) > 1:
         count, nodes = len(report.checks), len(report.nodes)
         print(f"preflight: {count} checks of {nodes} nodes in {report.seconds:.1f} s", flush=True)

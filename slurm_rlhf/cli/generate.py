@@ -15,7 +15,7 @@ from slurm_rlhf.cluster.resources import nodes_here
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment, read_slurm
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.errors import ConfigError, printable
 from slurm_rlhf.launch.accelerators import Wanted
 from slurm_rlhf.launch.engine_launcher import EngineLauncher, LocalEngines
 from slurm_rlhf.launch.mpi.assignment import launched
@@ -78,7 +78,7 @@ def engine_launcher(config: Config, directory: Path, ranks: RankMap, places: Pla
         report = _look(config, directory, ranks, places, slurm)
         report.require()
         for note in report.notes():
-            print(note, flush=True)
+            print(printable(note), flush=True)
     if slurm is None:
         return LocalEngines(directory, ranks)
     print(f"job {slurm.job_id} on {', '.join(nodes[:8])}{' ...' if len(nodes) > 8 else ''}")

@@ -217,7 +217,7 @@ def guarded(work: Callable[[], int]) -> int:
         # A full disk or a missing permission; the logs of the run say what it stopped.
         place = Path(str(error.filename or "."))
         told = refusal(error, place)
-        print(f"slurm-rlhf: error: {f'{place}: {told}' if told else error}", file=sys.stderr)
+        print(f"slurm-rlhf: error: {printable(f'{place}: {told}' if told else str(error))}", file=sys.stderr)
         return 1
     except Exception as error:
         return _unexpected(error)
@@ -227,7 +227,7 @@ def _unexpected(error: Exception) -> int:
     if told := foreign_module(error, os.environ.get("PYTHONPATH", "")):
         print(f"slurm-rlhf: error: {told}", file=sys.stderr)
         return ConfigError.exit_code
-    traceback.print_exception(error)
+    print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     print("slurm-rlhf: this is a bug in slurm_rlhf, not in your input", file=sys.stderr)
     return 1
 

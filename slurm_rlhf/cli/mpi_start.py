@@ -26,7 +26,7 @@ from slurm_rlhf.cluster.slurm_environment import read_slurm
 from slurm_rlhf.config.check import check
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import SlurmRlhfError
+from slurm_rlhf.errors import SlurmRlhfError, printable
 from slurm_rlhf.launch.accelerators import seen_by_processes
 from slurm_rlhf.launch.child_process import bound_to_parent
 from slurm_rlhf.launch.mpi.assignment import Assignment, Launched, Placed, Process, place_processes, this_process
@@ -105,7 +105,7 @@ def _look(world: Communicator, arguments: Arguments, start: Launched) -> int:
 
 def _refuse(world: Communicator, error: SlurmRlhfError) -> int:
     world.broadcast(None)
-    print(f"slurm-rlhf: error: {error}", file=sys.stderr)
+    print(f"slurm-rlhf: error: {printable(str(error))}", file=sys.stderr)
     return error.exit_code
 
 

@@ -135,7 +135,8 @@ def run(words: list[str]) -> int:
         return 0
     found = find(named[0])
     run_status = _status_of(found)
-    print("\n".join([*job_lines(found), *run_lines(found, run_status, time.time()), *failure_lines(found, run_status)]))
+    lines = [*job_lines(found), *run_lines(found, run_status, time.time()), *failure_lines(found, run_status)]
+    print(printable("\n".join(lines)))
     return 0
 
 
@@ -236,7 +237,7 @@ def failure_lines(found: Found, run_status: RunStatus | None) -> list[str]:
     if run_status is None or found.directory is None:
         return []
     if run_status.status == "failed":
-        return ["", f"error: {printable(run_status.error)}"]
+        return ["", f"error: {run_status.error}"]
     if not _cut_off(found, run_status):
         return []
     logs = [path for path in (found.directory / "logs").glob("*.log") if path.stat().st_size]
@@ -246,7 +247,7 @@ def failure_lines(found: Found, run_status: RunStatus | None) -> list[str]:
     return [
         line
         for log in newest
-        for line in ("", f"the last lines of {log}:", *(f"    {printable(text)}" for text in tail(log, LINES)))
+        for line in ("", f"the last lines of {log}:", *(f"    {text}" for text in tail(log, LINES)))
     ]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.errors import printable
 from slurm_rlhf.observe.jsonl import whole_lines
 from slurm_rlhf.observe.log_tail import read_end
 
@@ -63,7 +64,7 @@ def show(frames: Iterator[list[str]]) -> None:
         before: list[str] = []
         for frame in frames:
             if frame != before:
-                print("\n".join(frame), end="\n\n", flush=True)
+                print(printable("\n".join(frame)), end="\n\n", flush=True)
             before = frame
         return
     from rich.live import Live
@@ -71,7 +72,7 @@ def show(frames: Iterator[list[str]]) -> None:
 
     with Live(Text(""), auto_refresh=False, transient=False) as live:
         for frame in frames:
-            live.update(Text("\n".join(frame), no_wrap=True, overflow="ellipsis"), refresh=True)
+            live.update(Text(printable("\n".join(frame)), no_wrap=True, overflow="ellipsis"), refresh=True)
 
 
 def repeated(frame: Callable[[], tuple[list[str], bool]], interval_s: float) -> Iterator[list[str]]:

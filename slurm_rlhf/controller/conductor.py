@@ -24,12 +24,11 @@ from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.possession import exclusive, log_error, logging_to
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_inputs import Inputs
-from slurm_rlhf.controller.run_state import UNEVALUATED, RunState
+from slurm_rlhf.controller.run_state import MODEL, UNEVALUATED, RunState
 from slurm_rlhf.controller.startup import Startup
 from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.controller.trainer_recovery import Plan, TrainerRecovery
 from slurm_rlhf.controller.watchdog import Watchdog
-from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.disk import make_run_directory, run_directory_kept
 from slurm_rlhf.errors import ConfigError, RunError
 from slurm_rlhf.launch.launcher import Launcher
@@ -104,7 +103,7 @@ class Conductor:
     def run(self) -> None:
         """Train to the end. All that a user can have wrong is looked at before the first process starts."""
         inputs = Inputs.read(self.config, self.reporting.note)
-        self.state, checkpoint, complete = self._resume(inputs.order)
+        self.state, checkpoint, complete = self._resume(inputs)
         changed = changed_keys(_config_of(checkpoint), self.config) if checkpoint else []
         if checkpoint and complete and self.state.step >= inputs.total_steps and self._exported():
             ignored = f"; these keys were changed and are not used: {', '.join(changed)}" if changed else ""
@@ -203,7 +202,7 @@ class Conductor:
         status = read_run_status(self.directory.metrics, self.directory.summary).status
         return status == "finished" and self.directory.final.is_dir()
 
-    def _resume(self, order: PromptOrder) -> tuple[RunState, Path | None, bool]:
+    def _resume(self, inputs: Inputs) -> tuple[RunState, Path | None, bool]:
         """Answer where the run stands, the checkpoint it goes on from, and whether that step's evaluation is done."""
         if self.config.resume == "never" and self.directory.metrics.exists():
             raise ConfigError(
@@ -214,10 +213,10 @@ class Conductor:
         checkpoint = checkpoints.resolve(self.config.resume)
         if checkpoint is None:
             return RunState(seed=self.config.train.seed), None, True
-        refuse_other_model(_config_of(checkpoint), self.config)
         saving = [role.name for role in running_roles(self.config) if role.saves]
         state = checkpoints.load_state(checkpoint, saving)
-        order.check(state["order"])
+        refuse_other_model(state.get(MODEL, {}), inputs.model)
+        inputs.order.check(state["order"])
         return RunState.from_json(state["run"]), checkpoint, UNEVALUATED not in state
 
 

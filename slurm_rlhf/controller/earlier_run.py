@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ from slurm_rlhf.errors import ConfigError
 _MODEL = "actor.model_name_or_path"
 _OF_A_START = ("run_dir", "resume")
 """Keys that say where a run is, and not what it does."""
-_HASHED = 1 << 20  # bytes of the beginning of each file of a model
+_PIECES = 256
+_PIECE = 1 << 14
+"""Pieces of a file of weights that are compared, at even distances, and the bytes of each: training changes all of
+them, and to read all of a large model takes minutes."""
 
 
 def changed_keys(earlier: Path, config: Config) -> list[str]:
@@ -31,19 +35,27 @@ def changed_keys(earlier: Path, config: Config) -> list[str]:
     ]
 
 
-def refuse_other_model(earlier: Path, config: Config) -> None:
-    """Raise ConfigError where the run that wrote `earlier` started from a model of other contents, if it is there."""
-    try:
-        before = Path(_flat(tomllib.loads(earlier.read_text(encoding="utf-8")))[_MODEL])
-    except (OSError, ValueError, KeyError):
-        return
-    now = Path(config.actor.model_name_or_path)
-    if before != now and before.is_dir() and _contents(before) != _contents(now):
+def refuse_other_model(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raise ConfigError where the actor's model, its path -> its `model_contents`, has other contents than `before`."""
+    if before and set(before.values()) != set(now.values()):
         raise ConfigError(
-            f"{_MODEL} is {now}, and the run in {earlier.parent} started from {before}, which holds another model: its "
-            "checkpoint would be trained against another reference. Give the model that it started from, or another "
-            "--run_dir for a new run"
+            f"{_MODEL} is {''.join(now)}, which holds another model than {''.join(before)} did when this run started: "
+            "its checkpoint would be trained against another reference. Give the model that it started from, or "
+            "another --run_dir for a new run"
         )
+
+
+def model_contents(model: Path) -> str:
+    """Return a hash of config.json and, of each file of weights, its name, its size and `_PIECES` pieces."""
+    found = hashlib.blake2b(digest_size=16)
+    for path in sorted([model / "config.json", *model.glob("*.safetensors"), *model.glob("pytorch_model*.bin")]):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size}\n".encode())
+        with path.open("rb") as file:
+            for place in range(0, size, max(size // _PIECES, _PIECE)):
+                file.seek(place)
+                found.update(file.read(_PIECE))
+    return found.hexdigest()
 
 
 def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -51,13 +63,4 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in table.items():
         found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return found
-
-
-def _contents(model: Path) -> list[tuple[str, int, str]]:
-    """List the files of weights and config.json, with sizes and hashes of their beginnings."""
-    found = []
-    for path in sorted([*model.glob("*.safetensors"), *model.glob("*.bin"), *model.glob("config.json")]):
-        with path.open("rb") as file:
-            found.append((path.name, path.stat().st_size, hashlib.blake2b(file.read(_HASHED)).hexdigest()))
     return found

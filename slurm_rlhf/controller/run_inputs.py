@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from slurm_rlhf.config.check import warnings
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.earlier_run import model_contents
 from slurm_rlhf.controller.evaluation import EvalSet, read_eval_sets
 from slurm_rlhf.controller.self_check import PromptFindings
 from slurm_rlhf.data.order import PromptOrder
@@ -26,6 +28,7 @@ class Inputs:
     total_steps: int
     findings: PromptFindings  # for the self-check
     tokenizer: Tokenizer
+    model: dict[str, str]  # path of the actor's -> its contents
 
     @classmethod
     def read(cls, config: Config, note: Callable[[str], None]) -> Inputs:
@@ -53,4 +56,6 @@ class Inputs:
         total = config.train.max_steps or order.total
         reward = None if config.reward.model_name_or_path else RewardFunction.of(config.reward)
         findings = PromptFindings.of(prompts, tokenizer, config.data)
-        return cls(prompts, evaluation, order, reward, total, findings, tokenizer)
+        path = config.actor.model_name_or_path
+        model = {path: model_contents(Path(path))}
+        return cls(prompts, evaluation, order, reward, total, findings, tokenizer, model)

@@ -23,7 +23,7 @@ from slurm_rlhf.errors import CheckpointError, RunError
 from slurm_rlhf.observe.metrics import finite
 
 REWARD_SCALE, UNEVALUATED, GPUS, PLUGINS, BEST = "reward_scale", "unevaluated", "gpus", "plugins", "best"
-CADENCE = "cadence"
+CADENCE, MODEL = "cadence", "model"
 """Keys of a checkpoint's state that are there only where the run has something to say."""
 
 
@@ -71,6 +71,7 @@ class RunCheckpoints:
     cadence: SaveCadence
     clock: float  # time.monotonic() up to which `state.wall_s` has counted
     gpus: GpuAccount | None = None
+    model: Mapping[str, str] = field(default_factory=dict)  # that the run started from: path -> `model_contents`
     order: dict[str, Any] = field(default_factory=dict, init=False)  # state after the last batch that was trained on
     unevaluated: dict[str, Any] | None = field(default=None, init=False)  # metrics of a step: see `TrainingLoop`
     best: Best | None = field(default=None, init=False)  # by ckpt.best_metric; its checkpoint is never pruned
@@ -218,4 +219,6 @@ class RunCheckpoints:
             state[CADENCE] = self.cadence.state_dict()
         if plugins := load_plugins(self.step.config.train.plugins):
             state[PLUGINS] = plugins
+        if self.model:
+            state[MODEL] = self.model
         return state

@@ -143,7 +143,7 @@ class Startup:
             step = self._step(sampler, None, None)
         directory, saved, cadence = CheckpointDir(self.directory.root), self.reporting.saved, self._cadence(state.step)
         checkpoints = RunCheckpoints(
-            directory, config.ckpt.max_num, roles, state, step, saved, cadence, self.clock, gpus
+            directory, config.ckpt.max_num, roles, state, step, saved, cadence, self.clock, gpus, self.inputs.model
         )
         self._checkpoints = checkpoints
         if checkpoint is not None:

@@ -21,7 +21,7 @@ from slurm_rlhf.controller.conductor import refuse_restart, refuse_short_time
 from slurm_rlhf.controller.possession import exclusive, log_error, logging_to
 from slurm_rlhf.controller.role_environment import role_environment
 from slurm_rlhf.disk import make_run_directory, run_directory_kept
-from slurm_rlhf.errors import RemoteError, RoleDied
+from slurm_rlhf.errors import RemoteError, RoleDied, printable
 from slurm_rlhf.generation.answers import Desk
 from slurm_rlhf.generation.fleet import Answered, Fleet, Gone, Ready
 from slurm_rlhf.generation.merge import merge
@@ -114,7 +114,7 @@ class Job:
     def tell(self, line: str) -> None:
         """Print a line, unless logger.progress = none."""
         if self.config.logger.progress != "none":
-            print(line, flush=True)
+            print(printable(line), flush=True)
 
     def finish(self, status: str, error: str = "") -> None:
         """Write the summary, and the ordered file if it was asked for and everything is there."""

@@ -170,7 +170,7 @@ class Sampled:
 
 
 class StopWatcher:
-    """Decodes the tokens of one request, and finds its stop strings."""
+    """Finds the stop strings of one request in its tokens."""
 
     def __init__(self, tokenizer: Any, core_request: Any) -> None:
         from vllm.v1.engine.detokenizer import IncrementalDetokenizer
@@ -180,11 +180,6 @@ class StopWatcher:
     def stops(self, sampled: Sampled) -> bool:
         """Take the next tokens; return whether a stop string has appeared."""
         return bool(self._detokenizer.update(sampled.tokens, sampled.finish_reason == "stop"))
-
-    @property
-    def text(self) -> str:
-        """Return the text so far, up to the end of a stop string."""
-        return str(self._detokenizer.output_text)
 
 
 class EngineCore:

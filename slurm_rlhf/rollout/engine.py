@@ -16,6 +16,7 @@ from slurm_rlhf.records import I32, EngineLoad, MemoryPart, ParameterSpec, Sampl
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from slurm_rlhf.data.tokenizer import Tokenizer
     from slurm_rlhf.rollout._vllm import StopWatcher
 
 
@@ -51,8 +52,10 @@ class ActiveRequest:
         else:
             self.spans.append(VersionSpan(end - len(tokens), end, version))
 
-    def finish(self, finish_reason: str, text: str, engine: int) -> Trajectory:
-        """Return the finished response. Every token of it was the policy's choice."""
+    def finish(self, finish_reason: str, tokenizer: Tokenizer, engine: int) -> Trajectory:
+        """Return the finished response. Every token of it was the policy's choice; a stop string ends its text."""
+        text = tokenizer.response_text([int(token) for token in self.request.prompt_ids], self.tokens)
+        ends = [text.index(stop) + len(stop) for stop in self.request.sampling.stop if stop in text]
         return Trajectory(
             prompt=self.request.prompt,
             sample=self.request.sample,
@@ -61,7 +64,7 @@ class ActiveRequest:
             rollout_logprobs=np.array(self.logprobs, dtype=np.float32),
             action_mask=np.ones(len(self.tokens), dtype=np.bool_),
             finish_reason=finish_reason,
-            text=text,
+            text=text[: min(ends, default=None)],
             versions=self.spans,
             engine=engine,
         )

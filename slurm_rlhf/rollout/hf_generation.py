@@ -112,7 +112,7 @@ class HfSampler:
         if not all(row.reason for row in rows):
             return [], batch.tokens
         found = [
-            row.active.finish(row.reason, row.text(self.vocabulary.tokenizer), self.number)
+            row.active.finish(row.reason, self.vocabulary.tokenizer, self.number)
             for row in rows
             if row.active is not None
         ]

@@ -47,7 +47,6 @@ class Row:
         """`request` None: nobody's, which takes its place in a batch where every rank needs one."""
         self.active = None if request is None else ActiveRequest(request)
         self.reason = "" if request is not None else STOP  # why it has ended
-        self._text = ""  # up to the end of a stop string
         self._generator = torch.Generator(device=device)
         if request is not None:
             self._generator.manual_seed(request.seed)
@@ -68,19 +67,15 @@ class Row:
         if token in ends:
             self.reason = STOP
             return
-        if sampling.stop and (text := self._stopped(tokenizer)):
-            self.reason, self._text = STOP, text
+        if sampling.stop and self._stopped(tokenizer):
+            self.reason = STOP
         elif len(tokens) >= sampling.max_new_tokens:
             self.reason = LENGTH
         elif repeats(tokens, sampling):
             self.reason = REPETITION
 
-    def text(self, tokenizer: Tokenizer) -> str:
-        """Decode the response, up to the end of the stop string that ended it."""
-        return self._text or self._decoded(tokenizer)
-
-    def _stopped(self, tokenizer: Tokenizer) -> str:
-        """Return the text up to the end of a stop string that the last token has completed; empty if there is none."""
+    def _stopped(self, tokenizer: Tokenizer) -> bool:
+        """Tell whether the last token has completed a stop string."""
         assert self.active is not None
         sampling, tokens = self.active.request.sampling, self.active.tokens
         longest, size = max(map(len, sampling.stop)), CONTEXT_TOKENS
@@ -89,18 +84,11 @@ class Row:
             recent = tokenizer.decode(tokens[-size:])
             if len(recent) > 2 * longest:
                 if not any(stop in recent for stop in sampling.stop):
-                    return ""
+                    return False
                 break
             size *= 2
-        text = self._decoded(tokenizer)
-        ends = [text.index(stop) + len(stop) for stop in sampling.stop if stop in text]
-        return text[: min(ends)] if ends else ""
-
-    def _decoded(self, tokenizer: Tokenizer) -> str:
-        assert self.active is not None
-        request = self.active.request
-        prompt_ids = [int(token) for token in request.prompt_ids]
-        return tokenizer.response_text(prompt_ids, self.active.tokens)
+        text = tokenizer.response_text([int(token) for token in self.active.request.prompt_ids], tokens)
+        return any(stop in text for stop in sampling.stop)
 
 
 def choose(logprobs: Tensor, rows: Sequence[Row], greedy: bool) -> Tensor:

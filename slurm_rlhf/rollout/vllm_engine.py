@@ -202,9 +202,4 @@ class VllmEngine:
         request = active.request
         if reason not in (STOP, LENGTH, REPETITION):
             raise RunError(f"engine {self._index}: vLLM ended request {request.key!r} with {reason!r}")
-        if active.stops is not None:
-            text = active.stops.text
-        else:
-            prompt_ids = [int(token) for token in request.prompt_ids]
-            text = self._core.tokenizer.response_text(prompt_ids, active.tokens)
-        return active.finish(reason, text, self._index)
+        return active.finish(reason, self._core.tokenizer, self._index)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import CheckpointError
+from slurm_rlhf.errors import CheckpointError, printable
 from slurm_rlhf.observe.metrics import MetricsLog
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.training.distributed import World
@@ -67,7 +67,7 @@ class SftRecord:
         """Print a line, and append it to the log. Rank 0 only; elsewhere nothing happens."""
         if self._world.rank:
             return
-        print(f"sft: {text}", flush=True)
+        print(f"sft: {printable(text)}", flush=True)
         if self._paths.root.is_dir():
             with (self._paths.root / "sft.log").open("a", encoding="utf-8") as file:
                 file.write(f"{text}\n")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
 
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.earlier_run import changed_keys, refuse_other_model
+from slurm_rlhf.controller.earlier_run import changed_keys, model_contents, refuse_other_model
 from slurm_rlhf.errors import ConfigError
 
 
@@ -36,14 +35,20 @@ def test_keys_that_were_changed_are_listed_with_both_values(tmp_path: Path) -> N
 
 
 def test_another_model_is_refused_and_the_same_one_elsewhere_is_not(tmp_path: Path) -> None:
-    first, moved, other = (model(tmp_path / name, name[0].encode()) for name in ("a", "another", "b"))
-    file, config = tmp_path / "config.toml", Config()
-    config.actor.model_name_or_path = str(first)
-    file.write_text(dump_toml(config))
-    config.actor.model_name_or_path = str(moved)
-    refuse_other_model(file, config)
-    config.actor.model_name_or_path = str(other)
-    with pytest.raises(ConfigError, match=r"started from .*/a, which holds another model: .* another --run_dir"):
-        refuse_other_model(file, config)
-    shutil.rmtree(first)  # nobody can tell any more
-    refuse_other_model(file, config)
+    """Also where it differs in its middle alone, where the first is gone, or where it was replaced in its place."""
+    weights = bytes(100_000) + b"a" * 40_000 + bytes(100_000)
+    first, moved, other = (
+        {str(path): model_contents(path)}
+        for path in (
+            model(tmp_path / "a", weights),
+            model(tmp_path / "moved", weights),
+            model(tmp_path / "b", weights.replace(b"a", b"b")),
+        )
+    )
+    refuse_other_model(first, moved)
+    refuse_other_model({}, other)  # of a checkpoint that an earlier version wrote
+    with pytest.raises(ConfigError, match=r"is .*/b, which holds another model than .*/a did .* another --run_dir"):
+        refuse_other_model(first, other)
+    (tmp_path / "a" / "config.json").write_text('{"rope_theta": 1}')
+    with pytest.raises(ConfigError, match="holds another model"):
+        refuse_other_model(first, {str(tmp_path / "a"): model_contents(tmp_path / "a")})

@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from lookalikes import llama_like
 
+from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import SyncError
-from slurm_rlhf.records import Sampling, VersionSpan
+from slurm_rlhf.records import STOP, Sampling, VersionSpan
 from slurm_rlhf.rollout._vllm import EngineCore, tp_executor
 from slurm_rlhf.rollout.engine import ActiveRequest, GenerateRequest, request_seed
 from slurm_rlhf.rollout.expected_weights import check_loaded, checked
+from slurm_rlhf.rollout.vllm_engine import VllmEngine
 from slurm_rlhf.rollout.vllm_settings import prepare_environment, vllm_environment
 
 int64 = st.integers(-(2**63), 2**63 - 1)
@@ -38,15 +41,19 @@ def test_seeds_differ_in_every_part() -> None:
     assert len(seeds) == 8**4
 
 
-def request(prompt_ids: list[int]) -> GenerateRequest:
-    return GenerateRequest("a", 5, 2, np.array(prompt_ids, dtype=np.int32), Sampling(), 1)
+def request(prompt_ids: list[int], *stop: str) -> GenerateRequest:
+    return GenerateRequest("a", 5, 2, np.array(prompt_ids, dtype=np.int32), Sampling(stop=list(stop)), 1)
+
+
+def decoder(text: str) -> Any:
+    return SimpleNamespace(response_text=lambda prompt_ids, response_ids: text)
 
 
 def test_an_active_request_splits_its_span_where_the_policy_changes() -> None:
     active = ActiveRequest(request([8, 9]))
     for step, version in enumerate([3, 3, 4, 6, 6, 6]):
         active.extend([10 + step], [-0.5 * step], version)
-    done = active.finish("length", "text", engine=7)
+    done = active.finish("length", decoder("text"), engine=7)
     assert done.versions == [VersionSpan(0, 2, 3), VersionSpan(2, 3, 4), VersionSpan(3, 6, 6)]
     assert (done.prompt, done.sample, done.finish_reason, done.text, done.engine) == (5, 2, "length", "text", 7)
     assert done.prompt_ids.tolist() == [8, 9]
@@ -54,6 +61,19 @@ def test_an_active_request_splits_its_span_where_the_policy_changes() -> None:
     assert done.rollout_logprobs.tolist() == [0.0, -0.5, -1.0, -1.5, -2.0, -2.5]
     assert done.action_mask.tolist() == [True] * 6
     assert (done.response_ids.dtype, done.rollout_logprobs.dtype) == (np.int32, np.float32)
+
+
+def test_a_text_is_that_of_the_tokens_up_to_the_first_stop_string(tmp_path: Path) -> None:
+    """vLLM's own detokenizer, which finds the stop strings, makes another text of half characters."""
+    tokenizer = Tokenizer.load(llama_like(tmp_path))
+    word = tokenizer.encode("ab cd ef", add_special_tokens=False)
+    for tokens, stop, end in (([170, 124, *word], ["ef", "cd", "c"], "ab c"), (word, ["zz"], "ab cd ef")):
+        active = ActiveRequest(request([252], *stop), SimpleNamespace(text="another"), tokens)  # type: ignore[arg-type]
+        active.logprobs = [0.0] * len(tokens)
+        engine = SimpleNamespace(_index=0, _core=SimpleNamespace(tokenizer=tokenizer))
+        text = VllmEngine._finish(engine, active, STOP).text  # type: ignore[arg-type]
+        assert text.endswith(end)
+        assert tokenizer.response_text([252], tokens).startswith(text)
 
 
 def test_the_environment_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import statistics
 import sys
 from dataclasses import replace
@@ -26,6 +27,7 @@ from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, small_run, whole_run
 from slurm_rlhf.campaign.holds import Holds
 from slurm_rlhf.campaign.intruders import record
 from slurm_rlhf.campaign.workload import REWARD
+from slurm_rlhf.config.load import load_config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.report.run_files import RunFiles
 from slurm_rlhf.run_directory import RunDirectory
@@ -176,6 +178,7 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
     changed = re.search(r"^changed since step \d: .*ckpt.async_save true -> false", output, re.M)
     assert changed is not None
     assert changed[0] in (run_dir / "events.jsonl").read_text()
+    assert changed[0].partition(" ->")[0] in (run_dir / "report.html").read_text()
     assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
     again, output = train(config, run_dir, *WORLD, "--actor.learning_rate=0.5")
     assert again == 0
@@ -184,6 +187,13 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
     other, output = train(config, run_dir, *WORLD, "--rollout.batch_size=4")
     assert other == 2
     assert "rollout.batch_size is 4 and was 8 when the checkpoint was written" in output
+    model = Path(shutil.copytree(load_config(config).actor.model_name_or_path, config.parent / "other"))
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (model / "model.safetensors").write_bytes(weights)
+    other, told = train(config, run_dir, *WORLD, f"--actor.model_name_or_path={model}")
+    assert other == 2
+    assert f"actor.model_name_or_path is {model}, which holds another model than" in told
     assert "roles: " not in output  # nothing was started
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,7 @@ from packed_rows import edit_config, make_experience
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
+from training_ranks import make_config
 
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.errors import ModelError
@@ -18,8 +21,10 @@ from slurm_rlhf.parity.random_models import make_model
 from slurm_rlhf.records import Experience
 from slurm_rlhf.training.batch import collate, per_action
 from slurm_rlhf.training.frozen_models import FrozenPolicy
-from slurm_rlhf.training.models import load_critic, load_policy
+from slurm_rlhf.training.models import _compare_logits, load_critic, load_policy
 from slurm_rlhf.training.parameters import describe, full_parameters, save_hf
+from slurm_rlhf.training.sft import SftTrainer
+from slurm_rlhf.training.trainers import PolicyTrainer
 
 FP32 = Ds(param_dtype="fp32")
 CPU = torch.device("cpu")
@@ -67,11 +72,31 @@ def test_values_of_padded_micro_batches_equal_an_unpadded_forward(models: Path) 
     np.testing.assert_allclose(values(EXPERIENCE, MICRO), np.concatenate(alone), rtol=0, atol=1e-6)
 
 
-def test_a_head_of_more_than_one_layer_is_refused(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("own_environment")
+@pytest.mark.parametrize(
+    ("trainer", "dtype", "stage"), [(SftTrainer, "fp32", 3), (PolicyTrainer, "bf16", 2), (PolicyTrainer, "fp32", 0)]
+)
+def test_a_head_of_more_than_one_layer_is_refused(tmp_path: Path, trainer: Any, dtype: str, stage: int) -> None:
     """Its output embeddings are the last of them, and would be trained without the others."""
     make_model(tmp_path, "modernbert-decoder", noisy=False, bos_token_id=1, cls_token_id=1, sep_token_id=1)
     with pytest.raises(ModelError, match="logits of ModernBertDecoderForCausalLM are not those of its body and its"):
-        load_policy(tmp_path, FP32, 4)
+        trainer(make_config(tmp_path, zero_stage=stage, param_dtype=dtype), 10)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("fp32", 1e-3), ("bf16", 0.1)])
+def test_logits_of_another_head_are_refused_from_a_bound_on(models: Path, dtype: str, most: float) -> None:
+    """A bias b on one of V tokens, all about as likely, changes log-probs by 2 b / V in the mean."""
+    policy = load_policy(models / "qwen2", Ds(param_dtype=dtype), 4)
+    forward = policy.head.forward
+    for off, refused in ((0.3 * most, False), (4 * most, True)):
+
+        def biased(hidden: torch.Tensor, *rest: Any, off: float = off) -> Any:
+            logits = forward(hidden, *rest)
+            return logits + off * logits.shape[-1] * (torch.arange(logits.shape[-1]) == 0) / 2
+
+        policy.head.forward = biased  # type: ignore[method-assign]
+        with pytest.raises(ModelError, match="are not those") if refused else nullcontext():
+            _compare_logits(policy, "it")
 
 
 def test_critic_head_depends_on_the_seed_alone(models: Path) -> None:

@@ -1,0 +1,81 @@
+"""What commands print of models, data and logs moves no cursor, sets no title and fills no clipboard."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slurm_rlhf.cli.examine import show as show_examination
+from slurm_rlhf.cli.examine import tell
+from slurm_rlhf.cli.main import guarded, main
+from slurm_rlhf.cli.watch import show
+from slurm_rlhf.cluster.processes import Session
+from slurm_rlhf.config.schema import Config
+from slurm_rlhf.controller.reporting import Reporting
+from slurm_rlhf.errors import RunError
+from slurm_rlhf.generation.job import Job
+from slurm_rlhf.preflight.report import WARNING, Check, Finding, Report
+from slurm_rlhf.run_directory import RunDirectory
+from slurm_rlhf.training.sft_record import SftRecord
+
+WILD, TAMED = "a\x1b]0;title\x07\x1b[2J", r"a\x1b]0;title\x07\x1b[2J"
+EXAMINED = Report(("n1",), (Check("disk", "fine", (Finding(WARNING, ("n1",), WILD, "mend it"),)),), 0.1)
+
+
+def failing(error: BaseException) -> Callable[[], int]:
+    def work() -> int:
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize(
+    "printed",
+    [
+        lambda root: guarded(failing(RunError(WILD))),
+        lambda root: guarded(failing(OSError(1, "refused", WILD))),
+        lambda root: guarded(failing(OSError(WILD))),
+        lambda root: guarded(failing(ValueError(WILD))),
+        lambda root: show(iter([[WILD]])),
+        lambda root: show_examination(EXAMINED, as_json=False),
+        lambda root: tell(EXAMINED),
+        lambda root: Job.tell(SimpleNamespace(config=Config()), WILD),  # type: ignore[arg-type]
+        lambda root: SftRecord.say(
+            SimpleNamespace(_world=SimpleNamespace(rank=0), _paths=SimpleNamespace(root=root / "none")),  # type: ignore[arg-type]
+            WILD,
+        ),
+        lambda root: Reporting(Config(run_dir=str(root)), RunDirectory(root), {"actor": 1}).note(WILD),
+    ],
+)
+def test_text_of_others_is_escaped(
+    printed: Callable[[Path], Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed(tmp_path)
+    out, err = capsys.readouterr()
+    assert TAMED in out + err
+    assert not {"\x1b", "\x07"} & set(out + err)
+
+
+@pytest.mark.parametrize("status", ["failed", "running"])
+def test_a_status_escapes_errors_logs_and_what_a_run_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], status: str
+) -> None:
+    """Running: it was cut off, so its logs are shown."""
+    directory = RunDirectory(tmp_path)
+    directory.make()
+    Session(socket.gethostname(), 1 << 22, 0.0, "", "", "n1").write(tmp_path)
+    summary = {"status": status, "steps": 1, "total_steps": 2, "error": WILD, "restarts": [WILD]}
+    directory.summary.write_text(json.dumps(summary))
+    directory.metrics.write_text('{"step": 1}\n')
+    (directory.logs / "actor.log").write_text(f"{WILD} of a log\n")
+    assert main(["status", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"1 in place: {TAMED}" in out
+    assert (f"error: {TAMED}" if status == "failed" else f"{TAMED} of a log") in out
+    assert not {"\x1b", "\x07"} & set(out)
