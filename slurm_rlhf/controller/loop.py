@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.stop import StopRequested
-from slurm_rlhf.config.roles import ACTOR
+from slurm_rlhf.config.roles import ACTOR, REWARD
 from slurm_rlhf.control.calls import ActorCalls, DirectoryRequest
 from slurm_rlhf.controller.batches import EpisodesOver
 from slurm_rlhf.controller.evaluation import Evaluated, Evaluation
@@ -16,7 +16,7 @@ from slurm_rlhf.controller.gpu_account import GpuAccount
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_state import RunCheckpoints, RunState
 from slurm_rlhf.controller.step import Metrics, Step
-from slurm_rlhf.errors import FilteredAway, RewardError
+from slurm_rlhf.errors import FilteredAway, RemoteError, RewardError
 from slurm_rlhf.records import Experience
 
 
@@ -31,6 +31,7 @@ class TrainingLoop:
     reporting: Reporting
     final: Path  # where the trained model goes
     gpus: GpuAccount | None = None
+    failed: Exception | None = field(default=None, init=False)  # the evaluation beside the step that is being done
 
     def run(self) -> None:
         """Do all steps that are left, then the final evaluation, checkpoint and export."""
@@ -39,26 +40,19 @@ class TrainingLoop:
         try:
             if not self._overlaps():
                 self._evaluate_left_over()
-            while self.state.step < self.step.total_steps:
-                self._do_step()
-                self._between_steps()
-        except EpisodesOver as over:
-            self._end_early(over)
+            self._do_steps()
         except (StopRequested, FilteredAway):
             self.step.batches.close()
             self.checkpoints.save_once()
             raise
-        except RewardError:
-            self.step.batches.close()
-            if self.step.updating:  # the evaluation beside it failed: the weights are between two steps
+        except BaseException as error:
+            if not _of_reward(error):
                 self.checkpoints.abandon(self.step.config.timeout.hang_grace)
-            else:
-                self.checkpoints.save_once()
-            if self.state.step and not self.step.updating:
+                raise
+            self.step.batches.close()
+            self.checkpoints.save_once()
+            if self.state.step:
                 self.reporting.note(f"the steps up to {self.state.step} are saved: the same command goes on from there")
-            raise
-        except BaseException:
-            self.checkpoints.abandon(self.step.config.timeout.hang_grace)
             raise
         finally:
             self.step.batches.close()
@@ -85,6 +79,16 @@ class TrainingLoop:
         if self.gpus is not None:
             self.gpus.begin()
 
+    def _do_steps(self) -> None:
+        try:
+            while self.state.step < self.step.total_steps:
+                self._do_step()
+                if self.failed is not None:
+                    raise self.failed
+                self._between_steps()
+        except EpisodesOver as over:
+            self._end_early(over)
+
     def _do_step(self) -> None:
         started, number, version = time.monotonic(), self.state.step + 1, self.state.policy_version
         beside = _Overlap(self) if self.checkpoints.unevaluated is not None else None
@@ -108,7 +112,7 @@ class TrainingLoop:
                 return
             try:
                 self._evaluate_step(metrics)
-            except StopRequested:
+            except (StopRequested, RewardError, RemoteError):
                 self.checkpoints.unevaluated = timed()
                 self.reporting.moved = True
                 raise
@@ -131,14 +135,10 @@ class TrainingLoop:
         self.reporting.note(str(over))
         every = self.step.config.eval.steps
         evaluated = self.state.step > 0 and every > 0 and self.state.step % every == 0
-        try:
-            if self.checkpoints.unevaluated is not None:
-                self._evaluate_left_over()
-            elif not evaluated:
-                self._evaluate_step({})
-        except StopRequested:
-            self.checkpoints.save_once()
-            raise
+        if self.checkpoints.unevaluated is not None:
+            self._evaluate_left_over()
+        elif not evaluated:
+            self._evaluate_step({})
 
     def _due(self, every: int) -> bool:
         """Tell whether something is due after this step that is due every so many (0: never), and after the last."""
@@ -178,8 +178,8 @@ class TrainingLoop:
     def _evaluate_step(self, metrics: dict[str, Any]) -> None:
         """Evaluate after a step, into its `metrics`.
 
-        A stop drops the evaluation, and then the step has no line yet: the checkpoint keeps its metrics, and the run
-        that goes on from there begins with the evaluation.
+        A stop or an error drops the evaluation, and then the step has no line yet: the checkpoint keeps its metrics,
+        and the run that goes on from there begins with the evaluation.
         """
         if self.evaluation:
             with self.step.stop.droppable(), self.step.phases("eval"), self.step.batches.alone():
@@ -234,4 +234,16 @@ class _Overlap:
         self.loop.evaluation.begin(self.loop.state.policy_version)
 
     def finish(self) -> None:
-        self.loop.evaluate_beside()
+        """Where the reward fails, the step is done all the same and saved, without the evaluation."""
+        try:
+            self.loop.evaluate_beside()
+        except (RewardError, RemoteError) as error:
+            if not _of_reward(error):
+                raise
+            self.loop.failed = error
+            self.loop.checkpoints.evaluated()
+
+
+def _of_reward(error: BaseException) -> bool:
+    """Tell whether a reward function or a rank of the reward model raised: trainers and weights are whole."""
+    return isinstance(error, RewardError) or (isinstance(error, RemoteError) and error.role == REWARD)

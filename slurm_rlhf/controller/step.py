@@ -100,7 +100,6 @@ class Step:
     phases: Phases
     stop: Stop
     batches: Batches = field(init=False)
-    updating: bool = field(default=False, init=False)  # the weights are neither those of this step nor of the next
     _synced: Metrics = field(default_factory=dict, init=False)  # of the last sync
 
     def __post_init__(self) -> None:
@@ -132,12 +131,10 @@ class Step:
                 self.self_check.before_update(number, batch.trajectories, experience, metrics, version)
             checked()
         metrics |= self.engine_metrics.step(number, batch.loads)
-        self.updating = True
         metrics = self.update(number, batch.trajectories, experience, metrics, version)
         self.self_check.after_update(number, experience, metrics)
         if beside is not None:
             beside.finish()
-        self.updating = False
         self.sync(version + 1)
         return batch, experience, metrics | batch.metrics | self._synced
 

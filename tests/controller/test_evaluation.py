@@ -17,10 +17,11 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import STOP_FILE, Stop, StopRequested
 from slurm_rlhf.controller.batch_sources import OnDemand
 from slurm_rlhf.controller.batches import Batch, EpisodesOver
-from slurm_rlhf.errors import FilteredAway, RewardError
-from slurm_rlhf.records import Sampling
+from slurm_rlhf.errors import FilteredAway, RemoteError, RewardError
+from slurm_rlhf.records import Prompt, Sampling, Trajectory
 from slurm_rlhf.rewards.function import RewardFunction
 from slurm_rlhf.rewards.model import Scoring
+from slurm_rlhf.rewards.values import Rewards
 
 HANGS = """
 import threading, time
@@ -58,6 +59,37 @@ def test_a_reward_that_hangs_in_an_evaluation_ends_the_run_in_its_time(
     with pytest.raises(RewardError, match=r"did not return within 1 s for 4 responses; .* raise timeout\.reward"):
         run.run()
     assert run.state.eval_before == 1.0  # the function was still well then
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("error", "saved"),
+    [(RewardError("no"), True), (RemoteError("no", role="reward"), True), (RemoteError("no", role="rollout"), False)],
+)
+def test_a_reward_that_raises_in_an_evaluation_costs_no_step(
+    tmp_path: Path, stop: Stop, reward: RewardFunction, error: Exception, saved: bool, overlap: bool
+) -> None:
+    """Of a function or a model. The evaluation is done by the run that goes on, but for one beside the next step."""
+    reward._function.__globals__["hang"].clear()
+    errors = [error]
+
+    def raises_once(prompts: list[Prompt], trajectories: list[Trajectory], step: int) -> Rewards:
+        if step and errors:
+            raise errors.pop()
+        return reward(prompts, trajectories, step)
+
+    words = {"steps": 4, "beside": (lambda engines: engines.run) if overlap else None}
+    run = make(tmp_path, stop, reward, **words)
+    assert run.evaluation is not None
+    run.evaluation.reward = Scoring(raises_once, 50.0)  # type: ignore[arg-type]
+    with pytest.raises(type(error), match="no"):
+        run.run()
+    checkpoints = [path.name for path in (tmp_path / "checkpoints").glob("*")]
+    assert checkpoints == ([f"step_{1 + overlap:06d}"] if saved else [])
+    if saved:
+        make(tmp_path, stop, reward, resume=True, **words).run()
+        assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
+        assert [row["step"] for row in rows(tmp_path) if "eval" not in row] == ([1] if overlap else [])
 
 
 @pytest.mark.parametrize("by", ["SIGTERM", "file"])

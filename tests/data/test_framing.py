@@ -80,4 +80,6 @@ def test_a_template_whose_answers_do_not_end_is_told(tmp_path: Path, end: str, l
 
 
 def test_without_a_template_there_is_nothing_to_tell(tmp_path: Path) -> None:
+    """The same model would be told of one whose answers do not end."""
     assert missing_eos(Tokenizer.load(llama_like(tmp_path))) == ""
+    assert missing_eos(Tokenizer.load(llama_like(tmp_path, template=ANSWERS.replace("END", "")))) != ""
