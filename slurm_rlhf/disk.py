@@ -57,7 +57,7 @@ def make_run_directory(root: Path, make: Callable[[], None]) -> None:
         make()
     except OSError as error:
         told = refusal(error, root) or error.strerror
-        raise DiskError(f"run_dir {root} cannot be made: {told}: give another --run_dir") from error
+        raise DiskError(f"run_dir {root} cannot be made: {told}: give another --run_dir (of eval: --output)") from error
 
 
 @contextmanager

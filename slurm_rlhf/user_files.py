@@ -30,12 +30,29 @@ def run_file(file: Path, key: str, error_class: type[UserError], mend: str = "")
     sys.modules[name] = module
     if str(file.parent) not in sys.path:
         sys.path.append(str(file.parent))
+    _running.append(file)
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise error_class(f"{line_of(file, error)}: cannot be imported: {text_of(error)}{mend}") from error
+    finally:
+        _running.pop()
     return module
+
+
+_running: list[Path] = []
+_of_script: set[tuple[str, str]] = set()
+
+
+def note_origin(key: str, name: str) -> None:
+    """Remember whether the value `name` of `key` was registered by a file of `run_file`, or by the script itself."""
+    (_of_script.discard if _running else _of_script.add)((key, name))
+
+
+def is_of_script(key: str, name: str) -> bool:
+    """Tell whether the script alone has registered `name`: no other process that reads the configuration knows it."""
+    return (key, name) in _of_script
 
 
 def line_of(file: Path | str, error: BaseException) -> str:

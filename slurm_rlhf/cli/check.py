@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from slurm_rlhf.cli.main import Command, parse
@@ -30,8 +32,10 @@ def run(words: list[str]) -> int:
     config = load_config(arguments.files, arguments.overrides)
     check(config)
     require_fit(config, memory_on(config, layout_somewhere(config)))
+    print(f"keys, files and model directories are sound; reading {config.data.prompt_dataset}", flush=True)
     inputs = read(config)
-    print("\n".join([*look(config, inputs), *_rewards(config, inputs)]), flush=True)
+    for line in chain(look(config, inputs), _rewards(config, inputs)):
+        print(line, flush=True)
     return 0
 
 
@@ -42,22 +46,21 @@ def read(config: Config) -> Inputs:
     return Inputs.read(config, lambda note: None)
 
 
-def look(config: Config, inputs: Inputs) -> list[str]:
+def look(config: Config, inputs: Inputs) -> Iterator[str]:
     """Describe the data as the model sees it, and the steps that it is good for."""
-    lines = [f"warning: {told}" for told in warnings(config)]
-    lines.append(_data("data.prompt_dataset", inputs.prompts, config))
-    lines += [_data(f"evaluation {one.settings.name}", one.prompts, config) for one in inputs.evaluation]
+    yield from (f"warning: {told}" for told in warnings(config))
+    yield _data("data.prompt_dataset", inputs.prompts, config)
+    yield from (_data(f"evaluation {one.settings.name}", one.prompts, config) for one in inputs.evaluation)
     per_episode = inputs.order.batches_per_episode
-    lines.append(
+    yield (
         f"steps: {inputs.total_steps}, of {config.rollout.batch_size} prompts with "
         f"{config.rollout.n_samples_per_prompt} responses each; the prompts are good for {per_episode} in an episode"
     )
     first = inputs.prompts[0]
-    lines.append(f"the first prompt, {len(first.token_ids)} tokens: {cut(repr(first.text), _WIDTH)}")
-    lines.append(f"its label: {cut(repr(first.label), _WIDTH)}")
+    yield f"the first prompt, {len(first.token_ids)} tokens: {cut(repr(first.text), _WIDTH)}"
+    yield f"its label: {cut(repr(first.label), _WIDTH)}"
     if inputs.findings.template:
-        lines.append(f"warning: {inputs.findings.template}")
-    return lines
+        yield f"warning: {inputs.findings.template}"
 
 
 def _data(name: str, found: PromptSet, config: Config) -> str:
@@ -66,16 +69,17 @@ def _data(name: str, found: PromptSet, config: Config) -> str:
     return f"{name}: {len(found)} prompts in {found.path}{dropped}"
 
 
-def _rewards(config: Config, inputs: Inputs) -> list[str]:
+def _rewards(config: Config, inputs: Inputs) -> Iterator[str]:
     """Call the reward function with labels in place of responses. Raises RewardError for what it does wrong."""
     if inputs.reward is None:
-        return ["rewards: by reward.model_name_or_path, which is not loaded here"]
+        yield "rewards: by reward.model_name_or_path, which is not loaded here"
+        return
     from slurm_rlhf.rewards.model import Scoring
 
     prompts = [inputs.prompts[row] for row in range(min(ROWS, len(inputs.prompts)))]
     answer = Scoring(inputs.reward, config.timeout.reward)(prompts, [_answered(prompt) for prompt in prompts], 0)
     values = ", ".join(f"{value:g}" for value in answer.rewards)
-    return [f"rewards of the labels of the first {len(prompts)} prompts, as if they were responses: {values}"]
+    yield f"rewards of the labels of the first {len(prompts)} prompts, as if they were responses: {values}"
 
 
 def _answered(prompt: Prompt) -> Trajectory:

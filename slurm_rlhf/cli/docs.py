@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import ClassVar
 
 from slurm_rlhf.cli.main import COMMANDS as ALL_COMMANDS
 from slurm_rlhf.cli.main import WIDEST, Command, unknown
@@ -29,11 +30,23 @@ def run(words: list[str]) -> int:
 
 
 def _show(text: str) -> None:
-    from rich.console import Console
-    from rich.markdown import Markdown
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.markdown import Markdown, TableElement
+
+    class Folded(TableElement):
+        """Breaks words that are longer than their column: rich cuts them, and nobody can guess half a key."""
+
+        def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+            for table in super().__rich_console__(console, options):
+                for column in table.columns:  # type: ignore[union-attr]
+                    column.overflow = "fold"
+                yield table
+
+    class Page(Markdown):
+        elements: ClassVar = {**Markdown.elements, "table_open": Folded}
 
     console = Console()
-    console.print(Markdown(text), width=min(console.width, WIDEST))
+    console.print(Page(text), width=min(console.width, WIDEST))
 
 
 COMPLETION_USAGE = "usage: slurm-rlhf completion bash|zsh"

@@ -120,7 +120,8 @@ EVAL_USAGE = "usage: slurm-rlhf eval FILE.toml [FILE.toml ...] --model=DIR [--ou
 EVAL_OPTIONS = {
     "model": "what to evaluate: a Hugging Face directory, a run directory (its final model, else its newest "
     "checkpoint), or a checkpoint of a run, for instance the best one",
-    "output": "where responses and report go; eval/<name of the model> in run_dir without it",
+    "output": "where responses and report go; without it eval/<name of the model> in the run that the model is of; for "
+    "a model of no run, in run_dir",
 }
 
 

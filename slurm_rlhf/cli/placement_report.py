@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from slurm_rlhf.cluster.gpu_memory import Memory, memory_on
@@ -78,7 +78,7 @@ def check_memory(config: Config, ranks: RankMap) -> None:
         print(f"memory cannot be estimated: {memory.unknown}", flush=True)
 
 
-def print_resolved(config: Config, layout: str, memory: Memory, more: Sequence[str] = ()) -> None:
+def print_resolved(config: Config, layout: str, memory: Memory, more: Iterable[str] = ()) -> None:
     """Print what --dry_run shows: the configuration, then as comments the drawn `layout`, the memory, and `more`."""
     print(dump_toml(config))
     told = "".join(f"\n{line}" for line in ("", *more))

@@ -126,13 +126,30 @@ TRL = {
     "max_grad_norm": "actor.max_norm",
     "report_to": "logger.use",
     "loss_type": "actor.loss_agg_mode",
+    "importance_sampling_level": "actor.policy_loss_type",
+    "mask_truncated_completions": "rollout.mask_truncated",
+    "gradient_accumulation_steps": "train.batch_size",
+    "vllm_mode": "train.colocate_all",
+    "vllm_importance_sampling_correction": "algo.correction.preset",
+    "vllm_importance_sampling_cap": "algo.correction.thresholds",
+    "reward_weights": "algo.advantage.gdpo_reward_weights",
+    "dataset_name": "data.prompt_dataset",
+    "log_completions": "logger.print_samples",
+    "bf16": "ds.param_dtype",
 }
 """TRL's name -> the key that does its work here."""
 
 UNITS = {
     f"{_ACTOR}.ppo_mini_batch_size": "verl counts prompts, this key responses, rollout.n_samples_per_prompt to each",
     "per_device_train_batch_size": "TRL counts for one GPU and one step of accumulation, this key for all",
+    "gradient_accumulation_steps": "how often a GPU accumulates follows from it and from train.max_tokens_per_gpu",
+    "generation_batch_size": "TRL counts responses, this key prompts, rollout.n_samples_per_prompt responses to each",
     "max_prompt_length": "this key counts prompt and response together",
+    "scale_rewards": "true there is false here",
+    "algorithm.norm_adv_by_std_in_grpo": "true there is false here",
+    "epsilon_high": "it takes two values, the lower and the upper one",
+    "importance_sampling_level": "sequence there is gspo here",
+    "reward_weights": "it weighs components of the reward, with algo.advantage.estimator = gdpo",
 }
 """A peer's name -> how its number differs."""
 

@@ -16,6 +16,7 @@ from slurm_rlhf.config.evaluation import data_sets
 from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import (
     check_architecture,
+    check_head,
     check_length,
     check_model_directory,
     check_tensor_parallel,
@@ -95,6 +96,8 @@ def _check_model(key: str, path: str, max_len: int, *, head: bool, sampled: bool
     check_model_directory(key, path, tokenizer=head or key == MODEL)
     check_length(key, path, max_len)
     check_architecture(key, path, head=head, sampled_len=max_len if sampled and engines else 0, engines=engines)
+    if head or key == MODEL:
+        check_head(key, path, reward=key == MODEL)
 
 
 def _raise(problems: Iterable[str], of_models: Iterable[UserError]) -> None:

@@ -167,7 +167,7 @@ def nearest(name: str) -> list[str]:
     whole = difflib.get_close_matches(wanted, all_keys(), n=1, cutoff=0.8) if grouped else []
     if whole or same_leaf:
         return whole or same_leaf
-    if grouped and (close := difflib.get_close_matches(wanted, all_keys(), n=1, cutoff=0.6)):
+    if grouped and (close := difflib.get_close_matches(wanted, all_keys(), n=1, cutoff=0.7)):
         return close
     leaves = [key.rpartition(".")[2] for key in all_keys()]
     near = difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.75)

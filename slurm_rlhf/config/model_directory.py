@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,47 @@ def check_architecture(key: str, path: str, *, head: bool = True, sampled_len: i
             raise ModelError(
                 f"{key}: {path}/config.json has {field} = {value}, by which models change their logits behind the "
                 f"head, and how a {outer} does it is not known here: use a model without {field}"
+            )
+
+
+REWARD_HEADS = ("score", "value_head", "v_head.summary")
+"""Names of a reward model's head: Hugging Face sequence classification and OpenRLHF; OpenRLHF with another prefix; TRL.
+
+Each is a linear layer with one output, `<head>.weight` [1, H] and perhaps `<head>.bias` [1], on the last hidden states.
+"""
+
+
+def reward_head(names: Collection[str], path: str | Path) -> str:
+    """Return which of REWARD_HEADS is among the `names` of the tensors in `path`. Raises ModelError unless one is."""
+    found = [head for head in REWARD_HEADS if f"{head}.weight" in names]
+    if len(found) != 1:
+        what = f"{' and '.join(found)} are in it" if found else "none of them is in it"
+        known = ", ".join(f"{head}.weight" for head in REWARD_HEADS)
+        raise ModelError(
+            f"{path}: a reward model has one head out of {known}; {what}. Sequence classification models of "
+            "decoders (AutoModelForSequenceClassification), TRL's and OpenRLHF's value heads can be used."
+        )
+    return found[0]
+
+
+def check_head(key: str, path: str, *, reward: bool) -> None:
+    """Check that the weights have the head of a reward model (`reward`), or of a language model. Raises ModelError.
+
+    Reads headers of safetensors files; what is in other files is known when they are loaded.
+    """
+    files, config = weight_files(Path(path)), read_config(key, Path(path))
+    if any(file.suffix != ".safetensors" for file in files):
+        return
+    shapes = {name: entry["shape"] for file in files for name, entry in _header(file)[0].items()}
+    if reward:
+        reward_head(shapes, f"{key}: {path}")
+    elif config.get("tie_word_embeddings") is False and "text_config" not in config:
+        rows = config.get("vocab_size")
+        if sum(shape[:1] == [rows] for shape in shapes.values()) == 1:
+            raise ModelError(
+                f"{key}: {path} has no output head: config.json says tie_word_embeddings = false, and one matrix alone "
+                f"has {rows} rows (vocab_size), the embeddings. Complete the directory, or set tie_word_embeddings = "
+                "true where both are one matrix"
             )
 
 

@@ -19,7 +19,7 @@ from slurm_rlhf.cluster.stop import NOT_ARRANGED, Continuation, Stop, StopReques
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import ROLLOUT, colocations, running_roles
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.controller.earlier_run import changed_keys, refuse_other_model
+from slurm_rlhf.controller.earlier_run import changed_keys, refuse_other_model, unreadable_elsewhere
 from slurm_rlhf.controller.loop import TrainingLoop
 from slurm_rlhf.controller.possession import exclusive, log_error, logging_to
 from slurm_rlhf.controller.reporting import Reporting
@@ -195,7 +195,8 @@ class Conductor:
 
     def _write_config(self) -> None:
         """Write down what the ranks read when they start."""
-        self.directory.config.write_text(dump_toml(self.config), encoding="utf-8")
+        text = f"{unreadable_elsewhere(self.config)}{dump_toml(self.config)}"
+        self.directory.config.write_text(text, encoding="utf-8")
 
     def _exported(self) -> bool:
         """Tell whether the model of the last step was written: a run that was killed at that has a checkpoint only."""

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import textwrap
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from slurm_rlhf.algorithms.registry import KEY as ESTIMATOR
 from slurm_rlhf.config.key_text import dump_toml, toml_value
+from slurm_rlhf.config.keys import get
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.rewards.function import REGISTERED
+from slurm_rlhf.user_files import is_of_script
 
 _MODEL = "actor.model_name_or_path"
 _OF_A_START = ("run_dir", "resume")
@@ -33,6 +38,18 @@ def changed_keys(earlier: Path, config: Config) -> list[str]:
         for name, value in now.items()
         if name in before and before[name] != value and name not in _OF_A_START
     ]
+
+
+def unreadable_elsewhere(config: Config) -> str:
+    """Say, as a comment above a configuration, that `slurm-rlhf train` cannot go on from it; empty where it can."""
+    values = {key: get(config, key) for key in (ESTIMATOR, REGISTERED)}
+    told = [f"{key} = {toml_value(value)}" for key, value in values.items() if is_of_script(key, value)]
+    text = (
+        f"`slurm-rlhf train` cannot read this file: {' and '.join(told)} is known to the Python script alone that "
+        "started this run. To go on, run that script again. For a file that can be read, put the function into a "
+        "Python file that registers it, and name that file in train.plugins: slurm-rlhf docs algorithms"
+    )
+    return textwrap.fill(text, 120, initial_indent="# ", subsequent_indent="# ") + "\n" if told else ""
 
 
 def refuse_other_model(before: Mapping[str, str], now: Mapping[str, str]) -> None:

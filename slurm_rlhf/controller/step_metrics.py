@@ -85,6 +85,9 @@ def sample_metrics(
         compared = np.stack(list(rewards.components.values()), axis=1)
     metrics = {
         "reward": float(np.mean(rewards.rewards)),
+        "reward_std": float(np.std(rewards.rewards)),
+        "reward_min": float(np.min(rewards.rewards)),
+        "reward_max": float(np.max(rewards.rewards)),
         "response_length": float(np.mean(experience.response_lens)),
         "response_tokens": float(np.sum(experience.response_lens)),
         "truncated": float(np.mean([t.finish_reason != STOP for t in trajectories])),

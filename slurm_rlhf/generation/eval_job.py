@@ -101,14 +101,16 @@ class EvalJob:
 
     @classmethod
     def prepare(cls, config: Config, model: Path, output: Path | None) -> EvalJob:
-        """Read and check all that a user can have wrong. `output`: None is eval/<name of the model> in run_dir.
+        """Read and check all that a user can have wrong.
 
-        `model`: what generate.model_name_or_path may name. Raises UserError.
+        `model`: what generate.model_name_or_path may name. `output`: None is eval/<name of the model> in the run that
+        the model is of, for a model of no run in run_dir. Raises UserError.
         """
         check_eval(config)
         made = copy.deepcopy(config)
         made.generate.model_name_or_path, made.generate.ordered = str(model), False
-        root = output or RunDirectory(Path(config.run_dir)).evaluations / model.name
+        run = next((place for place in (model, *model.parents[:2]) if RunDirectory(place).metrics.is_file()), None)
+        root = output or RunDirectory(run or Path(config.run_dir)).evaluations / model.name
         try:
             source = find_source(made, root)
             there = source.base or source.model

@@ -18,7 +18,7 @@ from slurm_rlhf.config.schema import Reward
 from slurm_rlhf.errors import ConfigError, RewardError, cut, meant
 from slurm_rlhf.records import Prompt, Trajectory
 from slurm_rlhf.rewards.values import Rewards, parse_answer
-from slurm_rlhf.user_files import file_of, line_of, run_file, same_place, text_of
+from slurm_rlhf.user_files import file_of, line_of, note_origin, run_file, same_place, text_of
 
 Argument = Callable[[list[Prompt], list[Trajectory], int], Any]
 
@@ -123,6 +123,7 @@ def _unknown(name: str, where: str) -> str:
 
 FUNCTION = "reward_func"
 KEY = "reward.remote_url"
+REGISTERED = "reward.function"
 _SEARCH_S = 10.0
 """How long a response is looked for that makes the function raise."""
 
@@ -145,6 +146,7 @@ def register_reward(function: Function, name: str = "", *, replace: bool = False
     if owner is not None and not replace and not same_place(owner, function):
         raise ConfigError(f"the reward name {name!r} is taken by {file_of(owner)}: register yours by another name")
     _REGISTERED[name] = function
+    note_origin(REGISTERED, name)
     return function
 
 

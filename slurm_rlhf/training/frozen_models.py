@@ -129,7 +129,7 @@ class RewardModel:
 
 
 def pooling(wanted: str, head: str | None, config: dict[str, Any]) -> tuple[str, str]:
-    """Choose (`last` or `last_not_pad`, why) for a reward model with `head` (of HEADS) and this config.json.
+    """Choose (`last` or `last_not_pad`, why) for a reward model with `head` (of REWARD_HEADS) and this config.json.
 
     A model scores as in its training only at the token that it was trained at. With auto that is the rule of the
     library that saved it. OpenRLHF, which leaves `value_head_prefix` in config.json, and TRL's value head take the last

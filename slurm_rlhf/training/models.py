@@ -67,7 +67,7 @@ class ValueModule(nn.Module):
     def __init__(self, model: Any, seed: int) -> None:
         super().__init__()
         self.model = model
-        self.head: str | None = None  # one of `value_head.HEADS`, if the head was a reward model's
+        self.head: str | None = None  # one of `model_directory.REWARD_HEADS`, if the head was a reward model's
         hidden = model.config.get_text_config().hidden_size
         self.value_head = ValueHead(hidden)
         generator = torch.Generator().manual_seed(seed)
@@ -137,7 +137,7 @@ def load_critic(
 
 
 def load_reward(path: str | Path, ds: Ds, *, max_len: int = 0) -> RewardModule:
-    """Load the reward model in `path`: the body of a language model and one of `value_head.HEADS`.
+    """Load the reward model in `path`: the body of a language model and one of `model_directory.REWARD_HEADS`.
 
     `max_len` and errors as in `load_policy`.
     """

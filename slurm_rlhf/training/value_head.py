@@ -12,15 +12,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slurm_rlhf.config.model_directory import weight_files
+from slurm_rlhf.config.model_directory import REWARD_HEADS, reward_head, weight_files
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.training.optimizer_state import Fragment
-
-HEADS = ("score", "value_head", "v_head.summary")
-"""Names of the head: Hugging Face sequence classification and OpenRLHF; OpenRLHF with another prefix; TRL.
-
-Each is a linear layer with one output, `<head>.weight` [1, H] and perhaps `<head>.bias` [1], on the last hidden states.
-"""
 
 
 class ValueHead(nn.Linear):
@@ -75,9 +69,9 @@ class ValueHead(nn.Linear):
 
 
 def head_name(directory: Path) -> str | None:
-    """Return which of HEADS the directory has, or None. Raises ModelError if it has several."""
+    """Return which of REWARD_HEADS the directory has, or None. Raises ModelError if it has several."""
     names = {key for file in weight_files(directory) for key in _keys(file)}
-    found = [head for head in HEADS if f"{head}.weight" in names]
+    found = [head for head in REWARD_HEADS if f"{head}.weight" in names]
     if len(found) > 1:
         raise ModelError(
             f"{directory}: {' and '.join(found)} are in it, and a reward model has one head: remove the others"
@@ -102,22 +96,15 @@ def take_head(directory: Path, head: ValueHead, statistics: tuple[float, float] 
 def load_head(directory: Path, hidden: int) -> ValueHead:
     """Load the directory's head, fp32. Raises ModelError unless there is one and it has one output."""
     names = {key: file for file in weight_files(directory) for key in _keys(file)}
-    found = [head for head in HEADS if f"{head}.weight" in names]
-    if len(found) != 1:
-        what = f"{' and '.join(found)} are in it" if found else "none of them is in it"
-        known = ", ".join(f"{head}.weight" for head in HEADS)
-        raise ModelError(
-            f"{directory}: a reward model has one head out of {known}; {what}. Sequence classification models of "
-            "decoders (AutoModelForSequenceClassification), TRL's and OpenRLHF's value heads can be used."
-        )
-    key = f"{found[0]}.weight"
+    found = reward_head(names, directory)
+    key = f"{found}.weight"
     weight = _read(names[key], key)
     if tuple(weight.shape) != (1, hidden):
         raise ModelError(
             f"{directory}: {key} has shape {list(weight.shape)}, not [1, {hidden}]: a reward model gives one number "
             "(num_labels = 1). Use another model."
         )
-    bias = f"{found[0]}.bias"
+    bias = f"{found}.bias"
     head = ValueHead(hidden, bias=bias in names)
     with torch.no_grad():
         head.weight.copy_(weight)

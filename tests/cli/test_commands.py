@@ -75,7 +75,8 @@ def test_check_shows_what_a_run_reads(file: Path, capsys: pytest.CaptureFixture[
     assert main(words) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    lines = out.splitlines()
+    sound, *lines = out.splitlines()
+    assert sound.startswith("keys, files and model directories are sound; reading ")
     assert lines[0].endswith("prompts.jsonl, 1 dropped (longer than 10 tokens)")
     assert lines[1].startswith(
         "steps: 3, of 64 prompts with 1 responses each; the prompts are good for 2 in an episode"
@@ -107,7 +108,9 @@ def test_files_that_a_run_could_not_use_are_told(
 def test_check_calls_the_reward_function(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (file.parent / "reward.py").write_text("def reward_func(responses):\n    return [1 / 0]\n")
     assert main(["check", str(file)]) == 2
-    assert "reward.py:2: reward_func raised ZeroDivisionError" in capsys.readouterr().err
+    out, err = capsys.readouterr()
+    assert "reward.py:2: reward_func raised ZeroDivisionError" in err
+    assert "the first prompt, " in out  # what was read before is told as it goes
 
 
 def test_keys_of_sft_and_keys_given_twice_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

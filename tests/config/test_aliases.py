@@ -210,6 +210,10 @@ def test_names_of_verl_and_trl_lead_to_keys_and_say_where_numbers_differ(tmp_pat
     told = refused(write(tmp_path, "num_generations = 4\nactor_rollout_ref.actor.ppo_mini_batch_size = 8"))
     assert "TRL's num_generations is rollout.n_samples_per_prompt here (`" in told
     assert "ppo_mini_batch_size is train.batch_size here; verl counts prompts, this key responses" in told
+    told = refused(write(tmp_path, "generation_batch_size = 8\nscale_rewards = true\nvllm_mode = 'colocate'"))
+    assert "rollout.batch_size here; TRL counts responses, this key prompts" in told
+    assert "algo.advantage.no_std_norm here; true there is false here" in told
+    assert "TRL's vllm_mode is train.colocate_all here" in told
 
 
 def test_a_name_that_is_near_nothing_is_not_guessed_at() -> None:

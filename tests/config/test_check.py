@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from model_configs import NO_WEIGHTS
+from model_configs import NO_WEIGHTS, tensors
 
 from slurm_rlhf.algorithms.registry import built_in
 from slurm_rlhf.cli.main import main
@@ -336,6 +336,9 @@ def test_a_reward_model_has_the_actors_tokens(config: Config, tmp_path: Path) ->
     with pytest.raises(ModelError, match=r"longer than the 1024 positions .* of reward\.model_name_or_path"):
         check(config)
     change(config, "data.max_len=1024", "rollout.max_new_tokens=512")
+    with pytest.raises(ModelError, match=rf"{directory}: a reward model has one head .*; none of them is in it"):
+        check(config)
+    (directory / "model.safetensors").write_bytes(tensors({"score.weight": [1, 8]}))
     check(config)
     tokens = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<eos>"}]}
     ours.write_text(json.dumps(tokens))
@@ -347,6 +350,19 @@ def test_a_reward_model_has_the_actors_tokens(config: Config, tmp_path: Path) ->
         ModelError, match=r"another tokenizer .*\(token '<eos>' is 3 there and 2 here\).*reward function"
     ):
         check(config)
+
+
+def test_a_model_without_an_output_head(config: Config) -> None:
+    model = Path(config.actor.model_name_or_path)
+    shape = {"vocab_size": 9, "tie_word_embeddings": False}
+    (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | shape))
+    stored = {"model.embed_tokens.weight": [9, 4], "model.norm.weight": [4]}
+    (model / "model.safetensors").write_bytes(tensors(stored))
+    for rules in (check, check_sft):
+        with pytest.raises(ModelError, match=rf"actor\.model_name_or_path: {model} has no output head: .*vocab_size"):
+            rules(config)
+    (model / "model.safetensors").write_bytes(tensors(stored | {"lm_head.weight": [9, 4]}))
+    check(config)
 
 
 def test_sft_writes_into_a_new_directory(config: Config) -> None:

@@ -65,6 +65,11 @@ def test_no_std_norm() -> None:
     assert_array_equal(batch.columns["advantages"], [2, -2, -2, -2])
 
 
+def test_without_a_reference_there_is_no_kl() -> None:
+    """A 0 would be read as a policy that stays where it was."""
+    assert not {"kl", "kl_coef"} & filled(config("reinforce", 2), experience([4.0, 0.0], [1, 3])).keys()
+
+
 def test_components_reach_gdpo_with_their_weights() -> None:
     judged = Rewards(np.zeros(2, dtype=np.float32), components={"a": np.float32([20, 0]), "b": np.float32([0, 4])})
     keys = {"gdpo_reward_keys": ["b", "a"], "gdpo_reward_weights": [1.0, 0.1], "no_std_norm": True}

@@ -35,10 +35,10 @@ def test_a_topic_that_is_not_there_names_the_nearest(capsys: pytest.CaptureFixtu
     assert cli.main(["docs", "first_run", "trouble"]) == 2
 
 
-def test_on_a_terminal_it_is_formatted() -> None:
+def on_a_terminal(topic: str, columns: int) -> str:
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "slurm_rlhf.cli", "docs", "resume"]
-    env = {**os.environ, "COLUMNS": "90", "TERM": "xterm"}
+    command = [sys.executable, "-m", "slurm_rlhf.cli", "docs", topic]
+    env = {**os.environ, "COLUMNS": str(columns), "TERM": "xterm"}
     done = subprocess.Popen(command, stdin=theirs, stdout=theirs, env=env)
     os.close(theirs)
     shown = b""
@@ -48,7 +48,18 @@ def test_on_a_terminal_it_is_formatted() -> None:
     except OSError:  # the other end is closed
         pass
     assert done.wait(timeout=HANG_S) == 0
-    text = shown.decode()
+    return shown.decode()
+
+
+def test_on_a_terminal_it_is_formatted() -> None:
+    text = on_a_terminal("resume", 90)
     assert "\x1b[" in text
     assert "# Resume" not in text
     assert "Resume and requeue" in text
+
+
+def test_on_a_terminal_no_name_in_a_table_is_cut() -> None:
+    """Names longer than a column: of trackers' files, and of keys."""
+    text = on_a_terminal("keys", 80)
+    assert "rollout.n_samples_per_p" in text  # it goes on in the next line
+    assert "…" not in text

@@ -101,7 +101,10 @@ def test_files_go_beside_the_evaluations_of_the_run_or_where_they_are_told(file:
     shutil.copytree(file.parent / "model", tmp_path / "mine" / "final")
     job = EvalJob.prepare(config, tmp_path / "mine", None)
     assert job.source.model == tmp_path / "mine" / "final"
-    assert job.root == tmp_path / "run" / "eval" / "mine"
+    assert job.root == tmp_path / "run" / "eval" / "mine"  # nothing says that `mine` is a run
+    (tmp_path / "mine" / "metrics.jsonl").touch()
+    assert EvalJob.prepare(config, tmp_path / "mine", None).root == tmp_path / "mine" / "eval" / "mine"
+    assert EvalJob.prepare(config, tmp_path / "mine" / "final", None).root == tmp_path / "mine" / "eval" / "final"
     assert EvalJob.prepare(config, tmp_path / "mine", tmp_path / "out").root == tmp_path / "out"
     with pytest.raises(ModelError, match=r"--model: .* is no Hugging Face directory"):
         EvalJob.prepare(config, tmp_path / "no", None)

@@ -78,6 +78,11 @@ def test_the_plan_has_no_row_of_theirs(run: tuple[Path, str], capsys: pytest.Cap
     assert set(json.loads(capsys.readouterr().out)["world"]) == {"actor", "rollout"}
 
 
+def test_the_configuration_says_that_the_command_line_cannot_train_with_it(run: tuple[Path, str]) -> None:
+    text = (run[0] / "runs" / "from_python" / "config.toml").read_text()
+    assert text.startswith('# `slurm-rlhf train` cannot read this file: reward.function = "right_digit" is known to')
+
+
 def test_the_checkpoint_remembers_what_was_in_the_plugin(run: tuple[Path, str]) -> None:
     """So that a resume with another file is noticed: see `changed_plugins`."""
     state = json.loads((run[0] / "runs" / "from_python" / "checkpoints" / "step_000002" / "state.json").read_text())

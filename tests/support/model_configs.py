@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 NO_WEIGHTS = (2).to_bytes(8, "little") + b"{}"
 """A whole safetensors file that holds no tensor."""
+
+
+def tensors(shapes: dict[str, list[int]]) -> bytes:
+    """A safetensors file of zeros, one byte a number."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + math.prod(shape)
+        header[name] = {"dtype": "U8", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + bytes(end)
+
 
 _QWEN = {"model_type": "qwen2", "vocab_size": 152064, "tie_word_embeddings": False, "max_position_embeddings": 32768}
 SHAPES = {
