@@ -7,7 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from slurm_rlhf import __version__
-from slurm_rlhf.config.keys import all_keys, documentation
+from slurm_rlhf.config.correction import GROUP, correction_of
+from slurm_rlhf.config.keys import all_keys, documentation, put
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import cut
 from slurm_rlhf.observe.samples import Sample
 from slurm_rlhf.report.curves import curves, latest, step_times
@@ -38,6 +40,7 @@ def run_content(run: RunFiles, now: float) -> dict[str, Any]:
         "root": run.root,
         "summary": run.summary,
         "curves": curves(run.rows),
+        "corrected": corrected(run.config),
         "times": step_times(run.rows),
         "role_times": role_times(run.timeline),
         "timeline": timeline(run.timeline, run.layout),
@@ -54,6 +57,15 @@ def run_content(run: RunFiles, now: float) -> dict[str, Any]:
         "gpu_idle": latest(run.rows, "perf/gpu_idle"),
         "mfu": latest(run.rows, "perf/mfu"),
     }
+
+
+def corrected(config: dict[str, Any]) -> bool:
+    """Tell whether the losses of a run with these keys were weighed by algo.correction."""
+    made = Config()
+    for name in all_keys().keys() & config.keys():
+        if name == "vllm.sync_mode" or name.startswith(f"{GROUP}."):
+            put(made, name, config[name])
+    return correction_of(made) is not None or bool(made.algo.correction.off_policy_delta)
 
 
 def short(sample: Sample) -> dict[str, Any]:

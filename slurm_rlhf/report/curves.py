@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 POINTS = 600
@@ -29,18 +30,26 @@ LAST = 20
 
 
 def curves(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return {"steps": [...], "values": {metric: [...]}}; a metric that a step lacks is None there."""
-    if not rows:
-        return {"steps": [], "values": {}}
+    """Return {"steps", "tokens", "seconds", "values": {metric: [...]}}; a metric that a step lacks is None there.
+
+    tokens, seconds: of all responses, and of all steps, up to and with that step; empty where they were not recorded.
+    """
     groups = grouped(rows)
     names = sorted({name for row in rows for name, value in row.items() if name != "step" and _is_number(value)})
     values = {name: [mean([row.get(name) for row in group]) for group in groups] for name in names}
-    return {"steps": [int(group[-1]["step"]) for group in groups], "values": values}
+    sums = {"tokens": running(groups, "response_tokens"), "seconds": running(groups, "time/step")}
+    return {"steps": [int(group[-1]["step"]) for group in groups], **sums, "values": values}
+
+
+def running(groups: Sequence[Sequence[dict[str, Any]]], name: str) -> list[float]:
+    """Add up a metric from the first step to the end of each group; empty where it is nowhere above 0."""
+    each = [math.fsum(row[name] for row in group if _is_number(row.get(name))) for group in groups]
+    return [rounded(total) for total in accumulate(each)] if any(each) else []
 
 
 def grouped(rows: Sequence[dict[str, Any]]) -> list[Sequence[dict[str, Any]]]:
     """Cut rows into at most `POINTS` groups of neighbours, of equal size but for the last."""
-    size = -(-len(rows) // POINTS)
+    size = max(1, -(-len(rows) // POINTS))
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
@@ -57,7 +66,7 @@ def rounded(value: float) -> float:
 
 def step_times(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return where the seconds of each step go: {"steps", "seconds", "phases": {phase: [...]}}; `other` is the rest."""
-    groups = grouped(rows) if rows else []
+    groups = grouped(rows)
     found = {name.removeprefix("time/") for row in rows for name in row if name.startswith("time/")} - {
         name.removeprefix("time/") for name in INSIDE
     }

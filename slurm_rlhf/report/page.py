@@ -16,6 +16,7 @@ from slurm_rlhf.run_directory import RunDirectory, write_atomically
 
 SCRIPTS = (
     "base.js",
+    "view.js",
     "lines.js",
     "curves.js",
     "times.js",

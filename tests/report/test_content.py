@@ -39,7 +39,11 @@ def test_curves_have_every_metric_with_at_most_so_many_points() -> None:
     assert found["values"]["reward"][:2] == [4.0, 13.0]  # means of nine neighbours
     assert sum(value is not None for value in found["values"]["eval"]) == 50
     assert curves(rows[:7])["values"]["reward"] == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    assert curves([]) == {"steps": [], "values": {}}
+    assert curves([]) == {"steps": [], "tokens": [], "seconds": [], "values": {}}
+    rows = [{"step": step, "response_tokens": 10, "time/step": 0.5} for step in range(1, 2 * POINTS + 1)]
+    found = curves(rows)
+    assert (found["steps"][-1], found["tokens"][-1], found["seconds"][-1]) == (2 * POINTS, 20 * POINTS, POINTS)
+    assert (found["steps"][0], found["tokens"][0], found["seconds"][0]) == (2, 20, 1)
 
 
 def test_the_phases_of_a_step_add_up_to_it() -> None:
@@ -214,7 +218,7 @@ def test_a_directory_with_half_of_the_files_has_a_page(tmp_path: Path, run: RunF
     (tmp_path / "timeline.jsonl").write_bytes(b"\xff\xfe\n")
     found = RunFiles.read(RunDirectory(tmp_path))
     told = content([found, run], time.time())
-    assert told["runs"][0]["curves"] == {"steps": [1], "values": {"reward": [1.0]}}
+    assert told["runs"][0]["curves"] == {"steps": [1], "tokens": [], "seconds": [], "values": {"reward": [1.0]}}
     assert "reward" in page(told)
 
 

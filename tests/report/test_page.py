@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -141,11 +142,135 @@ def test_several_runs_share_plots_and_show_where_they_differ(
     browser.open(output, 1280, 800, False)
     assert browser.complaints == []
     assert browser.value(BARE) == []
-    reward = "document.querySelector('[data-plot=reward] svg')"
+    reward = "document.querySelector('[data-plot=Reward] svg')"
     assert browser.value(f"{reward}.querySelectorAll('path.line').length") == 4  # two seeds, their mean, another run
     assert browser.value(f"{reward}.querySelectorAll('path.area').length") == 1  # the range of the seeds
+    assert len(browser.value(PLOTS)) == len(set(browser.value(PLOTS)))
+    said = {name for name in browser.value(PLOTS) if name.startswith(("Reward", "Eval", "KL", "Engine"))}
+    log_probs = "Engine against actor: difference of log-probs"
+    assert said == {
+        *("Reward", "Evaluation", "KL to the reference", f"{log_probs}: mean", f"{log_probs}: largest"),
+        "Rewards of the samples",
+    }
     differ = browser.value(
         "[...document.querySelectorAll('#settings tr.differs td:first-child')].map(c => c.textContent)"
     )
     assert differ == ["run_dir", "train.max_epochs", "train.seed"]
     assert json.loads(runs[0].summary.read_text())["status"] == "finished"
+
+
+LINES = "[...document.querySelectorAll('[data-plot={}] path.line')].map(p => p.getAttribute('d'))"
+MARKS = "[...document.querySelectorAll('[data-plot={}] svg > text[text-anchor=middle]')].map(t => t.textContent)"
+KEYS = "[...document.querySelectorAll('[data-plot={}] + .legend span')].map(s => s.textContent)"
+FRAME = "new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+
+
+def choose(browser: Page, control: str, value: object, event: str) -> None:
+    """Set a control of the curves as a user does, and wait until they are drawn."""
+    browser.value(f"(c => {{ c.value = {json.dumps(value)}; c.dispatchEvent(new Event('{event}')) }})({control}), 0")
+    browser.value(FRAME)
+
+
+def test_curves_are_smoothed_over_steps_tokens_or_time(browser: Page, runs: list[RunDirectory]) -> None:
+    assert main(["report", str(runs[0].root)]) == 0
+    browser.open(runs[0].report, 1280, 800, False)
+    line, marks = LINES.format("Entropy"), MARKS.format("Entropy")
+    (raw,) = browser.value(line)
+    over_steps = browser.value(marks)
+    assert over_steps[-1] == "30"
+    choose(browser, "document.querySelector('#view input')", 0.9, "input")
+    thin, soft = browser.value(line)
+    assert thin == raw  # what was measured stays behind the smoothed line
+
+    def detour(line: str) -> float:
+        heights = [float(point.split()[1]) for point in line.replace("M", "L").split("L")[1:]]
+        return sum(abs(one - other) for one, other in pairwise(heights)) - abs(heights[-1] - heights[0])
+
+    assert detour(soft) < detour(raw) / 4
+    choose(browser, "document.querySelector('#view input')", 0, "input")
+    axis = "document.querySelector('#view select')"
+    choose(browser, axis, "tokens", "change")
+    assert browser.value(marks)[-1].endswith("M")  # 30 steps of 60,000 tokens
+    assert browser.value(line) != [raw]
+    choose(browser, axis, "seconds", "change")
+    assert browser.value(marks)[-1].endswith("min")  # 30 steps of 9 s
+    choose(browser, axis, "steps", "change")
+    assert browser.value(line) == [raw]
+    assert browser.complaints == []
+
+
+def test_a_part_of_the_curves_is_zoomed_to(browser: Page, runs: list[RunDirectory]) -> None:
+    assert main(["report", str(runs[0].root)]) == 0
+    browser.open(runs[0].report, 1280, 2000, False)
+    (whole,) = browser.value(LINES.format("Reward"))
+    box = "document.querySelector('[data-plot=Entropy]').getBoundingClientRect()"
+    left, top, width, height = browser.value(f"(b => [b.left, b.top, b.width, b.height])({box})")
+
+    def mouse(kind: str, share: float, clicks: int = 1) -> None:
+        place = {"x": left + share * width, "y": top + height / 2}
+        browser.call("Input.dispatchMouseEvent", type=kind, button="left", buttons=1, clickCount=clicks, **place)
+
+    mouse("mousePressed", 0.5)
+    mouse("mouseMoved", 0.7)
+    assert browser.value("document.querySelector('[data-plot=Entropy] .zoom').getAttribute('width')") > "0"
+    mouse("mouseReleased", 0.7)
+    browser.value(FRAME)
+    (zoomed,) = browser.value(LINES.format("Reward"))  # all curves show the same steps
+    assert zoomed != whole
+    marks = [int(mark) for mark in browser.value(MARKS.format("Reward"))]
+    assert 10 < marks[0] < marks[-1] < 24
+    button = "document.querySelector('#view button')"
+    assert not browser.value(f"{button}.hidden")
+    mouse("mouseMoved", 0.6)  # the tip tells a step of the part that is seen
+    assert 10 < int(browser.value("document.querySelector('#tip b').textContent").removeprefix("step ")) < 24
+    for clicks in (1, 2):
+        mouse("mousePressed", 0.6, clicks)
+        mouse("mouseReleased", 0.6, clicks)
+    browser.value(FRAME)
+    assert browser.value(LINES.format("Reward")) == [whole]
+    assert browser.value(f"{button}.hidden")
+    assert browser.complaints == []
+
+
+def test_a_line_is_drawn_once_and_rewards_have_bands(browser: Page, runs: list[RunDirectory]) -> None:
+    """The mean over one data set is that of the set, and rewards may be the scores: one line, with both names."""
+    assert main(["report", str(runs[0].root)]) == 0
+    browser.open(runs[0].report, 1280, 800, False)
+    for plot, areas in (("Reward", 2), ("Evaluation", 0)):
+        assert len(browser.value(LINES.format(plot))) == 1
+        assert browser.value(KEYS.format(plot)) == []
+        assert browser.value(f"document.querySelectorAll('[data-plot={plot}] path.area').length") == areas
+    about = "document.querySelector('[data-plot=Evaluation]').parentNode.querySelector('figcaption').title"
+    assert browser.value(about) == "eval, eval/sums/mean"
+    more = browser.value("document.querySelector('#curves details summary').textContent")
+    assert more == "4 more metrics"  # response_tokens, correction/ess, two of the sync; not what the bands are made of
+
+
+def test_charts_of_a_correction_are_there_where_something_is_corrected(
+    browser: Page, runs: list[RunDirectory], tmp_path: Path
+) -> None:
+    found = {}
+    for preset in ("auto", "tis"):
+        run = RunDirectory(tmp_path / preset)
+        shutil.copytree(runs[0].root, run.root)
+        text = run.config.read_text()
+        assert 'preset = "auto"' in text
+        run.config.write_text(text.replace('preset = "auto"', f'preset = "{preset}"'))
+        assert main(["report", str(run.root)]) == 0
+        browser.open(run.report, 1280, 800, False)
+        found[preset] = [name for name in browser.value(PLOTS) if name.startswith("Correction")]
+        told = browser.value("document.querySelector('#curves').textContent")
+        assert ("algo.correction weighs nothing" in told) == (preset == "auto")
+    assert found == {"auto": [], "tis": ["Correction: effective sample size"]}
+
+
+def test_a_kl_that_was_not_measured_has_no_curve(browser: Page, runs: list[RunDirectory], tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    shutil.copytree(runs[0].root, run.root)
+    rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    run.metrics.write_text("".join(json.dumps({k: v for k, v in row.items() if k != "kl"}) + "\n" for row in rows))
+    assert main(["report", str(run.root)]) == 0
+    browser.open(run.report, 1280, 800, False)
+    assert "KL to the reference" not in browser.value(PLOTS)
+    told = browser.value("document.querySelector('#curves p.small').textContent")
+    assert "KL to the reference (no reference: algo.kl.init_coef = 0)" in told

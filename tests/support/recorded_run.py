@@ -140,8 +140,13 @@ def _metrics(step: int, steps: int, draw: random.Random) -> dict[str, float]:
     def noisy(value: float) -> float:
         return value * (1 + 0.1 * draw.uniform(-1, 1))
 
+    reward = noisy(0.4 + 0.5 * step / steps)
     found = {
-        "reward": noisy(0.4 + 0.5 * step / steps),
+        "reward": reward,
+        "reward_std": noisy(0.3),
+        "reward_min": 0.0,
+        "reward_max": 1.0,
+        "accuracy": reward,
         "kl": noisy(0.02 * step),
         "entropy": noisy(0.5 * math.exp(-step / steps)),
         "response_length": noisy(120.0),
@@ -165,7 +170,8 @@ def _metrics(step: int, steps: int, draw: random.Random) -> dict[str, float]:
         "time/sync_transfer": 0.45,
         "time/step": 9.0,
     }
-    return found | ({"eval": noisy(0.4 + 0.5 * step / steps)} if step % 5 == 0 else {})
+    score = noisy(0.4 + 0.5 * step / steps)
+    return found | ({"eval": score, "eval/sums/mean": score} if step % 5 == 0 else {})
 
 
 def sample(step: int, place: int, draw: random.Random) -> Sample:

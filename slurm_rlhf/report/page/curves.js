@@ -1,40 +1,65 @@
 "use strict";
 // The curves: which metrics share a plot, and how several runs do.
 
-// [title, metrics or a pattern, options]; `asked`: what a plot is missed for, if the run has not recorded it.
+// [title, {metric: its name beside the title} or a pattern, options]; `absent`: why a run may not have the plot.
 const PLOTS = [
-  ["Reward", ["reward", "accuracy"]],
-  ["Evaluation", /^eval(\/[^/]+\/(mean|maj@\d+))?$/, { asked: "no eval.datasets" }],
-  ["KL to the reference", ["kl"]],
-  ["Entropy", ["entropy"]],
-  ["Response length, tokens", ["response_length"]],
-  ["Responses cut off", ["truncated", "repetition"], { format: percent }],
-  ["Clip fraction", ["clip_fraction", "value_clip_fraction"], { format: percent }],
-  ["KL of the updates", ["approx_kl", "first_approx_kl"]],
-  ["Engine against actor: difference of log-probs", ["rollout_logprob_diff", "rollout_logprob_diff_max"], { log: true, asked: "algo.correction.bypass is on" }],
-  ["Age of the tokens, updates", ["staleness_max", "staleness_mean", "staleness"], { asked: "vllm.sync_mode = drain: every token is new" }],
-  ["Stale tokens and mixed responses", ["stale_tokens", "mixed_responses"], { format: percent }],
-  ["Correction: effective sample size", ["correction/ess"], { asked: "algo.correction is off" }],
-  ["Correction: weights cut or dropped", ["correction/truncated", "correction/dropped", "correction/masked"], { format: percent }],
-  ["Correction: distance of engine and actor", ["correction/k1", "correction/k3", "correction/chi2", "correction/log_rho_mean"]],
+  ["Reward", { reward: "reward", accuracy: "accuracy" }, { bands: { reward: ["reward_std", "reward_min", "reward_max"] } }],
+  ["Evaluation", /^eval(\/[^/]+\/(mean|maj@\d+))?$/, { exact: true, absent: "no eval.datasets" }],
+  ["KL to the reference", { kl: "KL" }, { absent: "no reference: algo.kl.init_coef = 0" }],
+  ["Entropy", { entropy: "entropy" }],
+  ["Response length, tokens", { response_length: "length" }],
+  ["Responses cut off", { truncated: "cut off", repetition: "for repeating itself" }, { format: percent }],
+  ["Clip fraction", { clip_fraction: "policy", value_clip_fraction: "value" }, { format: percent }],
+  ["KL of the updates", { approx_kl: "all updates of a step", first_approx_kl: "first update" }],
+  ["Engine against actor: difference of log-probs", { rollout_logprob_diff: "mean", rollout_logprob_diff_max: "largest" }, { log: true, absent: "algo.correction.bypass is on" }],
+  ["Age of the tokens, updates", { staleness_max: "largest", staleness_mean: "mean", staleness: "of the batch" }, { absent: "vllm.sync_mode = drain: every token is new" }],
+  ["Stale tokens and mixed responses", { stale_tokens: "stale tokens", mixed_responses: "mixed responses" }, { format: percent }],
+  ["Correction: effective sample size", { "correction/ess": "share of the tokens" }, { corrects: true, absent: "algo.correction weighs nothing" }],
+  ["Correction: weights cut or dropped", { "correction/truncated": "cut", "correction/dropped": "dropped" }, { corrects: true, format: percent }],
+  ["Correction: distance of engine and actor", { "correction/k1": "k1", "correction/k3": "k3", "correction/chi2": "chi-square", "correction/log_rho_mean": "mean log ratio" }, { corrects: true }],
   ["Parts of the reward", /^(reward|shaping)\//],
-  ["Policy loss", ["policy_loss"]],
-  ["Value loss", ["value_loss"]],
-  ["Value and return", ["value", "return"]],
-  ["Gradient norm", ["actor_grad_norm", "critic_grad_norm"]],
-  ["Learning rate", ["actor_lr", "critic_lr"]],
-  ["Ratio of new to old probability", ["ratio", "first_ratio"]],
-  ["Groups with one reward", ["reward_constant"], { format: percent }],
-  ["Tokens per second", ["perf/tokens_per_s", "perf/rollout_tokens_per_s"]],
+  ["Policy loss", { policy_loss: "loss" }],
+  ["Value loss", { value_loss: "loss" }],
+  ["Value and return", { value: "value", return: "return" }],
+  ["Gradient norm", { actor_grad_norm: "actor", critic_grad_norm: "critic" }],
+  ["Learning rate", { actor_lr: "actor", critic_lr: "critic" }],
+  ["Ratio of new to old probability", { ratio: "all updates of a step", first_ratio: "first update" }],
+  ["Groups with one reward", { reward_constant: "share" }, { format: percent }],
+  ["Tokens per second", { "perf/tokens_per_s": "whole step", "perf/rollout_tokens_per_s": "while sampling" }],
   ["Tokens per second of each engine", /^perf\/engine\/\d+\/tokens_per_s$/],
   ["GPUs idle", /^perf\/gpu_idle/, { format: percent }],
-  ["Model FLOPs utilisation", ["perf/mfu", "perf/mfu_update"], { format: percent }],
+  ["Model FLOPs utilisation", { "perf/mfu": "whole step", "perf/mfu_update": "updates" }, { format: percent }],
+];
+// Metrics that a pattern finds, as people say them.
+const SAID = [
+  [/^eval$/, "all data sets"], [/^eval\/(.+)\/mean$/, "$1"], [/^eval\/(.+)\/maj@(\d+)$/, "$1, majority of $2"], [/^reward\/(.+)$/, "$1"],
+  [/^shaping\/(.+)$/, "shaping: $1"], [/^perf\/engine\/(\d+)\/tokens_per_s$/, "engine $1"], [/^perf\/gpu_idle$/, "all roles"], [/^perf\/gpu_idle_(.+)$/, "$1"],
 ];
 const ON_CURVES = ["resume", "stop", "requeue", "restart", "hang", "error", "warning", "engine lost", "engine joined"];
 
 const recorded = (run, metric) => (run.curves.values[metric] ? present(run.curves.values[metric]) > 0 : false);
 const allMetrics = () => [...new Set(RUNS.flatMap((run) => Object.keys(run.curves.values)))].sort();
-const fitting = (names) => (names instanceof RegExp ? allMetrics().filter((metric) => names.test(metric)) : names.filter((name) => allMetrics().includes(name)));
+
+function fitting(names) {
+  if (!(names instanceof RegExp)) return Object.entries(names).filter(([metric]) => allMetrics().includes(metric));
+  return allMetrics().filter((metric) => names.test(metric)).map((metric) => [metric, said(metric)]);
+}
+
+function said(metric) {
+  const [pattern, words] = SAID.find(([each]) => each.test(metric)) || [/_/g, " "];
+  return metric.replace(pattern, words);
+}
+
+// Metrics with the same numbers in all runs are one line with both names, as the mean over one data set and that of the set.
+function together(metrics) {
+  const found = new Map();
+  for (const [metric, name] of metrics) {
+    const numbers = JSON.stringify(RUNS.map((run) => run.curves.values[metric] || null));
+    const same = found.get(numbers);
+    found.set(numbers, same ? { ...same, name: `${same.name}, ${name}`, about: `${same.about}, ${metric}` } : { metric, name, about: metric });
+  }
+  return [...found.values()];
+}
 
 function points(run, metric) {
   const x = run.curves.steps.slice();
@@ -43,9 +68,9 @@ function points(run, metric) {
     x.unshift(0);
     y.unshift(run.summary.eval_before);
   }
-  if (!metric.startsWith("eval")) return { x, y };
-  const kept = x.map((at, index) => [at, y[index]]).filter((pair) => pair[1] !== null && pair[1] !== undefined);
-  return { x: kept.map((pair) => pair[0]), y: kept.map((pair) => pair[1]) };
+  if (!metric.startsWith("eval")) return { x, y, runs: [run] };
+  const kept = x.map((at, index) => [at, y[index]]).filter((pair) => !missing(pair[1]));
+  return { x: kept.map((pair) => pair[0]), y: kept.map((pair) => pair[1]), runs: [run] };
 }
 
 // The curves of one metric: of one run, or of every group of runs that are alike, with their mean and range.
@@ -55,9 +80,9 @@ function compared(metric) {
     if (!members.length) return [];
     if (members.length === 1) return [{ ...members[0], colour: colour(index) }];
     const at = [...new Set(members.flatMap((each) => each.x))].sort((a, b) => a - b);
-    const values = at.map((step) => members.map((each) => each.y[each.x.indexOf(step)]).filter((value) => value !== null && value !== undefined));
+    const values = at.map((step) => members.map((each) => each.y[each.x.indexOf(step)]).filter((value) => !missing(value)));
     const kept = at.map((step, place) => place).filter((place) => values[place].length);
-    const mean = { name: `${members.map((each) => each.name).join(", ")}: mean`, x: kept.map((place) => at[place]), colour: colour(index) };
+    const mean = { name: `${members.map((each) => each.name).join(", ")}: mean`, x: kept.map((place) => at[place]), colour: colour(index), runs: members.flatMap((each) => each.runs) };
     mean.y = kept.map((place) => values[place].reduce((sum, value) => sum + value, 0) / values[place].length);
     mean.low = kept.map((place) => Math.min(...values[place]));
     mean.high = kept.map((place) => Math.max(...values[place]));
@@ -67,28 +92,43 @@ function compared(metric) {
 
 const curveEvents = () => (COMPARES ? [] : RUNS[0].events.filter((event) => ON_CURVES.includes(event.event)));
 
+// The deviation around the mean, within the smallest and the largest; these are a wider band.
+function bands(run, names) {
+  const [deviation, least, most] = names.map((name) => run.curves.values[name]);
+  if (!deviation || !least || !most) return {};
+  const mean = run.curves.values.reward;
+  const edge = (sign, bound, pick) => mean.map((value, index) => (missing(value) || missing(deviation[index]) ? null : pick(bound[index], value + sign * deviation[index])));
+  return { low: edge(-1, least, Math.max), high: edge(1, most, Math.min), least, most };
+}
+
 function plotsOf(title, metrics, options) {
-  if (COMPARES) return metrics.map((metric) => ({ title: metric, series: compared(metric), events: [], ...options })).filter((plot) => plot.series.length);
-  const series = metrics.filter((metric) => recorded(RUNS[0], metric)).map((metric, index) => ({ name: metric, ...points(RUNS[0], metric), colour: colour(index) }));
+  const found = together(metrics);
+  if (COMPARES) {
+    const named = (each) => (found.length > 1 ? `${title}: ${each.name}` : title);
+    return found.map((each) => ({ title: named(each), series: compared(each.metric).map((line) => ({ ...line, about: each.about })), events: [], ...options })).filter((plot) => plot.series.length);
+  }
+  const series = found.filter(({ metric }) => recorded(RUNS[0], metric)).map(({ metric, name, about }, index) => (
+    { name, about, ...points(RUNS[0], metric), colour: colour(index), ...(options && options.bands && options.bands[metric] ? bands(RUNS[0], options.bands[metric]) : {}) }));
   return series.length ? [{ title, series, events: curveEvents(), ...options }] : [];
 }
 
 function curvesSection() {
   const used = new Set();
   const plots = [];
-  const missing = [];
+  const absent = [];
   for (const [title, names, options] of PLOTS) {
-    const metrics = fitting(names);
-    metrics.forEach((metric) => used.add(metric));
+    const metrics = options && options.corrects && !RUNS.some((run) => run.corrected) ? [] : fitting(names);
+    metrics.forEach(([metric]) => used.add(metric));
+    Object.values((options && options.bands) || {}).flat().forEach((metric) => used.add(metric));
     const found = plotsOf(title, metrics, options);
     plots.push(...found);
-    if (!found.length && options && options.asked) missing.push(`${title} (${options.asked})`);
+    if (!found.length && options && options.absent) absent.push(`${title} (${options.absent})`);
   }
   if (!plots.length) return section("curves", "Curves", null, empty("No step is done yet."));
   const others = allMetrics().filter((metric) => !used.has(metric) && !metric.startsWith("time/"));
-  return section("curves", "Curves", COMPARES ? comparisonWords() : "Every number is in metrics.jsonl. Dashed lines: stops, requeues, warnings, errors.",
-    el("div", { class: "grid" }, plots.map(linePlot)),
-    missing.length ? el("p", { class: "soft small" }, `Not recorded in this run: ${missing.join("; ")}.`) : null,
+  return section("curves", "Curves", `${COMPARES ? comparisonWords() : "Dashed lines: stops, requeues, warnings, errors. Reward: its deviation, and its range, as bands."} Every number is in metrics.jsonl; slurm-rlhf docs metrics says what each is.`,
+    viewBar(), el("div", { class: "grid" }, plots.map(linePlot)),
+    absent.length ? el("p", { class: "soft small" }, `Not in this run: ${absent.join("; ")}.`) : null,
     others.length ? moreCurves(others) : null);
 }
 
@@ -101,7 +141,7 @@ function moreCurves(metrics) {
   const grid = el("div", { class: "grid" });
   const fill = (event) => {
     if (!event.target.open || grid.childElementCount) return;
-    grid.append(...metrics.flatMap((metric) => plotsOf(metric, [metric], {})).map(linePlot));
+    grid.append(...metrics.flatMap((metric) => plotsOf(metric, [[metric, metric]], {})).map(linePlot));
   };
   return el("details", { ontoggle: fill }, el("summary", {}, `${metrics.length} more metrics`), grid);
 }

@@ -12,10 +12,11 @@ function ticks(low, high, count) {
 }
 
 // Of seconds: whole minutes and hours, where there are so many.
-function timeTicks(whole, count) {
+function timeTicks(whole, count, low = 0) {
   const step = [15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400, 172800, 604800].find((candidate) => candidate >= whole / count);
-  if (whole < 60 || step === undefined) return ticks(0, whole, count);
-  return Array.from({ length: Math.floor(whole / step) + 1 }, (_, index) => index * step);
+  if (whole < 60 || step === undefined) return ticks(low, low + whole, count);
+  const first = Math.ceil(low / step);
+  return Array.from({ length: Math.floor((low + whole) / step) - first + 1 }, (_, index) => (first + index) * step);
 }
 
 function extent(values) {
@@ -32,9 +33,10 @@ function extent(values) {
 // Scales from numbers to pixels; with `log` in powers of ten, where all values are above 0.
 function scales(plot, width, height) {
   const margin = { left: 3.3 * rem(), right: 0.6 * rem(), top: 0.5 * rem(), bottom: 1.5 * rem() };
-  let xs = extent(plot.series.flatMap((each) => each.x)) || [0, 1];
+  let xs = plot.range || extent(plot.series.flatMap((each) => each.at || each.x)) || [0, 1];
   if (plot.steps) xs = [xs[0] - 0.5, xs[1] + 0.5]; // a column for each step
-  let ys = extent(plot.series.flatMap((each) => [...each.y, ...(each.low || []), ...(each.high || [])])) || [0, 1];
+  const inside = (each) => ["y", "low", "high"].flatMap((name) => (each[name] || []).filter((_, index) => !plot.range || (each.at[index] >= xs[0] && each.at[index] <= xs[1])));
+  let ys = extent(plot.series.flatMap(inside)) || [0, 1];
   const log = plot.log && ys[0] > 0 && ys[1] / ys[0] > 20;
   if (plot.zero) ys = [0, ys[1] || 1];
   else if (!log) {
@@ -42,6 +44,7 @@ function scales(plot, width, height) {
     ys = [ys[0] >= 0 && ys[0] < 2 * pad ? Math.min(0, ys[0]) : ys[0] - pad, ys[1] + pad];
   }
   const x = (value) => margin.left + ((value - xs[0]) / (xs[1] - xs[0] || 1)) * (width - margin.left - margin.right);
+  const from = (pixels) => xs[0] + ((pixels - margin.left) / (width - margin.left - margin.right)) * (xs[1] - xs[0]);
   const portion = (value) => (log ? Math.log(value / ys[0]) / Math.log(ys[1] / ys[0]) : (value - ys[0]) / (ys[1] - ys[0]));
   const y = (value) => height - margin.bottom - portion(value) * (height - margin.top - margin.bottom);
   let marks = ticks(ys[0], ys[1], 4);
@@ -50,16 +53,17 @@ function scales(plot, width, height) {
     const every = Math.max(1, Math.ceil(Math.log10(ys[1] / ys[0]) / 4));
     for (let at = Math.ceil(Math.log10(ys[0]) - 1e-9); at <= Math.log10(ys[1]) + 1e-9; at += every) marks.push(10 ** at);
   }
-  return { x, y, xs, ys, marks, margin };
+  return { x, y, from, xs, ys, marks, margin };
 }
 
-function axes(scale, width, height, format) {
+function axes(scale, width, height, format, axis = "steps") {
   const { x, y, xs, marks, margin } = scale;
-  const across = ticks(xs[0], xs[1], Math.max(2, Math.floor(width / (6 * rem())))).filter(Number.isInteger);
+  const count = Math.max(2, Math.floor(width / (6 * rem())));
+  const across = axis === "seconds" ? timeTicks(xs[1] - xs[0], count, xs[0]) : ticks(xs[0], xs[1], count).filter((at) => axis !== "steps" || Number.isInteger(at));
   return [
     marks.map((at) => svg("line", { class: "gridline", x1: margin.left, x2: width - margin.right, y1: y(at), y2: y(at) })),
     marks.map((at) => svg("text", { x: margin.left - 6, y: y(at) + 4, "text-anchor": "end" }, format(at))),
-    across.map((at) => svg("text", { x: x(at), y: height - 5, "text-anchor": "middle" }, String(at))),
+    across.map((at) => svg("text", { x: x(at), y: height - 5, "text-anchor": "middle" }, AXES[axis][2](at))),
   ];
 }
 
@@ -77,61 +81,73 @@ function path(x, y, xs, ys) {
 
 // The first series comes last and so lies on top; single runs lie below the mean of their group.
 const inOrder = (series) => [...series.filter((each) => each.thin), ...series.filter((each) => !each.thin).reverse()];
-const present = (values) => values.filter((value) => value !== null && value !== undefined).length;
+const present = (values) => values.filter((value) => !missing(value)).length;
+
+function band(each, below, above, scale, opacity) {
+  if (!below) return null;
+  const back = each.at.map((at, index) => [at, below[index]]).reverse();
+  const outline = path(scale.x, scale.y, [...each.at, ...back.map((pair) => pair[0])], [...above, ...back.map((pair) => pair[1])]);
+  return svg("path", { class: "mark area", d: outline + "Z", fill: each.colour, "fill-opacity": opacity });
+}
 
 function drawSeries(each, scale) {
   const { x, y } = scale;
-  const parts = [];
-  if (each.low) {
-    const back = each.x.map((at, index) => [at, each.low[index]]).reverse();
-    const outline = path(x, y, [...each.x, ...back.map((pair) => pair[0])], [...each.high, ...back.map((pair) => pair[1])]);
-    parts.push(svg("path", { class: "mark area", d: outline + "Z", fill: each.colour, "fill-opacity": 0.18 }));
-  }
-  parts.push(svg("path", { class: `mark line${each.thin ? " thin" : ""}`, d: path(x, y, each.x, each.y), stroke: each.colour }));
-  if (present(each.y) <= 40) {
-    each.x.forEach((at, index) => {
-      if (each.y[index] === null || each.y[index] === undefined) return;
-      parts.push(svg("circle", { class: "mark", cx: x(at), cy: y(each.y[index]), r: each.thin ? 1.5 : 2.6, fill: each.colour }));
-    });
-  }
-  return parts;
+  const parts = [band(each, each.least, each.most, scale, 0.07), band(each, each.low, each.high, scale, 0.18),
+    svg("path", { class: `mark line${each.thin ? " thin" : ""}`, d: path(x, y, each.at, each.y), stroke: each.colour })];
+  if (present(each.y) > 40) return parts;
+  return [...parts, each.at.map((at, index) => !missing(each.y[index]) && svg("circle", { class: "mark", cx: x(at), cy: y(each.y[index]), r: each.thin ? 1.5 : 2.6, fill: each.colour }))];
 }
 
 function drawEvents(events, scale, height) {
   const { x, xs, margin } = scale;
-  return events.filter((event) => event.step >= xs[0] && event.step <= xs[1]).map((event) =>
+  return events.filter((event) => event.at >= xs[0] && event.at <= xs[1]).map((event) =>
     svg("line", {
-      class: "event", stroke: eventColour(event.event), x1: x(event.step), x2: x(event.step), y1: margin.top, y2: height - margin.bottom,
+      class: "event", stroke: eventColour(event.event), x1: x(event.at), x2: x(event.at), y1: margin.top, y2: height - margin.bottom,
     }));
 }
 
-// One plot: {title, series: [{name, x, y, colour, thin, low, high}], events, log, zero, format}.
+let clips = 0;
+
+// Cuts what lies outside of the axes, as the points beside the zoomed part do.
+function clipped(scale, width, height, ...children) {
+  const id = `clip${clips++}`;
+  const { margin } = scale;
+  const frame = svg("rect", { x: margin.left - 3, y: margin.top - 3, width: width - margin.left - margin.right + 6, height: height - margin.top - margin.bottom + 6 });
+  return svg("g", {}, svg("clipPath", { id }, frame), svg("g", { "clip-path": `url(#${id})` }, children));
+}
+
+// One plot: {title, series: [{name, about, runs, x, y, colour, thin, low, high, least, most}], events, log, exact, format}.
 function linePlot(plot) {
   const format = plot.format || number;
   const host = el("div", { class: "plot", "data-plot": plot.title });
   const named = plot.series.filter((each) => !each.thin);
-  const last = named.length === 1 ? [...named[0].y].reverse().find((value) => value !== null && value !== undefined) : null;
+  const last = named.length === 1 ? [...named[0].y].reverse().find((value) => !missing(value)) : null;
   const draw = drawn(host, (width) => {
     const height = Math.max(130, Math.min(230, width * 0.48));
-    const scale = scales(plot, width, height);
+    const seen = viewed(plot);
+    const scale = scales(seen, width, height);
     const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": plot.title },
-      axes(scale, width, height, format), drawEvents(plot.events || [], scale, height), inOrder(plot.series).map((each) => drawSeries(each, scale)));
-    crosshair(picture, scale, height, (at) => plotLines(plot, at, format), plot.series[0].x);
+      axes(scale, width, height, format, VIEW.axis), clipped(scale, width, height, drawEvents(seen.events, scale, height), inOrder(seen.series).map((each) => drawSeries(each, scale))));
+    crosshair(picture, scale, height, (at) => plotLines(seen, at, format), seen.series.flatMap((each) => each.at));
+    zooms(picture, scale, height);
     return picture;
   });
   queueMicrotask(draw);
   const shownKeys = named.length > 1 && legend(named.map((each) => [each.name, each.colour]));
-  return el("figure", { class: "card" }, el("figcaption", {}, el("h3", {}, plot.title), el("b", {}, last === null || last === undefined ? "" : format(last))), host, shownKeys);
+  return el("figure", { class: "card" }, el("figcaption", { title: named.map((each) => each.about).join(", ") }, el("h3", {}, plot.title), el("b", {}, missing(last) ? "" : format(last))), host, shownKeys);
 }
 
+// What the series have where the pointer is: at the point that is nearest, if the series goes so far.
 function plotLines(plot, at, format) {
-  const lines = [el("b", {}, `step ${at}`)];
+  const lines = [el("b", {}, AXES[VIEW.axis][1](at))];
   for (const each of plot.series) {
-    const value = each.y[each.x.indexOf(at)];
-    if (value !== null && value !== undefined) lines.push(key(each.colour, `${each.name} ${format(value)}`));
+    const index = at > each.at[each.at.length - 1] ? -1 : each.at.indexOf(nearest(each.at, (value) => Math.abs(value - at)));
+    if (missing(each.y[index])) continue;
+    const spread = each.least ? `, ${format(each.least[index])} to ${format(each.most[index])}` : "";
+    lines.push(key(each.colour, `${each.name} ${format(each.y[index])}${spread}`));
   }
-  for (const event of plot.events || []) {
-    if (event.step === at) lines.push(key(eventColour(event.event), event.event));
+  for (const event of plot.events) {
+    if (event.at === at) lines.push(key(eventColour(event.event), event.event));
   }
   return lines;
 }
@@ -142,7 +158,7 @@ function crosshair(picture, scale, height, lines, xs) {
   picture.addEventListener("pointermove", (event) => {
     const box = picture.getBoundingClientRect();
     const at = nearest(xs, (value) => Math.abs(scale.x(value) - (event.clientX - box.left)));
-    if (at === undefined) return;
+    if (at === undefined || at < scale.xs[0] || at > scale.xs[1]) return;
     hair.setAttribute("x1", scale.x(at));
     hair.setAttribute("x2", scale.x(at));
     hair.setAttribute("visibility", "visible");

@@ -30,8 +30,8 @@ function syncSection() {
       [percent(sync.link_share), "share of the link"], [[sync.backend, sync.interface].filter(Boolean).join(" over ") || "–", "way"]];
     return el("div", { class: "tiles" }, found.map(([value, name]) => el("div", { class: "tile" }, el("b", {}, value), el("span", {}, name))));
   };
-  const plots = [["Weight update, seconds", ["time/sync", "time/sync_transfer", "time/sync_checksum"], { format: seconds }], ["Bytes of an update", ["perf/sync_bytes"], { format: bytes }],
-    ["Share of the link", ["perf/sync_link_share"], { format: percent }]].flatMap(([title, names, options]) => plotsOf(title, fitting(names), options));
+  const plots = [["Weight update, seconds", { "time/sync": "whole", "time/sync_transfer": "on their way", "time/sync_checksum": "checksums" }, { format: seconds }], ["Bytes of an update", { "perf/sync_bytes": "bytes" }, { format: bytes }],
+    ["Share of the link", { "perf/sync_link_share": "share" }, { format: percent }]].flatMap(([title, names, options]) => plotsOf(title, fitting(names), options));
   return section("sync", "Weights on their way", "From the actor to the engines, after every step; means of the last steps.",
     RUNS.map((run) => el("div", {}, COMPARES && el("h3", {}, run.name), tiles(run))), el("div", { class: "grid", style: "margin-top:0.7rem" }, plots.map(linePlot)));
 }
