@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore
-from torch.distributed.elastic.multiprocessing import PContext
+from torch.distributed.elastic.multiprocessing import SubprocessContext
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -40,8 +40,6 @@ BACKEND = "bound"
 
 _BACKLOG = 4096
 _LIMIT_S = 600  # torch's own; the conductor gives up sooner, with timeout.connect
-_GONE_S = 1
-_close = PContext.close
 
 
 class BoundRendezvous(RendezvousHandler):
@@ -122,13 +120,15 @@ def make(parameters: RendezvousParameters) -> BoundRendezvous:
     return BoundRendezvous(host, int(port), parameters.run_id, node or 0, parameters.max_nodes, ranks or 0)
 
 
-def kill_all(ranks: PContext, death_sig: signal.Signals | None = None, timeout: float = 0.0) -> None:
-    """Replace `PContext.close`: end the ranks by force, and wait `_GONE_S` for what the kernel does not let go."""
-    _close(ranks, signal.SIGKILL, _GONE_S)
+def kill_all(ranks: SubprocessContext, death_sig: signal.Signals | None = None, timeout: float = 0.0) -> None:
+    """Replace `SubprocessContext.close`: end the ranks by force, and do not wait for what the kernel holds."""
+    for rank in ranks.subprocess_handlers.values():
+        if rank.proc.poll() is None:
+            rank.close(signal.SIGKILL)
 
 
 def main() -> None:
-    PContext.close = kill_all
+    SubprocessContext.close = kill_all
     rendezvous_handler_registry.register(BACKEND, make)
     os.environ[PARENT] = str(os.getpid())
     try:

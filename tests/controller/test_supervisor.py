@@ -197,15 +197,15 @@ def test_sigterm_means_preemption_where_all_ranks_of_a_role_got_it(supervisor: S
     noticed = threading.Event()
     before = signal.signal(signal.SIGUSR1, lambda number, frame: noticed.set())
 
-    def tell(rank: int) -> None:
+    def tell(rank: int) -> list[threading.Thread]:
         ask(supervisor.server, "actor", rank, "tell", HANG_S, event=TERMINATION).result(HANG_S)
+        return [thread for thread in threading.enumerate() if getattr(thread, "function", None) is os.kill]
 
     try:
-        for _ in range(2):
-            tell(0)
-        assert not [thread for thread in threading.enumerate() if getattr(thread, "function", None) is os.kill]
-        tell(1)
-        assert noticed.wait(HANG_S)
+        alone, again, all_of_them = tell(0), tell(0), tell(1)
+        for timer in all_of_them:
+            timer.join()
+        assert (alone, again, noticed.wait(HANG_S)) == ([], [], True)
     finally:
         signal.signal(signal.SIGUSR1, before)
 
