@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -48,14 +49,10 @@ class PromptSet:
         rows = enumerate(read_jsonl(path, max_samples))
         while chunk := list(islice(rows, CHUNK)):
             texts = [prompt_text(row, f"{path}:{line}", tokenizer, data) for _, (line, row) in chunk]
-            try:
-                encoded = encode_up_to(texts, tokenizer, data.apply_chat_template, max_prompt_tokens)
-            except UnknownText as error:
-                line = chunk[texts.index(error.text)][1][0] if error.text in texts else chunk[0][1][0]
-                raise DataError(f"{path}:{line}: {error}") from None
+            encoded = encode_up_to(texts, tokenizer, data, max_prompt_tokens)
             for (index, (line, row)), text, ids in zip(chunk, texts, encoded, strict=True):
-                if not ids:
-                    raise DataError(f"{path}:{line}: {_no_token(text, tokenizer, data)}")
+                if isinstance(ids, str):
+                    raise DataError(f"{path}:{line}: {ids}")
                 if len(ids) > max_prompt_tokens:
                     dropped += 1
                 else:
@@ -88,8 +85,8 @@ class PromptSet:
         return digest.hexdigest()
 
 
-def encode_up_to(texts: list[str], tokenizer: Tokenizer, templated: bool, max_tokens: int) -> list[list[int]]:
-    """Tokenize prompts, as `encode_prompts`; of one that is far too long only as much as shows that it is.
+def encode_up_to(texts: list[str], tokenizer: Tokenizer, data: Data, max_tokens: int) -> list[list[int] | str]:
+    """Tokenize prompts, as `encode_prompts`, or say why one has no tokens; of a long one only as much as shows that.
 
     A tokenizer takes minutes for 50 MB. A token stands for at most `longest_token` characters, unless the tokenizer
     makes one token of many that it does not know: then the whole text is tokenized.
@@ -97,11 +94,18 @@ def encode_up_to(texts: list[str], tokenizer: Tokenizer, templated: bool, max_to
     limit = _LONG * (max_tokens + 1)
     if any(len(text) > limit for text in texts):
         limit = max(limit, tokenizer.longest_token * (max_tokens + 2))
-    encoded = encode_prompts([text[:limit] for text in texts], tokenizer, templated)
-    return [
-        encode_prompts([text], tokenizer, templated)[0] if len(text) > limit and len(ids) <= max_tokens else ids
-        for text, ids in zip(texts, encoded, strict=True)
-    ]
+    encode = partial(encode_prompts, tokenizer=tokenizer, templated=data.apply_chat_template)
+    try:
+        encoded = encode([text[:limit] for text in texts])
+        whole = [
+            encode([text])[0] if len(text) > limit and len(ids) <= max_tokens else ids
+            for text, ids in zip(texts, encoded, strict=True)
+        ]
+    except UnknownText as error:
+        if len(texts) == 1:
+            return [str(error)]
+        return [each for text in texts for each in encode_up_to([text], tokenizer, data, max_tokens)]
+    return [ids or _no_token(text, tokenizer, data) for text, ids in zip(texts, whole, strict=True)]
 
 
 def prompt_text(row: dict[str, Any], where: str, tokenizer: Tokenizer, data: Data) -> str:

@@ -65,7 +65,6 @@ class UnknownText(ModelError):
             f"the tokenizer of {directory} cannot encode {cut(text, 60)!r} ({error}): it has no token for characters "
             "that it does not know (unk_token). Take them out of the text, or use a model that knows them"
         )
-        self.text = text
 
 
 @dataclass(slots=True)

@@ -55,7 +55,7 @@ class PromptRows:
         texts = {number: self._text(number) for number in numbers}
         good = {number: text for number, text in texts.items() if isinstance(text, str)}
         data, longest = self.config.data, self.config.data.max_len - self.config.rollout.max_new_tokens
-        encoded = encode_up_to([*good.values()], self.tokenizer, data.apply_chat_template, longest)
+        encoded = encode_up_to([*good.values()], self.tokenizer, data, longest)
         ids = dict(zip(good, encoded, strict=True))
         return [
             text if isinstance(text, BadRow) else self._prompt(number, text, ids[number], longest)
@@ -71,9 +71,9 @@ class PromptRows:
         except (DataError, ModelError) as error:
             return BadRow(number, str(error))
 
-    def _prompt(self, number: int, text: str, ids: list[int], longest: int) -> Prompt | BadRow:
-        if not ids:
-            return BadRow(number, f"row {number}: the prompt is empty", text)
+    def _prompt(self, number: int, text: str, ids: list[int] | str, longest: int) -> Prompt | BadRow:
+        if isinstance(ids, str):
+            return BadRow(number, f"row {number}: {ids}", text)
         if len(ids) > longest:
             return BadRow(
                 number,

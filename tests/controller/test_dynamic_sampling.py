@@ -146,10 +146,12 @@ class Fixed:
 
     def __init__(self) -> None:
         self.rounds: list[tuple[list[int], int]] = []
+        self.versions: list[int] = []
         self.loads = {0: EngineLoad(tokens=1)}
 
     def run(self, prompts: list[Prompt], sampling: Sampling, version: int, round: int) -> list[Trajectory]:
         self.rounds.append(([prompt.index for prompt in prompts], round))
+        self.versions.append(version)
         return [answer(prompt.index, sample) for prompt in prompts for sample in range(sampling.n)]
 
 
@@ -184,6 +186,7 @@ def test_rounds_have_sizes_of_what_passed_and_a_resumed_run_has_the_same(tmp_pat
     assert [places(batch) for batch in whole] == [[0, 2, 4, 6], [8, 10, 12, 14], [16, 18, 20, 22]]
     # Two of four pass, so the next round has 2 * 5 / 3; the place behind the last that is used comes next.
     assert fixed.rounds[:3] == [([0, 1, 2, 3], 0), ([4, 5, 6, 7], 1), ([7, 8, 9, 10], 1)]
+    assert fixed.versions[:3] == [0, 0, 1]  # of the policy, whatever seeds the round
     assert whole[0].metrics == {"dynamic_filtering/prompts": 8, "dynamic_filtering/pass_rate": 0.5}
     again = order_of(40, BATCH)
     again.load_state_dict(whole[0].order)

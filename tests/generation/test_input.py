@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow
 import pytest
+import tokenizers
 from pyarrow import parquet
 from tiny_models import make_tiny
 
@@ -22,6 +24,7 @@ from slurm_rlhf.generation.answers import Scores
 from slurm_rlhf.generation.model_source import Source, find_source
 from slurm_rlhf.generation.prompts import BadRow, PromptRows
 from slurm_rlhf.generation.start import engines_everywhere
+from slurm_rlhf.parity.random_models import EOS
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 from slurm_rlhf.records import Prompt, Trajectory
 
@@ -51,11 +54,27 @@ def test_each_bad_row_says_what_is_wrong_and_good_ones_are_tokenized(tmp_path: P
     assert sorted(why) == [1, 2, 3, 4, 5]
     assert "rows.jsonl:2: not valid JSON" in why[1]
     assert "row 2: no column 'input' (columns: other)" in why[2]
-    assert why[3] == "row 3: the prompt is empty"
+    assert why[3] == "row 3: the prompt is empty: give 'input' some text"
     assert "row 4: the prompt is longer than 24 tokens" in why[4]
     assert "data.max_len = 32" in why[4]
     assert "row 5: 'input' must be a string, got int" in why[5]
     assert [each.label for each in found if isinstance(each, Prompt)] == ["2", "2"]
+
+
+def test_a_text_that_the_tokenizer_cannot_encode_is_one_bad_row(tmp_path: Path, model: Path) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"1+1": 0, EOS: 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    other = Path(shutil.copytree(model, tmp_path / "words"))
+    words.save(str(other / "tokenizer.json"))
+    texts = ("1+1", "${x}", "1+1 " * 200 + "${x}", " ", "1+1")
+    config = config_of(tmp_path, other, [json.dumps({"input": text}) for text in texts])
+    found = list(PromptRows.read(config, other).prompts(range(5)))
+    assert [isinstance(each, BadRow) for each in found] == [False, True, True, True, False]
+    why = [each.why for each in found if isinstance(each, BadRow)]
+    assert "row 1: the tokenizer of" in why[0]
+    assert "cannot encode '${x}'" in why[0]
+    assert "row 2: the prompt is longer than 24 tokens" in why[1]
+    assert why[2] == "row 3: the prompt is empty: give 'input' some text"
 
 
 def test_a_column_that_no_row_has_is_an_error_of_the_job(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,10 +73,13 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return make_model(tmp_path_factory.mktemp(request.param), request.param, **NOT_IN_VLLM.get(request.param, {}))
 
 
-def test_texts_are_those_of_the_tokenizer_that_encodes_prompts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen2_moe", "qwen3_moe", "seed_oss"])
+def test_texts_are_those_of_the_tokenizer_that_encodes_prompts(tmp_path: Path, kind: str) -> None:
+    """Also for the types of models of which transformers rebuilds a byte-level tokenizer as SentencePiece."""
     from transformers import AutoTokenizer
 
-    mislabel(make_tiny(tmp_path, "llama"))
+    file = mislabel(make_tiny(tmp_path, "llama")) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": kind}))
     ids = Tokenizer.load(tmp_path).encode("1 + 2 =")
     assert AutoTokenizer.from_pretrained(tmp_path).decode(ids) != "1 + 2 ="
     read = Vocabulary.read(str(tmp_path)).tokenizer
