@@ -48,6 +48,10 @@ def read(config: Config) -> Inputs:
 
 def look(config: Config, inputs: Inputs) -> Iterator[str]:
     """Describe the data as the model sees it, and the steps that it is good for."""
+    from slurm_rlhf.controller.run_inputs import answered
+    from slurm_rlhf.controller.verdicts import PROMPT_SHARES
+    from slurm_rlhf.controller.verdicts import warnings as share_warnings
+
     yield from (f"warning: {told}" for told in warnings(config))
     yield _data("data.prompt_dataset", inputs.prompts, config)
     yield from (_data(f"evaluation {one.settings.name}", one.prompts, config) for one in inputs.evaluation)
@@ -59,6 +63,8 @@ def look(config: Config, inputs: Inputs) -> Iterator[str]:
     first = inputs.prompts[0]
     yield f"the first prompt, {len(first.token_ids)} tokens: {cut(repr(first.text), _WIDTH)}"
     yield f"its label: {cut(repr(first.label), _WIDTH)}"
+    yield from share_warnings(inputs.findings.shares, PROMPT_SHARES)
+    yield from answered(inputs.evaluation)
     if inputs.findings.template:
         yield f"warning: {inputs.findings.template}"
 

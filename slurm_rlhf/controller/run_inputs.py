@@ -11,6 +11,7 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.earlier_run import model_contents
 from slurm_rlhf.controller.evaluation import EvalSet, read_eval_sets
 from slurm_rlhf.controller.self_check import PromptFindings
+from slurm_rlhf.controller.verdicts import warnings as share_warnings
 from slurm_rlhf.data.order import PromptOrder
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
@@ -43,6 +44,8 @@ class Inputs:
         for name, found in (("data.prompt_dataset", prompts), *sets):
             if found.dropped:
                 note(f"{name}: {found.dropped} prompts longer than {longest} tokens were dropped")
+        for told in answered(evaluation):
+            note(told)
         per_episode = max(len(prompts) // config.rollout.batch_size, 1)
         order = PromptOrder(
             len(prompts),
@@ -59,3 +62,13 @@ class Inputs:
         path = config.actor.model_name_or_path
         model = {path: model_contents(Path(path))}
         return cls(prompts, evaluation, order, reward, total, findings, tokenizer, model)
+
+
+def answered(evaluation: list[EvalSet]) -> list[str]:
+    """Warn of data sets whose prompts hold their answers; the self-check warns of those that are trained on."""
+    shares = {one.settings.name: one.prompts.answered / len(one.prompts) for one in evaluation}
+    return [
+        f"evaluation {name}: {told}"
+        for name, share in shares.items()
+        for told in share_warnings({"prompts_answered": share}, ("prompts_answered",))
+    ]

@@ -38,7 +38,7 @@ from slurm_rlhf.controller.verdicts import (
     warnings,
 )
 from slurm_rlhf.data.framing import has_double_bos, missing_eos
-from slurm_rlhf.data.prompts import PromptSet, is_answered
+from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ModelError, SelfCheckError
 from slurm_rlhf.records import F32, Bool, Experience, Trajectory
@@ -61,7 +61,7 @@ class PromptFindings:
         shares = {
             "prompts_dropped": prompts.dropped / (prompts.dropped + count),
             "prompts_double_bos": sum(has_double_bos(p.token_ids[:2].tolist(), tokenizer) for p in prompts) / count,
-            "prompts_answered": sum(is_answered(p.row.get(data.input_key)) for p in prompts) / count,
+            "prompts_answered": prompts.answered / count,
             "prompts_repeated": 1.0 - len({p.token_ids.tobytes() for p in prompts}) / count,
         }
         if not data.apply_chat_template:

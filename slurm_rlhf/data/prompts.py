@@ -30,6 +30,7 @@ class PromptSet:
     path: Path
     prompts: list[Prompt]
     dropped: int  # prompts longer than the limit
+    answered: int = 0  # prompts that end with a message of the assistant
 
     @classmethod
     def load(
@@ -64,7 +65,7 @@ class PromptSet:
             )
         if not kept:
             raise DataError(f"{path}: the file holds no prompts")
-        return cls(path, kept, dropped)
+        return cls(path, kept, dropped, sum(_is_answered(prompt.row[data.input_key]) for prompt in kept))
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -139,8 +140,7 @@ def _no_token(text: str, tokenizer: Tokenizer, data: Data) -> str:
     )
 
 
-def is_answered(value: Any) -> bool:
-    """Tell whether `value` is a list of messages that ends with one of the assistant."""
+def _is_answered(value: Any) -> bool:
     return _is_chat(value) and value[-1]["role"] == "assistant"
 
 

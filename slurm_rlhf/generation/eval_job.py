@@ -19,6 +19,7 @@ from slurm_rlhf.config.generate_rules import MODEL, check_eval
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.batches import sampling_of
 from slurm_rlhf.controller.evaluation import EvalSet, Evaluated, keep, read_eval_sets, source_of
+from slurm_rlhf.controller.run_inputs import answered
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import UserError
 from slurm_rlhf.evaluation.responses import ScoredResponse, answer_of
@@ -155,6 +156,8 @@ class EvalJob:
         progress = Progress(total, groups, began, len(output.tally.done))
         done = f"; {progress.before} are there from before" if progress.before else ""
         named = ", ".join(f"{one.settings.name} ({len(one.prompts)} prompts)" for one in self.sets)
+        for told in answered(self.sets):
+            print(told)
         print(f"evaluation directory {directory.root}: {total} responses, {named}{done}", flush=True)
         return output, desk, progress
 

@@ -15,6 +15,7 @@ from model_configs import NO_WEIGHTS
 from slurm_rlhf.algorithms.registry import built_in
 from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.load import load_config
+from slurm_rlhf.controller.run_inputs import Inputs
 
 
 @pytest.fixture(autouse=True)
@@ -85,6 +86,25 @@ def test_check_shows_what_a_run_reads(file: Path, capsys: pytest.CaptureFixture[
     assert lines[3] == "its label: '1'"
     assert lines[4].endswith("as if they were responses: 1, 2, 3, 4")
     assert main([*words[:2], "--dry_run=true"]) == 2
+
+
+def test_prompts_that_repeat_or_hold_their_answers_are_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By `check`; and of an evaluation by the run itself, too, whose self-check looks at those that it trains on."""
+    llama_like(file.parent / "model", template="{% for m in messages %}{{ m.content }}<|end_of_text|>{% endfor %}")
+    (file.parent / "prompts.jsonl").write_text('{"input": "1+1=", "label": "2"}\n' * 9)
+    asked = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]
+    rows = [{"input": asked, "label": "2"}, {"input": asked[:1], "label": "2"}]
+    (file.parent / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["--data.apply_chat_template=true", "--rollout.batch_size=8", "--train.batch_size=8"]
+    words.append(f"--eval.dataset={file.parent / 'eval.jsonl'}")
+    assert main(["check", str(file), *words]) == 0
+    out = capsys.readouterr().out
+    assert "warning: 89 % of the prompts stand in the file once more" in out
+    ends = "warning: 50 % of the prompts end with a message of the assistant"
+    assert re.search(f"^evaluation [^:]+: {ends}", out, re.MULTILINE)
+    notes: list[str] = []
+    Inputs.read(load_config(file, words), notes.append)
+    assert sum(ends in note for note in notes) == 1
 
 
 @pytest.mark.parametrize("command", [["check"], ["train", "--dry_run"]])
