@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from slurm_rlhf.cli import campaign
 from slurm_rlhf.cli.main import main
 
 
@@ -49,6 +50,12 @@ def test_a_directory_in_use_is_left_alone(tmp_path: Path, capsys: pytest.Capture
     assert main(["campaign", f"--out={tmp_path}"]) == 2
     assert "holds something already: give a new directory" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_directory_without_anything_in_it_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(campaign, "_rows", lambda out, drawn, seed: iter(()))
+    main(["campaign", f"--out={tmp_path}"])
+    assert len(list(tmp_path.iterdir())) > 0  # the table of no faults
 
 
 def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:

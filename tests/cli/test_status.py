@@ -209,6 +209,7 @@ def test_without_a_controller_the_directory_still_tells(bench: Bench, capsys: py
     bench.wrote("running", 4)
     out = shown(bench.run_dir, capsys)
     assert "slurmctld says nothing about job 12: Unable to contact slurm controller" in out
+    assert f"run         {bench.run_dir}: running\n" in out
     assert "step        4/10" in out
 
 

@@ -91,6 +91,19 @@ def test_without_a_checkpoint_earlier_metrics_are_put_aside(tmp_path: Path, caps
     assert (tmp_path / "tensorboard.1").is_dir()
 
 
+def test_a_resume_says_from_where_and_how_many_steps_are_done_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = plain_reporting(tmp_path)
+    first.begin(RunState(seed=0), 9, None)
+    assert "resuming" not in capsys.readouterr().out
+    for step in (1, 2, 3):
+        first.step(step, 9, {"reward": 1.0})
+    for step, again in ((1, ", 2 later steps are done again"), (1, "")):
+        plain_reporting(tmp_path).begin(RunState(seed=0, step=step), 9, tmp_path / "step_000001")
+        assert f"resuming from {tmp_path / 'step_000001'} at step 1/9{again}\n" in capsys.readouterr().out
+
+
 def test_a_stop_before_the_first_step_says_that_nothing_is_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,6 +15,7 @@ import tokenizers
 from pyarrow import parquet
 from tiny_models import make_tiny
 
+from slurm_rlhf.cli.generate import refuse_many_processes
 from slurm_rlhf.config.generate_rules import check_generate
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import read_rows, require_column
@@ -75,6 +76,13 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_one_bad_row(tmp_path: Path, 
     assert "cannot encode '${x}'" in why[0]
     assert "row 2: the prompt is longer than 24 tokens" in why[1]
     assert why[2] == "row 3: the prompt is empty: give 'input' some text"
+
+
+def test_a_job_of_several_mpi_processes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_many_processes("generate")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="each would answer all rows"):
+        refuse_many_processes("generate")
 
 
 def test_a_column_that_no_row_has_is_an_error_of_the_job(tmp_path: Path) -> None:

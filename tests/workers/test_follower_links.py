@@ -89,6 +89,12 @@ def test_every_command_travels(links: Links) -> None:
     assert set(TRAVELLING) <= set(calls_of(FollowerCalls))
 
 
+def test_a_group_is_described_without_parameters_and_without_what_the_configuration_says() -> None:
+    where = {"name": "sync1", "rank": 2, "world": 5, "actors": 2, "host": "n1", "port": 29500}
+    assert GROUP.described() == where
+    assert dataclasses.replace(GROUP, backend="gloo").described() == where | {"backend": "gloo"}
+
+
 def test_requests_come_with_the_next_step_and_before_it(links: Links) -> None:
     links.leader.hold(FollowerCalls.add, REQUEST)
     links.leader.hold(FollowerCalls.add, dataclasses.replace(REQUEST, key="7.2"))
