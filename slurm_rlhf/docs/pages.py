@@ -21,6 +21,7 @@ TOPICS: dict[str, str] = {
     "weights": "how new weights reach the engines",
     "resume": "time limits, preemption, checkpoints",
     "report": "one page that shows a run, its samples and events",
+    "metrics": "every number of a run: what it is, and when it is absent",
     "trackers": "TensorBoard, W&B, trackio and MLflow, offline too",
     "trouble": "what you see, and what to do",
     "migration": "from OpenRLHF, verl or TRL",

@@ -171,6 +171,8 @@ def test_shares_of_a_batch_are_metrics_of_every_step() -> None:
     found, exp = a_batch([1.0, 1.0, 0.0, 1.0, 5.0, 5.0, 0.0, 0.0])
     metrics = sample_metrics(config, found, Rewards(exp.rewards, None, {}), exp)
     assert (metrics["reward_constant"], metrics["truncated"]) == (0.75, 0.5)
+    assert (metrics["reward_min"], metrics["reward_max"]) == (0.0, 5.0)
+    assert metrics["reward_std"] == pytest.approx(1.996, abs=1e-3)
     assert agreement_metrics(config, found, exp, 0)["rollout_logprob_diff"] == 0.0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from glossary import unexplained
 from kit_seats import visible
 from tiny_models import make_tiny
 from waiting import HANG_S, until
@@ -166,9 +167,11 @@ def train(
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
+    """The lines of metrics.jsonl; docs/metrics.md explains each name in them."""
     file = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    assert unexplained({name for row in rows for name in row}) == []
+    return rows
 
 
 def steps(run_dir: Path) -> int:
