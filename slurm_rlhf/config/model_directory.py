@@ -24,6 +24,11 @@ def check_model_directory(key: str, path: str, *, tokenizer: bool) -> None:
             f"{key}: no such directory, and the Hugging Face cache here has no model {path}: where there is a network, "
             f"`hf download {path}`; a login node does, where it shares its cache (HF_HOME) with the compute nodes"
         )
+    if directory.is_file():
+        told = (
+            _GGUF if directory.suffix == ".gguf" else "name the directory that it is in, with config.json and weights"
+        )
+        raise ModelError(f"{key}: {path} is a file, and a model is a directory: {told}")
     if not directory.is_dir():
         raise ModelError(
             f"{key}: no such directory: {path} (a model of the Hugging Face hub must be downloaded first: "
@@ -218,6 +223,9 @@ def read_config(key: str, directory: Path) -> dict[str, Any]:
     return config
 
 
+_GGUF = "GGUF cannot be trained, give the Hugging Face model that it was made of"
+
+
 def _instead_of_model(directory: Path) -> str:
     """Say what a directory without config.json is, and what to do."""
     if (directory / "adapter_config.json").is_file():
@@ -226,7 +234,7 @@ def _instead_of_model(directory: Path) -> str:
             "(`AutoPeftModelForCausalLM.from_pretrained(directory).merge_and_unload().save_pretrained(other)`)"
         )
     if any(directory.glob("*.gguf")):
-        return "holds GGUF files, which cannot be trained: give the Hugging Face model that they were made of"
+        return f"holds GGUF files: {_GGUF}"
     return "is not a Hugging Face model: it holds no config.json"
 
 

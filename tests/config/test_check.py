@@ -13,7 +13,7 @@ from slurm_rlhf.cli.main import main
 from slurm_rlhf.config.check import check, check_sft, warnings
 from slurm_rlhf.config.key_text import from_text
 from slurm_rlhf.config.keys import all_keys, documentation, put
-from slurm_rlhf.config.model_directory import read_config
+from slurm_rlhf.config.model_directory import check_model_directory, read_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, ModelError
 
@@ -417,6 +417,10 @@ def test_what_is_no_model_is_called_by_its_name(tmp_path: Path) -> None:
         (directory / name).touch()
         with pytest.raises(ModelError, match=f"actor.model_name_or_path: {directory} {told}"):
             read_config("actor.model_name_or_path", directory)
+    for name, told in (("model.gguf", "GGUF cannot be trained"), ("x", "name the directory that it is in")):
+        file = tmp_path / name / name
+        with pytest.raises(ModelError, match=f"{file} is a file, and a model is a directory: {told}"):
+            check_model_directory("actor.model_name_or_path", str(file), tokenizer=False)
 
 
 def test_plan_refuses_what_check_refuses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
