@@ -36,7 +36,7 @@ function scales(plot, width, height) {
   let xs = plot.range || extent(plot.series.flatMap((each) => each.at || each.x)) || [0, 1];
   if (plot.steps) xs = [xs[0] - 0.5, xs[1] + 0.5]; // a column for each step
   const inside = (each) => ["y", "low", "high"].flatMap((name) => (each[name] || []).filter((_, index) => !plot.range || (each.at[index] >= xs[0] && each.at[index] <= xs[1])));
-  let ys = extent(plot.series.flatMap(inside)) || [0, 1];
+  let ys = extent(plot.series.flatMap(inside)) || extent(plot.series.flatMap((each) => each.y)) || [0, 1];
   const log = plot.log && ys[0] > 0 && ys[1] / ys[0] > 20;
   if (plot.zero) ys = [0, ys[1] || 1];
   else if (!log) {
