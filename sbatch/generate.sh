@@ -51,5 +51,8 @@ if ! command -v "$command" >/dev/null; then
   exit 127
 fi
 
+# The job's name is the run's: --job-name=NAME makes it runs/NAME, unless a word here names another run_dir.
+name=${ENVIRONMENT:+${SLURM_JOB_NAME:-}} # ENVIRONMENT: Slurm sets it in a batch job, not in an interactive one
+[[ ${name:-generate} == generate || $* == *run_dir* ]] || set -- "$@" --run_dir="$root/runs/$name"
 # exec: Slurm's signals reach the job's own process, and its exit code is the job's.
 exec "$command" generate "$root/sbatch/generate.toml" "${options[@]}" "$@"

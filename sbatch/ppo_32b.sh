@@ -14,8 +14,7 @@
 ##SBATCH --partition=gpu
 ##SBATCH --account=project
 #
-# PPO on a 32B model: 16 nodes of 8 GPUs, on each of them 3 of actor and reference, 3 of the critic,
-# 1 engine of 2.
+# PPO on a 32B model: 16 nodes of 8 GPUs, on each 3 of actor and reference, 3 of the critic, 1 engine of 2.
 #
 #   sbatch sbatch/ppo_32b.sh [--KEY=VALUE ...]                   from the top of the checkout; keys: ppo_32b.toml
 #   sbatch --nodes=4 sbatch/ppo_32b.sh --actor.num_nodes=4 --critic.num_nodes=4 --ref.num_nodes=4 --vllm.num_engines=4 \
@@ -54,5 +53,8 @@ if ! command -v "$command" >/dev/null; then
   exit 127
 fi
 
+# The job's name is the run's: --job-name=NAME makes it runs/NAME, unless a word here names another run_dir.
+name=${ENVIRONMENT:+${SLURM_JOB_NAME:-}} # ENVIRONMENT: Slurm sets it in a batch job, not in an interactive one
+[[ ${name:-ppo_32b} == ppo_32b || $* == *run_dir* ]] || set -- "$@" --run_dir="$root/runs/$name"
 # exec: Slurm's signals reach the run itself, and its exit code is the job's.
 exec "$command" train "$root/sbatch/ppo_32b.toml" "${options[@]}" "$@"

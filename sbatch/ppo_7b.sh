@@ -17,6 +17,7 @@
 # PPO on a 7B model: 2 nodes of 8 GPUs, on each of them 4 of actor and reference, 3 of the critic, 1 engine.
 #
 #   sbatch sbatch/ppo_7b.sh [--KEY=VALUE ...]                   from the top of the checkout; keys: ppo_7b.toml
+#   sbatch --job-name=NAME sbatch/ppo_7b.sh [--KEY=VALUE ...]  another run, in runs/NAME
 #
 # Ten minutes before its time is up the run saves and requeues itself, and goes on from there.
 # Where requeueing is forbidden, a chain of jobs goes on with it; what is left of the chain goes when it is finished:
@@ -51,5 +52,8 @@ if ! command -v "$command" >/dev/null; then
   exit 127
 fi
 
+# The job's name is the run's: --job-name=NAME makes it runs/NAME, unless a word here names another run_dir.
+name=${ENVIRONMENT:+${SLURM_JOB_NAME:-}} # ENVIRONMENT: Slurm sets it in a batch job, not in an interactive one
+[[ ${name:-ppo_7b} == ppo_7b || $* == *run_dir* ]] || set -- "$@" --run_dir="$root/runs/$name"
 # exec: Slurm's signals reach the run itself, and its exit code is the job's.
 exec "$command" train "$root/sbatch/ppo_7b.toml" "${options[@]}" "$@"

@@ -17,6 +17,7 @@
 # PPO on a 7B model: one node of 8 GPUs, which all roles share in turns.
 #
 #   sbatch sbatch/ppo_7b_1node.sh [--KEY=VALUE ...]             from the top of the checkout; keys: ppo_7b_1node.toml
+#   sbatch --job-name=NAME sbatch/ppo_7b_1node.sh [--KEY=VALUE ...]  another run, in runs/NAME
 #
 # Ten minutes before its time is up the run saves and requeues itself, and goes on from there.
 # Where requeueing is forbidden, a chain of jobs goes on with it; what is left of the chain goes when it is finished:
@@ -51,5 +52,8 @@ if ! command -v "$command" >/dev/null; then
   exit 127
 fi
 
+# The job's name is the run's: --job-name=NAME makes it runs/NAME, unless a word here names another run_dir.
+name=${ENVIRONMENT:+${SLURM_JOB_NAME:-}} # ENVIRONMENT: Slurm sets it in a batch job, not in an interactive one
+[[ ${name:-ppo_7b_1node} == ppo_7b_1node || $* == *run_dir* ]] || set -- "$@" --run_dir="$root/runs/$name"
 # exec: Slurm's signals reach the run itself, and its exit code is the job's.
 exec "$command" train "$root/sbatch/ppo_7b_1node.toml" "${options[@]}" "$@"

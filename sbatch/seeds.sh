@@ -43,4 +43,5 @@ if ! command -v "$command" >/dev/null; then
 fi
 
 # exec: Slurm's signals reach the run itself, and its exit code is the job's.
-exec "$command" train "$file" --train.seed="$seed" --run_dir="$run_dirs/seed_$seed" "$@"
+# No chain: what waits in this array is other runs.
+exec "$command" train "$file" --train.seed="$seed" --run_dir="$run_dirs/seed_$seed" "$@" --slurm.chain=false

@@ -49,12 +49,13 @@ class SlurmContinuation(Continuation):
         self._environ = environ
         self._argv = argv
         self._directory = directory
-        self._end: float | None = None
+        self._last: float | None = None  # by time.monotonic(): clocks of nodes are set
 
     def end_time(self) -> float | None:
         """Read the end from the environment, else ask `squeue` once (Slurm before 23.02 sets no variable)."""
-        self._end = float(self._slurm.end_time) if self._slurm.end_time is not None else self._asked_end()
-        return self._end
+        end = float(self._slurm.end_time) if self._slurm.end_time is not None else self._asked_end()
+        self._last = None if end is None else time.monotonic() + end - time.time() - _LAST_TRY_S
+        return end
 
     def _asked_end(self) -> float | None:
         answer = command(["squeue", "-h", "-j", self._job, "-o", "%e"])
@@ -70,8 +71,7 @@ class SlurmContinuation(Continuation):
         ended: this waits for that SIGTERM and no longer. Where neither works, because the controller is away, it is
         tried again until shortly before the end of the allocation.
         """
-        left = _PATIENCE_S if self._end is None else self._end - time.time() - _LAST_TRY_S
-        last = time.monotonic() + left
+        last = self._last or time.monotonic() + _PATIENCE_S
         with termination() as terminated:
             while True:
                 with immune():
@@ -80,17 +80,20 @@ class SlurmContinuation(Continuation):
                     terminated.wait(_KILL_S)
                     return Arrangement(f"job {self._job} is requeued", True)
                 why = requeued.stderr.strip() or "scontrol requeue failed"
-                arranged = self._submit(why)
-                away = not arranged.holds and any(word in arranged.told for word in _AWAY)
+                # A controller that is away takes no job either, and each command may wait for it for half a minute.
+                arranged = self._refused(why) if _is_away(why) else self._submit(why)
+                away = not arranged.holds and _is_away(arranged.told)
                 if not away or time.monotonic() > last or terminated.wait(_AGAIN_S):
                     return arranged
+
+    def _refused(self, why: str) -> Arrangement:
+        return Arrangement(f"job {self._job} could not be requeued ({why}); submit the same command to go on", False)
 
     def _submit(self, why: str) -> Arrangement:
         shown = command(["scontrol", "show", "job", self._job])
         written = command(["scontrol", "write", "batch_script", self._job, "-"])
         if shown.returncode or written.returncode or not written.stdout.startswith("#!"):
-            told = f"job {self._job} could not be requeued ({why}); submit the same command to go on"
-            return Arrangement(told, False)
+            return self._refused(why)
         if follower := self._follower():
             return Arrangement(f"requeue is not allowed here ({why}); job {follower} follows this one", True)
         job = successor(shown.stdout, self._environ, self._argv)
@@ -162,11 +165,8 @@ class ChainContinuation(Continuation):
         words = ["squeue", "-h", "-t", "PENDING", f"--name={self._slurm.job_name}", f"--user={os.getuid()}"]
         lines = command([*words, "-o", "%i %E"]).stdout.splitlines()
         waiting = [line.partition(" ")[0] for line in lines if "singleton" in line]
-        own, *others = (
-            [_line(command(["scontrol", "show", "job", job]).stdout, name) for name in ("Command", "WorkDir")]
-            for job in (str(self._slurm.job_id), *waiting)
-        )
-        return [job for job, what in zip(waiting, others, strict=True) if what == own and any(own)]
+        own, *others = map(_what, (str(self._slurm.job_id), *waiting))
+        return [job for job, what in zip(waiting, others, strict=True) if what == own and all(own)]
 
 
 class ParentContinuation(Continuation):
@@ -179,6 +179,17 @@ class ParentContinuation(Continuation):
     def go_on(self) -> Arrangement:
         os.kill(self._parent, self._number)
         return Arrangement("the job is requeued by the process that submitit started", True)
+
+
+def _is_away(told: str) -> bool:
+    return any(word in told for word in _AWAY)
+
+
+def _what(job: str) -> list[str]:
+    """Return what tells whether two jobs are the same run: the script, which may name it, its arguments, its place."""
+    shown = command(["scontrol", "show", "job", job]).stdout
+    script = command(["scontrol", "write", "batch_script", job, "-"]).stdout
+    return [script, _line(shown, "Command") or "(--wrap)", _line(shown, "WorkDir")]
 
 
 def continuation_of(settings: Slurm, run_dir: Path, environ: Mapping[str, str]) -> Continuation:

@@ -131,12 +131,12 @@ def test_nodes_are_as_few_as_hold_the_roles() -> None:
 
 
 def test_a_chain_cancels_its_own_waiting_jobs_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not one with other arguments, which is another run, nor one that waits for something else."""
+    """Not one with other arguments or another script, which is another run, nor one that waits for something else."""
     shown = f"  Command=/x/chain.sh --run_dir=/r/$(test $3 = 17 && echo other || echo run)\n  WorkDir={tmp_path}\n"
     programs = {
         "scancel": f'echo "$@" >>{tmp_path}/calls',
-        "squeue": "printf '15 singleton(unfulfilled)\\n16 (null)\\n17 singleton\\n18 singleton\\n'",
-        "scontrol": f'echo "{shown}"',
+        "squeue": "printf '15 singleton(unfulfilled)\\n16 (null)\\n17 singleton\\n18 singleton\\n19 singleton\\n'",
+        "scontrol": f'test $1 = write && echo "run_dir=/r/$(test $3 = 19 && echo other)" || echo "{shown}"',
     }
     for name, does in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
@@ -162,7 +162,7 @@ BACK = f'test "$1 $(grep -c requeue calls)" = "requeue 3" || {{ {AWAY}; }}'
 @pytest.mark.parametrize(
     ("scontrol", "end_s", "told", "holds", "calls"),
     [
-        (BACK, 3600, "job 13 is requeued", True, 7),
+        (BACK, 3600, "job 13 is requeued", True, 3),
         (AWAY, 70, "could not be requeued (scontrol: error: Unable to contact", False, 0),
         ("echo 'Requested operation is presently disabled' >&2; exit 1", 3600, "presently disabled); submit", False, 3),
         (None, 3600, "No such file or directory: 'scontrol'); submit the same command to go on", False, 0),
@@ -177,7 +177,10 @@ def test_a_requeue_is_tried_again_while_the_controller_is_away(
     holds: bool,
     calls: int,
 ) -> None:
-    """Until a minute before the end; what Slurm refuses, or a machine without its commands, is no reason to wait."""
+    """Until a minute before the end, whatever is done to the clock meanwhile.
+
+    What Slurm refuses, or a machine without its commands, is no reason to wait.
+    """
     monkeypatch.setattr(requeue, "_AGAIN_S", 0.01)
     monkeypatch.setattr(requeue, "_LAST_TRY_S", 67.0)
     monkeypatch.setattr(requeue, "_KILL_S", 0.0)
@@ -189,9 +192,11 @@ def test_a_requeue_is_tried_again_while_the_controller_is_away(
     ends = int(time.time() + end_s)
     found = continuation_of(Slurm(), tmp_path, {**JOB, "SLURM_JOB_END_TIME": str(ends)})
     assert found.end_time() == ends
+    right = time.time
+    monkeypatch.setattr(time, "time", lambda: right() + 7200)
     arranged = found.go_on()
     assert (told in arranged.told, arranged.holds) == (True, holds), arranged
-    assert time.time() < ends - 60
+    assert right() < ends - 60
     if calls:
         assert len((tmp_path / "calls").read_text().splitlines()) == calls
 
@@ -233,7 +238,8 @@ def test_one_run_for_each_seed(tmp_path: Path) -> None:
     environment = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_ARRAY_TASK_ID": "3"}
     words = ["bash", str(SBATCH / "seeds.sh"), "my run.toml", "/runs/a b", "--actor.learning_rate=1e-6"]
     said = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
-    assert said.splitlines() == ["train", "my run.toml", "--train.seed=3", "--run_dir=/runs/a b/seed_3", words[-1]]
+    own = ["train", "my run.toml", "--train.seed=3", "--run_dir=/runs/a b/seed_3", words[-1]]
+    assert said.splitlines() == [*own, "--slurm.chain=false"]  # or the first to finish would cancel the others
     for bad, environ in ((words[:3], environment), (words, {"PATH": os.environ["PATH"]})):
         done = subprocess.run(bad, env=environ, capture_output=True, text=True, check=False)
         assert done.returncode != 0

@@ -140,6 +140,10 @@ def test_a_script_in_slurms_spool_finds_the_checkout_or_says_so(tmp_path: Path) 
         environment = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(place_of_submission)}
         said = subprocess.run(words, env=environment, capture_output=True, text=True, check=True).stdout
         assert said.splitlines() == ["train", str(checkout / "sbatch" / "ppo_32b.toml"), *words[2:]]
+    environment |= {"SLURM_JOB_NAME": "second", "ENVIRONMENT": "BATCH"}
+    for more, own in (([], [f"--run_dir={checkout}/runs/second"]), (["--run_dir=/x"], [])):
+        said = subprocess.run([*words, *more], env=environment, capture_output=True, text=True, check=True).stdout
+        assert said.splitlines()[2:] == [*words[2:], *more, *own]  # jobs of one name, as in a chain, are one run
     environment["SLURM_SUBMIT_DIR"] = str(tmp_path)
     lost = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
     assert (lost.returncode, lost.stderr) == (
