@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.algorithms.registry import AdvantageFunction, Algorithm, register_algorithm
+from slurm_rlhf.cluster.processes import keep_others_out
 from slurm_rlhf.cluster.stop import INTERRUPT
 from slurm_rlhf.config.load import settled
 from slurm_rlhf.config.schema import Config
@@ -60,6 +61,7 @@ def train(
         _take_reward(config, reward)
     if prompts is not None:
         config.data.prompt_dataset = str(_write_prompts(config, prompts))
+    keep_others_out()
     if train_here(config) == INTERRUPT.exit_code:
         raise KeyboardInterrupt  # what follows in the caller's script is not for half a run
     return Summary.read(RunDirectory(Path(config.run_dir)).summary)

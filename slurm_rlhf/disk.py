@@ -16,6 +16,7 @@ _LITTLE = 64 * MIB
 _FULL = ("No space left on device", "inline_container.cc", "PytorchStreamWriter")
 _QUOTA = "Disk quota exceeded"
 _LARGE = "File too large"
+_READ_ONLY = "Read-only file system"
 """Words of errors that have lost their number on the way through a library or from another process; torch's tell of any
 short write. Another disk of that process may be full: they count where little is free here."""
 
@@ -25,7 +26,7 @@ def refusal(error: BaseException, place: Path, needed: int = 0) -> str:
 
     `needed`: bytes that were about to be written, where that is known.
     """
-    number = error.errno if isinstance(error, OSError) else _number(str(error), _free(place) < max(needed, _LITTLE))
+    number = _number(error, place, needed)
     point, kind = mount_of(place)
     where = f"the file system {point}{f' ({kind})' if kind else ''} has {_mib(_free(place))} MiB free"
     wanted = f", and {_mib(needed)} MiB are needed" if needed else ""
@@ -41,6 +42,19 @@ def refusal(error: BaseException, place: Path, needed: int = 0) -> str:
     if number == errno.EROFS:
         return f"the file system {point} is mounted for reading only"
     return ""
+
+
+def remedy(error: BaseException, place: Path, needed: int = 0, there: str = "") -> str:
+    """Say what to do about what `refusal` says of the same; `there`: more about the checkpoints that are kept."""
+    number = _number(error, place, needed)
+    if number == errno.EFBIG:
+        return "Raise that limit"
+    other = "set run_dir to another disk"
+    if number == errno.EROFS:
+        return f"Have it mounted for writing again, or {other}"
+    if number in (errno.ENOSPC, errno.EDQUOT):
+        return f"Free space there, keep fewer checkpoints (ckpt.max_num{there}), or {other}"
+    return other.capitalize()
 
 
 def vanished(root: Path) -> str:
@@ -77,10 +91,7 @@ def run_directory_kept(root: Path) -> Iterator[None]:
         told = refusal(error, root)
         if not told:
             raise
-        raise DiskError(
-            f"run_dir {root}: {told}. Free space there, keep fewer checkpoints (ckpt.max_num), or move the directory "
-            "to another disk (run_dir), then start the same again: it goes on from the newest checkpoint"
-        ) from error
+        raise DiskError(f"run_dir {root}: {told}. {remedy(error, root)}, then start the same again") from error
 
 
 def mount_of(path: Path, table: Path = MOUNTS) -> tuple[Path, str]:
@@ -122,11 +133,17 @@ def size_of(directory: Path) -> int:
     return total
 
 
-def _number(words: str, little: bool) -> int:
+def _number(error: BaseException, place: Path, needed: int) -> int | None:
+    if isinstance(error, OSError):
+        return error.errno
+    words = str(error)
     if _QUOTA in words:
         return errno.EDQUOT
     if _LARGE in words:
         return errno.EFBIG
+    if _READ_ONLY in words and (found := _statvfs(place)) and found.f_flag & os.ST_RDONLY:
+        return errno.EROFS
+    little = _free(place) < max(needed, _LITTLE)
     return errno.ENOSPC if little and any(text in words for text in _FULL) else 0
 
 

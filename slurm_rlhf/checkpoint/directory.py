@@ -20,7 +20,7 @@ from typing import Any
 from slurm_rlhf.checkpoint import resume
 from slurm_rlhf.checkpoint.manifest import describe, read, verify, write, write_state
 from slurm_rlhf.checkpoint.resume import entries, passed_over
-from slurm_rlhf.disk import MIB, refusal, size_of, vanished
+from slurm_rlhf.disk import MIB, refusal, remedy, size_of, vanished
 from slurm_rlhf.errors import CheckpointError, ConfigError, RemoteError
 
 
@@ -121,7 +121,8 @@ class CheckpointDir:
         except (OSError, RemoteError) as error:
             sizes = [size_of(entry.path) for entry in resume.entries(self.root)[0]]
             begun = 0 if step is None or sizes else size_of(self._temporary(step))
-            told = refusal(error, self.root, max(sizes, default=0))
+            needed = max(sizes, default=0)
+            told = refusal(error, self.root, needed)
             if isinstance(error, RemoteError) and not told:
                 raise
             what = "checkpoints could not be pruned" if step is None else f"checkpoint {step} could not be written"
@@ -132,8 +133,8 @@ class CheckpointDir:
             usable = resume.latest(self.root)
             rest = f"The newest whole checkpoint is {usable}" if usable else "There is no earlier checkpoint"
             raise CheckpointError(
-                f"{what} in {self.root}: {told or error}. {rest}. Free space there, keep fewer (ckpt.max_num; "
-                f"{len(sizes)} are there), or set run_dir to another disk, then resume"
+                f"{what} in {self.root}: {told or error}. {rest}. "
+                f"{remedy(error, self.root, needed, f'; {len(sizes)} are there')}, then resume"
             ) from error
 
     def _temporary(self, step: int) -> Path:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from slurm_rlhf import __version__
-from slurm_rlhf.cluster.processes import raise_descriptors
+from slurm_rlhf.cluster.processes import keep_others_out, raise_descriptors
 from slurm_rlhf.cluster.stop import note_early
 from slurm_rlhf.config.key_text import help_text, key_names, listed
 from slurm_rlhf.config.keys import all_keys, groups
@@ -194,6 +194,7 @@ def main(argv: list[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         note_early()  # imports and preflight take a minute
     raise_descriptors()
+    keep_others_out()
     return guarded(lambda: _dispatch(words))
 
 
@@ -217,10 +218,21 @@ def guarded(work: Callable[[], int]) -> int:
         # A full disk or a missing permission; the logs of the run say what it stopped.
         place = Path(str(error.filename or "."))
         told = refusal(error, place)
-        print(f"slurm-rlhf: error: {printable(f'{place}: {told}' if told else str(error))}", file=sys.stderr)
+        text = f"{place}: {told}" if told else f"{error}{_origin(error)}"
+        print(f"slurm-rlhf: error: {printable(text)}", file=sys.stderr)
         return 1
     except Exception as error:
         return _unexpected(error)
+
+
+def _origin(error: OSError) -> str:
+    """Say of an error that names no file which line met it, and what may have changed the call there."""
+    if error.filename is not None:
+        return ""
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    told = f". LD_PRELOAD = {preloaded} replaces calls of the system: start without it" if preloaded else ""
+    return f", from `{line.line}` ({line.filename}:{line.lineno}){told}"
 
 
 def _unexpected(error: Exception) -> int:

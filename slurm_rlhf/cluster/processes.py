@@ -71,6 +71,9 @@ _OFTEN = {
 }
 
 
+KILLED = "was killed by "
+
+
 def exit_text(code: int) -> str:
     """Describe how a process ended whose exit status is `code`, negative for a signal."""
     number = -code if code < 0 else code - 128  # as shells and the conductor itself tell of a signal
@@ -79,7 +82,7 @@ def exit_text(code: int) -> str:
     except ValueError:
         name = f"signal {number}" if code < 0 else ""
     if code < 0:
-        return f"was killed by {name}"
+        return f"{KILLED}{name}"
     return f"ended with status {code}" + (f" (128 + {name})" if name else "")
 
 
@@ -123,6 +126,12 @@ def raise_descriptors() -> None:
     most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def keep_others_out() -> None:
+    """Give others no right to what this process and those that it starts write, where its umask lets them change it."""
+    umask = os.umask(0o077)
+    os.umask(umask if umask & 0o002 else umask | 0o007)
 
 
 def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Callable
@@ -29,8 +28,9 @@ from slurm_rlhf.generation.output import MERGED, OutputFile
 from slurm_rlhf.generation.progress import Progress
 from slurm_rlhf.launch.engine_launcher import EngineLauncher
 from slurm_rlhf.launch.requeue import continuation_of
+from slurm_rlhf.observe.run_status import write_summary
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.run_directory import RunDirectory, write_atomically
+from slurm_rlhf.run_directory import RunDirectory
 
 WAIT_S = 0.2
 
@@ -109,7 +109,7 @@ class Job:
     def _write_summary(self, status: str, **more: Any) -> None:
         lost = {engine: gone.why for engine, gone in self.fleet.gone.items()} if self.fleet else {}
         summary = self.progress.summary(status, self.output.tally, lost, time.monotonic(), **more)
-        write_atomically(self.directory.summary, json.dumps(summary, indent=2) + "\n", durable=True)
+        write_summary(self.directory.summary, summary)
 
     def tell(self, line: str) -> None:
         """Print a line, unless logger.progress = none."""

@@ -17,9 +17,10 @@ _NOISE = re.compile(
     r"|(\[rank\d+\]:)?\[W\d{4,} .*(socket|TCPStore|ProcessGroup\w*|CUDAAllocatorConfig)\.cpp"
     r"|frame #\d+: "
     r"|Exception raised from .* at .*\.[ch]pp:\d+ "
-    r"|.*:\d+: (Future|Deprecation|PendingDeprecation)Warning: "
-    r"|  (warnings\.)?warn\("
+    r"|(\[rank\d+\]:)?\[W\d{4,} .* deprecated\b"
 )
+_WARNING = re.compile(r".*:\d+: (Future|Deprecation|PendingDeprecation)Warning: ")
+"""Python's warning of what is deprecated; the line of source that is to blame may follow, indented by two blanks."""
 _REPORT_BEGINS = re.compile(r"(torch\.distributed\.elastic\S*\.)?ChildFailedError:")
 _REPORT_RULE = re.compile(r"={20,}$")
 _TRACEBACK = "Traceback (most recent call last):"
@@ -49,7 +50,11 @@ def _without_noise(lines: list[str]) -> Iterator[str]:
     """Drop warnings, torchrun's own traceback and its report."""
     traceback: list[str] = []  # of a traceback that may turn out to be torchrun's
     rules_left = 0  # of the report that is being skipped
+    blamed = False  # the line before is a warning
     for line in lines:
+        source, blamed = blamed and line.startswith("  "), bool(_WARNING.match(line))
+        if source or blamed:
+            continue
         if rules_left:
             rules_left -= bool(_REPORT_RULE.match(line))
         elif _REPORT_BEGINS.match(line) and any(_TORCHRUN_FRAME.match(frame) for frame in traceback):

@@ -52,7 +52,22 @@ class Summary:
                 del content[name]
         content |= {name: finite(value) for name, value in content.items() if isinstance(value, float)}
         content["self_check"] = {name: finite(value) for name, value in self.self_check.items()}
-        write_atomically(path, json.dumps(content, indent=2, allow_nan=False) + "\n", durable=True)
+        write_summary(path, content)
+
+
+def write_summary(path: Path, content: dict[str, Any]) -> None:
+    """Replace `path` by `content`, of which a full disk takes the first line of `error`. Raises OSError."""
+    try:
+        write_atomically(path, json.dumps(content, indent=2) + "\n", durable=True)
+    except OSError:
+        # There is no room for a second file. The blocks of the one that is there can take a short text.
+        short = {**content, "error": str(content.get("error", "")).partition("\n")[0]}
+        text = (json.dumps(short, indent=2) + "\n").encode()
+        if len(text) > path.stat().st_blocks * 512:
+            raise
+        with path.open("r+b") as file:
+            file.write(text)
+            file.truncate()
 
 
 _READ = 1 << 18  # bytes from the end of metrics.jsonl

@@ -26,6 +26,7 @@ from slurm_rlhf.cluster.processes import (
     STORE_FD,
     STORE_RANKS,
     die_with_parent,
+    keep_others_out,
     print_to,
     raise_descriptors,
 )
@@ -226,6 +227,7 @@ def main() -> None:
 
     collect_rarely()
     raise_descriptors()
+    keep_others_out()
     die_with_parent(int(os.environ.pop(PARENT, os.getppid())))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the conductor answers Ctrl-C
     held = hold_termination()

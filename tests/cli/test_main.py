@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import re
@@ -48,6 +49,15 @@ def test_overview(capsys: pytest.CaptureFixture[str]) -> None:
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"slurm-rlhf {__version__}\n"
+
+
+@pytest.mark.parametrize(("before", "after"), [(0o000, 0o007), (0o020, 0o027), (0o022, 0o022), (0o002, 0o002)])
+def test_where_the_umask_lets_others_write_they_may_do_nothing(before: int, after: int) -> None:
+    usual = os.umask(before)
+    try:
+        cli.main(["--version"])
+    finally:
+        assert os.umask(usual) == after
 
 
 @pytest.mark.parametrize("name", sorted(set(cli.COMMANDS) - WITHOUT_FILE - OTHERS))
@@ -174,6 +184,26 @@ def test_a_broken_module_on_pythonpath_is_named(
     assert err.startswith(f"slurm-rlhf: error: {tmp_path / name}.py is imported because PYTHONPATH has {tmp_path}, ")
     assert f"Take {tmp_path} out of PYTHONPATH" in err
     assert "Traceback" not in err
+
+
+def test_an_error_that_names_no_file_names_its_line_and_what_replaces_calls(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of `time.sleep` under libfaketime with FAKETIME_DONT_FAKE_MONOTONIC=1."""
+
+    def sleep() -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    assert cli.guarded(sleep) == 1
+    bare = capsys.readouterr().err
+    assert "Invalid argument, from `raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))` (" in bare
+    assert bare.endswith(f"{Path(__file__).name}:{sleep.__code__.co_firstlineno + 1})\n")
+    monkeypatch.setenv("LD_PRELOAD", "/usr/lib/libfaketime.so.1")
+    assert cli.guarded(sleep) == 1
+    assert capsys.readouterr().err == (
+        f"{bare.rstrip()}. LD_PRELOAD = /usr/lib/libfaketime.so.1 replaces calls of the system: start without it\n"
+    )
 
 
 def test_an_error_of_our_own_stays_a_bug_whatever_is_on_pythonpath(

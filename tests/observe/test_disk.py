@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,8 +18,9 @@ from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cli.main import guarded
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller import conductor
-from slurm_rlhf.disk import MIB, make_run_directory, refusal, run_directory_kept
+from slurm_rlhf.disk import MIB, make_run_directory, refusal, remedy, run_directory_kept
 from slurm_rlhf.errors import CheckpointError, DiskError, RemoteError
+from slurm_rlhf.observe.run_status import Summary
 from slurm_rlhf.run_directory import RunDirectory
 
 FULL, QUOTA = OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EDQUOT, "Disk quota exceeded")
@@ -59,7 +63,18 @@ def test_an_error_of_a_role_counts_where_little_is_free(tmp_path: Path, free: Si
     free.f_bavail = 1 << 28  # another disk of the role was full
     assert refusal(SHORT_WRITE, tmp_path) == ""
     assert refusal(OSError(errno.EACCES, "Permission denied"), tmp_path) == ""
-    assert refusal(OSError(errno.EROFS, "Read-only file system"), tmp_path).endswith("is mounted for reading only")
+    free.f_flag = os.ST_RDONLY
+    for error in (OSError(errno.EROFS, "Read-only file system"), RemoteError("save: [Errno 30] Read-only file system")):
+        assert refusal(error, tmp_path).endswith("is mounted for reading only")
+        with pytest.raises(
+            DiskError, match=r"only\. Have it mounted for writing again, or set run_dir to another disk"
+        ):
+            with run_directory_kept(tmp_path):
+                raise error
+    assert remedy(OSError(errno.EFBIG, "File too large"), tmp_path) == "Raise that limit"
+    assert remedy(OSError(errno.EIO, "Input/output error"), tmp_path) == "Set run_dir to another disk"
+    free.f_flag = 0  # it was another disk of the role
+    assert refusal(RemoteError("save: [Errno 30] Read-only file system"), tmp_path) == ""
 
 
 def checkpoint(directory: CheckpointDir, step: int) -> Path:
@@ -79,7 +94,7 @@ def test_a_checkpoint_that_does_not_fit_says_what_it_needs_and_which_key_keeps_f
         assert said.startswith(f"checkpoint 2 could not be written in {tmp_path}/checkpoints: ")
         assert "/scratch (lustre) has 3.0 MiB free, and 3.0 MiB are needed" in said
         assert f"The newest whole checkpoint is {good}" in said
-        assert "keep fewer (ckpt.max_num; 1 are there)" in said
+        assert "keep fewer checkpoints (ckpt.max_num; 1 are there)" in said
     with pytest.raises(RemoteError, match="out of memory"), directory.explained(2):
         raise RemoteError("out of memory")
 
@@ -153,3 +168,34 @@ def test_a_run_directory_that_cannot_be_made_has_not_vanished() -> None:
     root = Path("/proc/no such place")
     with pytest.raises(DiskError, match=r"run_dir /proc/no such place cannot be made: .*: give another --run_dir"):
         make_run_directory(root, RunDirectory(root).make)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    path = tmp_path / "small"
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)], check=True)
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_full_disk_takes_the_end_of_a_run_and_one_that_cannot_keeps_what_it_has(small_disk: Path) -> None:
+    file, ballast = small_disk / "summary.json", small_disk / "ballast"
+    summary = Summary("running", 0, 9, None, None, None, None, 0.0, 0.0, 0, {"actor": 2}, 42)
+    summary.write(file)
+    with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as rest:
+        while True:
+            rest.write(bytes(4096))
+    summary.status, summary.error = "failed", "run_dir: No space left on device\n" + "a line of a log\n" * 1000
+    summary.write(file)
+    found = Summary.read(file)
+    assert (found.status, found.error) == ("failed", "run_dir: No space left on device")
+    assert sorted(os.listdir(small_disk)) == ["ballast", "summary.json"]
+    summary.error = "x" * 10_000
+    with pytest.raises(OSError, match="No space left"):
+        summary.write(file)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(OSError, match="Read-only file system"):
+        summary.write(file)
+    assert Summary.read(file) == found

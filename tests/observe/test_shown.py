@@ -241,6 +241,13 @@ def test_the_tail_is_of_this_start_and_without_deprecations(tmp_path):
     path.write_text("RuntimeError: of three starts before\n")
     mark = path.stat().st_size
     assert tail(path, 5, mark) == ["(it is empty)"]
+    warning = "/venv/torch/x.py:12: FutureWarning: `torch.y` is deprecated"
+    noise = [
+        *(warning, "  warnings.warn("),
+        *(warning, "  return func(*args, **kwargs)"),
+        *(warning, warning),
+        "[W1124 23:28:53.977 Utils.hpp:137] Warning: Environment variable X is deprecated; use Y instead (function f)",
+    ]
     with path.open("a") as file:
-        file.write("/venv/torch/x.py:12: FutureWarning: `torch.y` is deprecated\n  warnings.warn(\nValueError: now\n")
-    assert tail(path, 5, mark) == ["ValueError: now"]
+        file.write("\n".join([*noise, "  of two blanks", *noise, "ValueError: now", *noise, ""]))
+    assert tail(path, 5, mark) == ["  of two blanks", "ValueError: now"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -139,6 +140,7 @@ def test_a_full_disk_and_dead_engines_cost_no_row(config: Path, calm: Path, smal
     assert code == 2, said
     assert re.search(rf"No space left on device: the file system {small_disk} \(tmpfs\) has 0.0 MiB free", said)
     assert "Traceback" not in said
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "failed"
     kept = output.read_bytes()
     assert kept.endswith(b"\n")
     ballast.unlink()

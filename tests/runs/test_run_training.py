@@ -307,6 +307,9 @@ def test_ten_thousand_attacks_and_strangers_at_every_port_change_nothing(config:
     assert any(each.is_torchrun for each in strangers.met)  # torch's stores, while roles met there
     assert {each.address for each in strangers.met} == {"127.0.0.1"}
     assert timeless(metrics(run_dir)) == timeless(metrics(whole[0]))
+    written = [path for path in run_dir.rglob("*") if not path.is_symlink()]
+    assert any(path.suffix == ".safetensors" for path in written)
+    assert [path for path in written if path.stat().st_mode & 0o007] == []  # it was started with umask 000
     assert fire.total >= 10_000
     assert in_training > 100  # the four steps take a second
     strangers = fire.total - fire.sent["nonsense"]

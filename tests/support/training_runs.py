@@ -69,6 +69,7 @@ class Run:
             text=True,
             start_new_session=True,
             env={**os.environ, "CUDA_VISIBLE_DEVICES": visible()},
+            umask=0,  # under which everybody may write everything
         )
 
     def wait(self) -> tuple[int, str]:
