@@ -124,8 +124,8 @@ def command(
         return subprocess.CompletedProcess(list(words), 1, "", str(error))
 
 
-_SAME = "Submit the same command again: it goes on from the newest checkpoint."
-_BACK = "Nothing to do: Slurm starts it again by itself, and it goes on from the newest checkpoint."
+_SAME = "Submit the same command again: it goes on from the newest checkpoint, where there is one."
+_BACK = "Nothing to do: Slurm starts it again by itself; it goes on from the newest checkpoint, where there is one."
 
 STATES: dict[str, tuple[str, str]] = {
     "PENDING": ("waits in the queue", ""),

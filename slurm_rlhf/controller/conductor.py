@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import time
@@ -30,7 +29,7 @@ from slurm_rlhf.controller.supervisor import Supervisor
 from slurm_rlhf.controller.trainer_recovery import Plan, TrainerRecovery
 from slurm_rlhf.controller.watchdog import Watchdog
 from slurm_rlhf.disk import make_run_directory, run_directory_kept
-from slurm_rlhf.errors import ConfigError, RunError
+from slurm_rlhf.errors import CheckpointError, ConfigError, DiskError, RunError
 from slurm_rlhf.launch.launcher import Launcher
 from slurm_rlhf.launch.requeue import continuation_of
 from slurm_rlhf.observe import events
@@ -78,8 +77,12 @@ def run(config: Config, ranks: RankMap, launcher: Launcher, node: str, continuat
                     return stopped.reason.exit_code
         except BaseException as error:
             log_error(error)
-            with contextlib.suppress(OSError):  # of a disk that cannot take the summary: `error` says so already
+            try:
                 reporting.failed(error)
+            except OSError:  # of a disk that cannot take the summary: `error` says so already
+                reporting.note(f"{directory.summary} cannot be written, and tells nothing of this end")
+            if isinstance(error, RunError | DiskError) and directory.root.is_dir():
+                reporting.note(way_on(directory.root, config.resume))
             raise
         if called_off := continuation.finished():
             reporting.note(called_off)
@@ -219,6 +222,18 @@ class Conductor:
         refuse_other_model(state.get(MODEL, {}), inputs.model)
         inputs.order.check(state["order"])
         return RunState.from_json(state["run"]), checkpoint, UNEVALUATED not in state
+
+
+def way_on(root: Path, resume: str) -> str:
+    """Say from where the run in `root`, which has failed, goes on; `resume`: how it was started."""
+    try:
+        newest = CheckpointDir(root).resolve("auto")
+    except CheckpointError as error:
+        return str(error)
+    command = "the same command" if resume == "auto" else "--resume=auto"
+    if newest is None:
+        return f"there is no checkpoint yet: {command} begins anew"
+    return f"{command} goes on from the newest checkpoint, {newest}"
 
 
 def _config_of(checkpoint: Path) -> Path:

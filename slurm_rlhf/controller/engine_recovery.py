@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 PATIENCE_S = 10.0
 """How long a node has to say that an engine's processes are gone; one that is cut off never does."""
-_BROKEN = (": EngineBroken: ", ": OutOfMemoryError: ", "CUDA error")
+_BROKEN = (": OutOfMemoryError: ", "CUDA error")
 """In the words of an engine whose process lives and can do nothing more."""
 
 Status = Literal["up", "lost", "ending", "out"]
@@ -130,11 +130,12 @@ class EngineRecovery:
 
     def goes_on_without(self, engine: int, error: BaseException) -> bool:
         """Tell whether the run goes on without an engine whose call has failed by `error`."""
+        broken = isinstance(error, RemoteError) and ": EngineBroken: " in str(error)  # its processes end, which is told
         if not self.armed:
-            return False
-        if isinstance(error, RoleDied):
+            return broken
+        if broken or isinstance(error, RoleDied):
             # Whoever failed the call knows; until it is told here, nobody is to call the engine again.
-            if self._peers_lost(engine):
+            if broken or self._peers_lost(engine):
                 self._handle.ready = [other for other in self._handle.ready if other != engine]
             return True
         if isinstance(error, RemoteError) and any(words in str(error) for words in _BROKEN):
@@ -226,8 +227,7 @@ class EngineRecovery:
             self._fail(
                 RoleDied(
                     f"no engine is left: the last one, engine {engine} on {state.node}, died: {state.why}. "
-                    f"It is not started again: {why}. Earlier checkpoints are intact; the same command goes on from "
-                    "the newest."
+                    f"It is not started again: {why}."
                 )
             )
 

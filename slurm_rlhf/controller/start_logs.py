@@ -22,7 +22,7 @@ class StartLogs:
 
     def mark(self) -> None:
         """Begin a start: what was written before is not what this one dies of."""
-        self._sizes = {path: path.stat().st_size for path in self._directory.logs.glob("*.log")}
+        self._sizes = {path: _seen(path)[1] for path in self._directory.logs.glob("*.log")}
 
     def of_peer(self, peer: Peer) -> list[Path]:
         """Name the log of a rank."""
@@ -57,9 +57,18 @@ class StartLogs:
 
     def quote(self, logs: Sequence[Path]) -> str:
         """Quote the end of the newest of `logs`."""
-        newest = max(self._written(logs), key=lambda path: path.stat().st_mtime, default=logs[-1])
+        newest = max(self._written(logs), key=_seen, default=logs[-1])
         lines = tail(newest, _LINES, self._sizes.get(newest, 0))
         return "\n".join([f"The last lines of {newest}:", *(f"    {line}" for line in lines)])
 
     def _written(self, logs: Iterable[Path]) -> list[Path]:
-        return [log for log in logs if log.exists() and log.stat().st_size > self._sizes.get(log, 0)]
+        return [log for log in logs if _seen(log)[1] > self._sizes.get(log, 0)]
+
+
+def _seen(log: Path) -> tuple[float, int]:
+    """Return when a file was written, and its size; zeros where there is none, or its file system does not answer."""
+    try:
+        found = log.stat()
+    except OSError:
+        return 0.0, 0
+    return found.st_mtime, found.st_size

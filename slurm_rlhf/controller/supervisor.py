@@ -31,7 +31,7 @@ from slurm_rlhf.controller.deaths import Deaths, RoleRanks, Standstills
 from slurm_rlhf.controller.engine_recovery import EngineRecovery
 from slurm_rlhf.controller.start_logs import StartLogs
 from slurm_rlhf.errors import CallTimeout, RemoteError, RoleDied, RunError
-from slurm_rlhf.launch.engine_launcher import Environment
+from slurm_rlhf.launch.engine_launcher import EngineEnds, Environment
 from slurm_rlhf.launch.launcher import Launcher
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.polling import wait_until
@@ -72,6 +72,7 @@ class Supervisor:
         self._logs = StartLogs(directory)
         self._deaths = Deaths(self._logs)
         self._standstills = Standstills()
+        self._engine_ends = EngineEnds()
         self._looking = threading.Lock()  # held while ends are looked for, and while roles are ended on purpose
         self._watching = False
         self.failure: Exception | None = None
@@ -254,15 +255,23 @@ class Supervisor:
     def _watch(self) -> None:
         # Not before all is over: a launcher may start a process anew here, and its life may hang on this thread's.
         while not self._gone.wait(POLL_S):
-            with self._looking:
-                self._watch_engines()
-                now, known, stopped = self.server.loop.now, self._known(), self._launcher.stopped()
-                self._deaths.note(self._launcher.ended(), known, stopped, now)
-                if self.failure is None and not self._leaving.is_set():
-                    if self._deaths.ends:
-                        self._judge(self._deaths.waited_s(now), known)
-                    else:
-                        self._watch_starts(known, stopped, now)
+            try:
+                with self._looking:
+                    self._look_around()
+            except (
+                OSError
+            ) as error:  # a hiccup of the run directory's file system: the next look sees what this did not
+                log.info("a look at the processes is repeated: %s", error)
+
+    def _look_around(self) -> None:
+        self._watch_engines()
+        now, known, stopped = self.server.loop.now, self._known(), self._launcher.stopped()
+        self._deaths.note(self._launcher.ended(), known, stopped, now)
+        if self.failure is None and not self._leaving.is_set():
+            if self._deaths.ends:
+                self._judge(self._deaths.waited_s(now), known)
+            else:
+                self._watch_starts(known, stopped, now)
 
     def _known(self) -> list[RoleRanks]:
         """Return what is known of the ranks of each role whose end `Launcher.ended` tells."""
@@ -277,7 +286,7 @@ class Supervisor:
 
     def _watch_engines(self) -> None:
         engines = self._launcher.engines
-        for engine, how in engines.ended() if engines else ():
+        for engine, how in self._engine_ends.news(engines.ended() if engines else ()):
             if not self._leaving.is_set() and not self._goes_on_without(engine, how):
                 self._fail_of(engine, how)
         if self.recovery is not None and self.recovery.armed:
@@ -358,11 +367,8 @@ class Supervisor:
 
     def _on_event(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         """Act on the event of a rank: it cannot go on, or it got SIGTERM."""
-        if event == FAILURE and not self._leaving.is_set():
-            reason = str(data.get("reason"))
-            if (engine := self._engine_of(peer)) is not None and self._goes_on_without(engine, reason):
-                return
-            self._fail(Casualty(peer.role, (peer.host,)), reason, self._logs.of_peer(peer))
+        if event == FAILURE and (engine := self._engine_of(peer)) is not None:
+            self._engine_ends.said(engine, str(data.get("reason")))
         if event == TERMINATION and not self._leaving.is_set():
             self._preemption.note(peer, self.server.peers(peer.role), peer.world)
 
@@ -379,7 +385,6 @@ class Supervisor:
         if self.failure is None:
             away = conductor_stood_still(self.server.loop.absence_s, self._config.timeout)
             told = away or f"role {casualty.role} died: {what}"
-            kept = "Earlier checkpoints are intact; the same command goes on from the newest."
-            error = RoleDied(f"{told}.\n{self._logs.quote(logs)}\n{kept}", hang=hang)
+            error = RoleDied(f"{told}.\n{self._logs.quote(logs)}", hang=hang)
             log.error("%s", error)
             self.fail(error, casualty)

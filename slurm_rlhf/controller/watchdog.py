@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -56,8 +57,7 @@ class Hang:
 
     def error(self) -> RunHung:
         return RunHung(
-            f"step {self.step} hung in {_phase_words(self.phase)}: {self.verdict.words}. All of it is in {self.where}. "
-            "Earlier checkpoints are intact; the same command goes on from the newest."
+            f"step {self.step} hung in {_phase_words(self.phase)}: {self.verdict.words}. All of it is in {self.where}."
         )
 
 
@@ -259,13 +259,13 @@ class Watchdog:
         """Name the directory of the next report, and say which one of its step it is."""
         for number in count(1):
             path = self._directory.hang(self._step(), number)
-            if not path.exists():
+            if not os.path.exists(path):  # unlike Path.exists, false where the disk fails
                 return path, number
         raise AssertionError("unreachable")
 
     def _next(self, hang: Hang, silent: bool, grace_s: float) -> str:
         key = f"train.on_hang = {self._config.train.on_hang}"
-        ends = "ends and goes on from its last checkpoint" if self._restart(hang) else "ends with an error"
+        ends = "ends and starts again" if self._restart(hang) else "ends with an error"
         if self._config.train.on_hang == "restart" and not self._restart(hang):
             key += f", but this step has hung {hang.attempt} times"
         if silent:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from slurm_rlhf.control.preemption import Preemption
 from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import RemoteError
-from slurm_rlhf.launch.engine_launcher import EngineLauncher, Environment
+from slurm_rlhf.launch.engine_launcher import EngineEnds, EngineLauncher, Environment
 from slurm_rlhf.observe.log_tail import tail
 from slurm_rlhf.placement.rank_map import RankMap, TpGroup
 from slurm_rlhf.run_directory import RunDirectory
@@ -76,6 +77,7 @@ class Fleet:
     _server: ControlServer = field(init=False)
     _handle: EngineHandle = field(init=False)
     _preemption: Preemption = field(default_factory=Preemption, init=False)
+    _ends: EngineEnds = field(default_factory=EngineEnds, init=False)
 
     def __post_init__(self) -> None:
         timeout, world = self.config.timeout, self.ranks.world(ROLLOUT)
@@ -127,6 +129,8 @@ class Fleet:
         """Keep `ready` and `gone` up to date; False for news that no longer matter."""
         if news.engine in self.gone:
             return False
+        if isinstance(news, Answered) and ": EngineBroken: " in str(news.call.exception()):
+            return False  # its rows go to others when it is gone, which it says itself
         if isinstance(news, Ready):
             self.ready.append(news.engine)
         if isinstance(news, Gone):
@@ -144,7 +148,7 @@ class Fleet:
 
     def _look(self) -> None:
         """Look for ranks that have arrived, and engines that have ended or are late."""
-        for engine, how in self.launcher.ended():
+        for engine, how in self._ends.news(self.launcher.ended()):
             self._news.put(Gone(engine, f"{how}{self._last_words(engine)}"))
         here = {peer.rank for peer in self._server.peers(ROLLOUT)}
         late = time.monotonic() - self._since > self.config.timeout.connect
@@ -177,7 +181,7 @@ class Fleet:
         group = self.groups[engine]
         logs = [self.directory.role_log(ROLLOUT, group.node, rank) for rank in group.ranks]
         logs += [self.directory.role_log(ROLLOUT, group.node, f"{rank}.start") for rank in group.ranks]
-        there = [path for path in logs if path.exists() and path.stat().st_size]
+        there = [path for path in logs if os.path.exists(path) and path.stat().st_size]
         if not there:
             return ""
         newest = max(there, key=lambda path: path.stat().st_mtime)
@@ -190,7 +194,7 @@ class Fleet:
 
     def _on_event(self, peer: Peer, event: str, data: dict[str, Any]) -> None:
         if event == FAILURE:
-            self._tell_gone(peer, str(data.get("reason")))
+            self._ends.said(peer.rank // self._handle.width, str(data.get("reason")))
         elif event == TERMINATION:
             there = [each for each in self._server.peers(ROLLOUT) if each.rank // self._handle.width not in self.gone]
             self._preemption.note(peer, there, len(there))

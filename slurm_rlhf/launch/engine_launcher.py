@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
 from slurm_rlhf.cluster.network import LOOPBACK
+from slurm_rlhf.cluster.processes import KILLED
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.launch.engine_node import EngineRanks
 from slurm_rlhf.launch.node import visible_gpus, without_gpu_choice
@@ -20,6 +22,10 @@ from slurm_rlhf.polling import wait_until
 
 Environment = Mapping[str, Mapping[str, str]]
 """Node -> variables of its ranks."""
+
+
+HEARSAY_S = 2.0
+"""How long a launcher has to say how an engine ended whose own ranks have said why."""
 
 
 class EngineLauncher(Protocol):
@@ -59,6 +65,26 @@ class EngineLauncher(Protocol):
 
     def stop(self, done: bool, grace_s: float) -> None:
         """End every engine and wait until it is gone; `done`: all are leaving, and get `grace_s` seconds for it."""
+
+
+class EngineEnds:
+    """Collects how engines ended: their launcher knows of signals, a rank that is left only that another is gone."""
+
+    def __init__(self) -> None:
+        self._said: dict[int, tuple[float, str]] = {}
+
+    def said(self, engine: int, why: str) -> None:
+        """Note what a rank says ended its engine, whose processes end within the second. For any thread."""
+        self._said.setdefault(engine, (time.monotonic(), why))
+
+    def news(self, ended: Iterable[tuple[int, str]]) -> list[tuple[int, str]]:
+        """Return (engine, why): what the launcher has `ended`, and what a rank said where that has not come in time."""
+        found = []
+        for engine, how in ended:
+            _, why = self._said.pop(engine, (0.0, how))
+            found.append((engine, how if KILLED in how else why))
+        due = [engine for engine, (at, _) in list(self._said.items()) if time.monotonic() > at + HEARSAY_S]
+        return found + [(engine, self._said.pop(engine)[1]) for engine in due]
 
 
 class LocalEngines:

@@ -6,6 +6,7 @@ there says that an engine is to be ended.
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import subprocess
@@ -109,14 +110,15 @@ class EngineRanks:
         for engine in self._engines.values():
             if engine.how:
                 continue
-            for process, rank in zip(engine.ranks, engine.group.ranks, strict=True):
-                code = process.poll()
-                if code is not None:
-                    who = f"rank {rank} of engine {engine.group.engine} on {self._node}"
-                    engine.how = f"{who} (pid {process.pid}) {exit_text(code)}"
-                    news.append((engine.group.engine, engine.how))
-                    self._kill(engine)
-                    break
+            ranks = zip(engine.ranks, engine.group.ranks, strict=True)
+            gone = [(code, rank, process.pid) for process, rank in ranks if (code := process.poll()) is not None]
+            if gone:
+                code, rank, pid = min(gone)  # a signal first: a rank whose peer is gone ends by itself
+                engine.how = (
+                    f"rank {rank} of engine {engine.group.engine} on {self._node} (pid {pid}) {exit_text(code)}"
+                )
+                news.append((engine.group.engine, engine.how))
+                self._kill(engine)
         return news
 
     @property
@@ -197,7 +199,8 @@ def main() -> None:
 def obey(spec: StepSpec, engines: EngineRanks) -> None:
     """End the engines that are to be ended: a process that is stopped does not hear its conductor."""
     for engine in engines.numbers:
-        if not engines.gone(engine) and end_file(Path(spec.run_dir), spec.run_id, engine).exists():
+        # Unlike Path.exists, os.path.exists is false where the file system does not answer this look.
+        if not engines.gone(engine) and os.path.exists(end_file(Path(spec.run_dir), spec.run_id, engine)):
             engines.kill_engine(engine)
 
 

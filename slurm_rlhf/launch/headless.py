@@ -176,7 +176,7 @@ def main() -> None:
     if slurm is None or node not in (line := heirs(ranks, slurm.job_nodes[0])):
         return
     job, first, run_dir = str(slurm.job_id), slurm.job_nodes[0], Path(spec.run_dir)
-    by_hand = f"scontrol requeue {job}, where that has not happened yet: it goes on from the newest checkpoint"
+    by_hand = f"scontrol requeue {job}, where that has not happened yet: it goes on from the newest checkpoint, if any"
     if shutil.which("scontrol") is None:
         print(f"{node} does not hear {first}, and there is no scontrol here (a container?) to ask: {by_hand}")
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 from collections.abc import Sequence
@@ -41,9 +42,8 @@ class _Start:
         """Return the engines that have ended since the last look, and how."""
         news = {}
         for engine in self.node_of.keys() - self.told.keys():
-            file = ended_file(run_dir, self.run_id, engine)
-            if file.exists():
-                news[engine] = file.read_text(encoding="utf-8")
+            with contextlib.suppress(OSError):  # there is none, or its file system does not answer this look
+                news[engine] = ended_file(run_dir, self.run_id, engine).read_text(encoding="utf-8")
         if not self.told and not news and self._started_again():
             return {}
         left = {engine: node for engine, node in self.node_of.items() if engine not in {*self.told, *news}}

@@ -139,5 +139,5 @@ def allocation(needs: Needs, nodes: Sequence[str], job: str) -> Check:
         said = (
             f"the last start in this run_dir was on {shortened(needs.earlier, 4)}, this one is on {shortened(nodes, 4)}"
         )
-        found.append(Finding(OK, (), said, "It goes on from the newest checkpoint all the same"))
+        found.append(Finding(OK, (), said, "It goes on from the newest checkpoint, if any, all the same"))
     return Check("allocation", shortened(nodes, 8), tuple(found))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from lookalikes import llama_like
 
+from slurm_rlhf.checkpoint.directory import CheckpointDir
 from slurm_rlhf.cluster.stop import END, NOT_ARRANGED, Arrangement, Continuation, Reason, StopRequested
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.conductor import MOST_RESTARTS, Conductor, refuse_restart, refuse_short_time, run
@@ -16,7 +17,7 @@ from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.controller.run_inputs import Inputs
 from slurm_rlhf.controller.run_state import RunState
 from slurm_rlhf.data.order import PromptOrder
-from slurm_rlhf.errors import ConfigError
+from slurm_rlhf.errors import ConfigError, RoleDied
 from slurm_rlhf.launch.launcher import LocalLauncher
 from slurm_rlhf.observe.run_status import read_run_status
 from slurm_rlhf.placement.rank_map import place
@@ -146,6 +147,28 @@ def test_a_start_that_ends_is_no_start_any_more(tmp_path: Path, end: str) -> Non
 
 
 HANG = Reason("a hang in phase update of step 6: hang-6", True, 1)
+
+
+@pytest.mark.parametrize("resume", ["auto", "never"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_run_that_broke_says_last_from_where_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], saved: bool, resume: str
+) -> None:
+    def work(self: Conductor) -> None:
+        self.reporting.begin(RunState(seed=0, step=5), 9, None)
+        if saved:
+            CheckpointDir(tmp_path).begin(5)
+            CheckpointDir(tmp_path).commit(5, {})
+        raise RoleDied("role actor died")
+
+    monkeypatch.setattr(Conductor, "run", work)
+    config = Config(run_dir=str(tmp_path), resume=resume)
+    config.logger.progress, config.logger.tensorboard = "plain", False
+    with pytest.raises(RoleDied, match=r"role actor died$"):
+        run(config, ONE, LocalLauncher(tmp_path, ONE), "n1", Continuation())
+    last, word = capsys.readouterr().out.splitlines()[-1], "the same command" if resume == "auto" else "--resume=auto"
+    goes_on = f"{word} goes on from the newest checkpoint, {tmp_path}/checkpoints/step_000005"
+    assert last == (goes_on if saved else f"there is no checkpoint yet: {word} begins anew")
 
 
 @pytest.mark.parametrize(("reason", "holds", "code"), [(HANG, True, 1), (END, True, 0), (END, False, NOT_ARRANGED)])

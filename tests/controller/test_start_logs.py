@@ -48,6 +48,12 @@ def test_the_newest_log_is_quoted_and_nothing_of_an_earlier_start(directory: Run
     assert "later" not in logs.quote(logs.of_role("actor"))
 
 
+def test_a_log_that_cannot_be_looked_at_is_said_to_be_so(directory: RunDirectory) -> None:
+    """In the threads that watch a run: a name that is too long is an error, as a hiccup of the file system is."""
+    log = directory.logs / ("x" * 300)
+    assert "cannot be read" in StartLogs(directory).quote([log])
+
+
 def test_of_a_group_that_ended_its_ranks_are_asked_before_the_role(directory: RunDirectory) -> None:
     logs = StartLogs(directory)
     end = Ended("actor", "n1", "ended", directory.logs / "actor.srun.log")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -173,7 +174,7 @@ def test_a_rank_that_ended_is_named_and_not_those_that_were_ended_with_it(
     processes.end("actor", 0)
     verdict = blamed(supervisor, BROKEN)
     assert "role actor died: its process group on n2 ended: Killed" in str(verdict)
-    assert "    srun: error: n2: task 1: Killed\n" in str(verdict)
+    assert "    srun: error: n2: task 1: Killed" in str(verdict)
     assert EARLIER not in str(verdict)
 
 
@@ -208,6 +209,23 @@ def test_sigterm_means_preemption_where_all_ranks_of_a_role_got_it(supervisor: S
         assert (alone, again, noticed.wait(HANG_S)) == ([], [], True)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_look_that_the_file_system_does_not_answer_does_not_end_the_watch(
+    supervisor: Supervisor, processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failed, usual = threading.Event(), processes.ended
+
+    def ended() -> list[Ended]:
+        if not failed.is_set():
+            failed.set()
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        return usual()
+
+    monkeypatch.setattr(processes, "ended", ended)
+    assert failed.wait(HANG_S)
+    processes.end("actor", 1)
+    until(lambda: supervisor.failure is not None, "news of the end")
 
 
 def test_of_two_roles_that_die_the_first_is_named_first_though_its_torchrun_ends_last(processes: Processes) -> None:

@@ -243,7 +243,7 @@ def test_restart_ends_as_the_requeue_path_does_until_the_same_step_has_hung_too_
         ended = run.dog.behind(error)
         assert isinstance(ended, StopRequested)
         assert (ended.reason.requeue, ended.reason.exit_code, ended.saved) == (True, 1, False)
-        assert "the run ends and goes on from its last checkpoint" in run.told()
+        assert "the run ends and starts again" in run.told()
         assert "in work_in_python" in run.file("stacks.txt", "hang-7.2")
         report = run.file("report.txt", "hang-7.2")
         assert "note: py-spy is not installed (pip install py-spy), on n1: stacks are the ranks' own" in report

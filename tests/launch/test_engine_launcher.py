@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import threading
 import time
@@ -11,8 +13,9 @@ from typing import Any
 import pytest
 from waiting import until
 
-from slurm_rlhf.launch import engine_node
-from slurm_rlhf.launch.engine_launcher import LocalEngines
+from slurm_rlhf.launch import engine_launcher, engine_node
+from slurm_rlhf.launch.engine_launcher import EngineEnds, LocalEngines
+from slurm_rlhf.launch.step_spec import StepSpec
 from slurm_rlhf.placement.rank_map import place
 from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import Topology
@@ -53,3 +56,46 @@ def test_what_is_stopped_is_no_news_and_what_dies_is(engines: LocalEngines) -> N
         engines.stop(False, 0.0)
     assert engines.gone(0)
     assert engines.ended() == []
+
+
+def test_of_ranks_that_are_gone_the_one_that_was_killed_is_named(engines: LocalEngines) -> None:
+    """Its peers end by themselves when it is gone, and may be seen to have ended first."""
+    engines.start([], {"here": {}})
+    try:
+        assert engines._engines is not None
+        *others, last = engines._engines._engines[1].ranks
+        for process, number in ((last, signal.SIGKILL), *((other, signal.SIGTERM) for other in others)):
+            os.kill(process.pid, number)
+            process.wait()
+        for other in others:
+            other.returncode = 1
+        [(engine, how)] = engines.ended()
+        assert (engine, how.partition(" (pid ")[2]) == (1, f"{last.pid}) was killed by SIGKILL")
+    finally:
+        engines.stop(False, 0.0)
+
+
+def test_how_an_engine_ended_its_launcher_knows_better_than_the_rank_that_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ends, gone, killed = EngineEnds(), "its rank 1 died: process 7 is gone", "rank 1 (pid 7) was killed by SIGKILL"
+    ends.said(0, gone)
+    assert ends.news([]) == []
+    assert ends.news([(0, killed), (1, killed)]) == [(0, killed), (1, killed)]
+    ends.said(0, "its ranks did not do the same")  # then it ends by itself
+    assert ends.news([(0, "rank 0 (pid 6) ended with status 1")]) == [(0, "its ranks did not do the same")]
+    monkeypatch.setattr(engine_launcher, "HEARSAY_S", -1.0)
+    ends.said(0, gone)  # and its node says nothing
+    assert ends.news([]) == [(0, gone)]
+    assert ends.news([]) == []
+
+
+def test_an_order_that_cannot_be_looked_for_ends_nobody(engines: LocalEngines) -> None:
+    """A name that is too long is an error to whoever looks, as a hiccup of the file system is."""
+    engines.start([], {"here": {}})
+    try:
+        assert engines._engines is not None
+        engine_node.obey(StepSpec("rollout", "/" + "x" * 300, "7", [], {}), engines._engines)
+        assert engines.ended() == []
+    finally:
+        engines.stop(False, 0.0)

@@ -106,6 +106,17 @@ def test_an_engine_that_is_to_end_is_told_through_a_file_and_its_end_is_no_news(
     assert bench.engines.ended() == []
 
 
+def test_a_look_that_the_file_system_does_not_answer_is_repeated(bench: Bench) -> None:
+    """A directory in place of the file cannot be read either."""
+    bench.srun("exec sleep 60")
+    bench.engines.start([], {node: {} for node in NODES})
+    ended_file(bench.run_dir, RUN, 0).mkdir()
+    assert bench.engines.ended() == []
+    ended_file(bench.run_dir, RUN, 0).rmdir()
+    ended_file(bench.run_dir, RUN, 0).write_text("rank 0 was killed")
+    assert bench.engines.ended() == [(0, "rank 0 was killed")]
+
+
 def test_a_task_that_is_gone_costs_the_engines_of_its_node_alone(bench: Bench) -> None:
     bench.srun(f"echo 'srun: error: {NODES[1]}: task 1: Killed'; exec sleep 60")
     bench.engines.start([], {node: {} for node in NODES})

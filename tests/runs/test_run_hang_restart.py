@@ -35,7 +35,7 @@ def test_a_collective_entered_by_all_but_one_is_restarted_in_place(tmp_path_fact
     report = (run_dir / "hang-3" / "report.txt").read_text()
     assert re.search(r"behind is actor rank 1 on \S+ \(pid \d+, in train_step for \d+ s\)", report)
     assert "actor rank 0 waits in " in report
-    assert "the run ends and goes on from its last checkpoint (train.on_hang = restart)" in output
+    assert "the run ends and starts again (train.on_hang = restart)" in output
     assert "restart 1 of 3 in this job: actor, critic, reference start again; the engines go on" in output
     assert "step_000002 at step 2/4" in output
     kinds = [event.event for event in read_events(run_dir / "events.jsonl")]

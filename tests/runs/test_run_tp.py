@@ -93,7 +93,9 @@ def test_a_rank_that_is_killed_is_named_and_its_whole_engine_comes_back(late: Ru
     assert set(re.findall(r"/dev/shm/psm_\w+(.*)", maps)) == {" (deleted)"}
     os.kill(follower, signal.SIGKILL)
     late.wait_for_log("1 of 2 engines go on")
-    assert re.search(r"engine 1 on \S+ is lost: .*rank 3", conductor_log(late))
+    assert re.search(
+        rf"engine 1 on \S+ is lost: rank 3 .*\(pid {follower}\) was killed by SIGKILL\.", conductor_log(late)
+    )
     late.wait_for_step(len(metrics(late.run_dir)) + 1)
     late.wait_for_log("takes part again")
     after = {pid for pid in late.ranks("rollout") if _rank(pid) in ("2", "3")}
