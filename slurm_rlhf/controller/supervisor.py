@@ -258,9 +258,7 @@ class Supervisor:
             try:
                 with self._looking:
                     self._look_around()
-            except (
-                OSError
-            ) as error:  # a hiccup of the run directory's file system: the next look sees what this did not
+            except OSError as error:  # what the disk did not answer this time the next look sees
                 log.info("a look at the processes is repeated: %s", error)
 
     def _look_around(self) -> None:

@@ -226,6 +226,7 @@ def test_a_look_that_the_file_system_does_not_answer_does_not_end_the_watch(
     assert failed.wait(HANG_S)
     processes.end("actor", 1)
     until(lambda: supervisor.failure is not None, "news of the end")
+    assert "its process group on n2 ended: Killed" in str(supervisor.failure)
 
 
 def test_of_two_roles_that_die_the_first_is_named_first_though_its_torchrun_ends_last(processes: Processes) -> None:
