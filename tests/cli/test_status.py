@@ -155,7 +155,7 @@ def test_a_job_whose_first_node_is_gone(bench: Bench, capsys: pytest.CaptureFixt
     out = shown(bench.run_dir, capsys)
     assert "its first node gpu009 is gone, and with it the conductor: nobody leads the run any more.\n" in out
     assert "Another node on which an engine was ends this, within a minute: it requeues the job" in out
-    assert "Where none does: scontrol requeue 12\n" in out
+    assert "Where no node does that: scontrol requeue 12\n" in out
 
 
 def test_who_has_ended_a_job_without_its_first_node(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
