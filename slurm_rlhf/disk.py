@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -55,6 +57,20 @@ def remedy(error: BaseException, place: Path, needed: int = 0, there: str = "") 
     if number in (errno.ENOSPC, errno.EDQUOT):
         return f"Free space there, keep fewer checkpoints (ckpt.max_num{there}), or {other}"
     return other.capitalize()
+
+
+def most_files() -> int:
+    """Return how many files and connections this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
+def files_exhausted() -> str:
+    """Say that no more files or connections can be opened, and what to do."""
+    return (
+        f"Too many open files: this process may have {most_files()} open, connections included (`ulimit -n`). Raise "
+        "that limit (nofile in limits.conf, LimitNOFILE of slurmd)"
+    )
 
 
 def vanished(root: Path) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
@@ -46,9 +48,23 @@ class RunDirectory:
         return path.with_name(f"{path.stem}.{number}{path.suffix}")
 
     def make(self) -> None:
-        """Create the directories; only the owner can enter `.control`, which holds the keys."""
+        """Create the directories; only the owner can enter `.control`, which holds the keys.
+
+        Raises PermissionError where `.control` is somebody else's, a link, or open to others: what a run reads there
+        tells its processes what to do.
+        """
         self.logs.mkdir(parents=True, exist_ok=True)
-        self.keys.parent.mkdir(mode=0o700, exist_ok=True)
+        control = self.keys.parent
+        control.mkdir(mode=0o700, exist_ok=True)
+        found = control.lstat()
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+            return
+        raise PermissionError(
+            errno.EPERM,
+            f"{control} belongs to user {found.st_uid} and has mode {stat.filemode(found.st_mode)}; it has to be a "
+            f"directory of user {os.geteuid()} that nobody else can enter (chmod 700, where it is yours), because the "
+            "keys of the run are there",
+        )
 
 
 def write_atomically(

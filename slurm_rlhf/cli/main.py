@@ -5,6 +5,7 @@ Has what all commands share, too: FILE.toml, overrides and flags, and the layout
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import shutil
@@ -24,7 +25,7 @@ from slurm_rlhf.cluster.processes import keep_others_out, raise_descriptors
 from slurm_rlhf.cluster.stop import note_early
 from slurm_rlhf.config.key_text import help_text, key_names, listed
 from slurm_rlhf.config.keys import all_keys, groups
-from slurm_rlhf.disk import refusal
+from slurm_rlhf.disk import files_exhausted, refusal
 from slurm_rlhf.errors import ConfigError, SlurmRlhfError, meant, printable
 
 WIDEST = 120
@@ -217,7 +218,7 @@ def guarded(work: Callable[[], int]) -> int:
     except OSError as error:
         # A full disk or a missing permission; the logs of the run say what it stopped.
         place = Path(str(error.filename or "."))
-        told = refusal(error, place)
+        told = files_exhausted() if error.errno in (errno.EMFILE, errno.ENFILE) else refusal(error, place)
         text = f"{place}: {told}" if told else f"{error}{_origin(error)}"
         print(f"slurm-rlhf: error: {printable(text)}", file=sys.stderr)
         return 1

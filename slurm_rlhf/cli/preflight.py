@@ -34,8 +34,8 @@ COMMANDS = {
     "preflight": Command(
         USAGE,
         "Looks at the nodes of the allocation, or at this machine, as a run would use them, in a minute at most and "
-        "without loading a model: names, networks, clocks, packages, directories, disk space, /dev/shm, limits, ports, "
-        "GPUs, the links between nodes, and every process group of the run. Names the node or pair that is bad, and "
+        "without loading a model: names, networks, clocks, packages, directories, disk space, /dev/shm, limits, GPUs, "
+        "the links between nodes, and every process group of the run. Names the node or pair that is bad, and "
         "what to do about it. Exit code 0: all is well; 3: warnings; 2: a run would not start.",
         run,
         FLAGS,

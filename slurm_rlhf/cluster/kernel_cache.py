@@ -16,7 +16,6 @@ import os
 import platform
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -93,7 +92,7 @@ def take_kernel_cache(setting: str, role: str, index: int, limit_gib: float) -> 
 
 def local_places() -> list[Path]:
     """List places for local files of a node, the best first: a disk, then memory, then a shared file system."""
-    found = dict.fromkeys([Path("/var/tmp"), Path(tempfile.gettempdir())])
+    found = dict.fromkeys([Path("/var/tmp"), Path("/tmp")])
     return sorted(found, key=lambda path: _remoteness(file_system(path)))
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
 import stat
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+_LOCK = ".lock"
 _LONGEST = 40
 """Characters of a temporary directory below which sockets may be: a socket's path has 107 at most, vLLM's names 37."""
 
@@ -25,9 +28,21 @@ class LocalDirectory:
         """Remove it with all that is in it."""
         if self._lock is None:
             return
-        shutil.rmtree(self.path, ignore_errors=True)
+        remove_directory(self.path)
         os.close(self._lock)
         self._lock = None
+
+
+OWN = "SLURM_RLHF_TMPDIR"
+"""Variable with the directory that a process removes when it ends, because who has made it became that process."""
+
+
+def remove_directory(path: Path) -> None:
+    """Remove a directory of this user's, and the one above it if it was the last."""
+    shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError), _locked(path.parent):
+        if os.listdir(path.parent) == [_LOCK]:
+            shutil.rmtree(path.parent)
 
 
 def take_directory(name: str, base: Path | None = None) -> LocalDirectory:
@@ -38,23 +53,37 @@ def take_directory(name: str, base: Path | None = None) -> LocalDirectory:
     caches.
     """
     root = _private(Path(tempfile.gettempdir()) if base is None else base)
-    with open(root / ".lock", "a", encoding="utf-8") as root_lock:
-        fcntl.flock(root_lock, fcntl.LOCK_EX)
+    with _locked(root):
         for other in root.iterdir():
             if other.is_dir() and _abandoned(other):
                 shutil.rmtree(other, ignore_errors=True)
         own = root / name
         own.mkdir(mode=0o700, exist_ok=True)
-        lock = os.open(own / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        lock = os.open(own / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         fcntl.flock(lock, fcntl.LOCK_SH)
         os.set_inheritable(lock, True)  # held until the last process that has it is gone
     return LocalDirectory(own, lock)
 
 
-def take_for_sockets() -> LocalDirectory:
-    """Make a directory of this process for Unix sockets, whose paths must be short."""
+def take_temporary() -> LocalDirectory:
+    """Make the directory for temporary files of the processes that this one starts: the value of their TMPDIR.
+
+    Unix sockets are made there, and their paths must be short.
+    """
     place = tempfile.gettempdir()
     return take_directory(f"{os.getpid()}.{os.urandom(3).hex()}", Path(place if len(place) <= _LONGEST else "/tmp"))
+
+
+@contextlib.contextmanager
+def _locked(root: Path) -> Iterator[None]:
+    """Keep other processes from making and removing directories in `root`, which exists again if one removed it."""
+    while True:
+        root.mkdir(mode=0o700, exist_ok=True)
+        with open(root / _LOCK, "a", encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if (root / _LOCK).exists() and os.path.samestat(os.fstat(file.fileno()), (root / _LOCK).stat()):
+                yield
+                return
 
 
 def _private(base: Path) -> Path:
@@ -71,7 +100,7 @@ def _private(base: Path) -> Path:
 
 def _abandoned(directory: Path) -> bool:
     try:
-        lock = os.open(directory / ".lock", os.O_RDWR)
+        lock = os.open(directory / _LOCK, os.O_RDWR)
     except OSError:
         return True
     try:

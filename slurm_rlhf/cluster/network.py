@@ -1,10 +1,9 @@
-"""Find the address and interface by which this machine reaches another, and who listens on a port of this machine."""
+"""Find the address and interface by which this machine reaches another, and the names of its users."""
 
 from __future__ import annotations
 
 import fcntl
 import ipaddress
-import os
 import pwd
 import socket
 import struct
@@ -135,44 +134,6 @@ def addresses() -> list[tuple[str, Address]]:
 
 def _parsed(address: str) -> Address:
     return ipaddress.ip_address(address.split("%", maxsplit=1)[0])
-
-
-_PROC = Path("/proc")
-_LISTENS = "0A"  # linux/tcp_states.h
-
-
-def held_by(port: int, proc: Path = _PROC) -> str:
-    """Name the process that listens on `port`, as in `python (pid 4021 of alice)`; empty where it is not seen."""
-    sockets = {f"socket:[{inode}]" for table in ("tcp", "tcp6") for inode in _listening(proc / "net" / table, port)}
-    if not sockets:
-        return ""
-    for entry in proc.iterdir():
-        if entry.name.isdigit() and _has_one(entry / "fd", sockets):
-            return _name(entry)
-    return ""
-
-
-def _listening(table: Path, port: int) -> list[str]:
-    try:
-        rows = [line.split() for line in table.read_text().splitlines()[1:]]
-    except OSError:
-        return []
-    return [row[9] for row in rows if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port]
-
-
-def _has_one(descriptors: Path, sockets: set[str]) -> bool:
-    try:
-        return any(os.readlink(each) in sockets for each in descriptors.iterdir())
-    except OSError:
-        return False  # another user's, or it has ended
-
-
-def _name(process: Path) -> str:
-    try:
-        name, uid = (process / "comm").read_text().strip(), process.stat().st_uid
-    except OSError:
-        return f"pid {process.name}"
-    return f"{name} (pid {process.name} of {user_name(uid)})"
 
 
 def user_name(uid: int) -> str:

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slurm_rlhf.cluster.slurm_environment import read_slurm
+from slurm_rlhf.disk import files_exhausted, most_files
+from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.run_directory import write_atomically
 
 SESSION_FILE = "session.json"
@@ -118,14 +120,24 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 _DESCRIPTORS = 65536  # of a process; some programs close as many as there may be, one by one
+_OF_A_RANK = 2  # connections to the conductor
+_BESIDE = 128
 
 
-def raise_descriptors() -> None:
-    """Let this process, and those that it starts, open as many files as they may: each rank costs two of them."""
+def raise_descriptors(ranks: int = 0) -> None:
+    """Let this process, and those that it starts, open as many files as they may.
+
+    `ranks`: those that will connect to this process. Raises ConfigError where that many cannot.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, _DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if ranks and (needed := _OF_A_RANK * ranks + _BESIDE) > most_files():
+        raise ConfigError(
+            f"{ranks} ranks take {needed} files and connections of the process that leads them. {files_exhausted()}, "
+            "or let the run have fewer ranks"
+        )
 
 
 def keep_others_out() -> None:

@@ -6,11 +6,15 @@ run's key file may talk on its sockets, nobody else can.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import os
+import socket as network
 import stat
 from dataclasses import asdict, dataclass, field, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,8 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 from zmq.utils.z85 import decode as z85_decode
 
+from slurm_rlhf.control.io_thread import CarefulLog
+from slurm_rlhf.disk import files_exhausted, most_files
 from slurm_rlhf.errors import ConfigError
 from slurm_rlhf.run_directory import write_atomically
 
@@ -89,11 +95,13 @@ def _refuse_foreign(status: os.stat_result, path: Path | str) -> None:
         )
 
 
-log = logging.getLogger(__name__)
+log = CarefulLog(logging.getLogger(__name__))
 
 # A flood of connections without the key must not keep the thread from the ranks.
 _EVENTS_PER_ROUND = 200
-_WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_HANDSHAKE_MS = 5_000
+_SHARE = 4  # one descriptor in so many may be that of a connection whose handshake is not done
 
 
 class Authenticator:
@@ -101,22 +109,31 @@ class Authenticator:
 
     Every connection that ends before its handshake has succeeded counts once: a wrong key, no key, and whatever else
     speaks to the port. A refused zmq client that tries again counts again.
+
+    A handshake has 5 s. When too many are pending, the oldest connections that have said nothing are ended: the run
+    needs descriptors for its files, and a rank that comes needs milliseconds.
     """
 
     def __init__(self, context: zmq.Context[Any], socket: zmq.Socket[Any], keys: RunKeys) -> None:
         """Call it before `socket` binds; a context has room for one authenticator."""
         self.refused = 0
+        self.obstacle = ""
+        """Why connections of anybody were not accepted."""
         self._pending = 0
+        self._most = max(1, most_files() // _SHARE)
+        self._unheard: dict[int, None] = {}  # descriptors of connections that brought no message yet, oldest first
         self._other_keys = 0
         self._allowed = z85_decode(keys.client_public)
         self._zap = context.socket(zmq.REP)
         self._zap.bind("inproc://zeromq.zap.01")
+        socket.handshake_ivl = _HANDSHAKE_MS
         socket.curve_server = True
         socket.curve_secretkey = keys.server_secret.encode()
         socket.curve_publickey = keys.server_public.encode()
         socket.zap_domain = b"slurm_rlhf"
         self._monitor = socket.get_monitor_socket(_WATCHED)
         self._monitored = socket
+        self._hand = os.dup(self._zap.fileno())  # to look at what has the number of a connection, and at nothing else
 
     @property
     def sockets(self) -> list[zmq.Socket[Any]]:
@@ -132,15 +149,34 @@ class Authenticator:
         for _ in range(_EVENTS_PER_ROUND):
             if not self._monitor.poll(0):
                 break
-            self._count(parse_monitor_message(self._monitor.recv_multipart())["event"])
+            news = parse_monitor_message(self._monitor.recv_multipart())
+            self._count(news["event"], news["value"])
+        self._end_oldest(min(self._pending, len(self._unheard)) - self._most)
+
+    def heard(self, message: zmq.Frame) -> None:
+        """I/O thread: note that a connection is that of a rank."""
+        self._unheard.pop(int(message.get(zmq.SRCFD)), None)
 
     def close(self) -> None:
         """Close, before the socket does, what the end of the context would wait for."""
         self._monitored.disable_monitor()
         self._monitor.close(linger=0)
+        os.close(self._hand)
         self._zap.close(linger=0)
 
-    def _count(self, event: int) -> None:
+    def _end_oldest(self, number: int) -> None:
+        for descriptor in list(islice(self._unheard, max(0, number))):
+            self._refuse(descriptor)
+            # ZeroMQ may have closed it by now, and something else may have its number.
+            with contextlib.suppress(OSError):
+                connection = network.socket(fileno=os.dup2(descriptor, self._hand, inheritable=False))
+                port = self._monitored.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
+                if connection.getsockname()[1:2] == (int(port),):
+                    connection.shutdown(network.SHUT_RDWR)
+                connection.detach()
+            os.dup2(self._zap.fileno(), self._hand, inheritable=False)
+
+    def _count(self, event: int, value: int) -> None:
         """Count an event; `_pending` are connections that are accepted, not yet admitted and not yet refused.
 
         Events of failed handshakes would be simpler, but what does not speak ZeroMQ at all (a port scan, a browser)
@@ -148,16 +184,27 @@ class Authenticator:
         """
         if event == zmq.EVENT_ACCEPTED:
             self._pending += 1
+            self._unheard[value] = None
+        elif event == zmq.EVENT_ACCEPT_FAILED:
+            if value in (errno.EMFILE, errno.ENFILE) and not self.obstacle:
+                self.obstacle = f"connections were not accepted: {files_exhausted()}"
+                log.warning("control port: %s", self.obstacle)
         elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._pending -= 1
             if self._pending < 0:
                 # An admitted peer left during this handshake, and its end was taken for the end of this one.
                 self._pending, self.refused = 0, self.refused - 1
-        elif self._pending:
-            self._pending -= 1
-            self.refused += 1
-            if self.refused & (self.refused - 1) == 0:
-                log.warning("refused a connection without the run's key; %d so far", self.refused)
+        elif value in self._unheard:
+            self._refuse(value)
+
+    def _refuse(self, descriptor: int) -> None:
+        del self._unheard[descriptor]
+        if not self._pending:  # an admitted peer that left before its first message
+            return
+        self._pending -= 1
+        self.refused += 1
+        if self.refused & (self.refused - 1) == 0:
+            log.warning("refused a connection without the run's key; %d so far", self.refused)
 
     def _answer(self, request: list[bytes]) -> None:
         _, request_id, _, address, _, mechanism, *credentials = request

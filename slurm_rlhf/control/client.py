@@ -15,12 +15,21 @@ import zmq
 
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.codec import Buffer, encode
-from slurm_rlhf.control.io_thread import Heartbeat, ListeningClock, Part, Wakeup, end_context, make_socket, to_parts
+from slurm_rlhf.control.io_thread import (
+    CarefulLog,
+    Heartbeat,
+    ListeningClock,
+    Part,
+    Wakeup,
+    end_context,
+    make_socket,
+    to_parts,
+)
 from slurm_rlhf.control.messages import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, Failure, Request, body, unpack
 from slurm_rlhf.control.roster import Hello
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
 
-log = logging.getLogger(__name__)
+log = CarefulLog(logging.getLogger(__name__))
 
 _LINGER_MS = 1000
 

@@ -17,13 +17,13 @@ import zmq
 from slurm_rlhf.control.auth import Authenticator, RunKeys
 from slurm_rlhf.control.codec import Buffer, decode
 from slurm_rlhf.control.declarations import read
-from slurm_rlhf.control.io_thread import Heartbeat, ListeningClock, Part, Wakeup, end_context, make_socket
+from slurm_rlhf.control.io_thread import CarefulLog, Heartbeat, ListeningClock, Part, Wakeup, end_context, make_socket
 from slurm_rlhf.control.messages import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, Failure, Said, body, unpack
 from slurm_rlhf.control.pending_calls import LOOKING, Call, PendingCalls
 from slurm_rlhf.control.roster import Hello, Peer, Roster
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
 
-log = logging.getLogger(__name__)
+log = CarefulLog(logging.getLogger(__name__))
 
 # So many messages in a row before timers and own calls get their turn: nobody can keep the thread to itself.
 _MESSAGES_PER_ROUND = 200
@@ -82,6 +82,11 @@ class IoLoop:
     def refused(self) -> int:
         """Count the connections that were refused because the peer lacks the run's key."""
         return self._auth.refused
+
+    @property
+    def obstacle(self) -> str:
+        """Say why connections were not accepted; empty: they all were."""
+        return self._auth.obstacle
 
     @property
     def now(self) -> float:
@@ -199,6 +204,7 @@ class IoLoop:
                 route, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
+            self._auth.heard(route)
             try:
                 self._handle(route.bytes, [frame.buffer for frame in frames])
             except WireError as error:

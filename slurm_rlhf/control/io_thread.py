@@ -8,6 +8,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import MutableMapping
 from typing import Any
 
 import zmq
@@ -15,9 +16,21 @@ import zmq
 from slurm_rlhf.control.codec import MAX_FRAME_BYTES, Buffer
 from slurm_rlhf.errors import ConfigError
 
-log = logging.getLogger(__name__)
-
 Part = bytes | zmq.Frame
+
+
+class CarefulLog(logging.LoggerAdapter[logging.Logger]):
+    """Log from an I/O thread: a handler that fails, as on a full disk, must not end the connection to every rank."""
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        return msg, kwargs
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        with contextlib.suppress(Exception):
+            super().log(level, msg, *args, **kwargs)
+
+
+log = CarefulLog(logging.getLogger(__name__))
 
 _HANDSHAKE_MS = 30_000
 _RECONNECT_MS = 100

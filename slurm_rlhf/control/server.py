@@ -12,13 +12,13 @@ from typing import Any
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.codec import encode
 from slurm_rlhf.control.io_loop import IoLoop
-from slurm_rlhf.control.io_thread import to_parts
+from slurm_rlhf.control.io_thread import CarefulLog, to_parts
 from slurm_rlhf.control.messages import Said
 from slurm_rlhf.control.pending_calls import Flight
 from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, of_hang, shortened
 
-log = logging.getLogger(__name__)
+log = CarefulLog(logging.getLogger(__name__))
 
 OnLost = Callable[[Peer], None]
 OnEvent = Callable[[Peer, str, dict[str, Any]], None]
@@ -141,7 +141,7 @@ class ControlServer:
                 if not self._changed.wait(end - time.monotonic()) and time.monotonic() >= end:
                     raise CallTimeout(
                         f"{role}: {len(here)} of {n} ranks said hello within {timeout_s:g} s; "
-                        f"missing: {shortened(map(str, missing), 8)}; their log files say why"
+                        f"missing: {shortened(map(str, missing), 8)}; {self.loop.obstacle or 'their log files say why'}"
                     )
 
     def call(

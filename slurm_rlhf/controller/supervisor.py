@@ -10,7 +10,7 @@ from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cluster.processes import running
+from slurm_rlhf.cluster.processes import raise_descriptors, running
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
@@ -57,6 +57,7 @@ class Supervisor:
         self._directory = directory
         self._ranks = ranks
         self._launcher = launcher
+        raise_descriptors(sum(ranks.worlds.values()))
         # Only where the ranks reach this process, and not on whatever other networks the node has.
         self.server = ControlServer(
             RunKeys.create(directory.keys),

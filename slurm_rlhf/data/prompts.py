@@ -113,12 +113,12 @@ def prompt_text(row: dict[str, Any], where: str, tokenizer: Tokenizer, data: Dat
     """Return the text of a prompt as it is tokenized. Raises DataError, its message starting with `where`."""
     value = cell(row, data.input_key, "data.input_key", where)
     if data.apply_chat_template and _is_chat(value):
-        return tokenizer.chat(value)
+        return tokenizer.chat(value, where)
     if not isinstance(value, str):
         needed = "a string or a list of messages with role and content" if data.apply_chat_template else "a string"
         raise DataError(f"{where}: {data.input_key!r} must be {needed}, got {type(value).__name__}")
     text = data.input_template.format(value) if data.input_template else value
-    return tokenizer.chat([{"role": "user", "content": text}]) if data.apply_chat_template else text
+    return tokenizer.chat([{"role": "user", "content": text}], where) if data.apply_chat_template else text
 
 
 def cell(row: dict[str, Any], column: str, key: str, where: str) -> Any:

@@ -1,21 +1,17 @@
-"""Encode and decode text as a model does, without torch and without transformers, whose import takes seconds.
-
-Chat templates are rendered as transformers renders them: by Jinja in its immutable sandbox, with the settings, filters
-and functions that templates on the Hugging Face hub rely on (transformers, `utils/chat_template_utils.py`).
-"""
+"""Encode and decode text as a model does, without torch and without transformers, whose import takes seconds."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from slurm_rlhf.config.model_directory import require_tokenizer
+from slurm_rlhf.data.chat_template import ChatTemplate
 from slurm_rlhf.errors import ModelError, cut
 
 SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
@@ -23,38 +19,6 @@ SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", 
 
 # Enough to show the decoder that it is not at the start of a text, in every tokenizer of vLLM's own detokenizer.
 CONTEXT_TOKENS = 5
-
-
-class ChatTemplate:
-    """Render messages with one template; `special` maps names such as bos_token, which templates use, to tokens."""
-
-    def __init__(self, source: str, special: dict[str, str]) -> None:
-        self.source = source
-        self.special = special
-        self._compiled: Any = None
-
-    def render(self, messages: Sequence[dict[str, Any]], where: str, *, add_generation_prompt: bool = True) -> str:
-        """Return the messages as text; with `add_generation_prompt` the header of the next answer ends it.
-
-        `tools` and `documents` are None as in transformers: templates test `is not none`, which is true for undefined
-        names. Raises ModelError, naming `where`, when the template does not compile or refuses the messages.
-        """
-        import jinja2  # here, because most runs need no template
-
-        try:
-            if self._compiled is None:
-                self._compiled = _environment().from_string(self.source)
-            text: str = self._compiled.render(
-                messages=list(messages),
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self.special,
-            )
-        except jinja2.TemplateError as error:
-            roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ModelError(f"{where}: the chat template failed on messages with roles {roles}: {error}") from None
-        return text
 
 
 class UnknownText(ModelError):
@@ -104,8 +68,8 @@ class Tokenizer:
         pad = _token_id(backend, special.get("pad_token"))
         words = {name: word for name in SPECIAL if (word := _content(special.get(name)))}
         backend.add_special_tokens(_unmarked(backend, words.values()))
-        source = _template_source(directory, config)
-        template = ChatTemplate(source, words) if source else None
+        template_file, source = _template_source(directory, config)
+        template = ChatTemplate(source, words, str(template_file)) if source else None
         bos = words.get("bos_token", "")
         known = _token_id(backend, bos)
         return cls(directory, eos, eos if pad is None else pad, bos, known, template, backend)
@@ -165,8 +129,8 @@ class Tokenizer:
         stream = DecodeStream(skip_special_tokens=False)
         return [stream.step(self.backend, int(token)) or "" for token in ids]
 
-    def chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        """Render the messages with the model's chat template, up to where its answer starts.
+    def chat(self, messages: Sequence[dict[str, Any]], where: str = "") -> str:
+        """Render the messages, which stand at `where`, with the model's chat template, up to where its answer starts.
 
         Raises ModelError when the model has no chat template or the template refuses the messages.
         """
@@ -175,7 +139,7 @@ class Tokenizer:
                 f"{self.directory} has no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json): turn data.apply_chat_template off or add one"
             )
-        return self.chat_template.render(messages, str(self.directory))
+        return self.chat_template.render(messages, where or str(self.directory))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -209,42 +173,11 @@ def _unmarked(backend: tokenizers.Tokenizer, words: Iterable[str]) -> list[str]:
     return [word for word in words if word not in marked and backend.token_to_id(word) is not None]
 
 
-def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
+def _template_source(directory: Path, config: dict[str, Any]) -> tuple[Path, str | None]:
     file = directory / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
+        return file, file.read_text(encoding="utf-8")
     source = config.get("chat_template")
     if isinstance(source, list):  # several by name
         source = {entry.get("name"): entry.get("template") for entry in source}.get("default")
-    return source if isinstance(source, str) else None
-
-
-def _environment() -> Any:
-    from jinja2 import nodes
-    from jinja2.exceptions import TemplateError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """Accept `{% generation %}`, which marks the assistant's words for training and renders its contents."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser: Any) -> Any:
-            line = next(parser.stream).lineno
-            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-        # Jinja's own filter escapes HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda style: datetime.now().strftime(style)
-    return environment
+    return directory / "tokenizer_config.json", source if isinstance(source, str) else None

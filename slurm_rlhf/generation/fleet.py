@@ -11,6 +11,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from slurm_rlhf.cluster.processes import raise_descriptors
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
@@ -82,6 +83,7 @@ class Fleet:
     def __post_init__(self) -> None:
         timeout, world = self.config.timeout, self.ranks.world(ROLLOUT)
         self.groups = {group.engine: group for group in self.ranks.tp_groups}
+        raise_descriptors(world)
         self._server = ControlServer(
             RunKeys.create(self.directory.keys),
             host=self.launcher.address,

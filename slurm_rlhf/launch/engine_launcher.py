@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol
 
+from slurm_rlhf.cluster.local_directory import LocalDirectory, take_temporary
 from slurm_rlhf.cluster.network import LOOPBACK
 from slurm_rlhf.cluster.processes import KILLED
 from slurm_rlhf.config.roles import ROLLOUT
@@ -98,6 +99,7 @@ class LocalEngines:
         self._run_dir = run_dir
         self._ranks = ranks
         self._engines: EngineRanks | None = None
+        self._temporary: LocalDirectory | None = None
         self._lock = threading.Lock()
         self._stopping = False
 
@@ -109,7 +111,9 @@ class LocalEngines:
         share = self._ranks.roles[ROLLOUT][0]
         # The devices in the rank map are those that CUDA_VISIBLE_DEVICES gave this process; there is no step to ask.
         gpus = visible_gpus(self._ranks.topology, share.node, share.gpus, {})
-        variables = without_gpu_choice({**os.environ, **environment[share.node], **gpus})
+        self._temporary = take_temporary()
+        own = {**environment[share.node], **gpus, "TMPDIR": str(self._temporary.path)}
+        variables = without_gpu_choice({**os.environ, **own})
         with self._lock:  # another thread may look for ends already
             self._engines = EngineRanks(self._run_dir, self._ranks, share.node, arguments, variables)
             self._engines.start()
@@ -142,3 +146,5 @@ class LocalEngines:
         if done:
             wait_until(lambda: not engines.running, grace_s, 0.02, 0.02)
         engines.kill()
+        if self._temporary is not None:
+            self._temporary.remove()

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slurm_rlhf.cluster.local_directory import take_directory
+from slurm_rlhf.cluster.local_directory import LocalDirectory, take_temporary
 from slurm_rlhf.cluster.network import LOOPBACK
 from slurm_rlhf.cluster.processes import CONDUCTOR_GONE_STATUS, STORE_FD, STORE_RANKS, exit_text
 from slurm_rlhf.config.roles import ROLLOUT
@@ -182,7 +182,7 @@ def end_file(run_dir: Path, run_id: str, engine: int) -> Path:
 
 
 def main() -> None:
-    spec, engines = begun(prepare)
+    spec, engines, temporary = begun(prepare)
     engines.start()
     looked = time.monotonic()
     while engines.running:
@@ -192,6 +192,7 @@ def main() -> None:
             looked = time.monotonic()
             obey(spec, engines)
     tell(spec, engines)
+    temporary.remove()
     if engines.deserted:
         become_heir(Path(sys.argv[1]))
 
@@ -214,16 +215,17 @@ def tell(spec: StepSpec, engines: EngineRanks) -> None:
             print(f"engine {engine}: {error}", flush=True)
 
 
-def prepare(file: Path, environ: Mapping[str, str]) -> tuple[StepSpec, EngineRanks]:
-    """Read the specification of the step, and make the engines of this node with their environment."""
+def prepare(file: Path, environ: Mapping[str, str]) -> tuple[StepSpec, EngineRanks, LocalDirectory]:
+    """Read the specification of the step; make the engines of this node, and the directory of their temporary files."""
     spec, ranks, node = read_spec(file, environ)
     share = share_on(ranks, ROLLOUT, node)
     own = {**spec.environment[node], **visible_gpus(ranks.topology, node, share.gpus, environ)}
-    cache = take_directory(f"{spec.run_id}.{node}.{ROLLOUT}").path
+    temporary = take_temporary()
     run_dir = Path(spec.run_dir)
-    environment = node_environment(environ, ROLLOUT, run_dir / "logs", cache, own, interface_to_others(ranks, node))
+    interface = interface_to_others(ranks, node)
+    environment = node_environment(environ, ROLLOUT, run_dir / "logs", temporary.path, own, interface)
     print(f"{node}: ranks {share.ranks[0]} to {share.ranks[-1]}, slots {','.join(map(str, share.gpus))}", flush=True)
-    return spec, EngineRanks(run_dir, ranks, node, spec.arguments, environment, spec.engines)
+    return spec, EngineRanks(run_dir, ranks, node, spec.arguments, environment, spec.engines), temporary
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from slurm_rlhf.cluster.local_directory import LocalDirectory, take_temporary
 from slurm_rlhf.cluster.network import LOOPBACK
 from slurm_rlhf.cluster.processes import exit_text, process_state
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
@@ -117,6 +118,7 @@ class LocalLauncher:
         self._ranks = ranks
         self._node = ranks.topology.nodes[0].name
         self._started: list[_Started] = []
+        self._temporary: LocalDirectory | None = None
         self.engines: LocalEngines | None = None
 
     def start(self, role: str, arguments: list[str], environment: Mapping[str, Mapping[str, str]]) -> None:
@@ -129,7 +131,9 @@ class LocalLauncher:
         command = torchrun_command(spec, self._ranks, self._node, str(self._run_dir / ".control" / "torchrun"))
         # The devices in the rank map are those that CUDA_VISIBLE_DEVICES gave this process; there is no step to ask.
         gpus = visible_gpus(self._ranks.topology, self._node, self._ranks.roles[role][0].gpus, {})
-        variables = {**without_gpu_choice(os.environ), **environment[self._node], **gpus}
+        self._temporary = self._temporary or take_temporary()
+        own = {**environment[self._node], **gpus, "TMPDIR": str(self._temporary.path)}
+        variables = {**without_gpu_choice(os.environ), **own}
         self._started.append(_Started(role, start_child(command, log, variables), log))
 
     def ended(self) -> list[Ended]:
@@ -172,6 +176,8 @@ class LocalLauncher:
             self.engines.stop(done, grace_s)
         for item in self._started:
             item.process.wait()
+        if self._temporary is not None:
+            self._temporary.remove()
 
 
 def _signal(started: Sequence[_Started], number: signal.Signals) -> None:

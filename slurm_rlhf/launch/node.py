@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slurm_rlhf.cluster.kernel_cache import cache_variables
-from slurm_rlhf.cluster.local_directory import take_directory
+from slurm_rlhf.cluster.local_directory import OWN, take_temporary
 from slurm_rlhf.cluster.network import address_towards, interface_of
 from slurm_rlhf.cluster.processes import die_with_parent
 from slurm_rlhf.cluster.resources import node_name
@@ -70,12 +70,13 @@ def node_environment(
     """Return the whole environment of `role` on a node, made from that of the step.
 
     What the user exported wins over our diagnosis settings and over `interface` (empty: unknown). Two things win over
-    what the user exported: `own`, the role's variables, and `cache`, the directory for compiled kernels if
-    train.kernel_cache keeps none.
+    what the user exported: `own`, the role's variables, and `cache`, the directory for temporary files, and for
+    compiled kernels if train.kernel_cache keeps none.
     """
     kept = without_injected(environ)
     networks = dict.fromkeys(INTERFACES, interface) if interface else {}
-    return without_gpu_choice({**diagnosis_variables(role, logs), **networks, **kept, **cache_variables(cache), **own})
+    local = {**cache_variables(cache), "TMPDIR": str(cache)}
+    return without_gpu_choice({**diagnosis_variables(role, logs), **networks, **kept, **local, **own})
 
 
 def without_gpu_choice(environ: Mapping[str, str]) -> dict[str, str]:
@@ -150,15 +151,14 @@ def prepare(file: Path, environ: Mapping[str, str]) -> tuple[list[str], dict[str
     share = share_on(ranks, spec.role, node)
     gpus = visible_gpus(ranks.topology, node, share.gpus, environ)
     interface = interface_to_others(ranks, node)
-    cache = take_directory(f"{spec.run_id}.{node}.{spec.role}").path
+    cache = take_temporary().path
     logs = Path(spec.run_dir) / "logs"
     environment = node_environment(environ, spec.role, logs, cache, {**spec.environment[node], **gpus}, interface)
+    environment[OWN] = str(cache)
     print(f"{node}: ranks {share.ranks[0]} to {share.ranks[-1]} of {spec.role}, slots {','.join(map(str, share.gpus))}")
     chosen = ", ".join(f"{name}={environment.get(name, '')}" for name in INTERFACES)
     print(f"{node}: {chosen} (interface to the other nodes: {interface or 'unknown'}; export these to choose others)")
     command = torchrun_command(spec, ranks, node, str(cache / "torchrun"))
-    if spec.port:
-        print(f"{node}: the torchruns of {spec.role} meet at {ranks.roles[spec.role][0].node}:{spec.port}")
     # torchrun would end its workers at SIGTERM, and with them what they have not saved.
     return [*command[:3], "--signals-to-handle=SIGINT", *command[3:]], environment
 

@@ -5,15 +5,15 @@ Engines are children of their step's tasks, without a torchrun: `slurm_engines`.
 
 from __future__ import annotations
 
+import secrets
 import signal
 import threading
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurm_rlhf.cluster.network import address_among
-from slurm_rlhf.config.roles import ROLES, ROLLOUT, role_order
+from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.launch.launcher import Ended
 from slurm_rlhf.launch.node_look import arguments
 from slurm_rlhf.launch.slurm_engines import SlurmEngines
@@ -26,16 +26,7 @@ from slurm_rlhf.polling import wait_until
 _KILL_S = 3.0
 _REACHED_S = 20.0
 """For srun to find that a node does not answer: 3 s without a network, else Slurm's MessageTimeout, 10 s by default."""
-ATTEMPTS = 5
-"""Number of ports that are tried for a role."""
-
-_EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
-_USUAL_EPHEMERAL = 32768
-_SPAN = 8192
-_LOWEST = 2048
-_ROLES = 8
-_RESTARTS = 4
-_STRIDE = 997  # coprime to the span, and away from the ports of neighbouring jobs
+_ATTEMPTS = 5
 
 
 @dataclass(slots=True)
@@ -43,7 +34,6 @@ class _Role:
     spec: StepSpec
     file: Path
     step: RunningStep
-    first: int = 0  # of its attempts: those of earlier starts had other ports
     attempt: int = 0
     reported: int = 0  # of its failures
     ending: bool = False  # was told to end, before it is started again
@@ -63,9 +53,7 @@ class SlurmLauncher:
         self.unfit = run.unfit
         self._run = run
         self._ranks = ranks
-        self._ephemeral = ephemeral_start()
         self._roles: list[_Role] = []
-        self._starts: Counter[str] = Counter()
         self._written = False  # the rank map, into the run directory
         self._stopping = False
         self._lock = threading.Lock()
@@ -84,12 +72,9 @@ class SlurmLauncher:
             else:
                 self._run.write_map(self._ranks)
         step = role_step(self._ranks, role, self._run.logs, self._run.container)
-        first = ATTEMPTS * self._starts[role]
-        self._starts[role] += 1
-        port = self._port(step, first)
-        spec = StepSpec(role, str(self._run.run_dir), self._run.run_id, arguments, environment, port)
+        spec = StepSpec(role, str(self._run.run_dir), self._run.run_id, arguments, environment, self._meeting(step))
         file = self._run.control / f"{role}.json"
-        item = _Role(spec, file, self._run.running(step, self._run.logs / f"{role}.srun.log", "node", str(file)), first)
+        item = _Role(spec, file, self._run.running(step, self._run.logs / f"{role}.srun.log", "node", str(file)))
         spec.write(file)
         with self._lock:
             self._roles.append(item)
@@ -153,8 +138,8 @@ class SlurmLauncher:
         self._wait_gone(_KILL_S)
 
     def _started_again(self, item: _Role) -> bool:
-        """Start a role once more, at another port; return whether it will run. Its failed step may still be ending."""
-        if self._stopping or item.attempt + 1 == ATTEMPTS or not item.step.worth_another_try():
+        """Start a role once more; return whether it will run. Its failed step may still be ending."""
+        if self._stopping or item.attempt + 1 == _ATTEMPTS or not item.step.worth_another_try():
             return False
         if item.step.code is None:
             if not item.ending:
@@ -163,18 +148,18 @@ class SlurmLauncher:
             return True
         item.attempt += 1
         item.ending = False
-        item.spec = replace(item.spec, port=self._port(item.step.step, item.first + item.attempt))
+        item.spec = replace(item.spec, meeting=self._meeting(item.step.step))
         item.spec.write(item.file)
         item.step.start()
         return True
 
-    def _port(self, step: Step, attempt: int) -> int:
-        """Choose the port where the torchruns of a step find each other; 0: they need not."""
+    def _meeting(self, step: Step) -> str:
+        """Make the file where the torchruns of a step find each other, and name it; empty: they need not."""
         if not step.together or len(step.nodes) == 1:
-            return 0
-        number = role_order(step.name)[0]
-        slurm = self._run.slurm
-        return rendezvous_port(slurm.job_id, slurm.restart_count, number, attempt, self._ephemeral)
+            return ""
+        name = f"{step.name}.{secrets.token_hex(4)}.port"
+        (self._run.control / name).touch()  # NFS looks for news in a file that is there, and not for one that is not
+        return name
 
     def _signal(self, number: signal.Signals) -> None:
         for item in self._roles:
@@ -188,30 +173,3 @@ class SlurmLauncher:
 
     def _wait_gone(self, seconds: float) -> None:
         wait_until(lambda: not self._running(), seconds, 0.05, 0.05)
-
-
-def ephemeral_start(table: Path = _EPHEMERAL) -> int:
-    """Return the first port that the kernel assigns to sockets without a fixed port; on some machines 9000."""
-    try:
-        return int(table.read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return _USUAL_EPHEMERAL
-
-
-def port_candidates(role: str, nodes: int, job: int, restart: int) -> tuple[int, ...]:
-    """Return the ports that are tried for the rendezvous of `role`, in this order; empty if it needs none."""
-    if nodes < 2 or ROLES[role].kind == "engine":
-        return ()
-    number, ephemeral = role_order(role)[0], ephemeral_start()
-    return tuple(rendezvous_port(job, restart, number, attempt, ephemeral) for attempt in range(ATTEMPTS))
-
-
-def rendezvous_port(job: int, restart: int, role: int, attempt: int, ephemeral: int) -> int:
-    """Compute a port below `ephemeral` for role number `role` of a job that was restarted `restart` times.
-
-    The roles of a job never share a port, nor do jobs with numbers near each other. Each attempt has another port.
-    """
-    top = min(max(ephemeral, _LOWEST + _SPAN // 4), _USUAL_EPHEMERAL)
-    bottom = max(_LOWEST, top - _SPAN)
-    number = (job * _RESTARTS + restart % _RESTARTS) * _ROLES + role % _ROLES
-    return bottom + (number + attempt * _STRIDE) % (top - bottom)

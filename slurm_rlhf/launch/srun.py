@@ -40,8 +40,8 @@ SLURM_DEBUG, SLURM_NETWORK, SLURM_TASK_PROLOG and SLURM_TASK_EPILOG, SLURM_PMI_*
 
 _TASK_ENDED = re.compile(r"^srun: error: (?P<nodes>[^\s:]+): tasks? [\d,-]+: (?P<how>.+)$", re.MULTILINE)
 _NOT_STARTED = re.compile(r"^srun: error: Task launch for \S+ failed on node (?P<node>[^\s:]+): ", re.MULTILINE)
-_PASSING_FAILURES = ("EADDRINUSE", "Unable to contact slurm controller", "Communication connection failure")
-"""Texts of failures that another attempt may not meet: a port in use, a Slurm controller that is restarting."""
+_PASSING_FAILURES = ("Unable to contact slurm controller", "Communication connection failure")
+"""Texts of failures that another attempt may not meet, as of a Slurm controller that is restarting."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,9 @@ TORCHRUN_MODULE = "slurm_rlhf.workers.torchrun"
 class StepSpec:
     """Describe the step of `role` in the run in `run_dir`.
 
-    `run_id` names this start of the role, the same on every node. At `port` of the first node its torchruns find each
-    other; 0: each works alone on its node, so that none ends when another node does. `environment` maps a node to the
+    `run_id` names this start of the role, the same on every node. In the file `meeting` of `.control` the torchrun of
+    the first node says at which port the others find it; empty: each works alone on its node, so that none ends when
+    another node does. `environment` maps a node to the
     variables of the role's processes there. `engines`: those of a node that are meant; None: all.
     """
 
@@ -31,7 +32,7 @@ class StepSpec:
     run_id: str
     arguments: list[str]
     environment: Mapping[str, Mapping[str, str]]
-    port: int = 0
+    meeting: str = ""
     engines: list[int] | None = None
 
     def write(self, path: Path) -> None:
@@ -81,18 +82,18 @@ def torchrun_command(spec: StepSpec, ranks: RankMap, node: str, log_dir: str) ->
 
 def _rendezvous(spec: StepSpec, ranks: RankMap, share: NodeShare) -> list[str]:
     """Say where the torchruns meet. Not by torch's own ways: those listen on every address of the node."""
-    if not spec.port:
+    if not spec.meeting:
         # The store binds port 0 itself and the workers share it: no other process can take a port chosen beforehand.
         nodes, rank, world, where = 1, 0, len(share.ranks), "127.0.0.1:0"
     else:
         shares = ranks.roles[spec.role]
         nodes, rank, world = len(shares), shares.index(share), ranks.world(spec.role)
-        where = f"{shares[0].node}:{spec.port}"
+        where = f"{shares[0].node}:0"
     if ranks.topology.accelerator == GPU:
         world = 0  # the store listens on: NCCL makes connections to it when it likes
     return [
         f"--nnodes={nodes}",
         "--rdzv-backend=bound",
         f"--rdzv-endpoint={where}",
-        f"--rdzv-conf=rank={rank},ranks={world}",
+        f"--rdzv-conf=rank={rank},ranks={world}" + (f",meeting={spec.meeting}" if spec.meeting else ""),
     ]

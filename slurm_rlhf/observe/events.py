@@ -107,4 +107,7 @@ class WarningEvents(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Tell kind and text; `errors.of_hang` marks what is about a hang. Errors have events of their own."""
         if record.levelno == logging.WARNING:
-            self._tell(HANG if getattr(record, "hang", False) else WARNING, record.getMessage())
+            try:
+                self._tell(HANG if getattr(record, "hang", False) else WARNING, record.getMessage())
+            except Exception:  # as of a full disk; whoever logs, a thread that all ranks need perhaps, goes on
+                self.handleError(record)

@@ -9,18 +9,18 @@ import resource
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from ipaddress import ip_interface
 from pathlib import Path
 
 from slurm_rlhf.cluster.gpu_query import ask_health
-from slurm_rlhf.cluster.network import address_towards, addresses, held_by, interface_of, link_mbits
+from slurm_rlhf.cluster.network import address_towards, addresses, interface_of, link_mbits
 from slurm_rlhf.disk import refusal
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.node import INTERFACES
 from slurm_rlhf.launch.node_look import equipment, versions
 from slurm_rlhf.polling import wait_until
-from slurm_rlhf.preflight.facts import UNKNOWN, Held, NodeFacts, Orders, Place
+from slurm_rlhf.preflight.facts import UNKNOWN, NodeFacts, Orders, Place
 
 SHM = Path("/dev/shm")
 _CANARY_S = 5.0  # for a file system that is slow to show a new file
@@ -33,7 +33,6 @@ def collect(orders: Orders, node: str, environ: Mapping[str, str], shm: Path = S
     """Return the facts of this node. Blocks for a second, and for up to 5 more where the canary is not seen."""
     run_dir = Path(orders.run_dir)
     free = _free(run_dir)
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     address, interface, subnet = _towards(orders.address)
     return NodeFacts(
         node=node,
@@ -48,8 +47,7 @@ def collect(orders: Orders, node: str, environ: Mapping[str, str], shm: Path = S
         shm_free=_free(shm)[0],
         shm=_full(shm),
         memlock=_limit(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
-        open_files=_limit(soft),
-        most_files=_limit(hard),
+        most_files=_limit(resource.getrlimit(resource.RLIMIT_NOFILE)[1]),
         infiniband=_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()),
         addresses=tuple(str(each) for _, each in addresses()),
         interface=interface,
@@ -57,22 +55,8 @@ def collect(orders: Orders, node: str, environ: Mapping[str, str], shm: Path = S
         subnet=subnet,
         link_mbits=link_mbits(interface),
         exported=tuple(_exported(environ)),
-        held=tuple(held(orders.ports.get(node, ()))),
         unhealthy=tuple(ask_health(environ)) if orders.gpus else (),
     )
-
-
-def held(ports: Sequence[int]) -> list[Held]:
-    """List those of `ports` that cannot be bound, with the processes that have them."""
-    found = []
-    for port in ports:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", port))
-            except OSError:
-                found.append(Held(port, held_by(port)))
-    return found
 
 
 def _towards(conductor: str) -> tuple[str, str, str]:

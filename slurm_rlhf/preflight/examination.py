@@ -192,7 +192,6 @@ def _orders(asked: Question, secret: str, desk: Desk, canary: Path) -> Orders:
         str(Path(asked.needs.run_dir).absolute()),
         str(canary.absolute()),
         asked.needs.places,
-        asked.needs.ports_on,
         # Without GPUs the reason is of interest, but nvidia-smi on each node of a run on CPUs is not.
         gpus=bool(asked.needs.wanted.slots),
         groups=asked.measure,
@@ -252,7 +251,6 @@ def judge(seen: Evidence) -> tuple[Check, ...]:
         file_checks.locks(needs),
         node_checks.shared_memory(facts, needs),
         node_checks.limits(facts, needs),
-        node_checks.ports(facts, needs),
         node_checks.gpus(facts, needs),
     ]
     if seen.unmeasured:

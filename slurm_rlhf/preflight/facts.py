@@ -21,7 +21,6 @@ class Orders:
     run_dir: str
     canary: str
     places: tuple[tuple[str, str], ...] = ()  # (key, path) that must be readable
-    ports: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # node -> those that the run wants there
     gpus: bool = False  # look at them
     groups: bool = False  # get ready to start processes for the collectives
     connect_s: float = 5.0
@@ -35,7 +34,6 @@ class Orders:
         """Read what `to_environment` made. Raises KeyError without the variable."""
         data: dict[str, Any] = json.loads(environ[VARIABLE])
         data["places"] = tuple((key, path) for key, path in data["places"])
-        data["ports"] = {node: tuple(ports) for node, ports in data["ports"].items()}
         return cls(**data)
 
 
@@ -50,14 +48,6 @@ class Place:
     key: str
     path: str
     problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Describe a port that the run wants and another process has."""
-
-    port: int
-    by: str  # "python (pid 4021 of alice)"; empty: not seen from here
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +76,7 @@ class NodeFacts:
     shm_free: int = UNKNOWN
     shm: str = ""  # why /dev/shm cannot be written
     memlock: int = UNKNOWN  # that a process may lock; UNKNOWN: without a limit
-    open_files: int = UNKNOWN  # limit of a process; UNKNOWN: none
-    most_files: int = UNKNOWN  # to which a process may raise it
+    most_files: int = UNKNOWN  # that a process may open; UNKNOWN: without end
     infiniband: bool = False
     addresses: tuple[str, ...] = ()
     interface: str = ""  # by which it reaches the conductor
@@ -95,7 +84,6 @@ class NodeFacts:
     link_mbits: int = 0  # of that interface, as the kernel tells it; 0: it does not
     subnet: str = ""
     exported: tuple[str, ...] = ()  # what is wrong with NCCL_SOCKET_IFNAME and the like
-    held: tuple[Held, ...] = ()
     unhealthy: tuple[str, ...] = ()  # GPUs with errors of memory, or throttled
     conductor: str = ""  # why it does not reach the conductor
     skew_s: float = 0.0  # of its clock to the conductor's, beyond what the measurement leaves open
@@ -106,7 +94,6 @@ class NodeFacts:
         """Read `dataclasses.asdict` of a record, or what JSON made of it. Raises TypeError for another record."""
         records: dict[str, Any] = {
             "places": tuple(Place(**each) for each in data.get("places", ())),
-            "held": tuple(Held(**each) for each in data.get("held", ())),
             "reached": tuple(Reach(**each) for each in data.get("reached", ())),
         }
         for name in ("addresses", "exported", "unhealthy"):

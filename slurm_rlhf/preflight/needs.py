@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from slurm_rlhf.cluster.slurm_environment import SlurmEnvironment
@@ -23,7 +23,6 @@ from slurm_rlhf.disk import device_of, mount_of, size_of
 from slurm_rlhf.errors import ModelError, PlacementError, RunError
 from slurm_rlhf.launch.accelerators import Wanted
 from slurm_rlhf.launch.node import RANK_MAP
-from slurm_rlhf.launch.slurm import port_candidates
 from slurm_rlhf.placement.rank_map import RankMap
 from slurm_rlhf.placement.rank_memory import read_models
 from slurm_rlhf.run_directory import RunDirectory
@@ -57,16 +56,11 @@ class Needs:
     ranks_on: Mapping[str, int]  # node -> processes of the run
     places: tuple[tuple[str, str], ...] = ()  # (key, path) that every node reads
     space: Space | None = None  # None: the models' sizes are not known
-    ports: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)  # node -> role -> in this order
     granted_by: str = ""
     quota: Quota | None = None  # of this user, where the run directory is
     lock: str = ""  # why the run directory cannot be locked
     earlier: tuple[str, ...] = ()  # nodes of the last start in this directory; empty: there was none
     allocation: str = ""  # how the job differs from what its environment says
-
-    @property
-    def ports_on(self) -> dict[str, tuple[int, ...]]:
-        return {node: tuple(port for ports in roles.values() for port in ports) for node, roles in self.ports.items()}
 
 
 def needs_of(config: Config, ranks: RankMap, slurm: SlurmEnvironment | None, granted_by: str) -> Needs:
@@ -82,7 +76,6 @@ def needs_of(config: Config, ranks: RankMap, slurm: SlurmEnvironment | None, gra
         ranks_on=ranks_on,
         places=places_of(config),
         space=space_of(config),
-        ports=ports_of(ranks, slurm) if slurm is not None else {},
         granted_by=granted_by,
         quota=quota_on(run_dir),
         lock=lock_problem(run_dir),
@@ -115,16 +108,6 @@ def space_of(config: Config) -> Space | None:
     files = _FILES_BESIDE + sum(_FILES_OF_A_RANK * role.ranks(config) for role in saved)
     there = size_of(RunDirectory(Path(config.run_dir)).checkpoints)
     return Space(one, files, config.ckpt.max_num, there)
-
-
-def ports_of(ranks: RankMap, slurm: SlurmEnvironment) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Return the ports at which the torchruns of roles on several nodes meet, on the node that opens them."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
-    for role, shares in ranks.roles.items():
-        candidates = port_candidates(role, len(shares), slurm.job_id, slurm.restart_count)
-        if candidates:
-            found.setdefault(shares[0].node, {})[role] = candidates
-    return found
 
 
 def lock_problem(run_dir: Path) -> str:

@@ -1,4 +1,4 @@
-"""Judge what each node is by itself: packages, shared memory, limits, ports, GPUs, and the allocation: pure."""
+"""Judge what each node is by itself: packages, shared memory, limits, GPUs, and the allocation: pure."""
 
 from __future__ import annotations
 
@@ -70,10 +70,8 @@ def limits(facts: Facts, needs: Needs) -> Check:
     for node, each in facts.items():
         if UNKNOWN < each.most_files < files:
             said = f"{node}: a process may open {each.most_files} files, and a rank of this run may need {files}"
-            found.append(Finding(FAILED, (node,), said, f"Raise the limit nofile (limits.conf), or {exclude(node)}"))
-        elif UNKNOWN < each.open_files < files:
-            said = f"{node}: a process may open {each.open_files} files, and a rank of this run may need {files}"
-            found.append(Finding(WARNING, (node,), said, f"ulimit -n {files} in the batch script, --propagate=NOFILE"))
+            remedy = f"Raise its limit (`ulimit -Hn`; nofile in limits.conf, LimitNOFILE of slurmd), or {exclude(node)}"
+            found.append(Finding(FAILED, (node,), said, remedy))
         if each.infiniband and each.memlock > UNKNOWN:
             said = f"{node}: a process may lock {each.memlock // MIB} MiB of memory, and InfiniBand registers buffers"
             remedy = (
@@ -81,30 +79,6 @@ def limits(facts: Facts, needs: Needs) -> Check:
             )
             found.append(Finding(WARNING, (node,), said, remedy))
     return Check("limits", f"{files} open files, locked memory", tuple(found))
-
-
-def ports(facts: Facts, needs: Needs) -> Check:
-    """Name the processes that hold ports at which roles are to meet."""
-    found: list[Finding] = []
-    for node, roles in needs.ports.items():
-        taken = {each.port: each.by for each in facts[node].held} if node in facts else {}
-        for role, wanted in roles.items():
-            held = [port for port in wanted if port in taken]
-            if not held or held[0] != wanted[0]:
-                continue
-            by = taken[held[0]] or "a process that is not seen from here"
-            said = f"port {held[0]} of {node}, where the ranks of {role} are to meet, is held by {by}"
-            if len(held) == len(wanted):
-                said += f", and so are all others that would be tried ({', '.join(map(str, held[1:]))})"
-                remedy = f"End it, or {exclude(node)}"
-                found.append(Finding(FAILED, (node,), said, remedy))
-            else:
-                rest = next(port for port in wanted if port not in taken)
-                found.append(
-                    Finding(WARNING, (node,), said, f"The start takes port {rest} instead; end it if it is yours")
-                )
-    wanted_in_all = [port for roles in needs.ports.values() for ports in roles.values() for port in ports[:1]]
-    return Check("ports", f"{', '.join(map(str, wanted_in_all)) or 'none is wanted beforehand'}", tuple(found))
 
 
 def gpus(facts: Facts, needs: Needs) -> Check:

@@ -13,7 +13,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.cluster.local_directory import take_for_sockets
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import SyncGroupRequest
 from slurm_rlhf.control.client import ControlClient
@@ -23,9 +22,6 @@ from slurm_rlhf.rollout.tp_engine import EnginePlace
 from slurm_rlhf.rollout.vllm_settings import prepare_environment
 from slurm_rlhf.weight_sync.receiver import EngineEnd
 from slurm_rlhf.workers.worker import RankInfo, Worker
-
-SOCKETS = "VLLM_RPC_BASE_PATH"
-"""Variable that names the directory of vLLM's Unix sockets; it is read when one is made."""
 
 LEADER_ADDRESS = "leader_address"
 """Key of the engine's store; its value: where the leader listens, and the name of its shared memory."""
@@ -40,9 +36,6 @@ class EngineWorker(Worker):
         super().__init__(config, info, client)
         self.place = EnginePlace.of(info.rank, config.vllm.tensor_parallel_size, info.node)
         self.sync = EngineEnd(config, f"{info.role} {info.rank}")
-        self._sockets = take_for_sockets() if self.place.tp > 1 else None
-        if self._sockets is not None:  # of vLLM's queues between TP ranks: a killed rank leaves them where they are
-            os.environ[SOCKETS] = str(self._sockets.path)
 
     def join_group(self, request: SyncGroupRequest) -> SyncConnection:
         """Join a weight transfer group as the rank that `request` names."""
@@ -56,8 +49,6 @@ class EngineWorker(Worker):
         if hasattr(self, "engine"):
             with _without_collecting():
                 self.engine.close()
-        if self._sockets is not None:
-            self._sockets.remove()
 
 
 @contextmanager

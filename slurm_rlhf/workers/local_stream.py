@@ -6,12 +6,12 @@ import contextlib
 import os
 import socket
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-from slurm_rlhf.cluster.local_directory import take_for_sockets
 from slurm_rlhf.control.codec import MAX_FRAME_BYTES, MAX_FRAMES, decode, encode
 from slurm_rlhf.errors import CallTimeout, RoleDied, WireError
 
@@ -24,8 +24,8 @@ class LocalListener:
     """Listens in a directory of its own, which only this user can enter."""
 
     def __init__(self, backlog: int) -> None:
-        self._directory = take_for_sockets()
-        self.path = str(self._directory.path / "s")
+        self._directory = tempfile.TemporaryDirectory(prefix="listen-")
+        self.path = os.path.join(self._directory.name, "s")
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(self.path)
         self._socket.listen(backlog)
@@ -42,7 +42,7 @@ class LocalListener:
     def close(self) -> None:
         """Stop listening and leave nothing on the disk; connections stay."""
         self._socket.close()
-        self._directory.remove()
+        self._directory.cleanup()
 
 
 def connect_local(path: str, timeout_s: float) -> LocalStream:

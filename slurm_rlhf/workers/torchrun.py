@@ -9,11 +9,11 @@ and ranks block it. This one kills them, so that the end of the first is told at
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import socket
 import sys
+import time
 import traceback
 from datetime import timedelta
 from pathlib import Path
@@ -30,23 +30,27 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.run import main as torchrun
 
 from slurm_rlhf.cluster.doors import shut_when_joined
+from slurm_rlhf.cluster.local_directory import OWN, remove_directory
 from slurm_rlhf.cluster.network import own_address
-from slurm_rlhf.cluster.processes import PARENT
+from slurm_rlhf.cluster.processes import PARENT, raise_descriptors
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.run_directory import RunDirectory
 
 BACKEND = "bound"
-"""Value of torchrun's `--rdzv-backend`; its `--rdzv-conf` has `rank`, of this node, and `ranks`, of all nodes."""
+"""Value of torchrun's `--rdzv-backend`; its `--rdzv-conf` has `rank`, of this node, `ranks`, of all nodes, and
+`meeting`, the file in which the first node says at which port it listens."""
 
 _BACKLOG = 4096
+_LOOK_S = 0.2
 _LIMIT_S = 600  # torch's own; the conductor gives up sooner, with timeout.connect
 
 
 class BoundRendezvous(RendezvousHandler):
     """Let the torchruns of a role meet at the store of the first; the nodes have the numbers they were given."""
 
-    def __init__(self, host: str, port: int, run_id: str, node: int, nodes: int, ranks: int) -> None:
-        self._where = RendezvousStoreInfo(host, port)
+    def __init__(self, host: str, meeting: str, run_id: str, node: int, nodes: int, ranks: int) -> None:
+        self._where = RendezvousStoreInfo(host, 0)
+        self._meeting = meeting
         self._run_id = run_id
         self._node = node
         self._nodes = nodes
@@ -62,7 +66,7 @@ class BoundRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Open the store, or connect to it. Raises OSError where the port is taken, torch's errors after a time-out."""
+        """Open the store, or connect to it. Raises torch's errors, or TimeoutError, after a time-out."""
         if self._store is None:
             self._store = self._listen() if self._node == 0 else self._connect()
         store = PrefixStore(self._run_id, self._store)
@@ -84,19 +88,33 @@ class BoundRendezvous(RendezvousHandler):
         return True
 
     def _connect(self) -> TCPStore:
-        where = self._where
+        where = self._where = RendezvousStoreInfo(self._where.master_addr, self._port())
         return TCPStore(where.master_addr, where.master_port, self._nodes, False, timedelta(seconds=_LIMIT_S))
+
+    @property
+    def _file(self) -> Path:
+        return RunDirectory(Path(_of_rank("--run_dir="))).keys.parent / self._meeting
+
+    def _port(self) -> int:
+        """Wait until the first node has said where it listens."""
+        end = time.monotonic() + _LIMIT_S
+        while not (said := _read(self._file)).endswith("\n"):
+            if time.monotonic() > end:
+                raise TimeoutError(
+                    f"{self._where.master_addr} has not written into {self._file}, within {_LIMIT_S} s, where it "
+                    "listens: its log says why; or this node does not see what others write there"
+                )
+            time.sleep(_LOOK_S)
+        return int(said)
 
     def _listen(self) -> TCPStore:
         address = own_address(self._where.master_addr, os.environ.get("GLOO_SOCKET_IFNAME", ""))
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        try:
-            listener = socket.create_server((address, self._where.master_port), family=family, backlog=_BACKLOG)
-        except OSError as error:
-            # As torch names it, EADDRINUSE: the launcher looks for it, and tries the next port.
-            name = errno.errorcode.get(error.errno or 0, "")
-            raise OSError(f"{name}: {address} port {self._where.master_port}: {error.strerror}") from error
+        listener = socket.create_server((address, 0), family=family, backlog=_BACKLOG)
         self._where = RendezvousStoreInfo(address, int(listener.getsockname()[1]))
+        if self._meeting:  # before the store, which waits for the others
+            print(f"the torchruns meet at {address}:{self._where.master_port}", flush=True)
+            self._file.write_text(f"{self._where.master_port}\n", encoding="ascii")
         number = listener.detach()
         store = TCPStore(
             *(address, self._where.master_port, self._nodes, True, timedelta(seconds=_LIMIT_S)), master_listen_fd=number
@@ -108,6 +126,13 @@ class BoundRendezvous(RendezvousHandler):
         return store
 
 
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="ascii")
+    except OSError:  # as of a shared file system that has a moment's trouble
+        return ""
+
+
 def _of_rank(name: str) -> str:
     """Return an argument of the ranks; they stand behind torchrun's own."""
     return next(word.removeprefix(name) for word in sys.argv if word.startswith(name))
@@ -115,9 +140,9 @@ def _of_rank(name: str) -> str:
 
 def make(parameters: RendezvousParameters) -> BoundRendezvous:
     """Return what torchrun's options ask for."""
-    host, _, port = parameters.endpoint.rpartition(":")
+    host, meeting = parameters.endpoint.rpartition(":")[0], parameters.get("meeting") or ""
     node, ranks = parameters.get_as_int("rank", 0), parameters.get_as_int("ranks", 0)
-    return BoundRendezvous(host, int(port), parameters.run_id, node or 0, parameters.max_nodes, ranks or 0)
+    return BoundRendezvous(host, meeting, parameters.run_id, node or 0, parameters.max_nodes, ranks or 0)
 
 
 def kill_all(ranks: SubprocessContext, death_sig: signal.Signals | None = None, timeout: float = 0.0) -> None:
@@ -131,11 +156,18 @@ def main() -> None:
     SubprocessContext.close = kill_all
     rendezvous_handler_registry.register(BACKEND, make)
     os.environ[PARENT] = str(os.getpid())
+    raise_descriptors()
+    own, failed = os.environ.pop(OWN, ""), False
     try:
         torchrun()
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()
+        failed = True
+    finally:
+        if own:
+            remove_directory(Path(own))
+    if failed:
         os._exit(1)  # at once: the interpreter's teardown of torch takes seconds on a busy node
 
 

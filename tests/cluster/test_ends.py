@@ -7,6 +7,7 @@ import resource
 import pytest
 
 from slurm_rlhf.cluster.processes import exit_text, raise_descriptors, usual_cause
+from slurm_rlhf.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,10 @@ def test_a_process_may_open_as_many_files_as_it_is_allowed(monkeypatch: pytest.M
         monkeypatch.setattr(resource, "setrlimit", lambda which, limits, made=made: made.append(limits))
         raise_descriptors()
         assert made == ([after] if after else [])
+
+
+def test_ranks_that_no_limit_has_room_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1024))
+    raise_descriptors(448)
+    with pytest.raises(ConfigError, match=r"449 ranks take 1026 .*may have 1024 open, .*`ulimit -n`"):
+        raise_descriptors(449)

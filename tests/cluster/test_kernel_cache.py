@@ -266,12 +266,11 @@ def test_disks_of_the_node_come_before_memory_and_before_what_is_shared(
     assert file_system(tmp_path / "a b" / "c" / "d", table) == "tmpfs"
     assert file_system(tmp_path, table) == "ext4"
     assert file_system(tmp_path, tmp_path / "absent") == ""
-    kinds = {"/var/tmp": "lustre", str(tmp_path): "tmpfs"}
-    monkeypatch.setattr(kernel_cache.tempfile, "gettempdir", lambda: str(tmp_path))
+    kinds = {"/var/tmp": "lustre", "/tmp": "tmpfs"}
     monkeypatch.setattr(kernel_cache, "file_system", lambda path: kinds[str(path)])
-    assert local_places() == [tmp_path, Path("/var/tmp")]
-    kinds[str(tmp_path)] = "nfs"
-    assert local_places() == [Path("/var/tmp"), tmp_path]
+    assert local_places() == [Path("/tmp"), Path("/var/tmp")]
+    kinds["/tmp"] = "nfs"
+    assert local_places() == [Path("/var/tmp"), Path("/tmp")]
 
 
 def test_on_a_shared_file_system_a_node_has_directories_of_its_own(take: Take, monkeypatch: pytest.MonkeyPatch) -> None:

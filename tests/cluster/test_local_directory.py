@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.cluster.local_directory import take_directory, take_for_sockets
+from slurm_rlhf.cluster.local_directory import take_directory, take_temporary
 
 HOLD = """
 import sys
@@ -56,7 +56,7 @@ def test_a_directory_for_sockets_has_a_short_path_and_goes_once(
     place = tempfile.mkdtemp(prefix="t") if not length else str(tmp_path / ("x" * length))
     Path(place).mkdir(exist_ok=True)
     monkeypatch.setattr(tempfile, "tempdir", place)
-    made = take_for_sockets()
+    made = take_temporary()
     assert made.path.stat().st_uid == os.getuid()
     assert len(str(made.path)) + 37 <= 107
     assert str(made.path).startswith("/tmp/slurm_rlhf." if length else place)
@@ -64,3 +64,4 @@ def test_a_directory_for_sockets_has_a_short_path_and_goes_once(
     made.remove()
     made.remove()
     assert not made.path.exists()
+    assert length or not list(Path(place).iterdir())

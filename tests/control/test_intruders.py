@@ -100,6 +100,15 @@ def test_other_protocols_are_refused_and_counted(scene: Scene, content: bytes) -
     assert until(lambda: scene.server.loop.refused > 0)
 
 
+def test_who_says_nothing_is_cut_off(scene: Scene) -> None:
+    host, port = scene.server.endpoint().removeprefix("tcp://").split(":")
+    with socket.create_connection((host, int(port)), HANG_S) as stranger:
+        while stranger.recv(100):
+            pass  # ZeroMQ's greeting
+    assert until(lambda: scene.server.loop.refused == 1)
+    assert scene.server.loop._router.handshake_ivl == 5000
+
+
 def test_a_client_with_the_wrong_key_learns_why(scene: Scene, tmp_path: Path) -> None:
     with ControlClient(scene.server.endpoint(), RunKeys.create(tmp_path / "other.json"), "critic", 0, 1) as client:
         with pytest.raises(CallTimeout, match=r"critic rank 0: .*gave no welcome in 0\.5 s: .*key is another one"):

@@ -10,6 +10,7 @@ import tokenizers
 from lookalikes import sentencepiece_like
 
 from slurm_rlhf.config.schema import Data
+from slurm_rlhf.data import chat_template
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import DataError, ModelError
@@ -93,14 +94,38 @@ def test_chat_template_renders_as_in_transformers(tmp_path: Path, where: str) ->
 
 def test_template_that_refuses(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(save(tmp_path, TEMPLATE))
-    with pytest.raises(ModelError, match=r"chat template failed on messages with roles system: no system 20\d\d"):
+    with pytest.raises(ModelError, match=r"template in .*jinja failed on .* roles system: no system 20\d\d"):
         tokenizer.chat([{"role": "system", "content": "x"}])
     broken = Tokenizer.load(save(tmp_path, "{% if %}"))
-    with pytest.raises(ModelError, match="the chat template failed"):
+    with pytest.raises(ModelError, match=r"the chat template in .* failed"):
         broken.chat([{"role": "user", "content": "x"}])
     hostile = Tokenizer.load(save(tmp_path, "{{ messages.__class__.__mro__ }}"))
     with pytest.raises(ModelError, match="unsafe"):
         hostile.chat([{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    ("body", "limit"),
+    [
+        ("{{ 'x' * 10 ** 12 }}", "64 MiB of memory"),
+        ("{% set s = namespace(t='x') %}{% for i in range(99) %}{% set s.t = s.t ~ s.t %}{% endfor %}", "64 MiB of"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "0.2 s of computing time"),
+    ],
+)
+def test_a_template_without_end_is_named_with_its_prompt_and_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, limit: str
+) -> None:
+    monkeypatch.setattr(chat_template, "SECONDS", 0.2)
+    monkeypatch.setattr(chat_template, "MIB", 64)
+    source = "{% if messages[0].content == 'grow' %}" + body + "{% endif %}{{ messages[0].content }}"
+    tokenizer = Tokenizer.load(save(tmp_path, source))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"input": "small"}\n{"input": "grow"}\n')
+    with pytest.raises(ModelError) as caught:
+        PromptSet.load(rows, tokenizer, Data(apply_chat_template=True), 100)
+    for part in (f"{rows}:2: ", f"{tmp_path / 'chat_template.jinja'}", f"more than {limit}", "begin 'grow'"):
+        assert part in str(caught.value)
+    assert tokenizer.chat([{"role": "user", "content": "small"}]) == "small"
 
 
 def test_pad_falls_back_to_eos(tmp_path: Path) -> None:

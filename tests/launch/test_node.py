@@ -1,4 +1,4 @@
-"""What a node decides for itself: ports, devices, caches, networks."""
+"""What a node decides for itself: devices, caches, networks."""
 
 from __future__ import annotations
 
@@ -10,40 +10,7 @@ import pytest
 from slurm_rlhf.cluster.network import address_towards, interface_of
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.node import node_environment, visible_gpus
-from slurm_rlhf.launch.slurm import ATTEMPTS, ephemeral_start, rendezvous_port
 from slurm_rlhf.placement.topology import CPU, Node, Topology
-
-
-def test_ports_of_a_job_and_of_its_neighbours_differ() -> None:
-    ports = {
-        rendezvous_port(job, restart, role, 0, 32768)
-        for job in range(1000, 1060)
-        for restart in (0, 1)
-        for role in range(4)
-    }
-    assert len(ports) == 60 * 2 * 4
-    attempts = [rendezvous_port(1000, 0, 0, attempt, 32768) for attempt in range(ATTEMPTS)]
-    assert len(set(attempts)) == ATTEMPTS
-    assert not ports.intersection(attempts[1:])
-
-
-@pytest.mark.parametrize("ephemeral", [1024, 4096, 9000, 32768, 49152])
-def test_ports_are_unprivileged_and_below_those_the_kernel_hands_out(ephemeral: int) -> None:
-    found = [
-        rendezvous_port(job, 3, role, attempt, ephemeral)
-        for job in (1, 77, 10**9)
-        for role in range(8)
-        for attempt in range(5)
-    ]
-    assert min(found) >= 1024
-    assert max(found) < max(ephemeral, 4097)
-
-
-def test_the_kernels_range_is_read_from_its_table(tmp_path: Path) -> None:
-    (tmp_path / "range").write_text("9000\t65535\n")
-    assert ephemeral_start(tmp_path / "range") == 9000
-    assert ephemeral_start(tmp_path / "none") == 32768
-    assert 1024 <= ephemeral_start() <= 65535
 
 
 @pytest.mark.parametrize(

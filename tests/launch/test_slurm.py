@@ -65,8 +65,8 @@ class Bench:
         file = self.run_dir / "logs" / "starts"
         return len(file.read_text().splitlines()) if file.exists() else 0
 
-    def port(self) -> int:
-        return StepSpec.read(self.run_dir / ".control" / "actor.json").port
+    def meeting(self) -> str:
+        return StepSpec.read(self.run_dir / ".control" / "actor.json").meeting
 
 
 @pytest.fixture
@@ -98,22 +98,24 @@ def test_the_first_task_that_failed_is_named_while_srun_still_waits_for_the_othe
     assert bench.launcher.ended() == []
 
 
-def test_a_taken_port_costs_another_attempt_at_another_port(bench: Bench) -> None:
+def test_a_controller_that_restarts_costs_another_attempt_with_another_meeting(bench: Bench) -> None:
     bench.srun(
-        f"[ $(wc -l <$logs/starts) = 3 ] && exec sleep 60\n"
-        f"echo 'code: -98, name: EADDRINUSE' >>$logs/actor.{NODES[0]}.torchrun.log\n"
+        "[ $(wc -l <$logs/starts) = 3 ] && exec sleep 60\n"
+        "echo 'srun: error: Unable to contact slurm controller (connect failure)'\n"
         "echo 'srun: error: n1: task 0: Exited with exit code 1'; sleep 0.3; exit 1"
     )
     bench.start("actor")
-    first = bench.port()
+    first = bench.meeting()
     said = []
     until(lambda: said.extend(bench.launcher.ended()) or bench.starts == 3, "the third attempt")
     assert said + bench.launcher.ended() == []
-    assert bench.port() != first
+    assert bench.meeting() != first
+    for name in (first, bench.meeting()):  # the nodes look at a file that is there
+        assert (bench.run_dir / ".control" / name).read_text() == ""
 
 
-def test_a_port_that_is_always_taken_ends_the_run(bench: Bench) -> None:
-    bench.srun(f"echo EADDRINUSE >>$logs/actor.{NODES[0]}.torchrun.log; exit 1")
+def test_a_controller_that_stays_away_ends_the_run(bench: Bench) -> None:
+    bench.srun("echo 'srun: error: Unable to contact slurm controller'; exit 1")
     bench.start("actor")
     (ended,) = bench.news()
     assert ended.role == "actor"
@@ -122,7 +124,9 @@ def test_a_port_that_is_always_taken_ends_the_run(bench: Bench) -> None:
 
 def test_what_an_earlier_run_wrote_into_the_logs_is_no_news(bench: Bench) -> None:
     for name in ("actor.srun.log", f"actor.{NODES[0]}.torchrun.log"):
-        (bench.run_dir / "logs" / name).write_text("srun: error: gpu9: task 0: Killed\nEADDRINUSE\n")
+        (bench.run_dir / "logs" / name).write_text(
+            "srun: error: gpu9: task 0: Killed\nUnable to contact slurm controller\n"
+        )
     bench.srun("exec sleep 60")
     bench.start("actor")
     until(lambda: bench.starts, "the step")

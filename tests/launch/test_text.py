@@ -18,8 +18,8 @@ from slurm_rlhf.placement.role_sizes import RoleSize
 from slurm_rlhf.placement.topology import CPU, Node, Topology
 
 
-def spec(role: str, port: int) -> StepSpec:
-    return StepSpec(role, "/runs/a", "77.0.abc", [f"--role={role}", "--run_dir=/runs/a"], {}, port)
+def spec(role: str, meeting: str) -> StepSpec:
+    return StepSpec(role, "/runs/a", "77.0.abc", [f"--role={role}", "--run_dir=/runs/a"], {}, meeting)
 
 
 @pytest.mark.parametrize("role", ["actor", "critic", "rollout"])
@@ -28,18 +28,18 @@ def test_srun_lines(role: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "node", "port"),
-    [("actor", "gpu1", 24001), ("actor", "gpu2", 24001), ("critic", "gpu3", 0), ("rollout", "gpu2", 0)],
+    ("role", "node", "meeting"),
+    [("actor", "gpu1", "actor.port"), ("actor", "gpu2", "actor.port"), ("critic", "gpu3", ""), ("rollout", "gpu2", "")],
 )
-def test_torchrun_lines(role: str, node: str, port: int) -> None:
-    text = lines(torchrun_command(spec(role, port), ranks(), node, "/tmp/own/torchrun"))
+def test_torchrun_lines(role: str, node: str, meeting: str) -> None:
+    text = lines(torchrun_command(spec(role, meeting), ranks(), node, "/tmp/own/torchrun"))
     assert_golden(f"torchrun_{role}_{node}.txt", text)
 
 
 def test_workers_are_numbered_as_in_the_rank_map_on_every_node() -> None:
     for role in ("actor", "critic", "rollout"):
         for share in ranks().roles[role]:
-            words = torchrun_command(spec(role, 0), ranks(), share.node, "logs")
+            words = torchrun_command(spec(role, ""), ranks(), share.node, "logs")
             assert f"--first_rank={share.ranks[0]}" in words
             assert f"--nproc-per-node={len(share.ranks)}" in words
             assert f"--world={ranks().world(role)}" in words

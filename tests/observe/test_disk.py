@@ -199,3 +199,26 @@ def test_a_full_disk_takes_the_end_of_a_run_and_one_that_cannot_keeps_what_it_ha
     with pytest.raises(OSError, match="Read-only file system"):
         summary.write(file)
     assert Summary.read(file) == found
+
+
+@pytest.mark.parametrize("kind", ["another user's", "open to others", "a link"])
+def test_a_directory_of_keys_that_others_have_a_hand_in_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Whoever made it first could change what the processes of the run read there."""
+    control = tmp_path / ".control"
+    if kind == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        control.symlink_to(tmp_path / "elsewhere")
+    else:
+        control.mkdir(mode=0o700 if kind == "another user's" else 0o755)
+    user = control.stat().st_uid
+    if kind == "another user's":
+        monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    with pytest.raises(DiskError, match=rf"{control} belongs to user {user} and has mode .*chmod 700"):
+        make_run_directory(tmp_path, RunDirectory(tmp_path).make)
+
+
+def test_a_run_directory_may_be_used_again(tmp_path: Path) -> None:
+    for _ in range(2):
+        make_run_directory(tmp_path, RunDirectory(tmp_path).make)

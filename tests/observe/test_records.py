@@ -156,6 +156,16 @@ def test_logged_warnings_are_events_and_errors_are_not() -> None:
     ]
 
 
+def test_an_event_that_cannot_be_written_does_not_reach_who_logs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The I/O thread logs, too: it would end, and with it all communication."""
+    events = EventLog(tmp_path / "gone" / "events.jsonl")
+    handler = WarningEvents(lambda kind, text: events.append(kind, 0, text))
+    handler.handle(logging.LogRecord("slurm_rlhf", logging.WARNING, "", 0, "rank 0 is lost", (), None))
+    assert "No such file or directory" in capsys.readouterr().err
+
+
 def test_calls_that_overlap_or_follow_at_once_are_one_span() -> None:
     clock = Clock(100.0)
     spans = CallSpans(clock)

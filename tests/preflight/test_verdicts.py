@@ -11,7 +11,7 @@ from slurm_rlhf.config.architectures import wanted_modules
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.launch.accelerators import Wanted
 from slurm_rlhf.preflight.examination import Evidence, judge
-from slurm_rlhf.preflight.facts import Held, NodeFacts, Place, Reach
+from slurm_rlhf.preflight.facts import NodeFacts, Place, Reach
 from slurm_rlhf.preflight.needs import Needs, Quota, Space, nodes_differ
 from slurm_rlhf.preflight.report import FAILED, OK, WARNING, Report, draw
 
@@ -22,7 +22,6 @@ NEEDS = Needs(
     Wanted({}),
     dict.fromkeys(NODES, 2),
     space=Space(10_000_000_000, 100, 3, 0),
-    ports={"n1": {"actor": (3001, 3002)}},
 )
 EQUIPMENT = {"cuda_build": "", "modules": dict.fromkeys(wanted_modules(), False)}
 
@@ -40,7 +39,6 @@ def facts(node: str, **changes: Any) -> NodeFacts:
         free_bytes=10**12,
         free_files=10**6,
         shm_free=1 << 30,
-        open_files=65536,
         most_files=65536,
         addresses=("127.0.0.1", f"10.1.0.{number}"),
         interface="ib0",
@@ -66,7 +64,7 @@ def test_good_nodes_pass() -> None:
     report.require()
     assert report.notes() == []
     names = {check.name for check in report.checks}
-    assert {"names", "conductor", "interfaces", "clocks", "packages", "run directory", "ports", "GPUs"} <= names
+    assert {"names", "conductor", "interfaces", "clocks", "packages", "run directory", "limits", "GPUs"} <= names
 
 
 CASES: list[tuple[str, dict[str, Any], str, str]] = [
@@ -91,8 +89,7 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
         "/dev/shm of n3 cannot be used, 0 MiB",
         "ls -l /dev/shm",
     ),
-    (FAILED, {"most_files": 128}, "n3: a process may open 128 files", "nofile"),
-    (WARNING, {"open_files": 200}, "n3: a process may open 200 files", "ulimit -n 320"),
+    (FAILED, {"most_files": 128}, "n3: a process may open 128 files", "ulimit -Hn"),
     (WARNING, {"memlock": 64 << 20, "infiniband": True}, "n3: a process may lock 64 MiB", "ulimit -l unlimited"),
     (WARNING, {"unhealthy": ("GPU 2: 7 uncorrected ECC errors",)}, "n3: GPU 2: 7 uncorrected", "--exclude=n3"),
     (
@@ -171,17 +168,6 @@ def test_a_node_that_does_not_answer_is_named_with_what_srun_says() -> None:
     assert finding.remedy.endswith("leave a broken node out with --exclude=n3,n4")
 
 
-def test_ports_that_others_hold() -> None:
-    one = examined("n1", held=(Held(3001, "python (pid 77 of eve)"),)).findings
-    assert [(each.verdict, each.nodes) for each in one] == [(WARNING, ("n1",))]
-    assert "port 3001 of n1, where the ranks of actor are to meet, is held by python (pid 77 of eve)" in one[0].said
-    assert "takes port 3002 instead" in one[0].remedy
-    (all_of_them,) = examined("n1", held=(Held(3001, ""), Held(3002, ""))).findings
-    assert all_of_them.verdict == FAILED
-    assert "and so are all others that would be tried (3002)" in all_of_them.said
-    assert examined("n1", held=(Held(3002, "sshd (pid 1 of root)"),)).verdict == OK  # it is not needed
-
-
 @pytest.mark.parametrize(
     ("quota", "verdict", "said"),
     [
@@ -234,5 +220,5 @@ def test_facts_travel_as_json() -> None:
     import json
     from dataclasses import asdict
 
-    there = facts("n1", places=(Place("k", "/p"),), held=(Held(1, "x"),), exported=("a",), unhealthy=("b",))
+    there = facts("n1", places=(Place("k", "/p"),), exported=("a",), unhealthy=("b",))
     assert NodeFacts.from_json(json.loads(json.dumps(asdict(there)))) == there

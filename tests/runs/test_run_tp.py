@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,9 +44,16 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def late(config: Path) -> Iterator[Run]:
+def place() -> Iterator[Path]:
+    """A directory for temporary files, with a short path: sockets are made there."""
+    with tempfile.TemporaryDirectory(prefix="t") as made:
+        yield Path(made)
+
+
+@pytest.fixture(scope="module")
+def late(config: Path, place: Path) -> Iterator[Run]:
     """A run of two engines, of which the second starts when `engine_1` exists."""
-    with patched(config.parent / "site", LATE, TEST_HOLD=str(config.parent / "engine_1")):
+    with patched(config.parent / "site", LATE, TEST_HOLD=str(config.parent / "engine_1"), TMPDIR=str(place)):
         words = (*TP, ENDLESS, "--vllm.num_engines=2", "--train.full_determinism=false")
         run = Run(config, config.parent / "late", *words)
     yield run
@@ -85,7 +93,7 @@ def test_the_late_engine_joins_with_the_current_weights(config: Path, late: Run)
     assert max(row["rollout_logprob_diff_max"] for row in rows) < 1e-5
 
 
-def test_a_rank_that_is_killed_is_named_and_its_whole_engine_comes_back(late: Run) -> None:
+def test_a_rank_that_is_killed_is_named_and_its_whole_engine_comes_back(late: Run, place: Path) -> None:
     before = {pid for pid in late.ranks("rollout") if _rank(pid) in ("2", "3")}
     [follower] = [pid for pid in before if _rank(pid) == "3"]
     # The queues between the ranks have no name by now, so that a killed rank leaves nothing in /dev/shm.
@@ -108,6 +116,7 @@ def test_a_rank_that_is_killed_is_named_and_its_whole_engine_comes_back(late: Ru
     assert code == 130, output
     assert "Traceback" not in output
     late.assert_gone()
+    assert list(place.rglob("*")) == []
 
 
 def test_a_run_after_a_killed_one_gives_the_same_bits(config: Path, killed: list[str]) -> None:

@@ -36,7 +36,7 @@ def calm(slurm: Cluster) -> Calm:
 def test_the_unedited_ppo_32b_trains_a_tiny_model_on_four_nodes(slurm: Cluster, calm: Calm) -> None:
     """Submit the batch file as it is, with nothing but overrides on its command line.
 
-    Each role has a step on its own nodes, and a log per node and rank; a taken port costs a retry; the interface is
+    Each role has a step on its own nodes, and a log per node and rank; who holds ports stops nothing; the interface is
     logged; the files `save` and `stop` are obeyed (in `calm_run`); no process is left.
     """
     assert f"srun --jobid={calm.job} --overlap --pty" in said(calm.run_dir)
@@ -47,9 +47,8 @@ def test_the_unedited_ppo_32b_trains_a_tiny_model_on_four_nodes(slurm: Cluster, 
     }
     ranks = json.loads((calm.run_dir / "rank_map.json").read_text())
     assert [(share["node"], share["gpus"]) for share in ranks["roles"]["actor"]] == [("gpu001", [0]), ("gpu002", [0])]
-    meetings = re.findall(r"meet at gpu001:(\d+)", (logs / "actor.gpu001.torchrun.log").read_text())
-    assert meetings[0] == str(calm.port)
-    assert len(meetings) == 2  # the port was taken, and the next one was not
+    (meeting,) = re.findall(r"meet at \S+:(\d+)\n", (logs / "actor.gpu001.torchrun.log").read_text())
+    assert int(meeting) not in calm.held
     assert "NCCL_SOCKET_IFNAME=eth0" in (logs / "actor.gpu002.torchrun.log").read_text()
     assert not any(slurm.processes(node) for node in slurm.names)
 

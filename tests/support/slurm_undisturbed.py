@@ -9,8 +9,6 @@ from pathlib import Path
 from slurm_cluster import CHECKOUT, ENDLESS, PLACES, Cluster, said
 from training_runs import metrics, saved, steps, summary, timeless, workspace
 
-from slurm_rlhf.launch.slurm import ephemeral_start, rendezvous_port
-
 STEPS = 12
 TEMPLATE = "--data.input_template=1 + {}"
 """An argument with blanks."""
@@ -23,9 +21,15 @@ TINY = (
     *("--ref.num_gpus_per_node=1", "--train.colocate_actor_ref=false", "--vllm.tensor_parallel_size=1"),
     *("--vllm.sync_mode=drain", "--algo.advantage.lambd=0.95"),
 )
-TAKEN = """
-import socket, sys, time
-server = socket.create_server(("", int(sys.argv[1])))
+HELD = range(22_000, 32_768)
+"""Ports below those that the kernel hands out, which a stranger holds on the first node."""
+TAKEN = f"""
+import contextlib, resource, socket, time
+resource.setrlimit(resource.RLIMIT_NOFILE, (len({HELD!r}) + 100,) * 2)
+held = []
+for port in {HELD!r}:
+    with contextlib.suppress(OSError):
+        held.append(socket.create_server(("", port)))
 print("held", flush=True)
 time.sleep(600)
 """
@@ -38,7 +42,7 @@ class Calm:
     job: int
     run_dir: Path
     work: Path
-    port: int  # that was taken when it started
+    held: range  # ports of its first node that were taken when it started
     start_s: float  # to its first step
     saved_at: int  # the step after which it saved
 
@@ -72,15 +76,14 @@ def calm_run(slurm: Cluster) -> Calm:
 
 
 def _run(slurm: Cluster) -> Calm:
-    """The port on which its actors are to meet is taken. A save file must not end it, a stop file must."""
+    """Somebody holds thousands of ports of its first node. A save file must not end it, a stop file must."""
     run_dir, work = slurm.shared / "large", workspace(slurm.shared / "calm").parent
     job = slurm.sbatch(
         *("--hold", "--nodes=4", f"--output={run_dir}.log", "sbatch/ppo_32b.sh", f"--run_dir={run_dir}"),
         *(*PLACES, *ENDLESS, *tiny(work)),
         cwd=CHECKOUT,
     )
-    port = rendezvous_port(job, 0, 0, 0, ephemeral_start())
-    taken = [str(slurm.script), "exec", "gpu001", "python3", "-c", TAKEN, str(port)]
+    taken = [str(slurm.script), "exec", "gpu001", "python3", "-c", TAKEN]
     with subprocess.Popen(taken, env=slurm.environment, stdout=subprocess.PIPE, text=True) as holder:
         try:
             assert holder.stdout is not None
@@ -102,4 +105,4 @@ def _run(slurm: Cluster) -> Calm:
     assert saved(run_dir) == [at, summary(run_dir)["steps"]]
     assert slurm.job(job)["Restarts"] == "0"
     assert not slurm.run("squeue", "-h").strip()
-    return Calm(job, run_dir, work, port, start_s, at)
+    return Calm(job, run_dir, work, HELD, start_s, at)

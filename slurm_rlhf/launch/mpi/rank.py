@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
-from slurm_rlhf.cluster.local_directory import take_directory
+from slurm_rlhf.cluster.local_directory import take_temporary
 from slurm_rlhf.cluster.network import address_among
 from slurm_rlhf.cluster.processes import KEYS, STORE_FD, STORE_RANKS, exit_text
 from slurm_rlhf.launch.child_process import bound_to_parent, start_child
@@ -204,9 +204,10 @@ class MpiWorker:
         variables |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))  # a launcher may have bound us
         if store is not None:
             variables[STORE_FD] = str(store.fileno())
-        cache = take_directory(f"{spec.run_id}.{own.node}.{own.role}").path
+        self._temporary = take_temporary()
         interface = interface_to_others(ranks, own.node)
-        environment = node_environment(os.environ, own.role, run_dir / "logs", cache, variables, interface)
+        logs, place = run_dir / "logs", self._temporary.path
+        environment = node_environment(os.environ, own.role, logs, place, variables, interface)
         arguments = [*spec.arguments[own.role], *worker_arguments(ranks, own.role, share)]
         fds = (store.fileno(),) if store is not None else ()
         with _step_signals(signal.SIG_IGN):
@@ -227,6 +228,7 @@ class MpiWorker:
             self._process.wait(grace_s)
         self._process.kill()
         self._process.wait()
+        self._temporary.remove()
 
 
 @contextmanager
