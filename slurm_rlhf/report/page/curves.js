@@ -11,7 +11,7 @@ const PLOTS = [
   ["Responses cut off", { truncated: "cut off", repetition: "for repeating itself" }, { format: percent }],
   ["Clip fraction", { clip_fraction: "policy", value_clip_fraction: "value" }, { format: percent }],
   ["KL of the updates", { approx_kl: "all updates of a step", first_approx_kl: "first update" }],
-  ["Engine against actor: difference of log-probs", { rollout_logprob_diff: "mean", rollout_logprob_diff_max: "largest" }, { log: true, absent: "algo.correction.bypass is on" }],
+  ["Engine against actor: difference of log-probs", { rollout_logprob_diff: "mean", rollout_logprob_diff_max: "largest" }, { log: true, absent: "no token is of the present policy" }],
   ["Age of the tokens, updates", { staleness_max: "oldest" }, { absent: "vllm.sync_mode = drain: every token is new" }],
   ["Stale tokens and mixed responses", { stale_tokens: "stale tokens", mixed_responses: "mixed responses" }, { format: percent }],
   ["Correction: effective sample size", { "correction/ess": "share of the tokens" }, { corrects: true, absent: "algo.correction weighs nothing" }],
