@@ -169,7 +169,10 @@ def test_a_run_whose_prompts_are_used_up_ends_as_after_its_last_step(
     run.run()
     assert run.state.step == 1
     assert run.state.eval_after == 1.0
-    assert [row["step"] for row in rows(tmp_path)] == [1]
+    (row,) = rows(tmp_path)
+    assert row["step"] == 1
+    assert row["perf/tokens_per_s"] * row["time/step"] == pytest.approx(8)  # tokens of a step
+    assert row["perf/rollout_tokens_per_s"] == 8  # whose sampling took a second
     assert CheckpointDir(tmp_path).latest() == tmp_path / "checkpoints" / "step_000001"
 
 
