@@ -16,12 +16,12 @@ from lookalikes import llama_like
 from tiny_models import make_tiny
 from waiting import HANG_S
 
-from slurm_rlhf.config.schema import Data
-from slurm_rlhf.controller.self_check import PER_RANK, PromptFindings, few
+from slurm_rlhf.config.schema import Config, Data
+from slurm_rlhf.controller.self_check import PER_RANK, PromptFindings, SelfCheck, few
 from slurm_rlhf.controller.verdicts import PROMPT_SHARES, warnings
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.records import Experience
+from slurm_rlhf.records import Experience, Trajectory, VersionSpan, pack
 
 pytestmark = [pytest.mark.slow]
 
@@ -236,3 +236,18 @@ def test_prompts_that_hold_their_answer_and_rows_that_repeat_are_found(tmp_path:
     few = warnings({"prompts_answered": 0.25, "prompts_repeated": 60 / 64}, PROMPT_SHARES)
     assert "25 % of the prompts end with a message of the assistant" in few[0]
     assert "94 % of the prompts stand in the file once more" in few[1]
+
+
+@pytest.mark.parametrize("off", [0.0, 0.1])
+def test_a_reference_is_the_actor_before_the_first_update(off: float) -> None:
+    ids, spans = np.array([3, 4], np.int32), [VersionSpan(0, 2, 0)]
+    sampled = [Trajectory(0, 0, ids, ids, np.zeros(2, np.float32), np.ones(2, np.bool_), "stop", "", spans)]
+    exp = pack(sampled, [0.0])
+    exp.columns["logprobs"] = exp.columns["rollout_logprobs"]
+    exp.columns["ref_logprobs"] = exp.columns["logprobs"] - np.float32(off)
+    check = SelfCheck(Config(), None, print, PromptFindings({}), {}, None)  # type: ignore[arg-type]
+    assert [(one.check, one.passed) for one in check._agreement(sampled, exp, 0)] == [
+        ("engine", True),
+        ("reference", not off),
+    ]
+    assert [one.check for one in check._agreement(sampled, exp, 1)] == ["engine"]
