@@ -55,6 +55,18 @@ def test_the_figures_of_a_data_set() -> None:
     assert found.whole.mean.low < found.whole.mean.value < found.whole.mean.high
 
 
+def test_intervals_of_shares_do_not_collapse_where_all_are_right() -> None:
+    """A draw of equal scores has no spread; so it is with scores that are no shares."""
+    right = [response(index, sample, 1.0) for index in range(20) for sample in range(4)]
+    found = report_of(SETTINGS, right, 1)
+    assert found.majority is not None
+    for estimate in (found.whole.mean, *found.pass_at.values(), found.majority):
+        assert (estimate.value, estimate.high) == (1.0, pytest.approx(1.0))
+        assert 0.8 < estimate.low < 0.9
+    half = report_of(SETTINGS, [replace(one, score=0.5) for one in right], 1)
+    assert half.whole.mean.low == half.whole.mean.high == 0.5
+
+
 def test_its_metrics_by_name() -> None:
     metrics = report_of(SETTINGS, responses(), 1).metrics()
     figures = ["mean", "mean_low", "mean_high", "pass@1", "pass@2", "pass@4", "maj@4", "truncated", "response_tokens"]
