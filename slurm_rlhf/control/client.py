@@ -32,6 +32,8 @@ from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
 log = CarefulLog(logging.getLogger(__name__))
 
 _LINGER_MS = 1000
+THREAD_FAILED = "the thread that talks to the conductor has failed: the lines above say why"
+"""Why a rank leaves whose conductor is there."""
 
 
 class ControlClient:
@@ -180,9 +182,11 @@ class ControlClient:
                 self._send_queued()
                 if self._heartbeat.due(self._now):
                     self._beat()
-        except Exception as error:
-            log.exception("the control client's thread failed")
-            self._lose(f"its I/O thread failed: {error}")
+        except Exception:
+            try:
+                log.exception("the control client's thread failed")
+            finally:  # without memory, that cannot be said; but a rank that nobody hears would pass for one that hangs
+                self._lose(THREAD_FAILED)
         finally:
             self._finish()
 

@@ -36,7 +36,7 @@ from slurm_rlhf.config.roles import ROLES
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import ActorCalls, RankCalls
-from slurm_rlhf.control.client import ControlClient
+from slurm_rlhf.control.client import THREAD_FAILED, ControlClient
 from slurm_rlhf.control.messages import TERMINATION
 from slurm_rlhf.observe.stacks import late_s
 from slurm_rlhf.run_directory import RunDirectory
@@ -210,9 +210,12 @@ def abort_forming() -> None:
 
 
 def _leave(reason: str) -> None:
-    """End this process: its conductor is gone, and its main thread may sit in a collective that never ends."""
-    print(f"{CONDUCTOR_GONE}: {reason}", file=sys.stderr, flush=True)
-    os._exit(CONDUCTOR_GONE_STATUS)
+    """End this process: it hears its conductor no more, and its main thread may sit in a collective that never ends."""
+    own = reason == THREAD_FAILED
+    try:
+        print(reason if own else f"{CONDUCTOR_GONE}: {reason}", file=sys.stderr, flush=True)
+    finally:  # without memory, nothing can be said
+        os._exit(1 if own else CONDUCTOR_GONE_STATUS)
 
 
 def main() -> None:

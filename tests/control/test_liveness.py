@@ -20,7 +20,7 @@ from control_peer import INTERVAL, LIMIT, ask, start_conductor, start_peer, stop
 from waiting import HANG_S, until
 
 from slurm_rlhf.control.auth import RunKeys
-from slurm_rlhf.control.client import ControlClient
+from slurm_rlhf.control.client import THREAD_FAILED, ControlClient
 from slurm_rlhf.control.codec import encode
 from slurm_rlhf.control.io_thread import ListeningClock, end_context
 from slurm_rlhf.control.messages import Envelope
@@ -307,3 +307,31 @@ def test_idle_ends_cost_next_to_nothing(tmp_path: Path) -> None:
         finally:
             for client in clients:
                 client.close()
+
+
+MEMORYLESS = """
+import sys, time
+from pathlib import Path
+from slurm_rlhf.control import client
+from slurm_rlhf.control.auth import RunKeys
+from slurm_rlhf.workers.rank_process import _leave
+
+def fail(*_):
+    raise MemoryError
+
+keys = RunKeys.create(Path(sys.argv[1]))
+if sys.argv[2] == "silent":
+    client.log.exception = sys.stderr.write = fail
+client.ControlClient("tcp://127.0.0.1:1", keys, "actor", 0, 1, on_beat=fail, on_conductor_lost=_leave)
+time.sleep(float(sys.argv[3]))
+"""
+
+
+@pytest.mark.parametrize("how", ["aloud", "silent"])
+def test_a_rank_without_memory_for_its_heartbeats_ends(tmp_path: Path, how: str) -> None:
+    """As under `ulimit -v`: were its process to live on, it would be said to hold the interpreter's lock."""
+    words = [sys.executable, "-c", MEMORYLESS, str(tmp_path / "keys"), how, str(HANG_S)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert done.returncode == 1
+    if how == "aloud":
+        assert done.stderr.splitlines()[-2:] == ["MemoryError", THREAD_FAILED]
