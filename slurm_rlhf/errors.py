@@ -20,6 +20,7 @@ SlurmRlhfError                  anything this package raises on purpose
     ├── RunHung                 nothing moved for longer than the watchdog allows
     ├── FilteredAway            dynamic sampling dropped nearly every group
     ├── WireError               a frame that does not decode, a peer that is not ours
+    ├── StrangerError           a store, a rank or a pickle of somebody who does not belong to the run
     └── SyncError               weights that did not arrive, or arrived different
         └── SyncBroken          connections of a transfer that broke or fell silent: a new group may help
 """
@@ -138,6 +139,10 @@ class FilteredAway(RunError):
 
 class WireError(RunError):
     """Report a message that does not decode, or that came from nobody we know."""
+
+
+class StrangerError(RunError, RuntimeError):
+    """Report what only somebody else on the network can have said; a RuntimeError, as all that torch's groups raise."""
 
 
 class SyncError(RunError):

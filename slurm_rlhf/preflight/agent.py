@@ -63,6 +63,7 @@ def serve(orders: Orders, node: str, host: GroupHost | None, environ: Mapping[st
             line.send({"group": {**order["report"], **_measured(orders, *order["link"])}})
             line.send({"done": order["name"]})
         elif "stages" in order:
+            order["secret"] = orders.secret
             told = host.run(order, listening, environ) if host is not None else iter([{"error": "not asked for"}])
             for report in told:
                 line.send({"group": report})

@@ -79,8 +79,11 @@ def _fork(order: dict[str, Any], seat: int, visible: dict[str, str], listening: 
 def _take_part(order: dict[str, Any], seat: int, listening: int, tell: Tell) -> None:
     """Go through the stages. An error ends this seat; its groups that come later miss it."""
     import torch
-    from torch.distributed import PrefixStore, TCPStore
+    from torch.distributed import TCPStore
 
+    from slurm_rlhf.process_groups._torch import protect, signed
+
+    protect(order["secret"])
     torch.set_num_threads(1)
     end = time.monotonic() + order["limit_s"]
     first = seat == 0
@@ -89,7 +92,7 @@ def _take_part(order: dict[str, Any], seat: int, listening: int, tell: Tell) -> 
     # Without the store nothing is known of any group: what goes wrong here is no report.
     store = TCPStore(order["host"], order["port"], is_master=first, wait_for_workers=False, timeout=limit, **own_socket)
     for name, seats in ((name, seats) for stage in order["stages"] for name, seats in stage if seat in seats):
-        own = PrefixStore(f"{order['name']}/{name}", store)
+        own = signed(store, f"{order['name']}/{name}")
         rank = seats.index(seat)
         if not _together(own, rank, len(seats), end, GROUP_S[order["backend"]]):
             tell({"seat": seat, "group": name, "late": True})

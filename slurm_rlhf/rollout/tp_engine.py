@@ -18,6 +18,7 @@ from torch import Tensor
 from torch import distributed as dist
 
 from slurm_rlhf.config.schema import Config
+from slurm_rlhf.process_groups._torch import meet, signed
 from slurm_rlhf.rollout._vllm import process_group_backend, tp_executor
 from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.vllm_engine import VllmEngine
@@ -58,7 +59,7 @@ class EnginePlace:
 
 
 def engine_store(place: EnginePlace, timeout_s: float) -> dist.Store:
-    """Connect to torchrun's store, and return the part of it that belongs to one engine.
+    """Connect to torchrun's store, and return the part of it that belongs to one engine; no stranger writes it.
 
     Raises torch's DistStoreError if it cannot be reached within `timeout_s`.
     """
@@ -70,7 +71,7 @@ def engine_store(place: EnginePlace, timeout_s: float) -> dist.Store:
         timeout=timedelta(seconds=timeout_s),
     )
     run, attempt = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"slurm_rlhf/{run}/{attempt}/engine{place.engine}", server)
+    return signed(server, f"slurm_rlhf/{run}/{attempt}/engine{place.engine}")
 
 
 @contextmanager
@@ -86,7 +87,7 @@ def engine_group(place: EnginePlace, store: dist.Store, timeout_s: float) -> Ite
     try:
         dist.init_process_group(
             process_group_backend(),
-            store=dist.PrefixStore("world", store),
+            store=meet(dist.PrefixStore("world", store), place.tp_rank, place.tp),
             rank=place.tp_rank,
             world_size=place.tp,
             timeout=timedelta(seconds=timeout_s),

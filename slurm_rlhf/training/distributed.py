@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from slurm_rlhf.errors import RunError
+from slurm_rlhf.process_groups._torch import meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,10 @@ def _meet(timeout: timedelta, connect_s: float) -> None:
         try:
             if torch.cuda.is_available():  # each thread has its own
                 torch.cuda.set_device(local_device())
-            dist.init_process_group(_backend(), timeout=timeout)
+            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+            start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            own = meet(dist.PrefixStore(f"default_pg/{start}", store), rank, size)
+            dist.init_process_group(_backend(), store=own, rank=rank, world_size=size, timeout=timeout)
         except BaseException as error:
             raised.append(error)
 

@@ -26,6 +26,8 @@ from typing import Any
 import torch
 from torch.distributed import AllreduceOptions, ProcessGroupGloo, ReduceOp, Store, Work
 
+from slurm_rlhf.process_groups._torch import prove_all
+
 OWN_ERRORS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -42,12 +44,15 @@ def gloo_group(
 ) -> ProcessGroupGloo:
     """Build a gloo group outside every WORLD; the others connect to `address` of this node. Raises RuntimeError.
 
-    `lazy`: two ranks connect when they exchange something first; else all with all others, at once.
+    `lazy`: two ranks connect when they exchange something first, which is for `prove`; else all with all, at once.
     """
     options = ProcessGroupGloo._Options()
     options._timeout = timedelta(seconds=timeout_s)
     options._devices = [ProcessGroupGloo.create_device(hostname=address, lazy_init=lazy)]
-    return ProcessGroupGloo(store, rank, world, options)
+    group = ProcessGroupGloo(store, rank, world, options)
+    if not lazy:
+        prove_all(group, store, rank, world)
+    return group
 
 
 def nccl_group(store: Store, rank: int, world: int, timeout_s: float) -> Any:

@@ -14,7 +14,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import PrefixStore, Store
+from torch.distributed import Store
 
 from slurm_rlhf.cluster.network import address_of, address_towards, interface_of, link_mbits
 from slurm_rlhf.cluster.slurm_notation import rates_of_nodes
@@ -116,8 +116,8 @@ class SyncGroup:
         Raises SyncError naming the ranks that did not come within `timeout_s`, or why these members cannot talk.
         """
         try:
-            where = (self._joining.host, self._joining.port)
-            self.store = PrefixStore(f"sync/{self.name}", connect(*where, self.timeout_s, self._silence_s))
+            where = (self._joining.host, self._joining.port, self.name)
+            self.store = connect(*where, self.timeout_s, self._silence_s)
             self.board = FailureBoard(self.store, self.rank, str(self.me))
             with closing(listen(self.me.address)) as listener:
                 self.heartbeat = Heartbeat(self.me.address, self._silence_s)

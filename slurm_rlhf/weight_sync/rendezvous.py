@@ -23,6 +23,7 @@ from slurm_rlhf.cluster.doors import shut
 from slurm_rlhf.cluster.network import is_loopback, own_address
 from slurm_rlhf.errors import ConfigError, SyncError
 from slurm_rlhf.polling import wait_until
+from slurm_rlhf.process_groups._torch import signed
 from slurm_rlhf.weight_sync.member import Member, Membership
 
 BACKENDS = ("auto", "gloo", "nccl", "ipc", "disk")
@@ -71,20 +72,21 @@ class SyncStore:
             self._number = -1
 
 
-def connect(host: str, port: int, timeout_s: float, answer_s: float) -> TCPStore:
-    """Connect to the store at `host:port`. Raises SyncError when it cannot be reached within `timeout_s`.
+def connect(host: str, port: int, name: str, timeout_s: float, answer_s: float) -> Store:
+    """Connect to the store at `host:port`, for group `name`. Raises SyncError when `timeout_s` does not suffice for it.
 
     Or when nothing answers there for `answer_s`, not even with a refusal: the store's node accepts connections however
     busy the process is.
     """
     _wait_for_answer(host, port, min(answer_s, timeout_s))
     try:
-        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=timeout_s))
     except (RuntimeError, OSError) as error:
         raise SyncError(
             f"{socket.gethostname()} cannot reach the weight sync store at {host}:{port} within {timeout_s:g} s: "
             f"{str(error).splitlines()[0]}. Is the actor alive, and can this node connect to it?"
         ) from error
+    return signed(store, f"sync/{name}")
 
 
 def _wait_for_answer(host: str, port: int, answer_s: float) -> None:

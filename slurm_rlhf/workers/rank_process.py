@@ -142,6 +142,13 @@ def import_libraries(config: Config, info: RankInfo) -> None:
     import_trainers(deepspeed=stage == 3)  # a frozen model that is whole does without
 
 
+def protect_groups(keys: RunKeys) -> None:
+    """Keep strangers out of the process groups that this rank will be in."""
+    from slurm_rlhf.process_groups._torch import protect  # it needs torch
+
+    protect(keys.client_secret)
+
+
 def open_store(info: RankInfo, keys: RunKeys, environ: Mapping[str, str] = os.environ) -> TCPStore | None:
     """Open the store of the role's ranks on the socket that this process inherited; None: another process has it.
 
@@ -246,6 +253,7 @@ def main() -> None:
     store = open_store(info, keys)  # alive as long as this process
     # Before there is a client: from its hello on, a silent rank counts as lost.
     import_libraries(config, info)
+    protect_groups(keys)
     make_worker = ROLES[info.role].load_worker()
     client = ControlClient(
         arguments.endpoint,

@@ -37,11 +37,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "placement": BASE,
     "cluster": BASE | {"placement"},
     "launch": BASE | {"placement", "cluster"},
-    "preflight": BASE | {"placement", "cluster", "launch", "weight_sync"},
+    "preflight": BASE | {"placement", "cluster", "launch", "weight_sync", "process_groups"},
     "generation": ALL - {"workers", "training", "bench", "cli", "api", "parity"},
-    "rollout": BASE | {"observe", "data", "placement"},
-    "training": BASE | {"observe", "algorithms", "data", "placement", "checkpoint"},
-    "weight_sync": BASE | {"observe", "cluster"},
+    "process_groups": {"errors"},
+    "rollout": BASE | {"observe", "data", "placement", "process_groups"},
+    "training": BASE | {"observe", "algorithms", "data", "placement", "checkpoint", "process_groups"},
+    "weight_sync": BASE | {"observe", "cluster", "process_groups"},
     "checkpoint": BASE | {"observe"},
     "observe": BASE,
     "report": BASE | {"observe", "placement"},
@@ -66,7 +67,10 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "wandb": ("observe/trackers/wandb.py",),
     "trackio": ("observe/trackers/trackio.py",),
     "mlflow": ("observe/trackers/mlflow.py",),
-    "torch": ("training/", "rollout/", "weight_sync/", "workers/", "parity/", "bench/", "preflight/group_rank.py"),
+    "torch": (
+        *("training/", "rollout/", "weight_sync/", "process_groups/"),
+        *("workers/", "parity/", "bench/", "preflight/group_rank.py"),
+    ),
 }
 """Library -> the beginnings of the paths that may import it, at the top or inside a function."""
 

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.distributed import PrefixStore
 
 from slurm_rlhf.weight_sync.backends.gloo import Gloo, GlooTransport
 from slurm_rlhf.weight_sync.bucket import Pool, fill, verify
@@ -31,7 +30,7 @@ HELD = {
 @pytest.fixture
 def ends() -> Iterator[tuple[Gloo, Gloo]]:
     store = SyncStore.listen("127.0.0.1", 30.0)
-    places = [PrefixStore("group", connect("127.0.0.1", store.port, 30.0, 10.0)) for _ in range(2)]
+    places = [connect("127.0.0.1", store.port, "group", 30.0, 10.0) for _ in range(2)]
     with ThreadPoolExecutor(2) as threads:
         made = list(threads.map(lambda r: Gloo(PLAN, r, GlooTransport(places[r], r, 2, "127.0.0.1", 30.0)), range(2)))
     yield made[0], made[1]

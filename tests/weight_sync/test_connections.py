@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed import PrefixStore
 
 from slurm_rlhf.weight_sync.backends.gloo import Gloo, GlooTransport
 from slurm_rlhf.weight_sync.rendezvous import SyncStore, connect
@@ -97,7 +96,7 @@ def test_64_nodes_share_the_relaying(zero: int) -> None:
 def test_a_group_opens_connections_to_rank_0_and_no_others() -> None:
     world = 24
     store = SyncStore.listen("127.0.0.1", 30.0)
-    clients = [PrefixStore("group", connect("127.0.0.1", store.port, 30.0, 10.0)) for _ in range(world)]
+    clients = [connect("127.0.0.1", store.port, "group", 30.0, 10.0) for _ in range(world)]
     before = _sockets()
     with ThreadPoolExecutor(world) as threads:
         made = list(

@@ -25,7 +25,7 @@ STOPPED = f"""
 import os, signal, sys, torch
 from slurm_rlhf.weight_sync.backends.gloo import GlooTransport
 from slurm_rlhf.weight_sync.rendezvous import connect
-store = connect("127.0.0.1", int(sys.argv[1]), {HANG_S}, {HANG_S})
+store = connect("127.0.0.1", int(sys.argv[1]), "group", {HANG_S}, {HANG_S})
 transport = GlooTransport(store, 1, 2, "127.0.0.1", {HANG_S})
 pending = transport.receive(torch.zeros({NBYTES}, dtype=torch.uint8), 0, 1)
 os.kill(os.getpid(), signal.SIGSTOP)
@@ -38,7 +38,7 @@ def transport() -> Iterator[GlooTransport]:
     server = SyncStore.listen("127.0.0.1", HANG_S)
     with subprocess.Popen([sys.executable, "-c", STOPPED, str(server.port)]) as other:
         try:
-            store = connect("127.0.0.1", server.port, HANG_S, HANG_S)
+            store = connect("127.0.0.1", server.port, "group", HANG_S, HANG_S)
             made = GlooTransport(store, 0, 2, "127.0.0.1", HANG_S)
             _, status = os.waitpid(other.pid, os.WUNTRACED)
             assert os.WIFSTOPPED(status)

@@ -16,6 +16,7 @@ from typing import TypeVar
 import torch
 from torch.distributed import PrefixStore, Store, Work
 
+from slurm_rlhf.process_groups._torch import prove
 from slurm_rlhf.weight_sync._torch import gloo_group
 from slurm_rlhf.weight_sync.backends.backend import Incoming, Pending, TransportFailure
 from slurm_rlhf.weight_sync.backends.shared_memory import SharedMemory
@@ -71,23 +72,20 @@ class GlooTransport:
         """
         self._rank = rank
         self._met: set[int] = set()
-        self._group = _raising(
-            lambda: gloo_group(PrefixStore("gloo", store), rank, world, address, timeout_s, lazy=True)
-        )
+        self._whole, self._store = store, PrefixStore("gloo", store)  # the group connects, and so reads it, later
+        self._group = _raising(lambda: gloo_group(self._store, rank, world, address, timeout_s, lazy=True))
         await_peers()
         self.stop = _Stop()
         self._sends = _worker("sync-sends")
         self.meet(range(1, world) if rank == 0 else (0,))
 
     def meet(self, peers: Iterable[int]) -> None:
-        """Connect to `peers`, while they do the same. Raises TransportFailure."""
-        fresh = sorted(set(peers) - self._met - {self._rank})
+        """Connect to `peers`, while they do the same, and let them prove themselves. Raises TransportFailure."""
+        fresh = set(peers) - self._met - {self._rank}
         self._met.update(fresh)
-        greeting, answers = torch.zeros(1, dtype=torch.uint8), torch.zeros(len(fresh), dtype=torch.uint8)
-        works: list[Pending] = [self.receive(answers[at : at + 1], peer, _MEETING) for at, peer in enumerate(fresh)]
-        works += [self.send(greeting, peer, _MEETING) for peer in fresh]
-        for work in works:
-            work.wait()
+        if fresh:
+            receive, send = ((lambda *args, do=do: do(*args, _MEETING)) for do in (self.receive, self.send))
+            _raising(lambda: prove(receive, send, self._store, self._rank, fresh))
 
     def send(self, buffer: torch.Tensor, to: int, tag: int) -> _Counted:
         """Start to send to one rank. Any thread; does not block; an abort wakes who waits, however much has gone."""

@@ -1,0 +1,198 @@
+"""The store, the proof and the unpickler of process groups, written for torch 2.13.0.
+
+_C/_distributed_c10d.pyi ProcessGroup._get_backend(self, device)
+_C/_distributed_c10d.pyi ProcessGroup._device_types
+distributed/distributed_c10d.py _unpickler
+distributed/distributed_c10d.py _new_process_group_helper
+storage.py _load_from_bytes
+"""
+
+from __future__ import annotations
+
+import hmac
+import io
+import secrets
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroup, Store, distributed_c10d
+
+from slurm_rlhf.errors import StrangerError
+
+Transfer = Callable[[Tensor, int], Any]
+"""Begins to send bytes to a rank, or to receive them, and returns what waits for the end of it."""
+
+_BYTES = 32  # of a number, and of an HMAC
+_secret = b""  # without `protect` anybody can sign and prove
+_held: list[SignedStore] = []  # groups hold the C++ half of a store, whose methods are in the Python half
+
+
+def protect(secret: str) -> None:
+    """Take the secret of the run, which all of its ranks have and nobody else; it comes before the first group."""
+    global _secret
+    _secret = secret.encode()
+
+
+def signed(store: Store, prefix: str) -> SignedStore:
+    """Return the part of `store` below `prefix`, of which only what ranks of this run have written is believed."""
+    return SignedStore(PrefixStore(prefix, store), hmac.digest(_secret, prefix.encode(), "sha256"))
+
+
+def meet(store: Store, rank: int, world: int) -> SignedStore:
+    """Return the store for a group of `world` ranks that all call this, with a secret of this one meeting.
+
+    Every rank puts in a fresh number: what a stranger has recorded at an earlier meeting is worth nothing. From now on
+    this process proves itself in each group that it forms with gloo, and unpickles no more than `ADMITTED`.
+    """
+    _guard()
+    numbers = signed(store, "numbers")
+    numbers.set(str(rank), secrets.token_hex(_BYTES))
+    own = SignedStore(store, hmac.digest(_secret, b"".join(numbers.get(str(each)) for each in range(world)), "sha256"))
+    _held.append(own)
+    return own
+
+
+class SignedStore(Store):
+    """Keep values in another store together with an HMAC of key and value; what has none raises StrangerError.
+
+    Counts (`add`) have none: with them, as by deleting keys, a stranger can keep ranks from meeting, and nothing more.
+    """
+
+    def __init__(self, store: Store, secret: bytes) -> None:
+        super().__init__()
+        self._store = store
+        self._secret = secret
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(key, self._sign(key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._read(key, self._store.get(key))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        before, after = expected and self._sign(key, expected), self._sign(key, desired)
+        return self._read(key, self._store.compare_set(key, before, after))
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(key, value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._store.wait(keys, *([timeout] if timeout is not None else []))
+
+    def delete_key(self, key: str) -> bool:
+        return self._store.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._store.num_keys()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._store.set_timeout(timeout)
+
+    def clone(self) -> SignedStore:
+        _held.append(SignedStore(self._store.clone(), self._secret))
+        return _held[-1]
+
+    def _sign(self, key: str, value: str | bytes) -> bytes:
+        data = value.encode() if isinstance(value, str) else value
+        return hmac.digest(self._secret, key.encode() + b"\0" + data, "sha256") + data
+
+    def _read(self, key: str, found: bytes) -> bytes:
+        value = found[_BYTES:]
+        if not hmac.compare_digest(found, self._sign(key, value)):
+            raise StrangerError(
+                f"what the ranks' store has under {key!r} is by none of them: somebody else on the network, who knows "
+                "no secret of this run, has changed it. Put GLOO_SOCKET_IFNAME on a network that others do not reach, "
+                "and take whole nodes (--exclusive)"
+            )
+        return value
+
+
+def prove(receive: Transfer, send: Transfer, store: Store, rank: int, peers: Collection[int]) -> None:
+    """Prove to each of `peers` to be `rank` of this run, while they do the same. Raises StrangerError.
+
+    Gloo takes whoever connects first, and says a rank's number, for that rank. `store` is the group's own. An answer is
+    the HMAC of the group, both ranks, and both their fresh numbers.
+    """
+
+    def exchange(mine: dict[int, bytes]) -> dict[int, bytes]:
+        theirs = {peer: bytearray(_BYTES) for peer in peers}
+        views = {peer: torch.frombuffer(theirs[peer], dtype=torch.uint8) for peer in peers}
+        works = [receive(views[peer], peer) for peer in peers]
+        works += [send(torch.frombuffer(bytearray(mine[peer]), dtype=torch.uint8), peer) for peer in peers]
+        for work in works:
+            work.wait()
+        return {peer: bytes(theirs[peer]) for peer in peers}
+
+    def answer(by: int, to: int, number: bytes, challenge: bytes) -> bytes:
+        return hmac.digest(_secret, b"%b %d %d %b%b" % (group, by, to, number, challenge), "sha256")
+
+    group = store.compare_set("proof", "", secrets.token_hex(_BYTES)) if peers else b""
+    mine = {peer: secrets.token_bytes(_BYTES) for peer in peers}
+    theirs = exchange(mine)
+    answers = exchange({peer: answer(rank, peer, mine[peer], theirs[peer]) for peer in peers})
+    for peer in peers:
+        if not hmac.compare_digest(answers[peer], answer(peer, rank, theirs[peer], mine[peer])):
+            raise StrangerError(
+                f"who connected to rank {rank} as rank {peer} of its process group knows no secret of this run: it is "
+                "somebody else on the network. Put GLOO_SOCKET_IFNAME on a network that others do not reach, and take "
+                "whole nodes (--exclusive)"
+            )
+
+
+def prove_all(group: Any, store: Store, rank: int, world: int) -> None:
+    """Do as `prove` towards all other ranks of a gloo group."""
+    others = set(range(world)) - {rank}
+    prove(
+        lambda data, peer: group.recv([data], peer, 0),
+        lambda data, peer: group.send([data], peer, 0),
+        store,
+        rank,
+        others,
+    )
+
+
+def _guard() -> None:
+    """Have this process prove itself in all gloo groups, DeepSpeed's and vLLM's too, and guard its unpickler."""
+    if distributed_c10d._unpickler is AdmittedUnpickler:
+        return
+    distributed_c10d._unpickler = AdmittedUnpickler
+    form, cpu = distributed_c10d._new_process_group_helper, torch.device("cpu")
+
+    def form_proven(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        group, store = form(*args, **kwargs)
+        if isinstance(group, ProcessGroup) and cpu in group._device_types:
+            prove_all(group._get_backend(cpu), store, group.rank(), group.size())
+        return group, store
+
+    distributed_c10d._new_process_group_helper = form_proven
+
+
+ADMITTED = {
+    ("vllm.distributed.device_communicators.shm_broadcast", "Handle"),
+    ("torch._utils", "_rebuild_tensor_v2"),
+    ("collections", "OrderedDict"),
+    ("_ctypes", "_unpickle"),
+    ("flashinfer.comm.cuda_ipc", "cudaIpcMemHandle_t"),
+}
+"""What vLLM's ranks send each other as pickles, beside numbers, texts, bytes, lists and the like: the names of shared
+memory, and with GPUs the handles of their memory for its own all-reduces, as tensors or C structures."""
+
+
+class AdmittedUnpickler(distributed_c10d._unpickler):
+    """Read pickles that name nothing but `ADMITTED`, and tensors as weights are read. Raises StrangerError."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == (torch.storage.__name__, torch.storage._load_from_bytes.__name__):
+            return lambda data: torch.load(io.BytesIO(data), weights_only=True)
+        if (module, name) not in ADMITTED:
+            raise StrangerError(
+                f"a rank was sent a pickle that wants {module}.{name}, which no rank sends: by somebody else on the "
+                "network; or, with a version of vLLM other than the one in sbatch/, by vLLM, and this is to be reported"
+            )
+        return super().find_class(module, name)
