@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from concurrent.futures import Future
 from pathlib import Path
@@ -115,7 +116,8 @@ class WarmRanks:
             WarmRank(zygote, root / f"{role}.{count}.{rank}", **common, **number) for rank, number in enumerate(numbers)
         ]
 
-    def live(self, config: Config) -> ControlServer:
+    def live(self, config: Config, other: Config | None = None) -> ControlServer:
+        """`other`: of a role that lives already, whose run this is a part of: they have the same secret."""
         directory = RunDirectory(Path(config.run_dir))
         directory.make()
         directory.config.write_text(dump_toml(config))
@@ -123,7 +125,11 @@ class WarmRanks:
         def broken(peer: Peer, *what: Any) -> None:
             server.fail_role(self.role, RunError(f"{peer} is lost: {peer.lost} {what}"))
 
-        server = ControlServer(RunKeys.create(directory.keys), on_lost=broken, on_event=broken)
+        keys = RunKeys.create(directory.keys)
+        if other is not None:
+            shutil.copy(RunDirectory(Path(other.run_dir)).keys, directory.keys)
+            keys = RunKeys.load(directory.keys)
+        server = ControlServer(keys, on_lost=broken, on_event=broken)
         where = [f"--run_dir={directory.root}", f"--endpoint={server.endpoint()}", f"--world={self.count}"]
         for rank, process in enumerate(self.processes):
             # vLLM overwrites what torchrun would have set, and this life's store keys must not be the last one's.

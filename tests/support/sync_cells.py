@@ -61,7 +61,7 @@ class Bench:
         shape = {"hidden": 128, "heads": 4, "kv_heads": 2, "dtype": cell.dtype}
         first, other = (make_tiny(place / f"m{seed}", cell.arch, cell.tied, seed=seed, **shape) for seed in (1, 2))
         actor_config, engine_config = (self._config(cell, place / role, m) for role, m in (("a", other), ("e", first)))
-        servers = [self.actors.live(actor_config), self.engines[cell.tp].live(engine_config)]
+        servers = [self.actors.live(actor_config), self.engines[cell.tp].live(engine_config, actor_config)]
         try:
             return self._updates(cell, place, first, *servers, actor_config, engine_config)
         except Exception as error:
