@@ -184,7 +184,7 @@ def job_lines(found: Found) -> list[str]:
             _row(
                 "", "Another node on which an engine was ends this, within a minute: it requeues the job, which goes on"
             ),
-            _row("", f"from the newest checkpoint, if any. Where none does: scontrol requeue {job.id}"),
+            _row("", f"from the newest checkpoint, if any. Where no node does that: scontrol requeue {job.id}"),
         ]
     elif found.directory is not None and (ended := last_words(found.directory, job)):
         lines.append(_row("", ended))
