@@ -23,6 +23,7 @@ from slurm_rlhf.workers.torchrun import BoundRendezvous
 pytestmark = [pytest.mark.slow]
 
 MEET_S = float(round(scaled(10.0)))  # of which the libraries may take a part
+COLLECTIVE_S = 6 * MEET_S
 RANK = """
 import sys
 from slurm_rlhf.errors import RunError
@@ -30,7 +31,7 @@ from slurm_rlhf.training.distributed import join_world
 import torch, torch.distributed as dist
 input()  # all libraries are there
 try:
-    world = join_world(60.0, {meet})
+    world = join_world({collective}, {meet})
 except RunError as error:
     print(error)
     sys.exit(3)
@@ -49,7 +50,7 @@ class Role:
         told |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0", "GLOO_SOCKET_IFNAME": "lo"}
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, "-c", RANK.format(meet=MEET_S)],
+                [sys.executable, "-c", RANK.format(meet=MEET_S, collective=COLLECTIVE_S)],
                 env={**os.environ, **told, "RANK": str(rank), "LOCAL_RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -122,7 +123,7 @@ def test_a_stranger_who_knows_no_keys_changes_nothing_and_collectives_have_their
         role.go(0)
         role.go(1)
         ends = role.ends()
-    assert ends == [(0, "2 0:01:00\n")] * 2
+    assert ends == [(0, f"2 {timedelta(seconds=COLLECTIVE_S)}\n")] * 2
 
 
 def test_torchruns_of_several_nodes_meet_at_a_port_that_the_kernel_chose(

@@ -98,7 +98,7 @@ def test_an_actor_rank_killed_half_way_is_named(fleet):
 
 
 def test_a_receiver_that_hangs_is_named_after_the_timeout(fleet):
-    sender = fleet.sender(2, layers=40, timeout_s=SHORT_S)
+    sender = fleet.sender(2, layers=40, timeout_s=SHORT_S, silence_s=HANG_S)
     hanging, fine = fleet.peers
     hanging.tell("update", version=1, at=3, act="freeze")
     fine.tell("update", version=1)
