@@ -97,7 +97,7 @@ def test_sigterm_after_sigusr1_means_that_nothing_is_to_go_on(tmp_path: Path) ->
 
 
 def test_ctrl_c_saves_and_a_second_one_ends_the_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever this session was started with
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever this process has inherited
     with Stop(tmp_path) as stop:
         later(0.1, signal.SIGINT)
         stopped = interrupted(stop)
@@ -136,7 +136,7 @@ HUNG_UP = """
 import pathlib, signal, sys, threading
 from slurm_rlhf.cluster.stop import Stop, StopRequested
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever this session was started with
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whatever this process has inherited
 directory = pathlib.Path(sys.argv[1])
 try:
     with Stop(directory) as stop, stop.droppable():

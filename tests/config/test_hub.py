@@ -1,4 +1,4 @@
-"""Models of the hub by their name: from the cache, or one sentence that says how they get there."""
+"""Models by their name: of the hub, from the cache, or one sentence that says how they get there; what is no model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slurm_rlhf.cli import main as cli
 from slurm_rlhf.config import hub
 from slurm_rlhf.config.hub import fetch_models
 from slurm_rlhf.config.load import load_config, settled
-from slurm_rlhf.config.model_directory import check_model_directory
+from slurm_rlhf.config.model_directory import check_model_directory, read_config
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 
@@ -101,3 +101,20 @@ def test_what_the_hub_gives_takes_the_place_of_the_name(cache: Path, monkeypatch
     assert asked == [(NAME, hub.WANTED_FILES)]
     assert config.critic.model_name_or_path == "/a/directory"
     check_model_directory("actor.model_name_or_path", config.actor.model_name_or_path, tokenizer=True)
+
+
+def test_what_is_no_model_is_called_by_its_name(tmp_path: Path) -> None:
+    for name, told in (
+        ("adapter_config.json", "is a LoRA adapter"),
+        ("model.gguf", "holds GGUF files"),
+        ("x", "is not a"),
+    ):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / name).touch()
+        with pytest.raises(ModelError, match=f"actor.model_name_or_path: {directory} {told}"):
+            read_config("actor.model_name_or_path", directory)
+    for name, told in (("model.gguf", "GGUF cannot be trained"), ("x", "name the directory that it is in")):
+        file = tmp_path / name / name
+        with pytest.raises(ModelError, match=f"{file} is a file, and a model is a directory: {told}"):
+            check_model_directory("actor.model_name_or_path", str(file), tokenizer=False)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slurm_rlhf.algorithms.registry import built_in
 from slurm_rlhf.config.key_text import dump_toml, help_text
 from slurm_rlhf.config.keys import Key, all_keys, documentation, get, put
 from slurm_rlhf.config.load import load_config
@@ -281,3 +282,18 @@ def test_groups_come_with_their_docstring() -> None:
 def test_a_list_of_names_is_read_as_people_write_it(words: list[str]) -> None:
     assert load_config(None, words).logger.use == ["tensorboard", "wandb"]
     assert load_config(None, ["--rollout.stop=a, b"]).rollout.stop == ["a, b"]  # which may hold a comma
+
+
+def test_every_number_has_a_range_that_holds_its_default() -> None:
+    numbers = {name for name, key in all_keys().items() if key.kind in ("int", "float", "list[int]", "list[float]")}
+    ranges = {name: key.allowed for name, key in all_keys().items() if key.allowed is not None}
+    assert set(ranges) == numbers
+    for name, allowed in ranges.items():
+        default = all_keys()[name].default
+        assert all(value in allowed for value in (default if isinstance(default, list) else [default])), name
+        assert float("nan") not in allowed  # noqa: PLW0177
+
+
+def test_the_help_names_every_algorithm_that_is_built_in() -> None:
+    text = documentation()["algo.advantage.estimator"]
+    assert [name for name in built_in() if name not in text] == []

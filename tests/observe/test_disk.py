@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from small_disk import small_disk
 
 from slurm_rlhf import disk
 from slurm_rlhf.checkpoint.directory import CheckpointDir
@@ -171,17 +172,14 @@ def test_a_run_directory_that_cannot_be_made_has_not_vanished() -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def full_soon(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 KiB."""
-    path = tmp_path / "small"
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)], check=True)
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
+    with small_disk(tmp_path / "small", "64k") as disk:
+        yield disk
 
 
-def test_a_full_disk_takes_the_end_of_a_run_and_one_that_cannot_keeps_what_it_has(small_disk: Path) -> None:
-    file, ballast = small_disk / "summary.json", small_disk / "ballast"
+def test_a_full_disk_takes_the_end_of_a_run_and_one_that_cannot_keeps_what_it_has(full_soon: Path) -> None:
+    file, ballast = full_soon / "summary.json", full_soon / "ballast"
     summary = Summary("running", 0, 9, None, None, None, None, 0.0, 0.0, 0, {"actor": 2}, 42)
     summary.write(file)
     with contextlib.suppress(OSError), ballast.open("wb", buffering=0) as rest:
@@ -191,11 +189,11 @@ def test_a_full_disk_takes_the_end_of_a_run_and_one_that_cannot_keeps_what_it_ha
     summary.write(file)
     found = Summary.read(file)
     assert (found.status, found.error) == ("failed", "run_dir: No space left on device")
-    assert sorted(os.listdir(small_disk)) == ["ballast", "summary.json"]
+    assert sorted(os.listdir(full_soon)) == ["ballast", "summary.json"]
     summary.error = "x" * 10_000
     with pytest.raises(OSError, match="No space left"):
         summary.write(file)
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    subprocess.run(["mount", "-o", "remount,ro", str(full_soon)], check=True)
     with pytest.raises(OSError, match="Read-only file system"):
         summary.write(file)
     assert Summary.read(file) == found

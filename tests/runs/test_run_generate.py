@@ -8,13 +8,13 @@ import os
 import random
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from generation_runs import BAD, COMMAND, SAMPLES, answers, assert_whole, generation_workspace, lines_of, written
+from small_disk import small_disk
 from training_runs import Run, started, summary, train, workspace
 from waiting import scaled, until
 
@@ -118,19 +118,16 @@ def test_killed_twenty_times_it_writes_what_one_that_was_left_alone_does(
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def full_soon(tmp_path: Path) -> Iterator[Path]:
     """A file system of a few MiB."""
-    path = tmp_path / "small"
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)], check=True)
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
+    with small_disk(tmp_path / "small", "4m") as disk:
+        yield disk
 
 
-def test_a_full_disk_and_dead_engines_cost_no_row(config: Path, calm: Path, small_disk: Path) -> None:
+def test_a_full_disk_and_dead_engines_cost_no_row(config: Path, calm: Path, full_soon: Path) -> None:
     """The same job is started three times, and each time something else happens to it while it writes."""
-    run_dir = small_disk / "job"
-    output, ballast = run_dir / "output.jsonl", small_disk / "ballast"
+    run_dir = full_soon / "job"
+    output, ballast = run_dir / "output.jsonl", full_soon / "ballast"
     with started(config, run_dir, TWO, command=COMMAND, warm=True) as job:
         wait_for_lines(job, output, len(BAD) * SAMPLES + 10)
         with contextlib.suppress(OSError), open(ballast, "wb", buffering=0) as file:
@@ -138,7 +135,7 @@ def test_a_full_disk_and_dead_engines_cost_no_row(config: Path, calm: Path, smal
                 file.write(bytes(4096))
         code, said = job.wait()
     assert code == 2, said
-    assert re.search(rf"No space left on device: the file system {small_disk} \(tmpfs\) has 0.0 MiB free", said)
+    assert re.search(rf"No space left on device: the file system {full_soon} \(tmpfs\) has 0.0 MiB free", said)
     assert "Traceback" not in said
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "failed"
     kept = output.read_bytes()

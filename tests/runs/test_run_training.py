@@ -10,7 +10,6 @@ import re
 import shutil
 import statistics
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from attackers import Fire, counted
 from browser import open_page
 from dying_engines import dying_engine, wait_until_started
 from open_ports import Listening, Strangers, listening
-from patched_ranks import Call, calls, noted
+from patched_ranks import Call, calls, in_one_piece, noted
 from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train
 from waiting import HANG_S, until
 from warm_runs import WarmRun
@@ -27,7 +26,6 @@ from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, small_run, whole_run
 from slurm_rlhf.campaign.holds import Holds
 from slurm_rlhf.campaign.intruders import record
 from slurm_rlhf.campaign.workload import REWARD
-from slurm_rlhf.config.load import load_config
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.report.run_files import RunFiles
 from slurm_rlhf.run_directory import RunDirectory
@@ -187,7 +185,7 @@ def test_interrupted_twice_it_writes_the_same_metrics(config: Path, whole: tuple
     other, output = train(config, run_dir, *WORLD, "--rollout.batch_size=4")
     assert other == 2
     assert "rollout.batch_size is 4 and was 8 when the checkpoint was written" in output
-    model = Path(shutil.copytree(load_config(config).actor.model_name_or_path, config.parent / "other"))
+    model = Path(shutil.copytree(config.parent / "model", config.parent / "other"))
     weights = bytearray((model / "model.safetensors").read_bytes())
     weights[-1] ^= 1
     (model / "model.safetensors").write_bytes(weights)
@@ -377,17 +375,6 @@ def test_on_shared_slots_it_writes_the_same_metrics(colocated: tuple[Path, list[
         assert row["perf/sync_bytes"] == metrics(small)[0]["perf/sync_bytes"] > 0
         assert row["rollout_logprob_diff_max"] < 1e-5
         assert {"time/sync", "time/sleep", "time/wake_up"} <= set(row)
-
-
-def in_one_piece(done: list[Call]) -> list[Call]:
-    """The calls, with those in which the responses of one generation come as one."""
-    found: list[Call] = []
-    for call in done:
-        if found and str(call) == str(found[-1]) == "rollout.generate":
-            found[-1] = replace(call, begin=found[-1].begin, end=max(found[-1].end, call.end))
-        else:
-            found.append(call)
-    return found
 
 
 def test_on_shared_slots_one_after_the_other_computes(colocated: tuple[Path, list[Call]]) -> None:

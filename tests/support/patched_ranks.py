@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -108,3 +108,14 @@ def calls(file: Path) -> list[Call]:
         else:
             found.append(Call(key[1], method, begins[tuple(key)], int(at)))
     return sorted(found, key=lambda call: call.begin)
+
+
+def in_one_piece(done: list[Call]) -> list[Call]:
+    """The calls, with those in which the responses of one generation come as one."""
+    found: list[Call] = []
+    for call in done:
+        if found and str(call) == str(found[-1]) == "rollout.generate":
+            found[-1] = replace(call, begin=found[-1].begin, end=max(found[-1].end, call.end))
+        else:
+            found.append(call)
+    return found

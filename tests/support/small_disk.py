@@ -1,0 +1,17 @@
+"""A file system that is soon full; only root can mount it."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def small_disk(path: Path, size: str) -> Iterator[Path]:
+    """Mount a file system of `size` (as mount takes it, 64k) in memory at `path`, which is made."""
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], check=True)
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
