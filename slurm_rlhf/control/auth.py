@@ -101,6 +101,7 @@ log = CarefulLog(logging.getLogger(__name__))
 _EVENTS_PER_ROUND = 200
 _WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_ACCEPT_FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 _HANDSHAKE_MS = 5_000
+_QUIET_MS = 10  # no news for so long means that no connection is being made
 _SHARE = 4  # one descriptor in so many may be that of a connection whose handshake is not done
 
 
@@ -159,6 +160,11 @@ class Authenticator:
 
     def close(self) -> None:
         """Close, before the socket does, what the end of the context would wait for."""
+        with contextlib.suppress(zmq.ZMQError):  # it was never bound
+            self._monitored.unbind(self._monitored.getsockopt_string(zmq.LAST_ENDPOINT))
+        # Where ZeroMQ has no room for its news it waits with a lock taken, and `disable_monitor` for that lock.
+        while self._monitor.poll(_QUIET_MS):
+            self._monitor.recv_multipart()
         self._monitored.disable_monitor()
         self._monitor.close(linger=0)
         os.close(self._hand)

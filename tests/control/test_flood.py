@@ -5,16 +5,18 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import socket as network
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from control_peer import ask, start_peer, stop_peer
 from waiting import HANG_S, until
 
-from slurm_rlhf.control.auth import RunKeys
+from slurm_rlhf.control.auth import Authenticator, RunKeys
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import CallTimeout
@@ -61,14 +63,28 @@ def conduct(key_file: str, events: str) -> None:
 
 def crowd(endpoint: str) -> None:
     """Open connections, and keep them."""
-    import socket
-
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     host, port = endpoint.removeprefix("tcp://").split(":")
-    kept = [socket.create_connection((host, int(port))) for _ in range(STRANGERS)]
+    kept = [network.create_connection((host, int(port))) for _ in range(STRANGERS)]
     print(len(kept), flush=True)
     sys.stdin.read()
+
+
+def close_unread(key_file: str) -> None:
+    """Close behind a crowd whose coming and going nobody has read: 2,000 news are kept."""
+    context: zmq.Context[Any] = zmq.Context()
+    router = context.socket(zmq.ROUTER)
+    authenticator = Authenticator(context, router, RunKeys.create(key_file))
+    port = router.bind_to_random_port("tcp://127.0.0.1")
+    for _ in range(2 * STRANGERS):
+        with network.socket() as stranger:
+            stranger.setblocking(False)  # ZeroMQ's thread may not accept it any more
+            stranger.connect_ex(("127.0.0.1", port))
+    authenticator.close()
+    router.close(linger=0)
+    context.term()
+    print("closed")
 
 
 def rank(endpoint: str, keys: RunKeys, number: int) -> ControlClient:
@@ -90,13 +106,13 @@ def answered(conductor: subprocess.Popen[str], client: ControlClient, number: in
 def test_more_strangers_than_descriptors_end_nothing(tmp_path: Path) -> None:
     """Ranks that are there are called, ranks that come are let in, and files can be opened all the while."""
     events = tmp_path / "events.jsonl"
-    conductor = lines(str(tmp_path / "keys.json"), str(events))
+    conductor = lines("conduct", str(tmp_path / "keys.json"), str(events))
     try:
         (endpoint,) = said(conductor)
         keys = RunKeys.load(tmp_path / "keys.json")
         with rank(endpoint, keys, 0) as first:
             assert answered(conductor, first, 0) == ["fine", "0"]
-            strangers = lines(endpoint)
+            strangers = lines("crowd", endpoint)
             try:
                 assert said(strangers) == [str(STRANGERS)]
                 with rank(endpoint, keys, 1) as second:
@@ -115,6 +131,15 @@ def test_more_strangers_than_descriptors_end_nothing(tmp_path: Path) -> None:
     assert any("without the run's key" in event.text for event in read_events(events))
 
 
+def test_it_closes_with_more_news_of_connections_than_zeromq_keeps(tmp_path: Path) -> None:
+    """In a process of its own: where it waits for ZeroMQ's lock, it holds Python's."""
+    process = lines("close_unread", str(tmp_path / "keys.json"))
+    try:
+        assert process.communicate(timeout=HANG_S)[0] == "closed\n"
+    finally:
+        process.kill()
+
+
 def test_ranks_that_find_no_descriptor_are_told_which_limit_it_was(tmp_path: Path) -> None:
     keys, (soft, hard) = RunKeys.create(tmp_path / "keys.json"), resource.getrlimit(resource.RLIMIT_NOFILE)
     with ControlServer(keys) as server:
@@ -131,4 +156,4 @@ def test_ranks_that_find_no_descriptor_are_told_which_limit_it_was(tmp_path: Pat
 
 
 if __name__ == "__main__":
-    crowd(sys.argv[1]) if len(sys.argv) == 2 else conduct(*sys.argv[1:])
+    {"crowd": crowd, "conduct": conduct, "close_unread": close_unread}[sys.argv[1]](*sys.argv[2:])
