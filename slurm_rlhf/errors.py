@@ -28,6 +28,9 @@ SlurmRlhfError                  anything this package raises on purpose
 from __future__ import annotations
 
 import difflib
+import os
+import re
+import resource
 from collections.abc import Iterable, Sequence
 
 
@@ -179,6 +182,30 @@ def meant(name: str, valid: Iterable[str]) -> str:
     """Ask whether the one of `valid` names that is nearest to `name` was meant, behind it; empty: none is near."""
     near = difflib.get_close_matches(name, list(valid), n=1)
     return f"; did you mean {near[0]}?" if near else ""
+
+
+_MEMORY = re.compile(
+    r"\bMemoryError\b|\bstd::bad_alloc\b|[Cc]annot allocate memory|can't allocate memory|can't start new thread"
+    r"|failed to map segment|Resource temporarily unavailable"
+)
+"""How Python, libraries written in C and the loader say that the system gave no memory, or no thread."""
+
+
+def system_cause(text: str) -> str:
+    """Say what around this process is behind the error in `text`, and what to do; empty where nothing is known.
+
+    It is meant for what a process of the run has written as well: limits and variables are passed on to those.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and _MEMORY.search(text):
+        return (
+            f"a process may have {limit / 2**30:.1f} GiB of address space here (`ulimit -v`, RLIMIT_AS), and that is "
+            "used up: start with `ulimit -v unlimited`"
+        )
+    preloaded = os.environ.get("LD_PRELOAD", "")
+    if preloaded and "[Errno 22]" in text:
+        return f"LD_PRELOAD = {preloaded} replaces calls of the system: start without it"
+    return ""
 
 
 def printable(text: str) -> str:

@@ -26,7 +26,7 @@ from slurm_rlhf.cluster.stop import note_early
 from slurm_rlhf.config.key_text import help_text, key_names, listed
 from slurm_rlhf.config.keys import all_keys, groups
 from slurm_rlhf.disk import files_exhausted, refusal
-from slurm_rlhf.errors import ConfigError, SlurmRlhfError, meant, printable
+from slurm_rlhf.errors import ConfigError, SlurmRlhfError, meant, printable, system_cause
 
 WIDEST = 120
 KEYS_INTRO = (
@@ -231,17 +231,17 @@ def _origin(error: OSError) -> str:
     if error.filename is not None:
         return ""
     line = traceback.extract_tb(error.__traceback__)[-1]
-    preloaded = os.environ.get("LD_PRELOAD", "")
-    told = f". LD_PRELOAD = {preloaded} replaces calls of the system: start without it" if preloaded else ""
-    return f", from `{line.line}` ({line.filename}:{line.lineno}){told}"
+    cause = system_cause(str(error))
+    return f", from `{line.line}` ({line.filename}:{line.lineno}){f'. {cause}' * bool(cause)}"
 
 
 def _unexpected(error: Exception) -> int:
     if told := foreign_module(error, os.environ.get("PYTHONPATH", "")):
         print(f"slurm-rlhf: error: {told}", file=sys.stderr)
         return ConfigError.exit_code
-    print(printable("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-    print("slurm-rlhf: this is a bug in slurm_rlhf, not in your input", file=sys.stderr)
+    text = "".join(traceback.format_exception(error))
+    cause = system_cause(text) or "this is a bug in slurm_rlhf, not in your input"
+    print(printable(f"{text}slurm-rlhf: {cause}"), file=sys.stderr)
     return 1
 
 

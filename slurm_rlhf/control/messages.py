@@ -22,7 +22,7 @@ import msgpack
 
 from slurm_rlhf.control.codec import Buffer, decode, encode
 from slurm_rlhf.control.roster import Peer
-from slurm_rlhf.errors import RemoteError, RunError, SlurmRlhfError, UserError, WireError
+from slurm_rlhf.errors import RemoteError, RunError, SlurmRlhfError, UserError, WireError, system_cause
 
 NUMBERED = frozenset({"call", "reply", "error", "event"})
 KINDS = NUMBERED | {"hello", "welcome", "taken", "beat", "pulse", "lost", "bye"}
@@ -95,9 +95,11 @@ class Failure:
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         """Describe `error`; of an endless traceback the end, where it was raised."""
+        kind, message = type(error).__name__, str(error)[:_MAX_CHARACTERS]
+        cause = system_cause(f"{kind}: {message}")
         return cls(
-            type(error).__name__,
-            str(error)[:_MAX_CHARACTERS],
+            kind,
+            message + f" ({cause})" * bool(cause),
             "".join(traceback.format_exception(error))[-_MAX_CHARACTERS:],
             isinstance(error, UserError) or (isinstance(error, RemoteError) and error.user_error),
             isinstance(error, SlurmRlhfError) and error.hang,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.launch.launcher import Ended
-from slurm_rlhf.observe.log_tail import FailedProcess, first_failure, tail
+from slurm_rlhf.observe.log_tail import FailedProcess, first_failure, quoted
 from slurm_rlhf.run_directory import RunDirectory
 
 _LINES = 12
@@ -58,8 +58,7 @@ class StartLogs:
     def quote(self, logs: Sequence[Path]) -> str:
         """Quote the end of the newest of `logs`."""
         newest = max(self._written(logs), key=_seen, default=logs[-1])
-        lines = tail(newest, _LINES, self._sizes.get(newest, 0))
-        return "\n".join([f"The last lines of {newest}:", *(f"    {line}" for line in lines)])
+        return quoted(newest, _LINES, self._sizes.get(newest, 0))
 
     def _written(self, logs: Iterable[Path]) -> list[Path]:
         return [log for log in logs if _seen(log)[1] > self._sizes.get(log, 0)]

@@ -23,7 +23,7 @@ from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import RemoteError
 from slurm_rlhf.launch.engine_launcher import EngineEnds, EngineLauncher, Environment
-from slurm_rlhf.observe.log_tail import tail
+from slurm_rlhf.observe.log_tail import quoted
 from slurm_rlhf.placement.rank_map import RankMap, TpGroup
 from slurm_rlhf.run_directory import RunDirectory
 
@@ -187,8 +187,7 @@ class Fleet:
         if not there:
             return ""
         newest = max(there, key=lambda path: path.stat().st_mtime)
-        words = "\n".join(f"    {line}" for line in tail(newest, 6))
-        return f". The last lines of {newest}:\n{words}"
+        return f". {quoted(newest, 6)}"
 
     def _tell_gone(self, peer: Peer, why: str) -> None:
         engine = peer.rank // self._handle.width

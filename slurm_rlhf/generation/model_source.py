@@ -19,7 +19,7 @@ from slurm_rlhf.config.model_directory import check_length, check_model_director
 from slurm_rlhf.config.roles import ACTOR
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import CheckpointError, ModelError, RunError
-from slurm_rlhf.observe.log_tail import tail
+from slurm_rlhf.observe.log_tail import quoted
 from slurm_rlhf.run_directory import RunDirectory
 
 EXPORT = "slurm_rlhf.training.checkpoint_export"
@@ -119,8 +119,7 @@ def _export(source: Source, log: Path) -> None:
         command = [sys.executable, "-m", EXPORT, *map(str, words)]
         done = subprocess.run(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, check=False)
     if done.returncode:
-        said = "\n".join(f"    {line}" for line in tail(log, 8, begin))
-        raise RunError(f"{source.checkpoint} could not be made into a model. The last lines of {log}:\n{said}")
+        raise RunError(f"{source.checkpoint} could not be made into a model. {quoted(log, 8, begin)}")
     (source.model / DONE).write_text(str(source.checkpoint), encoding="utf-8")
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurm_rlhf.errors import system_cause
+
 _READ = 1 << 16  # bytes from the end that are looked at
 
 # What torchrun and c10d print when any process ends: it hides the line that gives the reason.
@@ -44,6 +46,13 @@ def tail(path: Path, lines: int, start: int = 0) -> list[str]:
     found = [line.rstrip() for line in text.splitlines() if line.strip()]
     useful = list(_without_noise(found)) or found
     return useful[-lines:] or ["(it is empty)"]
+
+
+def quoted(path: Path, lines: int, start: int = 0) -> str:
+    """Quote the last `lines` lines of `path`, as `tail` finds them, with what is known to cause such an end."""
+    found = tail(path, lines, start)
+    cause = system_cause("\n".join(found))
+    return "\n".join([f"The last lines of {path}:", *(f"    {line}" for line in found), *filter(None, [cause])])
 
 
 def _without_noise(lines: list[str]) -> Iterator[str]:

@@ -6,6 +6,7 @@ import argparse
 import faulthandler
 import gc
 import os
+import resource
 import signal
 import sys
 import threading
@@ -38,6 +39,7 @@ from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.calls import ActorCalls, RankCalls
 from slurm_rlhf.control.client import THREAD_FAILED, ControlClient
 from slurm_rlhf.control.messages import TERMINATION
+from slurm_rlhf.errors import system_cause
 from slurm_rlhf.observe.stacks import late_s
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.workers.own_stacks import answer, expect_beat, expect_none, record_flights
@@ -51,6 +53,7 @@ SHUTDOWN = RankCalls.shutdown.__name__
 _USUAL = gc.get_threshold()[0]
 _RARELY = 100_000  # new objects
 _JOIN_S = 10.0
+_ARENA = 1 << 20  # bytes: what Python asks the system for at once
 
 
 def rank_info(role: str, first_rank: int, world: int) -> RankInfo:
@@ -225,6 +228,24 @@ def _leave(reason: str) -> None:
         os._exit(1 if own else CONDUCTOR_GONE_STATUS)
 
 
+def beat(late: float) -> None:
+    """Do what comes with each heartbeat: put off the stacks that appear `late` seconds after the last one.
+
+    A process that has used up its address space ends here. A thread that gets none to begin with leaves the one that
+    starts it waiting for ever, and Python code cannot run in it.
+    """
+    expect_beat(late)
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit != resource.RLIM_INFINITY and limit - _address_space() < _ARENA:
+        print(system_cause(MemoryError.__name__), file=sys.stderr, flush=True)
+        os._exit(1)
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="One rank of a role; started by the conductor, not by hand.")
     parser.add_argument("--role", required=True, choices=sorted(ROLES))
@@ -266,7 +287,7 @@ def main() -> None:
         heartbeat_interval=config.timeout.heartbeat_interval,
         heartbeat_limit=config.timeout.heartbeat,
         on_conductor_lost=_leave,
-        on_beat=partial(expect_beat, late_s(config.timeout.heartbeat)),
+        on_beat=partial(beat, late_s(config.timeout.heartbeat)),
         beside={RankCalls.stacks.__name__: answer, ActorCalls.sync_abort.__name__: abort_forming},
     )
     client.connect(config.timeout.connect)

@@ -6,6 +6,7 @@ import errno
 import importlib
 import os
 import re
+import resource
 import subprocess
 import sys
 import tomllib
@@ -204,6 +205,21 @@ def test_an_error_that_names_no_file_names_its_line_and_what_replaces_calls(
     assert capsys.readouterr().err == (
         f"{bare.rstrip()}. LD_PRELOAD = /usr/lib/libfaketime.so.1 replaces calls of the system: start without it\n"
     )
+
+
+def test_a_limit_of_address_space_is_no_bug(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def work() -> int:
+        raise MemoryError
+
+    assert cli.guarded(work) == 1
+    assert capsys.readouterr().err.endswith("this is a bug in slurm_rlhf, not in your input\n")
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (3 << 29, 3 << 29))
+    assert cli.guarded(work) == 1
+    err = capsys.readouterr().err
+    assert "slurm-rlhf: a process may have 1.5 GiB of address space here (`ulimit -v`, RLIMIT_AS)" in err
+    assert "this is a bug" not in err
 
 
 def test_an_error_of_our_own_stays_a_bug_whatever_is_on_pythonpath(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from slurm_rlhf.campaign.verdicts import Row
+from slurm_rlhf.cli import campaign, check_parity, generate, mpi_start
 from slurm_rlhf.cli.examine import show as show_examination
 from slurm_rlhf.cli.examine import tell
 from slurm_rlhf.cli.main import guarded, main
@@ -20,6 +23,9 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.reporting import Reporting
 from slurm_rlhf.errors import RunError
 from slurm_rlhf.generation.job import Job
+from slurm_rlhf.parity import processes
+from slurm_rlhf.parity.processes import Options
+from slurm_rlhf.parity.verdicts import Line
 from slurm_rlhf.preflight.report import WARNING, Check, Finding, Report
 from slurm_rlhf.run_directory import RunDirectory
 from slurm_rlhf.training.sft_record import SftRecord
@@ -50,6 +56,7 @@ def failing(error: BaseException) -> Callable[[], int]:
             SimpleNamespace(_world=SimpleNamespace(rank=0), _paths=SimpleNamespace(root=root / "none")),  # type: ignore[arg-type]
             WILD,
         ),
+        lambda root: mpi_start._refuse(SimpleNamespace(broadcast=lambda message: None), RunError(WILD)),  # type: ignore[arg-type]
         lambda root: Reporting(Config(run_dir=str(root)), RunDirectory(root), {"actor": 1}).note(WILD),
     ],
 )
@@ -60,6 +67,39 @@ def test_text_of_others_is_escaped(
     out, err = capsys.readouterr()
     assert TAMED in out + err
     assert not {"\x1b", "\x07"} & set(out + err)
+
+
+def warned(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`generate`, with a warning of what was seen of its node."""
+    monkeypatch.setattr(generate, "_look", lambda *_: EXAMINED)
+    generate.engine_launcher(Config(), root, SimpleNamespace(used_nodes=["n1"]), ())  # type: ignore[arg-type]
+
+
+def failed_comparison(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line(WILD, "fp32", "failed", WILD, log=(WILD,))
+    monkeypatch.setattr(processes, "compare", lambda subjects, options: iter([line]))
+    check_parity._compared([], Options(), as_json=False)
+
+
+def wrong_fault(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row("fault", "kind", "actor", "train", "", None, 1.0, None, "", "failed", None, 0, [], [WILD])
+    monkeypatch.setattr(campaign, "_rows", lambda out, drawn, seed: iter([row]))
+    assert main(["campaign", f"--out={root}", "--faults=1"]) == 1
+
+
+@pytest.mark.parametrize(("printed", "times"), [(warned, 1), (failed_comparison, 3), (wrong_fault, 1)])
+def test_text_of_others_is_escaped_wherever_a_command_prints_it(
+    printed: Callable[[Path, pytest.MonkeyPatch], None],
+    times: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)  # of the process that runs the tests
+    printed(tmp_path, monkeypatch)
+    out = capsys.readouterr().out
+    assert out.count(TAMED) >= times
+    assert not {"\x1b", "\x07"} & set(out)
 
 
 @pytest.mark.parametrize("status", ["failed", "running"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import threading
 import time
 from collections.abc import Iterator
@@ -130,6 +131,13 @@ def test_the_first_failure_is_raised_at_once(handle: RoleHandle[TeamCalls]) -> N
     with pytest.raises(RemoteError, match=r"work failed on actor rank 2 .*ValueError: boom"):
         gather(futures)
     assert [future.done() for future in futures] == [False, False, True]
+
+
+def test_a_failure_names_the_limit_behind_it(handle: RoleHandle[TeamCalls], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2 << 30, 2 << 30))
+    failing = handle.call(0, TeamCalls.work, Job(fail="can't start new thread"))
+    with pytest.raises(RemoteError, match=r"new thread \(a process may have 2\.0 GiB of address space here"):
+        failing.result(HANG_S)
 
 
 def test_a_users_error_is_preferred_to_what_followed_from_it(handle: RoleHandle[TeamCalls]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,31 @@ def test_the_newest_log_is_quoted_and_nothing_of_an_earlier_start(directory: Run
     assert (len(head), last) == (12, "    later")
     logs.mark()
     assert "later" not in logs.quote(logs.of_role("actor"))
+
+
+@pytest.mark.parametrize(
+    ("last", "cause"),
+    [
+        ("MemoryError", "a process may have 2.0 GiB of address space here (`ulimit -v`, RLIMIT_AS)"),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", "start with `ulimit -v unlimited`"),
+        ("OSError: [Errno 22] Invalid argument", "LD_PRELOAD = /lib/libfaketime.so.1 replaces calls of the system"),
+        ("OSError: [Errno 5] Input/output error", ""),
+    ],
+)
+def test_what_is_around_a_process_and_ends_it_is_named(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch, last: str, cause: str
+) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/lib/libfaketime.so.1")
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2 << 30, 2 << 30) if kind == resource.RLIMIT_AS else None)
+    log = directory.role_log("actor", "n1", 0)
+    logs = StartLogs(directory)
+    write(log, last, 5)
+    quoted, _, told = logs.quote([log]).partition(f"    {last}")
+    assert quoted == f"The last lines of {log}:\n"
+    assert cause in told
+    assert bool(told) == bool(cause)
+    monkeypatch.undo()
+    assert logs.quote([log]).endswith(last)
 
 
 def test_a_log_that_cannot_be_looked_at_is_said_to_be_so(directory: RunDirectory) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from slurm_rlhf.cli.main import Arguments
+from slurm_rlhf.cli.mpi_start import _first
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError, PlacementError
 from slurm_rlhf.launch.mpi.assignment import Launched, Process, check_world, launched, place_processes
@@ -108,3 +112,28 @@ def test_colocation_is_refused(key: str) -> None:
     setattr(config.train, key, True)
     with pytest.raises(ConfigError, match="Switch colocation off, or start the run by sbatch"):
         place_processes(config, cpus(*["n1"] * 6), SIX)
+
+
+class FirstOfTwo:
+    """The communicator of rank 0: what it tells the other one."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def broadcast(self, value: Any) -> None:
+        self.told.append(value)
+
+
+def test_a_configuration_that_is_refused_is_told_once_and_lets_the_other_ranks_go(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    world, start = FirstOfTwo(), Launched("mpirun", "OMPI_COMM_WORLD_SIZE", 2, 0)
+    arguments = Arguments([tmp_path / "no.toml"], [], frozenset())
+    assert _first(cast(Any, world), arguments, start) == ConfigError.exit_code
+    assert world.told == [None]
+    err = capsys.readouterr().err
+    assert err.startswith("slurm-rlhf: error: ")
+    assert "no.toml" in err

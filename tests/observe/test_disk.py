@@ -124,18 +124,30 @@ def test_a_run_directory_that_is_gone_is_told(tmp_path: Path) -> None:
         raise RemoteError("of its own")
 
 
-@pytest.mark.parametrize("what", ["vanishes", "is full"])
+@pytest.fixture
+def full_soon(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 256 KiB."""
+    with small_disk(tmp_path / "small", "256k") as disk:
+        yield disk
+
+
+@pytest.mark.parametrize("what", ["vanishes", "is full", "is read-only"])
 def test_a_run_whose_directory_refuses_ends_with_one_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
+    tmp_path: Path, full_soon: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], what: str
 ) -> None:
     """Neither the log nor the summary, which cannot be written any more, hide the reason."""
-    config = Config(run_dir=str(tmp_path / "run"))
+    root = full_soon / "run" if what == "is read-only" else tmp_path / "run"
+    config = Config(run_dir=str(root))
     config.logger.progress, config.logger.tensorboard = "plain", False
 
     def work(self: conductor.Conductor) -> None:
         self.reporting.begin(conductor.RunState(seed=0), 3, None)
         if what == "vanishes":
             shutil.rmtree(self.directory.root)
+        elif what == "is read-only":
+            self.reporting.stepping()
+            subprocess.run(["mount", "--bind", str(full_soon), str(full_soon)], check=True)
+            subprocess.run(["mount", "-o", "remount,bind,ro", str(full_soon)], check=True)
         else:
             self.directory.metrics.symlink_to("/dev/full")
             self.directory.summary.unlink()
@@ -146,11 +158,17 @@ def test_a_run_whose_directory_refuses_ends_with_one_error(
     ranks = SimpleNamespace(worlds={"actor": 1})
     continuation = SimpleNamespace(end_time=lambda: None)
     code = guarded(lambda: conductor.run(config, ranks, None, "n1", continuation))  # type: ignore[arg-type]
-    err = capsys.readouterr().err
+    if what == "is read-only":
+        subprocess.run(["umount", str(full_soon)], check=True)
+    out, err = capsys.readouterr()
     assert code == DiskError.exit_code
     assert err.count("\n") == 1, err
     if what == "vanishes":
         assert err.startswith(f"slurm-rlhf: error: run_dir {tmp_path}/run has vanished: ")
+    elif what == "is read-only":
+        assert f"run_dir {root}: the file system {full_soon} is mounted for reading only. Have it" in err
+        assert f"{root}/summary.json cannot be written, and tells nothing of this end\n" in out
+        assert Summary.read(root / "summary.json").status == "running"
     else:
         assert f"run_dir {tmp_path}/run: No space left on device: the file system /" in err
         assert "MiB free" in err
@@ -169,13 +187,6 @@ def test_a_run_directory_that_cannot_be_made_has_not_vanished() -> None:
     root = Path("/proc/no such place")
     with pytest.raises(DiskError, match=r"run_dir /proc/no such place cannot be made: .*: give another --run_dir"):
         make_run_directory(root, RunDirectory(root).make)
-
-
-@pytest.fixture
-def full_soon(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    with small_disk(tmp_path / "small", "64k") as disk:
-        yield disk
 
 
 def test_a_full_disk_takes_the_end_of_a_run_and_one_that_cannot_keeps_what_it_has(full_soon: Path) -> None:

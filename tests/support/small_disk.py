@@ -14,4 +14,4 @@ def small_disk(path: Path, size: str) -> Iterator[Path]:
     path.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], check=True)
     yield path
-    subprocess.run(["umount", str(path)], check=True)
+    subprocess.run(["umount", "--lazy", str(path)], check=True)  # files of it may still be open

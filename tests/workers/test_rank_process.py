@@ -6,13 +6,17 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from waiting import HANG_S
 
 from slurm_rlhf.cluster.processes import PARENT
 from slurm_rlhf.workers import own_stacks
+from slurm_rlhf.workers.rank_process import serve
 
 CRASH = """
 import os, signal
@@ -54,6 +58,56 @@ def test_a_rank_whose_torchrun_ended_before_it_could_ask_for_it_ends_at_once(tmp
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
+FULL = """
+import resource, sys
+from slurm_rlhf.workers import rank_process
+
+limit = rank_process._address_space() + int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+rank_process.beat(60.0)
+print("goes on", flush=True)
+"""
+
+
+@pytest.mark.parametrize("left", [0, 64 << 20])
+def test_a_rank_without_address_space_ends_and_says_so(left: int) -> None:
+    """`Thread.start` waits for ever for a thread that gets none to begin with: the rank passed for one in a C call."""
+    words = [sys.executable, "-c", FULL, str(left)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert (done.returncode, done.stdout) == ((0, "goes on\n") if left else (1, ""))
+    assert bool(done.stderr) == (not left)
+    assert left or "GiB of address space here (`ulimit -v`, RLIMIT_AS), and that is used up: start with" in done.stderr
+
+
+@dataclass
+class Calls:
+    """A client and a worker in one: what is called, and what is done of it."""
+
+    waiting: list[str]
+    phase: str = "start"
+    done: list[str] = field(default_factory=list)
+
+    def receive(self, timeout_s: float | None) -> Any:
+        method = self.waiting.pop(0)
+        return SimpleNamespace(method=method, failed=False, reply=self.done.append)
+
+    def busy(self) -> bool:
+        return False
+
+    def handle(self, request: Any) -> None:
+        self.done.append(f"{request.method} in {self.phase}")
+
+    def shutdown(self) -> str:
+        return "left"
+
+
+def test_a_rank_answers_calls_until_it_is_told_to_leave() -> None:
+    calls, loaded = Calls(["start", "train_step", "shutdown", "more"]), list[bool]()
+    serve(calls, calls, loaded.append)  # type: ignore[arg-type]
+    assert calls.done == ["start in start", "train_step in train_step", "left"]
+    assert (calls.phase, calls.waiting, loaded) == ("shutdown", ["more"], [False])
 
 
 def test_the_flight_recorder_is_switched_on_where_there_are_gpus(
