@@ -59,8 +59,6 @@ class Given:
     options: dict[str, Any]  # of every option, its value or its default
     json: bool = False
     config: Config = field(default_factory=Config)
-    files: tuple[str, ...] = ()  # and keys: what the configuration was read from
-    keys: tuple[str, ...] = ()
 
 
 _MODEL = "Without actor.model_name_or_path a Qwen2 with random weights is made for the bench and removed afterwards."
@@ -141,66 +139,7 @@ _SYNC = Bench(
         "naive": Option(True, "leave the naive way out"),
     },
 )
-_INFLIGHT = Bench(
-    "inflight",
-    "sampling while the actor trains (vllm.sync_mode = inflight), compared with drain",
-    "Trains a small model with both modes, in turns and on the same prompts, and prints tokens trained per second.\n"
-    "The model counts down from a number in its prompt, so the lengths of its responses are known: log-normal, with a\n"
-    "long tail. Real engines, a real actor and its updates (with a learning rate of 0), no critic. All steps count,\n"
-    "and both modes train on the same tokens; what a run needs to start does not count.",
-    {
-        "prompts": Option(16, "prompts of a step"),
-        "samples": Option(4, "responses to each"),
-        "steps": Option(24, "steps of a run"),
-        "median": Option(32, "median length of a response in tokens"),
-        "sigma_percent": Option(100, "standard deviation of the logarithm of the length, in percent"),
-        "longest": Option(1024, "where longer ones are cut"),
-        "queue": Option(8, "train.async_queue_size; small: a batch waits for its longest responses after all"),
-        "stale_percent": Option(25, "train.staleness_threshold in percent", least=0),
-        "engines": Option(2, "vllm.num_engines"),
-        "width": Option(64, "vllm.max_num_seqs"),
-        "repeats": Option(3, "runs of each mode"),
-        "threads": Option(1, "CPU threads of each process"),
-        "hidden": Option(64, "hidden size of the model, a multiple of 64", step=64),
-        "layers": Option(1, "its layers"),
-    },
-)
-_LEARN = Bench(
-    "learn",
-    "what a run learns in how long, compared with TRL's GRPO",
-    "Trains on the task of the configuration, once for each seed, and in turns with that TRL's GRPOTrainer (1.16, on\n"
-    "this machine alone): the same model, data, reward, responses per optimizer step, learning rate. Prints accuracy\n"
-    "on eval.dataset by samples and seconds by accuracy, and draws both (learn.svg). TRL comes with\n"
-    "pip install '.[peer]'. rollout.batch_size is set so that a batch is one optimizer step. For example:\n"
-    "  slurm-rlhf bench learn sbatch/recipes/grpo.toml sbatch/quickstart.toml --rollout.n_samples_per_prompt=8",
-    {
-        "seeds": Option(3, "runs of each side, with the seeds 1, 2, ..."),
-        "steps": Option(120, "optimizer steps of a run"),
-        "every": Option(10, "of them between two evaluations"),
-        "out": Option("runs/bench_learn", "directory of runs, logs and the picture"),
-        "peer": Option(True, "our side alone"),
-    },
-    takes_config=True,
-)
-_RECIPES = Bench(
-    "recipes",
-    "what each recipe learns of a task, over several seeds",
-    "Trains on the task of the configuration with every recipe, once for each seed, one run after another. Prints\n"
-    "accuracy on eval.dataset before and after, by seed, and draws all curves (recipes.svg). Runs that are finished\n"
-    "in --out are not repeated: a bench that was broken off goes on, and one more recipe costs its own runs only.\n"
-    "For example all recipes on the quickstart's task, and what they learn of rewards that are shuffled:\n"
-    "  slurm-rlhf bench recipes sbatch/quickstart.toml\n"
-    "  slurm-rlhf bench recipes sbatch/quickstart.toml --reward.shuffle=true --out=runs/bench_shuffled --seeds=1",
-    {
-        "recipes": Option("sbatch/recipes", "a directory of recipes, or files with commas between them"),
-        "seeds": Option(3, "runs of each, with the seeds 1, 2, ..."),
-        "steps": Option(20, "steps of a run"),
-        "every": Option(4, "of them between two evaluations"),
-        "out": Option("runs/bench_recipes", "directory of runs, logs and the picture"),
-    },
-    takes_config=True,
-)
-BENCHES = {bench.name: bench for bench in (_ROLLOUT, _TRAIN, _SYNC, _INFLIGHT, _LEARN, _RECIPES)}
+BENCHES = {bench.name: bench for bench in (_ROLLOUT, _TRAIN, _SYNC)}
 
 
 def read(bench: Bench, words: list[str]) -> Given:
@@ -225,7 +164,7 @@ def read(bench: Bench, words: list[str]) -> Given:
     if bench.takes_config:
         files, keys = _layers(rest)
         config = _config(files, keys if files else [*bench.defaults, *keys])
-        return Given(values, as_json, config, tuple(files), tuple(keys))
+        return Given(values, as_json, config)
     if rest:
         raise ConfigError(f"bench {bench.name} does not know {rest[0]!r}\n{bench.usage}")
     return Given(values, as_json)

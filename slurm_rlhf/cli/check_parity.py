@@ -15,11 +15,8 @@ if TYPE_CHECKING:
     from slurm_rlhf.parity.subjects import Subject
     from slurm_rlhf.parity.verdicts import Line
 
-USAGE = "usage: slurm-rlhf check-parity [MODEL ...] [--architecture=NAME ...] [--all] [--OPTION=VALUE ...] [--json]"
+USAGE = "usage: slurm-rlhf check-parity MODEL ... [--OPTION=VALUE ...] [--json]"
 OPTIONS = {
-    "architecture": "a tiny random model of this architecture of the project's table (gemma2 or Gemma2ForCausalLM); "
-    "several with commas",
-    "all": "a tiny random model of every architecture of the table",
     "precision": "fp32, bf16, fp16, bf16+head (ds.fp32_lm_head), several with commas [fp32,bf16]",
     "max_len": "tokens of the longest text; make it longer than the model's sliding window [320]",
     "fp32_bound": "nats that fp32 may be apart at most, in any token [1e-5]",
@@ -27,22 +24,20 @@ OPTIONS = {
     "timeout": "seconds for one model [600]",
     "json": "print one JSON object at the end, and nothing before",
 }
-SWITCHES = ("all", "json")
+SWITCHES = ("json",)
 
 
 def run(words: list[str]) -> int:
     """Compare, print the table; 1 if something differs or fails or a named model is refused. Raises UserError."""
+    from slurm_rlhf.parity.subjects import model
     from slurm_rlhf.parity.verdicts import AGREE
 
-    given, names = take_options(words, OPTIONS, USAGE, SWITCHES, several=("architecture",))
-    if not names and not given.keys() & {"architecture", "all"}:
-        raise ConfigError(f"check-parity: name a model, an architecture or --all\n{USAGE}")
+    given, names = take_options(words, OPTIONS, USAGE, SWITCHES)
+    if not names:
+        raise ConfigError(f"check-parity: name a model\n{USAGE}")
     options = _options(given)
-    subjects = _subjects(names, given, options.max_len)
-    lines = _compared(subjects, options, "json" in given)
-    # What the table refuses is shown with the whole table, and is no failure of it.
-    expected = {subject.name for subject in subjects if subject.refused and subject.listed}
-    return int(any(line.verdict != AGREE and line.model not in expected for line in lines))
+    subjects = [model(name, options.max_len) for name in dict.fromkeys(names)]
+    return int(any(line.verdict != AGREE for line in _compared(subjects, options, "json" in given)))
 
 
 def _options(given: dict[str, str]) -> Options:
@@ -76,16 +71,6 @@ def _number(given: dict[str, str], name: str, default: float, least: float, whol
         kind = "a whole number" if whole else "a number"
         raise ConfigError(f"--{name} takes {kind} of at least {least:g}, got {text!r}\n{USAGE}")
     return value
-
-
-def _subjects(names: list[str], given: dict[str, str], max_len: int) -> list[Subject]:
-    """List what to compare, each once: models, then architectures."""
-    from slurm_rlhf.parity.subjects import all_architectures, known_architecture, model
-
-    found = [model(name, max_len) for name in names]
-    found += [known_architecture(name) for name in filter(None, given.get("architecture", "").split(","))]
-    found += all_architectures() if "all" in given else []
-    return list({subject.name: subject for subject in found}.values())
 
 
 def _compared(subjects: list[Subject], options: Options, as_json: bool) -> list[Line]:

@@ -122,14 +122,13 @@ def take_options(
     options: Mapping[str, str],
     usage: str,
     switches: Collection[str] = (),
-    several: Collection[str] = (),
     strict: bool = True,
 ) -> tuple[dict[str, str], list[str]]:
     """Part the `options` of a command, `--name=value` or `--name value`, and its `switches`, from its other words.
 
-    `options`: name -> explanation, switches among them. Of an option that stands twice the later value counts, or both,
-    with a comma between them, if it may have `several`. Raises ConfigError for one without a value and, where it is
-    `strict`, for one that is not known; otherwise that is one of the other words.
+    `options`: name -> explanation, switches among them. Of an option that stands twice the later value counts. Raises
+    ConfigError for one without a value and, where it is `strict`, for one that is not known; otherwise that is one of
+    the other words.
     """
     given: dict[str, str] = {}
     rest: list[str] = []
@@ -146,7 +145,7 @@ def take_options(
             value = value if equals else next(left, "")
             if not value or (not equals and value.startswith("--")):
                 raise ConfigError(f"--{name} takes a value: {options[name]}\n{usage}")
-        given[name] = f"{given[name]},{value}" if name in several and name in given else value
+        given[name] = value
     return given, rest
 
 
@@ -167,7 +166,6 @@ COMMANDS = {
     "completion": ("docs", "print what completes words in bash or zsh"),
     "docs": ("docs", "show a page of the documentation"),
     "eval": ("generate", "evaluate a model on several data sets: pass@k, majority votes, intervals"),
-    "campaign": ("campaign", "break small runs on purpose, and tell what each fault did"),
     "bench": ("bench", "measure parts of a run and compare them with plain loops"),
 }
 """Name -> (module of this room whose `COMMANDS` holds the command, summary)."""

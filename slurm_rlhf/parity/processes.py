@@ -18,7 +18,7 @@ from slurm_rlhf.cluster.gpu_query import local_gpus
 from slurm_rlhf.cluster.processes import die_with_parent, exit_text, print_to
 from slurm_rlhf.errors import SlurmRlhfError
 from slurm_rlhf.observe.log_tail import tail
-from slurm_rlhf.parity.stages import Task, follow, import_libraries, make, printing_to, read_compared, sample
+from slurm_rlhf.parity.stages import Task, follow, import_libraries, printing_to, read_compared, sample
 from slurm_rlhf.parity.subjects import Subject
 from slurm_rlhf.parity.verdicts import FAILED, FP32_BOUND, PRECISIONS, REFUSED, Line, judge
 
@@ -72,8 +72,6 @@ def _lines(task: Task, options: Options) -> Iterator[Line]:
         begun = time.monotonic()
         line = Line(task.subject.name, name, FAILED, architecture=task.subject.architecture)
         try:
-            if not Path(task.directory).exists():
-                _run(task, deadline, lambda: make(task))
             _run(task, deadline, lambda name=name: sample(task, name))  # type: ignore[misc]
             _run(task, deadline, lambda name=name: follow(task, name))  # type: ignore[misc]
             tokens, apart = read_compared(task, name)

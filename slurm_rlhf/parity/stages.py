@@ -1,4 +1,4 @@
-"""The stages of a comparison, each in a process of its own: make a model, sample, follow. Files lead to the next one.
+"""The stages of a comparison, each in a process of its own: sample, follow. Files lead from one to the other.
 
 Engine and trainer need processes of their own, as in a run: where vLLM has no class for an architecture it runs that of
 transformers and changes it for the whole process. The memory of a GPU is free again, too, when a process has ended.
@@ -36,10 +36,6 @@ class Task:
     scratch: Path  # a directory of this task alone
 
     @property
-    def directory(self) -> str:
-        return self.subject.directory or str(self.scratch / "model")
-
-    @property
     def log(self) -> Path:
         return self.scratch / "log"
 
@@ -52,20 +48,12 @@ class Task:
         return self.scratch / f"{precision}.json"
 
 
-def make(task: Task) -> None:
-    """Write the tiny random model of an architecture."""
-    _prepare()
-    from slurm_rlhf.parity.random_models import make_model
-
-    make_model(Path(task.directory), task.subject.model_type)
-
-
 def sample(task: Task, precision: str) -> None:
     """Have vLLM sample. Raises ModelError."""
     _prepare()
     from slurm_rlhf.parity import sides
 
-    config = sides.settings(task.directory, PRECISIONS[precision], task.max_len)
+    config = sides.settings(task.subject.directory, PRECISIONS[precision], task.max_len)
     exp = sides.packed(sides.sample(config, task.seed))
     np.savez(
         task.sampled(precision), allow_pickle=False, **{name: getattr(exp, name) for name in ARRAYS}, **exp.columns
@@ -81,7 +69,7 @@ def follow(task: Task, precision: str) -> None:
         arrays = dict(stored)
     engine = arrays.pop("rollout_logprobs")
     exp = Experience(**arrays)
-    config = sides.settings(task.directory, PRECISIONS[precision], task.max_len)
+    config = sides.settings(task.subject.directory, PRECISIONS[precision], task.max_len)
     apart = differences({ENGINE: engine, TRAINER: sides.trained(config, exp), PLAIN: sides.plain(config, exp)})
     found = {name: [pair.largest, pair.mean] for name, pair in apart.items()}
     write_atomically(task.compared(precision), json.dumps({"tokens": len(engine), "apart": found}))

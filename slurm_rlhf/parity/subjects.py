@@ -1,17 +1,16 @@
-"""Say what is compared: directories, models of the hub, tiny random models of known architectures; on which prompts."""
+"""Say what is compared: directories and models of the hub; on which prompts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from slurm_rlhf.config.architectures import COMPARED, REFUSED
 from slurm_rlhf.config.hub import download, is_hub_name
 from slurm_rlhf.config.model_directory import check_architecture, check_length, check_model_directory, read_config
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.errors import ConfigError, ModelError, meant
+from slurm_rlhf.errors import ConfigError, ModelError
 from slurm_rlhf.records import I32
 
 
@@ -20,40 +19,10 @@ class Subject:
     """Names a model to compare."""
 
     name: str  # what the user sees
-    directory: str = ""  # of the model; empty: a tiny random one is made
-    model_type: str = ""  # of the random one, a key of `random_models.ARCHITECTURES`
+    directory: str = ""  # empty if it is not compared
     architecture: str = ""  # class in config.json
     refused: str = ""  # why it is not compared
     failed: str = ""  # why it cannot be compared
-    listed: bool = False  # as a part of the whole table
-
-
-def known_architecture(name: str) -> Subject:
-    """Look up a model_type or class of the project's table, such as gemma2 or Gemma2ForCausalLM.
-
-    Raises ConfigError with the valid names.
-    """
-    for architecture, compared in COMPARED.items():
-        if name.lower() in (architecture.lower(), compared.model_type):
-            return Subject(architecture, model_type=compared.model_type, architecture=architecture)
-    for architecture in REFUSED:
-        if name == architecture or architecture.lower().startswith(f"{name.lower()}for"):
-            return _refused(architecture)
-    valid = [compared.model_type for compared in COMPARED.values()]
-    raise ConfigError(
-        f"--architecture={name} is not in the table of compared architectures{meant(name, valid)} (valid: "
-        f"{', '.join(valid)}). To compare any other one, give the directory of a model"
-    )
-
-
-def all_architectures() -> list[Subject]:
-    """List the whole table: what was compared, and what is refused."""
-    found = [*map(known_architecture, COMPARED), *map(_refused, REFUSED)]
-    return [replace(subject, listed=True) for subject in found]
-
-
-def _refused(architecture: str) -> Subject:
-    return Subject(architecture, architecture=architecture, refused=REFUSED[architecture])
 
 
 def model(name: str, max_len: int) -> Subject:

@@ -24,7 +24,7 @@ from slurm_rlhf.errors import RemoteError, RewardError, RoleDied
 
 WITHOUT_FILE = {"status", "cancel", "docs", "migrate", "completion", "init", "report"}
 """Commands whose argument is a run and not a configuration."""
-OTHERS = {"bench", "campaign", "check-parity", "generate", "eval"}
+OTHERS = {"bench", "check-parity", "generate", "eval"}
 """Commands whose tests have their help pages."""
 
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())"]

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from random_models import ARCHITECTURES, REFUSED
 
 from slurm_rlhf.config import architectures
 from slurm_rlhf.config.architectures import CAUSAL
 from slurm_rlhf.config.model_directory import check_architecture, check_length, uncompared
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.parity.random_models import ARCHITECTURES, REFUSED
 
 
 def directory(path: Path, **config: Any) -> str:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 from lookalikes import llama_like
+from random_models import tiny_tokenizer
 
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.data.prompts import CHUNK, PromptSet, read_jsonl
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import DataError, ModelError
-from slurm_rlhf.parity.random_models import tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

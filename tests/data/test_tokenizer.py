@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import tokenizers
 from lookalikes import sentencepiece_like
+from random_models import CHARACTERS, EOS, PAD, tiny_tokenizer
 
 from slurm_rlhf.config.schema import Data
 from slurm_rlhf.data import chat_template
 from slurm_rlhf.data.prompts import PromptSet
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import DataError, ModelError
-from slurm_rlhf.parity.random_models import CHARACTERS, EOS, PAD, tiny_tokenizer
 
 TEXTS = ["1+1=2", "a b  c", CHARACTERS, f"ab{EOS}{PAD}c", "ü?", ""]
 

@@ -13,6 +13,7 @@ import pyarrow
 import pytest
 import tokenizers
 from pyarrow import parquet
+from random_models import EOS
 from tiny_models import make_tiny
 
 from slurm_rlhf.cli.generate import refuse_many_processes
@@ -25,7 +26,6 @@ from slurm_rlhf.generation.answers import Scores
 from slurm_rlhf.generation.model_source import Source, find_source
 from slurm_rlhf.generation.prompts import BadRow, PromptRows
 from slurm_rlhf.generation.start import engines_everywhere
-from slurm_rlhf.parity.random_models import EOS
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
 from slurm_rlhf.records import Prompt, Trajectory
 

@@ -50,7 +50,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "workers": ALL - {"launch", "preflight", "controller", "bench", "cli"},
     "controller": ALL - {"workers", "training", "rollout", "bench", "cli"},
     "parity": ALL - {"workers", "bench", "cli"},
-    "campaign": ALL - {"workers", "training", "rollout", "bench", "cli"},
     "bench": ALL,
     "cli": ALL,
     "api": ALL,
@@ -231,7 +230,6 @@ LIGHT_ROOMS = (
     "cli",
     "checkpoint",
     "report",
-    "campaign",
 )
 LIGHT = [dotted(module) for module in MODULES if room(module) in LIGHT_ROOMS] + [
     "slurm_rlhf.records",

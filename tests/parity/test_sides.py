@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from packed_rows import make_experience
+from random_models import make_model
 
 from slurm_rlhf.data.tokenizer import Tokenizer
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.parity import sides
-from slurm_rlhf.parity.random_models import make_model
 from slurm_rlhf.parity.subjects import NEW_TOKENS, prompts
 from slurm_rlhf.parity.verdicts import PRECISIONS
 from slurm_rlhf.training import logprobs

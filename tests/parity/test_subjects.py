@@ -9,27 +9,8 @@ import pytest
 from tiny_models import make_tiny
 
 from slurm_rlhf.cli.main import main
-from slurm_rlhf.config.architectures import COMPARED, REFUSED
 from slurm_rlhf.errors import ConfigError
-from slurm_rlhf.parity.random_models import ARCHITECTURES
-from slurm_rlhf.parity.subjects import all_architectures, known_architecture, model
-
-
-@pytest.mark.parametrize("name", ["gemma2", "Gemma2ForCausalLM", "gemma2forcausallm"])
-def test_an_architecture_has_two_names(name: str) -> None:
-    subject = known_architecture(name)
-    assert (subject.name, subject.model_type, subject.refused) == ("Gemma2ForCausalLM", "gemma2", "")
-
-
-@pytest.mark.parametrize("name", ["apertus", "ApertusForCausalLM", "phimoe", "gemma3n"])
-def test_a_refused_one_is_named_with_its_reason(name: str) -> None:
-    assert known_architecture(name).refused in REFUSED.values()
-
-
-def test_the_whole_table_can_be_made() -> None:
-    subjects = all_architectures()
-    assert {subject.architecture for subject in subjects} == COMPARED.keys() | REFUSED.keys()
-    assert {subject.model_type for subject in subjects if not subject.refused} <= ARCHITECTURES.keys()
+from slurm_rlhf.parity.subjects import model
 
 
 def test_a_model_of_the_hub_is_found_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,18 +46,13 @@ def test_what_cannot_be_trained_is_refused_before_anything_starts(tmp_path: Path
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "name a model, an architecture or --all\nusage: slurm-rlhf check-parity"),
-        (
-            ["--architecture=gema2"],
-            "is not in the table of compared architectures; did you mean gemma2",
-        ),
-        (["--architecture"], "--architecture takes a value: a tiny random model"),
-        (["--al"], "unknown option 'al'; did you mean all?"),
-        (["--all=yes"], "unknown option 'all'"),
-        (["--all", "--precision=fp8"], "--precision: unknown 'fp8' (valid: fp32, bf16, "),
-        (["--all", "--precision="], "--precision takes a value: fp32, bf16"),
-        (["--all", "--max_len=3"], "--max_len takes a whole number of at least 48, got '3'"),
-        (["--all", "--timeout", "soon"], "--timeout takes a number of at least 1, got 'soon'"),
+        ([], "name a model\nusage: slurm-rlhf check-parity"),
+        (["--precisio=fp32"], "unknown option 'precisio'; did you mean precision?"),
+        (["--all"], "unknown option 'all'"),
+        (["model", "--precision=fp8"], "--precision: unknown 'fp8' (valid: fp32, bf16, "),
+        (["model", "--precision="], "--precision takes a value: fp32, bf16"),
+        (["model", "--max_len=3"], "--max_len takes a whole number of at least 48, got '3'"),
+        (["model", "--timeout", "soon"], "--timeout takes a number of at least 1, got 'soon'"),
         (["./nowhere"], "./nowhere: no such directory"),
     ],
 )
@@ -93,16 +69,21 @@ def test_help(columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     monkeypatch.setenv("COLUMNS", columns)
     assert main(["check-parity", "--help"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("usage: slurm-rlhf check-parity [MODEL ...]")
-    assert all(f"--{name} " in out for name in ("architecture", "all", "precision", "timeout", "json"))
+    assert out.startswith("usage: slurm-rlhf check-parity MODEL ...")
+    assert all(f"--{name} " in out for name in ("precision", "timeout", "json"))
     assert max(map(len, out.splitlines()[1:])) <= int(columns)
 
 
-def test_a_refused_model_is_a_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["check-parity", "--architecture=apertus"]) == 1
+def test_a_refused_model_is_a_line_and_exit_code_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused, other = (make_tiny(tmp_path / name) for name in ("refused", "other"))
+    for path in (refused, other):
+        config = json.loads((path / "config.json").read_text()) | {"architectures": ["ApertusForCausalLM"]}
+        (path / "config.json").write_text(json.dumps(config))
+    assert main(["check-parity", str(refused)]) == 1
     out = capsys.readouterr().out
-    assert "ApertusForCausalLM: refused: with random weights its log-probs in vLLM and in transformers are" in out
+    assert f"{refused}: refused: " in out
+    assert "with random weights its log-probs in vLLM and in transformers are" in " ".join(out.split())
     assert out.endswith("\n1 refused\n")
-    assert main(["check-parity", "--architecture=apertus,phimoe", "--json"]) == 1
+    assert main(["check-parity", str(refused), str(other), str(refused), "--json"]) == 1
     lines = json.loads(capsys.readouterr().out)["lines"]
-    assert [line["model"] for line in lines] == ["ApertusForCausalLM", "PhiMoEForCausalLM"]
+    assert [line["model"] for line in lines] == [str(refused), str(other)]

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import rollout_engine as child
 import torch
+from random_models import ARCHITECTURES, REFUSED, make_model
 from rollout_engine import EngineProcess
 from safetensors.torch import save_file
 
 from slurm_rlhf.config.schema import Ds
-from slurm_rlhf.parity.random_models import ARCHITECTURES, REFUSED, make_model
 from slurm_rlhf.records import Trajectory
 from slurm_rlhf.training.models import PolicyModule, load_policy
 from slurm_rlhf.training.parameters import full_parameters

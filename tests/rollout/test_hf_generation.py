@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from random_models import make_model
 from tiny_models import make_tiny, mislabel
 
 from slurm_rlhf.config.schema import Ds
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.parity.random_models import make_model
 from slurm_rlhf.records import LENGTH, STOP, Sampling, Trajectory
 from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.hf_generation import HfSampler, Vocabulary, different_prompts, going_on

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from random_models import tiny_tokenizer
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from slurm_rlhf.data.tokenizer import Tokenizer
-from slurm_rlhf.parity.random_models import tiny_tokenizer
 from slurm_rlhf.records import LENGTH, REPETITION, STOP, Sampling
 from slurm_rlhf.rollout._transformers import selects_rows
 from slurm_rlhf.rollout.engine import GenerateRequest

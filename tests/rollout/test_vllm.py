@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import rollout_engine as child
+from random_models import tiny_tokenizer
 from rollout_engine import EngineProcess
 from tiny_models import make_tiny, mislabel
 
 from slurm_rlhf.errors import RunError, SyncError
-from slurm_rlhf.parity.random_models import tiny_tokenizer
 from slurm_rlhf.placement.engine_memory import block_bytes, blocks_of_sequence
 from slurm_rlhf.placement.model_shape import FAMILIES, read_shape, shape_of
 from slurm_rlhf.records import Sampling, Trajectory, VersionSpan

@@ -6,13 +6,14 @@ import re
 from pathlib import Path
 
 import pytest
+from campaign.workload import PLUGIN
 from held_runs import ENGINE
+from holds import HOLD, Holds
 from patched_ranks import patched_engines
+from sums_task import REWARD
 from training_runs import metrics, started, summary, workspace
 from waiting import scaled
 
-from slurm_rlhf.campaign.holds import HOLD, Holds
-from slurm_rlhf.campaign.workload import PLUGIN, REWARD
 from slurm_rlhf.observe.events import read_events
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 from patched_ranks import patched_engines
+from random_models import make_model
 from training_runs import metrics, started, workspace
-
-from slurm_rlhf.parity.random_models import make_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from holds import Holds
 from patched_ranks import patched
+from sums_task import PACE
 from training_runs import Run, metrics, started, timeless, train, workspace
 
-from slurm_rlhf.campaign.holds import Holds
-from slurm_rlhf.campaign.workload import PACE
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.rollout.tp_engine import EnginePlace
 from slurm_rlhf.workers.engine_worker import segment_prefix

@@ -16,16 +16,16 @@ import pytest
 from attackers import Fire, counted
 from browser import open_page
 from dying_engines import dying_engine, wait_until_started
+from holds import Holds
+from intruders import record
 from open_ports import Listening, Strangers, listening
 from patched_ranks import Call, calls, in_one_piece, noted
+from sums_task import REWARD
 from training_runs import assert_close_metrics, metrics, mpirun, started, timeless, train
 from waiting import HANG_S, until
 from warm_runs import WarmRun
 from whole_run import EVALUATED, SAME, SMALL, STEPS, WORLD, small_run, whole_run
 
-from slurm_rlhf.campaign.holds import Holds
-from slurm_rlhf.campaign.intruders import record
-from slurm_rlhf.campaign.workload import REWARD
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.report.run_files import RunFiles
 from slurm_rlhf.run_directory import RunDirectory

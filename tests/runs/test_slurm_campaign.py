@@ -8,17 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from campaign_slurm import ClusterCampaign
-from cluster_faults import SPARES, layout
-from cluster_storm import cluster_storm
+from campaign.cluster import FEWEST_STEPS, STEPS_EACH, OnSlurm
+from campaign.cluster_faults import SPARES, layout
+from campaign.cluster_storm import cluster_storm
+from campaign.draw import draw
+from campaign.faults import EACH, SLURM, named
+from campaign.leader import Leader
+from campaign.result import carried_out
+from campaign.verdicts import RECOVERED
 from slurm_cluster import Cluster
 from waiting import scaled
-
-from slurm_rlhf.campaign.draw import draw
-from slurm_rlhf.campaign.faults import EACH, SLURM, named
-from slurm_rlhf.campaign.result import Campaign
-from slurm_rlhf.campaign.verdicts import RECOVERED
-from slurm_rlhf.campaign.workload import write_workload
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -35,16 +34,11 @@ def test_faults_of_a_cluster(slurm: Cluster, tmp_path: Path, each: int) -> None:
 
     Each with `each` ranks of a role on a node; a rank that is killed is the first or the last of its role.
     """
-    began, rows = time.monotonic(), []
     known = [replace(fault, limit_s=scaled(fault.limit_s)) for fault in SLURM if fault.each == each]
     faults = draw(known, len(known), SEED)
-    config = write_workload(slurm.shared / f"work{each}")
-    for row in ClusterCampaign(slurm, config, SEED, *layout(config.parent, each)).run(faults):
-        rows.append(row)
-        print(row, flush=True)
-    campaign = Campaign(SEED, rows, seconds=time.monotonic() - began)
-    campaign.write(tmp_path)
-    print("\n".join(campaign.summary()), f"\nthe table is {tmp_path / 'campaign.html'}")
+    out, steps = slurm.shared / f"campaign{each}", max(FEWEST_STEPS, STEPS_EACH * len(faults))
+    leader = Leader(out, OnSlurm(slurm, SEED), SEED, steps, layout(out, each))
+    rows = carried_out(leader.run(faults), SEED, tmp_path).rows
     assert [f"{row.fault}: {'; '.join(row.problems)}" for row in rows if not row.good] == []
     assert [row.fault for row in rows if not row.compared] == []  # the calm run was longer
     assert len(rows) == len(known)
@@ -52,11 +46,11 @@ def test_faults_of_a_cluster(slurm: Cluster, tmp_path: Path, each: int) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.timeout(900)
-def test_a_spare_node_that_dies_while_it_takes_over_is_replaced_by_the_next(slurm: Cluster) -> None:
+def test_a_spare_node_that_dies_while_it_takes_over_is_replaced_by_the_next(slurm: Cluster, tmp_path: Path) -> None:
     """Nobody on it has said hello: it is known by the silence of all of its ranks while the other node is heard."""
     (fault,) = (one for one in named(list(SLURM), "one after the other") if one.each == 1)
-    (row,) = ClusterCampaign(slurm, write_workload(slurm.shared / "spares"), SEED, *SPARES).run([fault])
-    print(row)
+    leader = Leader(slurm.shared / "spares", OnSlurm(slurm, SEED), SEED, FEWEST_STEPS, SPARES)
+    (row,) = carried_out(leader.run([fault]), SEED, tmp_path).rows
     assert row.good, row.problems
     assert row.outcome == RECOVERED
     assert row.equal
@@ -69,8 +63,8 @@ def test_a_spare_node_that_dies_while_it_takes_over_is_replaced_by_the_next(slur
 @pytest.mark.timeout(1800)
 def test_a_storm_of_two_hundred_steps(slurm: Cluster) -> None:
     """A fault every 10 s that the run steps: of ranks, srun, conductor, nodes, networks, slurmd and slurmctld."""
-    began, told = time.monotonic(), []
-    storm = cluster_storm(slurm, SEED, 200, 10.0, PACE_S, lambda text: told.append(text) or print(text, flush=True))
+    began = time.monotonic()
+    storm = cluster_storm(slurm, SEED, 200, 10.0, PACE_S)
     row = storm.run()
     print(row, f"{len(storm.struck)} faults in {time.monotonic() - began:.0f} s")
     assert row.problems == []

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from holds import Holds
 from slurm_cluster import SMALL, Cluster, said
 from training_runs import metrics, steps, summary, timeless, train, workspace
 from waiting import scaled
 
-from slurm_rlhf.campaign.holds import Holds
 from slurm_rlhf.observe.events import read_events
 
 # Behind -m full for its time: a whole run, twice started.

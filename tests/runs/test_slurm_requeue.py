@@ -9,13 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+from holds import Holds
 from slurm_cluster import CHECKOUT, Cluster, said
 from slurm_undisturbed import STEPS, Calm, calm_run
 from tracker_files import history, trackio_rows, wandb_starts
 from training_runs import metrics, saved, steps, summary, timeless
 from waiting import scaled
 
-from slurm_rlhf.campaign.holds import Holds
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.observe.trackers.trackers import kept_id
 from slurm_rlhf.report.content import content

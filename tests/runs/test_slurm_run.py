@@ -13,13 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from holds import Holds
 from open_ports import listening
 from slurm_cluster import COMMAND, ENDLESS, OVER, PLACES, SMALL, Cluster, said
+from sums_task import PACE
 from training_runs import is_worker, metrics, saved, steps, timeless, workspace
 from waiting import HANG_S, scaled
 
-from slurm_rlhf.campaign.holds import Holds
-from slurm_rlhf.campaign.workload import PACE
 from slurm_rlhf.control.auth import RunKeys
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 from attackers import counted
+from intruders import record
 from open_ports import Listening, Strangers, listening
 from slurm_cluster import SMALL, Cluster, said
 from training_runs import metrics, timeless, train, workspace
 
-from slurm_rlhf.campaign.intruders import record
 from slurm_rlhf.control.auth import RunKeys
 
 # Behind -m full for its time: two whole runs.

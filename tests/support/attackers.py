@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable
 
 import zmq
+from intruders import GREETING, send
 
-from slurm_rlhf.campaign.intruders import GREETING, send
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.codec import encode
 from slurm_rlhf.control.messages import Envelope, unpack

@@ -1,4 +1,4 @@
-"""An engine that a test makes hang and lets go again, as `slurm_rlhf.campaign.holds` does with the rest of a run."""
+"""An engine that a test makes hang and lets go again, as `campaign.holds` does with the rest of a run."""
 
 ENGINE = """
 import time

@@ -14,9 +14,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from intruders import GREETING
 from warm_runs import commands
-
-from slurm_rlhf.campaign.intruders import GREETING
 
 _LISTEN, _CLOSE = "0A", "07"  # states in /proc/net; the second is that of a UDP socket without a peer
 _MAGIC = 0x3C85F7CE  # of torch's TCPStore: a client begins with it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +12,16 @@ from pathlib import Path
 @contextmanager
 def small_disk(path: Path, size: str) -> Iterator[Path]:
     """Mount a file system of `size` (as mount takes it, 64k) in memory at `path`, which is made."""
-    path.mkdir()
+    path.mkdir(parents=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], check=True)
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)  # files of it may still be open
+    try:
+        yield path
+    finally:
+        unmount(path)
+
+
+def unmount(path: Path) -> None:
+    """Take a file system away, whoever still uses it, and the empty directory."""
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+    with contextlib.suppress(OSError):
+        path.rmdir()

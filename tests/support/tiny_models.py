@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from slurm_rlhf.parity.random_models import SIZES, write_model
+from random_models import SIZES, write_model
 
 
 def make_tiny(

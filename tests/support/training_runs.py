@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 from glossary import unexplained
 from kit_seats import visible
+from sums_task import REWARD, TINY, sums, toml
 from tiny_models import make_tiny
 from waiting import HANG_S, until
 from warm_runs import WarmRun, commands
-
-from slurm_rlhf.campaign.workload import REWARD, TINY, sums, toml
 
 MPIRUN = str(Path(sys.executable).with_name("mpirun"))
 COMMAND = [sys.executable, "-c", "import sys; from slurm_rlhf.cli.main import main; sys.exit(main())", "train"]

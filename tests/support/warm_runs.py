@@ -194,7 +194,8 @@ def commands() -> dict[int, str]:
 
 def _line(connection: socket.socket) -> tuple[bytes, list[int]]:
     """A line, and the files that came with it; nothing where the other end is gone. No more follows unanswered."""
-    data, files = b"", []
+    data = b""
+    files: list[int] = []
     while not data.endswith(b"\n"):
         part, more, _, _ = socket.recv_fds(connection, 1 << 16, 5)
         if not part:
@@ -259,7 +260,7 @@ def _prepare(request: dict[str, Any], files: list[int], parent: int) -> None:
     for file, target in zip(moved, targets, strict=False):
         os.dup2(file, target)
         os.close(file)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[attr-defined]
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     atexit._clear()
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -312,7 +313,7 @@ def _take_popen(forker: Forker) -> None:
             )
 
     subprocess.Popen = popen  # type: ignore[assignment,misc]
-    subprocess_handler.Popen = popen  # type: ignore[assignment]
+    subprocess_handler.Popen = popen
 
 
 def _is_ranks_program(command: list[str]) -> bool:

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from packed_rows import edit_config, make_experience
+from random_models import ARCHITECTURES, ORIGINAL, make_model
 from safetensors.torch import load_file
 
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.parity.random_models import ARCHITECTURES, ORIGINAL, make_model
 from slurm_rlhf.records import Experience
 from slurm_rlhf.rollout._transformers import as_saved
 from slurm_rlhf.rollout.expected_weights import skeleton

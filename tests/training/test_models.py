@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from packed_rows import edit_config, make_experience
+from random_models import make_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_models import make_tiny
@@ -21,7 +22,6 @@ from waiting import HANG_S
 
 from slurm_rlhf.config.schema import Config, Ds
 from slurm_rlhf.errors import ModelError
-from slurm_rlhf.parity.random_models import make_model
 from slurm_rlhf.records import Experience
 from slurm_rlhf.training.batch import collate, per_action
 from slurm_rlhf.training.frozen_models import FrozenPolicy

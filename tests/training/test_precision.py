@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from random_models import make_model
 from safetensors.torch import load_file, save_file
 from tiny_models import make_reward, make_tiny
 from training_ranks import make_config, make_experience, parameters, share, torchrun
 
-from slurm_rlhf.parity.random_models import make_model
 from slurm_rlhf.training.forward_fixes import FIXED, has_fixed_frequencies
 
 pytestmark = pytest.mark.slow

@@ -1,0 +1,88 @@
+"""Break small runs of a tiny random model on this machine's CPUs, and tell what each fault did.
+
+    python tests/lab/fault_campaign.py --faults=60 --seed=0
+
+Processes of each role are killed and stopped in each phase, checkpoints damaged, the disk or a quota filled, the
+control port attacked, the reward function and collectives held up, the clock set. For each fault campaign.json
+says how soon it was noticed, whether the culprit was named, how the run went on, whether its metrics are
+those of an undisturbed run, and what was left behind. Faults of a cluster: bash tests/run.sh -m campaign.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from itertools import count
+from pathlib import Path
+
+from slurm_rlhf.cli.main import guarded
+from slurm_rlhf.errors import ConfigError
+
+sys.path.append(str(Path(__file__).parents[1] / "support"))
+
+from campaign.draw import draw, runnable
+from campaign.faults import NEEDS, all_faults, named
+from campaign.files import disks_here
+from campaign.leader import Leader, ThisMachine
+from campaign.result import carried_out, left_out
+from campaign.session import Command
+from campaign.storm import Storm
+from campaign.verdicts import Row
+
+EVERY_S = 10.0
+"""Seconds between the kills of a storm."""
+
+
+def main(words: list[str] | None = None) -> int:
+    """Draw faults, do them, write the table. Returns 1 if a fault was not borne as it should be."""
+    options = _parser().parse_args(words)
+    return guarded(lambda: _campaign(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=60, help="how many; each kind, target and phase comes once first")
+    parser.add_argument("--seed", type=int, default=0, help="seed of faults and of their moments")
+    parser.add_argument("--only", default="", help="a regular expression: faults with such names, as --list shows them")
+    parser.add_argument(
+        "--storm", type=int, default=0, metavar="STEPS", help="one run of so many steps, hit every 10 s"
+    )
+    parser.add_argument("--out", type=Path, default=Path("campaign"), help="a new directory for the runs and the table")
+    parser.add_argument("--list", action="store_true", help="show the faults that would be drawn, and start nothing")
+    return parser
+
+
+def _campaign(options: argparse.Namespace) -> int:
+    try:
+        chosen = named(all_faults(), options.only)
+    except re.error as error:
+        raise ConfigError(f"--only={options.only}: no regular expression: {error}") from None
+    can, cannot = runnable(chosen, disks_here())
+    drawn, absent = draw(can, options.faults, options.seed), left_out(cannot, NEEDS)
+    if options.list:
+        print("\n".join([*(fault.name for fault in drawn), *(f"{name} ({why})" for name, why in absent)]))
+        return 0
+    if not drawn:
+        raise ConfigError(f"--only={options.only}: no fault that this machine can run has such a name (--list)")
+    out = options.out.absolute()
+    if out.exists() and any(out.iterdir()):
+        raise ConfigError(f"--out={out} holds something already: give a new directory")
+    out.mkdir(parents=True, exist_ok=True)
+    # As Ctrl-C: what is running is ended first, and small disks are unmounted.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    number = count()
+
+    def start(words: Sequence[str]) -> Command:
+        return Command(words, out / f"output.{next(number)}.log")
+
+    rows: Iterator[Row] = Leader(out, ThisMachine(start, options.seed), options.seed).run(drawn)
+    if options.storm:
+        rows = map(Storm.run, [Storm(out, start, options.seed, options.storm, EVERY_S)])
+    return 0 if carried_out(rows, options.seed, out, absent).good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

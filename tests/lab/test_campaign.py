@@ -1,0 +1,73 @@
+"""Campaigns of real runs: a slice of the faults for every day, and with -m campaign sixty of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from campaign.draw import draw, runnable
+from campaign.faults import NEEDS, Fault, all_faults
+from campaign.files import disks_here
+from campaign.leader import Leader, ThisMachine
+from campaign.result import Campaign, carried_out, left_out
+from campaign.storm import Storm
+from campaign.verdicts import FAILED, Row
+from campaign.warm import WarmStart
+from waiting import scaled
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+SLICE = (
+    "clock jump -1 h: all of the run",
+    "truncated messages: control port",
+    "SIGKILL: critic rank 0 in train",
+    "newest checkpoint flipped bit: run directory",
+    "SIGKILL: conductor in checkpoint",
+)
+
+
+def done(out: Path, faults: Sequence[Fault], seed: int, calm_steps: int | None = None) -> Campaign:
+    """A campaign whose table is in `out`."""
+    leader = Leader(out, ThisMachine(WarmStart(out), seed), seed, calm_steps)
+    return carried_out(leader.run(faults), seed, out, left_out(runnable(all_faults(), disks_here())[1], NEEDS))
+
+
+def wrong(rows: Sequence[Row]) -> list[str]:
+    return [f"{row.fault}: {'; '.join(row.problems)}" for row in rows if not row.good]
+
+
+def test_a_slice_of_the_faults(tmp_path: Path) -> None:
+    """Two that a run bears, a rank and a conductor that are killed, and a checkpoint that is damaged between them."""
+    known = {fault.name: replace(fault, limit_s=scaled(fault.limit_s)) for fault in all_faults()}
+    campaign = done(tmp_path, [known[name] for name in SLICE], 0, calm_steps=60)
+    assert wrong(campaign.rows) == []
+    assert {row.fault for row in campaign.rows} == set(SLICE)
+    assert all(row.compared >= 1 and row.equal for row in campaign.rows)
+    told = json.loads((tmp_path / "campaign.json").read_text())
+    assert told["good"]
+    assert {row["fault"] for row in told["rows"] if row["culprit"]} == set(SLICE[2:])
+    assert len(told["not_run"]) >= 10
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("seed", [0])
+def test_sixty_faults(tmp_path: Path, seed: int) -> None:
+    campaign = done(tmp_path, draw(runnable(all_faults(), disks_here())[0], 60, seed), seed)
+    assert wrong(campaign.rows) == []
+    assert len(campaign.rows) == 60
+    assert not [row for row in campaign.rows if row.outcome == FAILED or row.left]
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(3600)
+def test_two_hundred_steps_with_a_kill_every_ten_seconds(tmp_path: Path) -> None:
+    storm = Storm(tmp_path, WarmStart(tmp_path), 0, 200, 10.0)
+    row = storm.run()
+    print(row, storm.struck)
+    assert row.problems == []
+    assert (row.equal, row.compared) == (True, 200)
+    assert len(storm.struck) >= 4
