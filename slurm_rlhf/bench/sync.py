@@ -38,7 +38,6 @@ class World:
     naive: bool = True
     model: str = ""  # directory to load into; empty: no loading
     host: str = "127.0.0.1"  # of the first actor rank
-    interface: str = ""
     prefix: Callable[[str], list[str]] = field(default=lambda node: [])  # of the command of a rank on a node
     gpus: tuple[str, ...] = ()  # of each node, as CUDA_VISIBLE_DEVICES names them; empty: ranks compute on CPUs
     remote: bool = False  # `prefix` starts ranks on other machines, which see `scratch`
@@ -56,7 +55,7 @@ def measure(world: World) -> dict[str, Any]:
     Raises RunError with the last lines of a rank. Whatever happens, none of the processes is left.
     """
     with tempfile.TemporaryDirectory(prefix="bench-sync-", dir=world.scratch or None) as place:
-        spec = {name: getattr(world, name) for name in (*_SHARED, "interface")}
+        spec = {name: getattr(world, name) for name in _SHARED}
         spec |= {"port_file": f"{place}/port", "timeout_s": _TIMEOUT_S}
         spec["parent"] = 0 if world.remote else os.getpid()
         (Path(place) / "spec.json").write_text(json.dumps(spec))

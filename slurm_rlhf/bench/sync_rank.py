@@ -74,7 +74,6 @@ class Spec:
     zero: int
     bucket_bytes: int
     backend: str
-    interface: str
     host: str  # of rank 0
     port_file: str
     repeats: int
@@ -106,7 +105,6 @@ class Rank:
             port=port,
             timeout_s=spec.timeout_s,
             backend=spec.backend,
-            interface=spec.interface,
             label=f"actor {rank}" if self.is_actor else f"rollout {rank - len(spec.actors)}",
             node=[*spec.actors, *spec.engines][rank],
         )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from slurm_rlhf.cli.main import Command, parse, take_options
@@ -18,24 +17,24 @@ from slurm_rlhf.cli.placement_report import (
     require_fit,
 )
 from slurm_rlhf.cluster.gpu_memory import memory_of, memory_on
-from slurm_rlhf.cluster.slurm_notation import expand, gpus_of_nodes, rates_of_nodes, slurm_order
+from slurm_rlhf.cluster.slurm_notation import expand, gpus_of_nodes, slurm_order
 from slurm_rlhf.config.check import check_colocation
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.config.roles import ROLES, has_engines
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError, ModelError, PlacementError, shortened
+from slurm_rlhf.errors import ConfigError, ModelError, shortened
 from slurm_rlhf.placement.rank_map import RankMap, draw
 from slurm_rlhf.placement.topology import GPU, numbered_names
-from slurm_rlhf.weight_sync.balance import GIGABIT, planned_rates
-from slurm_rlhf.weight_sync.routes import Cost, cost_of
+from slurm_rlhf.weight_sync.routes import cost_of
 from slurm_rlhf.weight_sync.transfer_plan import Layout, SyncPlan, make_plan
 
 NETWORK_GBITS, INSIDE_GBITS = 100.0, 800.0
+_GIGABIT = 125_000_000  # bytes
 USAGE = (
     "usage: slurm-rlhf plan FILE.toml [FILE.toml ...] [--KEY=VALUE ...] [--json]\n"
     "                       [--gpus_per_node=GPUS (--nodes=N | --nodelist=LIST)]\n"
-    "                       [--gpu=NAME | --gpu_memory_gb=GB] [--network_gbits=RATES] [--inside_gbits=RATE]"
+    "                       [--gpu=NAME | --gpu_memory_gb=GB] [--network_gbits=RATE] [--inside_gbits=RATE]"
 )
 FLAGS = {
     "json": "print one JSON object: accelerator, nodes, roles (role -> node, gpus, ranks), tp_groups, world, memory, "
@@ -53,23 +52,9 @@ GPU_OPTIONS = {
     "gpu_memory_gb": "memory of a GPU as it is sold, as train.gpu_memory_gb",
 }
 RATES = {
-    "network_gbits": f"Gbit/s of a node's links in each direction, to predict the seconds and the shares "
-    f"[sync.network_gbits, or {NETWORK_GBITS:g}]; of all, and of nodes that have others: 100,gpu007:10",
+    "network_gbits": f"Gbit/s of a node's links in each direction, to predict the seconds [{NETWORK_GBITS:g}]",
     "inside_gbits": f"Gbit/s between the ranks of one node [{INSIDE_GBITS:g}]",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Gbits:
-    """Rates of links in Gbit/s, in each direction."""
-
-    network: float
-    of_nodes: dict[str, float]  # of those that have others
-    inside: float
-
-    def seconds(self, cost: Cost) -> float:
-        of_nodes = {node: rate * GIGABIT for node, rate in self.of_nodes.items()}
-        return cost.seconds(self.network * GIGABIT, self.inside * GIGABIT, of_nodes)
 
 
 SIZES = ("num_nodes", "num_gpus_per_node")
@@ -77,7 +62,7 @@ KEYS = [f"{role.group}.{size}" for role in ROLES.values() if role.kind != "engin
 KEYS += ["rollout.engine", "vllm.num_engines", "vllm.tensor_parallel_size", "vllm.num_nodes"]
 KEYS += ["algo.advantage.estimator", "train.plugins", "algo.kl.init_coef", "reward.model_name_or_path"]
 KEYS += ["train.colocate_all", *filter(None, (role.colocation_key for role in ROLES.values()))]
-KEYS += ["ds.zero_stage", "ds.param_dtype", "sync.bucket_mb", "sync.network_gbits"]
+KEYS += ["ds.zero_stage", "ds.param_dtype", "sync.bucket_mb"]
 KEYS += ["train.gpu", "train.gpu_memory_gb", "train.max_tokens_per_gpu", "train.forward_max_tokens_per_gpu"]
 KEYS += ["train.logprob_chunk_tokens", "actor.gradient_checkpointing_enable", "data.max_len", "ds.enable_sleep"]
 KEYS += ["ref.zero_stage", "ref.offload", "vllm.gpu_memory_utilization", "vllm.max_num_seqs"]
@@ -92,13 +77,12 @@ def run(words: list[str]) -> int:
     arguments = parse(rest, USAGE, FLAGS)
     config = load_config(arguments.files, arguments.overrides)
     check_colocation(config)
-    defaults = (config.sync.network_gbits or str(NETWORK_GBITS), str(INSIDE_GBITS))
-    network, inside = (options.pop(name, default) for name, default in zip(RATES, defaults, strict=True))
-    rates = Gbits(*_rates("network_gbits", network), _rate("inside_gbits", inside))
+    defaults = dict(zip(RATES, (NETWORK_GBITS, INSIDE_GBITS), strict=True))
+    rates = {name: _rate(name, options.pop(name, str(default))) for name, default in defaults.items()}
     wanted = wanted_nodes(options)
     ranks = layout_on(config, *wanted) if wanted else layout_somewhere(config)
     memory = memory_of(config, None) if wanted else memory_on(config, ranks)
-    transfer = transfer_plan(config, ranks, rates)
+    transfer = transfer_plan(config, ranks)
     if "json" in arguments.flags:
         cost = {"transfer": transfer_json(transfer, rates)} if transfer else {}
         print(json.dumps(ranks.to_json() | {"memory": memory_json(memory)} | cost))
@@ -150,18 +134,8 @@ def _rate(name: str, text: str) -> float:
     return rate
 
 
-def _rates(name: str, text: str) -> tuple[float, dict[str, float]]:
-    try:
-        return rates_of_nodes(text)
-    except (ValueError, PlacementError) as error:
-        raise ConfigError(
-            f"--{name} takes a rate in Gbit/s above 0, and those of nodes that have others (100,gpu007:10), got "
-            f"{text!r}: {error}"
-        ) from None
-
-
-def transfer_plan(config: Config, ranks: RankMap, rates: Gbits) -> SyncPlan | None:
-    """Plan the transfer of the actor's model over `ranks`, as it is shared out once the rates have shown.
+def transfer_plan(config: Config, ranks: RankMap) -> SyncPlan | None:
+    """Plan the transfer of the actor's model over `ranks`.
 
     None where there are no engines, or the model's files do not tell its shapes.
     """
@@ -173,16 +147,12 @@ def transfer_plan(config: Config, ranks: RankMap, rates: Gbits) -> SyncPlan | No
         return None
     described = [[name, shape, config.ds.param_dtype] for name, shape in stored]
     nodes = {role: [share.node for share in shares for _ in share.ranks] for role, shares in ranks.roles.items()}
-    actors = nodes["actor"]
-    known = planned_rates(actors, rates.network, rates.of_nodes)
-    if strangers := [node for node in rates.of_nodes if node not in {*actors, *nodes["rollout"]}]:
-        raise ConfigError(f"--network_gbits names {strangers[0]}, which holds neither the actor nor engines")
-    layout = Layout(tuple(actors), tuple(nodes["rollout"]), config.ds.zero_stage, rates=known)
+    layout = Layout(tuple(nodes["actor"]), tuple(nodes["rollout"]), config.ds.zero_stage)
     on_gpus = ranks.topology.accelerator == GPU and config.sync.backend in ("auto", "nccl", "ipc")
     return make_plan(described, config.sync.bucket_size_mb(on_gpus) << 20, layout)
 
 
-def transfer_json(plan: SyncPlan, rates: Gbits) -> dict[str, Any]:
+def transfer_json(plan: SyncPlan, rates: dict[str, float]) -> dict[str, Any]:
     """Return the bytes per rank and link of one update, and the predicted seconds, ready for JSON."""
     found = cost_of(plan)
     actors = len(plan.layout.actors)
@@ -191,9 +161,8 @@ def transfer_json(plan: SyncPlan, rates: Gbits) -> dict[str, Any]:
     return {
         "bytes": found.payload,
         "buckets": len(plan.buckets),
-        "seconds": rates.seconds(found),
-        "network_gbits": rates.network,
-        "inside_gbits": rates.inside,
+        "seconds": found.seconds(*(rate * _GIGABIT for rate in rates.values())),
+        **rates,
         "actor_sent": {str(rank): count for rank, count in enumerate(sent[:actors])},
         "engine_sent": {str(rank): count for rank, count in enumerate(sent[actors:])},
         "engine_received": {str(rank - actors): round(found.received[rank]) for rank in engines},
@@ -204,17 +173,17 @@ def transfer_json(plan: SyncPlan, rates: Gbits) -> dict[str, Any]:
     }
 
 
-def draw_transfer(plan: SyncPlan, rates: Gbits) -> str:
+def draw_transfer(plan: SyncPlan, rates: dict[str, float]) -> str:
     """Format the bytes and seconds of one update for a terminal."""
     found = cost_of(plan)
     actors = range(len(plan.layout.actors))
     engines = range(len(actors), plan.layout.world)
     buckets = "1 bucket" if len(plan.buckets) == 1 else f"{len(plan.buckets)} buckets"
-    seconds = max(rates.seconds(found), 0.001)
-    others = "".join(f", {node} {rate:g}" for node, rate in rates.of_nodes.items())
+    network, inside = rates.values()
+    seconds = max(found.seconds(network * _GIGABIT, inside * _GIGABIT), 0.001)
     lines = [
-        f"weight transfer: {_size(found.payload)} in {buckets}, about {seconds:.3g} s at {rates.network:g} "
-        f"Gbit/s between nodes{others} and {rates.inside:g} Gbit/s inside",
+        f"weight transfer: {_size(found.payload)} in {buckets}, about {seconds:.3g} s at {network:g} Gbit/s "
+        f"between nodes and {inside:g} Gbit/s inside",
         f"  an actor rank sends {_range([found.sent.get(rank, 0) for rank in actors])}",
         f"  an engine rank receives {_range([found.received[rank] for rank in engines])} "
         f"and hands on {_range([found.sent.get(rank, 0) for rank in engines])}",

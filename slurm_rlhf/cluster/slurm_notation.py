@@ -10,7 +10,6 @@ is missing in many containers and exits with 0 on an invalid list.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
@@ -159,7 +158,6 @@ def per_node(counts: tuple[int, ...], nodes: int) -> tuple[int, ...]:
     return counts
 
 
-_RATE_OF_NODES = re.compile(r"(?P<nodes>[^:\s]+):(?P<rate>\d+(?:\.\d+)?)(?:,|$)")
 _OF_NODES = re.compile(r"(?P<nodes>[^:\s]+):(?P<count>\d+)(?:,|$)")
 
 
@@ -183,26 +181,6 @@ def gpus_of_nodes(text: str, nodes: Sequence[str]) -> tuple[int, ...]:
     if unknown := [name for name in found if name not in nodes]:
         raise ValueError(f"{unknown[0]} is not among the nodes")
     return tuple(found[name] for name in nodes)
-
-
-def rates_of_nodes(text: str) -> tuple[float, dict[str, float]]:
-    """Read the rate of most nodes and those of others: `100`, or `100,gpu007:10,r01c[01-03]:2.5`.
-
-    Raises ValueError.
-    """
-    most, _, rest = text.partition(",")
-    found: dict[str, float] = {}
-    position = 0
-    while position < len(rest):
-        match = _RATE_OF_NODES.match(rest, position)
-        if match is None:
-            raise ValueError(f"expected NODES:RATE, got {rest[position:]!r}")
-        found |= dict.fromkeys(expand(match["nodes"]), float(match["rate"]))
-        position = match.end()
-    rates = [float(most), *found.values()]
-    if not all(0 < rate < math.inf for rate in rates):
-        raise ValueError("rates are above 0")
-    return rates[0], found
 
 
 def parse_gpus(text: str) -> int:

@@ -29,6 +29,10 @@ NOT_PATHS = {
 """Key of a path -> other words that it takes."""
 
 
+GONE = {"sync.network_gbits": "every actor rank sends an equal part, or its shard, to all nodes of engines"}
+"""A key of earlier versions, which runs of theirs have in config.toml -> what is true without it."""
+
+
 def load_config(path: Path | str | Sequence[Path | str] | None, overrides: Sequence[str] = ()) -> Config:
     """Read the configuration of a run: defaults, then the TOML files, then the command line; the last value counts.
 
@@ -103,6 +107,9 @@ class _Source:
 
     def put(self, name: str, read: Callable[[Key], Any]) -> None:
         """Set the key that `name` is, a key of ours or a flag of OpenRLHF, to what `read` makes of its value."""
+        if name in GONE:
+            print(f"note: {self.name}: {self.dashes}{name} is left out: {GONE[name]}. Remove the key.", file=sys.stderr)
+            return
         key = all_keys().get(read_as().get(name, name))
         if key is None:
             self.wrong(_unknown(name, self.dashes))
@@ -127,7 +134,7 @@ def _apply_table(source: _Source, table: dict[str, Any], prefix: str) -> None:
             source.wrong(f"{name} is a group of keys, not a key: write [{name}] and its keys below")
         elif isinstance(value, dict) and (name in groups() or begins_alias(name)):
             _apply_table(source, value, name + ".")
-        elif name in all_keys() or name in read_as():
+        elif name in all_keys() or name in read_as() or name in GONE:
             source.put(name, partial(from_toml, value=value))
         else:
             for leaf in _leaves(name, value):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import string
 from collections.abc import Iterator
 
@@ -51,20 +50,6 @@ def key_problems(config: Config) -> Iterator[str]:
     if not config.data.input_key:
         yield "data.input_key is empty: name the column that holds the prompts (default: input)"
     yield from _template(config)
-    yield from _link_rates(config)
-
-
-_RATES = re.compile(r"(\d+(\.\d+)?)(,[^:\s]+:\d+(\.\d+)?)*")
-
-
-def _link_rates(config: Config) -> Iterator[str]:
-    """Check the form of sync.network_gbits; whether it names nodes of the run shows with the run's nodes."""
-    text = config.sync.network_gbits
-    if text and (not _RATES.fullmatch(text) or not all(map(float, re.findall(r"(?:^|:)([\d.]+)", text)))):
-        yield (
-            f"sync.network_gbits must be a rate in Gbit/s above 0, and those of nodes that have others, as in "
-            f"100,gpu007:10 or 100,gpu[1-4]:10, got {text!r}"
-        )
 
 
 def out_of_range(config: Config) -> Iterator[str]:

@@ -220,11 +220,9 @@ class Sync:
     backend: Literal["auto", "gloo", "nccl", "ipc", "disk"] = "auto"
     """auto, gloo, nccl, ipc (one device or node) or disk (files in run_dir). auto: by the members' nodes and GPUs."""
     bucket_mb: Annotated[int, NOT_NEGATIVE] = 0
-    """MiB of weights that go at a time, 0: 64, between GPUs 256. An engine rank needs 3 x as much; relays cut in 8."""
+    """MiB of weights that go at a time, 0: 64, between GPUs 256. An engine rank needs 3 x as much."""
     interface: str = ""
     """Network interface of the weight transfer, or several (ib0,ib1), near the GPUs. Empty: any that connects."""
-    network_gbits: str = ""
-    """Gbit/s of a node's links, and of nodes that have others: 100,gpu007:10. Empty: measured from update to update."""
     fallback: Literal["none", "gloo"] = "none"
     """gloo: go over to it where the backend cannot connect the members or keeps breaking; none: end the run."""
 

@@ -17,14 +17,12 @@ from typing import Any
 from torch.distributed import Store
 
 from slurm_rlhf.cluster.network import address_of, address_towards, interface_of, link_mbits
-from slurm_rlhf.cluster.slurm_notation import rates_of_nodes
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.errors import ConfigError, PlacementError, SyncError, shortened
+from slurm_rlhf.errors import ConfigError, PlacementError, SyncError
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.records import SyncConnection
 from slurm_rlhf.weight_sync.backends.backend import Backend, TransportFailure
 from slurm_rlhf.weight_sync.backends.gloo import GlooTransport
-from slurm_rlhf.weight_sync.balance import planned_rates
 from slurm_rlhf.weight_sync.diagnosis import FailureBoard, Names
 from slurm_rlhf.weight_sync.liveness import Heartbeat
 from slurm_rlhf.weight_sync.member import (
@@ -75,17 +73,12 @@ class SyncGroup:
         self._joining = joining
         self.members: tuple[Member, ...] = ()
         self.backend = ""  # that the members agreed on
-        self.rates: tuple[float, ...] = ()  # of the actor's ranks, as the group before this one knew them
         self.store: Store
         self.board: FailureBoard
         self.control: GlooTransport
         self.late = False  # it was its deadline that ended it
         self.quiet: tuple[int, ...] = ()  # whose heartbeats stayed out during an update
         self.heartbeat: Heartbeat
-        self.heard: tuple[float, ...] = ()  # bytes/s that this rank took in from each actor rank in an update
-        self.advise: Callable[[list[tuple[float, ...]]], Sequence[float]] = lambda reports: ()
-        """At rank 0: what all `heard` -> the rates that the next update is planned for; () for those of now."""
-        self.advised: tuple[float, ...] = ()  # what rank 0 said
         self._silence_s = joining.silence_s
         self.dropped = threading.Event()  # its connections were closed because it failed
         self._ended = ""
@@ -150,7 +143,7 @@ class SyncGroup:
         interfaces = tuple(member.interface for member in self.members)
         chunked = self.backend == "gloo" or (self.backend == "ipc" and not inside)
         ends = tuple(nodes[: self.actors]), tuple(nodes[self.actors :])
-        return Layout(*ends, zero_stage, interfaces, self.rates, chunked)
+        return Layout(*ends, zero_stage, interfaces, chunked)
 
     def agree(self, fingerprint: str) -> None:
         """Raise SyncError unless rank 0 says the same: members with two plans would wait for each other's bytes."""
@@ -173,11 +166,6 @@ class SyncGroup:
         self._holds.append(backend)
         if self._ended:
             backend.abort()
-
-    def release(self, backend: Backend) -> None:
-        """Let go of a backend that another one replaces."""
-        self._holds.remove(backend)
-        backend.close()
 
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
         """Poll `ready` within the time-out. Raises SyncError naming `what`, or why the group ended meanwhile.
@@ -278,7 +266,6 @@ class SyncGroup:
             raise SyncError(f"group {self.name}: {roster['error']}")
         self.members = tuple(Member(**member) for member in roster["members"])
         self.backend = roster["backend"]
-        self.rates = tuple(roster["rates"])
         self.heartbeat.start(self.members, self.rank, roster["token"])
         if self.rank == 0:
             log.info("weight transfer group %s uses %s: %s", self.name, self.backend, roster["why"])
@@ -351,29 +338,8 @@ def join_run(config: Config, label: str, parameters: Described, group: dict[str,
         "whole": config.ds.zero_stage < 3,
     }
     joined = join(Membership(label=label, **{**settings, **group}))
-    known, strangers = known_rates(sync.network_gbits, [member.node for member in joined.members], joined.actors)
-    joined.rates = joined.rates or known  # what was measured is nearer to the truth
-    if strangers and joined.rank == 0:  # a requeued job may have other nodes
-        log.warning("sync.network_gbits names %s; no rank of the weight transfer is there", shortened(strangers))
     nbytes = sync.bucket_size_mb(joined.on_gpus) << 20
     return joined, make_plan(parameters, nbytes, joined.layout(config.ds.zero_stage))
-
-
-def known_rates(gbits: str, nodes: Sequence[str], actors: int) -> tuple[tuple[float, ...], list[str]]:
-    """Return the bytes/s of each actor rank as `gbits` (sync.network_gbits) tells them, and names that no node has.
-
-    `nodes`: of the members, the actor's first, as their hosts call themselves: with or without a domain. No rates where
-    it says nothing of the actor's nodes. Raises ConfigError.
-    """
-    if not gbits:
-        return (), []
-    try:
-        rate, of_nodes = rates_of_nodes(gbits)
-    except (ValueError, PlacementError) as error:
-        raise ConfigError(f"sync.network_gbits: cannot read {gbits!r}: {error} (as in 100,gpu007:10)") from None
-    names = {node: node if node in of_nodes else node.partition(".")[0] for node in nodes}
-    known = {node: of_nodes[name] for node, name in names.items() if name in of_nodes and node in nodes[:actors]}
-    return planned_rates(nodes[:actors], rate, known), sorted(set(of_nodes) - set(names.values()))
 
 
 def connection(group: SyncGroup) -> SyncConnection:

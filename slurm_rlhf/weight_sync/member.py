@@ -29,7 +29,6 @@ class Membership:
     directory: str = ""  # that all members see, for the disk backend
     colocated: bool = False  # actor and engines share their slots
     whole: bool = False  # each of the actor's ranks holds the whole model
-    rates: tuple[float, ...] = ()  # at rank 0: bytes/s that each actor rank can send, where they are known
     silence_s: float = 15.0  # a member that is not heard for so long during an update has broken it
 
 

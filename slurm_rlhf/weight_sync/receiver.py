@@ -21,10 +21,10 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SyncBroken, SyncError, shortened_lines
 from slurm_rlhf.records import SyncConnection, SyncReport
 from slurm_rlhf.weight_sync.backends.backend import Incoming
-from slurm_rlhf.weight_sync.backends.table import make_backend, remake_backend
+from slurm_rlhf.weight_sync.backends.table import make_backend
 from slurm_rlhf.weight_sync.bucket import Assembly, Pool
 from slurm_rlhf.weight_sync.group import Described, SyncGroup, connection, join_run
-from slurm_rlhf.weight_sync.transfer_plan import SyncPlan, dtype_name
+from slurm_rlhf.weight_sync.transfer_plan import DEPTH, SyncPlan, dtype_name
 from slurm_rlhf.weight_sync.update import following
 
 _SHOWN = 8  # differences that a message names
@@ -71,15 +71,12 @@ class Receiver:
         whose checksum differs, or who broke the update; whatever the block raises, the sender gets to know.
         """
         with following(self.group, version):
-            if self.group.advised not in ((), self.plan.layout.rates):
-                self.plan = self.plan.at_rates(self.group.advised)
-                self.backend = remake_backend(self.group, self.plan, self.backend)
             weights = self._weights(version)
             yield weights
             left_over = sum(1 for _ in weights)
             if left_over:
                 raise SyncError(f"the engine left {left_over} of the {len(self.plan.parameters)} parameters unread")
-            self.group.heard = self.backend.flush()
+            self.backend.flush()
 
     def _weights(self, version: int) -> Iterator[tuple[str, torch.Tensor]]:
         """Have further buckets on their way while the engine loads one; leave the last slot to slower neighbours."""
@@ -89,7 +86,7 @@ class Receiver:
         ahead: deque[Incoming] = deque()
         asked = 0
         for bucket in range(buckets):
-            while asked < min(bucket + self.plan.depth - 1, buckets):
+            while asked < min(bucket + DEPTH - 1, buckets):
                 ahead.append(self.backend.receive(asked))
                 asked += 1
             incoming = ahead.popleft()

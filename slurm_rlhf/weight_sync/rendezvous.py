@@ -216,7 +216,7 @@ def call_roll(store: Store, joining: Membership, ended: Callable[[], str]) -> di
             )
         except ConfigError as refused:
             error = str(refused)
-    found = {"error": error, "backend": backend, "why": why, "token": secrets.token_hex(8), "rates": joining.rates}
+    found = {"error": error, "backend": backend, "why": why, "token": secrets.token_hex(8)}
     return {"members": [asdict(member) for member in members], **found}
 
 

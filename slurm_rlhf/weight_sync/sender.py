@@ -14,12 +14,11 @@ from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import SyncBroken, SyncError
 from slurm_rlhf.records import StoreAddress, SyncConnection, SyncReport
 from slurm_rlhf.weight_sync.backends.backend import Pending
-from slurm_rlhf.weight_sync.backends.table import make_backend, remake_backend
+from slurm_rlhf.weight_sync.backends.table import make_backend
 from slurm_rlhf.weight_sync.bucket import Pool, Source, fill
 from slurm_rlhf.weight_sync.group import Described, SyncGroup, connection, join_run
-from slurm_rlhf.weight_sync.pace import Adviser
 from slurm_rlhf.weight_sync.rendezvous import SyncStore
-from slurm_rlhf.weight_sync.transfer_plan import ITEM_SIZE, Part, Span, SyncPlan, dtype_name
+from slurm_rlhf.weight_sync.transfer_plan import DEPTH, ITEM_SIZE, Part, Span, SyncPlan, dtype_name
 from slurm_rlhf.weight_sync.update import following, leading
 
 Held = Mapping[str, tuple[int, torch.Tensor]]
@@ -49,8 +48,6 @@ class Sender:
         self.plan = plan
         self.backend = make_backend(group, plan)
         self._pool = Pool(self.backend.device)
-        self._adviser = Adviser()
-        group.advise = lambda reports: self._adviser.advise(self.plan, reports)
 
     @property
     def peak(self) -> int:
@@ -65,9 +62,6 @@ class Sender:
         start = time.monotonic()
         frame = leading if self.group.rank == 0 else following
         with frame(self.group, version):
-            if self.group.advised not in ((), self.plan.layout.rates):
-                self.plan = self.plan.at_rates(self.group.advised)
-                self.backend = remake_backend(self.group, self.plan, self.backend)
             source = span_source(self.plan, held)
             sent, filling = self._send(source, version)
             self.backend.flush()
@@ -77,7 +71,7 @@ class Sender:
 
     def _send(self, source: Source, version: int) -> tuple[int, float]:
         on_the_way: deque[tuple[int, Pending]] = deque()
-        buffers = self.plan.depth * 2 // 3  # of this rank's parts: one is filled while the others are on their way
+        buffers = DEPTH - 1  # of this rank's parts: one is filled while the other is on its way
         sent, filling = 0, 0.0
         for bucket in range(len(self.plan.buckets)):
             while on_the_way and on_the_way[0][0] <= bucket - buffers:
@@ -130,7 +124,6 @@ class ActorEnd:
         """
         if self._sender is not None:
             self._sender.group.close()
-            group = {"rates": self._sender.plan.layout.rates} | group
         joined, plan = join_run(self._config, self._label, parameters, group)
         self._sender = Sender(joined, plan)
         if self._stores and joined.backend in _CONNECTED:

@@ -20,12 +20,10 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from dataclasses import dataclass, field
 from typing import Any
 
 from slurm_rlhf.errors import SyncError
-from slurm_rlhf.weight_sync.balance import Duty, Link, duties
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,15 +32,6 @@ class Stream:
 
     owners: tuple[int, ...]  # actor ranks; each sends a part of every bucket
     nodes: tuple[str, ...]  # with engines; each takes every byte once
-    duties: tuple[Duty, ...]  # of the owners
-
-    def others(self, home: str) -> tuple[str, ...]:
-        """Return the nodes that what an owner on `home` sends has to cross the network for."""
-        return tuple(node for node in self.nodes if node != home)
-
-    def share(self, owner: int) -> float:
-        """Return an owner's part of the bytes where every owner holds all of them."""
-        return self.duties[self.owners.index(owner)].weight / sum(duty.weight for duty in self.duties)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +42,6 @@ class Layout:
     engines: tuple[str, ...]
     zero_stage: int = 0
     interfaces: tuple[str, ...] = ()  # the network interface of each rank of the group; empty: nobody has a choice
-    rates: tuple[float, ...] = ()  # bytes/s at which each actor rank can send; 0: not known; empty: none is
     chunked: bool = False  # the backend moves each chunk by itself, from anywhere to anywhere in a host's memory
 
     def __post_init__(self) -> None:
@@ -67,10 +55,6 @@ class Layout:
     def node(self, rank: int) -> str:
         """Return the node of a rank of the group."""
         return (self.actors + self.engines)[rank]
-
-    def link(self, owner: int) -> Link:
-        """Return what the bytes of an actor rank leave on."""
-        return Link(self.actors[owner], self.interfaces[owner] if self.interfaces else "")
 
     def near(self, owner: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
         """Return those of `ranks` that use the owner's interface; all of them if none does."""
@@ -96,49 +80,24 @@ def streams(layout: Layout) -> tuple[Stream, ...]:
     everybody = tuple(range(len(layout.actors)))
     served = tuple(layout.by_node)
     if layout.zero_stage >= 3:
-        return (_stream(layout, everybody, served),)
+        return (Stream(everybody, served),)
     found: dict[tuple[int, ...], tuple[str, ...]] = {}
     for node in served:
         owners = tuple(rank for rank in everybody if layout.actors[rank] == node) or everybody
         found[owners] = (*found.get(owners, ()), node)
-    return tuple(_stream(layout, owners, nodes) for owners, nodes in found.items())
-
-
-def _stream(layout: Layout, owners: tuple[int, ...], nodes: tuple[str, ...]) -> Stream:
-    links = [layout.link(owner) for owner in owners]
-    others = [len(nodes) - (link.node in nodes) for link in links]
-    ranks = layout.by_node
-    seats = [{len(layout.near(owner, ranks[node])) for node in nodes} for owner in owners]
-    rates = [layout.rates[owner] for owner in owners] if layout.rates else []
-    counts = [sizes.pop() if len(sizes) == 1 else 0 for sizes in seats]
-    return Stream(owners, nodes, duties(links, others, counts, rates, layout.zero_stage >= 3))
-
-
-def relays(layout: Layout) -> bool:
-    """Tell whether engine nodes hand bytes on to other nodes."""
-    return any(
-        len(stream.others(layout.actors[owner])) > duty.copies
-        for stream in streams(layout)
-        for owner, duty in zip(stream.owners, stream.duties, strict=True)
-    )
+    return tuple(Stream(owners, nodes) for owners, nodes in found.items())
 
 
 ALIGN = 64
 """Alignment in bytes: every piece starts at a multiple, so that a view of any dtype on it is legal, and fast."""
 FIXED_HEADER = 2
 """Count of int64 words of a part's header before the checksums: version and bucket index."""
-CHUNK = 512 << 10
-"""Size of what nodes relay at a time, in bytes: 2 MB and more cost 5 to 10 % there, less costs calls."""
-_DIRECT_CHUNK = 8 << 20
-"""Size of a chunk where no node relays: nobody waits for a chunk in order to hand it on."""
+CHUNK = 8 << 20
+"""Size in bytes of what a rank sends at a time."""
 _APART = 128 << 10
 """Bytes of a piece from which on its parameter lies apart: copying a smaller one costs less than a message."""
 DEPTH = 3
 """Count of buckets that an engine rank has memory for: one is loaded, one comes in, one for unequally fast ranks."""
-_RELAY_CUT = 8
-"""Where nodes relay, buckets are this many times smaller and as many more of them are on their way, in the same memory:
-whole ones let a fast node wait for the slowest, which costs 15 % with four nodes."""
-
 ITEM_SIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -206,11 +165,6 @@ class SyncPlan:
     layout: Layout
     streams: tuple[Stream, ...]
     chunk_bytes: int
-    depth: int  # buckets that an engine rank has memory for
-    bucket_bytes: int  # that were asked for, and the bytes of a chunk; 0: as the layout wants it
-    asked_chunk: int
-    ways: dict[tuple[int, ...], Any] = field(default_factory=dict, compare=False, repr=False)  # what `routes` has
-    seats: dict[int, int] = field(default_factory=dict, compare=False, repr=False)  # worked out
     _parts: dict[tuple[int, int], tuple[Part, ...]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -236,7 +190,7 @@ class SyncPlan:
             if self.layout.zero_stage >= 3:
                 owned = _shards(spans, self.parameters, len(owners))
             else:
-                owned = _by_weight(spans, [duty.weight for duty in self.streams[stream].duties])
+                owned = _equal(spans, len(owners))
             apart = _apart(spans, owned) if self.layout.chunked else ({}, 0)
             mine = [(owner, spans) for owner, spans in zip(owners, owned, strict=True) if spans]
             self._parts[key] = _lay_out(mine, *apart, self.chunk_bytes)
@@ -247,27 +201,18 @@ class SyncPlan:
         last = self.parts(bucket, stream)[-1]
         return last.start + last.nbytes
 
-    @property
-    def largest(self) -> int:
-        """Return the bytes of the largest bucket's buffer."""
-        return max(self.nbytes(b, s) for b in range(len(self.buckets)) for s in range(len(self.streams)))
-
-    def at_rates(self, rates: Sequence[float]) -> SyncPlan:
-        """Plan the same transfer for other links. `rates`: bytes/s of each actor rank."""
-        layout = replace(self.layout, rates=tuple(rates))
-        return make_plan(self.described, self.bucket_bytes, layout, self.asked_chunk)
-
     def fingerprint(self) -> str:
         """Return a text that is equal where two members would do the same."""
-        text = repr((self.described, self.buckets, self.layout, self.chunk_bytes, self.depth))
+        text = repr((self.described, self.buckets, self.layout, self.chunk_bytes))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def make_plan(described: Sequence[Sequence[Any]], bucket_bytes: int, layout: Layout, chunk_bytes: int = 0) -> SyncPlan:
+def make_plan(
+    described: Sequence[Sequence[Any]], bucket_bytes: int, layout: Layout, chunk_bytes: int = CHUNK
+) -> SyncPlan:
     """Plan the transfer of parameters [[name, shape, dtype], ...] over `layout`, in buckets up to `bucket_bytes`.
 
-    An engine rank has three times `bucket_bytes` for buckets, and room for a parameter that is put together; buckets
-    are smaller where the layout gains by it. `chunk_bytes` 0: as the layout wants it.
+    An engine rank has three times `bucket_bytes` for buckets, and room for a parameter that is put together.
     Raises SyncError for a name given twice, a dtype that is not fp32, bf16 or fp16, and for no parameters at all.
     """
     parameters = tuple(_parameter(item) for item in described)
@@ -278,11 +223,8 @@ def make_plan(described: Sequence[Sequence[Any]], bucket_bytes: int, layout: Lay
         raise SyncError("the parameter list is empty: there is nothing to send to the engines")
     if bucket_bytes < ALIGN:
         raise SyncError(f"buckets of {bucket_bytes} bytes: give them at least {ALIGN}")
-    relayed = relays(layout)
-    cut = _RELAY_CUT if relayed else 1
-    buckets = tuple(_buckets(parameters, max(bucket_bytes // cut // ALIGN, 1) * ALIGN))
-    asked, chunk_bytes = chunk_bytes, chunk_bytes or (CHUNK if relayed else _DIRECT_CHUNK)
-    return SyncPlan(parameters, buckets, layout, streams(layout), chunk_bytes, cut * DEPTH, bucket_bytes, asked)
+    buckets = tuple(_buckets(parameters, bucket_bytes // ALIGN * ALIGN))
+    return SyncPlan(parameters, buckets, layout, streams(layout), chunk_bytes)
 
 
 def dtype_name(dtype: Any) -> str:
@@ -335,16 +277,13 @@ def _shards(spans: Sequence[Span], parameters: Sequence[Parameter], owners: int)
     return owned
 
 
-def _by_weight(spans: Sequence[Span], weights: Sequence[int]) -> list[list[Span]]:
-    """Cut where every rank holds everything: as the weights of the ranks say, as far as ALIGN allows."""
+def _equal(spans: Sequence[Span], owners: int) -> list[list[Span]]:
+    """Cut where every rank holds everything: into equal parts, as far as ALIGN allows."""
     total = sum(span.nbytes for span in spans)
-    before = [0, *accumulate(weights)]
-    owned: list[list[Span]] = [[] for _ in weights]
+    owned: list[list[Span]] = [[] for _ in range(owners)]
     start = 0
     for span in spans:
-        cuts = [
-            min(max((total * weight // before[-1] - start) // ALIGN * ALIGN, 0), span.nbytes) for weight in before[:-1]
-        ]
+        cuts = [min(max((total * i // owners - start) // ALIGN * ALIGN, 0), span.nbytes) for i in range(owners)]
         for owner, (low, high) in enumerate(zip(cuts, [*cuts[1:], span.nbytes], strict=True)):
             if high > low:
                 owned[owner].append(Span(span.parameter, span.low + low, span.low + high))

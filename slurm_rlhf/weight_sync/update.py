@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -41,9 +41,8 @@ def leading(group: SyncGroup, version: int) -> Iterator[None]:
         with group.heartbeat.watched(reports.miss):
             yield
             reports.join()
-        group.advised = tuple(group.advise(reports.heard))
         for rank in group.peers:
-            group.control.send(_message(group, group.advised), rank, DONE_TAG).wait()
+            group.control.send(_word(), rank, DONE_TAG).wait()
         if group.heartbeat.unheard:
             log.warning(
                 "%s hears no heartbeats from members %s: their datagrams do not come through, so that a cut link "
@@ -79,9 +78,8 @@ def following(group: SyncGroup, version: int) -> Iterator[None]:
     try:
         with group.heartbeat.watched(lead.miss):
             yield
-            group.control.send(_message(group, group.heard), 0, REPORT_TAG).wait()
+            group.control.send(_word(), 0, REPORT_TAG).wait()
             lead.join()
-        group.advised = lead.advised
     except BaseException as error:
         found = _transport_failure(error)
         if found is None:
@@ -114,7 +112,6 @@ class _Reports:
     """
 
     def __init__(self, group: SyncGroup) -> None:
-        self.heard: list[tuple[float, ...]] = []  # what the members took in from each actor rank
         self.left: set[int] = set()  # members whose connection closed
         self._group = group
         self._failure: TransportFailure | None = None
@@ -149,9 +146,7 @@ class _Reports:
 
     def _wait(self, rank: int) -> None:
         try:
-            message = _message(self._group)
-            self._group.control.receive(message, rank, REPORT_TAG).wait()
-            self.heard.append(_read(message))
+            self._group.control.receive(_word(), rank, REPORT_TAG).wait()
         except Exception as error:  # whatever it is, the update must not wait for this thread
             if self._dropped:
                 return
@@ -165,7 +160,6 @@ class _Lead:
     """Wait in a thread for rank 0's last message, and so notice when rank 0 lets go, whatever else is waited for."""
 
     def __init__(self, group: SyncGroup) -> None:
-        self.advised: tuple[float, ...] = ()  # at which rates the next update is planned
         self._group = group
         self._failure: TransportFailure | None = None
         self._thread = threading.Thread(target=self._wait, name="sync-lead", daemon=True)
@@ -185,9 +179,7 @@ class _Lead:
     def _wait(self) -> None:
         try:
             # Rank 0 has the shorter time-out: it knows who was late.
-            message = _message(self._group)
-            self._group.control.receive(message, 0, DONE_TAG).wait_within(2 * self._group.timeout_s)
-            self.advised = _read(message)
+            self._group.control.receive(_word(), 0, DONE_TAG).wait_within(2 * self._group.timeout_s)
         except Exception as error:
             self._failure = _as_failure(error)
             self._group.drop()
@@ -210,14 +202,9 @@ def _given_up() -> TransportFailure:
     return TransportFailure("the connections were given up", peer_left=False)
 
 
-def _message(group: SyncGroup, rates: Sequence[float] = ()) -> torch.Tensor:
-    """Write bytes/s of the actor's ranks, uint8 [8 * actors]; zeros where there are none to tell."""
-    return torch.tensor(rates or [0.0] * group.actors, dtype=torch.float64).view(torch.uint8)
-
-
-def _read(message: torch.Tensor) -> tuple[float, ...]:
-    rates = tuple(message.view(torch.float64).tolist())
-    return rates if any(rates) else ()
+def _word() -> torch.Tensor:
+    """Make a message that says nothing but that it came."""
+    return torch.zeros(1, dtype=torch.uint8)
 
 
 def _judge(group: SyncGroup, left: set[int], lost: TransportFailure) -> Verdict:

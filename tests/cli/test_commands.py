@@ -366,30 +366,4 @@ def test_plan_without_shapes_shows_no_transfer(file: Path, capsys: pytest.Captur
     assert main(["plan", str(file)]) == 0
     assert "weight transfer" not in capsys.readouterr().out
     assert main(["plan", str(file), "--network_gbits=fast"]) == 2
-    assert "--network_gbits takes a rate in Gbit/s above 0, and those of nodes" in capsys.readouterr().err
-
-
-def test_plan_shares_out_by_the_rates_of_nodes(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One of two actor nodes at a tenth: it sends a tenth of what the other does, or with shards each byte once."""
-    shapes = {f"model.layers.{layer}.mlp.weight": [5000, 5000] for layer in range(10)}
-    _store_model(file.parent / "model", shapes)
-    words = [
-        *("plan", str(file), "--actor.num_nodes=2", "--actor.num_gpus_per_node=2", "--vllm.num_engines=4"),
-        *("--vllm.num_nodes=2", "--critic.num_nodes=2", "--ref.num_nodes=2", "--ref.num_gpus_per_node=2"),
-        *("--critic.num_gpus_per_node=2", "--nodelist=gpu[1-4]", "--gpus_per_node=6", "--json"),
-        "--train.gpu_memory_gb=640",
-    ]
-    assert main([*words, "--network_gbits=8"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    actors = [share["node"] for share in found["roles"]["actor"]]
-    payload, slow = found["transfer"]["bytes"], actors[1]
-    for zero, leaves in ((0, payload / 11), (3, payload / 2)):
-        assert main([*words, f"--ds.zero_stage={zero}", f"--network_gbits=8,{slow}:0.8"]) == 0
-        transfer = json.loads(capsys.readouterr().out)["transfer"]
-        assert transfer["links"][slow]["out"] == pytest.approx(leaves, rel=0.02)
-    assert main([*words, f"--sync.network_gbits=8,{slow}:0.8"]) == 0
-    transfer = json.loads(capsys.readouterr().out)["transfer"]
-    assert transfer["network_gbits"] == 8
-    assert transfer["links"][slow]["out"] == pytest.approx(payload / 11, rel=0.02)
-    assert main([*words, "--network_gbits=8,gpu9:1"]) == 2
-    assert "--network_gbits names gpu9, which holds neither" in capsys.readouterr().err
+    assert "--network_gbits takes a rate in Gbit/s above 0, got 'fast'" in capsys.readouterr().err

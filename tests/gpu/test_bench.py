@@ -29,7 +29,7 @@ sync_rank.main()
 
 def test_the_benchmark_of_transfers_between_gpus(tmp_path: Path):
     spec = {"parameters": describe(make_weights(0, 2)), "actors": ["n"], "engines": ["n"], "zero": 0, "naive": True}
-    spec |= {"bucket_bytes": BUCKET, "backend": "auto", "interface": "", "host": "127.0.0.1", "repeats": 1, "model": ""}
+    spec |= {"bucket_bytes": BUCKET, "backend": "auto", "host": "127.0.0.1", "repeats": 1, "model": ""}
     spec |= {"port_file": str(tmp_path / "port"), "timeout_s": 40.0, "parent": os.getpid()}
     (tmp_path / "spec.json").write_text(json.dumps(spec))
     code = BENCH_RANK.format(tests=str(Path(__file__).parents[1] / "support"))

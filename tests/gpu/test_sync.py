@@ -31,6 +31,7 @@ from slurm_rlhf.weight_sync.backends.nccl import Communicator, Nccl, in_time, na
 from slurm_rlhf.weight_sync.group import SyncGroup
 from slurm_rlhf.weight_sync.member import Membership, device_address, device_name, interface_near
 from slurm_rlhf.weight_sync.rendezvous import choose, share_gpus
+from slurm_rlhf.weight_sync.transfer_plan import DEPTH
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("own_environment")]
 
@@ -176,9 +177,10 @@ def test_roles_that_share_gpus(fleet: Fleet, zero: int):
     assert (actor["sizes"], actor["mapped"]) == (gathering, [])
     for rank, gpu in zip(engines, "ab", strict=True):
         # Memory of its own GPU alone: no context on another (defect 9).
-        assert rank["mapped"] == [[f"GPU-{gpu}", f"GPU-{gpu}"]] * sender.plan.depth
+        assert rank["mapped"] == [[f"GPU-{gpu}", f"GPU-{gpu}"]] * DEPTH
         assert (rank["sizes"], rank["syncs"]["tolist"]) == ([], 2 * len(sender.plan.buckets))
-    assert sender.peak >= sender.plan.depth * sender.plan.largest, "its slots count"
+    buckets = range(len(sender.plan.buckets))
+    assert sender.peak >= DEPTH * max(sender.plan.nbytes(bucket, 0) for bucket in buckets), "its slots count"
 
 
 def test_an_actor_rank_whose_gpu_has_no_engine(fleet: Fleet):

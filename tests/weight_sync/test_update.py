@@ -49,7 +49,7 @@ def test_every_receiver_holds_what_was_sent_version_by_version(fleet):
     ("actors", "receivers", "zero", "nodes"),
     [
         pytest.param(2, 2, 3, "aann", id="shards to one node"),
-        pytest.param(2, 3, 3, "abpqr", id="shards over relays to three nodes"),
+        pytest.param(2, 3, 3, "abpqr", id="shards to three nodes"),
         pytest.param(2, 3, 1, "axxxp", id="a node with both roles"),
         pytest.param(3, 1, 2, "aabp", id="more actors than engines"),
     ],

@@ -76,17 +76,15 @@ class Backend(Protocol):
         ...
 
     def receive(self, bucket: int) -> Incoming:
-        """Start to receive an engine rank's next bucket, up to `plan.depth - 2` ahead of the one that is waited for.
+        """Start to receive an engine rank's next bucket, up to `DEPTH - 2` ahead of the one that is waited for.
 
         Called by `Receiver`, in the thread that runs the update. Blocks only while others of this node still take the
         buckets before, at most the group's time-out. `wait` of what it returns has the group's time-out, too.
         """
         ...
 
-    def flush(self) -> tuple[float, ...]:
+    def flush(self) -> None:
         """Wait until nothing of this member's is on its way any more: the end of an update.
-
-        Returns the bytes/s that came over the network from each actor rank in it; 0 or empty: unknown.
 
         Called by `Sender` and `Receiver`, in the thread that runs the update. Blocks, at most the group's time-out for
         each chunk.

@@ -24,7 +24,7 @@ from slurm_rlhf.weight_sync.backends.nccl import Communicator, in_time
 from slurm_rlhf.weight_sync.backends.shared_memory import SharedMemory
 from slurm_rlhf.weight_sync.bucket import Pool
 from slurm_rlhf.weight_sync.member import device_name, device_names
-from slurm_rlhf.weight_sync.transfer_plan import Part, SyncPlan
+from slurm_rlhf.weight_sync.transfer_plan import DEPTH, Part, SyncPlan
 
 _POLL_S = 0.0005
 
@@ -32,7 +32,7 @@ _POLL_S = 0.0005
 class DeviceIpc:
     """Hand buckets over in memory of one GPU; see `Backend`. The plan's nodes are GPUs here.
 
-    An actor rank has `plan.depth` slots for buckets there: for its parts, all of them if it holds whole models and has
+    An actor rank has `DEPTH` slots for buckets there: for its parts, all of them if it holds whole models and has
     the GPU alone, or for what was gathered. `marks`, a shared memory without room for data, says which slot holds which
     bucket and who has copied it.
     """
@@ -72,7 +72,7 @@ class DeviceIpc:
         torch.cuda.ipc_collect()  # what a group before this one had, and its peers have let go of
         if rank < len(actors) and (self._readers or gather):
             largest = max(plan.nbytes(bucket, self._stream) for bucket in range(len(plan.buckets)))
-            self._slots = [self.pool.take(largest) for _ in range(plan.depth)]
+            self._slots = [self.pool.take(largest) for _ in range(DEPTH)]
             store.set(f"cuda/{rank}", json.dumps([device_name(), *(_handle(slot) for slot in self._slots)]))
         if gather is not None:
             in_time(lambda: gather.settle(gather.meet(self.device)), timeout_s)
@@ -87,14 +87,13 @@ class DeviceIpc:
     def receive(self, bucket: int) -> Incoming:
         return Incoming(partial(self._copy, bucket, self._number + bucket))
 
-    def flush(self) -> tuple[float, ...]:
+    def flush(self) -> None:
         if self._gather is not None:
             self._reach(len(self._plan.buckets))
         self._hand_over(0)
         self._give_back(0)
         self._number += len(self._plan.buckets)
         self._next = 0
-        return ()
 
     def abort(self) -> None:
         self._aborted = True
@@ -111,7 +110,7 @@ class DeviceIpc:
     def _copy(self, bucket: int, number: int) -> torch.Tensor:
         """Copy a bucket out of its slot, which is free again when the GPU has done so. Nobody waits for that here."""
         assert self._marks is not None
-        self._give_back(self._plan.depth - 2)
+        self._give_back(DEPTH - 2)
         nbytes = self._plan.nbytes(bucket, self._stream)
         ranges = [(part.owner, part.start, part.start + part.nbytes) for part in self._plan.parts(bucket, self._stream)]
         if self._gathered:
@@ -119,7 +118,7 @@ class DeviceIpc:
         self._marks.wait(number, len(ranges))
         buffer = self.pool.take(nbytes)
         for owner, low, high in ranges:
-            buffer[low:high].copy_(self._slots_of(owner)[number % self._plan.depth][low:high])
+            buffer[low:high].copy_(self._slots_of(owner)[number % DEPTH][low:high])
         self._copied.append((number, torch.cuda.current_stream(self.device).record_event()))
         return buffer
 
@@ -133,7 +132,7 @@ class DeviceIpc:
         number = self._number + bucket
         if self._marks is not None:
             self._marks.slot(number)
-        slot = self._slots[number % self._plan.depth]
+        slot = self._slots[number % DEPTH]
         if part is not None and buffer is not None:
             slot[part.start : part.start + part.nbytes].copy_(buffer)
         works: list[Work] = []

@@ -55,13 +55,12 @@ class Disk:
     def receive(self, bucket: int) -> Incoming:
         return Incoming(partial(self._read, bucket, self._plan.stream_to(self._rank)))
 
-    def flush(self) -> tuple[float, ...]:
+    def flush(self) -> None:
         # Everybody has this update when the next one is over, and not before.
         for path in self._mine.pop(0):
             path.unlink(missing_ok=True)
         self._mine.append([])
         self._update += 1
-        return ()
 
     def abort(self) -> None:
         self._aborted.set()

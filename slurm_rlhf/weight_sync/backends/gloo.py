@@ -1,9 +1,8 @@
-"""Gloo: buckets in chunks from rank to rank along the plan's routes, and through shared memory inside a node."""
+"""Gloo: buckets in chunks along the plan's routes, between nodes over sockets, inside one through shared memory."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -22,9 +21,8 @@ from slurm_rlhf.weight_sync.backends.backend import Incoming, Pending, Transport
 from slurm_rlhf.weight_sync.backends.shared_memory import SharedMemory
 from slurm_rlhf.weight_sync.bucket import Pool
 from slurm_rlhf.weight_sync.checksum import host_checksum
-from slurm_rlhf.weight_sync.pace import Arrivals
 from slurm_rlhf.weight_sync.routes import Route, partners, routes
-from slurm_rlhf.weight_sync.transfer_plan import Part, SyncPlan
+from slurm_rlhf.weight_sync.transfer_plan import DEPTH, Part, SyncPlan
 
 T = TypeVar("T")
 _NEVER_SENT = 0x7FFFFFFF  # a tag
@@ -185,7 +183,7 @@ class _Counted:
 
 
 class Gloo:
-    """Relay chunks; see `Backend`. One thread for each rank that chunks come from: a slow one delays nobody else's."""
+    """Exchange chunks; see `Backend`. Each rank that chunks come from has a thread: a slow one delays no other."""
 
     def __init__(self, plan: SyncPlan, rank: int, transport: GlooTransport, memory: SharedMemory | None = None) -> None:
         """`memory`: that of this rank's node, if it shares some with others. Collective. Raises TransportFailure."""
@@ -199,7 +197,6 @@ class Gloo:
         self._stop = transport.stop
         self._threads: dict[int, SimpleQueue[_Task | None]] = {}
         self._arrivals: deque[_Counted] = deque()
-        self._intake = Arrivals(len(plan.layout.actors))
         self._number = 0  # of the first bucket of this update in the shared memory
         self._mates = plan.layout.by_node.get(self._node, ())
         by_wire = [peer for peer in partners(plan, rank) if memory is None or plan.layout.node(peer) != self._node]
@@ -228,7 +225,7 @@ class Gloo:
 
     def receive(self, bucket: int) -> Incoming:
         stream = self._plan.stream_to(self._rank)
-        while len(self._arrivals) > self._plan.depth - 2:
+        while len(self._arrivals) > DEPTH - 2:
             self._arrivals.popleft().drain()
         taken = list(routes(self._plan, bucket, stream))
         nbytes = self._plan.nbytes(bucket, stream)
@@ -242,7 +239,7 @@ class Gloo:
             giver, view = route.giver(self._rank), buffer[route.low : route.high]
             pending = self._transport.receive(view, giver, route.tag)
             kept = sums if self._memory is None and route.high <= apart else None
-            chunk = _Chunk(self, pending, view, route, number, index, counted, kept, time.monotonic())
+            chunk = _Chunk(self, pending, view, route, number, index, counted, kept)
             self._thread(giver).put(chunk)
         self._arrivals.append(counted)
         if self._memory is None:
@@ -258,17 +255,12 @@ class Gloo:
             counted.wait()  # what this rank itself brings in: its failures are the connection's own
             return memory.wait(number, chunks)[:nbytes]
 
-        def release() -> None:
-            counted.drain()  # handing on reads the slot as well
-            memory.give_back(number, reader)
+        return Incoming(wait, partial(memory.give_back, number, reader), lent=True)
 
-        return Incoming(wait, release, lent=True)
-
-    def flush(self) -> tuple[float, ...]:
+    def flush(self) -> None:
         while self._arrivals:
             self._arrivals.popleft().drain()
         self._number += len(self._plan.buckets)
-        return self._intake.take()
 
     def abort(self) -> None:
         if self._memory is not None:
@@ -280,18 +272,12 @@ class Gloo:
             queue.put(None)
         self._threads, self._memory = {}, None
 
-    def count(self, route: Route, asked: float) -> None:
-        """Measure what has come over the network from its owner."""
-        if route.giver(self._rank) == route.owner and self._plan.layout.actors[route.owner] != self._node:
-            self._intake.came(route.owner, route.nbytes, asked)
-
     def hand_on(self, route: Route, view: torch.Tensor, number: int, index: int) -> list[Pending]:
-        """Send a chunk that has come to those who get it from this rank."""
-        takers = route.takers(self._rank)
+        """Give a chunk that has come to the other ranks of the node."""
         if self._memory is not None:
             self._memory.mark(number, [index])
-            takers = tuple(taker for taker in takers if taker not in self._mates)
-        return [self._transport.send(view, taker, route.tag) for taker in takers]
+            return []
+        return [self._transport.send(view, taker, route.tag) for taker in route.takers(self._rank)]
 
     def _comes_by_wire(self, route: Route) -> bool:
         return self._memory is None or self._plan.layout.node(route.giver(self._rank)) != self._node
@@ -319,7 +305,7 @@ class _Sent:
 class _Chunk:
     """Take a chunk that comes from another rank."""
 
-    relay: Gloo
+    backend: Gloo
     pending: Pending
     view: torch.Tensor
     route: Route
@@ -327,12 +313,10 @@ class _Chunk:
     index: int  # among the bucket's chunks
     counted: _Counted
     sums: dict[int, int] | None  # for its checksum, where it is a piece that nobody copies
-    asked: float  # when, in seconds of time.monotonic
 
     def run(self) -> None:
         self.pending.wait()
-        self.relay.count(self.route, self.asked)
-        handed_on = self.relay.hand_on(self.route, self.view, self.number, self.index)
+        handed_on = self.backend.hand_on(self.route, self.view, self.number, self.index)
         if self.sums is not None:  # now that it is in the processor's cache, and the next chunks come meanwhile
             self.sums[self.route.low] = host_checksum(self.view)
         self.counted.came(handed_on)

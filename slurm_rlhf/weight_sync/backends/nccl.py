@@ -148,7 +148,7 @@ class Nccl:
 
     Each engine rank of a stream takes an equal slice of a bucket from its owners, all at once; then the slices go
     around among the engine ranks (all-gather). So the actor sends every byte once, over all its network interfaces, and
-    NCCL's rings and NVLink do what relays do over sockets. Two communicators per rank, whatever the sizes.
+    NCCL's rings and NVLink spread it among the engines. Two communicators per rank, whatever the sizes.
 
     A bucket comes in on a stream of its own, beside what the engine loads of the bucket before.
     """
@@ -192,9 +192,8 @@ class Nccl:
                 works += self._engines.all_gather(buffer, buffer[mine : mine + step])
         return Incoming(partial(self._settled, works, buffer))
 
-    def flush(self) -> tuple[float, ...]:
+    def flush(self) -> None:
         torch.cuda.current_stream(self.device).synchronize()
-        return ()
 
     def abort(self) -> None:
         # The last first: with its exchange given up, a rank would hand its neighbours what it does not have.

@@ -19,7 +19,7 @@ from slurm_rlhf.weight_sync.backends.shared_memory import SharedMemory, SharedMe
 from slurm_rlhf.weight_sync.group import SyncGroup
 from slurm_rlhf.weight_sync.rendezvous import read
 from slurm_rlhf.weight_sync.routes import routes
-from slurm_rlhf.weight_sync.transfer_plan import SyncPlan
+from slurm_rlhf.weight_sync.transfer_plan import DEPTH, SyncPlan
 
 log = logging.getLogger(__name__)
 
@@ -33,20 +33,6 @@ def make_backend(group: SyncGroup, plan: SyncPlan) -> Backend:
         backend = _make(group, plan)
     except (OSError, TransportFailure) as error:
         raise SyncError(f"{group.me}: the {group.backend} backend cannot be used: {error}") from error
-    group.adopt(backend)
-    return backend
-
-
-def remake_backend(group: SyncGroup, plan: SyncPlan, old: Backend) -> Backend:
-    """Replace `old` by a backend for another plan. All members do so together, within an update.
-
-    Raises TransportFailure: a new group begins afresh.
-    """
-    group.release(old)
-    try:
-        backend = _make(group, plan)
-    except (OSError, SyncError) as error:
-        raise TransportFailure(f"the {group.backend} backend for other links: {error}", peer_left=False) from error
     group.adopt(backend)
     return backend
 
@@ -78,7 +64,7 @@ def _on_one_device(group: SyncGroup, plan: SyncPlan) -> Backend:
     writers = owners[:1] if gathered else owners
     marks = None
     if readers and group.rank in (*writers, *readers):
-        sizes = SharedMemorySizes(plan.depth, 8, len(writers), len(readers))
+        sizes = SharedMemorySizes(DEPTH, 8, len(writers), len(readers))
         marks = _shared(group, f"marks/{gpu}", (*writers, *readers), sizes)
         if marks is None:
             raise SyncError(f"{group.me}: sync.backend = ipc finds no room in /dev/shm: use auto, or make it larger")
@@ -108,7 +94,7 @@ def memory_of_node(group: SyncGroup, plan: SyncPlan) -> SharedMemory | None:
     slot = max(plan.nbytes(bucket, stream) for bucket in numbers)
     chunks = max(sum(1 for _ in routes(plan, bucket, stream)) for bucket in numbers)
     return _shared(
-        group, f"memory/{node}/{plan.fingerprint()}", members, SharedMemorySizes(plan.depth, slot, chunks, len(readers))
+        group, f"memory/{node}/{plan.fingerprint()}", members, SharedMemorySizes(DEPTH, slot, chunks, len(readers))
     )
 
 
