@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,12 @@ from slurm_rlhf.config.model_directory import stored_parameters
 from slurm_rlhf.config.schema import Sync
 from slurm_rlhf.errors import ConfigError, RunError
 
-_TIMEOUT_S = 600.0
 _UNITS = {"kB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 @dataclass(slots=True)
-class World:
-    """Describe what is measured."""
+class Spec:
+    """Tell every rank what is measured."""
 
     parameters: list[list[Any]]
     actors: list[str]  # node of each rank
@@ -38,6 +37,15 @@ class World:
     naive: bool = True
     model: str = ""  # directory to load into; empty: no loading
     host: str = "127.0.0.1"  # of the first actor rank
+    port_file: str = ""  # where rank 0 writes its port
+    timeout_s: float = 600.0
+    parent: int = 0  # the process that ranks end with; 0: whichever has started this one, on another machine
+
+
+@dataclass(slots=True)
+class World(Spec):
+    """Describe what is measured, and how ranks are started."""
+
     prefix: Callable[[str], list[str]] = field(default=lambda node: [])  # of the command of a rank on a node
     gpus: tuple[str, ...] = ()  # of each node, as CUDA_VISIBLE_DEVICES names them; empty: ranks compute on CPUs
     remote: bool = False  # `prefix` starts ranks on other machines, which see `scratch`
@@ -55,9 +63,8 @@ def measure(world: World) -> dict[str, Any]:
     Raises RunError with the last lines of a rank. Whatever happens, none of the processes is left.
     """
     with tempfile.TemporaryDirectory(prefix="bench-sync-", dir=world.scratch or None) as place:
-        spec = {name: getattr(world, name) for name in _SHARED}
-        spec |= {"port_file": f"{place}/port", "timeout_s": _TIMEOUT_S}
-        spec["parent"] = 0 if world.remote else os.getpid()
+        spec = {each.name: getattr(world, each.name) for each in fields(Spec)}
+        spec |= {"port_file": f"{place}/port", "parent": 0 if world.remote else os.getpid()}
         (Path(place) / "spec.json").write_text(json.dumps(spec))
         processes: list[subprocess.Popen[str]] = []
         nodes = [*world.actors, *world.engines]
@@ -76,7 +83,6 @@ def measure(world: World) -> dict[str, Any]:
 
 
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
-_SHARED = ("parameters", "actors", "engines", "zero", "backend", "bucket_bytes", "repeats", "naive", "model", "host")
 
 
 def parameters_of(nbytes: int) -> list[list[Any]]:

@@ -17,18 +17,18 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed import PrefixStore
 
+from slurm_rlhf.bench.sync import Spec
 from slurm_rlhf.cluster.network import is_loopback
 from slurm_rlhf.cluster.processes import die_with_parent
 from slurm_rlhf.polling import wait_until
 from slurm_rlhf.run_directory import write_atomically
-from slurm_rlhf.weight_sync._torch import gloo_group, largest, nccl_group, total
+from slurm_rlhf.weight_sync._torch import gloo_group, nccl_group
 from slurm_rlhf.weight_sync.group import SyncGroup, join
 from slurm_rlhf.weight_sync.member import Membership
 from slurm_rlhf.weight_sync.receiver import Receiver
@@ -62,29 +62,6 @@ class Resident:
                 if line.startswith(name):
                     return int(line.split()[1]) << 10
         return 0
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """Tell every rank what `bench.sync` measures."""
-
-    parameters: list[list[Any]]  # [[name, shape, dtype], ...]
-    actors: list[str]  # nodes
-    engines: list[str]
-    zero: int
-    bucket_bytes: int
-    backend: str
-    host: str  # of rank 0
-    port_file: str
-    repeats: int
-    naive: bool
-    timeout_s: float
-    model: str  # directory that engines load into; empty: the tensors are only received
-    parent: int  # 0: whoever has started this process, on another machine
-
-    @classmethod
-    def read(cls, path: str) -> Spec:
-        return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 class Rank:
@@ -132,7 +109,7 @@ class Rank:
         results: dict[str, Any] = self._in_turn(ways)
         results["peak_extra_bytes"] = self._peaks()
         results["resident_extra_bytes"] = resident
-        results["checksum_seconds"] = self._largest(self.receiver.verify_s if self.receiver else 0.0)
+        results["checksum_seconds"] = max(self._of_all(self.receiver.verify_s if self.receiver else 0.0))
         if self.spec.model:
             results |= self._in_turn({"seconds_with_loading": lambda: self._load(next(versions))})
         if self.spec.naive:
@@ -162,7 +139,7 @@ class Rank:
             torch.cuda.synchronize()
         self.plain.barrier().wait()
         seconds = time.monotonic() - start
-        return seconds, total(self.plain, time.process_time() - busy)
+        return seconds, sum(self._of_all(time.process_time() - busy))
 
     def _update(self, version: int, compare: bool = False) -> None:
         if self.sender is not None:
@@ -211,17 +188,19 @@ class Rank:
 
     def _peaks(self) -> int:
         end = self.sender or self.receiver
-        return round(self._largest(float(end.peak if end else 0)))
+        return round(max(self._of_all(float(end.peak if end else 0))))
 
     def _resident(self, work: Callable[[], None]) -> int:
         """Return what the transfer takes of the process's memory while it does `work`, on the rank with the most."""
         before = Resident(reset=True)
         self._timed(work)
-        return round(self._largest(float(max(before.peak() - self.without.now, 0))))
+        return round(max(self._of_all(float(max(before.peak() - self.without.now, 0)))))
 
-    def _largest(self, value: float) -> float:
-        """Return the largest of all ranks' values."""
-        return largest(self.plain, value)
+    def _of_all(self, value: float) -> list[float]:
+        """Return the values of all ranks."""
+        found = [torch.zeros(1, dtype=torch.float64) for _ in range(self.group.world)]
+        self.plain.allgather([found], [torch.tensor([value], dtype=torch.float64)]).wait()
+        return [float(each) for each in found]
 
     def _gloo(self, name: str, ranks: Sequence[int]) -> Any:
         store = PrefixStore(name, self.group.store)
@@ -294,7 +273,7 @@ def _vllm(spec: Spec) -> Any:
 
 
 def main() -> None:
-    spec, rank = Spec.read(sys.argv[1]), int(sys.argv[2])
+    spec, rank = Spec(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), int(sys.argv[2])
     die_with_parent(spec.parent or os.getppid())
     torch.set_num_threads(1)
     results = Rank(spec, rank).run()

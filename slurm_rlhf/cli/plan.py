@@ -165,7 +165,7 @@ def transfer_json(plan: SyncPlan, rates: dict[str, float]) -> dict[str, Any]:
         **rates,
         "actor_sent": {str(rank): count for rank, count in enumerate(sent[:actors])},
         "engine_sent": {str(rank): count for rank, count in enumerate(sent[actors:])},
-        "engine_received": {str(rank - actors): round(found.received[rank]) for rank in engines},
+        "engine_received": {str(rank - actors): found.payload for rank in engines},
         "links": {
             node: {"out": round(found.out.get(node, 0)), "into": round(found.into.get(node, 0))}
             for node in _nodes(plan)
@@ -185,7 +185,7 @@ def draw_transfer(plan: SyncPlan, rates: dict[str, float]) -> str:
         f"weight transfer: {_size(found.payload)} in {buckets}, about {seconds:.3g} s at {network:g} Gbit/s "
         f"between nodes and {inside:g} Gbit/s inside",
         f"  an actor rank sends {_range([found.sent.get(rank, 0) for rank in actors])}",
-        f"  an engine rank receives {_range([found.received[rank] for rank in engines])} "
+        f"  an engine rank receives {_size(found.payload)} "
         f"and hands on {_range([found.sent.get(rank, 0) for rank in engines])}",
     ]
     for node in _nodes(plan)[:8]:

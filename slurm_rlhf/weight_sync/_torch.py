@@ -8,7 +8,6 @@ _C/_distributed_c10d.so ProcessGroupGloo._Options._devices
 _C/_distributed_c10d.so Backend._start_coalescing()
 _C/_distributed_c10d.so Backend._end_coalescing()
 _C/_distributed_c10d.so Backend._allgather_base(output, input)
-_C/_distributed_c10d.so AllreduceOptions.reduceOp
 _C/_distributed_c10d.pyi ProcessGroupNCCL.__init__(self, store, rank, size, options)
 _C/_distributed_c10d.pyi Options._timeout
 storage.py _StorageBase._share_cuda_
@@ -24,7 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import AllreduceOptions, ProcessGroupGloo, ReduceOp, Store, Work
+from torch.distributed import ProcessGroupGloo, Store, Work
 
 from slurm_rlhf.process_groups._torch import prove_all
 
@@ -80,24 +79,6 @@ def all_gather(group: Any, whole: torch.Tensor, mine: torch.Tensor) -> Work:
     """Start to send `mine`, a part of `whole` by the rank, to all others."""
     work: Work = group._allgather_base(whole, mine)
     return work
-
-
-def largest(group: ProcessGroupGloo, value: float) -> float:
-    """Return the largest of all ranks' values."""
-    return _reduced(group, value, ReduceOp.MAX)
-
-
-def total(group: ProcessGroupGloo, value: float) -> float:
-    """Return the sum of all ranks' values."""
-    return _reduced(group, value, ReduceOp.SUM)
-
-
-def _reduced(group: ProcessGroupGloo, value: float, operation: Any) -> float:
-    options = AllreduceOptions()
-    options.reduceOp = operation
-    found = torch.tensor([value], dtype=torch.float64)
-    group.allreduce([found], options).wait()
-    return float(found)
 
 
 def share_gpu_memory(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -6,11 +6,11 @@ from the network and hands it to its siblings: every node gets it once.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slurm_rlhf.weight_sync.transfer_plan import ITEM_SIZE, Part, Stream, SyncPlan
+from slurm_rlhf.weight_sync.transfer_plan import Part, SyncPlan
 
 _TAG_BUCKETS = 32  # more than are on their way at a time
 _TAGS_OF_BUCKET = 1 << 24
@@ -26,10 +26,6 @@ class Route:
     tag: int  # no two chunks of an update have the same from the same sender
     entries: tuple[int, ...]  # the rank of each node that takes it from the owner
     node_ranks: tuple[tuple[int, ...], ...]  # all engine ranks of the nodes, in the order of `entries`
-
-    @property
-    def nbytes(self) -> int:
-        return self.high - self.low
 
     def takers(self, rank: int) -> tuple[int, ...]:
         """Return to whom `rank` hands the chunk."""
@@ -103,11 +99,10 @@ def partners(plan: SyncPlan, rank: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes of one update, headers left out. Turns that rotate count as shared evenly."""
+    """Bytes of one update, headers left out. Owners, and ranks that take turns, count as having equal parts."""
 
     payload: int  # of the parameters
     sent: dict[int, float]  # by rank of the group, copies inside the node included
-    received: dict[int, float]
     out: dict[str, float]  # by node, over its network link
     into: dict[str, float]
     inside: dict[str, float]  # by node, between its own ranks
@@ -124,39 +119,21 @@ class Cost:
 
 def cost_of(plan: SyncPlan) -> Cost:
     """Add up `routes` over all of `plan`, without following each chunk."""
-    found = Cost(plan.payload, *(defaultdict(float) for _ in range(5)))
+    found = Cost(plan.payload, *(defaultdict(float) for _ in range(4)))
     ranks = plan.layout.by_node
     for stream in plan.streams:
-        owned = _owned(plan, stream)
+        nbytes = plan.payload / len(stream.owners)
         homes: dict[str, float] = defaultdict(float)
-        for owner, nbytes in owned.items():
+        for owner in stream.owners:
             home = plan.layout.actors[owner]
             homes[home] += nbytes
             found.sent[owner] += nbytes * len(stream.nodes)
             found.out[home] += nbytes * (len(stream.nodes) - (home in stream.nodes))
             found.inside[home] += nbytes * (home in stream.nodes)
-        total = sum(owned.values())
         for node in stream.nodes:
-            siblings = total * (len(ranks[node]) - 1)
-            found.into[node] += total - homes[node]
+            siblings = plan.payload * (len(ranks[node]) - 1)
+            found.into[node] += plan.payload - homes[node]
             found.inside[node] += siblings
             for rank in ranks[node]:
                 found.sent[rank] += siblings / len(ranks[node])
-                found.received[rank] += total
     return found
-
-
-def _owned(plan: SyncPlan, stream: Stream) -> dict[int, float]:
-    """Return the bytes of the model that each owner sends."""
-    count = len(stream.owners)
-    if plan.layout.zero_stage < 3:
-        return dict.fromkeys(stream.owners, plan.payload / count)
-    owned: Counter[int] = Counter()
-    for parameter in plan.parameters:
-        step = -(-parameter.numel // count)
-        for place, owner in enumerate(stream.owners):
-            elements = min(step, parameter.numel - place * step)
-            if elements <= 0:
-                break
-            owned[owner] += elements * ITEM_SIZE[parameter.dtype]
-    return {owner: float(owned[owner]) for owner in stream.owners}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,19 +24,6 @@ Held = Mapping[str, tuple[int, torch.Tensor]]
 """What a rank has of each parameter: index of its first element in the flat parameter, and the elements [n]."""
 
 
-@dataclass(frozen=True, slots=True)
-class SyncStats:
-    """Report one finished update, as one actor rank saw it."""
-
-    version: int
-    nbytes: int  # of the parameters, all ranks together
-    sent: int  # bytes that this rank put on the wire, its copies counted
-    buckets: int
-    seconds: float  # from the first byte to, on rank 0, the last member's report
-    checksum_s: float  # writing buckets, their checksums included
-    peak_extra_bytes: int  # beyond the parameters themselves
-
-
 class Sender:
     """Send updates, as an actor rank of a group."""
 
@@ -54,7 +40,7 @@ class Sender:
         """Return the bytes of memory held at a time: of this rank's parts, and on a GPU of whole buckets, too."""
         return self._pool.peak + (self.backend.pool.peak if self.backend.device.type == "cuda" else 0)
 
-    def push(self, held: Held, version: int) -> SyncStats:
+    def push(self, held: Held, version: int) -> SyncReport:
         """Send this rank's share of policy `version`; on rank 0, return when every engine rank has loaded it.
 
         Raises SyncError within `timeout.sync`, naming the member that died, hangs or refused; the group is spent.
@@ -63,16 +49,15 @@ class Sender:
         frame = leading if self.group.rank == 0 else following
         with frame(self.group, version):
             source = span_source(self.plan, held)
-            sent, filling = self._send(source, version)
+            filling = self._send(source, version)
             self.backend.flush()
-        seconds = time.monotonic() - start
-        buckets = len(self.plan.buckets)
-        return SyncStats(version, self.plan.payload, sent, buckets, seconds, filling, self.peak)
+        return SyncReport(nbytes=self.plan.payload, seconds=time.monotonic() - start, checksum_s=filling)
 
-    def _send(self, source: Source, version: int) -> tuple[int, float]:
+    def _send(self, source: Source, version: int) -> float:
+        """Send this rank's parts; return the seconds in which they were written, their checksums included."""
         on_the_way: deque[tuple[int, Pending]] = deque()
         buffers = DEPTH - 1  # of this rank's parts: one is filled while the other is on its way
-        sent, filling = 0, 0.0
+        filling = 0.0
         for bucket in range(len(self.plan.buckets)):
             while on_the_way and on_the_way[0][0] <= bucket - buffers:
                 on_the_way.popleft()[1].wait()
@@ -82,11 +67,10 @@ class Sender:
                 apart = fill(buffer, part, bucket, version, source, self._pool)
                 filling += time.monotonic() - started
                 on_the_way.append((bucket, self.backend.send(bucket, stream, part, buffer, apart)))
-                sent += part.sent
                 del buffer, apart
         while on_the_way:
             on_the_way.popleft()[1].wait()
-        return sent, filling
+        return filling
 
     def _mine(self, bucket: int) -> list[tuple[int, Part]]:
         return [
@@ -137,10 +121,9 @@ class ActorEnd:
         """
         assert self._sender is not None
         try:
-            stats = self._sender.push(held, version)
+            return self._sender.push(held, version)
         except SyncBroken as broken:
             return SyncReport(broken=str(broken), silent=broken.hang)
-        return SyncReport(nbytes=stats.nbytes, seconds=stats.seconds, checksum_s=stats.checksum_s)
 
 
 def span_source(plan: SyncPlan, held: Held) -> Source:

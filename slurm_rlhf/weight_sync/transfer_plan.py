@@ -152,11 +152,6 @@ class Part:
         """Return the pieces that lie apart, in the order of the buffer."""
         return tuple(piece for piece in self.pieces if piece.apart)
 
-    @property
-    def sent(self) -> int:
-        """Return all bytes that the owner sends once."""
-        return self.nbytes + sum(piece.span.nbytes for piece in self.apart)
-
 
 @dataclass(frozen=True, slots=True)
 class SyncPlan:

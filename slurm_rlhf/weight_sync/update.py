@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -53,7 +53,7 @@ def leading(group: SyncGroup, version: int) -> Iterator[None]:
             )
     except TransportFailure as error:
         reports.drop()
-        found = _ended(group) or _judge(group, reports.left, error)
+        found = _ended(group) or group.board.judge(group.peers, reports.left, group.quiet, group.names(), _words(error))
         verdict = Verdict(
             f"weight update to policy version {version} failed: {found.text}", found.refused, found.silent
         )
@@ -104,32 +104,25 @@ class _Deadline(threading.Timer):
         group.abort(f"policy version {version} was not everywhere after {1.5 * group.timeout_s:g} s (timeout.sync)")
 
 
-class _Reports:
-    """Wait for the report of each member in a thread of its own, all through the update.
+class _Waiting:
+    """Wait for a message of each of some members in a thread of its own, all through the update."""
 
-    So a member that dies is noticed at once and by name, whoever it was exchanging data with; the failure wakes the
-    thread that sends.
-    """
-
-    def __init__(self, group: SyncGroup) -> None:
-        self.left: set[int] = set()  # members whose connection closed
+    def __init__(self, group: SyncGroup, peers: Iterable[int]) -> None:
         self._group = group
         self._failure: TransportFailure | None = None
-        self._dropping = threading.Lock()
-        self._dropped = False
         self._threads = [
-            threading.Thread(target=self._wait, args=(rank,), name=f"sync-report-{rank}", daemon=True)
-            for rank in group.peers
+            threading.Thread(target=self._wait, args=(rank,), name=f"sync-report-{rank}", daemon=True) for rank in peers
         ]
         for thread in self._threads:
             thread.start()
 
     def join(self) -> None:
-        """Wait for all reports. Raises TransportFailure."""
+        """Wait for all messages. Raises TransportFailure."""
         for thread in self._threads:
-            _join(thread, self._group)
+            while thread.is_alive() and not self._group.dropped.is_set():  # which need not wake a thread that receives
+                thread.join(_LOOK_S)
         if self._failure is not None or self._group.dropped.is_set():
-            raise self._failure or _given_up()
+            raise self._failure or TransportFailure("the connections were given up", peer_left=False)
 
     def miss(self, quiet: tuple[int, ...]) -> None:
         """Say that members are not heard any more, and let go of all connections."""
@@ -137,12 +130,32 @@ class _Reports:
         self.drop()
 
     def drop(self) -> None:
-        """Let go of all connections, so that every member notices; those that closed before are in `left`."""
+        """Let go of all connections, so that every member notices."""
+        self._group.drop()
+
+    def _wait(self, rank: int) -> None:
+        raise NotImplementedError
+
+
+class _Reports(_Waiting):
+    """Wait for the report of each member.
+
+    So a member that dies is noticed at once and by name, whoever it was exchanging data with; the failure wakes the
+    thread that sends.
+    """
+
+    def __init__(self, group: SyncGroup) -> None:
+        self.left: set[int] = set()  # members whose connection closed before the others'
+        self._dropping = threading.Lock()
+        self._dropped = False
+        super().__init__(group, group.peers)
+
+    def drop(self) -> None:
         with self._dropping:
             if not self._dropped:
                 time.sleep(_SETTLE_S)  # a death closes several connections, one after the other
                 self._dropped = True
-                self._group.drop()
+                super().drop()
 
     def _wait(self, rank: int) -> None:
         try:
@@ -156,33 +169,19 @@ class _Reports:
             self.drop()
 
 
-class _Lead:
-    """Wait in a thread for rank 0's last message, and so notice when rank 0 lets go, whatever else is waited for."""
+class _Lead(_Waiting):
+    """Wait for rank 0's last message, and so notice when rank 0 lets go, whatever else is waited for."""
 
     def __init__(self, group: SyncGroup) -> None:
-        self._group = group
-        self._failure: TransportFailure | None = None
-        self._thread = threading.Thread(target=self._wait, name="sync-lead", daemon=True)
-        self._thread.start()
+        super().__init__(group, (0,))
 
-    def miss(self, quiet: tuple[int, ...]) -> None:
-        """Say that members are not heard any more, and let go of all connections."""
-        self._group.report_silence(quiet)
-        self._group.drop()
-
-    def join(self) -> None:
-        """Wait for the message. Raises TransportFailure."""
-        _join(self._thread, self._group)
-        if self._failure is not None or self._group.dropped.is_set():
-            raise self._failure or _given_up()
-
-    def _wait(self) -> None:
+    def _wait(self, rank: int) -> None:
         try:
             # Rank 0 has the shorter time-out: it knows who was late.
-            self._group.control.receive(_word(), 0, DONE_TAG).wait_within(2 * self._group.timeout_s)
+            self._group.control.receive(_word(), rank, DONE_TAG).wait(2 * self._group.timeout_s)
         except Exception as error:
             self._failure = _as_failure(error)
-            self._group.drop()
+            self.drop()
 
 
 def _as_failure(error: Exception) -> TransportFailure:
@@ -192,23 +191,9 @@ def _as_failure(error: Exception) -> TransportFailure:
     return TransportFailure(f"{type(error).__name__}: {error}", peer_left=False)
 
 
-def _join(thread: threading.Thread, group: SyncGroup) -> None:
-    """Wait for a thread that receives, or until the group has dropped its connections, which need not wake it."""
-    while thread.is_alive() and not group.dropped.is_set():
-        thread.join(_LOOK_S)
-
-
-def _given_up() -> TransportFailure:
-    return TransportFailure("the connections were given up", peer_left=False)
-
-
 def _word() -> torch.Tensor:
     """Make a message that says nothing but that it came."""
     return torch.zeros(1, dtype=torch.uint8)
-
-
-def _judge(group: SyncGroup, left: set[int], lost: TransportFailure) -> Verdict:
-    return group.board.judge(group.peers, left, group.quiet, group.names(), _words(lost))
 
 
 def _words(lost: TransportFailure) -> str:

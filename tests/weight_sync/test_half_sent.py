@@ -63,10 +63,7 @@ class Stuck:
     def __init__(self) -> None:
         self.over = threading.Event()
 
-    def wait(self) -> None:
-        self.over.wait(HANG_S)
-
-    def wait_within(self, timeout_s: float) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         self.over.wait(HANG_S)
 
 

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync.bucket import Pool
 from slurm_rlhf.weight_sync.transfer_plan import Part
 
@@ -22,6 +23,28 @@ class TransportFailure(Exception):
     def __init__(self, message: str, *, peer_left: bool) -> None:
         super().__init__(message)
         self.peer_left = peer_left  # a connection closed, as opposed to a time-out
+
+
+def wait_for(
+    ready: Callable[[], bool],
+    given_up: Callable[[], bool],
+    timeout_s: float,
+    late: str,
+    pauses: tuple[float, float] = (0.0005, 0.0005),
+) -> None:
+    """Block until `ready`. Raises TransportFailure when the transfer is given up meanwhile, or after the time-out.
+
+    `late`: what is wrong then; `pauses`: the first and the longest between two looks, in seconds.
+    """
+
+    def over() -> bool:
+        done = ready()
+        if not done and given_up():
+            raise TransportFailure("the transfer was given up", peer_left=False)
+        return done
+
+    if not wait_until(over, timeout_s, *pauses):
+        raise TransportFailure(f"{late} after {timeout_s:g} s", peer_left=False)
 
 
 class Pending(Protocol):

@@ -17,16 +17,13 @@ import torch
 from torch.distributed import Store, Work
 
 from slurm_rlhf.errors import SyncError
-from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync._torch import open_gpu_memory, share_gpu_memory
-from slurm_rlhf.weight_sync.backends.backend import Done, Incoming, Pending, TransportFailure
+from slurm_rlhf.weight_sync.backends.backend import Done, Incoming, Pending, wait_for
 from slurm_rlhf.weight_sync.backends.nccl import Communicator, in_time
 from slurm_rlhf.weight_sync.backends.shared_memory import SharedMemory
 from slurm_rlhf.weight_sync.bucket import Pool
 from slurm_rlhf.weight_sync.member import device_name, device_names
 from slurm_rlhf.weight_sync.transfer_plan import DEPTH, Part, SyncPlan
-
-_POLL_S = 0.0005
 
 
 class DeviceIpc:
@@ -167,14 +164,7 @@ class DeviceIpc:
     def _until(self, event: Any) -> None:
         """Wait for an event, as long as the group lives."""
 
-        def done() -> bool:
-            over = bool(event.query())
-            if not over and self._aborted:
-                raise TransportFailure("the transfer was given up", peer_left=False)
-            return over
-
-        if not wait_until(done, self._timeout_s, _POLL_S, _POLL_S):
-            raise TransportFailure(f"a GPU is not done after {self._timeout_s:g} s", peer_left=False)
+        wait_for(lambda: bool(event.query()), lambda: self._aborted, self._timeout_s, "a GPU is not done")
 
     def _slots_of(self, owner: int) -> list[torch.Tensor]:
         if owner not in self._mapped:

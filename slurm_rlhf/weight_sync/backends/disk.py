@@ -13,8 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from slurm_rlhf.polling import wait_until
-from slurm_rlhf.weight_sync.backends.backend import Done, Incoming, Pending, TransportFailure
+from slurm_rlhf.weight_sync.backends.backend import Done, Incoming, Pending, TransportFailure, wait_for
 from slurm_rlhf.weight_sync.bucket import Pool
 from slurm_rlhf.weight_sync.transfer_plan import Part, SyncPlan
 
@@ -88,13 +87,7 @@ class Disk:
         return self._directory / f"{self._update}.{bucket}.{stream}.{part.owner}.safetensors"
 
     def _wait_for(self, path: Path) -> None:
-        def there() -> bool:
-            if not path.exists() and self._aborted.is_set():
-                raise TransportFailure("the transfer through files was given up", peer_left=False)
-            return path.exists()
-
-        if not wait_until(there, self._timeout_s, 0.001, 0.05):
-            raise TransportFailure(f"{path} did not appear within {self._timeout_s:g} s", peer_left=False)
+        wait_for(path.exists, self._aborted.is_set, self._timeout_s, f"{path} is not there", (0.001, 0.05))
 
 
 def clear(directory: Path, keep: str) -> None:

@@ -37,13 +37,10 @@ class GlooPending:
         self._work = work
         self._buffer = buffer  # gloo holds a bare pointer to it
 
-    def wait(self) -> None:
-        """Block until it is over. Raises TransportFailure."""
-        _raising(self._work.wait)
-
-    def wait_within(self, timeout_s: float) -> None:
-        """Do as `wait` with a time-out of its own instead of the group's."""
-        _raising(lambda: self._work.wait(timedelta(seconds=timeout_s)))
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Block until it is over, for `timeout_s` instead of the group's time-out if given. Raises TransportFailure."""
+        limits = [] if timeout_s is None else [timedelta(seconds=timeout_s)]
+        _raising(lambda: self._work.wait(*limits))
 
 
 class GlooTransport:
@@ -85,10 +82,13 @@ class GlooTransport:
             receive, send = ((lambda *args, do=do: do(*args, _MEETING)) for do in (self.receive, self.send))
             _raising(lambda: prove(receive, send, self._store, self._rank, fresh))
 
-    def send(self, buffer: torch.Tensor, to: int, tag: int) -> _Counted:
-        """Start to send to one rank. Any thread; does not block; an abort wakes who waits, however much has gone."""
+    def send(self, buffer: torch.Tensor, to: int, tag: int, counted: _Counted | None = None) -> _Counted:
+        """Start to send to one rank. Any thread; does not block; an abort wakes who waits, however much has gone.
+
+        `counted`: counts this chunk among others.
+        """
         pending = GlooPending(_raising(lambda: self._group.send([buffer], to, tag)), buffer)
-        counted = _Counted(1, self.stop)
+        counted = counted or _Counted(1, self.stop)
         self._sends.put(_Sent(pending, counted))
         return counted
 
@@ -119,17 +119,6 @@ def _raising(operation: Callable[[], T]) -> T:
     except RuntimeError as error:
         text = str(error)
         raise TransportFailure(text, peer_left=any(mark in text.lower() for mark in _LEFT)) from error
-
-
-class _All:
-    """Wait for several operations."""
-
-    def __init__(self, works: list[Pending]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        while self._works:
-            self._works.pop().wait()
 
 
 class _Stop:
@@ -205,7 +194,7 @@ class Gloo:
     def send(
         self, bucket: int, stream: int, part: Part, buffer: torch.Tensor, apart: Sequence[torch.Tensor] = ()
     ) -> Pending:
-        works: list[Pending] = []
+        sent: list[tuple[torch.Tensor, int, int]] = []
         copied: list[int] = []
         for index, route in enumerate(routes(self._plan, bucket, stream)):
             if route.owner != self._rank:
@@ -215,13 +204,14 @@ class Gloo:
                 if self._memory is not None and self._plan.layout.node(taker) == self._node:
                     copied.append(index)
                 else:
-                    works.append(self._transport.send(view, taker, route.tag))
+                    sent.append((view, taker, route.tag))
+        counted = _Counted(len(sent) + bool(copied), self._stop)
+        for chunk in sent:
+            self._transport.send(*chunk, counted)
         if copied and self._memory is not None:
-            counted = _Counted(1, self._stop)
             task = _Copy(self._memory, self._number + bucket, copied, part, (buffer, *apart), counted)
             self._thread(self._rank).put(task)
-            works.append(counted)
-        return _All(works)
+        return counted
 
     def receive(self, bucket: int) -> Incoming:
         stream = self._plan.stream_to(self._rank)

@@ -12,13 +12,10 @@ from functools import partial
 import torch
 from torch.distributed import PrefixStore, Store, Work
 
-from slurm_rlhf.polling import wait_until
 from slurm_rlhf.weight_sync._torch import all_gather, coalesced, nccl_group
-from slurm_rlhf.weight_sync.backends.backend import Incoming, Pending, TransportFailure
+from slurm_rlhf.weight_sync.backends.backend import Incoming, Pending, TransportFailure, wait_for
 from slurm_rlhf.weight_sync.bucket import Pool
 from slurm_rlhf.weight_sync.transfer_plan import ALIGN, Part, SyncPlan
-
-_POLL_S = 0.0005
 
 Piece = tuple[torch.Tensor, int]
 """Contiguous bytes on the GPU, and the rank that they go to or come from."""
@@ -76,15 +73,13 @@ class Communicator:
         `Work.wait` alone would neither end nor say anything when another thread aborts the group.
         """
 
-        def done() -> bool:
-            over = all(work.is_completed() for work in works)
-            if not over and self.aborted:
-                raise TransportFailure("the NCCL group was aborted", peer_left=False)
-            return over
-
         with _failing():
-            if not wait_until(done, self.timeout_s, _POLL_S, _POLL_S):
-                raise TransportFailure(f"NCCL: not done after {self.timeout_s:g} s", peer_left=False)
+            wait_for(
+                lambda: all(work.is_completed() for work in works),
+                lambda: self.aborted,
+                self.timeout_s,
+                "NCCL: not done",
+            )
             for work in works:
                 work.wait()
 

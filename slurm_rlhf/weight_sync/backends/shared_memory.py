@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from slurm_rlhf.polling import wait_until
-from slurm_rlhf.weight_sync.backends.backend import TransportFailure
+from slurm_rlhf.weight_sync.backends.backend import wait_for
 
 _DIRECTORY = "/dev/shm"
 _PAGE = 4096
@@ -93,16 +92,7 @@ class SharedMemory:
         self._aborted.set()
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        def there() -> bool:
-            done = ready()
-            if not done and self._aborted.is_set():
-                raise TransportFailure("the shared memory was given up", peer_left=False)
-            return done
-
-        if not wait_until(there, self._timeout_s, 0.0001, 0.002):
-            raise TransportFailure(
-                f"{what} did not come through shared memory within {self._timeout_s:g} s", peer_left=False
-            )
+        wait_for(ready, self._aborted.is_set, self._timeout_s, f"{what} is not in shared memory", (0.0001, 0.002))
 
 
 def reserve(sizes: SharedMemorySizes) -> str:
