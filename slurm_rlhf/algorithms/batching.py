@@ -45,22 +45,15 @@ def split_ranks(lengths: Sequence[int], dp_size: int) -> list[list[int]]:
     return [sorted(rank) for rank in ranks]
 
 
-def micro_batches(
-    per_rank: Sequence[Sequence[int]],
-    lengths: Sequence[int],
-    max_tokens: int,
-    groups: Sequence[Sequence[int]] | None = None,
-) -> list[list[list[int]]]:
+def micro_batches(per_rank: Sequence[Sequence[int]], lengths: Sequence[int], max_tokens: int) -> list[list[list[int]]]:
     """Cut each rank's sequences into micro-batches: result[rank][micro] = indices, largest micro-batches first.
 
     A micro-batch is padded to its longest sequence; that size (longest * count) is at most max_tokens, unless it is
     a single sequence. All ranks have the same number of micro-batches, none of them empty, because every backward
-    is a collective: it is the fewest that the fullest rank can do with. With `groups`, parts of the sequences, those of
-    a group are neighbours, and mostly in one micro-batch.
+    is a collective: it is the fewest that the fullest rank can do with.
     lengths [N] in tokens, per_rank as `split_ranks` returns it. Raises ValueError when a rank has too few sequences.
     """
-    lead = _leads(groups or [], lengths)
-    result = [_pack(indices, lengths, max_tokens, lead) for indices in per_rank]
+    result = [_pack(indices, lengths, max_tokens) for indices in per_rank]
     wanted = max((len(micros) for micros in result), default=0)
     for rank, micros in enumerate(result):
         if len(per_rank[rank]) < wanted:
@@ -85,33 +78,15 @@ class Shard:
     micro: list[list[int]]  # micro-batches as rows of `experience`; equally many on every rank
 
 
-def shards(experience: Experience, ranks: int, max_tokens: int, together: bool = False) -> list[Shard]:
-    """Split a batch over `ranks` with balanced tokens.
-
-    together: sequences with the same prompt go to one rank, where groups are equal in size and divide over the ranks,
-    and mostly into one micro-batch.
-    """
+def shards(experience: Experience, ranks: int, max_tokens: int) -> list[Shard]:
+    """Split a batch over `ranks` with balanced tokens."""
     lengths = [int(length) for length in experience.lengths]
-    groups = same_prompts(experience) if together else []
-    if groups and len(groups) % ranks == 0 and len({len(group) for group in groups}) == 1:
-        dealt = split_ranks([sum(lengths[row] for row in group) for group in groups], ranks)
-        per_rank = [sorted(row for number in part for row in groups[number]) for part in dealt]
-    else:
-        per_rank = split_ranks(lengths, ranks)
+    per_rank = split_ranks(lengths, ranks)
     parts = []
-    for rows, micros in zip(per_rank, micro_batches(per_rank, lengths, max_tokens, groups), strict=True):
+    for rows, micros in zip(per_rank, micro_batches(per_rank, lengths, max_tokens), strict=True):
         place = {row: position for position, row in enumerate(rows)}
         parts.append(Shard(rows, experience.select(rows), [[place[row] for row in micro] for micro in micros]))
     return parts
-
-
-def same_prompts(experience: Experience) -> list[list[int]]:
-    """List the rows of each prompt, prompts in the order of their first rows."""
-    groups: dict[bytes, list[int]] = {}
-    starts = zip(experience.token_offsets, experience.prompt_lens, strict=False)
-    for row, (start, length) in enumerate(starts):
-        groups.setdefault(experience.token_ids[start : start + length].tobytes(), []).append(row)
-    return list(groups.values())
 
 
 def assemble(experience: Experience, parts: list[Shard], columns: list[F32]) -> F32:
@@ -122,29 +97,14 @@ def assemble(experience: Experience, parts: list[Shard], columns: list[F32]) -> 
     return whole
 
 
-def _leads(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> dict[int, int]:
-    """Return the longest sequence of each one's group."""
-    leads = ((_longest_first(group, lengths)[0], group) for group in groups if group)
-    return {index: lead for lead, group in leads for index in group}
-
-
-def _pack(indices: Sequence[int], lengths: Sequence[int], max_tokens: int, lead: dict[int, int]) -> list[list[int]]:
-    """Pack few micro-batches within the budget, longest first.
-
-    Without `lead` the first of each decides its padding, and they are the fewest. Sequences with the same `lead` follow
-    each other, in the place of the longest.
-    """
+def _pack(indices: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Pack the fewest micro-batches within the budget, longest first: the first of each decides its padding."""
     micros: list[list[int]] = []
-    longest = 0  # of the last of them
-    leads: dict[int, int] = {index: lead.get(index, index) for index in indices}
-    place = {index: number for number, index in enumerate(_longest_first(set(leads.values()), lengths))}
-    for index in sorted(_longest_first(indices, lengths), key=lambda index: place[leads[index]]):
-        longest = max(longest, int(lengths[index]))
-        if micros and longest * (len(micros[-1]) + 1) <= max_tokens:
+    for index in _longest_first(indices, lengths):
+        if micros and int(lengths[micros[-1][0]]) * (len(micros[-1]) + 1) <= max_tokens:
             micros[-1].append(index)
         else:
             micros.append([index])
-            longest = int(lengths[index])
     return micros
 
 

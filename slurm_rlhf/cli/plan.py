@@ -67,7 +67,6 @@ KEYS += ["train.gpu", "train.gpu_memory_gb", "train.max_tokens_per_gpu", "train.
 KEYS += ["train.logprob_chunk_tokens", "actor.gradient_checkpointing_enable", "data.max_len", "ds.enable_sleep"]
 KEYS += ["ref.zero_stage", "ref.offload", "vllm.gpu_memory_utilization", "vllm.max_num_seqs"]
 KEYS += ["rollout.hf_max_num_seqs", "rollout.hf_gather", "rollout.max_new_tokens"]
-KEYS += ["rollout.n_samples_per_prompt", "train.share_prompts"]
 
 
 def run(words: list[str]) -> int:

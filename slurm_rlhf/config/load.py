@@ -29,7 +29,10 @@ NOT_PATHS = {
 """Key of a path -> other words that it takes."""
 
 
-GONE = {"sync.network_gbits": "every actor rank sends an equal part, or its shard, to all nodes of engines"}
+GONE = {
+    "sync.network_gbits": "every actor rank sends an equal part, or its shard, to all nodes of engines",
+    "train.share_prompts": "every response has its prompt in its own row now",
+}
 """A key of earlier versions, which runs of theirs have in config.toml -> what is true without it."""
 
 

@@ -173,11 +173,7 @@ FLAGS: tuple[Flag, ...] = (
     _as("ds.enable_sleep", "deepspeed_enable_sleep"),
     _no("ds.grad_accum_dtype", "grad_accum_dtype", "sums are in fp32; ds.grad_comm_dtype is how ranks exchange them"),
     _no("ds.overlap_comm", "overlap_comm", "always on, from ds.zero_stage = 1 and two ranks on"),
-    _no(
-        "ds.packing_samples",
-        "packing_samples",
-        "train.share_prompts puts responses behind one copy of their prompt",
-    ),
+    _no("ds.packing_samples", "packing_samples", "every sequence is a row of its own"),
     _no("ds.adam_offload", "adam_offload", "a larger ds.zero_stage, or ds.enable_sleep, makes room"),
     _no("ds.zpg", "zpg", "ZeRO++ is not there"),
     _no("ds.deepcompile", "deepcompile", "models are not compiled"),

@@ -133,10 +133,6 @@ class Train:
     forward_max_tokens_per_gpu: Annotated[int, NOT_NEGATIVE] = 0
     """The same in passes without gradients (old log-probs, reference, values, reward model), which keep no activations;
     0: four times train.max_tokens_per_gpu."""
-    share_prompts: bool = False
-    """The actor computes a prompt once for all its responses in a micro-batch, where that is less work (groups of
-    responses no longer than their prompt), and puts several prompts into a row. Log-probs and gradients differ by
-    rounding only; models with attention over a window, or without attention, are refused."""
     logprob_chunk_tokens: Annotated[int, COUNT] = 2048
     """Logits over the vocabulary exist for this many tokens at a time."""
     colocate_actor_ref: bool = False

@@ -152,10 +152,9 @@ def send_shards(
     request: Callable[[Experience, list[list[int]]], A],
     whole: Experience,
     max_tokens: int,
-    together: bool = False,
 ) -> tuple[list[Shard], list[Future[R]]]:
     """Send every rank its part of a batch, cut by `shards` and packed by `request`; answer parts and calls in order."""
-    parts = shards(whole, role.world, max_tokens, together)
+    parts = shards(whole, role.world, max_tokens)
     return parts, role.start_each(method, [request(part.experience, part.micro) for part in parts])
 
 

@@ -52,8 +52,7 @@ def fill_passes(config: Config, roles: Mapping[str, RoleHandle[Any]], experience
     running: list[tuple[str, list[Shard], list[Future[F32]]]] = []
     for role, method, column in COLUMNS:
         if role in roles and (role != ACTOR or before_update(config)):
-            budget, together = config.train.forward_tokens, config.train.share_prompts and role == ACTOR
-            parts, calls = send_shards(roles[role], method, ForwardBatch, experience, budget, together)
+            parts, calls = send_shards(roles[role], method, ForwardBatch, experience, config.train.forward_tokens)
             one_at_a_time(config, calls)
             running.append((column, parts, calls))
     for column, parts, calls in running:

@@ -278,8 +278,7 @@ class Step:
                 for role in trained:
                     request = partial(TrainBatch, denominator=weighed if role == ACTOR else tokens)
                     handle, budget = self.roles[role], train.max_tokens_per_gpu
-                    together = train.share_prompts and role == ACTOR
-                    parts, calls = send_shards(handle, TrainerCalls.train_step, request, batch, budget, together)
+                    parts, calls = send_shards(handle, TrainerCalls.train_step, request, batch, budget)
                     one_at_a_time(self.config, calls)
                     pending.append(_OptimizerStep(role, tokens, rows, batch, parts, calls))
         return [each.trained() for each in pending]

@@ -183,9 +183,6 @@ def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
         "forward": _forward(config, shape, role.head, ds.zero_stage == 3, elements, largest),
         "step": moment | {"optimizer's work": _step_work(elements, ranks, ds.zero_stage, largest)},
     }
-    if role.name == ACTOR and config.train.share_prompts:
-        phases["update"] = phases["update"] | _mask(config, shape, config.train.max_tokens_per_gpu)
-        phases["forward"] = phases["forward"] | _mask(config, shape, config.train.forward_tokens)
     if role.name == ACTOR and has_engines(config):
         sent = {"sync buffers": _sync_buffers(config, elements)}
         if config.train.colocate_all:
@@ -193,14 +190,6 @@ def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
         else:
             phases["sync"] = sent
     return RankMemory(role.name, resting, phases, parked)
-
-
-def _mask(config: Config, shape: ModelShape, budget: int) -> dict[str, int]:
-    """Estimate what train.share_prompts adds to a pass."""
-    response, tokens = config.rollout.max_new_tokens, _pass(config, budget, training=False).tokens
-    prompt = max(1, config.data.max_len - response)
-    row = max(config.data.max_len, tm.shared_row(shape.hidden, prompt, response, config.rollout.n_samples_per_prompt))
-    return {"mask of shared prompts": tm.shared_mask(tokens, row, 2 if _half(config) else 4)}
 
 
 def _update(config: Config, shape: ModelShape, role: RoleSpec, elements: int, largest: int) -> dict[str, int]:

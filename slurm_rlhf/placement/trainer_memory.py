@@ -155,22 +155,6 @@ def forward_work(shape: ModelShape, how: Pass) -> int:
     return how.tokens * (how.dtype * (3 * _widest(shape) + shape.hidden) + 4 * shape.hidden)
 
 
-def shared_row(hidden: int, prompt: int, response: int, samples: int) -> int:
-    """Bound the tokens of a row by the rule of `training/shared_prompts.py`: `samples` responses behind their prompt.
-
-    `hidden`: size of the model's states. Short responses stand behind their prompt as long as computing it again costs
-    more, and prompts share a row of up to `hidden` tokens.
-    """
-    lengths = range(1, response + 1, max(1, response // 256))
-    joined = ((6 * hidden * prompt + (prompt + own) ** 2 / 2 - own**2) / (2 * own) + own for own in lengths)
-    return max(hidden, *(int(min(prompt + samples * own, most)) for own, most in zip(lengths, joined, strict=True)))
-
-
-def shared_mask(tokens: int, row: int, dtype: int) -> int:
-    """Count the bytes of the mask of rows of `row` tokens: a bool, and what attention adds for it, for each pair."""
-    return tokens * min(row, tokens) * (1 + dtype)
-
-
 def _widest(shape: ModelShape) -> int:
     dense = shape.width if shape.moe_layers < shape.layers else 0
     return max(dense, shape.experts_per_token * shape.expert_width + shape.shared_width)

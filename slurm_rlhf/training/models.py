@@ -46,18 +46,18 @@ class PolicyModule(nn.Module):
         targets: Tensor | None = None,
         temperature: float = 1.0,
         entropy_grad: bool = False,
-        **inputs: Any,
+        **generation: Any,
     ) -> Any:
         """Return (log-probs, entropies), fp32 [A] each; arguments as in `TokenBatch` and `chunked_logprobs`.
 
-        `inputs`: of the body. Without `action_index` it takes a step of transformers' `generate`: it answers the body's
-        output, and in it `logits` [B, 1, V] in fp32 after the last tokens.
+        Without `action_index` it takes a step of transformers' `generate`, whose other arguments are `generation`: it
+        returns the body's output, and in it `logits` [B, 1, V] in fp32 after the last tokens.
         """
         if action_index is None:
-            output = self.model.base_model(input_ids=input_ids, **inputs)
+            output = self.model.base_model(input_ids=input_ids, **generation)
             output.logits = self.head(output.last_hidden_state[:, -1], None)[:, None]
             return output
-        hidden = _action_states(self.model.base_model, input_ids, action_index, **inputs)
+        hidden = _action_states(self.model.base_model, input_ids, action_index)
         return self.head(hidden, targets, temperature, entropy_grad)
 
 
@@ -195,10 +195,10 @@ def _compare_logits(policy: PolicyModule, path: str) -> None:
         )
 
 
-def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor, **inputs: Any) -> Tensor:
+def _action_states(body: nn.Module, input_ids: Tensor, action_index: Tensor) -> Tensor:
     """Return the hidden states [A, H] of the tokens at `action_index` [A]."""
     with rows_are_sequences():
-        states = body(input_ids=input_ids, use_cache=False, **inputs).last_hidden_state
+        states = body(input_ids=input_ids, use_cache=False).last_hidden_state
     return states.flatten(0, 1).index_select(0, action_index)
 
 

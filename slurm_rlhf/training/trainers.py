@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from slurm_rlhf.algorithms.losses import entropy_bonus, kl_loss, nll_loss, value_loss
@@ -22,7 +21,6 @@ from slurm_rlhf.training.deepspeed_engine import EngineConfig, Schedule, loading
 from slurm_rlhf.training.distributed import join_world, seed_rank, undisturbed
 from slurm_rlhf.training.models import DTYPES, load_critic, load_policy
 from slurm_rlhf.training.parameters import LocalParameters, Rounded, describe, local_parameters, save_hf
-from slurm_rlhf.training.shared_prompts import Layout, check_equal, check_model, one_row, probe, share
 from slurm_rlhf.training.train_engine import TrainEngine, optimizer_step
 
 
@@ -100,13 +98,10 @@ class PolicyTrainer(LanguageModelTrainer):
         actor = config.actor
         self.policy_loss = policy_loss_of(config.algo.advantage.estimator, actor.policy_loss_type)
         self.clip_low, self.clip_high = clip_range(actor.policy_loss_type, actor.eps_clip_low_high, actor.eps_clip)
-        if config.train.share_prompts:
-            self._check_sharing()
 
     def logprobs(self, exp: Experience, micro: list[list[int]]) -> dict[str, F32]:
         """Compute {"logprobs": fp32 [A]} at the rollout temperature; micro-batches as rows of `exp`."""
-        answer = per_action(exp, micro, self.world.device, lambda batch: self._forward(batch)[0], self._place)
-        return {"logprobs": answer}
+        return {"logprobs": per_action(exp, micro, self.world.device, lambda batch: self._forward(batch)[0])}
 
     def train_step(self, exp: Experience, micro: list[list[int]], denominator: float) -> dict[str, float]:
         """Take one optimizer step, as `Trainer.train_step`."""
@@ -142,7 +137,7 @@ class PolicyTrainer(LanguageModelTrainer):
     def _loss(self, part: Experience, denominator: float) -> tuple[Tensor, Metrics]:
         actor, device = self.config.actor, self.world.device
         mask = to_device(part.action_mask, device)
-        logprobs, entropy = self._forward(collate(part, device, self._place(part)))
+        logprobs, entropy = self._forward(collate(part, device))
         loss, metrics = self.policy_loss(
             PolicyInputs(
                 logprobs,
@@ -183,24 +178,8 @@ class PolicyTrainer(LanguageModelTrainer):
             batch.targets,
             self.config.rollout.temperature,
             self.config.actor.entropy_coef != 0.0,
-            **batch.rows,
         )
         return result
-
-    def _place(self, part: Experience) -> Layout | None:
-        """Choose the rows of a micro-batch; None: one for each sequence."""
-        if not self.config.train.share_prompts:
-            return None
-        return share(part, self.engine.module.model.config.get_text_config().hidden_size)
-
-    def _check_sharing(self) -> None:
-        """See that responses behind one prompt have the log-probs that they have alone. Raises ModelError."""
-        path, exp = self.config.actor.model_name_or_path, probe()
-        check_model(self.engine.module.model, self.config.data.max_len, path)
-        module, device = self.engine.module, self.world.device
-        with undisturbed(module, device), torch.no_grad():
-            alone, together = (self._forward(collate(exp, device, layout))[0] for layout in (None, one_row(exp)))
-        check_equal(alone, together, self.config.ds.param_dtype != "fp32", path)
 
     def local_parameters(self) -> LocalParameters:
         """Return what this rank has of the parameters in `describe`. Not collective."""

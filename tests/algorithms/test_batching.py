@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurm_rlhf.algorithms.batching import micro_batches, mini_batches, same_prompts, shards, split_ranks
-from slurm_rlhf.records import Experience
+from slurm_rlhf.algorithms.batching import micro_batches, mini_batches, split_ranks
 
 lengths_and_ranks = st.integers(1, 4).flatmap(
     lambda dp: st.integers(0, 5).flatmap(
@@ -102,46 +100,3 @@ def test_micro_batches_fit_and_are_the_fewest(case: tuple[list[int], int], max_t
         assert all(micro and micro == sorted(micro) for micro in micros)
         assert all(len(micro) == 1 or padded(micro, lengths) <= max_tokens for micro in micros)
         assert all(padded(a, lengths) >= padded(b, lengths) for a, b in pairwise(micros))
-
-
-def test_sequences_of_a_group_are_neighbours() -> None:
-    lengths = [5, 9, 2, 5, 9, 2]
-    groups = [[0, 2, 4], [1, 3, 5]]  # the group of sequence 1 comes first, as it has the longest with the lowest number
-    assert micro_batches([[0, 1, 2, 3, 4, 5]], lengths, 27, groups) == [[[1, 3, 5], [0, 2, 4]]]
-    assert micro_batches([[0, 1, 2, 3, 4, 5]], lengths, 27) == [[[0, 1, 4], [2, 3, 5]]]
-    # What follows a cut may be longer than what is before it.
-    assert micro_batches([[0, 1, 2, 3, 4, 5]], lengths, 18, groups) == [[[1, 3], [4, 5], [0, 2]]]
-
-
-@settings(max_examples=100, deadline=None)
-@given(lengths_and_ranks, st.integers(1, 300), st.integers(1, 4))
-def test_micro_batches_of_groups_fit(case: tuple[list[int], int], max_tokens: int, kinds: int) -> None:
-    lengths, dp = case
-    groups = [list(range(kind, len(lengths), kinds)) for kind in range(kinds)]
-    ranks = split_ranks(lengths, dp)
-    result = micro_batches(ranks, lengths, max_tokens, groups)
-    assert len({len(micros) for micros in result}) == 1
-    for rank, micros in zip(ranks, result, strict=True):
-        assert sorted(i for micro in micros for i in micro) == rank
-        assert all(micro and (len(micro) == 1 or padded(micro, lengths) <= max_tokens) for micro in micros)
-
-
-def test_responses_to_a_prompt_go_to_one_rank() -> None:
-    prompts, responses = [3, 4, 3, 4, 2, 2], [1, 9, 8, 2, 3, 4]
-    tokens = [np.full(p, p) for p in prompts]
-    packed = [part for pair in zip(tokens, [np.full(r, 50) for r in responses], strict=True) for part in pair]
-    whole = Experience(
-        np.array(prompts, np.int32),
-        np.array(responses, np.int32),
-        np.concatenate(packed).astype(np.int32),
-        np.ones(sum(responses), np.bool_),
-        np.zeros(6, np.float32),
-    )
-    assert same_prompts(whole) == [[0, 2], [1, 3], [4, 5]]
-    assert [part.indices for part in shards(whole, 3, 100, together=True)] == [[1, 3], [0, 2], [4, 5]]
-    # Three groups do not divide over two ranks.
-    assert [part.indices for part in shards(whole, 2, 100, together=True)] == [
-        part.indices for part in shards(whole, 2, 100)
-    ]
-    (alone,) = shards(whole, 1, 26, together=True)
-    assert alone.micro == [[1, 3], [0, 2], [4, 5]]

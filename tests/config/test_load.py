@@ -299,11 +299,11 @@ def test_the_help_names_every_algorithm_that_is_built_in() -> None:
     assert [name for name in built_in() if name not in text] == []
 
 
-def test_the_key_of_link_rates_is_left_out_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_key_that_went_is_left_out_with_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs of earlier versions have every key in their config.toml."""
-    file = write(tmp_path, '[sync]\nnetwork_gbits = "100,gpu007:10"\nbucket_mb = 7')
-    config = load_config(file, ["--sync.network_gbits=8", "--train.max_steps=3"])
-    assert (config.sync.bucket_mb, config.train.max_steps) == (7, 3)
+    file = write(tmp_path, "[train]\nshare_prompts = false\nseed = 7")
+    config = load_config(file, ["--train.share_prompts", "--train.max_steps=3"])
+    assert (config.train.seed, config.train.max_steps) == (7, 3)
     file_note, word_note = capsys.readouterr().err.splitlines()
-    assert f"{file}: sync.network_gbits is left out: every actor rank sends" in file_note
-    assert "the command line: --sync.network_gbits is left out" in word_note
+    assert f"{file}: train.share_prompts is left out: every response" in file_note
+    assert "the command line: --train.share_prompts is left out" in word_note

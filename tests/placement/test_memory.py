@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import rollout_engine as child
 from model_configs import SHAPES
@@ -23,9 +22,7 @@ from slurm_rlhf.placement.memory import Account, account
 from slurm_rlhf.placement.model_shape import read_shape, shape_of
 from slurm_rlhf.placement.rank_memory import rank_memories
 from slurm_rlhf.placement.remedies import fits, remedies
-from slurm_rlhf.placement.trainer_memory import shared_mask, shared_row, states
-from slurm_rlhf.records import Experience
-from slurm_rlhf.training.shared_prompts import attention_mask, share
+from slurm_rlhf.placement.trainer_memory import states
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 H100 = int(79.1 * GIB)
@@ -52,37 +49,6 @@ def test_states_by_stage() -> None:
     assert three.parameters == pytest.approx(2 * n / 64, rel=1e-6)
     assert two.optimizer == three.optimizer == pytest.approx(12 * n / 64, rel=1e-6)
     assert two.gradients == pytest.approx(4 * n / 64, rel=1e-6)
-
-
-def test_an_actor_that_shares_prompts_has_memory_for_their_mask() -> None:
-    """As large as the largest that the rule of the rows allows, whatever the lengths of the responses."""
-    plain, shared = (rank_memories(config(train__share_prompts=on), MODELS, H100) for on in (False, True))
-    name = "mask of shared prompts"
-    used = config()
-    response, samples = used.rollout.max_new_tokens, used.rollout.n_samples_per_prompt
-    row = max(used.data.max_len, shared_row(SEVEN.hidden, used.data.max_len - response, response, samples))
-    for phase, tokens in (("update", used.train.max_tokens_per_gpu), ("forward", used.train.forward_tokens)):
-        more = dict(shared[ACTOR].phases[phase])
-        assert more.pop(name) == 3 * tokens * min(row, tokens)
-        assert more == plain[ACTOR].phases[phase]
-    assert name not in shared[CRITIC].phases["update"]
-
-
-@pytest.mark.parametrize("hidden", [8, 64, 1024])
-def test_no_row_is_longer_than_its_bound(hidden: int) -> None:
-    for prompt, most, samples in ((40, 40, 8), (12, 64, 16), (200, 6, 32)):
-        bound = shared_row(hidden, prompt, most, samples)
-        widths = []
-        for own in range(1, most + 1):
-            lens = (np.full(samples, length, dtype=np.int32) for length in (prompt, own))
-            tokens, actions = np.ones(samples * (prompt + own), dtype=np.int32), samples * own
-            exp = Experience(*lens, tokens, np.ones(actions, dtype=np.bool_), np.zeros(samples, dtype=np.float32))
-            if (layout := share(exp, hidden)) is not None:
-                widths.append(layout.width)
-                mask = attention_mask(exp, layout).nbytes
-                assert mask <= shared_mask(len(layout.rows) * layout.width, bound, 0)
-        assert max(widths, default=0) <= bound
-        assert max(widths) > bound / 3
 
 
 def test_an_actor_has_memory_for_the_buckets_it_sends() -> None:
