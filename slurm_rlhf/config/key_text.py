@@ -10,7 +10,7 @@ import tomllib
 from collections.abc import Collection
 from typing import Any
 
-from slurm_rlhf.config.aliases import VALUES, meaning, read_as
+from slurm_rlhf.config.aliases import VALUES, key_of, meaning
 from slurm_rlhf.config.evaluation import entry_table, read_entry
 from slurm_rlhf.config.keys import DATA_SETS, Key, all_keys, documentation, get
 from slurm_rlhf.config.schema import Config
@@ -183,12 +183,12 @@ def _following(words: list[str], start: int) -> list[str]:
 
 
 def _takes(name: str, first: list[str]) -> int | None:
-    key = all_keys().get(read_as().get(name, name))
-    if meaning(name) or (key is not None and key.kind.startswith("list[")):
-        return None
-    if key is not None and key.kind == "bool":
+    key = key_of(name)
+    if key is None:
+        return None if meaning(name) else 1
+    if key.kind == "bool":
         return 1 if first and first[0].lower() in ("true", "false") else 0
-    return 1
+    return None if key.kind.startswith("list[") else 1
 
 
 def dump_toml(config: Config) -> str:

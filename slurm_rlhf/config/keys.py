@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import copy
 import difflib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, reduce
 from pathlib import Path
@@ -105,6 +106,14 @@ def put(config: Config, name: str, value: Any) -> None:
     """Set a dotted key."""
     group, _, leaf = name.rpartition(".")
     setattr(get(config, group) if group else config, leaf, value)
+
+
+def changed(config: Config, change: Mapping[str, Any]) -> Config:
+    """Return a copy of `config` with other values of the keys in `change`."""
+    copied = copy.deepcopy(config)
+    for name, value in change.items():
+        put(copied, name, value)
+    return copied
 
 
 @cache

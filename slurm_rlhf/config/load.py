@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.config import hub
-from slurm_rlhf.config.aliases import begins_alias, meaning, read_as
+from slurm_rlhf.config.aliases import begins_alias, key_of, meaning
 from slurm_rlhf.config.evaluation import resolved_entry
 from slurm_rlhf.config.key_text import BadValue, from_text, from_toml, split_overrides
 from slurm_rlhf.config.keys import DATA_SETS, Key, all_keys, get, groups, nearest, put
@@ -113,7 +113,7 @@ class _Source:
         if name in GONE:
             print(f"note: {self.name}: {self.dashes}{name} is left out: {GONE[name]}. Remove the key.", file=sys.stderr)
             return
-        key = all_keys().get(read_as().get(name, name))
+        key = key_of(name)
         if key is None:
             self.wrong(_unknown(name, self.dashes))
             return
@@ -137,7 +137,7 @@ def _apply_table(source: _Source, table: dict[str, Any], prefix: str) -> None:
             source.wrong(f"{name} is a group of keys, not a key: write [{name}] and its keys below")
         elif isinstance(value, dict) and (name in groups() or begins_alias(name)):
             _apply_table(source, value, name + ".")
-        elif name in all_keys() or name in read_as() or name in GONE:
+        elif name in GONE or key_of(name):
             source.put(name, partial(from_toml, value=value))
         else:
             for leaf in _leaves(name, value):

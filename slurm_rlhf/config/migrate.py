@@ -6,23 +6,12 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from slurm_rlhf.config.aliases import INTERVALS, VALUES, meaning, read_as
+from slurm_rlhf.config.aliases import INTERVALS, VALUES, key_of, meaning, tables
 from slurm_rlhf.config.key_text import BadValue, from_text, split_overrides, toml_value
 from slurm_rlhf.config.keys import Key, all_keys, nearest
 from slurm_rlhf.errors import ConfigError
 
 PROGRAM = "openrlhf.cli.train_ppo_ray"
-
-DEFAULTS = {
-    "actor.lr_scheduler": "cosine",
-    "actor.lr_warmup_ratio": 0.03,
-    "rollout.batch_size": 1024,
-    "vllm.gpu_memory_utilization": 0.95,
-    "train.max_tokens_per_gpu": 16192,
-    "eval.temperature": 0.6,
-    "eval.n_samples_per_prompt": 4,
-}
-"""Key -> OpenRLHF's default, where it differs from ours. Source: openrlhf/cli/train_ppo_ray.py of August 2026."""
 
 
 @dataclass(slots=True)
@@ -43,7 +32,7 @@ class Translation:
                 flag = self.flags[key.name]
                 lines.append(setting if flag == key.name else f"{setting}  # --{flag}")
             lines.append("")
-        defaults = {name: value for name, value in DEFAULTS.items() if name not in self.values}
+        defaults = {name: value for name, value in tables()["openrlhf_defaults"].items() if name not in self.values}
         if defaults:
             lines.append(
                 "# OpenRLHF's defaults that differ here. To keep one, give it on the command line or move it up:"
@@ -64,7 +53,7 @@ def translate(command: str) -> Translation:
     """Read the flags of `command`, a line or a whole shell script. Raises ConfigError where it has none."""
     found = Translation()
     for name, words in split_overrides(_flags(command))[0]:
-        key = all_keys().get(read_as().get(name, name))
+        key = key_of(name)
         written = " ".join([f"--{name}", *words])
         if key is None:
             near = f"unknown; near it: {', '.join(nearest(name)) or 'nothing'}"

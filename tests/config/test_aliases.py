@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from slurm_rlhf.config.aliases import INTERVALS, TRL, UNITS, VALUES, VERL, read_as
+from slurm_rlhf.config.aliases import INTERVALS, VALUES, read_as, spellings, tables
 from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.keys import all_keys, get, nearest
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.openrlhf import FLAGS
 from slurm_rlhf.config.rules import out_of_range
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.docs.pages import page
 from slurm_rlhf.errors import ConfigError
 
-HERE = [flag for flag in FLAGS if flag.key]
-ELSEWHERE = [flag for flag in FLAGS if not flag.key]
+FLAGS = tables()["openrlhf"]
+HERE = [flag for flag in FLAGS if "key" in flag]
+ELSEWHERE = [flag for flag in FLAGS if "key" not in flag]
+VERL, TRL, UNITS = (tables()[table] for table in ("verl", "trl", "units"))
 OTHER = {"int": 7, "float": 0.25, "bool": True, "str": "word", "list[float]": [0.25, 0.75]}
 
 
@@ -51,22 +52,23 @@ def sample(key: str) -> tuple[str, object]:
 
 def test_every_row_is_a_key_or_says_what_to_do_instead() -> None:
     for flag in FLAGS:
-        assert bool(flag.key) != bool(flag.instead), flag
-        assert flag.now or flag.before, flag
-        assert not flag.key or flag.key in all_keys(), flag
-        assert flag.key or not {flag.now, flag.before} & all_keys().keys(), f"{flag}: it is a key by now"
-    names = [name for flag in FLAGS for name in {flag.now, flag.before} - {""}]
+        assert set(flag) <= {"now", "before", "key", "instead"}
+        assert bool(flag.get("key")) != bool(flag.get("instead")), flag
+        assert all(spellings(flag)), flag
+        assert "key" not in flag or flag["key"] in all_keys(), flag
+        assert "key" in flag or not set(spellings(flag)) & all_keys().keys(), f"{flag}: it is a key by now"
+    names = [name for flag in FLAGS for name in set(spellings(flag))]
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
 def test_a_flag_with_the_name_of_a_key_is_that_key() -> None:
     for flag in HERE:
-        for name in (flag.now, flag.before):
-            assert name not in all_keys() or name == flag.key, flag
+        for name in spellings(flag):
+            assert name not in all_keys() or name == flag["key"], flag
 
 
 def test_keys_that_the_explanations_name_are_keys() -> None:
-    texts = " ".join(flag.instead for flag in ELSEWHERE)
+    texts = " ".join(flag["instead"] for flag in ELSEWHERE)
     named = set(
         re.findall(r"\b(?:actor|critic|ref|reward|rollout|vllm|ds|algo|train|eval|ckpt|sync|logger)(?:\.\w+)+", texts)
     )
@@ -91,13 +93,13 @@ def test_the_page_about_migration_has_the_table() -> None:
     section = page("migration").split("## From OpenRLHF")[1].split("\n## ")[0]
     rows = re.findall(r"^\| (.*) \| `([\w.]+)` \|$", section, re.MULTILINE)
     found = [(tuple(re.findall(r"`--([\w.]+)`", flags)), key) for flags, key in rows]
-    assert found == [(tuple(name for name in (flag.now, flag.before) if name), flag.key) for flag in HERE]
+    assert found == [(tuple(spellings(flag)), flag["key"]) for flag in HERE]
 
 
 def test_the_readme_has_the_flags_that_are_called_otherwise_here() -> None:
     readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `--([\w.]+)` \| `([\w.]+)` \|$", readme, re.MULTILINE)
-    assert rows == [(flag.now, flag.key) for flag in HERE if flag.now not in ("", flag.key)]
+    assert rows == [(flag["now"], flag["key"]) for flag in HERE if flag.get("now", flag["key"]) != flag["key"]]
 
 
 # --- in files and on the command line --------------------------------------------------------------------------------
@@ -118,9 +120,14 @@ def test_every_alias_loads_from_a_file_and_from_the_command_line(
         assert told[1:] == [f"note: the command line: --{alias}, a name of OpenRLHF, is {key} here"]
 
 
-def test_names_of_ours_are_not_remarked_upon(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_of_ours_are_not_remarked_upon_and_need_no_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables.cache_clear()
+    read_as.cache_clear()
     load_config(write(tmp_path, dump_toml(Config())), ["--actor.learning_rate=1"])
     assert capsys.readouterr().err == ""
+    assert tables.cache_info().currsize == 0
 
 
 def test_flags_and_lists_without_an_equals_sign() -> None:

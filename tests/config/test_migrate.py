@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurm_rlhf.cli import main as cli
+from slurm_rlhf.config.aliases import tables
 from slurm_rlhf.config.keys import all_keys, get
 from slurm_rlhf.config.load import load_config
-from slurm_rlhf.config.migrate import DEFAULTS, PROGRAM, translate
+from slurm_rlhf.config.migrate import PROGRAM, translate
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 
@@ -69,7 +70,7 @@ def test_a_whole_script_becomes_a_file_that_loads(
 
 
 def test_openrlhfs_defaults_differ_from_ours_and_are_values_of_their_keys() -> None:
-    for name, value in DEFAULTS.items():
+    for name, value in tables()["openrlhf_defaults"].items():
         assert get(Config(), name) != value
         assert type(get(Config(), name)) is type(value)
 
