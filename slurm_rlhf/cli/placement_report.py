@@ -14,11 +14,11 @@ from slurm_rlhf.config.key_text import dump_toml
 from slurm_rlhf.config.roles import ROLLOUT, colocations
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
-from slurm_rlhf.placement.memory import Account, Row, account, gib
+from slurm_rlhf.placement.memory import Account, Row, gib
 from slurm_rlhf.placement.rank_map import RankMap, draw, place, process_slots
-from slurm_rlhf.placement.remedies import Remedy, changed, fits, remedies
 from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.spares import chosen
+from slurm_rlhf.placement.too_large import help_for
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology, numbered_names
 
 EXAMPLE_NODES = "Not in a Slurm allocation: these nodes stand for those that sbatch --nodes={nodes} would get."
@@ -141,7 +141,7 @@ def memory_json(memory: Memory) -> dict[str, Any]:
         "gpu": memory.size.name,
         "gpu_bytes": memory.size.memory,
         "notes": list(memory.size.notes),
-        "fits": found.fits,
+        "fits": found.fits(),
         "rows": [
             {
                 "name": row.name.strip(),
@@ -166,22 +166,18 @@ def memory_json(memory: Memory) -> dict[str, Any]:
 
 
 def require_fit(config: Config, memory: Memory) -> None:
-    """Raise PlacementError if the run is known not to fit: names the largest terms, and settings that do fit."""
-    found, models = memory.account, memory.models
-    if found is None or models is None or found.fits:
+    """Raise PlacementError if the run is known not to fit: names the largest terms of each role, and keys that help."""
+    found = memory.account
+    if found is None or found.fits():
         return
-    advised = config
     lines = [f"this run does not fit its GPUs, {memory.size.name} with {memory.size.gib:.1f} GiB:"]
     for role in dict.fromkeys(row.role for row in found.rows):
-        if not fits(found, role):
+        if not found.fits(role):
             worst = max((row for row in found.rows if row.role == role), key=lambda row: (not row.fits, row.needed))
-            lines.append(_problem(worst, config, found))
-            if fits(account(advised, models, memory.size.memory), role):
-                lines.append("    it fits with the same settings")
-                continue
-            offered = remedies(advised, models, memory.size.memory, worst)
-            lines += _advice(offered)
-            advised = changed(advised, offered[0].change) if offered else advised
+            keys = " or ".join(help_for(config, worst))
+            more = "use more GPUs, GPUs with more memory, or a smaller model"
+            advice = f"what helps: {keys}; else {more}" if keys else f"no key makes it fit: {more}"
+            lines += [_problem(worst, config, found), textwrap.indent(textwrap.fill(advice, _WIDTH - 4), "    ")]
     raise PlacementError("\n".join(lines))
 
 
@@ -196,13 +192,3 @@ def _problem(row: Row, config: Config, found: Account) -> str:
         where = row.role if row.name == row.role else f"{row.role}, {row.name.strip()}"
         text = f"{where}: {gib(row.needed)} GiB are needed, most of them for {largest}"
     return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
-
-
-def _advice(found: list[Remedy]) -> list[str]:
-    if not found:
-        return ["    no setting makes it fit: use more GPUs, GPUs with more memory, or a smaller model"]
-    lines = ["    it fits with" + (" any of" if len(found) > 1 else "")]
-    for remedy in found:
-        text = f"{remedy} ({gib(remedy.needed)} GiB)"
-        lines.append(textwrap.fill(text, _WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 8))
-    return lines

@@ -64,7 +64,7 @@ def fits_gpus(config: Config) -> bool:
     Blocks for up to a minute, the first time, if nothing answers.
     """
     found = memory_of(config, _found_once()).account
-    return found is None or found.fits
+    return found is None or found.fits()
 
 
 def _found() -> GpuSize:

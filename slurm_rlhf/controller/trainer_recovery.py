@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from slurm_rlhf.cluster.stop import Stop, StopRequested
+from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.roles import ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.casualty import Casualty
@@ -21,7 +22,6 @@ from slurm_rlhf.controller.watchdog import Watchdog
 from slurm_rlhf.errors import PlacementError, RemoteError, RoleDied, RunError, shortened
 from slurm_rlhf.launch.launcher import Launcher
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.remedies import changed
 from slurm_rlhf.placement.replacement import Fits, Replacement, passed_over, replaced
 from slurm_rlhf.placement.spares import with_engine_on
 from slurm_rlhf.placement.topology import Topology

@@ -59,9 +59,10 @@ class Account:
         """Tell whether the KV cache of an engine is large enough for one; True where there is no engine."""
         return self.engine is None or self.engine.sequences >= 1
 
-    @property
-    def fits(self) -> bool:
-        return self.holds_a_sequence and all(row.fits for row in self.rows)
+    def fits(self, role: str = "") -> bool:
+        """Tell whether `role` always fits, or every role; an engine's KV cache must hold a whole sequence, too."""
+        rows = [row for row in self.rows if not role or row.role == role]
+        return all(row.fits for row in rows) and (role not in ("", ROLLOUT) or self.holds_a_sequence)
 
 
 def account(config: Config, models: Models, gpu: int) -> Account:

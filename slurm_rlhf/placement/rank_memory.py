@@ -215,7 +215,7 @@ def _update(config: Config, shape: ModelShape, role: RoleSpec, elements: int, la
 def _forward(config: Config, shape: ModelShape, head: bool, cut: bool, elements: int, largest: int) -> dict[str, int]:
     """Estimate a pass without gradients."""
     how = _pass(config, config.train.forward_tokens, training=False)
-    terms = {"activations": tm.forward_work(shape, how)}
+    terms = {"forward activations": tm.forward_work(shape, how)}
     if head:
         terms["logits"] = tm.logits(shape, min(config.train.logprob_chunk_tokens, how.tokens), how.dtype, False)
         if config.ds.fp32_lm_head and _half(config):

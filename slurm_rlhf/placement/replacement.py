@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
 
-from slurm_rlhf.config.keys import get
-from slurm_rlhf.config.roles import ROLLOUT, colocations
+from slurm_rlhf.config.keys import changed, get
+from slurm_rlhf.config.roles import ROLES, ROLLOUT, colocations, roles_by_slots, running_roles
+from slurm_rlhf.config.rules import rule_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError, shortened
 from slurm_rlhf.placement.rank_map import RankMap, make_blocks, place, process_slots
-from slurm_rlhf.placement.remedies import Change, changed
 from slurm_rlhf.placement.role_sizes import RoleSize, role_sizes
-from slurm_rlhf.placement.smaller import Smaller
 from slurm_rlhf.placement.topology import CPU, GPU, Node, Topology
+
+Change = dict[str, Any]
+"""Key -> value."""
+
+MOST_LAYOUTS = 5000
+"""Layouts that are looked at."""
 
 Fits = Callable[[Config], bool]
 """Tells whether the roles of a configuration fit the memory of its GPUs."""
@@ -77,8 +85,8 @@ def _on_fewer(ranks: RankMap, left: Topology, config: Config, fits: Fits) -> Rep
     """Find the largest layout that fits the nodes `left`. Raises PlacementError."""
     refused: PlacementError | None = None
     large = False  # a layout would fit, but for the memory of the GPUs
-    smaller = Smaller.of(config, len(left.nodes))
-    for change in smaller.changes():
+    sizes = group_sizes(config, len(left.nodes))
+    for change in islice(smaller_layouts(sizes), MOST_LAYOUTS):
         candidate = changed(config, change)
         found = next(_placed(ranks, left, candidate), None)
         if found is not None and not (change and left.accelerator == GPU and not fits(candidate)):
@@ -90,8 +98,68 @@ def _on_fewer(ranks: RankMap, left: Topology, config: Config, fits: Fits) -> Rep
         refused = error
     if large:
         raise PlacementError(f"{refused}; those layouts that would fit need more memory than a GPU has")
-    least = f"the smallest that the rules of the configuration allow needs {smaller.least} slots"
-    raise PlacementError(f"{refused}; nor does any smaller layout" + (f": {least}" if smaller.least else ""))
+    least = sum(group[-1][0] for group in sizes) if all(sizes) else 0
+    told = f": the smallest that the rules of the configuration allow needs {least} slots" if least else ""
+    raise PlacementError(f"{refused}; nor does any smaller layout{told}")
+
+
+def group_sizes(config: Config, nodes: int) -> list[list[tuple[int, Change]]]:
+    """List the sizes that the rules allow on `nodes` nodes for each group of roles that share slots.
+
+    A size has its slots and what it changes; the largest comes first. Batches have to divide over the ranks, say.
+    """
+    found = []
+    for names in roles_by_slots(config, [role.name for role in running_roles(config)]):
+        sizes = []
+        for slots, change in _sizes(config, names, nodes):
+            new = {key: value for key, value in change.items() if get(config, key) != value}
+            if not new or next(rule_problems(changed(config, new)), None) is None:
+                sizes.append((slots, new))
+        found.append(sorted(sizes, key=lambda size: (-size[0], len(size[1]))))
+    return found
+
+
+def _sizes(config: Config, names: Sequence[str], nodes: int) -> Iterator[tuple[int, Change]]:
+    """Yield slots and keys of fewer nodes, of fewer slots on each, of both; of fewer engines where these are alone."""
+    roles = [ROLES[name] for name in names]
+    trainers, vllm = [role for role in roles if role.kind != "engine"], config.vllm
+    if not trainers:
+        for engines in range(vllm.num_engines, 0, -1):
+            spread = min(vllm.num_nodes, engines, nodes)
+            yield engines * vllm.tensor_parallel_size, {"vllm.num_engines": engines, "vllm.num_nodes": spread}
+        return
+    largest = trainers[0].settings(config)
+    for count in range(min(largest.num_nodes, nodes), 0, -1):
+        for per_node in range(largest.num_gpus_per_node, 0, -1):
+            change: Change = {}
+            for role in trainers:
+                change |= {f"{role.group}.num_nodes": count, f"{role.group}.num_gpus_per_node": per_node}
+            if len(trainers) < len(roles):
+                change["vllm.num_engines"] = count * per_node // vllm.tensor_parallel_size
+                change["vllm.num_nodes"] = count if vllm.num_nodes else 0
+            yield count * per_node, change
+
+
+def smaller_layouts(groups: Sequence[Sequence[tuple[int, Change]]]) -> Iterator[Change]:
+    """Yield what each layout changes, those with most slots first, and of these what changes fewest groups."""
+    if not all(groups):
+        return
+
+    def entry(chosen: tuple[int, ...]) -> tuple[int, int, tuple[int, ...]]:
+        slots = sum(sizes[place][0] for sizes, place in zip(groups, chosen, strict=True))
+        return -slots, sum(map(bool, chosen)), chosen
+
+    first = (0,) * len(groups)
+    queue, seen = [entry(first)], {first}
+    while queue:
+        _, _, chosen = heapq.heappop(queue)
+        picked = (sizes[place][1] for sizes, place in zip(groups, chosen, strict=True))
+        yield {key: value for change in picked for key, value in change.items()}
+        for group, sizes in enumerate(groups):
+            after = (*chosen[:group], chosen[group] + 1, *chosen[group + 1 :])
+            if after[group] < len(sizes) and after not in seen:
+                seen.add(after)
+                heapq.heappush(queue, entry(after))
 
 
 def _placed(ranks: RankMap, left: Topology, config: Config) -> Iterator[RankMap]:

@@ -15,7 +15,7 @@ from slurm_rlhf.placement.engine_memory import GIB, hf_terms
 from slurm_rlhf.placement.memory import account
 from slurm_rlhf.placement.model_shape import shape_of
 from slurm_rlhf.placement.rank_memory import gathers_once, rank_memories
-from slurm_rlhf.placement.remedies import changed, fits, remedies
+from slurm_rlhf.placement.too_large import help_for
 
 SBATCH = Path(__file__).resolve().parents[2] / "sbatch"
 H100 = int(79.1 * GIB)
@@ -75,10 +75,8 @@ def test_there_is_no_engine_and_no_transfer_in_the_account() -> None:
     assert not any("generation" in row.name and row.role == "rollout" for row in shared.rows)
 
 
-def test_too_many_responses_at_a_time_are_refused_with_a_number_that_fits() -> None:
+def test_too_many_responses_at_a_time_are_refused_with_the_key_that_helps() -> None:
     large = config(rollout__hf_max_num_seqs=4096)
     found = account(large, MODELS["7B"], H100)
     (row,) = [row for row in found.rows if row.role == ACTOR and not row.fits]
-    offered = remedies(large, MODELS["7B"], H100, row)
-    assert "rollout.hf_max_num_seqs" in offered[0].change
-    assert fits(account(changed(large, offered[0].change), MODELS["7B"], H100), ACTOR)
+    assert help_for(large, row)[0] == "lower rollout.hf_max_num_seqs (now 4096)"

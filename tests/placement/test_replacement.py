@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from slurm_rlhf.config.keys import changed
 from slurm_rlhf.config.roles import colocations
 from slurm_rlhf.config.rules import rule_problems
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import PlacementError
 from slurm_rlhf.placement.rank_map import RankMap, place, process_slots
-from slurm_rlhf.placement.remedies import changed
-from slurm_rlhf.placement.replacement import replaced
+from slurm_rlhf.placement.replacement import group_sizes, replaced, smaller_layouts
 from slurm_rlhf.placement.role_sizes import role_sizes
-from slurm_rlhf.placement.smaller import Smaller
 from slurm_rlhf.placement.topology import CPU, Node, Topology
 
 CONFIG = {
@@ -129,7 +128,7 @@ def test_only_sizes_over_which_batches_divide_come_into_question() -> None:
 
 
 def every(config: Config) -> list[dict[str, int]]:
-    return list(Smaller.of(config, 2).changes())
+    return list(smaller_layouts(group_sizes(config, 2)))
 
 
 def test_what_is_missing_is_said() -> None:

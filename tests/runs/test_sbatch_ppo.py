@@ -51,7 +51,7 @@ def test_four_nodes_by_overrides() -> None:
     config = load_config(SBATCH / "ppo_32b.toml", [*FOUR, *FOUR_SMALLER])
     ranks = place(Topology.uniform(numbered_names(4), 8), role_sizes(config), colocations(config))
     assert sum(count for role, count in ranks.worlds.items() if role != "reference") == 32
-    assert account(config, models("32B"), int(79.1 * GIB)).fits
+    assert account(config, models("32B"), int(79.1 * GIB)).fits()
 
 
 def models(size: str) -> Models:
