@@ -104,7 +104,6 @@ def draw_memory(config: Config, memory: Memory) -> str:
         lines.append(textwrap.fill(what, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
     notes = [
         _kv_line(config, memory.account),
-        *_copies_line(memory.account),
         *(f"{note}." for note in memory.size.notes),
     ]
     return "\n".join([*lines, *(textwrap.fill(note, _WIDTH) for note in notes)])
@@ -122,13 +121,6 @@ def _kv_line(config: Config, found: Account) -> str:
         f"KV cache of an engine: {engine.blocks} blocks, {int(engine.sequences)} sequences of data.max_len = "
         f"{config.data.max_len}; {wanted} are requested at once{fewer}."
     )
-
-
-def _copies_line(found: Account) -> list[str]:
-    if not found.copies:
-        return []
-    each = ", ".join(f"{gib(size)} GiB by each rank of {role}" for role, size in found.copies.items())
-    return [f"Host memory that ckpt.async_save takes for copies: {each}."]
 
 
 def memory_json(memory: Memory) -> dict[str, Any]:
@@ -154,7 +146,6 @@ def memory_json(memory: Memory) -> dict[str, Any]:
             }
             for row in found.rows
         ],
-        "host_copies": found.copies,
         "kv_cache": found.engine
         and {
             "block_bytes": found.engine.block,

@@ -13,9 +13,8 @@ from slurm_rlhf.config.roles import has_engines
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 from slurm_rlhf.placement.gpus import TELL, GpuSize, found_size, told_size
-from slurm_rlhf.placement.memory import Account, account
+from slurm_rlhf.placement.memory import Account, Models, account, read_models
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.rank_memory import Models, read_models
 from slurm_rlhf.placement.topology import GPU
 
 

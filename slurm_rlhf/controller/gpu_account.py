@@ -17,9 +17,9 @@ from slurm_rlhf.control.handles import EngineHandle, RoleHandle, gather
 from slurm_rlhf.errors import ModelError, RunError
 from slurm_rlhf.observe.timing import GpuTime, Slot
 from slurm_rlhf.placement.gpus import find_gpu
+from slurm_rlhf.placement.memory import read_models
 from slurm_rlhf.placement.model_shape import ModelShape, batch_flops, mfu
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.rank_memory import read_models
 from slurm_rlhf.records import Experience, SyncConnection
 
 log = logging.getLogger(__name__)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from slurm_rlhf.config.roles import ACTOR, roles_by_slots
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement import trainer_memory as tm
 from slurm_rlhf.placement.model_shape import ModelShape
-from slurm_rlhf.placement.trainer_memory import Pass
 
 BLOCK = 16  # tokens of a KV block on GPUs
 VOCABULARY = 64  # vLLM pads the vocabulary to a multiple of it
@@ -95,18 +92,19 @@ class Engine:
     sequences: float  # of data.max_len that the KV cache holds
 
 
-def engine(
-    shape: ModelShape, tp: int, dtype: int, share: float, gpu: int, length: int, sequences: int, eager: bool = False
-) -> Engine:
-    """Estimate an engine that may use `share` of a GPU, for `sequences` at once of up to `length` tokens."""
-    tokens = step_tokens(gpu)
-    held, work = weights(shape, tp, dtype), profiled(shape, tp, dtype, tokens, sequences)
-    work += TP_GROUP if tp > 1 else 0
-    graphs = 0 if eager else CUDA_GRAPHS
-    kv = int(share * gpu) - held - work - graphs
+def engine(config: Config, shape: ModelShape, gpu: int) -> Engine:
+    """Estimate one rank of an engine that may use its share of a GPU of `gpu` bytes."""
+    vllm, tp, tokens = config.vllm, config.vllm.tensor_parallel_size, step_tokens(gpu)
+    dtype = 4 if (config.ds.param_dtype if vllm.dtype == "auto" else vllm.dtype) == "fp32" else 2
+    held = weights(shape, tp, dtype)
+    work = profiled(shape, tp, dtype, tokens, vllm.max_num_seqs) + (TP_GROUP if tp > 1 else 0)
+    graphs = 0 if vllm.enforce_eager else CUDA_GRAPHS
+    kv = int(vllm.gpu_memory_utilization * gpu) - held - work - graphs
     block = block_bytes(shape, tp, dtype)
     blocks = max(0, kv // block)
-    per_sequence = blocks_of_sequence(shape, length, 2 * tokens)  # a step may be prepared while another runs
+    per_sequence = blocks_of_sequence(
+        shape, config.data.max_len, 2 * tokens
+    )  # a step may be prepared while another runs
     return Engine(held, work, graphs, kv, block, blocks, blocks / per_sequence)
 
 
@@ -130,10 +128,9 @@ def hf_terms(config: Config, shape: ModelShape, whole: bool) -> dict[str, int]:
     # A layer's keys and values are copied when a token is appended.
     cache = rows * config.data.max_len * of_token * (shape.layers + 1)
     longest = max(1, config.data.max_len - config.rollout.max_new_tokens)
-    prompts = Pass(rows * longest, longest, width, attention=config.ds.attn_implementation)
     found = {
         "KV cache": cache,
-        "activations of prompts": tm.forward_work(shape, prompts),
+        "activations of prompts": tm.forward_work(shape, rows * longest, width),
         "logits": SCORES * 4 * rows * shape.vocab,
     }
     if config.ds.zero_stage == 0 and half:
@@ -143,12 +140,3 @@ def hf_terms(config: Config, shape: ModelShape, whole: bool) -> dict[str, int]:
         gathered = width * shape.parameters if whole else tm.gathered(shape.parameters, largest, half)
         found["gathered parameters"] = gathered
     return found
-
-
-def fits_whole(config: Config, shape: ModelShape, held: Mapping[str, int], gpu: int) -> bool:
-    """Tell whether every rank of the actor has room for all parameters while it samples.
-
-    `held`: the bytes that each role has on the GPU, of `gpu` bytes, between two calls.
-    """
-    slots = next(group for group in roles_by_slots(config, list(held)) if ACTOR in group)
-    return sum(held[role] for role in slots) + sum(hf_terms(config, shape, whole=True).values()) <= gpu

@@ -1,14 +1,44 @@
-"""Check whether a configuration fits its GPUs: a row for each role and each use of a shared GPU."""
+"""Estimate what a rank of each role holds, and check whether a run fits its GPUs: a row for each use of a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
-from slurm_rlhf.config.roles import ROLES, ROLLOUT, has_engines, roles_by_slots
+from slurm_rlhf.config.roles import ACTOR, ROLES, ROLLOUT, RoleSpec, has_engines, roles_by_slots, running_roles
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.placement.engine_memory import GIB, Engine
-from slurm_rlhf.placement.rank_memory import Models, RankMemory, rank_memories, save_copies, the_engine
+from slurm_rlhf.errors import ModelError
+from slurm_rlhf.placement import trainer_memory as tm
+from slurm_rlhf.placement.engine_memory import GIB, Engine, engine, hf_terms
+from slurm_rlhf.placement.model_shape import ModelShape, read_shape
+
+# Estimates, not measured: a context with its libraries, and the buffers of a group's communicators.
+CONTEXT, GROUP, SYNC_GROUP = 3 * GIB // 4, GIB // 2, GIB // 4
+
+Models = Mapping[str, ModelShape]
+"""Role -> the shape of its model."""
+Bytes = Mapping[str, int]
+"""Term -> bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Hold the bytes of one rank of a role."""
+
+    role: str
+    resting: Bytes  # for as long as it lives
+    phases: Mapping[str, Bytes]  # phase -> bytes beyond `resting`, released afterwards
+    parked: Bytes = field(default_factory=dict)  # the part of `resting` that is moved away while the engines work
+
+    def at(self, phase: str) -> dict[str, int]:
+        """Return all terms in `phase`; "" is rest, "parked" is while the engines work."""
+        if phase == "parked":
+            return {name: size - self.parked.get(name, 0) for name, size in self.resting.items()}
+        return {**self.resting, **self.phases.get(phase, {})}
+
+    def worst(self) -> str:
+        """Return the phase that takes most."""
+        return max(self.phases, key=lambda phase: sum(self.at(phase).values()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +78,27 @@ class Row:
 class Account:
     """Hold the memory of a run."""
 
-    gpu: int  # bytes
     rows: tuple[Row, ...]
     engine: Engine | None  # None: the actor's ranks sample (rollout.engine = hf)
     wanted: int  # sequences that an engine gets at once
-    copies: dict[str, int]  # role -> bytes of host memory of a rank, for ckpt.async_save
-
-    @property
-    def holds_a_sequence(self) -> bool:
-        """Tell whether the KV cache of an engine is large enough for one; True where there is no engine."""
-        return self.engine is None or self.engine.sequences >= 1
 
     def fits(self, role: str = "") -> bool:
         """Tell whether `role` always fits, or every role; an engine's KV cache must hold a whole sequence, too."""
         rows = [row for row in self.rows if not role or row.role == role]
-        return all(row.fits for row in rows) and (role not in ("", ROLLOUT) or self.holds_a_sequence)
+        holds = self.engine is None or self.engine.sequences >= 1 or role not in ("", ROLLOUT)
+        return holds and all(row.fits for row in rows)
+
+
+def read_models(config: Config) -> Models:
+    """Read the config.json of every role that `config` starts, each directory once. Raises ModelError."""
+    shapes: dict[str, ModelShape] = {}
+    found: dict[str, ModelShape] = {}
+    for role in running_roles(config):
+        key, directory = role.model(config)
+        if directory not in shapes:
+            shapes[directory] = read_shape(key, directory)
+        found[role.name] = shapes[directory]
+    return found
 
 
 def account(config: Config, models: Models, gpu: int) -> Account:
@@ -72,48 +108,130 @@ def account(config: Config, models: Models, gpu: int) -> Account:
     for group in roles_by_slots(config, list(held)):
         shared = len(group) > 1
         for role in group:
-            rows.append(_row(role, held[role].worst(), 0 if shared else gpu, role, ROLES[role].ranks(config)))
+            terms = held[role].at(held[role].worst())
+            rows.append(_row(role, terms, 0 if shared else gpu, role, ROLES[role].ranks(config)))
         if shared:
             rows += _together(config, [held[role] for role in group], gpu)
-    rank = the_engine(config, models[ROLLOUT], gpu) if has_engines(config) else None
-    return Account(gpu, tuple(rows), rank, wanted_sequences(config), save_copies(config, models))
-
-
-def wanted_sequences(config: Config) -> int:
-    """Count the sequences that an engine works on at once, with its share of the prompts of a step."""
     responses = config.rollout.batch_size * config.rollout.n_samples_per_prompt
-    return min(config.vllm.max_num_seqs, -(-responses // config.vllm.num_engines))
+    wanted = min(config.vllm.max_num_seqs, -(-responses // config.vllm.num_engines))
+    return Account(tuple(rows), engine(config, models[ROLLOUT], gpu) if has_engines(config) else None, wanted)
+
+
+def rank_memories(config: Config, models: Models, gpu: int) -> dict[str, RankMemory]:
+    """Estimate what a rank of each role that `config` starts holds, on GPUs of `gpu` bytes."""
+    found = _alone(config, models, gpu)
+    if not has_engines(config):
+        generation = hf_terms(config, models[ACTOR], gathers_once(config, gpu, models))
+        actor = found[ACTOR]
+        found[ACTOR] = RankMemory(ACTOR, actor.resting, {**actor.phases, "generation": generation}, actor.parked)
+    return found
+
+
+def gathers_once(config: Config, gpu: int, models: Models | None = None) -> bool:
+    """Decide whether every rank of the actor has all parameters while it samples (rollout.engine = hf).
+
+    Otherwise it gathers layer by layer. `gpu`: its bytes; 0: a CPU, whose memory is not estimated. Without `models` it
+    reads their directories. A model of unknown shape is gathered layer by layer, which needs least.
+    """
+    if config.ds.zero_stage != 3 or config.rollout.hf_gather != "auto":
+        return config.ds.zero_stage != 3 or config.rollout.hf_gather == "batch"
+    if not gpu:
+        return True
+    try:
+        models = models or read_models(config)
+    except ModelError:
+        return False
+    held = _alone(config, models, gpu)
+    slots = next(group for group in roles_by_slots(config, list(held)) if ACTOR in group)
+    resting = sum(sum(held[role].resting.values()) for role in slots)
+    return resting + sum(hf_terms(config, models[ACTOR], whole=True).values()) <= gpu
+
+
+def _alone(config: Config, models: Models, gpu: int) -> dict[str, RankMemory]:
+    """Estimate the roles without what the actor needs to sample."""
+    found = {}
+    for role in running_roles(config):
+        shape = models[role.name]
+        if role.kind == "engine":
+            found[role.name] = _engine(config, shape, gpu)
+        else:
+            found[role.name] = (_trainer if role.kind == "trained" else _frozen)(config, shape, role)
+    return found
+
+
+def _trainer(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
+    ds, ranks = config.ds, role.ranks(config)
+    elements, sizes = tm.tensors(shape, role.head)
+    held = tm.trainer_states(config, shape, role.name)
+    buckets = tm.reduce_buckets(config, elements) if ranks > 1 or ds.zero_stage else 0
+    resting = {"parameters": held.parameters, "optimizer states": held.optimizer, **_context(role.name, ranks)}
+    moment = {"gradients": held.gradients, "reduce buckets": buckets}
+    if held.resting_gradients:
+        resting["gradients"] = held.resting_gradients
+    parked = {"optimizer states": held.optimizer} if ds.enable_sleep and ds.zero_stage >= 2 else {}
+    if ds.zero_stage == 3:
+        resting["reduce buckets"] = buckets
+        parked |= {"gradients": held.resting_gradients, "reduce buckets": buckets} if ds.enable_sleep else {}
+    phases = {
+        "update": moment | tm.update_terms(config, shape, role),
+        "forward": tm.forward_terms(config, shape, role.head, ds.zero_stage == 3),
+        "step": moment | {"optimizer's work": tm.step_work(elements, ranks, ds.zero_stage, max(sizes))},
+    }
+    if role.name == ACTOR and has_engines(config):
+        bucket = min(config.sync.bucket_size_mb(on_gpus=True) << 20, (2 if tm.half(config) else 4) * elements)
+        sent = {"sync buffers": 3 * bucket}
+        if config.train.colocate_all:
+            resting |= sent  # slots that the engines of the GPU have mapped
+        else:
+            phases["sync"] = sent
+    return RankMemory(role.name, resting, phases, parked)
+
+
+def _frozen(config: Config, shape: ModelShape, role: RoleSpec) -> RankMemory:
+    group = role.settings(config)
+    ranks, cut = role.ranks(config), group.zero_stage == 3
+    held, sizes = tm.tensors(shape, role.head)
+    if cut:
+        held = tm.persistent(sizes, held) + (0 if group.offload else -(-held // ranks))
+    resting = {"parameters": (2 if tm.half(config) else 4) * held, **_context(role.name, ranks if cut else 1)}
+    return RankMemory(role.name, resting, {"forward": tm.forward_terms(config, shape, role.head, cut)})
+
+
+def _engine(config: Config, shape: ModelShape, gpu: int) -> RankMemory:
+    """Estimate a rank of an engine, which takes its whole share of the GPU, whatever it needs."""
+    rank = engine(config, shape, gpu)
+    bucket = config.sync.bucket_size_mb(on_gpus=True) << 20
+    module = 2 * rank.weights * max(shape.head, 2 * shape.hidden * shape.width) // shape.parameters
+    resting = {"CUDA graphs": rank.graphs, **_context(ROLLOUT, config.vllm.tensor_parallel_size)}
+    awake = {"weights": rank.weights, "a step's work": rank.work, "KV cache": max(rank.kv, 0)}
+    return RankMemory(ROLLOUT, resting, {"generation": awake | {"weight update": 3 * bucket + module}})
+
+
+def _context(role: str, ranks: int) -> dict[str, int]:
+    group = GROUP if ranks > 1 and role != ROLLOUT else 0  # an engine's is in its share
+    return {"CUDA and NCCL": CONTEXT + group + (SYNC_GROUP if role in (ACTOR, ROLLOUT) else 0)}
 
 
 def _together(config: Config, held: list[RankMemory], gpu: int) -> Iterator[Row]:
     """List the uses of a shared GPU. With train.colocate_all one role works at a time, else all may."""
+
+    def use(name: str, worker: RankMemory, phase: str, rest: str) -> Row:
+        terms: dict[str, int] = {}
+        for one in held:
+            now = phase if one is worker else "" if one.role == ROLLOUT else rest
+            terms |= {f"{one.role}'s {what}": size for what, size in one.at(now).items()}
+        return _row(f"  together: {name}", terms, gpu, worker.role)
+
     if not config.train.colocate_all:
-        worker, others = held[0], held[1:]
-        occasions = []
-        for phase in worker.phases:
-            terms = _named(worker, phase)
-            for other in others:
-                terms |= _named(other, "forward" if phase == "forward" else "")
-            occasions.append(_row(f"  together: {phase}", terms, gpu, worker.role))
-        yield max(occasions, key=lambda row: row.needed)
+        worker = held[0]
+        uses = [use(phase, worker, phase, "forward" if phase == "forward" else "") for phase in worker.phases]
+        yield max(uses, key=lambda row: row.needed)
         return
-    engine = next((one for one in held if one.role == ROLLOUT), None)
-    trainers = [one for one in held if one.role != ROLLOUT]
-    if engine is not None:
-        awake = _named(engine, "generation")
-        for other in trainers:
-            awake |= _named(other, "parked")
-        yield _row("  together: generation", awake, gpu, ROLLOUT)
-    for one in trainers:
-        worst = max(one.phases, key=lambda phase: sum(one.at(phase).values()))
-        terms = _named(engine, "") if engine is not None else {}
-        for other in trainers:
-            terms |= _named(other, worst if other is one else "")
-        yield _row(f"  together: {one.role} {worst}", terms, gpu, one.role)
-
-
-def _named(holding: RankMemory, phase: str) -> dict[str, int]:
-    return {f"{holding.role}'s {name}": size for name, size in holding.at(phase).items()}
+    for one in sorted(held, key=lambda one: one.role != ROLLOUT):
+        if one.role == ROLLOUT:
+            yield use("generation", one, "generation", "parked")
+        else:
+            yield use(f"{one.role} {one.worst()}", one, one.worst(), "")
 
 
 def _row(name: str, terms: dict[str, int], there: int, role: str, ranks: int = 0) -> Row:

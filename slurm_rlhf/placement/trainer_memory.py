@@ -6,9 +6,10 @@ A token is one position of a padded micro-batch. What a forward pass saves was r
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
+from slurm_rlhf.config.roles import ROLES, RoleSpec
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.model_shape import ModelShape
 
 BUCKET = 200_000_000  # elements of a reduce bucket, at most: `training/deepspeed_engine.py`
@@ -23,8 +24,7 @@ class States:
     parameters: int
     gradients: int  # as they stand before an optimizer step
     optimizer: int  # AdamW's two moments in fp32, and fp32 masters where there are any
-    resting_gradients: int  # of `gradients`: what stays between two optimizer steps
-    parked: int  # of all: what ds.enable_sleep moves to host memory, or gives back between two steps
+    resting_gradients: int = 0  # the part of `gradients` that stays between two optimizer steps
 
 
 def states(elements: int, ranks: int, stage: int, param_dtype: str, small: int = 0) -> States:
@@ -37,29 +37,43 @@ def states(elements: int, ranks: int, stage: int, param_dtype: str, small: int =
     width = 2 if param_dtype != "fp32" and stage else 4
     part = -(-elements // ranks)
     if stage == 0:
-        return States(4 * elements, 4 * elements, 8 * elements, 0, 0)
+        return States(4 * elements, 4 * elements, 8 * elements)
     if stage == 3:
-        return States(width * (part + small), 4 * part, 12 * part, 4 * part, 16 * part)
-    gradients = 4 * part
-    resting = 0
-    if stage == 1:
-        gradients = 6 * elements if param_dtype == "bf16" else 4 * elements
-        resting = 4 * elements if param_dtype == "bf16" else 0
-    return States(width * elements, gradients, 12 * part, resting, 12 * part if stage == 2 else 0)
+        return States(width * (part + small), 4 * part, 12 * part, 4 * part)
+    if stage == 2:
+        return States(width * elements, 4 * part, 12 * part)
+    summed = 4 * elements if param_dtype == "bf16" else 0
+    return States(width * elements, summed + width * elements if summed else 4 * elements, 12 * part, summed)
 
 
-def reduce_buckets(elements: int, stage: int, grad_comm_bf16: bool) -> int:
+def trainer_states(config: Config, shape: ModelShape, role: str) -> States:
+    """Estimate parameters, gradients and optimizer states of a rank of a trained role."""
+    elements, sizes = tensors(shape, ROLES[role].head)
+    small = persistent(sizes, elements) if config.ds.zero_stage == 3 else 0
+    return states(elements, ROLES[role].ranks(config), config.ds.zero_stage, config.ds.param_dtype, small)
+
+
+def tensors(shape: ModelShape, head: bool) -> tuple[int, dict[int, int]]:
+    """Count the elements of all parameters, and the tensors of each size.
+
+    A model without vocabulary head has one of a single row.
+    """
+    counts = {} if head else {shape.hidden: 1}
+    for tensor in shape.tensors:
+        if head or tensor.kind != "head":
+            counts[tensor.elements] = counts.get(tensor.elements, 0) + tensor.count
+    return sum(size * count for size, count in counts.items()), counts
+
+
+def half(config: Config) -> bool:
+    """Return whether models compute in 16 bits."""
+    return config.ds.param_dtype != "fp32"
+
+
+def reduce_buckets(config: Config, elements: int) -> int:
     """Count the bytes of the buckets that reduce gradients: two from ZeRO-1 on, one sent while the other fills."""
-    width = 2 if grad_comm_bf16 else 4
-    if stage == 0:
-        return width * min(elements, ALL_REDUCE)
-    return width * 2 * min(elements, BUCKET)
-
-
-def loose_gradient(elements: int, largest: int, half: bool, grad_comm_bf16: bool) -> int:
-    """Count the bytes of the largest gradient, which is sent alone if no bucket holds it."""
-    alone = (2 if grad_comm_bf16 else 4) * largest if largest > min(elements, BUCKET) else 0
-    return (2 if half else 4) * largest + alone
+    width = 2 if config.ds.grad_comm_dtype == "bf16" else 4
+    return width * (2 * min(elements, BUCKET) if config.ds.zero_stage else min(elements, ALL_REDUCE))
 
 
 def gathered(elements: int, largest: int, half: bool) -> int:
@@ -67,10 +81,65 @@ def gathered(elements: int, largest: int, half: bool) -> int:
     return (2 if half else 4) * min(elements, max(LIVE, largest))
 
 
-def persistent(sizes: Iterable[tuple[int, int]], elements: int) -> int:
-    """Count the elements of tensors, (elements, count) each, that are so small that ZeRO-3 keeps them whole."""
+def persistent(sizes: dict[int, int], elements: int) -> int:
+    """Count the elements of tensors, size -> count, that are so small that ZeRO-3 keeps them whole."""
     threshold = min(elements // 100, 100_000)
-    return sum(size * count for size, count in sizes if size <= threshold)
+    return sum(size * count for size, count in sizes.items() if size <= threshold)
+
+
+def step_work(elements: int, ranks: int, stage: int, largest: int) -> int:
+    """Estimate an optimizer step beyond states and gradients: square roots of AdamW, flat gradients, their norm.
+
+    DeepSpeed takes the norm of each piece of the gradient in fp64.
+    """
+    part = -(-elements // ranks) if stage else elements
+    return 4 * part + max(4 * part if stage else 0, 8 * min(largest, part))
+
+
+def update_terms(config: Config, shape: ModelShape, role: RoleSpec) -> dict[str, int]:
+    """Estimate forward and backward of a micro-batch; a sequence that is longer than the budget is one by itself."""
+    ds, width = config.ds, 2 if half(config) else 4
+    elements, sizes = tensors(shape, role.head)
+    tokens = max(config.train.max_tokens_per_gpu, config.data.max_len)
+    how = Pass(
+        tokens,
+        config.data.max_len,
+        width,
+        config.actor.gradient_checkpointing_enable,
+        ds.attn_implementation,
+        autocast=half(config) and ds.zero_stage == 0,
+    )
+    largest = max(sizes)
+    # The largest gradient is sent alone if no bucket holds it.
+    alone = (2 if ds.grad_comm_dtype == "bf16" else 4) * largest if largest > min(elements, BUCKET) else 0
+    terms = {
+        "activations": saved(shape, how) + recomputed(shape, how) + autocast_weights(shape, how),
+        "backward": tokens * width * (2 * _widest(shape) + 2 * shape.hidden),  # the MLP is widest; not measured
+        "loose gradient": width * largest + alone,
+    }
+    if role.head:
+        # Log-probabilities, their gradient, and the gradient of the logits in fp32 and in the precision of the head.
+        each = 12 + (2 if width == 2 and not ds.fp32_lm_head else 0) + (8 if config.actor.entropy_coef else 0)
+        terms["logits"] = each * min(config.train.logprob_chunk_tokens, tokens) * shape.vocab
+        if ds.fp32_lm_head and half(config) and ds.zero_stage:  # at stage 0 parameters are fp32
+            terms["fp32 head"] = 8 * shape.head
+    if ds.zero_stage == 3:
+        terms["gathered layers"] = gathered(elements, largest, half(config))
+    return terms
+
+
+def forward_terms(config: Config, shape: ModelShape, head: bool, cut: bool) -> dict[str, int]:
+    """Estimate a pass without gradients."""
+    tokens, width = max(config.train.forward_tokens, config.data.max_len), 2 if half(config) else 4
+    terms = {"forward activations": forward_work(shape, tokens, width)}
+    if head:  # three fp32 tensors of log-probabilities and entropy
+        terms["logits"] = 12 * min(config.train.logprob_chunk_tokens, tokens) * shape.vocab
+        if config.ds.fp32_lm_head and half(config):
+            terms["fp32 head"] = 4 * shape.head
+    if cut:
+        elements, sizes = tensors(shape, head)
+        terms["gathered layers"] = gathered(elements, max(sizes), half(config))
+    return terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,33 +214,11 @@ def autocast_weights(shape: ModelShape, how: Pass) -> int:
     return 2 * (shape.parameters - shape.of_kind("norm", "embedding")) if how.autocast else 0
 
 
-def backward_work(shape: ModelShape, how: Pass) -> int:
-    """Estimate the gradients of activations at the widest place of a layer, the MLP; not measured."""
-    return how.tokens * how.dtype * (2 * _widest(shape) + 2 * shape.hidden)
-
-
-def forward_work(shape: ModelShape, how: Pass) -> int:
+def forward_work(shape: ModelShape, tokens: int, width: int) -> int:
     """Estimate the widest place of a pass without gradients; not measured."""
-    return how.tokens * (how.dtype * (3 * _widest(shape) + shape.hidden) + 4 * shape.hidden)
+    return tokens * (width * (3 * _widest(shape) + shape.hidden) + 4 * shape.hidden)
 
 
 def _widest(shape: ModelShape) -> int:
     dense = shape.width if shape.moe_layers < shape.layers else 0
     return max(dense, shape.experts_per_token * shape.expert_width + shape.shared_width)
-
-
-def logits(shape: ModelShape, chunk: int, dtype: int, backward: bool, entropy_grad: bool = False) -> int:
-    """Count the bytes of the logits of `chunk` tokens at their peak, as `training/logprobs.py` computes them.
-
-    Without gradients: the logits, or three fp32 tensors of log-probabilities and entropy. In the backward:
-    log-probabilities, their gradient, and the gradient of the logits in fp32 and in the precision of the head.
-    """
-    elements = chunk * shape.vocab
-    if not backward:
-        return 12 * elements
-    return elements * (12 + (dtype if dtype < 4 else 0) + (8 if entropy_grad else 0))
-
-
-def fp32_head(shape: ModelShape, backward: bool) -> int:
-    """Count the bytes of the fp32 copy of a 16-bit LM head, and of its gradient (`ds.fp32_lm_head`)."""
-    return (8 if backward else 4) * shape.vocab * shape.hidden

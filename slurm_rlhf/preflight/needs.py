@@ -23,8 +23,8 @@ from slurm_rlhf.disk import device_of, mount_of, size_of
 from slurm_rlhf.errors import ModelError, PlacementError, RunError
 from slurm_rlhf.launch.accelerators import Wanted
 from slurm_rlhf.launch.node import RANK_MAP
+from slurm_rlhf.placement.memory import read_models
 from slurm_rlhf.placement.rank_map import RankMap
-from slurm_rlhf.placement.rank_memory import read_models
 from slurm_rlhf.run_directory import RunDirectory
 
 _FILES_OF_A_RANK = 4

@@ -12,7 +12,7 @@ from slurm_rlhf.control.calls import ActorCalls, GenerateAnswer, PromptTokens, R
 from slurm_rlhf.control.client import ControlClient
 from slurm_rlhf.control.generation_phase import GATHERING, SAMPLING, WAITING, phase_of
 from slurm_rlhf.errors import RunError
-from slurm_rlhf.placement.rank_memory import gathers_once
+from slurm_rlhf.placement.memory import gathers_once
 from slurm_rlhf.records import EngineLoad
 from slurm_rlhf.rollout.engine import GenerateRequest, request_seed
 from slurm_rlhf.rollout.hf_generation import HfSampler, Vocabulary

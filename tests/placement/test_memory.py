@@ -10,17 +10,13 @@ from model_configs import SHAPES
 from rollout_engine import EngineProcess
 from tiny_models import make_tiny
 
-from slurm_rlhf.cli.placement_report import draw_memory
-from slurm_rlhf.cluster.gpu_memory import Memory
 from slurm_rlhf.config.keys import get, put
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ACTOR, CRITIC, REFERENCE, REWARD, ROLES, ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.engine_memory import GIB, block_bytes, blocks_of_sequence, weights
-from slurm_rlhf.placement.gpus import GpuSize
-from slurm_rlhf.placement.memory import Account, account
+from slurm_rlhf.placement.memory import Account, account, rank_memories
 from slurm_rlhf.placement.model_shape import read_shape, shape_of
-from slurm_rlhf.placement.rank_memory import rank_memories
 from slurm_rlhf.placement.too_large import LOWER, RAISE, WAYS, help_for, ways_for
 from slurm_rlhf.placement.trainer_memory import states
 
@@ -221,18 +217,6 @@ def test_weights_of_a_tp_rank() -> None:
     assert weights(SEVEN, 4, 2) == pytest.approx((2 * SEVEN.parameters - small) / 4 + small)
     keys = 2 * 2 * SEVEN.hidden * SEVEN.kv_heads * SEVEN.head_dim * SEVEN.layers
     assert weights(SEVEN, 8, 2) == pytest.approx((2 * SEVEN.parameters - small + keys) / 8 + small)
-
-
-def test_copies_for_asynchronous_saves_are_told() -> None:
-    """7.6 B parameters of 12 bytes over the ranks of the actor; the critic's have no vocabulary head."""
-    made = config(ckpt__async_save=True)
-    found = account(made, MODELS, H100).copies
-    ranks = ROLES[ACTOR].ranks(made)
-    assert found[ACTOR] == pytest.approx(12 * SEVEN.parameters / ranks, rel=1e-6)
-    assert sorted(found) == [ACTOR, CRITIC]
-    assert account(config(), MODELS, H100).copies == {}
-    drawn = " ".join(draw_memory(made, Memory(GpuSize(H100, "H100"), "", account(made, MODELS, H100))).split())
-    assert f"ckpt.async_save takes for copies: {found[ACTOR] / GIB:.1f} GiB by each rank of actor" in drawn
 
 
 @pytest.mark.full

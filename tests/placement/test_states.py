@@ -17,8 +17,6 @@ import torch
 from tiny_models import make_tiny
 from training_ranks import make_config, make_experience, share, torchrun
 
-from slurm_rlhf.placement.trainer_memory import states
-
 pytestmark = pytest.mark.slow
 
 RANKS = 2
@@ -126,7 +124,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def compare(model: Path, cases: list[list[Any]], out: Path) -> None:
     from slurm_rlhf.placement.model_shape import read_shape
-    from slurm_rlhf.placement.rank_memory import trainer_states
+    from slurm_rlhf.placement.trainer_memory import trainer_states
 
     torchrun(RANKS, program=__file__, model=str(model), out=str(out), cases=cases)
     shape = read_shape("actor.model_name_or_path", model)
@@ -149,8 +147,3 @@ def test_states_of_the_critic_too(model: Path, tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     main()
-
-
-def test_zero_3_parks_sixteen_bytes_of_each_element_of_a_rank() -> None:
-    """Gradients of 4, and 12 of masters and moments."""
-    assert states(4000, 4, 3, "bf16").parked == 16 * 1000

@@ -18,10 +18,9 @@ from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.roles import ROLES, colocations
 from slurm_rlhf.placement.engine_memory import GIB
 from slurm_rlhf.placement.gpus import Gpu, find_gpu
-from slurm_rlhf.placement.memory import account
+from slurm_rlhf.placement.memory import Models, account
 from slurm_rlhf.placement.model_shape import shape_of
 from slurm_rlhf.placement.rank_map import place
-from slurm_rlhf.placement.rank_memory import Models
 from slurm_rlhf.placement.role_sizes import role_sizes
 from slurm_rlhf.placement.topology import Topology, numbered_names
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from slurm_rlhf.config.roles import ROLLOUT, roles_by_slots, running_roles
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.placement.gpus import Gpu
+from slurm_rlhf.placement.memory import Models
 from slurm_rlhf.placement.model_shape import forward_flops
-from slurm_rlhf.placement.rank_memory import Models
 
 # Rates that large dense models reach on H100 nodes. None was measured here.
 TRAINING_MFU = 0.36
