@@ -1,4 +1,4 @@
-"""Rules over the keys of the algorithm, of sampling, and of how a response is judged by its end and its length."""
+"""Rules over the keys of the algorithm, its loss, sampling, and penalties for the end or the length of a response."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from collections.abc import Iterator
 
 from slurm_rlhf.algorithms.registry import Algorithm
 from slurm_rlhf.config.correction import corrects
-from slurm_rlhf.config.keys import all_keys
+from slurm_rlhf.config.keys import all_keys, without_effect
 from slurm_rlhf.config.roles import algorithm_of
-from slurm_rlhf.config.schema import Config, Train
+from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ConfigError
 
+TYPE, EPS_CLIP = "actor.policy_loss_type", "actor.eps_clip"
+PPO = "ppo"  # the loss that has one range for both sides
 COLDEST = 0.01
 """vLLM samples at this temperature where a lower one is asked for (`vllm.sampling_params._MAX_TEMP`)."""
 
@@ -74,9 +76,8 @@ def _component_problems(config: Config, algorithm: Algorithm) -> Iterator[str]:
     keys, weights = config.algo.advantage.gdpo_reward_keys, config.algo.advantage.gdpo_reward_weights
     chosen = f"algo.advantage.estimator = {algorithm.name}"
     if not algorithm.needs_components:
-        for name, value in (("gdpo_reward_keys", keys), ("gdpo_reward_weights", weights)):
-            if value:
-                yield f"algo.advantage.{name} = {value} has no effect with {chosen}: use gdpo, or leave the key out"
+        names = ("algo.advantage.gdpo_reward_keys", "algo.advantage.gdpo_reward_weights")
+        yield from without_effect(config, names, f"with {chosen}: use gdpo, or leave the key out")
         return
     if len(set(keys)) < len(keys):
         yield f"algo.advantage.gdpo_reward_keys = {keys} names a component twice: leave one out"
@@ -106,16 +107,12 @@ def ahead_problems(config: Config) -> Iterator[str]:
             "train.full_determinism = true excludes vllm.sync_mode = inflight: between which two tokens the weights "
             "change depends on time. Use vllm.sync_mode = drain, or leave full_determinism out"
         )
-    if config.vllm.sync_mode == "drain" and config.train.async_queue_size > 1:
-        yield (
-            f"train.async_queue_size = {config.train.async_queue_size} has no effect with vllm.sync_mode = drain, "
-            "which samples nothing ahead: set vllm.sync_mode = inflight, or leave the key out"
-        )
-    share, default = config.train.staleness_threshold, Train().staleness_threshold
-    if config.vllm.sync_mode == "drain" and share != default:
-        yield (
-            f"train.staleness_threshold = {share:g} has no effect with vllm.sync_mode = drain, which samples nothing "
-            "ahead: set vllm.sync_mode = inflight, or leave the key out"
+    if config.vllm.sync_mode == "drain":
+        yield from without_effect(
+            config,
+            ("train.async_queue_size", "train.staleness_threshold"),
+            "with vllm.sync_mode = drain, which samples nothing ahead: set vllm.sync_mode = inflight, or leave the key "
+            "out",
         )
 
 
@@ -127,17 +124,13 @@ def filter_problems(config: Config) -> Iterator[str]:
     if wrong:
         yield f"algo.dynamic_filtering_range takes nothing or two numbers, the lower first, got {bounds}"
     if not algo.dynamic_filtering_enable:
-        tries, usual = algo.dynamic_filtering_max_tries, all_keys()["algo.dynamic_filtering_max_tries"].default
-        for name, value, unset in (
-            ("rollout.vllm_generate_batch_size", at_once, 0),
-            ("algo.dynamic_filtering_range", [] if wrong else bounds, []),
-            ("algo.dynamic_filtering_max_tries", tries, usual),
-        ):
-            if value != unset:
-                yield (
-                    f"{name} = {value} has no effect while algo.dynamic_filtering_enable is false, because nothing is "
-                    "sampled that is not trained on: switch that on, or leave the key out"
-                )
+        names = ["rollout.vllm_generate_batch_size", "algo.dynamic_filtering_max_tries"]
+        yield from without_effect(
+            config,
+            names if wrong else [*names, "algo.dynamic_filtering_range"],
+            "while algo.dynamic_filtering_enable is false, because nothing is sampled that is not trained on: switch "
+            "that on, or leave the key out",
+        )
         return
     if rollout.n_samples_per_prompt == 1:
         yield (
@@ -155,10 +148,12 @@ def filter_problems(config: Config) -> Iterator[str]:
             "learns from components that may differ there: leave the filter out, which gives such groups a part of "
             "the batch, or use group_norm"
         )
-    if at_once and config.vllm.sync_mode == "inflight":
-        yield (
-            f"rollout.vllm_generate_batch_size = {at_once} has no effect with vllm.sync_mode = inflight, which samples "
-            "ahead as far as train.async_queue_size allows: leave the key out"
+    if config.vllm.sync_mode == "inflight":
+        yield from without_effect(
+            config,
+            ["rollout.vllm_generate_batch_size"],
+            "with vllm.sync_mode = inflight, which samples ahead as far as train.async_queue_size allows: leave the "
+            "key out",
         )
     if config.reward.model_name_or_path:
         yield (
@@ -207,11 +202,9 @@ def _penalties(config: Config) -> Iterator[str]:
             f"reward.overlong_buffer_len = {reward.overlong_buffer_len} is more than rollout.max_new_tokens = "
             f"{rollout.max_new_tokens}, so that even an empty response would be too long: take a part of the latter"
         )
-    if reward.overlong_penalty_factor != 1 and not reward.overlong_buffer_len:
-        yield (
-            f"reward.overlong_penalty_factor = {reward.overlong_penalty_factor:g} has no effect without "
-            "reward.overlong_buffer_len, the tokens over which it rises: set both, or leave it out"
-        )
+    if not reward.overlong_buffer_len:
+        why = "without reward.overlong_buffer_len, the tokens over which it rises: set both, or leave it out"
+        yield from without_effect(config, ["reward.overlong_penalty_factor"], why)
     if reward.length_penalty_coef and rollout.n_samples_per_prompt < 2:
         yield (
             f"reward.length_penalty_coef = {reward.length_penalty_coef:g} compares the lengths of the responses to one "
@@ -259,13 +252,94 @@ def _repetition(config: Config) -> Iterator[str]:
     largest, smallest = rollout.repetition_detection_max_pattern_size, rollout.repetition_detection_min_pattern_size
     count = rollout.repetition_detection_min_count
     if not largest:
-        for name, value, default in (("min_pattern_size", smallest, 1), ("min_count", count, 8)):
-            if value != default:
-                yield f"{key}{name} = {value} has no effect without {key}max_pattern_size: set both, or leave it out"
+        names = (f"{key}min_pattern_size", f"{key}min_count")
+        yield from without_effect(config, names, f"without {key}max_pattern_size: set both, or leave it out")
     elif smallest > largest:
         yield f"{key}min_pattern_size = {smallest} is above {key}max_pattern_size = {largest}: no pattern is both"
     elif smallest * count > rollout.max_new_tokens:
         yield (
             f"{key}min_pattern_size = {smallest} times {key}min_count = {count} is more than rollout.max_new_tokens = "
             f"{rollout.max_new_tokens}, so that no response can repeat itself: lower one of them"
+        )
+
+
+def loss_problems(config: Config) -> Iterator[str]:
+    """Find the broken rules of the policy loss. The name of the algorithm has to be a valid one."""
+    yield from _ranges(config)
+    yield from _kl(config)
+    algorithm, actor = algorithm_of(config), config.actor
+    if algorithm.policy_loss is not None:
+        if actor.policy_loss_type != all_keys()[TYPE].default:
+            yield (
+                f"algo.advantage.estimator = {algorithm.name} brings a policy loss of its own, which "
+                f"{TYPE} = {actor.policy_loss_type} would replace: leave {TYPE} out, or choose an algorithm without one"
+            )
+        return
+    yield from _unused(config)
+    yield from _aggregation(config)
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    actor = config.actor
+    if 0 < actor.dual_clip <= 1:
+        yield (
+            f"actor.dual_clip = {actor.dual_clip:g} would cut off tokens that did not become likelier: it bounds a "
+            "ratio, use a number above 1 (3 is usual), or 0 to switch it off"
+        )
+    if len(actor.eps_clip_low_high) == 2:
+        low, high = actor.eps_clip_low_high
+        if high < low < 1:
+            yield (
+                f"actor.eps_clip_low_high = {low:g} {high:g} is the wrong way round: the range below comes first and "
+                f"is the narrower one, write {high:g} {low:g} (a range of 1 or more below is no bound at all)"
+            )
+    if actor.eps_clip_low_high and actor.policy_loss_type == PPO:
+        sides = " ".join(f"{side:g}" for side in actor.eps_clip_low_high)
+        why = f"beside actor.eps_clip_low_high = {sides}, which says how far on either side: leave one of them out"
+        yield from without_effect(config, [EPS_CLIP], why)
+
+
+def _kl(config: Config) -> Iterator[str]:
+    kl = config.algo.kl
+    if kl.use_loss and not kl.init_coef:
+        yield (
+            "algo.kl.use_loss = true adds a KL term of weight algo.kl.init_coef = 0, and no reference is started: "
+            "set algo.kl.init_coef above 0, or leave use_loss out"
+        )
+    if not kl.target:
+        why = "without algo.kl.target, which it says how fast to reach: set algo.kl.target, or leave the key out"
+        yield from without_effect(config, ["algo.kl.horizon"], why)
+    if kl.use_loss and kl.estimator == "k1":
+        yield (
+            "algo.kl.use_loss = true with algo.kl.estimator = k1 would add noise alone, because the mean gradient of "
+            "k1 is zero: set algo.kl.estimator to k2 or k3+, whose gradient is that of the KL divergence, or to k3"
+        )
+
+
+def _unused(config: Config) -> Iterator[str]:
+    """Find keys that were set for another policy loss: the run would be another than its author thinks."""
+    from slurm_rlhf.algorithms.policy_losses import POLICY_LOSSES
+
+    chosen = POLICY_LOSSES[config.actor.policy_loss_type]
+    for leaf in dict.fromkeys(leaf for row in POLICY_LOSSES.values() for leaf in row.keys):
+        if leaf in chosen.keys:
+            continue
+        name, users = f"actor.{leaf}", " and ".join(row.name for row in POLICY_LOSSES.values() if leaf in row.keys)
+        own = ", set actor.eps_clip_low_high for its range" if name == EPS_CLIP and chosen.clip_range else ""
+        why = f"with {TYPE} = {chosen.name}, it belongs to {users}: leave it out{own}"
+        yield from without_effect(config, [name], why)
+
+
+def _aggregation(config: Config) -> Iterator[str]:
+    """Check that loss and algorithm do not each bring an aggregation that makes them what they are."""
+    from slurm_rlhf.algorithms.policy_losses import POLICY_LOSSES
+
+    algorithm, loss = algorithm_of(config), POLICY_LOSSES[config.actor.policy_loss_type]
+    usual = type(algorithm).__dataclass_fields__["aggregation"].default
+    if config.actor.loss_agg_mode or algorithm.aggregation == usual:
+        return
+    if loss.aggregation not in ("", algorithm.aggregation):
+        yield (
+            f"algo.advantage.estimator = {algorithm.name} adds up losses by {algorithm.aggregation} and {TYPE} = "
+            f"{loss.name} by {loss.aggregation}: say which with actor.loss_agg_mode"
         )

@@ -11,8 +11,7 @@ from typing import Any
 
 from slurm_rlhf.config.architectures import problem as attention_problem
 from slurm_rlhf.config.correction import bypass_note
-from slurm_rlhf.config.engine_rules import unused_note
-from slurm_rlhf.config.evaluation import data_sets
+from slurm_rlhf.config.evaluation import data_sets, eval_problems
 from slurm_rlhf.config.load import joined
 from slurm_rlhf.config.model_directory import (
     check_architecture,
@@ -25,11 +24,14 @@ from slurm_rlhf.config.model_directory import (
     uncompared,
 )
 from slurm_rlhf.config.roles import ACTOR, ROLES, has_engines, running_roles
-from slurm_rlhf.config.rules import colocated, key_problems, rule_problems
+from slurm_rlhf.config.rules import colocated, key_problems, length_problems, rule_problems, unused_note
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.config.schema_cluster import minutes
 from slurm_rlhf.config.trackers import tracker_problems
 from slurm_rlhf.errors import ConfigError, ModelError, UserError
+
+MODEL = "reward.model_name_or_path"
+GENERATED_BY = "generate.model_name_or_path"
 
 
 def check(config: Config) -> None:
@@ -54,6 +56,57 @@ def check_sft(config: Config) -> None:
     problems += _needed("actor.model_name_or_path", config.actor.model_name_or_path, "the directory of the model")
     key, actor = "actor.model_name_or_path", config.actor.model_name_or_path
     _raise(problems, _told(_check_model, key, actor, config.data.max_len, head=True, sampled=False) if actor else ())
+
+
+def check_generate(config: Config) -> None:
+    """Check keys and files of `slurm-rlhf generate`, but for the model. Raises one ConfigError with all problems."""
+    problems = list(key_problems(config))
+    what = "a Hugging Face directory, a run directory or a checkpoint"
+    problems += _needed(GENERATED_BY, config.generate.model_name_or_path, what)
+    problems += _file("generate.dataset", config.generate.dataset, "a JSONL or Parquet file of prompts")
+    problems += length_problems(config)
+    if config.rollout.engine != "vllm":
+        engine = f"rollout.engine = {config.rollout.engine}"
+        problems.append(f"{engine}: rows are answered by vLLM engines only: use vllm, the default")
+    _raise([*problems, *_reward_function(config), *_no_training_run(config)], [])
+
+
+def check_eval(config: Config) -> None:
+    """Check keys and files of `slurm-rlhf eval`, as `check_generate` does."""
+    problems = [*key_problems(config), *eval_problems(config), *length_problems(config), *_reward_function(config)]
+    if not data_sets(config):
+        problems.append("there is nothing to evaluate: name JSONL files of prompts in eval.datasets")
+    for one in data_sets(config):
+        problems += _file(f"eval.datasets, {one.name}", one.path, "a JSONL file of prompts")
+    reward = config.reward
+    if not (reward.remote_url or reward.function or reward.model_name_or_path):
+        problems.append("reward.remote_url is not set: name a Python file with reward_func, which scores the responses")
+    _raise(problems, [])
+
+
+def _reward_function(config: Config) -> Iterator[str]:
+    """Check the source of rewards where engines are the only ranks."""
+    reward = config.reward
+    if reward.model_name_or_path:
+        yield (
+            "reward.model_name_or_path: responses are not scored by a reward model here: use a reward function "
+            "(reward.remote_url), or leave it out"
+        )
+    if reward.remote_url and reward.function:
+        yield "reward.remote_url and reward.function are both set: leave one out"
+    if reward.remote_url:
+        yield from _file("reward.remote_url", reward.remote_url, "a Python file with reward_func")
+
+
+def _no_training_run(config: Config) -> Iterator[str]:
+    root = Path(config.run_dir)
+    if root.exists() and not root.is_dir():
+        yield f"run_dir: {root} is a file, not a directory: name another place"
+    if (root / "metrics.jsonl").exists() or (root / "checkpoints").is_dir():
+        yield (
+            f"run_dir: {root} is the directory of a training run, whose files this would replace: give the responses "
+            "a directory of their own"
+        )
 
 
 def warnings(config: Config) -> list[str]:
@@ -158,9 +211,6 @@ def _slurm(config: Config) -> Iterator[str]:
         yield str(error)
     if config.slurm.container and not config.slurm.container_python:
         yield "slurm.container_python is empty: name the interpreter inside the container"
-
-
-MODEL = "reward.model_name_or_path"
 
 
 def reward_source(config: Config) -> Iterator[str]:

@@ -6,7 +6,7 @@ import ast
 import copy
 import difflib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, reduce
 from pathlib import Path
@@ -114,6 +114,21 @@ def changed(config: Config, change: Mapping[str, Any]) -> Config:
     for name, value in change.items():
         put(copied, name, value)
     return copied
+
+
+def changed_keys(config: Config, *beginnings: str) -> list[str]:
+    """List the keys that start with one of `beginnings` and have another value than their default."""
+    return [
+        name for name, key in all_keys().items() if name.startswith(beginnings) and get(config, name) != key.default
+    ]
+
+
+def without_effect(config: Config, names: Iterable[str], why: str) -> Iterator[str]:
+    """Find those of the keys `names` that were set although they have no effect; `why` goes on: `with x = y: ...`."""
+    for name in names:
+        value = get(config, name)
+        if value != all_keys()[name].default:
+            yield f"{name} = {f'{value:g}' if isinstance(value, float) else value} has no effect {why}"
 
 
 @cache

@@ -9,17 +9,15 @@ from slurm_rlhf.config.algorithm_rules import (
     ahead_problems,
     algorithm_problems,
     filter_problems,
+    loss_problems,
     sampling_problems,
 )
 from slurm_rlhf.config.aliases import INTERVALS
 from slurm_rlhf.config.correction import correction_problems
-from slurm_rlhf.config.engine_rules import engine_problems
 from slurm_rlhf.config.evaluation import eval_problems
-from slurm_rlhf.config.keys import all_keys, get
-from slurm_rlhf.config.loss_rules import loss_problems
+from slurm_rlhf.config.keys import all_keys, changed_keys, get, without_effect
 from slurm_rlhf.config.roles import ROLES, has_engines, running_roles
 from slurm_rlhf.config.schema import Config
-from slurm_rlhf.config.schema_models import Ds
 
 
 def rule_problems(config: Config) -> Iterator[str]:
@@ -135,14 +133,11 @@ def _relations(config: Config) -> Iterator[str]:
 
 
 def _loss_scale(config: Config) -> Iterator[str]:
-    ds, initial = config.ds, Ds()
+    ds = config.ds
     if ds.param_dtype != "fp16":
-        for name in ("initial_scale_power", "loss_scale_window", "min_loss_scale"):
-            if getattr(ds, name) != getattr(initial, name):
-                yield (
-                    f"ds.{name} is of the loss scale of fp16, which ds.param_dtype = {ds.param_dtype} does not need: "
-                    "leave the key out, or set ds.param_dtype = fp16"
-                )
+        names = (f"ds.{name}" for name in ("initial_scale_power", "loss_scale_window", "min_loss_scale"))
+        why = "it is of the loss scale of fp16: leave the key out, or set ds.param_dtype = fp16"
+        yield from without_effect(config, names, f"with ds.param_dtype = {ds.param_dtype}, {why}")
         return
     if ds.grad_comm_dtype == "bf16":
         yield (
@@ -243,3 +238,45 @@ def _colocated_engines(config: Config) -> Iterator[str]:
             f"train.colocate_all puts engines on the actor's {actor.num_nodes} nodes, and vllm.num_nodes is "
             f"{vllm.num_nodes}: set it to 0 or {actor.num_nodes}"
         )
+
+
+def engine_problems(config: Config) -> Iterator[str]:
+    """Find the keys that the engine excludes."""
+    if has_engines(config):
+        why = "with rollout.engine = vllm, it is of rollout.engine = hf: leave one of the two out"
+        yield from without_effect(config, changed_keys(config, "rollout.hf_"), why)
+        return
+    hf = "rollout.engine = hf"
+    if config.vllm.sync_mode == "inflight":
+        yield (
+            f"vllm.sync_mode = inflight samples while the actor trains, and with {hf} the actor's own ranks sample: "
+            "use vllm.sync_mode = drain, or rollout.engine = vllm"
+        )
+    if config.vllm.tensor_parallel_size > 1:
+        yield (
+            f"vllm.tensor_parallel_size = {config.vllm.tensor_parallel_size} cuts an engine, and {hf} has none: a "
+            "model that is too large for one GPU is cut by ds.zero_stage = 3. Leave the key out, or use "
+            "rollout.engine = vllm"
+        )
+    if config.vllm.dtype != "auto":
+        yield (
+            f"vllm.dtype = {config.vllm.dtype} is the precision of engines, and {hf} samples in that of the actor, "
+            f"ds.param_dtype = {config.ds.param_dtype}: leave the key out"
+        )
+    if config.eval.overlap:
+        yield f"eval.overlap has engines evaluate while the actor trains, and {hf} has none: leave the key out"
+    if config.ds.enable_sleep:
+        yield f"ds.enable_sleep makes room for engines, and {hf} has none: leave the key out"
+    if config.rollout.hf_gather != "auto" and config.ds.zero_stage != 3:
+        yield (
+            f"rollout.hf_gather = {config.rollout.hf_gather} says how parameters are gathered that ds.zero_stage = 3 "
+            f"has cut, and ds.zero_stage = {config.ds.zero_stage} cuts none: leave the key out"
+        )
+
+
+def unused_note(config: Config) -> str:
+    """Name the keys of engines that were set and have no effect, because the actor samples; empty: none."""
+    unused = [] if has_engines(config) else changed_keys(config, "vllm.", "sync.")
+    if not unused:
+        return ""
+    return f"rollout.engine = hf: the actor's ranks sample, so {', '.join(unused)} have no effect"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_rlhf.cluster.resources import node_name
-from slurm_rlhf.config.generate_rules import MODEL, check_eval
+from slurm_rlhf.config.check import GENERATED_BY, check_eval
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.batches import sampling_of
 from slurm_rlhf.controller.evaluation import EvalSet, Evaluated, keep, read_eval_sets, source_of
@@ -117,7 +117,7 @@ class EvalJob:
             there = source.base or source.model
             check_model(made, there)
         except UserError as error:
-            raise type(error)(str(error).replace(MODEL, "--model")) from None
+            raise type(error)(str(error).replace(GENERATED_BY, "--model")) from None
         return cls(made, source, read_eval_sets(made, Tokenizer.load(there)), root)
 
     def run(self, ranks: RankMap, launcher: EngineLauncher) -> int:

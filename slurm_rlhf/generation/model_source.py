@@ -13,7 +13,7 @@ from pathlib import Path
 from slurm_rlhf.checkpoint import resume
 from slurm_rlhf.checkpoint.manifest import MANIFEST
 from slurm_rlhf.config import hub
-from slurm_rlhf.config.generate_rules import MODEL
+from slurm_rlhf.config.check import GENERATED_BY
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.model_directory import check_length, check_model_directory, check_tensor_parallel
 from slurm_rlhf.config.roles import ACTOR
@@ -58,15 +58,15 @@ def find_source(config: Config, root: Path) -> Source:
     if run.config.is_file():
         newest = resume.latest(run.checkpoints)
         if newest is None:
-            raise ModelError(f"{MODEL}: the run in {path} has neither a final model nor a whole checkpoint yet")
+            raise ModelError(f"{GENERATED_BY}: the run in {path} has neither a final model nor a whole checkpoint yet")
         return _of_checkpoint(newest, root)
     cached = None if path.exists() else _in_cache(path)
     if cached is not None:
         return Source(cached)
     raise ModelError(
-        f"{MODEL}: {path} is no Hugging Face directory (config.json), no run directory (config.toml, final/) and no "
-        f"checkpoint ({MANIFEST}), and no model of that name is in the Hugging Face cache here: download it first, "
-        "where there is a network: `hf download <name>`"
+        f"{GENERATED_BY}: {path} is no Hugging Face directory (config.json), no run directory (config.toml, final/) "
+        f"and no checkpoint ({MANIFEST}), and no model of that name is in the Hugging Face cache here: download it "
+        "first, where there is a network: `hf download <name>`"
     )
 
 
@@ -125,6 +125,6 @@ def _export(source: Source, log: Path) -> None:
 
 def check_model(config: Config, model: Path) -> None:
     """Check what the engines need of the model. Raises ModelError, ConfigError."""
-    check_model_directory(MODEL, str(model), tokenizer=True)
-    check_length(MODEL, str(model), config.data.max_len)
-    check_tensor_parallel(MODEL, str(model), config.vllm.tensor_parallel_size)
+    check_model_directory(GENERATED_BY, str(model), tokenizer=True)
+    check_length(GENERATED_BY, str(model), config.data.max_len)
+    check_tensor_parallel(GENERATED_BY, str(model), config.vllm.tensor_parallel_size)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from slurm_rlhf.cluster.resources import node_name
-from slurm_rlhf.config.generate_rules import check_generate
+from slurm_rlhf.config.check import check_generate
 from slurm_rlhf.config.roles import ROLLOUT
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.controller.batches import sampling_of

@@ -126,7 +126,7 @@ FILTERED = ("algo.dynamic_filtering_enable=true", "rollout.n_samples_per_prompt=
         ),
         (
             ["ds.loss_scale_window=10"],
-            ["ds.loss_scale_window is of the loss scale of fp16, which ds.param_dtype = bf16 does not need"],
+            ["ds.loss_scale_window = 10 has no effect with ds.param_dtype = bf16, it is of the loss scale of fp16"],
         ),
         (
             ["ds.param_dtype=fp16", "ds.min_loss_scale=64", "ds.initial_scale_power=5"],

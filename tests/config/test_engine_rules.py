@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from slurm_rlhf.config.engine_rules import engine_problems, unused_note
 from slurm_rlhf.config.keys import put
 from slurm_rlhf.config.model_directory import check_architecture
 from slurm_rlhf.config.roles import ROLLOUT, running_roles
-from slurm_rlhf.config.rules import rule_problems
+from slurm_rlhf.config.rules import engine_problems, rule_problems, unused_note
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.errors import ModelError
 

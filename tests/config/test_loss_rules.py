@@ -62,11 +62,11 @@ def test_keys_of_a_loss_go_with_it() -> None:
         ),
         (
             ["policy_loss_type=cispo", "dual_clip=3"],
-            "actor.dual_clip = 3.0 has no effect with actor.policy_loss_type = cispo, it belongs to ppo and gspo",
+            "actor.dual_clip = 3 has no effect with actor.policy_loss_type = cispo, it belongs to ppo and gspo",
         ),
         (
             ["sapo_temperature_neg=2"],
-            "actor.sapo_temperature_neg = 2.0 has no effect with actor.policy_loss_type",
+            "actor.sapo_temperature_neg = 2 has no effect with actor.policy_loss_type",
         ),
     ],
 )

@@ -17,7 +17,7 @@ from random_models import EOS
 from tiny_models import make_tiny
 
 from slurm_rlhf.cli.generate import refuse_many_processes
-from slurm_rlhf.config.generate_rules import check_generate
+from slurm_rlhf.config.check import check_generate
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.data.prompts import read_rows, require_column
 from slurm_rlhf.errors import ConfigError, DataError, ModelError, PlacementError, RewardError
