@@ -41,31 +41,15 @@ PAIRS = [
     ("reward.length_penalty_coef=0.1", "algo.advantage.estimator=max_rl", *GROUPS),
     ("rollout.repetition_detection_min_pattern_size=5", "rollout.repetition_detection_max_pattern_size=4"),
     # policy losses
-    ("actor.policy_loss_type=gspo", "actor.eps_clip=0.3"),
     ("actor.eps_clip=0.3", "actor.eps_clip_low_high=0.2,0.28"),
     ("actor.policy_loss_type=gspo", "actor.eps_clip=0.3", "actor.eps_clip_low_high=0.0003,0.0004"),
-    ("actor.policy_loss_type=cispo", "actor.dual_clip=3"),
-    ("actor.policy_loss_type=ppo", "actor.sapo_temperature_pos=2"),
     ("actor.policy_loss_type=gspo", "algo.advantage.estimator=dr_grpo", *GROUPS),
     # KL
     ("algo.kl.target=6", "algo.kl.init_coef=0"),
     ("algo.kl.horizon=500", "algo.kl.target=0"),
     ("algo.kl.use_loss=true", "algo.kl.init_coef=0", "algo.kl.estimator=k2"),
     ("algo.kl.use_loss=true", "algo.kl.estimator=k1"),
-    # what a response's end and length are worth
-    ("reward.overlong_buffer_len=9", "rollout.max_new_tokens=8"),
-    ("reward.length_penalty_coef=1", "rollout.n_samples_per_prompt=1"),
-    ("reward.normalize_enable=true", "algo.advantage.estimator=max_rl", *GROUPS),
-    ("rollout.repetition_detection_min_count=9", "rollout.repetition_detection_max_pattern_size=0"),
-    ("rollout.repetition_detection_min_pattern_size=9", "rollout.repetition_detection_max_pattern_size=5"),
     # correction
-    ("algo.correction.level=token", "algo.correction.preset=tis", "algo.correction.mode=mask"),
-    ("algo.correction.level=token", "algo.correction.mode="),
-    ("algo.correction.level=token", "algo.correction.thresholds=[]", "algo.correction.mode=mask"),
-    ("algo.correction.thresholds=0.5,5", "algo.correction.preset=none"),
-    ("algo.correction.thresholds=0.5,5", "algo.correction.preset=tis"),
-    ("algo.correction.bypass=true", "algo.correction.preset=tis"),
-    ("algo.correction.bypass=true", "algo.correction.off_policy_delta=0.1"),
     ("algo.correction.bypass=true", "actor.old_logprobs=pass"),
     ("rollout.top_p=0.9", "algo.correction.", "algo.correction.preset=tis"),
     # dynamic sampling and sampling ahead
