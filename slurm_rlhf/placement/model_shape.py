@@ -83,7 +83,7 @@ class Tensors:
 class ModelShape:
     """Describe what the memory and time of a model depend on. Widths are in elements of a hidden state."""
 
-    family: str  # `model_type`
+    family: Family
     layers: int
     hidden: int
     heads: int
@@ -92,9 +92,6 @@ class ModelShape:
     width: int  # inner width of a dense MLP
     vocab: int
     tied: bool  # the head is the embedding
-    qk_norm: str  # "": none, "head": each head for itself, "full": all heads as one
-    post_norms: bool  # norms behind attention and MLP, too
-    float_norms: bool  # norms multiply by their weight in fp32
     windows: tuple[int, ...]  # of each layer: tokens that attention looks back; 0: all
     experts: int  # 0: dense
     experts_per_token: int
@@ -153,9 +150,8 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
     )
     tied = config.get("tie_word_embeddings")
     experts, per_token, width = (_number(config, field) for field in family.experts)
-    moe_layers = _moe_layers(config, layers) if experts else 0
     shape = ModelShape(
-        family=name,
+        family=family,
         layers=layers,
         hidden=hidden,
         heads=heads,
@@ -164,22 +160,20 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         width=int(config["intermediate_size"]),
         vocab=int(config["vocab_size"]),
         tied=family.tied if tied is None else bool(tied),
-        qk_norm=family.qk_norm,
-        post_norms=family.norms == 4,
-        float_norms=family.float_norms,
         windows=_windows(config, family, layers),
         experts=experts,
         experts_per_token=per_token,
         expert_width=width,
         shared_width=_number(config, "shared_expert_intermediate_size") if experts else 0,
-        moe_layers=moe_layers,
+        moe_layers=_moe_layers(config, layers) if experts else 0,
         tensors=(),
     )
-    return _with_tensors(shape, config, family)
+    return _with_tensors(shape, config)
 
 
-def _with_tensors(shape: ModelShape, config: Mapping[str, Any], family: Family) -> ModelShape:
-    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+def _with_tensors(shape: ModelShape, config: Mapping[str, Any]) -> ModelShape:
+    family, hidden, queries = shape.family, shape.hidden, shape.heads * shape.head_dim
+    keys = shape.kv_heads * shape.head_dim
     rows: list[Tensors] = [Tensors("embedding", hidden * shape.vocab, 1)]
     if not shape.tied:
         rows.append(Tensors("head", hidden * shape.vocab, 1))
@@ -189,7 +183,7 @@ def _with_tensors(shape: ModelShape, config: Mapping[str, Any], family: Family) 
     if dense:
         rows += [Tensors("mlp", hidden * shape.width, 3 * dense)]
     if shape.moe_layers:
-        rows += _expert_tensors(shape, family)
+        rows += _expert_tensors(shape)
     rows += [Tensors("norm", hidden, family.norms * shape.layers + 1)]
     if family.qk_norm:
         whole = family.qk_norm == "full"
@@ -204,7 +198,7 @@ def _with_tensors(shape: ModelShape, config: Mapping[str, Any], family: Family) 
     return replace(shape, tensors=tuple(rows))
 
 
-def _expert_tensors(shape: ModelShape, family: Family) -> list[Tensors]:
+def _expert_tensors(shape: ModelShape) -> list[Tensors]:
     """List the tensors of experts: transformers holds all experts of a layer as two tensors."""
     share = shape.experts_per_token / shape.experts
     one = shape.hidden * shape.expert_width

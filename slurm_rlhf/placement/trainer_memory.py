@@ -168,12 +168,12 @@ def saved_by_layer(shape: ModelShape, how: Pass, moe: bool = False) -> float:
     """
     d, h = how.dtype, shape.hidden
     q, k = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    normed = 4 if shape.float_norms or how.autocast else d
+    normed = 4 if shape.family.float_norms or how.autocast else d
     # Under autocast every matrix product has a copy of its input of its own: q, k and v, gate and up.
     norms = 2 * h * (4 + normed) + h * d * (5 if how.autocast else 2) + 8
-    if shape.post_norms:
+    if shape.family.norms == 4:
         norms += 2 * h * (4 + normed) + 8
-    if shape.qk_norm:
+    if shape.family.qk_norm:
         norms += (q + k) * (4 + normed) + 4 * (shape.heads + shape.kv_heads)
     if how.attention == "eager":
         attention = 4 * q * d + shape.heads * how.length * (4 + (0 if d == 4 else d))
@@ -195,7 +195,7 @@ def saved(shape: ModelShape, how: Pass) -> int:
         layers: float = shape.layers * shape.hidden * how.stream
     else:
         layers = dense * saved_by_layer(shape, how) + shape.moe_layers * saved_by_layer(shape, how, moe=True)
-    normed = 4 if shape.float_norms or how.autocast else how.dtype
+    normed = 4 if shape.family.float_norms or how.autocast else how.dtype
     last = shape.hidden * (4 + normed) + 4 + 8  # the last norm, and the ids of the embedding
     angles = 2 * shape.head_dim * how.length * how.stream
     return round(how.tokens * (layers + last)) + angles
