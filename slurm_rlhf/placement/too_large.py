@@ -33,29 +33,33 @@ WAYS = (
 )
 """Kinds of roles, their term, the key that makes it smaller, and how: a value (of stages: or more), lower, or raise."""
 
-_FOR_ONE_SEQUENCE = (("vllm.gpu_memory_utilization", RAISE), ("vllm.tensor_parallel_size", RAISE))
+_FOR_ONE_SEQUENCE: list[tuple[str, object]] = [
+    ("vllm.gpu_memory_utilization", RAISE),
+    ("vllm.tensor_parallel_size", RAISE),
+]
 """What leaves more room for an engine's KV cache."""
 
 
 def help_for(config: Config, row: Row, most: int = 2) -> list[str]:
     """Say which keys help where the role of `row` does not fit: `lower train.max_tokens_per_gpu (now 16384)`.
 
-    Those for the largest terms come first; how much is needed is not computed. Empty: no key helps.
+    One for each of the largest terms comes first; how much is needed is not computed. Empty: no key helps.
     """
-    ways = _FOR_ONE_SEQUENCE if row.role == ROLLOUT and row.fits else _ways(row)
-    told = dict.fromkeys(text for key, how in ways if (text := _said(config, key, how)))
-    return list(told)[:most]
+    terms = [_FOR_ONE_SEQUENCE] if row.role == ROLLOUT and row.fits else _ways(row)
+    told = [[text for key, how in ways if (text := _said(config, key, how))] for ways in terms]
+    first, others = [texts[0] for texts in told if texts], [text for texts in told for text in texts[1:]]
+    return list(dict.fromkeys(first + others))[:most]
 
 
-def _ways(row: Row) -> Iterator[tuple[str, object]]:
-    """List the keys for the terms of a row, the largest first; on a shared GPU terms begin with their role."""
+def _ways(row: Row) -> Iterator[list[tuple[str, object]]]:
+    """List the keys for each term of a row, the largest first; on a shared GPU terms begin with their role."""
     for term, _ in row.terms:
         owner, _, what = term.partition("'s ") if row.together else (row.role, "", term)
         role = ROLES[owner]
         if row.role == ROLLOUT and role.kind == "trained":  # its states rest on the GPU while the engines work
-            yield "ds.enable_sleep", True
+            yield [("ds.enable_sleep", True)]
         else:
-            yield from ((key.format(group=role.group), how) for key, how in ways_for(role, what))
+            yield [(key.format(group=role.group), how) for key, how in ways_for(role, what)]
 
 
 def ways_for(role: RoleSpec, term: str) -> list[tuple[str, object]]:
