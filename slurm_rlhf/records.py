@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 I32 = NDArray[np.int32]
@@ -29,6 +30,10 @@ REPETITION: Final = "repetition"
 repeated itself."""
 
 
+class Record(Struct, forbid_unknown_fields=True):
+    """Travels between processes as the map of its fields; a default is copied for each record."""
+
+
 @dataclass(slots=True)
 class Prompt:
     """Holds a row of a prompt data set."""
@@ -40,8 +45,7 @@ class Prompt:
     row: dict[str, Any] = field(default_factory=dict)  # all columns, as they were read
 
 
-@dataclass(slots=True)
-class Sampling:
+class Sampling(Record):
     """Says how responses are sampled; the fields mean what they mean in vLLM."""
 
     n: int = 1
@@ -49,14 +53,13 @@ class Sampling:
     top_p: float = 1.0
     top_k: int = -1  # -1: all
     max_new_tokens: int = 1024
-    stop: list[str] = field(default_factory=list)
+    stop: list[str] = []
     max_pattern_size: int = 0  # end at a pattern of up to so many tokens that repeats itself; 0: never
     min_pattern_size: int = 1
     min_count: int = 2  # times that the pattern stands there
 
 
-@dataclass(slots=True)
-class VersionSpan:
+class VersionSpan(Record):
     """Says that policy `version` sampled the response tokens [start, end)."""
 
     start: int
@@ -64,8 +67,7 @@ class VersionSpan:
     version: int
 
 
-@dataclass(slots=True)
-class Trajectory:
+class Trajectory(Record):
     """Holds a sampled response."""
 
     prompt: int  # Prompt.index
@@ -80,8 +82,7 @@ class Trajectory:
     engine: int = 0  # which engine sampled it
 
 
-@dataclass(slots=True)
-class EngineLoad:
+class EngineLoad(Record):
     """Sum up a stretch of time of one engine: measured by the rollout role, added up by the conductor."""
 
     tokens: int = 0  # sampled
@@ -126,16 +127,14 @@ class ParameterSpec(NamedTuple):
     dtype: str
 
 
-@dataclass(frozen=True, slots=True)
-class StoreAddress:
+class StoreAddress(Record):
     """Says where the members of all weight transfer groups find each other."""
 
     host: str
     port: int
 
 
-@dataclass(frozen=True, slots=True)
-class SyncConnection:
+class SyncConnection(Record):
     """Describes how a member of a weight transfer group is connected."""
 
     backend: str
@@ -145,8 +144,7 @@ class SyncConnection:
     mbits: int = 0  # speed of the interface in Mbit/s; 0: not known, or nothing goes over it
 
 
-@dataclass(frozen=True, slots=True)
-class SyncReport:
+class SyncReport(Record):
     """Says how a weight update ended at one member."""
 
     broken: str = ""  # why it was cut off, so that a new group may help; empty: it succeeded
@@ -156,8 +154,7 @@ class SyncReport:
     checksum_s: float = 0.0
 
 
-@dataclass(slots=True)
-class Experience:
+class Experience(Record):
     """Packs N sequences without padding, in (prompt, sample) order.
 
     `columns` holds one float per response token: `rollout_logprobs`, `logprobs` (the actor's, before the
@@ -169,8 +166,8 @@ class Experience:
     token_ids: I32  # [T], each sequence's prompt, then its response
     action_mask: Bool  # [A]
     rewards: F32  # [N], one number per response, before clipping and KL
-    columns: dict[str, F32] = field(default_factory=dict)  # name -> [A]
-    finish_reasons: list[str] = field(default_factory=list)  # [N], as in Trajectory; empty where nobody sampled
+    columns: dict[str, F32] = {}  # name -> [A]
+    finish_reasons: list[str] = []  # [N], as in Trajectory; empty where nobody sampled
 
     def __len__(self) -> int:
         return len(self.prompt_lens)

@@ -2,7 +2,7 @@
 
 The conductor holds one `ControlServer` and a `RoleHandle` (`handles`) per role; every rank one `ControlClient`.
 Both keep their sockets on a thread of their own, so heartbeats go on while the main thread computes.
-`calls` declares every call with its records, `codec` and `declarations` carry them, `auth` says who may connect.
+`calls` declares every call with its records, `codec` carries them with msgspec, `auth` says who may connect.
 
 It imports base modules, the configuration and algorithms only; it owns zmq.
 To add a call: its records and its method, with `@call`, in `calls`; its implementation in `workers`. To add a role: a

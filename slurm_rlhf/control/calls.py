@@ -1,19 +1,19 @@
 """Declares every call of the conductor to a rank: its argument, its result and its deadline.
 
 One class per role. A worker subclasses the class of its role and implements the methods; the conductor names them in
-`RoleHandle.call(rank, ActorCalls.logprobs, batch)`. A method has no argument or one, which is a record: a dataclass or
-a named tuple. To add a call: its records here, the method with `@call` in the class of its role, and the
-implementation in the worker. The names of method and fields are what travels.
+`RoleHandle.call(rank, ActorCalls.logprobs, batch)`. A method has no argument or one, which is a record. To add a call:
+its records here, the method with `@call` in the class of its role, and the implementation in the worker. The names of
+method and fields are what travels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from msgspec.structs import asdict
 
 from slurm_rlhf.control.declarations import call
 from slurm_rlhf.records import (
@@ -23,6 +23,7 @@ from slurm_rlhf.records import (
     Experience,
     MemoryPart,
     ParameterSpec,
+    Record,
     Sampling,
     StoreAddress,
     SyncConnection,
@@ -31,8 +32,7 @@ from slurm_rlhf.records import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceReport:
+class DeviceReport(Record):
     """Describes the accelerator of a rank; sizes in bytes."""
 
     gpu: str  # its name
@@ -42,43 +42,37 @@ class DeviceReport:
     attention: str  # the kernel in use; empty: none yet
 
 
-@dataclass(frozen=True, slots=True)
-class StacksAnswer:
+class StacksAnswer(Record):
     """Says where a rank stands, whatever its main thread does."""
 
     threads: str  # as faulthandler writes them, the main thread first
     node: str  # load and memory of its node
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryReport:
+class MemoryReport(Record):
     """Says how much memory is in use, in bytes: of the rank's accelerator by all processes, else of its process."""
 
     used: int
     total: int  # of the accelerator; 0: there is none
 
 
-@dataclass(frozen=True, slots=True)
-class StartRequest:
+class StartRequest(Record):
     total_steps: int  # optimizer steps of the whole run, for the learning-rate schedule
 
 
-@dataclass(frozen=True, slots=True)
-class StartAnswer:
+class StartAnswer(Record):
     note: str = ""  # what the user is told about the model
     parameters: list[ParameterSpec] | None = None  # of the actor, in layer order
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardBatch:
+class ForwardBatch(Record):
     """Holds the part of a batch that one rank passes forward, without gradients."""
 
     experience: Experience
     micro: list[list[int]]  # micro-batches as rows of `experience`; equally many on every rank
 
 
-@dataclass(frozen=True, slots=True)
-class TrainBatch:
+class TrainBatch(Record):
     """Holds the part of a batch that one rank trains on in one optimizer step."""
 
     experience: Experience
@@ -86,16 +80,14 @@ class TrainBatch:
     denominator: float  # tokens of the whole optimizer step, over all ranks
 
 
-@dataclass(frozen=True, slots=True)
-class TrainAnswer:
+class TrainAnswer(Record):
     """Says what one optimizer step did on a rank."""
 
     metrics: dict[str, float]  # sums over this rank's tokens, and `lr` and `grad_norm` of the whole step
     logprobs: F32 | None = None  # [A], from before the step; only of an actor that computed none before the update
 
 
-@dataclass(frozen=True, slots=True)
-class SelfCheckAnswer:
+class SelfCheckAnswer(Record):
     """Holds log-probs of the same rows, computed in ways that must not matter, [A] each."""
 
     first: F32
@@ -104,18 +96,15 @@ class SelfCheckAnswer:
     eval: F32  # in eval mode
 
 
-@dataclass(frozen=True, slots=True)
-class DirectoryRequest:
+class DirectoryRequest(Record):
     path: str  # that all ranks see
 
 
-@dataclass(frozen=True, slots=True)
-class ListenRequest:
+class ListenRequest(Record):
     host: str  # this node, as the other members know it
 
 
-@dataclass(frozen=True, slots=True)
-class SyncGroupRequest:
+class SyncGroupRequest(Record):
     """Describes a weight transfer group to a rank that is to join it."""
 
     name: str
@@ -130,12 +119,11 @@ class SyncGroupRequest:
 
     def described(self) -> dict[str, Any]:
         """Return what describes the group, without what is left to the configuration."""
-        known = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "parameters"}
-        return {name: value for name, value in known.items() if value is not None}
+        known = asdict(self)
+        return {name: value for name, value in known.items() if name != "parameters" and value is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class SyncUpdateRequest:
+class SyncUpdateRequest(Record):
     version: int  # of the policy that is transferred
 
 
@@ -145,8 +133,7 @@ class PromptTokens(NamedTuple):
     token_ids: I32  # [P]
 
 
-@dataclass(frozen=True, slots=True)
-class PackedPrompts:
+class PackedPrompts(Record):
     """Packs N prompts into four arrays; as a list, many of them would not fit into the header of a message."""
 
     positions: I32  # [N]
@@ -174,8 +161,7 @@ class PackedPrompts:
             yield PromptTokens(int(position), int(prompt), self.token_ids[start:end])
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateBatch:
+class GenerateBatch(Record):
     """Hands prompts to an engine, and says how many responses this call is answered with."""
 
     prompts: PackedPrompts  # may be empty: then the call comes for responses that earlier ones asked for
@@ -186,8 +172,7 @@ class GenerateBatch:
     answer: int = 0  # 0: as many as this call asks for
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseBatch:
+class ResponseBatch(Record):
     """Asks a rank of the actor for one response to each of N prompts; a prompt comes as often as it has samples."""
 
     prompts: PackedPrompts  # may be empty: the rank takes part in what all ranks do together
@@ -204,14 +189,12 @@ class Sampled(NamedTuple):
     trajectory: Trajectory
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateAnswer:
+class GenerateAnswer(Record):
     found: list[Sampled]
     load: EngineLoad  # of the engine, since its last answer
 
 
-@dataclass(frozen=True, slots=True)
-class WakeUpRequest:
+class WakeUpRequest(Record):
     part: MemoryPart  # of the engine's memory
 
 

@@ -25,7 +25,15 @@ from slurm_rlhf.control.io_thread import (
     make_socket,
     to_parts,
 )
-from slurm_rlhf.control.messages import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, Failure, Request, body, unpack
+from slurm_rlhf.control.messages import (
+    MAIN_LANE,
+    NUMBERED,
+    PULSE_LANE,
+    Envelope,
+    Kind,
+    Request,
+    unpack,
+)
 from slurm_rlhf.control.roster import Hello
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
 
@@ -86,7 +94,7 @@ class ControlClient:
         # Each has one writer: the I/O thread, and the thread that takes calls.
         self._arrived: Counter[str] = Counter()
         self._taken: Counter[str] = Counter()
-        self._outbox: SimpleQueue[tuple[str, list[Part], int]] = SimpleQueue()
+        self._outbox: SimpleQueue[tuple[Kind, list[Part], int, str]] = SimpleQueue()
         self._sent = self._received = 0
         self._welcomed = threading.Event()
         self._obstacle = "nobody answered there, or the run's key is another one"
@@ -132,7 +140,7 @@ class ControlClient:
 
     def event(self, name: str, /, **data: Any) -> None:
         """Tell the conductor something unasked. Does not block; raises WireError as `Request.reply` does."""
-        self._post("event", encode({"name": name, "data": data}), 0)
+        self._post("event", encode(data), 0, name)
 
     def close(self) -> None:
         """Send what is queued and say goodbye; takes up to a second. May be called twice."""
@@ -163,8 +171,8 @@ class ControlClient:
         if self.conductor_lost:
             raise RoleDied(f"{self._me}: the conductor at {self.endpoint} is lost: {self.conductor_lost}")
 
-    def _post(self, kind: str, frames: list[Buffer], call: int) -> None:
-        self._outbox.put((kind, to_parts(frames), call))
+    def _post(self, kind: Kind, frames: list[Buffer], call: int, name: str = "") -> None:
+        self._outbox.put((kind, to_parts(frames), call, name))
         self._wakeup.signal()
 
     def _run(self) -> None:
@@ -210,9 +218,9 @@ class ControlClient:
         except Empty:
             pass
 
-    def _send(self, kind: str, parts: Sequence[Part] = (), call: int = 0) -> None:
+    def _send(self, kind: Kind, parts: Sequence[Part] = (), call: int = 0, name: str = "") -> None:
         self._sent += kind in NUMBERED
-        self._dealer.send_multipart([Envelope(kind, self._sent, call).pack(), *parts], zmq.NOBLOCK)
+        self._dealer.send_multipart([Envelope(kind, self._sent, call, name).pack(), *parts], zmq.NOBLOCK)
 
     def _receive(self, source: zmq.Socket[Any]) -> None:
         while True:
@@ -232,8 +240,7 @@ class ControlClient:
         if envelope.kind == "pulse":
             return
         if envelope.kind == "taken":
-            holder = bytes(rest[0]).decode(errors="replace") if rest else "another process"
-            self._obstacle = f"{holder} has this rank"
+            self._obstacle = f"{envelope.name} has this rank"
             return
         if envelope.kind == "lost":
             self._lose("it gave this rank up")
@@ -249,25 +256,16 @@ class ControlClient:
             case "welcome":
                 self._welcomed.set()
             case "call":
-                self._accept(envelope.call, rest)
+                self._accept(Request(envelope.name, rest, envelope.call, self._post))
             case "bye":
                 self._lose("it said goodbye")
 
-    def _accept(self, call: int, rest: Sequence[Buffer]) -> None:
-        try:
-            match body(rest):
-                case {"method": str(method)} if method in self._beside:
-                    request = Request(method, {}, call, self._post)
-                    threading.Thread(target=self._answer, args=(request,), name=method, daemon=True).start()
-                case {"method": str(method), "args": dict(args)}:
-                    self._arrived[method] += 1
-                    self._inbox.put(Request(method, args, call, self._post))
-                case _:
-                    raise WireError("a call without method and arguments")
-        except WireError as error:
-            # Answered, so that the caller need not wait for its deadline.
-            self._post("error", encode(Failure.of(error)), call)
-            raise
+    def _accept(self, request: Request) -> None:
+        if request.method in self._beside:
+            threading.Thread(target=self._answer, args=(request,), name=request.method, daemon=True).start()
+        else:
+            self._arrived[request.method] += 1
+            self._inbox.put(request)
 
     def _answer(self, request: Request) -> None:
         try:
@@ -282,8 +280,7 @@ class ControlClient:
             self._lose(f"it was not heard from for {self._heartbeat.limit:g} s")
         elif self._welcomed.is_set():
             self._send("beat")
-            pulse = [Envelope("pulse", 0).pack(), *to_parts(encode({"phase": str(self.phase)}))]
-            self._pulse.send_multipart(pulse, zmq.NOBLOCK)
+            self._pulse.send(Envelope("pulse", 0, name=self.phase).pack(), zmq.NOBLOCK)
         else:
             self._send("hello", self._hello)
 

@@ -1,38 +1,44 @@
-"""Python values to frames and back: a msgpack header, then one raw frame per large numpy array.
+"""Values to frames and back: a header in msgpack, by msgspec, then one raw frame per large numpy array.
 
-What travels: None, bool, int, float, str, bytes, list, tuple (arrives as a list), dict with str or int keys, numpy
-arrays of any dtype but object and structured ones, numpy numbers (arrive as Python numbers) and dataclasses (arrive as
-the dict of their fields; `declarations` makes records of them). Nothing that is decoded is ever executed, and whatever
-does not decode raises WireError.
+What travels: None, bool, int, float, str, bytes, lists, tuples, dicts, numpy numbers (arrive as Python's), numpy arrays
+of any dtype but object and structured ones, and records (`records.Record` and named tuples). The receiver says which
+type it expects: whatever else arrives is refused with a WireError that names the place. Nothing is converted silently,
+except an int where a float is declared. Nothing that is decoded is ever executed.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import math
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from typing import Annotated, Any, get_args, get_origin
 
-import msgpack
+import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 from slurm_rlhf.errors import WireError
 
 Buffer = bytes | memoryview
+Reader = Callable[[Sequence[Buffer]], Any]
+"""Decodes the frames of a message."""
 
 MAX_HEADER_BYTES = 64 << 20
 MAX_FRAME_BYTES = 1 << 30
 MAX_FRAMES = 1 << 16
-MAX_DEPTH = 100
 
 # Below this a frame of its own costs more (encryption, system calls, bookkeeping) than one copy.
 INLINE_BYTES = 4096
 
-_FRAME, _INLINE = 1, 2
+_ARRAY = 1
 # Only names of plain dtypes reach np.dtype(), whose own grammar would also make objects and structures.
 _DTYPE = re.compile(r"[<>|=][?biufcmMSU]\d{1,9}(\[\d{0,9}[a-zA-Z]{1,2}\])?")
-_EXPECTED = "None, bool, int, float, str, bytes, list, tuple, dict, numpy arrays and dataclasses"
+_Shape = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=32)]
+_array_decoder = msgspec.msgpack.Decoder(tuple[int | bytes, str, _Shape])
+"""Reads an array in a header: its content or the number of its frame, its dtype and its shape."""
 
 
 def encode(value: Any) -> list[Buffer]:
@@ -43,24 +49,18 @@ def encode(value: Any) -> list[Buffer]:
     """
     arrays: list[Buffer] = []
 
-    def default(item: Any) -> Any:
+    def pack(item: Any) -> Any:
         if isinstance(item, np.ndarray):
-            return _encode_array(item, arrays)
-        if isinstance(item, tuple):
-            return list(item)
+            return _pack_array(item, arrays)
         if isinstance(item, np.bool_ | np.integer | np.floating) and type(number := item.item()) in (bool, int, float):
             return number
-        if dataclasses.is_dataclass(item) and not isinstance(item, type):
-            record = {field.name: getattr(item, field.name) for field in dataclasses.fields(item)}
-            _check_structure(record, 0)
-            return record
-        raise WireError(f"a {type(item).__module__}.{type(item).__qualname__} cannot be sent; what can: {_EXPECTED}")
+        raise WireError(
+            f"a {type(item).__module__}.{type(item).__qualname__} cannot be sent; numbers, str, bytes, lists, dicts, "
+            "numpy arrays and records can"
+        )
 
-    _check_structure(value, 0)
-    try:
-        header = msgpack.packb(value, default=default, strict_types=True, unicode_errors="surrogatepass")
-    except (ValueError, TypeError, OverflowError) as error:
-        raise WireError(f"a value cannot be sent: {error}") from error
+    with _refusal("a value cannot be sent"):
+        header = msgspec.msgpack.Encoder(enc_hook=pack).encode(value)
     if len(header) > MAX_HEADER_BYTES:
         raise WireError(
             f"a message's header of {len(header)} bytes is over the limit of {MAX_HEADER_BYTES}; "
@@ -71,97 +71,95 @@ def encode(value: Any) -> list[Buffer]:
     return [header, *arrays]
 
 
-def decode(frames: Sequence[Buffer]) -> Any:
-    """Read the value that `encode` made `frames` of.
+def decode(frames: Sequence[Buffer], declared: Any = Any, name: str = "a message") -> Any:
+    """Read the value of the type `declared` that `encode` made `frames` of; errors call it `name`.
 
     Arrays are aligned and writable; those of a frame of their own share its memory when it is writable and aligned.
-    Raises WireError for anything else than frames of `encode`, never another exception.
+    Raises WireError for anything else, never another exception.
     """
     if not 0 < len(frames) <= MAX_FRAMES:
-        raise WireError(f"a message of {len(frames)} frames; between 1 and {MAX_FRAMES} are allowed")
-    header = memoryview(frames[0])
-    if header.nbytes > MAX_HEADER_BYTES:
-        raise WireError(f"a message's header of {header.nbytes} bytes is over the limit of {MAX_HEADER_BYTES}")
+        raise WireError(f"{name} has {len(frames)} frames; between 1 and {MAX_FRAMES} are allowed")
+    if (size := memoryview(frames[0]).nbytes) > MAX_HEADER_BYTES:
+        raise WireError(f"{name} has a header of {size} bytes, over the limit of {MAX_HEADER_BYTES}")
     unused = dict(enumerate(frames[1:]))
 
-    def ext_hook(code: int, data: bytes) -> Any:
-        if code == _FRAME:
-            index, dtype, shape = msgpack.unpackb(data)
-            return _array(unused.pop(index), dtype, shape)
-        if code == _INLINE:
-            dtype, shape, content = msgpack.unpackb(data)
-            return _array(content, dtype, shape)
-        raise WireError(f"extension type {code} is unknown")
+    def unpack(code: int, data: memoryview) -> NDArray[Any]:
+        if code != _ARRAY:
+            raise WireError(f"{name} has the extension type {code}, which is unknown")
+        content, dtype, shape = _array_decoder.decode(data)
+        return _array(unused.pop(content) if isinstance(content, int) else content, dtype, shape)
 
-    try:
-        value = msgpack.unpackb(
-            header,
-            ext_hook=ext_hook,
-            object_pairs_hook=_mapping,
-            strict_map_key=False,
-            unicode_errors="surrogatepass",
-        )
-    except WireError:
-        raise
-    except Exception as error:
-        # msgpack and numpy raise many kinds on malformed input; at this border all of them mean the same.
-        raise WireError(f"a message does not decode: {type(error).__name__}: {error}") from error
+    with _refusal(f"{name} does not decode"):
+        value = msgspec.msgpack.Decoder(declared, dec_hook=_checked, ext_hook=unpack).decode(frames[0])
     if unused:
-        raise WireError(f"{len(unused)} frames of a message belong to no array")
+        raise WireError(f"{name} has {len(unused)} frames that belong to no array")
     return value
 
 
-def _check_structure(value: Any, depth: int) -> None:
-    """Refuse here what the receiver would refuse: the error then names the line that made the value."""
-    if depth > MAX_DEPTH:
-        raise WireError(
-            f"a value nested more than {MAX_DEPTH} levels deep, or one that contains itself, cannot be sent"
-        )
-    if isinstance(value, dict):
-        for key, item in value.items():
-            if type(key) not in (str, int):
-                raise WireError(f"the key {key!r} of a dict cannot be sent; keys are str or int")
-            if isinstance(item, dict | list | tuple):
-                _check_structure(item, depth + 1)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            if isinstance(item, dict | list | tuple):
-                _check_structure(item, depth + 1)
+def read(declared: Any, value: Any, name: str) -> Any:
+    """Make what is `declared` of a part of a message that was decoded without its type. Raises WireError."""
+    with _refusal(f"{name} is not what is declared"):
+        return msgspec.convert(value, declared, dec_hook=_checked)
 
 
-def _encode_array(array: NDArray[Any], arrays: list[Buffer]) -> msgpack.ExtType:
+@contextmanager
+def _refusal(what: str) -> Iterator[None]:
+    """Raise a WireError that begins with `what` in place of anything else."""
+    try:
+        yield
+    except WireError:
+        raise
+    except Exception as error:
+        # msgspec and numpy raise many kinds on malformed input; at this border all of them mean the same.
+        raise WireError(f"{what}: {error if isinstance(error, msgspec.MsgspecError) else repr(error)}") from error
+
+
+@cache
+def _declared_dtype(declared: Any) -> np.dtype[Any] | None:
+    """Return the dtype of a declared array; None: any. Raises TypeError for anything but an array."""
+    if get_origin(declared) is not np.ndarray:
+        raise TypeError(f"{declared} cannot travel between processes; numbers, str, bytes, arrays and records can")
+    (scalar,) = get_args(get_args(declared)[1])
+    return None if scalar is Any else np.dtype(scalar)
+
+
+def _checked(declared: Any, value: Any) -> Any:
+    """Return `value` if it is an array as declared, with one axis as all in records have. msgspec adds the place."""
+    wanted = _declared_dtype(declared)
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"Expected an array, got {type(value).__name__}")
+    if wanted not in (None, value.dtype) or value.ndim != 1:
+        raise TypeError(f"Expected an array of {wanted or 'numbers'} with one axis, got {value.dtype}{value.shape}")
+    return value
+
+
+def _pack_array(array: NDArray[Any], arrays: list[Buffer]) -> msgspec.msgpack.Ext:
     name = array.dtype.str
     if not _DTYPE.fullmatch(name) or array.dtype.itemsize == 0:
         raise WireError(f"an array of dtype {array.dtype} cannot be sent; plain numbers, times and strings can")
     if array.nbytes > MAX_FRAME_BYTES:
         raise WireError(f"an array of {array.nbytes} bytes is over the limit of {MAX_FRAME_BYTES}; send it in parts")
     contiguous = array if array.flags.c_contiguous else array.copy(order="C")
+    content: int | bytes = len(arrays)
     if array.nbytes < INLINE_BYTES:
-        return msgpack.ExtType(_INLINE, msgpack.packb((name, array.shape, contiguous.tobytes())))
-    arrays.append(contiguous.reshape(-1).view(np.uint8).data)
-    return msgpack.ExtType(_FRAME, msgpack.packb((len(arrays) - 1, name, array.shape)))
+        content = contiguous.tobytes()
+    else:
+        arrays.append(contiguous.reshape(-1).view(np.uint8).data)
+    return msgspec.msgpack.Ext(_ARRAY, msgspec.msgpack.encode((content, name, array.shape)))
 
 
-def _array(content: Buffer, name: Any, shape: Any) -> NDArray[Any]:
-    view = memoryview(content)
-    if not isinstance(name, str) or not _DTYPE.fullmatch(name):
-        raise WireError(f"{str(name)[:40]!r} is no dtype of an array that travels")
-    dtype = np.dtype(name)
-    if not isinstance(shape, list) or len(shape) > 32 or any(type(n) is not int or n < 0 for n in shape):
-        raise WireError(f"{str(shape)[:80]} is no shape of an array")
-    expected = dtype.itemsize
-    for size in shape:
-        expected *= size
-    if view.nbytes != expected or dtype.itemsize == 0:
-        raise WireError(f"an array of dtype {name} and shape {shape} came with {view.nbytes} bytes")
-    if expected == 0:
+@lru_cache(maxsize=64)
+def _dtype(name: str) -> np.dtype[Any]:
+    if not _DTYPE.fullmatch(name) or not np.dtype(name).itemsize:
+        raise WireError(f"{name[:40]!r} is no dtype of an array that travels")
+    return np.dtype(name)
+
+
+def _array(content: Buffer, name: str, shape: list[int]) -> NDArray[Any]:
+    dtype, size = _dtype(name), memoryview(content).nbytes
+    if size != dtype.itemsize * math.prod(shape):
+        raise WireError(f"an array of dtype {name} and shape {shape} came with {size} bytes")
+    if size == 0:
         return np.empty(shape, dtype)
-    array: NDArray[Any] = np.ndarray(tuple(shape), dtype, buffer=view)
+    array: NDArray[Any] = np.ndarray(shape, dtype, buffer=content)
     return array if array.flags.writeable and array.flags.aligned else array.copy()
-
-
-def _mapping(pairs: list[tuple[Any, Any]]) -> dict[str | int, Any]:
-    for key, _ in pairs:
-        if type(key) not in (str, int):
-            raise WireError(f"a map's key is a {type(key).__name__}; keys are str or int")
-    return dict(pairs)

@@ -52,7 +52,7 @@ class RoleHandle(Generic[C]):
         if not isinstance(argument, spec.argument or type(None)):
             wanted = spec.argument.__name__ if spec.argument else "no argument"
             raise RunError(f"{self.role}.{spec.name} takes {wanted}, and got a {type(argument).__name__}")
-        future = self._send(self._rank(rank), spec, {} if argument is None else argument)
+        future = self._send(self._rank(rank), spec, argument)
         for watch in self.watchers:
             ended = watch(self._rank(rank), spec.name)
             future.add_done_callback(lambda _, ended=ended: ended())  # type: ignore[misc]
@@ -101,20 +101,20 @@ class RoleHandle(Generic[C]):
 
     def shut_down(self, rank: int) -> Future[str]:
         """Ask one process of the role to end, an engine's followers included."""
-        return self._send(rank, spec_of(RankCalls.shutdown), {})
+        return self._send(rank, spec_of(RankCalls.shutdown))
 
     def stacks(self, rank: int) -> Future[StacksAnswer]:
         """Ask one process of the role where it stands, an engine's followers included."""
-        return self._send(rank, spec_of(RankCalls.stacks), {})
+        return self._send(rank, spec_of(RankCalls.stacks))
 
     def written(self, rank: int) -> Future[None]:
         """Wait, beside all other calls, until a trainer has written what `save_async` has begun.
 
         No watcher hears of it: the rank and its accelerator are free meanwhile.
         """
-        return self._send(rank, spec_of(TrainerCalls.written), {})
+        return self._send(rank, spec_of(TrainerCalls.written))
 
-    def _send(self, rank: int, spec: CallSpec, argument: Any) -> Future[Any]:
+    def _send(self, rank: int, spec: CallSpec, argument: Any = None) -> Future[Any]:
         if self._retired is not None:
             refused: Future[Any] = Future()
             refused.set_exception(self._retired)

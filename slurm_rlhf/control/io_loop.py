@@ -15,10 +15,9 @@ from typing import Any
 import zmq
 
 from slurm_rlhf.control.auth import Authenticator, RunKeys
-from slurm_rlhf.control.codec import Buffer, decode
-from slurm_rlhf.control.declarations import read
+from slurm_rlhf.control.codec import Buffer, Reader, decode
 from slurm_rlhf.control.io_thread import CarefulLog, Heartbeat, ListeningClock, Part, Wakeup, end_context, make_socket
-from slurm_rlhf.control.messages import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, Failure, Said, body, unpack
+from slurm_rlhf.control.messages import MAIN_LANE, NUMBERED, PULSE_LANE, Envelope, Failure, Kind, Said, unpack
 from slurm_rlhf.control.pending_calls import LOOKING, Call, PendingCalls
 from slurm_rlhf.control.roster import Hello, Peer, Roster
 from slurm_rlhf.errors import CallTimeout, RoleDied, RunError, WireError
@@ -100,9 +99,7 @@ class IoLoop:
     def start(self) -> None:
         self._thread.start()
 
-    def call(
-        self, peer: Peer, method: str, timeout_s: float, parts: list[Part], read: Callable[[Any], Any]
-    ) -> Future[Any]:
+    def call(self, peer: Peer, method: str, timeout_s: float, parts: list[Part], read: Reader) -> Future[Any]:
         """Send a call, which is pending when this returns. For any thread, under the lock."""
         call = self.pending.add(peer, method, timeout_s, read, self._clock.now())
         self.said.append(Said(time.time(), peer, f"call {method}"))
@@ -170,7 +167,7 @@ class IoLoop:
             while True:
                 call, parts = self._outbox.get_nowait()
                 if not call.peer.lost and not call.future.done():
-                    self._send(call.peer, "call", parts, call.id)
+                    self._send(call.peer, "call", parts, call.id, call.method)
         except Empty:
             pass
 
@@ -182,9 +179,9 @@ class IoLoop:
                     self._drop(peer, why)
                     self._transmit([peer.route, Envelope("lost", peer.sent).pack()])
 
-    def _send(self, peer: Peer, kind: str, parts: Sequence[Part] = (), call: int = 0) -> None:
+    def _send(self, peer: Peer, kind: Kind, parts: Sequence[Part] = (), call: int = 0, method: str = "") -> None:
         peer.sent += kind in NUMBERED
-        message = [peer.route, Envelope(kind, peer.sent, call).pack(), *parts]
+        message = [peer.route, Envelope(kind, peer.sent, call, method).pack(), *parts]
         # Heartbeats are worth nothing later; the rest goes when the rank is heard again.
         if (peer.backlog or not self._transmit(message)) and kind != "beat":
             peer.backlog.append(message)
@@ -215,11 +212,11 @@ class IoLoop:
     def _handle(self, route: bytes, frames: Sequence[Buffer]) -> None:
         envelope, rest = unpack(frames)
         if envelope.kind == "pulse":
-            self._take_pulse(route, rest)
+            self._take_pulse(route, envelope.name)
             return
         peer = self.roster.at(route)
         if envelope.kind == "hello":
-            self._welcome(route, read(Hello, decode(rest), "a hello"))
+            self._welcome(route, decode(rest, Hello, "a hello"))
             return
         if peer is None:
             raise WireError(f"a {envelope.kind} from a process that never said hello")
@@ -239,15 +236,12 @@ class IoLoop:
             peer.backlog.popleft()
         self._dispatch(peer, envelope, rest)
 
-    def _take_pulse(self, route: bytes, rest: Sequence[Buffer]) -> None:
+    def _take_pulse(self, route: bytes, phase: str) -> None:
         peer = self.roster.at(MAIN_LANE + route[1:])
         if route[:1] != PULSE_LANE or peer is None:
             raise WireError("a pulse from a process that never said hello")
-        phase = body(rest).get("phase")
-        if not isinstance(phase, str):
-            raise WireError(f"a pulse of {peer} without its phase")
         if not peer.lost:
-            peer.phase = phase[:200]
+            peer.phase = phase
             peer.heard = self._now
 
     def _dispatch(self, peer: Peer, envelope: Envelope, rest: Sequence[Buffer]) -> None:
@@ -257,12 +251,9 @@ class IoLoop:
             case "reply" | "error":
                 self._resolve(peer, envelope, rest)
             case "event":
-                event = body(rest)
-                name, data = event.get("name"), event.get("data")
-                if not isinstance(name, str) or not isinstance(data, dict):
-                    raise WireError(f"an event of {peer} without name and data")
-                self._heard_of(peer, f"event {name}")
-                self._on_event(peer, name, data)
+                data = decode(rest, dict[str, Any], f"an event of {peer}")
+                self._heard_of(peer, f"event {envelope.name}")
+                self._on_event(peer, envelope.name, data)
             case "bye":
                 self._drop(peer, "it said goodbye")
             case _:
@@ -273,14 +264,14 @@ class IoLoop:
         known = self.roster.at(route)
         if known is None and hello.start != (wanted := self.starts.get(newcomer.role, 0)):
             self.replayed += 1
-            self._transmit([route, Envelope("taken", 0).pack(), f"start {wanted} of {newcomer.role}".encode()])
+            self._transmit([route, Envelope("taken", 0, name=f"start {wanted} of {newcomer.role}").pack()])
             return
         holder = self.roster.find(newcomer.role, newcomer.rank)
         if known is not None and (known is not holder or known.lost):
             raise WireError(f"{known} said hello again as {newcomer}")
         if known is None and holder is not None and not holder.lost:
             self.replayed += 1
-            self._transmit([route, Envelope("taken", 0).pack(), str(holder).encode()])
+            self._transmit([route, Envelope("taken", 0, name=str(holder)).pack()])
             return
         if known is None:
             with self._lock:
@@ -300,10 +291,10 @@ class IoLoop:
         self._heard_of(peer, f"{envelope.kind} to {call.method}", looks=call.method in LOOKING)
         try:
             if envelope.kind == "error":
-                failure: Failure = read(Failure, decode(rest), "its error")
+                failure: Failure = decode(rest, Failure, "its error")
                 call.future.set_exception(failure.raised(peer, call.method))
             else:
-                call.future.set_result(call.read(decode(rest)))
+                call.future.set_result(call.read(rest))
         except WireError as error:
             call.future.set_exception(WireError(f"the reply of {peer} to {call.method} is broken: {error}"))
             raise

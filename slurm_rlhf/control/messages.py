@@ -16,16 +16,18 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import msgpack
+from msgspec import Meta, Struct, msgpack
 
 from slurm_rlhf.control.codec import Buffer, decode, encode
 from slurm_rlhf.control.roster import Peer
 from slurm_rlhf.errors import RemoteError, RunError, SlurmRlhfError, UserError, WireError, system_cause
+from slurm_rlhf.records import Record
 
 NUMBERED = frozenset({"call", "reply", "error", "event"})
-KINDS = NUMBERED | {"hello", "welcome", "taken", "beat", "pulse", "lost", "bye"}
+Kind = Literal["call", "reply", "error", "event", "hello", "welcome", "taken", "beat", "pulse", "lost", "bye"]
+Count = Annotated[int, Meta(ge=0)]
 MAIN_LANE, PULSE_LANE = b"m", b"p"
 
 TERMINATION = "termination"
@@ -33,21 +35,28 @@ TERMINATION = "termination"
 FAILURE = "failure"
 """Event: the rank cannot go on; with the field `reason`."""
 
-_MAX_ENVELOPE_BYTES = 64
+_MAX_ENVELOPE_BYTES = 1024
 _MAX_CHARACTERS = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class Envelope:
-    """Starts every message: its kind, its number, and the call that it belongs to."""
+def sendable(text: str) -> str:
+    """Write out what no message can carry: halves of surrogate pairs, as in the name of a file that is no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
-    kind: str
-    number: int
-    call: int = 0
+
+class Envelope(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Starts every message: its kind, its number, the call that it belongs to, and a name.
+
+    The name is a call's method, an event's name, a pulse's phase, or who holds a rank that is taken.
+    """
+
+    kind: Kind
+    number: Count
+    call: Count = 0
+    name: str = ""
 
     def pack(self) -> bytes:
-        packed: bytes = msgpack.packb((self.kind, self.number, self.call))
-        return packed
+        return msgpack.encode(self)
 
     def order(self, received: int) -> Literal["next", "replayed", "gap"]:
         """Say how this message follows the last numbered one that was `received`."""
@@ -57,33 +66,20 @@ class Envelope:
         return "replayed" if self.number < expected else "gap"
 
 
+_decoder = msgpack.Decoder(Envelope)
+
+
 def unpack(frames: Sequence[Buffer]) -> tuple[Envelope, Sequence[Buffer]]:
     """Split a message into its envelope and the frames of its body. Raises WireError."""
     if not frames or len(frames[0]) > _MAX_ENVELOPE_BYTES:
         raise WireError("a message without an envelope")
     try:
-        kind, number, call = msgpack.unpackb(frames[0])
-    except Exception as error:
-        raise WireError(f"an envelope does not decode: {type(error).__name__}: {error}") from error
-    if not isinstance(kind, str) or kind not in KINDS or not _is_count(number) or not _is_count(call):
-        raise WireError(f"no envelope of ours: {str((kind, number, call))[:80]}")
-    return Envelope(kind, number, call), frames[1:]
+        return _decoder.decode(frames[0]), frames[1:]
+    except (ValueError, RecursionError) as error:
+        raise WireError(f"an envelope does not decode: {error}") from error
 
 
-def body(frames: Sequence[Buffer]) -> dict[str, Any]:
-    """Decode the body of a message, which is always a dict. Raises WireError."""
-    value = decode(frames)
-    if not isinstance(value, dict):
-        raise WireError(f"a message's body is a {type(value).__name__}, not a dict")
-    return value
-
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 63
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
+class Failure(Record):
     """Carries an exception from a rank to the conductor."""
 
     type: str
@@ -99,8 +95,8 @@ class Failure:
         cause = system_cause(f"{kind}: {message}")
         return cls(
             kind,
-            message + f" ({cause})" * bool(cause),
-            "".join(traceback.format_exception(error))[-_MAX_CHARACTERS:],
+            sendable(message + f" ({cause})" * bool(cause)),
+            sendable("".join(traceback.format_exception(error))[-_MAX_CHARACTERS:]),
             isinstance(error, UserError) or (isinstance(error, RemoteError) and error.user_error),
             isinstance(error, SlurmRlhfError) and error.hang,
         )
@@ -118,7 +114,7 @@ class Failure:
         )
 
 
-Send = Callable[[str, list[Buffer], int], None]
+Send = Callable[[Kind, list[Buffer], int], None]
 
 
 @dataclass(slots=True)
@@ -126,12 +122,17 @@ class Request:
     """Brings a call of the conductor to a rank; answer it once, from any thread, at any time."""
 
     method: str
-    args: dict[str, Any]  # fields of the argument
+    frames: Sequence[Buffer] = field(repr=False)
+    """The argument, encoded."""
     id: int
     send: Send = field(repr=False)
     """(kind, body frames, id) into the client's outbox."""
     answered: bool = False
     failed: bool = False  # and answered so
+
+    def argument(self, declared: Any = Any) -> Any:
+        """Decode the argument as what is `declared`. Raises WireError."""
+        return decode(self.frames, declared, f"the argument of {self.method}")
 
     def reply(self, result: Any = None) -> None:
         """Send the result. Does not block; arrays of `result` may change as soon as this returns.
@@ -145,7 +146,7 @@ class Request:
         self.failed = True
         self._answer("error", encode(Failure.of(error)))
 
-    def _answer(self, kind: str, frames: list[Buffer]) -> None:
+    def _answer(self, kind: Kind, frames: list[Buffer]) -> None:
         if self.answered:
             raise RunError(f"{self.method} (call {self.id}) has been answered already")
         self.answered = True

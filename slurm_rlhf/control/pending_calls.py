@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from slurm_rlhf.control.codec import Reader
 from slurm_rlhf.control.roster import Peer
 
 LOOKING = frozenset({"stacks", "written"})
@@ -24,7 +25,7 @@ class Call:
     peer: Peer
     method: str
     timeout_s: float
-    read: Callable[[Any], Any]  # makes the result of what has arrived
+    read: Reader  # decodes the result
     since: float  # on the server's clock
     future: Future[Any] = field(default_factory=Future)
 
@@ -52,7 +53,7 @@ class PendingCalls:
         self._last_reply: dict[tuple[Peer, str], float] = {}
         self._newest = 0
 
-    def add(self, peer: Peer, method: str, timeout_s: float, read: Callable[[Any], Any], now: float) -> Call:
+    def add(self, peer: Peer, method: str, timeout_s: float, read: Reader, now: float) -> Call:
         self._newest += 1
         call = Call(self._newest, peer, method, timeout_s, read, now)
         call.future.set_running_or_notify_cancel()

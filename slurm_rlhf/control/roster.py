@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from slurm_rlhf.control.io_thread import Part
 from slurm_rlhf.errors import WireError
+from slurm_rlhf.records import Record
 
 
 @dataclass(slots=True, eq=False)
@@ -37,8 +38,7 @@ class Peer:
         return f"{self.role} rank {self.rank} on {self.host} (pid {self.pid})"
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Record):
     """Introduces a rank, as its first message."""
 
     role: str

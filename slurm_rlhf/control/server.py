@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from slurm_rlhf.control.auth import RunKeys
-from slurm_rlhf.control.codec import encode
+from slurm_rlhf.control.codec import Reader, encode
 from slurm_rlhf.control.io_loop import IoLoop
 from slurm_rlhf.control.io_thread import CarefulLog, to_parts
 from slurm_rlhf.control.messages import Said
@@ -145,16 +145,22 @@ class ControlServer:
                     )
 
     def call(
-        self, role: str, rank: int, method: str, argument: Any, timeout_s: float, read: Callable[[Any], Any]
+        self,
+        role: str,
+        rank: int,
+        method: str,
+        argument: Any,
+        timeout_s: float,
+        read: Reader,
     ) -> Future[Any]:
         """Call a method of a rank with a record. Does not block; raises WireError when `argument` cannot be encoded.
 
-        The Future's result is what `read` makes of the reply, on the I/O thread; it may raise WireError and nothing
-        else. The Future raises RemoteError (the handler raised), CallTimeout (no reply for `timeout_s` seconds since
-        the call and since the rank's last reply to the same method), RoleDied (the rank was lost or is not there) or
-        what `fail_role` was given. It cannot be cancelled.
+        `read` decodes the Future's result, on the I/O thread, and raises nothing but WireError. The Future raises
+        RemoteError (the handler raised), CallTimeout (no reply for `timeout_s` seconds since the call and since the
+        rank's last reply to the same method), RoleDied (the rank was lost or is not there) or what `fail_role` was
+        given. It cannot be cancelled.
         """
-        parts = to_parts(encode({"method": method, "args": argument}))
+        parts = to_parts(encode(argument))
         with self._lock:
             self._raise_if_closed(role)
             peer = self.loop.roster.find(role, rank)

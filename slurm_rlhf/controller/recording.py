@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
+from msgspec.structs import asdict
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import MemoryReport, RankCalls

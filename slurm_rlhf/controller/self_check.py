@@ -8,9 +8,10 @@ four more forward passes of the actor over a few sequences. So a run with it wri
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
+from msgspec import structs
 
 from slurm_rlhf.algorithms.batching import assemble
 from slurm_rlhf.algorithms.policy_distance import ages
@@ -178,7 +179,7 @@ class SelfCheck:
     def _with_pass(self, exp: Experience) -> Experience:
         """Compute the log-probs that are not computed before the update; the step goes on with `exp` as it is."""
         parts, calls = send_shards(self.actor, ActorCalls.logprobs, ForwardBatch, exp, self.config.train.forward_tokens)
-        return replace(exp, columns=exp.columns | {"logprobs": assemble(exp, parts, gather(calls))})
+        return structs.replace(exp, columns=exp.columns | {"logprobs": assemble(exp, parts, gather(calls))})
 
     def _shares(self, title: str, shares: dict[str, float], names: tuple[str, ...]) -> None:
         self.figures |= {name: shares[name] for name in names if name in shares}
@@ -226,8 +227,8 @@ class SelfCheck:
         parts, calls = send_shards(self.actor, ActorCalls.self_check, ForwardBatch, chosen, budget)
         answers = gather(calls)
         found: dict[str, F32] = {
-            field.name: assemble(chosen, parts, [getattr(answer, field.name) for answer in answers])
-            for field in fields(SelfCheckAnswer)
+            name: assemble(chosen, parts, [getattr(answer, name) for answer in answers])
+            for name in SelfCheckAnswer.__struct_fields__
         }
         dtype, mask = self.config.ds.param_dtype, chosen.action_mask
         verdicts = [compare(name, found[name], found["first"], mask, dtype) for name in ("again", "eval")]

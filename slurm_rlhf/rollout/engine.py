@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from slurm_rlhf.records import I32, EngineLoad, MemoryPart, ParameterSpec, Sampling, Trajectory, VersionSpan
+from slurm_rlhf.records import I32, EngineLoad, MemoryPart, ParameterSpec, Record, Sampling, Trajectory, VersionSpan
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from slurm_rlhf.rollout._vllm import StopWatcher
 
 
-@dataclass(frozen=True, slots=True)
-class GenerateRequest:
+class GenerateRequest(Record):
     """Asks for one response: n samples of a prompt are n requests, each with a seed of its own."""
 
     key: str  # unique among the requests that an engine has at one time

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from dataclasses import replace
 from queue import SimpleQueue
 from typing import Any
+
+from msgspec.structs import replace
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import SyncGroupRequest, SyncUpdateRequest, WakeUpRequest
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.declarations import calls_of, read
+from slurm_rlhf.control.codec import read
+from slurm_rlhf.control.declarations import calls_of
+from slurm_rlhf.control.messages import sendable
 from slurm_rlhf.records import SyncConnection, SyncReport
 from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.tp_engine import TpEngine, engine_store
@@ -68,10 +71,11 @@ class EngineFollower(EngineWorker):
         obedient: FollowerCalls = self
         try:
             spec = calls_of(FollowerCalls)[command.name]
-            arguments = [] if spec.argument is None else [spec.read_argument(command.argument)]
+            what = f"the argument of {spec.name}"
+            arguments = [] if spec.argument is None else [read(spec.argument, command.argument, what)]
             result = getattr(obedient, spec.name)(*arguments)
         except Exception as error:
-            self.stream.send(Answer("failed", number, f"{type(error).__name__}: {error}"))
+            self.stream.send(Answer("failed", number, sendable(f"{type(error).__name__}: {error}")))
             if command.name == FollowerCalls.start.__name__:
                 time.sleep(_GRACE_S)
             if command.name not in _MAY_FAIL:

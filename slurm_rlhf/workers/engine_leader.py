@@ -24,7 +24,7 @@ from slurm_rlhf.control.calls import (
     WakeUpRequest,
 )
 from slurm_rlhf.control.client import ControlClient
-from slurm_rlhf.control.messages import FAILURE, Request
+from slurm_rlhf.control.messages import FAILURE, Request, sendable
 from slurm_rlhf.errors import CallTimeout, RunError
 from slurm_rlhf.records import MemoryPart, SyncConnection, SyncReport, Trajectory
 from slurm_rlhf.rollout.engine import GenerateRequest, Meter, request_seed
@@ -91,7 +91,7 @@ class EngineLeader(EngineWorker, EngineCalls):
     def _broken(self, reason: str) -> None:
         """End this process: its main thread may be inside a collective that never ends."""
         print(reason, file=sys.stderr, flush=True)
-        self.client.event(FAILURE, reason=reason)
+        self.client.event(FAILURE, reason=sendable(reason))
         timer = threading.Timer(_LAST_WORDS_S, os._exit, (1,))
         timer.daemon = True
         timer.start()

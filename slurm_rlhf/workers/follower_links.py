@@ -10,7 +10,8 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, overload
 
 from slurm_rlhf.config.schema_cluster import Timeout
 from slurm_rlhf.control.calls import SyncGroupRequest, SyncUpdateRequest, WakeUpRequest
-from slurm_rlhf.control.declarations import call, read, spec_of
+from slurm_rlhf.control.codec import read
+from slurm_rlhf.control.declarations import call, spec_of
 from slurm_rlhf.errors import CallTimeout, EngineBroken, RunError
 from slurm_rlhf.records import SyncConnection, SyncReport
 from slurm_rlhf.rollout.engine import GenerateRequest
@@ -131,7 +132,7 @@ class FollowerLinks:
         """Send a command to all followers, after all earlier ones. Does not wait for it. Raises RunError."""
         self._check()
         self._sent += 1
-        told = Told(self._sent, [*self._held, Command(method.__name__, {} if argument is None else argument)])
+        told = Told(self._sent, [*self._held, Command(method.__name__, argument)])
         self._held = []
         self._leaving = self._leaving or told.leaving
         for rank, stream in self._streams.items():
@@ -178,7 +179,7 @@ class FollowerLinks:
                 break
         if answer.word == "failed":
             raise RunError(f"{who} failed: {answer.content}")
-        result: R = spec.read_result(answer.content)
+        result: R = read(spec.result, answer.content, f"the result of {spec.name}")
         return result
 
     def _hear(self, rank: int, message: Any) -> None:

@@ -79,7 +79,7 @@ class Worker(RankCalls):
             if spec is None:
                 known = ", ".join(sorted(calls_of(type(self))))
                 raise RunError(f"{self.info.role} has no call {request.method!r}; its calls: {known}")
-            arguments = [] if spec.argument is None else [spec.read_argument(request.args)]
+            arguments = [] if spec.argument is None else [request.argument(spec.argument)]
             answer = self.perform(getattr(self, spec.name), arguments)
             if isinstance(answer, Future):
                 answer.add_done_callback(partial(_settle, request))

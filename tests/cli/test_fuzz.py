@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgpack
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -26,7 +25,7 @@ from slurm_rlhf.config.keys import all_keys
 from slurm_rlhf.config.load import load_config
 from slurm_rlhf.config.rules import rule_problems
 from slurm_rlhf.control.codec import decode, encode
-from slurm_rlhf.control.messages import Envelope, body, unpack
+from slurm_rlhf.control.messages import Envelope, Failure, unpack
 from slurm_rlhf.data.prompts import read_jsonl
 from slurm_rlhf.errors import SlurmRlhfError
 
@@ -206,7 +205,7 @@ def mutated(frames: list[bytes], position: int, byte: int, cut: int) -> list[byt
 SOUND = [Envelope("call", 1, 2).pack(), *map(bytes, encode({"a": [1, "x", None], "b": b"12"}))]
 MESSAGES = st.one_of(
     st.lists(st.binary(max_size=40), max_size=4),
-    ROWS.map(lambda row: [Envelope("call", 1, 2).pack(), msgpack.packb(row, unicode_errors="surrogatepass")]),
+    ROWS.map(lambda row: [Envelope("call", 1, 2).pack(), *encode(row)]),
     st.builds(mutated, st.just(SOUND), st.integers(0, 200), st.integers(0, 255), st.integers(0, 8)),
 )
 
@@ -218,4 +217,4 @@ def test_messages_of_any_kind(frames: list[bytes]) -> None:
         decode(frames)
     with ours():
         _, rest = unpack(frames)
-        body(rest)
+        decode(rest, Failure)

@@ -95,7 +95,7 @@ def test_arrays_may_change_as_soon_as_they_are_handed_over(tmp_path: Path) -> No
         array[:] = -1
         request = client.receive(HANG_S)
         assert request is not None
-        received = request.args["array"]
+        received = request.argument()["array"]
         assert received.min() == 1
         request.reply(received)
         received[:] = -2
@@ -219,7 +219,7 @@ def test_looking_for_calls_starts_no_wait_and_asks_no_socket(team: Team) -> None
         future = ask(team.server, "rollout", 0, "generate", timeout_s=HANG_S, n=1)
         request = client.receive(HANG_S)
         assert request is not None
-        assert (request.method, request.args) == ("generate", {"n": 1})
+        assert (request.method, request.argument()) == ("generate", {"n": 1})
         request.reply("done")
         assert future.result(HANG_S) == "done"
         with pytest.raises(RunError, match="answered already"):

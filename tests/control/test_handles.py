@@ -6,7 +6,6 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,17 +19,16 @@ from slurm_rlhf.control.declarations import call
 from slurm_rlhf.control.handles import RoleHandle, gather
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import CallTimeout, RemoteError, RewardError, RoleDied, RunError, WireError
+from slurm_rlhf.records import Record
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
+class Job(Record):
     after: float = 0.0
     fail: str = ""
     answer: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Done(Record):
     rank: int
     after: float
 
@@ -62,13 +60,14 @@ def serve(client: ControlClient, rank: int) -> None:
 
 
 def answer(request, rank: int) -> None:  # type: ignore[no-untyped-def]
+    args = request.argument()
     if request.method == "idle":
-        request.reply(f"{rank} {request.args}")
+        request.reply(f"{rank} {args}")
         return
-    time.sleep(request.args["after"])
-    match request.args["fail"]:
+    time.sleep(args["after"])
+    match args["fail"]:
         case "":
-            request.reply(request.args["answer"] or Done(rank, request.args["after"]))
+            request.reply(args["answer"] or Done(rank, args["after"]))
         case "user":
             request.fail(RewardError("reward.py: NaN"))
         case reason:
@@ -93,7 +92,7 @@ def handle(tmp_path: Path) -> Iterator[RoleHandle[TeamCalls]]:
 
 def test_records_go_to_one_rank_to_all_and_to_each(handle: RoleHandle[TeamCalls]) -> None:
     assert handle.call(1, TeamCalls.work, Job()).result(HANG_S) == Done(1, 0.0)
-    assert handle.call(2, TeamCalls.idle).result(HANG_S) == "2 {}"
+    assert handle.call(2, TeamCalls.idle).result(HANG_S) == "2 None"
     assert handle.call_all(TeamCalls.work, Job()) == [Done(rank, 0.0) for rank in range(3)]
     own = [Job(rank / 100) for rank in range(3)]
     assert gather(handle.start_each(TeamCalls.work, own)) == [Done(rank, rank / 100) for rank in range(3)]
@@ -114,14 +113,16 @@ def test_other_arguments_than_declared_are_refused_before_they_are_sent(handle: 
 @pytest.mark.parametrize(
     ("answer", "told"),
     [
-        ({"rank": 1}, "is no Done: after is missing"),
-        ({"rank": 1, "after": 1.0, "more": 2}, "is no Done: more is unknown"),
-        ({"rank": "1", "after": 1.0}, r"\.rank must be of type int, and is '1' \(str\)"),
-        ([1, 1.0], "must be a Done"),
+        ({"rank": 1}, "Object missing required field `after`"),
+        ({"rank": 1, "after": 1.0, "more": 2}, "Object contains unknown field `more`"),
+        ({"rank": "1", "after": 1.0}, r"Expected `int`, got `str` - at `\$\.rank`"),
+        ([1, 1.0], "Expected `object`, got `array`"),
     ],
 )
 def test_an_answer_of_another_type_is_refused(handle: RoleHandle[TeamCalls], answer: Any, told: str) -> None:
-    with pytest.raises(WireError, match=rf"the reply of actor rank 0 .* to work is broken: the result of work ?{told}"):
+    with pytest.raises(
+        WireError, match=f"the reply of actor rank 0 .* to work is broken: the result of work .*: {told}"
+    ):
         handle.call(0, TeamCalls.work, Job(answer=answer)).result(HANG_S)
 
 

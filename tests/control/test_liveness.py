@@ -267,7 +267,7 @@ def test_lost_messages_fail_the_rank_at_once(run: Run, later: Envelope) -> None:
     """A reply that went down with a connection must not be waited for until its deadline."""
     with zmq.Context() as context, insider(context, run) as dealer:
         future = ask(run.server, "actor", 0, "train_step", timeout_s=HANG_S)
-        dealer.send_multipart([Envelope("event", 1).pack(), *encode({"name": "n", "data": {}})])
+        dealer.send_multipart([Envelope("event", 1, name="n").pack(), *encode({})])
         dealer.send_multipart([later.pack(), *encode({})])
         with pytest.raises(RoleDied, match=r"messages 2 to \d were lost with its connection"):
             future.result(HANG_S)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import time
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from steps import make_loop, make_step
 
 from slurm_rlhf.algorithms.policy_distance import KLController

@@ -61,6 +61,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "mpi4py": ("launch/mpi/",),
     "submitit": ("launch/",),
     "zmq": ("control/",),
+    "msgpack": (),
     "transformers": ("training/", "rollout/", "parity/", "bench/"),
     "tensorboard": ("observe/",),
     "wandb": ("observe/trackers/wandb.py",),

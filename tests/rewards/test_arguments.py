@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from slurm_rlhf.control.codec import decode, encode
-from slurm_rlhf.control.declarations import read
 from slurm_rlhf.docs.pages import page
 from slurm_rlhf.errors import RewardError
 from slurm_rlhf.records import Experience, Prompt, Trajectory, pack
@@ -135,7 +134,7 @@ def test_experience_knows_why_its_responses_ended() -> None:
     assert experience.finish_reasons == ["stop", "length", "stop", "length"]
     part = experience.select([3, 0])
     assert part.finish_reasons == ["length", "stop"]
-    assert read(Experience, decode(encode(part)), "part").finish_reasons == ["length", "stop"]
+    assert decode(encode(part), Experience).finish_reasons == ["length", "stop"]
 
 
 def test_the_pages_example_runs_and_names_every_argument(tmp_path: Path) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import rollout_engine as child
+from msgspec.structs import replace
 from rollout_engine import EngineProcess
 from tiny_models import make_tiny
 

@@ -8,13 +8,13 @@ import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 from dispatch_times import Recorder, slowed
+from msgspec.structs import replace
 from ranks import RolloutFleet, config
 from tiny_models import make_tiny
 from waiting import HANG_S, scaled

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from slurm_rlhf.control.codec import decode, encode
-from slurm_rlhf.control.declarations import read
 from slurm_rlhf.records import Sampling
 from slurm_rlhf.rollout.engine import GenerateRequest
 from slurm_rlhf.rollout.tp_engine import EnginePlace, TpDigest
@@ -58,7 +57,7 @@ def test_every_difference_shows() -> None:
 
 def test_a_request_travels_whole() -> None:
     sent = request("a", 9, (1, 2, 3))
-    got = read(GenerateRequest, decode(encode(sent)), "request")
+    got = decode(encode(sent), GenerateRequest)
     assert got.prompt_ids.tolist() == sent.prompt_ids.tolist()
     assert (got.key, got.prompt, got.sample, got.sampling, got.seed) == ("a", 1, 2, sent.sampling, 9)
 

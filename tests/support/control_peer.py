@@ -15,6 +15,7 @@ from waiting import HANG_S, scaled
 
 from slurm_rlhf.control.auth import RunKeys
 from slurm_rlhf.control.client import ControlClient
+from slurm_rlhf.control.codec import decode
 from slurm_rlhf.control.messages import Request
 from slurm_rlhf.control.server import ControlServer
 from slurm_rlhf.errors import RewardError, RoleDied
@@ -49,36 +50,36 @@ def stop_peer(process: subprocess.Popen[bytes]) -> None:
 
 def ask(server: ControlServer, role: str, rank: int, method: str, /, timeout_s: float, **args: Any) -> Future[Any]:
     """Call `method(**args)`; the Future's result is the reply as it was decoded."""
-    return server.call(role, rank, method, args, timeout_s, lambda result: result)
+    return server.call(role, rank, method, args, timeout_s, decode)
 
 
 def _answer(client: ControlClient, request: Request) -> None:
-    client.phase = request.method
+    client.phase, args = request.method, request.argument()
     match request.method:
         case "echo":
-            request.reply(request.args)
+            request.reply(args)
         case "sleep":
-            time.sleep(request.args["seconds"])
+            time.sleep(args["seconds"])
             request.reply("slept")
         case "compute":
-            end = time.monotonic() + request.args["seconds"]
+            end = time.monotonic() + args["seconds"]
             while time.monotonic() < end:
                 sum(range(100_000))
             request.reply("computed")
         case "double":
-            request.reply({"array": request.args["array"] * 2})
+            request.reply({"array": args["array"] * 2})
         case "zeros":
-            request.reply(np.zeros(request.args["bytes"], np.uint8))
+            request.reply(np.zeros(args["bytes"], np.uint8))
         case "raise":
-            raise RewardError("reward.py returned NaN at index 3") if request.args["user"] else KeyError("missing")
+            raise RewardError("reward.py returned NaN at index 3") if args["user"] else KeyError("missing")
         case "unsendable":
             request.reply(object())
         case "announce":
-            for number in range(request.args["times"]):
+            for number in range(args["times"]):
                 client.event("progress", number=number)
             request.reply(None)
         case "tell":
-            client.event(request.args["event"])
+            client.event(args["event"])
             request.reply(None)
         case "leave":
             request.reply("bye")

@@ -44,7 +44,7 @@ if role and "LOCAL_RANK" in os.environ:
     receive, answer = ControlClient.receive, Request._answer
 
     def note(word, request):
-        part = request.args.get("part", "")
+        part = (request.argument() or {}).get("part", "")
         line = f"{word} {time.monotonic_ns()} {os.getpid()} {role} {request.id} {request.method}{part and '.' + part}"
         os.write(file, f"{line}\\n".encode())
 

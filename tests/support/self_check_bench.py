@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ class Here:
 
     def start_each(self, method: Any, batches: list[Any], /) -> list[Future[Any]]:
         (batch,), name = batches, method.__name__
-        arguments = {field.name: getattr(batch, field.name) for field in fields(batch) if field.name != "experience"}
+        arguments = {name: getattr(batch, name) for name in batch.__struct_fields__ if name != "experience"}
         found, answer = getattr(self.trainer, name)(batch.experience, **arguments), Future[Any]()
         if name == "train_step":
             answer.set_result(TrainAnswer(found, getattr(self.trainer, "passed", None)))

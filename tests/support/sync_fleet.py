@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, fields
 from typing import Any
 
+from msgspec.structs import asdict
 from sync_peer import Peer, describe, digest, hold, make_weights
 from waiting import HANG_S
 
@@ -157,7 +157,7 @@ class PeerRanks:
             raise RemoteError(f"{method} failed: {answer['error']}: {answer['message']}")
         if result is None:
             return answer
-        return result(**{field.name: answer[field.name] for field in fields(result) if field.name in answer})
+        return result(**{name: answer[name] for name in result.__struct_fields__ if name in answer})
 
 
 def _plain(argument: Any) -> dict[str, Any]:

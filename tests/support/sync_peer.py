@@ -14,12 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from kit_seats import device, seat, visible
+from msgspec.structs import asdict
 from waiting import HANG_S
 from warm_runs import WarmProgram
 

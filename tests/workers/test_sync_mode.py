@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ class Call:
 
     def __init__(self, method: str, argument: Any) -> None:
         self.method = method
-        self.args = decode(encode(argument))
+        self.argument = partial(decode, encode(argument))
         self.answer: Any = None
 
     def reply(self, answer: Any) -> None:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
 
 from slurm_rlhf.config.schema import Config
 from slurm_rlhf.control.calls import RankCalls
-from slurm_rlhf.control.codec import decode
+from slurm_rlhf.control.codec import decode, encode
 from slurm_rlhf.control.declarations import call
 from slurm_rlhf.control.messages import Request
 from slurm_rlhf.errors import ModelError
+from slurm_rlhf.records import Record
 from slurm_rlhf.workers.worker import RankInfo, Worker
 
 CALLS = "about, add, add_later, fail, memory, shutdown, stacks"
 
 
-@dataclass(frozen=True, slots=True)
-class Sum:
+class Sum(Record):
     numbers: list[int]
 
 
@@ -58,7 +57,7 @@ class Asked:
 
     def __init__(self, worker: Worker, method: str, args: dict[str, Any]) -> None:
         self.answers: list[tuple[str, Any]] = []
-        worker.handle(Request(method, args, 1, self._send))
+        worker.handle(Request(method, encode(args), 1, self._send))
 
     def _send(self, kind: str, frames: Any, call: int) -> None:
         self.answers.append((kind, decode([memoryview(frame) for frame in frames])))
@@ -79,12 +78,15 @@ def test_what_is_not_declared_or_of_another_type_is_refused_by_name(worker: Addi
         [(kind, failure)] = Asked(worker, method, {}).answers
         assert kind == "error"
         assert failure["message"] == f"adder has no call {method!r}; its calls: {CALLS}"
-    for args, wrong in (({}, "numbers is missing"), ({"numbers": [1], "more": 1}, "more is unknown")):
+    for args, wrong in (
+        ({}, "missing required field `numbers`"),
+        ({"numbers": [1], "no": 1}, "contains unknown field `no`"),
+    ):
         [(_, failure)] = Asked(worker, "add", args).answers
         assert failure["type"] == "WireError"
-        assert failure["message"].startswith(f"the argument of add is no Sum: {wrong}")
+        assert failure["message"].startswith(f"the argument of add does not decode: Object {wrong}")
     [(_, failure)] = Asked(worker, "add", {"numbers": [1, "2"]}).answers
-    assert failure["message"].startswith("the argument of add.numbers[1] must be of type int")
+    assert failure["message"].endswith("Expected `int`, got `str` - at `$.numbers[1]`")
 
 
 def test_what_an_implementation_raises_goes_to_the_caller(worker: Adding) -> None:
